@@ -1,7 +1,9 @@
 # %% [markdown]
 # # What will my machine let me do?
 #
-# Welcome. This page takes five minutes, and you need to have trained a model once, no more. Run the cells one after the other (Shift + Enter), or all of them (menu *Run*, *Run All Cells*).
+# You have one machine, and guides full of advice that was measured on other machines. Which advice can you check here, and which of it is true here?
+#
+# Welcome. Plan 20 minutes for this lesson (the cells compute for about 1 of them). You need to have trained a model once, no more. It needs no GPU: a claim that a CPU cannot decide is listed as *not testable here*. Run the cells one after the other (Shift + Enter), or all of them (menu *Run*, *Run All Cells*).
 #
 # **You will see**
 # - what this machine has, and how many of the guides' statements it can put to the test
@@ -45,15 +47,15 @@ lab.task = lab.task.replace(seq_len=lab.task.seq_len // 2)  # half the length of
 # - a **claim** is one statement of the guides, with the number that decides it
 # - a **verdict** is what the measured number makes of the claim
 #
-# All others stand in [one table](../docs/words.md).
+# All other terms are in [the glossary](../docs/words.md).
 #
 # ## Predict
 #
 # Each lesson asks you for a number before it shows one: being wrong first is how an intuition grows. Further down, a model is trained with a batch of 4 sequences, then with a batch of 8. Move the slider or type a number, and commit it.
 
 # %%
-asked = "What is the peak memory of batch 8, in percent of that of batch 4?"
-widgets.predict(lab, "batch", asked, "%", 50, 300)
+question = "What is the peak memory of batch 8, in percent of that of batch 4?"
+widgets.predict(lab, "batch", question, "%", 50, 300)
 
 # %% [markdown]
 # ## Your machine
@@ -78,7 +80,7 @@ for name, each in PROFILES.items():
 plots.Table(["", "profile", "model", "parameters", "tokens in a sequence", "batch"], rows)
 
 # %% [markdown]
-# And the question in the title: how many claims can be decided here? The others say what they would need. No lesson pretends: it will tell you "not testable here" and go on.
+# And the question in the title: how many claims can be decided here? The others say what they would need. No lesson pretends: it reports "not testable here" and goes on.
 
 # %%
 needs = Counter(hardware.supports(claim.where)[1] or "can be decided here" for claim in load().values())
@@ -103,9 +105,9 @@ rows = [[model, tensors, f"{count:,}", plots.bytes_text(size)] for model, (tenso
 plots.Table(["model", "tensors", "parameters", "bytes"], rows)
 
 # %% [markdown]
-# bert-large is the guides' model. The 2023 guide read 1288 MB for it off a V100: the difference of two looks at the whole card, with 1 MB = 2^20 bytes. That is 1.35 GB in this course's units, where 1 MB = 10^6 bytes.
+# bert-large is the guides' model. For this model the 2023 guide read 1288 MB on a V100: the difference of two readings of the whole card, with 1 MB = 2^20 bytes. That is 1.35 GB in this course's units, where 1 MB = 10^6 bytes.
 #
-# ## A clean process
+# ## A fresh process
 #
 # You may have learnt to restart the kernel between two experiments, or the second one finds the memory of the first still taken. The 2023 guide says so too. Here **each experiment runs in a process of its own**, which ends with it. Let us try to break that: one experiment hoards 400 MB and frees nothing, the next one looks for them.
 
@@ -135,7 +137,7 @@ plots.Table(["who looks", "process id", "resident memory, MB", "sees the hoard"]
 
 # %%
 def live_bytes():
-    """Bytes of all tensors that Python knows of, shared memory counted once."""
+    """Return the bytes of all tensors that Python knows of, with shared memory counted once."""
     storages = [thing.untyped_storage() for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
@@ -212,7 +214,7 @@ comparison
 # `lab.compare` sets two runs side by side; the last row is what the second one has for each 1.00 of the first.
 #
 # - The memory ratio is exact.
-# - The speed ratio comes with an **interval**, in brackets: the two recipes were run once more, in turns, and the interval holds what such ratios vary by. If it contains 1, nobody can say which one is faster: the effect is *too small to tell*. On a busy CPU many effects are. Lesson 03 is about that.
+# - The speed ratio comes with an **interval**, in brackets: the two recipes were run once more, interleaved, and the interval shows how much such ratios vary.
 
 # %%
 exercises.question(
@@ -220,9 +222,9 @@ exercises.question(
     "interval",
     "Somewhere else, batch 8 comes out at 1.05 (0.90 to 1.22) x the speed of batch 4. Which is faster?",
     {
-        "batch 8, by 5 %": "1.05 is the best single guess, and a weak one: taking turns once more might as well have "
+        "batch 8, by 5 %": "1.05 is the best single guess, and a weak one: another interleaved run might as well have "
         "given 0.95. The interval says how far such numbers vary.",
-        "that cannot be told": "The interval contains 1, so either may be the faster one. More turns or a quieter machine "
+        "that cannot be told": "The interval contains 1, so either may be the faster one. More interleaved steps or a quieter machine "
         "make it narrower.",
         "neither, they are equally fast": "That would be a finding too, and it needs a narrow interval around 1. This one "
         "also has room for a fifth more speed.",
@@ -231,7 +233,9 @@ exercises.question(
 )
 
 # %% [markdown]
-# And your guess? The figure beside it is an *estimate*: the lab follows a training on tensors without contents and counts their bytes, without training anything. (`lab.foresee` asks for it, and goes on in one line where there is none.)
+# If an interval contains 1, nobody can say which of the two is faster: the effect is *too small to tell*. On a busy CPU many effects are. Lesson 03 is about that.
+#
+# And your guess? The figure beside it is an *estimate*: the lab traces a training on tensors without contents and counts their bytes, without training anything. (`lab.foresee` requests the estimate. If there is none, it says so in one line and the lesson goes on.)
 
 
 # %%
@@ -255,7 +259,7 @@ _ = plots.memory([small, large])
 
 # %%
 def loaded(task):
-    """Bytes a parameter after from_pretrained, by the dtype that the checkpoint was saved in."""
+    """Return {dtype of the checkpoint: bytes per parameter after from_pretrained}."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -263,7 +267,7 @@ def loaded(task):
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         with tempfile.TemporaryDirectory() as checkpoint:
             model.to(dtype).save_pretrained(checkpoint)
-            parameters = list(type(model).from_pretrained(checkpoint).parameters())  # nothing said of a dtype
+            parameters = list(type(model).from_pretrained(checkpoint).parameters())  # without a dtype argument
         found[name] = sum(each.nbytes for each in parameters) / sum(each.numel() for each in parameters)
     return found
 
@@ -393,17 +397,17 @@ def check(verdicts):
         return exercises.not_attempted()
     if len(verdicts) != len(cases):
         return exercises.wrong(f"{len(cases)} claims want {len(cases)} verdicts; here are {len(verdicts)}")
-    for (id, value), said in zip(cases.items(), verdicts):
+    for (id, value), answered in zip(cases.items(), verdicts):
         verdict = decide(ledger[id], value, value is not None)
-        if said != verdict:
-            return exercises.wrong(f"{id}: {said!r}? It holds if {ledger[id].threshold_text()}; measured: {value}")
+        if answered != verdict:
+            return exercises.wrong(f"{id}: {answered!r}? It holds if {ledger[id].threshold_text()}; measured: {value}")
     return exercises.right("you can read every scoreboard of the course")
 
 
 exercises.check(lab, "verdicts", check, answer)
 
 # %% tags=["solution"] jupyter={"source_hidden": true}
-# The middle of 0.60 to 0.96 is inside the rule, and still nobody knows: an end reaches outside. 400 MiB lie between the
+# The middle of 0.60 to 0.96 is inside the rule, and still nobody knows: an end reaches outside. 400 MiB are between the
 # rule and no effect. The claim on Adafactor is about a size alone, without a "no effect": outside of it is refuted.
 verdicts = ["holds", "too small to tell", "refuted", "smaller than promised", "not testable here"]
 exercises.prove(check, solution=verdicts, mistake=["holds", "holds", "refuted", "refuted", "not testable here"])
@@ -419,9 +423,9 @@ widgets.progress(lab)
 # %% [markdown]
 # ## Recap
 #
-# - You saw what this machine has, and how many of the guides' statements it can put to the test.
+# - You saw what this machine has, and how many of the guides' statements it can put to the test. In fp32 each parameter takes 4 bytes, as the guides say.
 # - One experiment went from end to end, in a process of its own that left nothing behind, and neither did a hoarder and a killed process.
-# - You met a run, a comparison, a claim and a verdict.
+# - You met a run, a comparison, a claim and one of the 5 verdicts. An interval that contains 1 means *too small to tell*.
 #
 # The cell below closes the lesson, as it closes each one. Its **scoreboard** has a row for each claim: the verdict, what the guides say, what was measured *here* and what was measured *there*. It names the machine, the versions and the date, without which no figure is worth much. `perf-helpers course` runs all lessons and puts their scoreboards on one page.
 #

@@ -1,12 +1,22 @@
 # %% [markdown]
 # # Where did 15 GB go when the model has 1.3?
 #
-# The 2023 guide put bert-large on a V100 (1288 MB of weights), trained it at batch 4, and then read 14949 MB.
+# The weights of your model are far smaller than your GPU, and the training still runs out of memory. The 2023 guide
+# shows the same: it put bert-large on a V100 (1288 MB of weights), trained it at batch 4, and then read 14949 MB. Which
+# tensors fill the rest?
 #
 # **You will see**
 # - that every byte has one of six jobs, and that an account kept by hand agrees with the allocator;
-# - that the optimizer sets the bytes a parameter costs, and the batch sets the rest;
-# - that the peak is a moment inside the step, and what mixed precision, `zero_grad` and `nvidia-smi` make of it.
+# - that the optimizer sets the bytes that a parameter costs, and the batch sets the rest;
+# - that the peak is a moment inside the step, and how mixed precision, `zero_grad` and `nvidia-smi` change what you see
+#   of it.
+#
+# **Minutes:** plan 55 for reading and trying; the cells compute for about 1 on two cores.
+#
+# **Before you start:** lesson 00.
+#
+# **On a CPU:** every tensor is counted, to the byte. CUDA's context, the allocator's reserve and the readings of
+# `nvidia-smi` exist only on a GPU.
 
 # %% tags=["parameters"]
 profile = "auto"
@@ -37,7 +47,7 @@ print(f"{lab.machine.name}: {lab.task}, {lab.task.parameters() / 1e6:.1f} M para
 #
 # A training step holds six kinds of tensors, and each lives for a different stretch of the step.
 #
-# | kind | born | dies |
+# | kind | allocated | freed |
 # |---|---|---|
 # | weights | when the model is made | never |
 # | gradients | in backward | in `zero_grad` |
@@ -46,8 +56,8 @@ print(f"{lab.machine.name}: {lab.task}, {lab.task.parameters() / 1e6:.1f} M para
 # | temporaries | inside an operation, or between two | at once |
 # | inputs | with each batch | with the batch |
 #
-# Memory runs out at the **peak**: the one moment at which the most of them are alive. So there are two questions. How
-# many bytes does each kind take? And which kinds are alive together?
+# Memory runs out at the **peak**: the moment at which the most bytes are alive. So there are two questions. How many
+# bytes does each kind take? And which kinds are alive together?
 #
 # ## Predict
 #
@@ -64,8 +74,8 @@ widgets.predict(lab, "peak", question, "MB", 0, 12 * 4 * lab.task.parameters() /
 # tensors may share one, so we count storages.
 #
 # Weights, gradients and states can be looked up. Activations hide in the autograd graph, where forward leaves what
-# backward will need. `saved_tensors_hooks` shows each tensor as it is saved, and a stack of module names tells who
-# saved it. We keep weak references: watching a tensor must not keep it alive.
+# backward will need. `saved_tensors_hooks` shows each tensor as it is saved, and a stack of module names shows which
+# module saved it. We keep weak references: watching a tensor must not keep it alive.
 
 # %%
 toy = Task("bert-tiny", seq_len=32, config={"vocab_size": 200, "max_position_embeddings": 128})
@@ -142,8 +152,8 @@ for step in (1, 2):
 
 # %%
 counted = lab.train("toy", task=toy, measure=("memory",), per_device_train_batch_size=4)
-born = {"weights": "forward", "optimizer_states": "step", "gradients": "backward", "activations": "forward"}
-for kind, moment in born.items():
+allocated_in = {"weights": "forward", "optimizer_states": "step", "gradients": "backward", "activations": "forward"}
+for kind, moment in allocated_in.items():
     mine, theirs = account[f"{moment} 2"][kind], counted.memory.phase_breakdowns[moment][kind]
     print(f"{plots.name_text(kind):17} after {moment:9} by hand {mine:>10,}   lab {theirs:>10,}")
     if kind != "activations" or not cuda:  # a GPU's attention kernel saves other tensors than a CPU's
@@ -151,7 +161,7 @@ for kind, moment in born.items():
 
 _, ax = plt.subplots(figsize=(9, 3.6), layout="constrained")
 bottom = [0.0] * len(account)
-for kind in born:
+for kind in allocated_in:
     heights = [parts[kind] / 1e6 for parts in account.values()]
     ax.bar(range(len(account)), heights, bottom=bottom, color=plots.PALETTE[kind], label=plots.name_text(kind))
     bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
@@ -162,12 +172,12 @@ ax.set_title("What is alive after each line of two training steps", loc="left")
 _ = ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
 
 # %% [markdown]
-# The states appear in the first `step` and stay, so forward 2 stands higher than forward 1: a training can survive its
-# first step and run out of memory in the second. Activations and gradients never stand side by side in full, because
+# The states appear in the first `step` and stay, so the bar of forward 2 is higher than that of forward 1: a training can survive its
+# first step and run out of memory in the second. Activations and gradients are never both in memory in full, because
 # backward frees the one while it makes the other. And no bar reaches the dashed line: the peak lies *inside*
 # backward, with temporaries in it, where no look between two lines can see it.
 #
-# Who saved the activations of one layer?
+# Which modules saved the activations of one layer?
 
 # %%
 loss, saved = forward(model, batch)
@@ -190,8 +200,8 @@ plots.Table(["saved by", "shape", "memory"], rows, "Saved in the first layer (ba
 
 # %%
 vanilla = lab.train("vanilla", measure=("memory",), per_device_train_batch_size=4)
-said_in_advance = lab.foresee(lambda: estimate(lab.task, per_device_train_batch_size=4).peak_bytes / 1e6)
-display(widgets.revealed(lab, "peak", vanilla.peak_bytes / 1e6, estimate=said_in_advance))
+predicted = lab.foresee(lambda: estimate(lab.task, per_device_train_batch_size=4).peak_bytes / 1e6)
+display(widgets.revealed(lab, "peak", vanilla.peak_bytes / 1e6, estimate=predicted))
 plots.timeline(vanilla, title=f"One step of {lab.task.model}, batch 4, length {lab.task.length()}")
 memory = vanilla.memory
 readings = [
@@ -209,9 +219,11 @@ plots.Table(["reading", "size", "what it is"], [[name, plots.bytes_text(size), t
 # are the floor under them.
 #
 # The guides report *device-used* memory, and that is not what your tensors take: it adds the context and whatever the
-# allocator keeps. This course counts tensors, and says so. On a GPU, functions in fresh processes now check what the
-# guides say of that reading: what a first tensor takes, what `nvidia-smi` shows, and whether a model grows on its way
-# to a newer GPU. Elsewhere there is nothing to read.
+# allocator keeps. This course counts tensors, and says so.
+#
+# > **On a GPU:** functions in fresh subprocesses now check three statements of the guides about that reading: what a
+# > first tensor takes, what `nvidia-smi` shows, and whether a model grows on its way to a newer GPU. On a CPU there is
+# > nothing to read.
 
 # %%
 gpu = lab.machine.gpus[0].uuid if cuda else None
@@ -258,12 +270,12 @@ claims.check("nvml-agrees", found.get("old"), missing=missing, note=note)
 # ## Change one thing: the optimizer
 #
 # The same model after one step, under six optimizers. The Trainer makes the first five. Where a library stores states
-# in 8 bits, we count the parameters concerned apart.
+# in 8 bits, we count those parameters separately.
 
 
 # %%
 def states(task):
-    """For each optimizer: [parameters, bytes of state] of what it stores in 8 bits, and of the rest."""
+    """Return, for each optimizer, [parameters, bytes of state] of the part stored in 8 bits, and of the rest."""
     import tempfile
 
     from transformers import Adafactor, Trainer, TrainingArguments
@@ -302,7 +314,9 @@ counts, size = found["8-bit AdamW"]["8 bits"]
 total["8-bit AdamW, its 8-bit part"] = size / counts
 guides = {"AdamW": 8, "SGD, momentum": 4, "8-bit AdamW, its 8-bit part": 2, "Adafactor": "slightly over 4"}
 rows = [[name, f"{size:.2f}", guides.get(name, "")] for name, size in total.items()]
-display(plots.Table(["optimizer", "state bytes a parameter", "2023 guide"], rows, f"{lab.task.model}, after one step"))
+display(
+    plots.Table(["optimizer", "state bytes per parameter", "2023 guide"], rows, f"{lab.task.model}, after one step")
+)
 display(claims.check("states-adamw", total["AdamW"]))
 display(claims.check("states-sgd-momentum", total["SGD, momentum"], note=f"without momentum: {total['SGD']:g} B"))
 note = f"all parameters together: {total['8-bit AdamW']:.2f} B"
@@ -312,7 +326,7 @@ claims.check("states-adafactor", total["Adafactor"], note=f"with a first moment:
 
 # %% tags=["claim"]
 def gigabytes(task):
-    """GB of state after one step, by optimizer, on the meta device: shapes to count, and no numbers."""
+    """Return {optimizer: GB of state after one step}, counted on the meta device, where tensors have shapes only."""
     import bitsandbytes
     from transformers import Adafactor
 
@@ -352,7 +366,7 @@ claims.check("t5-3b-8bit", giant["AdamW8bit"])
 # embeddings; in the toy they are as small a share as in bert-large (under 10 %).
 
 # %%
-half = {"fp16": True} if cuda else {"bf16": True}  # on a CPU the Trainer ignores fp16 without a word
+half = {"fp16": True} if cuda else {"bf16": True}  # on a CPU the Trainer ignores fp16 without a warning
 task = lab.task if cuda else toy
 
 
@@ -380,7 +394,7 @@ zeros = lab.run(keep_zeros, "mixed, zeros kept", task=task, measure=("memory",))
 
 
 def per_parameter(run, moment="peak"):
-    """Bytes a parameter of weights, their copies, gradients and states: at the end of a phase, or at the peak."""
+    """Return the bytes per parameter of weights, their copies, gradients and states: at the end of a phase, or at the peak."""
     parts = run.memory.breakdown if moment == "peak" else run.memory.phase_breakdowns[moment]
     kinds = ("weights", "weight_copies", "gradients", "optimizer_states")
     return [parts[kind] / run.memory.parameters for kind in kinds]
@@ -392,7 +406,7 @@ for run in (mixed, zeros):
         sizes = per_parameter(run, moment)
         rows.append([run.name, moment, *(f"{size:.2f}" for size in [*sizes, sum(sizes)])])
 header = ["run", "after", "weights", "copies", "gradients", "states", "sum"]
-display(plots.Table(header, rows, "Bytes a parameter in mixed precision"))
+display(plots.Table(header, rows, "Bytes per parameter in mixed precision"))
 weights = {moment: sum(per_parameter(mixed, moment)[:2]) for moment in phases}
 display(claims.check("weights-mixed", max(weights.values()), note=f"after backward: {weights['backward']:.2f} B"))
 display(claims.check("gradients-cost", per_parameter(mixed, "backward")[2]))
@@ -493,13 +507,13 @@ note = "exponents: " + ", ".join(f"{axis} {slope:.2f}" for axis, slope in slopes
 claims.check("activations-scale", min(slopes.values()), note=note)
 
 # %% [markdown]
-# An exponent of 1 is a straight line: twice the batch, twice the bytes. Length lies above it where attention keeps its
-# tables of length x length.
+# An exponent of 1 is a straight line: twice the batch, twice the bytes. The exponent of the
+# length is larger where attention keeps its tables of length x length.
 #
-# ## Said in advance
+# ## Predicted without training
 #
-# An account this regular needs no training to be known. `estimate` follows the step on *fake* tensors, which have shapes
-# and no bytes, and counts what would be alive. Here are the techniques of the course, said before they are run.
+# An account this regular can be computed without training. `estimate` traces the step on *fake* tensors, which have
+# shapes and no bytes, and counts what would be alive. Here are the techniques of the course, predicted before they run.
 
 # %%
 course = {
@@ -514,13 +528,13 @@ course = {
 }
 small = lab.task if cuda else Task("bert-tiny", seq_len=128)
 course = {name: {"per_device_train_batch_size": 4} | recipe for name, recipe in course.items()}
-said = {name: lab.foresee(estimate, small, name=name, **recipe) for name, recipe in course.items()}
-if estimates := [found for found in said.values() if found]:
+forecast = {name: lab.foresee(estimate, small, name=name, **recipe) for name, recipe in course.items()}
+if estimates := [found for found in forecast.values() if found]:
     _ = plots.memory(estimates, title=f"{small.model}, estimated: nothing was trained")
 
 # %% [markdown]
-# Now run them, and hold the measured peaks against what was said: by the estimate, by `accelerate estimate-memory`, and by
-# the guides' 18 bytes a parameter.
+# Now run them, and compare the measured peaks with three predictions: by the estimate, by `accelerate estimate-memory`,
+# and by the guides' 18 bytes per parameter.
 
 
 # %%
@@ -528,25 +542,29 @@ def other_ways(task):
     from accelerate.commands.estimate import estimate_training_usage
 
     weights = 4 * task.parameters()
-    said = {kind: max(estimate_training_usage(weights, kind).values()) for kind in ("float32", "bfloat16")}
-    return said | {"rule": 18 * task.parameters()}
+    found = {kind: max(estimate_training_usage(weights, kind).values()) for kind in ("float32", "bfloat16")}
+    return found | {"rule": 18 * task.parameters()}
 
 
 others, rows = lab.run(other_ways, task=small, measure="value").value, []
 for name, recipe in course.items():
     run = lab.train(name, task=small, measure=("memory",), **recipe)
-    ways = [said[name] and said[name].peak_bytes, others["bfloat16" if "bf16" in recipe else "float32"], others["rule"]]
+    ways = [
+        forecast[name] and forecast[name].peak_bytes,
+        others["bfloat16" if "bf16" in recipe else "float32"],
+        others["rule"],
+    ]
     off = [f"{way / run.peak_bytes - 1:+.2%}" if run.ok and way else "not known" for way in ways]
     rows.append([name, plots.bytes_text(run.peak_bytes) if run.ok else run.status, *off])
-plots.Table(["experiment", "measured peak", "estimate", "accelerate estimate-memory", "18 B a parameter"], rows)
+plots.Table(["experiment", "measured peak", "estimate", "accelerate estimate-memory", "18 B per parameter"], rows)
 
 # %% [markdown]
-# On a CPU the two are equal to the byte, because it is the same code that runs, the Trainer included. For a GPU the
-# estimate repeats what each of CUDA's kernels asks for, and lays it out as torch's allocator does;
-# `said["03 vanilla"].assumptions` names the parts. The two others know weights, gradients and states. They cannot know the batch, the length or the recipe, and on small models those decide. The
+# On a CPU estimate and measurement are equal to the byte, because the same code runs, the Trainer included. For a GPU the
+# estimate repeats what each of CUDA's kernels requests, and places it as torch's allocator does;
+# `forecast["03 vanilla"].assumptions` names the parts. The two other predictions include weights, gradients and states. They do not include the batch, the length or the recipe, and for small models those decide. The
 # same comparison over more trainings and tools, for a CPU and for GPUs: [the estimate](../docs/estimate.md).
 
-# %%
+# %% jupyter={"source_hidden": true}
 alone = lab.train("one sample", measure=("memory",), per_device_train_batch_size=1).memory.breakdown
 if max(alone, key=alone.get) != "optimizer_states":
     raise RuntimeError(f"the answer below is not true here: {alone}")
@@ -554,8 +572,8 @@ if max(alone, key=alone.get) != "optimizer_states":
 # %%
 text = f"{lab.task.model} in fp32 with AdamW, batch 1: which part of its peak is the largest?"
 options = {
-    "weights": "Weights are 4 bytes a parameter: half of what AdamW keeps beside them.",
-    "optimizer states": "Two numbers a weight, 8 bytes a parameter: the largest part until the batch grows.",
+    "weights": "Weights are 4 bytes per parameter: half of what AdamW keeps beside them.",
+    "optimizer states": "Two numbers per weight, 8 bytes per parameter: the largest part until the batch grows.",
     "activations": "At a large batch they are. At batch 1 they are small: they grow with the batch, states do not.",
 }
 exercises.question(lab, "largest", text, options, right="optimizer states")
@@ -563,8 +581,8 @@ exercises.question(lab, "largest", text, options, right="optimizer states")
 # %% [markdown]
 # ## Explore
 #
-# One step, two runs above each other. Move the line: in which module is the peak, and what lies on the floor? Adafactor's
-# floor is the lowest: what fills its `step` instead?
+# One step, two runs above each other. Move the line: in which module is the peak, and which kinds are alive all the time?
+# Adafactor has the fewest of these: what fills its `step` instead?
 #
 # Then any model with any recipe, whether you own the card or not. Find what halves the activations, then what halves the
 # states. Each position is traced by itself, so its bytes are those of `estimate`; the picture is grey meanwhile.
@@ -577,7 +595,7 @@ lab.foresee(explorers.memory, lab, device="cuda")
 # ## Exercise
 #
 # Mixed precision with `gradient_accumulation_steps=2`: the second micro-batch runs while the first one's gradients wait.
-# How many bytes a parameter do weights, copies, gradients and states take together at the peak, within 2 %?
+# How many bytes per parameter do weights, copies, gradients and states take together at the peak, within 2 %?
 
 # %%
 exercises.hint(
@@ -587,12 +605,12 @@ exercises.hint(
 )
 
 # %% tags=["exercise"]
-answer = None  # bytes a parameter
+answer = None  # bytes per parameter
 
 
 # %% tags=["check"]
 def measured(name, task, **arguments):
-    """The run of that name, made only once."""
+    """Return the run of that name; train it if it does not exist yet."""
     known = [run for run in lab.runs if run.name == name]
     return known[0] if known else lab.train(name, task=task, measure=("memory",), **arguments)
 
@@ -603,20 +621,21 @@ def check(answer):
     run = measured("accumulated", task, per_device_train_batch_size=4, gradient_accumulation_steps=2, **half)
     size = sum(per_parameter(run))
     if abs(answer - size) > 0.02 * size:
-        return exercises.wrong(f"measured {size:.2f}: which of the four is alive in the second forward pass?")
-    return exercises.right(f"measured {size:.2f}: where gradients wait, the guides' 18 is back")
+        return exercises.wrong(f"measured {size:.2f}: which of the four are alive in the second forward pass?")
+    return exercises.right(f"measured {size:.2f}")
 
 
 exercises.check(lab, "accumulated", check, answer)
 
 # %% tags=["solution"] jupyter={"source_hidden": true}
 # All are alive in the second forward: weights, copies and states as in a plain step, and the gradients of the first.
+# So where gradients wait, the guides' 18 bytes are back.
 exercises.prove(check, solution=sum(per_parameter(mixed, "forward")) + 4, mistake=sum(per_parameter(mixed)))
 
 # %% [markdown]
 # ## Challenge
 #
-# A task you have not seen: two more layers, half the length, batch 16, fp32, AdamW. Say its peak in MB, within 10 %, before it is trained. You may count parameters, and you may run a forward pass at batch 1.
+# A task you have not seen: two more layers, half the length, batch 16, fp32, AdamW. Predict its peak in MB, within 10 %, before it is trained. You may count parameters, and you may run a forward pass at batch 1.
 
 # %%
 exercises.hint(
@@ -639,7 +658,7 @@ def check(answer):
     off = abs(answer - peak) / peak
     if off > 0.1:
         return exercises.wrong(f"{answer:.0f} MB is {off:.0%} off: which kinds are alive at the peak?")
-    return exercises.right(f"{answer:.0f} MB said, {peak:.0f} MB measured: {off:.1%} off")
+    return exercises.right(f"{answer:.0f} MB predicted, {peak:.0f} MB measured: {off:.1%} off")
 
 
 exercises.check(lab, "unseen", check, answer)
@@ -654,9 +673,11 @@ exercises.prove(check, solution=(12 * unseen.parameters() + 16 * each) / 1e6, mi
 # ## Recap
 #
 # - Every byte had one of six jobs, and the account kept by hand agreed with the allocator (on a CPU to the byte).
-# - The optimizer set the bytes a parameter cost; batch, length and width set the rest.
-# - The peak was a moment inside the step. Mixed precision added copies that left as gradients came, `zero_grad` decided
-#   whether the two met, and `nvidia-smi` answered another question than "what do my tensors take?"
+# - The optimizer set the bytes that a parameter cost: AdamW's states 8, SGD's momentum 4. Batch, length and width set the
+#   rest.
+# - The peak was a moment inside the step. Mixed precision added copies that were freed as gradients came. `zero_grad`
+#   decided whether the two met: today the sum stays at 16 bytes per parameter or less, not the guides' 18.
+# - `nvidia-smi` answers a different question than "what do my tensors take?"
 
 # %% tags=["finish"]
 claims.finish()

@@ -1,12 +1,18 @@
 # %% [markdown]
 # # Do we need two numbers for each parameter?
 #
-# Adam remembers two numbers for every weight of the model, twice the memory of the weights themselves. Adafactor remembers next to nothing, and still gives every weight a step of its own.
+# Adam remembers two numbers for every weight of the model, twice the memory of the weights themselves. If these optimizer states are what does not fit, Adafactor is the first thing to try: it remembers next to nothing, and still gives every weight a step of its own. What do you pay for that?
 #
 # **You will see**
-# - how a row and a column of averages stand in for a whole matrix, and how far off they are
+# - how a row and a column of averages replace a whole matrix, and how far off they are
 # - what Adafactor saves at the peak, and what its update costs in time
-# - that two optimizers can be compared only when each has its own learning rate, and that the winner depends on the task
+# - what a fair comparison of two optimizers needs, and why the winner depends on the task
+#
+# **Minutes:** plan 35 for reading and trying; the cells compute for about 1 on two cores.
+#
+# **Before you start:** lesson 01 (optimizer states, peak) and lesson 03 (intervals).
+#
+# **On a CPU:** memory and losses are as real as on a GPU. How much time the update takes depends on the device, so that price is your machine's only.
 
 # %% tags=["parameters"]
 profile = "auto"
@@ -36,7 +42,7 @@ torch.set_num_threads(1)  # in this notebook's own process, where all tensors ar
 #
 # A gradient $g$ says which way to move a weight, but not how far. Adam keeps two running averages of each weight's gradients: the **first moment** $m$ of $g$, which smooths the direction, and the **second moment** $v$ of $g^2$, which sets the scale. The step is $m/\sqrt{v}$: weights with small gradients move about as far as weights with large ones.
 #
-# [Adafactor](https://arxiv.org/abs/1804.04235) (Shazeer and Stern, 2018) asks what can go. It leaves $m$ out unless told otherwise. Of $v$, for a matrix of $r$ rows and $c$ columns, it keeps the mean of each row and of each column, $r + c$ numbers instead of $r \times c$, and rebuilds the matrix from them whenever it needs it.
+# [Adafactor](https://arxiv.org/abs/1804.04235) (Shazeer and Stern, 2018) asks what can go. It leaves $m$ out by default. Of $v$, for a matrix of $r$ rows and $c$ columns, it keeps the mean of each row and of each column, $r + c$ numbers instead of $r \times c$, and rebuilds the matrix from them whenever it needs it.
 #
 # ## Predict
 #
@@ -45,8 +51,8 @@ torch.set_num_threads(1)  # in this notebook's own process, where all tensors ar
 # %%
 parameters = lab.task.parameters()
 print(f"{lab.task}: {parameters:,} parameters")
-asked = "By how many MB will the peak of training fall when Adafactor takes over?"
-widgets.predict(lab, "saved", asked, "MB", 0, round(12 * parameters / 1e6))
+question = "By how many MB will the peak of training fall when Adafactor takes over?"
+widgets.predict(lab, "saved", question, "MB", 0, round(12 * parameters / 1e6))
 
 # %% [markdown]
 # ## By hand: a matrix from its margins
@@ -83,8 +89,6 @@ print(f"kept by Adam: {second.numel():,} numbers; kept by Adafactor: {sum(second
 stripes = torch.outer(torch.tensor([1.0, 2.0, 5.0]), torch.tensor([1.0, 3.0]))
 examples = [second, torch.eye(2), stripes]  # one for each answer
 exact = [torch.allclose(rebuild(matrix), matrix) for matrix in examples]
-
-# %%
 answers = ["of all of them", "of the symmetric ones", "of those whose rows are multiples of one another"]
 exercises.question(
     lab,
@@ -171,7 +175,7 @@ vanilla = lab.train("AdamW", per_device_train_batch_size=lab.profile.micro_batch
 # %% [markdown]
 # ## Change one thing
 #
-# And a third run, with the first moment that Adafactor can keep and the Trainer leaves off.
+# The second run uses Adafactor. A third one adds the first moment, which Adafactor can keep and the Trainer leaves off.
 
 
 # %%
@@ -201,38 +205,36 @@ states = {run.name: run.memory.breakdown["optimizer_states"] for run in runs}
 fewer = states[vanilla.name] - states[adafactor.name]
 print(f"states smaller by {plots.bytes_text(fewer)}, peak lower by {plots.bytes_text(saved)}")
 rows = [[name, plots.bytes_text(size), size / parameters, lab[name].memory.peak_phase] for name, size in states.items()]
-plots.Table(["optimizer", "states at the peak", "bytes a parameter", "peak is in"], rows)
+plots.Table(["optimizer", "states at the peak", "bytes per parameter", "peak is in"], rows)
 
 # %%
-answers = ["as many, and a smaller share of the peak", "four times as many", "as large a share of the peak"]
 at_four = lab.foresee(estimated, 4 * lab.profile.micro_batch)  # what is saved there, and AdamW's peak
 predicted = [saved, 4 * saved, saved / vanilla.peak_bytes * (at_four[1] if at_four else 0)]
 closest = min(range(3), key=lambda i: abs(predicted[i] - at_four[0])) if at_four else 0
-
-# %%
+answers = ["as many, and a smaller share of the peak", "four times as many", "as large a share of the peak"]
 exercises.question(
     lab,
     "larger-batch",
     "At a batch four times as large, how many MB does Adafactor save?",
     {
         answers[0]: "States belong to the parameters, which no batch changes. The "
-        "activations that they lie under have grown, so the same MB are a smaller part of the whole.",
+        "activations on top of them have grown, so the same MB are a smaller part of the whole.",
         answers[1]: "Activations grow with the batch, states do not: they hold a number or two for each "
         "parameter, however many samples made the gradient.",
-        answers[2]: "The share falls: above is the batch's part, which grows, and below the states' "
-        "part, which stays. Percentages of a peak hold for one batch only.",
+        answers[2]: "The share falls: the batch's part of the peak grows, and the states' part stays. "
+        "Percentages of a peak hold for one batch only.",
     },
     right=answers[closest],
 )
 
 # %% [markdown]
-# Only the states changed. Where both peaks lie in the backward pass, states lie under them from the second step on, so the peak falls by what the states shrink.
+# Only the states changed. If both peaks are in the backward pass, the states are part of them from the second step on, so the peak falls by as many bytes as the states shrink.
 #
 # The 2023 guide's table gives Adafactor "slightly more than 4" bytes a parameter. Read the last column: that is the row *with a first moment*. The Trainer keeps none, and what remains is hardly worth a bar. (The guide's own run fell by 2654 MB on a V100. AdamW's two states for bert-large are 2557 of the same MB, of 2²⁰ bytes: with a first moment it could have fallen by about half of that. Its measurement knew better than its table.)
 #
 # ## What the update costs
 #
-# Adafactor goes through each tensor several times (square, two means, outer product, root, scale), fused AdamW only once. This is paid once a step, however many tokens the passes saw, so the price depends on the size of a step. We take the guide's: 4 sequences of 512 tokens, and on a CPU a model with as small a share of embeddings as bert-large (they need an update, but no products).
+# Adafactor goes through each tensor several times (square, two means, outer product, root, scale), fused AdamW only once. This is paid once a step, however many tokens the passes saw, so the price depends on the size of a step. We take the guide's: 4 sequences of 512 tokens, and on a CPU a model with as small a share of embeddings as bert-large (they need an update, but no matmuls).
 #
 # The two steps differ in their update alone. So we time the parts, on a CPU by the seconds that it computed.
 
@@ -264,7 +266,7 @@ processes = [lab.run(parts, f"parts {number}", task=sized, measure=("none",)).va
 measured = [list(map(statistics.median, process)) for process in processes]
 
 # %% [markdown]
-# What is left of AdamW's throughput follows from the medians. How far is a part to be trusted? We compare it with itself, two turns with the two others, and take it to be off by the worst factor seen, at least 5 %. The interval takes everything off in the worse direction.
+# What is left of AdamW's throughput follows from the medians. How exact is the time of a part? We compare each part with itself, two of its four timings with the other two. We take the worst factor found, but at least 5 %, as its error, and the interval assumes that all errors point in the worse direction.
 
 
 # %%
@@ -288,7 +290,7 @@ plots.Table(["part of a step", "process 1", "process 2", "process 3"], rows)
 # %% [markdown]
 # The price fades as the batch grows (the last line takes the passes to be proportional to the batch), and gradient accumulation hides it in the same way. It depends on the device, too: passes compute, an update reads and writes memory, and a V100, the guide's, does some 17 operations in the time in which it moves one byte. Where a device does fewer, an update is a smaller part of the step.
 #
-# On a GPU the parts do not tell all: its host queues small operations while it is still busy. There, two whole trainings take turns.
+# > **On a GPU:** the parts alone do not give the time of a step, because the host queues small operations while the GPU is still busy. There, two whole trainings are interleaved.
 
 # %%
 if cuda:
@@ -300,7 +302,7 @@ print("Adafactor's throughput / AdamW's:", cost)
 # %% [markdown]
 # ## Does it learn as well?
 #
-# "Same settings, other optimizer" is no fair trial: a learning rate that suits one may ruin the other. Here each gets the same four rates to try on one seed, and its best one is judged on five other seeds. Two tasks, since one could happen to suit one of them:
+# Each optimizer gets the same four rates to try on one seed, and its best one is judged on five other seeds. Two tasks, since one could happen to suit one of them:
 #
 # - **look-up**: name each token's class, its number modulo 8. A thousand tokens, each of them rare.
 # - **copy**: predict the next token where the second half repeats the first. The model must find the rule.
@@ -378,14 +380,33 @@ for (above, below), (name, found) in zip(axes.T, contests.items()):
 for ax in axes[:, 0]:
     ax.set_yscale("log")
 
+# %%
+exercises.question(
+    lab,
+    "same-rate",
+    "A post trains both at the rate of an AdamW recipe, finds AdamW ahead and calls Adafactor the worse learner. "
+    "What does the post show?",
+    {
+        "that Adafactor learns worse: all else was equal": "Equal is not fair here. A rate is in units of the optimizer's "
+        "own step, and the two steps have different sizes. In the upper row, a shared rate decides who is ahead.",
+        "that AdamW's rate suits AdamW": "The rate was found for one of the two. A fair trial gives each a search of the "
+        "same size, and judges each one's best on seeds that the search has not seen.",
+        "nothing, until both have trained for longer": "Longer training does not repair a rate that suits one of the two. "
+        "The search has to be fair first; then the steps are a question of their own.",
+    },
+    right="that AdamW's rate suits AdamW",
+)
+
 # %% [markdown]
+# "Same settings, other optimizer" is no fair trial: a learning rate that suits one may ruin the other.
+#
 # A ratio above 1: Adafactor ended higher. Each comes with the range of its five seeds, which misses the true median one time in sixteen (2 × ½⁵).
 #
 # Upper row: the curves are not parallel. Which optimizer is ahead depends on the rate they share (first line for each task), so whoever gives both one rate can have either result. Without a first moment Adafactor's step is not smoothed, and the same rate moves it further: it tends to like smaller ones. Lower row: with a fair rate for each, the two tasks may still disagree. Compare the two ratios.
 #
 # ## What held
 #
-# The guide says of convergence that it *can* be slower, in some instances. One such instance is enough, so the task decides on which Adafactor did worse; the other stands in the note. It also says that Adafactor *often* has instability issues. How often is a question about all the trainings that people do, which no lesson can measure; the lines above count our own.
+# The guide says of convergence that it *can* be slower, in some instances. One such instance is enough, so the task on which Adafactor did worse decides; the other one is in the note. It also says that Adafactor *often* has instability issues. How often is a question about all the trainings that people do, which no lesson can measure; the lines above count our own.
 
 # %% tags=["claim"]
 claims.check("adafactor-row-column", numbers_kept[48, 20] / (48 + 20), note="means, which are sums by their number")
@@ -400,23 +421,6 @@ claims.check("adafactor-cost", cost)
 hardest = max(ratios, key=lambda name: ratios[name].value)
 others = "; ".join(f"on {name}: {ratio}" for name, ratio in ratios.items() if name != hardest)
 claims.check("adafactor-convergence", ratios[hardest], note=f"decided on {hardest}; {others}")
-
-# %%
-exercises.question(
-    lab,
-    "same-rate",
-    "A post trains both at the rate of an AdamW recipe, finds AdamW ahead and calls Adafactor the worse learner. "
-    "What does the post show?",
-    {
-        "that Adafactor learns worse: all else was equal": "Equal is not fair here. A rate is in units of the optimizer's "
-        "own step, and the two steps have different sizes. In the upper row, a shared rate decides who is ahead.",
-        "that AdamW's rate suits AdamW": "The rate was found for one of the two. A fair trial gives each a search of the "
-        "same size, and judges each one's best on seeds that the search has not seen.",
-        "nothing, until both have trained for longer": "Longer training does not mend a rate that suits one of the two. "
-        "The search has to be fair first; then the steps are a question of their own.",
-    },
-    right="that AdamW's rate suits AdamW",
-)
 
 # %% [markdown]
 # ## Explore
@@ -488,7 +492,7 @@ exercises.prove(check, solution=numbers, mistake=sum)
 exercises.hint(
     "The task and the batch stay, so weights, gradients and activations do. What is left to shrink, and by which `optim`?",
     "It fits but does not learn? Look at the upper left picture: the two optimizers have their minima at different rates.",
-    "The Trainer's default rate is 0.00005, far below anything that worked there. Adafactor's best rate stands in the "
+    "The Trainer's default rate is 0.00005, far below anything that worked there. Adafactor's best rate is in the "
     "legend of the lower left picture.",
 )
 
@@ -529,9 +533,9 @@ exercises.prove(
 # %% [markdown]
 # ## Recap
 #
-# - The means of rows and columns stood in for a matrix of second moments: sums exact, single steps off by the factors printed above, at the price of a row and a column.
-# - Nearly all of the states went, since the Trainer keeps no first moment, and the peak fell with them. The update has a price, paid once a step; how much of a step it is depends on the tokens in it and on the device.
-# - Each optimizer had its own best learning rate, and each task had its own ratio of the two final losses. At one shared rate the comparison says more about the rate than about the optimizers.
+# - **The second moment.** The means of rows and columns replaced a matrix of second moments: its sums stayed exact, and single steps were off by the factors printed above.
+# - **Memory and time.** Nearly all of the states went, since the Trainer keeps no first moment, and the peak fell with them: to 78 % in the recorded runs. The update has a price, paid once a step; how much of a step it is depends on the tokens in it and on the device (under 2 % of the throughput in the recorded runs).
+# - **Learning.** Each optimizer had its own best learning rate, and each task had its own ratio of the two final losses: on the harder one Adafactor ended 1.8 times as high. At one shared rate the comparison says more about the rate than about the optimizers.
 #
 # Adafactor is the wrong tool where activations make the peak (lessons 05 and 06), or where a recipe tuned for AdamW must be reproduced. Next, lesson 09 keeps both of Adam's numbers, in fewer bits.
 

@@ -1,12 +1,18 @@
 # %% [markdown]
 # # Is the GPU waiting for you?
 #
-# A training step needs a batch. If the batch is not there when the step could begin, the device stands still, however fast it is.
+# Your steps are slow, and a faster GPU does not help. Perhaps the GPU is not the problem: a training step needs a batch, and if the batch is not there when the step could begin, the device waits, however fast it is. Is that your problem, and which setting removes it?
 #
 # **You will see**
-# - the time that each step waits for its batch, measured without a profiler, and what a thread and what workers can hide of it
-# - when more workers help, when they hurt, and what each of them costs
-# - batches made cheaper: tokenised before, padded less or packed, sent to a GPU from pinned memory
+# - how to measure, without a profiler, the time that each step waits for its batch, and how much of it a thread or workers can hide
+# - when more workers help, when they hurt, and what each worker costs
+# - how to make batches cheaper: tokenise once, pad less or pack, send to a GPU from pinned memory
+#
+# **Minutes:** about 15 of reading; the cells compute for about 1 on two cores.
+#
+# **Before you start:** lesson 03 (intervals). Packing is explained in lesson 11.
+#
+# **On a CPU:** the waiting is real, because the readers here are slow on purpose. Pinned memory and GPU utilisation cannot be measured. On two cores, a worker that computes may find no core of its own.
 
 # %% tags=["parameters"]
 profile = "auto"
@@ -44,11 +50,11 @@ BATCH = 16 if on_gpu else 8
 # %% [markdown]
 # ## Idea
 #
-# Feeding and training are two jobs. One after the other, a step takes the *sum* of both. Side by side it takes the *longer* of the two, and then a reader that is quick enough costs nothing. A thread can work beside the training, or other processes can: the **workers** of PyTorch's `DataLoader`.
+# Loading a batch and training on it are two jobs. If they run one after the other, a step takes the *sum* of both times. If they run side by side, it takes the *longer* of the two, and a reader that is fast enough costs nothing. A thread can load beside the training, or other processes can: the **workers** of PyTorch's `DataLoader`.
 #
 # ## Predict
 #
-# Below, a reader needs as long for a batch as the training needs for three steps, all of it spent waiting, as for a disk or a network. Then four workers read.
+# Below, a reader needs as long for one batch as the training needs for three steps. It spends all this time waiting, as for a disk or a network. Then four workers read.
 
 # %%
 widgets.predict(
@@ -58,9 +64,9 @@ widgets.predict(
 # %% [markdown]
 # ## By hand
 #
-# A reader that is slow on purpose. One kind *waits* and leaves the core to others. The other *computes in Python*, as a decoder may. Each sample tells who read it and when.
+# The reader below is slow on purpose. One kind of reader *waits*, and leaves the core to other work. The other kind *computes in Python*, as an image decoder may. Each sample records which process read it, and when.
 #
-# A worker starts as a *fork*, a copy of the process with all that is in it. Python 3.14 starts new ones by another way (*forkserver*), where the data set is pickled and sent; this lesson is about forks, so `forked` asks for them.
+# A worker starts as a *fork*: a copy of the process with all that is in it. Python 3.14 starts new workers in another way by default (*forkserver*): the data set is pickled and sent to them. This lesson is about forks, so `forked` requests them.
 
 
 # %%
@@ -85,23 +91,23 @@ class Reader(Dataset):
 
 
 def forked(num_workers=0, **options):
-    """Arguments of a DataLoader."""
+    """Return the arguments of a DataLoader whose workers are forks."""
     return {"num_workers": num_workers, "multiprocessing_context": "fork" if num_workers else None} | options
 
 
 # %% [markdown]
-# `follow` has the whole trick of measuring without a profiler: look at the clock when a step ends, and again when the next batch is in hand. A step has ended when its loss is known, so each step asks for it. (For measuring only: elsewhere a loop that asks for each loss keeps the host from running ahead of the GPU.)
+# `follow` shows how to measure waiting without a profiler: read the clock when a step ends, and again when the next batch has arrived. A step has ended when its loss is known, so `step` returns the loss as a number. (Do this only to measure. In other loops, reading each loss keeps the host from running ahead of the GPU.)
 #
-# The cell after it is plumbing: skip it. `stepper` gives a training step of a small BERT, and its seconds, the unit below. `fed` lets several ways of feeding follow each other in one clean process.
+# The cell after it is plumbing, and you can skip it. `stepper` returns a training step of a small BERT, and its seconds, which are the unit of time below. `fed` runs several ways of feeding one after the other in one fresh process.
 
 
 # %%
 def follow(batches, step, steps=8, skip=3):
-    """What happened when: (who, what, begin, end), the first steps left out."""
+    """Return (process, what it did, begin, end) for each read, wait and step, without the first steps."""
     batches, bars, end = iter(batches), [], time.perf_counter()
     for _ in range(skip + steps):
         asked, batch = end, next(batches)
-        begin = time.perf_counter()  # the batch is in hand
+        begin = time.perf_counter()  # the batch has arrived
         step(batch)
         end = time.perf_counter()
         who, begins, ends = batch["when"].T.tolist()
@@ -111,7 +117,7 @@ def follow(batches, step, steps=8, skip=3):
 
 
 def total(bars, *what):
-    """Seconds a step."""
+    """Return the seconds per step that were spent on these activities."""
     taken = [end - begin for _, did, begin, end in bars if did in what]
     return sum(taken) / sum(did == "train" for _, did, *_ in bars)
 
@@ -149,12 +155,12 @@ def fed(ways, steps=8, skip=3, turns=1):
 
 
 # %% [markdown]
-# And here is the thread that fetches ahead. In the table a batch takes as long to read as *one* step, so side by side would be twice as fast as one after the other. Compare its columns for each kind of reader.
+# Here is the thread that fetches batches ahead. First answer a question about it; then the table shows what it does here. In the table, reading a batch takes as long as *one* step, so side by side would be twice as fast as one after the other.
 
 
 # %%
 def reading(steps_long, computes=False, **options):
-    """A way to feed: a DataLoader over a reader that needs so many steps' time for a batch."""
+    """Return a way to feed: a DataLoader over a reader that needs the time of `steps_long` steps per batch."""
     return lambda samples, own: DataLoader(
         Reader(samples, steps_long * own / BATCH, computes), BATCH, **forked(**options)
     )
@@ -176,6 +182,22 @@ def threaded(way, depth=2):
 
 
 # %%
+exercises.question(
+    lab,
+    "thread",
+    "Your collate function spends 20 ms in plain Python loops, and a step spends 20 ms in many small operations. You "
+    "move loading into a thread. How long do loading and step take together now?",
+    {
+        "About 20 ms: the two now overlap.": "This would be true if the thread waited for a disk. Two threads that both "
+        "need the interpreter run in turn, however many cores there are.",
+        "About 40 ms, though the wait in front of the step is shorter.": "The time moved into the step, which waits "
+        "for Python's interpreter lock. So look at the sum, not only at the wait.",
+        "About 60 ms: a thread costs as much again.": "Switching between threads costs something, but not that much.",
+    },
+    right="About 40 ms, though the wait in front of the step is shorter.",
+)
+
+# %%
 ways = {}
 for kind, computes in {"waits": False, "computes": True}.items():
     ways |= {f"{kind}, no help": reading(1, computes), f"{kind}, a thread": threaded(reading(1, computes))}
@@ -185,40 +207,28 @@ both = {name: total(bars, "wait", "train") for name, bars in by_hand.items()}
 for kind in ("waits", "computes"):
     saved = [1 - both[f"{kind}, {helper}"] / both[f"{kind}, no help"] for helper in ("a thread", "a worker")]
     changed = " and ".join(f"{abs(part):.0%} {'shorter' if part > 0 else 'longer'}" for part in saved)
-    print(f"The reader {kind}: with a thread and with a worker a step was {changed} here.")
+    print(f"The reader {kind}: with a thread and with a worker a step was {changed}.")
 rows = [
     [name, f"{1e3 * total(bars, 'wait'):.1f}", f"{1e3 * total(bars, 'train'):.1f}", f"{1e3 * both[name]:.1f}"]
     for name, bars in by_hand.items()
 ]
-plots.Table(["the reader", "waiting, ms a step", "training, ms a step", "both, ms"], rows)
+plots.Table(["the reader", "waiting, ms per step", "training, ms per step", "both, ms"], rows)
 
 # %% [markdown]
-# A thread that sleeps, or waits for a disk, gives up Python's *global interpreter lock* (GIL), and the training goes on. A thread that computes in Python holds it. Then the wait in front of the step comes back *inside* the step, which now fights for the lock. A worker is a process with an interpreter and a lock of its own. What it needs is a core of its own; on a busy machine even that may be missing.
-
-# %%
-exercises.question(
-    lab,
-    "thread",
-    "Your collate function spends 20 ms in plain Python loops, a step 20 ms in many small operations. You move "
-    "loading into a thread. What becomes of the 40 ms?",
-    {
-        "About 20 ms: the two now overlap.": "So it would be with a disk. Two threads that both need the interpreter "
-        "take turns, however many cores there are.",
-        "About 40 ms, though the wait in front of the step is shorter.": "The time moved into the step, which waits "
-        "for the lock. So look at the sum, and not at the waiting alone.",
-        "About 60 ms: a thread costs as much again.": "Changing turns costs something, and not that much.",
-    },
-    right="About 40 ms, though the wait in front of the step is shorter.",
-)
+# Compare the columns for each kind of reader.
+#
+# A thread that sleeps, or waits for a disk, releases Python's *global interpreter lock* (GIL), and the training goes on. A thread that computes in Python holds the lock. The wait before the step then comes back *inside* the step, because the step has to wait for the lock.
+#
+# A worker is a process, with an interpreter and a lock of its own. It also needs a core of its own; on a busy machine there may be none.
 
 # %% [markdown]
 # ## Baseline
 #
-# No workers: by default the process that trains also reads. The slow reader waits for the time of three steps.
+# With no workers, which is the default, the process that trains also reads. The slow reader waits for the time of three steps.
 #
 # ## Change one thing
 #
-# One argument. The two take turns, so that whatever else the machine does happens to both.
+# Only one argument changes. The two loops run alternately, so other load on the machine affects both equally.
 
 # %%
 baseline = reading(3)
@@ -232,12 +242,12 @@ print("share of the time spent waiting: {:.0%} with no workers, {:.0%} with four
 # %% [markdown]
 # ## Why: a Gantt chart
 #
-# The rules of a `DataLoader` fit into a few lines. Batch `i` belongs to worker `i` modulo their number. At the start each worker is asked for `prefetch` batches, and for one more whenever a batch is handed out. Batches are handed out in order.
+# A `DataLoader` follows a few rules. Batch `i` belongs to worker `i` modulo the number of workers. At the start, each worker gets requests for `prefetch` batches; whenever a batch is handed out, its worker gets a request for one more. Batches are handed out in order.
 
 
 # %%
 def simulate(loading, workers, prefetch=2, batches=24, step=1.0):
-    """(who, what, begin, end) of a pipeline; `loading` is the seconds of a batch, or gives those of a batch's number."""
+    """Return (who, what, begin, end) of a pipeline. `loading`: seconds per batch, or a function of a batch's number."""
     free, taken, bars, end = [0.0] * workers, [], [], 0.0
     for batch in range(batches):
         seconds = loading(batch) if callable(loading) else loading
@@ -288,11 +298,11 @@ shares = [waiting_share(bars[12:]) for bars in pair]
 print("share of the time spent waiting: {:.0%} by the rules, {:.0%} measured".format(*shares))
 
 # %% [markdown]
-# Two workers are not enough for three steps of reading: find the steps that wait, above by the rules alone, below as the clock saw it.
+# Two workers are not enough for a reader that takes three steps. Find the steps that wait: in the upper chart as the rules predict them, in the lower one as the clock measured them.
 #
 # ## More workers
 #
-# None to four workers, for a reader that waits for three steps, one that *computes* for one step, and one that has everything ready. What do you expect of the second with as many cores as yours?
+# The next cell tries zero to four workers with three readers: one waits for three steps, one *computes* for one step, and one has everything ready. What do you expect of the second reader on as many cores as you have?
 
 # %%
 lengths = {"waits, 3 steps long": 3, "computes, 1 step long": 1, "has it ready": 0}
@@ -303,15 +313,19 @@ ways = {
 }
 (sweep,) = fed(ways, steps=4)
 series = {name: [1e3 * total(sweep[f"{name} {count}"], "wait", "train") for count in range(5)] for name in lengths}
-ax = plots.lines(range(5), series, "workers", "ms a step, waiting included", title="One step, by number of workers")
+ax = plots.lines(range(5), series, "workers", "ms per step, waiting included", title="One step, by number of workers")
 ax.set_xticks(range(5))
 ax.set_ylim(0)
 print(f"cores here: {lab.machine.cpu_cores:g}")
 
 # %% [markdown]
-# A reader that waits is hidden as soon as there are as many workers as it is steps long. One that computes needs cores: where none is left, workers take them from the training and from each other. And where the input is ready there is nothing to win: the problem is elsewhere.
+# A reader that waits is hidden completely as soon as there are as many workers as its reading takes steps. A reader that computes needs cores: if none is left, its workers take them from the training and from each other. If the input is ready, workers gain nothing, and the problem is elsewhere.
 #
-# So how many are too many? Each worker is a process. It is started when an epoch begins, and has memory of its own: its *unique* memory is what would come back if it ended. Here the data set is a list of Python texts, or the same texts in one array. And batches lie in shared memory on their way, in `/dev/shm`: up to `workers x prefetch_factor` of them, those included that are being made, and the one in hand.
+# How many workers are too many? Each worker costs three things:
+#
+# - **its start**, at the beginning of each epoch;
+# - **host memory**. Its *unique* memory is the memory that would be free again if the worker ended. The next cell measures it twice: with a data set that is a list of Python strings, and with the same strings in one array;
+# - **shared memory** in `/dev/shm`, through which batches travel. It holds up to `workers x prefetch_factor` batches, including those that are being made, and the batch that is in use.
 
 
 # %%
@@ -336,18 +350,20 @@ def cost_of(count):
 unhelped, *costs = (cost_of(count) for count in (0, 1, 4, 16))
 shared, needed = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None, (8 * 2 + 1) * 4 * 64 * 3 * 224 * 224
 free = plots.bytes_text(shared and shared.f_bavail * shared.f_frsize)
-print(f"free in /dev/shm: {free}; 8 workers with 64 pictures a batch may need {plots.bytes_text(needed)}")
+print(f"free in /dev/shm: {free}; 8 workers with batches of 64 pictures may need {plots.bytes_text(needed)}")
 rows = [[n, f"{1e3 * c[0]:.0f}", f"{c[1] / 1e6:.1f}", f"{c[3] / 1e6:.1f}"] for n, c in zip((1, 4, 16), costs)]
-plots.Table(["workers", "to the first batch, ms", "unique MB a worker, array", "unique MB a worker, list"], rows)
+plots.Table(["workers", "to the first batch, ms", "unique MB per worker, array", "unique MB per worker, list"], rows)
 
 # %% [markdown]
-# The start is paid again in every epoch, unless `persistent_workers=True` keeps the workers. And a fork shares its parent's memory only until one of the two writes. To *read* a Python object is to write: its reference count. Page by page each worker gets a copy of the list. An array, a tensor or Arrow has one count for all of its content.
+# The start is paid again in every epoch, unless `persistent_workers=True` keeps the workers alive.
 #
-# In a `/dev/shm` of 4 MB torch 2.13 ended with *unable to allocate shared memory ... No space left on device*; older versions died of a *bus error*. The remedy often given, `torch.multiprocessing.set_sharing_strategy("file_system")`, ended with the same message, for its files lie there too. (It is against *too many open files*.) More space helps, or fewer and smaller batches.
+# A fork shares its parent's memory only until one of the two writes to it. Even *reading* a Python object writes to memory, because Python updates the object's reference count. Page by page, each worker therefore gets its own copy of the list. An array, a tensor or an Arrow table has one reference count for all of its content.
+#
+# If `/dev/shm` is full, the training ends. With 4 MB of it, torch 2.13 ended with *unable to allocate shared memory ... No space left on device*; older versions ended with a *bus error*. A remedy that is often given, `torch.multiprocessing.set_sharing_strategy("file_system")`, ended with the same message, because its files are in `/dev/shm` too. (It is a remedy against *too many open files*.) More space helps, and so do fewer workers or smaller batches.
 #
 # ## Irregular readers
 #
-# Suppose that a batch takes half a step, but every seventh takes ten, because a file is opened. That is under two steps on average: three workers should do. But a late batch holds up all that follow. Look for the smallest `prefetch_factor` without waits.
+# Suppose that loading a batch takes half a step, but every seventh batch takes ten steps because a file is opened. The mean is under two steps, so three workers should be enough. But a late batch delays all batches after it. Look for the smallest `prefetch_factor` without waits.
 
 
 # %%
@@ -369,13 +385,13 @@ rows = [[factor, f"{rule:.0%}", f"{waiting_share(found[factor]):.0%}"] for facto
 plots.Table(["prefetch_factor", "waiting, by the rules", "waiting, measured"], rows)
 
 # %% [markdown]
-# A prefetch bridges one late batch; it cannot make up for readers that are too slow on average. Where a batch always takes 2.5 steps, it takes three workers.
+# Prefetching bridges one late batch. It cannot make up for readers that are too slow on average: if every batch takes 2.5 steps, you need three workers.
 #
-# ## What every worker has: random numbers, and the whole stream
+# ## What each worker has: random numbers, and the whole stream
 #
-# A fork copies the state of every random generator too. Do all workers draw the same numbers? Once that was a famous bug of augmentations. Four workers draw from four sources, in two epochs; look for less than 8 different numbers.
+# A fork also copies the state of every random generator. Do all workers draw the same numbers then? This was once a famous bug of data augmentation. In the next cell, four workers draw from four sources in two epochs. Look for a source with fewer than 8 different numbers.
 #
-# Data that is too large to be picked from by number is *streamed*: it lies in files (*shards*) that are read from end to end, which disks and object stores do best (WebDataset's tar files, for one). Then nobody deals out numbers, and each worker has to pick its own shards. The second table shows what happens else.
+# The cell after it is about *streaming*. A data set that is too large to be read sample by sample in any order is stored in files (*shards*), which are read from beginning to end. This is also the fastest way to read from disks and object stores (WebDataset's tar files are an example). The `DataLoader` cannot distribute the samples of a stream, so each worker has to pick its own shards. The second table shows what happens if they do not.
 
 
 # %%
@@ -424,11 +440,11 @@ rows = [["left alone", *alone], ["each takes its own shards", *own]]
 plots.Table(["four workers over 128 samples", "read", "different"], rows)
 
 # %% [markdown]
-# The last row of the first table is the trap: each worker, in each epoch, gets a copy of a generator that in the main process never moves on. The DataLoader seeds `random`, torch and numpy's global generator (the last one since torch 1.9); it cannot know of one that your data set holds. Seed that one from `get_worker_info().seed`.
+# The last row of the first table is the trap. In each epoch, each worker gets a copy of a generator that never moves on in the main process. The DataLoader seeds `random`, torch and numpy's global generator (the last one since torch 1.9), but it does not know of a generator that your data set holds. Seed such a generator from `get_worker_info().seed`.
 #
-# ## Less to do: tokenise before
+# ## Less work: tokenise once
 #
-# Work that is the same in every epoch can be done once. A tokenizer is trained on generated text. Then an epoch is loaded in three ways: tokenised batch by batch, and from Arrow files that `map` wrote before, with rows as Python lists and as tensors.
+# Work that is the same in every epoch can be done once. In the next cell, a tokenizer is trained on generated text. Then one epoch is loaded in three ways: tokenised batch by batch; from Arrow files that `map` wrote before, with rows as Python lists; and from the same files with rows as tensors.
 
 
 # %%
@@ -456,19 +472,24 @@ once, *epoch = lab.run(tokenised, measure=("none",)).value
 saved = epoch[0] - epoch[2]
 print(f"done once: {once:.2f} s, paid back after", f"{once / saved:.1f} epochs" if saved > 0 else "no number of epochs")
 names = ["for each batch", "before, rows as lists", "before, rows as tensors"]
-plots.Table(["tokenised", "CPU ms a batch of 16"], [[name, 1e3 * seconds / 125] for name, seconds in zip(names, epoch)])
+plots.Table(["tokenised", "CPU ms per batch of 16"], [[name, 1e3 * cpu / 125] for name, cpu in zip(names, epoch)])
 
 # %% [markdown]
-# Reading is not free either. Rows that come back as Python lists must become tensors again, batch after batch, and that eats some of what was saved, or all. So measure the whole way to the batch.
+# Reading is not free either. Rows that come back as Python lists must be turned into tensors again in each batch, which costs a part of the saved time, or all of it. So measure the time until the finished batch.
 #
-# ## Less to do: pad less
+# ## Less work: pad less
 #
-# A batch is a rectangle. Short sequences are filled up with padding, and the model computes on it. We count it for batches that are always 128 tokens wide, as wide as their longest sequence, and made of sequences of like length. (The Trainer's argument is `train_sampling_strategy="group_by_length"`; the sampler is the one that it uses.) And for *packed* ones, whose rows hold several sequences one behind the other, each of which sees only itself (lesson 11).
+# A batch is a rectangle. Short sequences are filled up with padding, and the model computes on the padding too. The next cells count the padding of four kinds of batches:
+#
+# - always 128 tokens wide;
+# - as wide as their longest sequence;
+# - made of sequences of similar length (the Trainer's argument is `train_sampling_strategy="group_by_length"`; the sampler here is the one that it uses);
+# - *packed*: each row holds several sequences one after the other, and each sequence attends only to itself (lesson 11).
 
 
 # %%
 def packed(lengths, width=128):
-    """Rows of several sequences each."""
+    """Return rows of at most `width` tokens, each with the lengths of several sequences."""
     rows = []
     for length in lengths:
         room = [row for row in rows[-16:] if sum(row) + length <= width]
@@ -485,11 +506,11 @@ def batches(rows, width=None):
 
 
 def inputs_of(rows, width):
-    """A batch, by the lengths of the sequences in each of its rows."""
+    """Return a batch, given the lengths of the sequences in each of its rows."""
     numbers = [torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in rows]
     numbers = pad_sequence([*numbers, torch.zeros(width, dtype=torch.long)], True, -1)[:-1]  # -1 is padding
     mask = (numbers >= 0).long()
-    if max(map(len, rows)) > 1:  # a token sees those of its own sequence
+    if max(map(len, rows)) > 1:  # a token sees only its own sequence
         mask = numbers[:, None, :, None] == numbers[:, None, None, :]
     return {"input_ids": numbers.clamp(min=0), "attention_mask": mask, "labels": torch.zeros(len(rows)).long()}
 
@@ -517,14 +538,16 @@ def padding(task):
 names = ["always 128 wide", "as wide as the longest", "grouped by length", "packed into 128"]
 rows = zip(names, *lab.run(padding, task=small, measure=("none",)).value)
 rows = [[name, f"{share:.0%}", f"{speed:,.0f}"] for name, share, speed in rows]
-plots.Table(["batches", "share of padding", "tokens a second, without padding"], rows)
+plots.Table(["batches", "share of padding", "tokens per second, without padding"], rows)
 
 # %% [markdown]
-# Sequences of like length make tight rectangles. The price: the order is less random, for a batch is all long or all short. Packed rows keep the order and need hardly any padding. Their price is the mask; and where a model gives one answer a row, it must be told which sequence is which. So it is language models that are packed.
+# Sequences of similar length fill their rectangle well. The price is an order that is less random: a batch has only long or only short sequences.
+#
+# Packed rows keep the order and need hardly any padding. The price is the mask. And if a model gives one answer per row, it needs to know where each sequence begins. This is why packing is used mostly for language models.
 #
 # ## To the GPU
 #
-# A GPU fetches by itself only from **pinned** memory, which the operating system may not move. From elsewhere the host first copies to such a place, and waits. `non_blocking=True` lets the host go on, but only from pinned memory; and somebody has to pin: `DataLoader(pin_memory=True)` has a thread for it. Hence three rows: not pinned, pinned while the step waits, pinned before the clock starts. Without a GPU this only stands here.
+# > **On a GPU:** the device can copy by itself only from **pinned** memory, which the operating system may not move. From any other memory, the host first copies the data to a pinned place, and waits. `non_blocking=True` lets the host go on, but only if the source is pinned. `DataLoader(pin_memory=True)` has a thread that pins each batch. The table compares a batch that is not pinned, one that is pinned while the step waits, and one that was pinned before the clock starts. Without a GPU its cells are empty.
 
 
 # %%
@@ -550,11 +573,11 @@ def to_the_gpu(_):
 
 rates, feeding = (lab.run(to_the_gpu, measure=("none",)).value if on_gpu else None) or (None, None)
 names = ["from pageable memory", "pinned in the step, non_blocking", "pinned before, non_blocking"]
-plots.Table(["39 MB a batch, to the GPU", "ms a batch"], [[*row] for row in zip(names, feeding or [None] * 3)])
+plots.Table(["39 MB per batch, to the GPU", "ms per batch"], [[*row] for row in zip(names, feeding or [None] * 3)])
 
 
 # %%
-def utilisation(task):  # in percent: with everything ready, and with a slow reader
+def utilisation(task):  # in percent: [with everything ready, with a slow reader]
     (step, samples, own), means = stepper(task), []
     ready = {name: values[:BATCH] for name, values in samples.items()} | {"when": torch.zeros(1, 3)}
     for batches, steps_long in ((iter(lambda: ready, None), 1), (reading(3)(samples, own), 4)):
@@ -575,7 +598,7 @@ def utilisation(task):  # in percent: with everything ready, and with a slow rea
 # %% [markdown]
 # ## The Trainer's own arguments
 #
-# Its defaults in your version (no prefetch factor means torch's own: 2), and a training with two of them changed, over a data set that waits 15 ms for each sample.
+# The first table lists the Trainer's defaults in your version of transformers (without a prefetch factor, torch uses its own: 2). The second one compares two trainings over a data set that waits 15 ms for each sample: one with the defaults, one with two arguments changed.
 
 
 # %%
@@ -587,7 +610,7 @@ class Delayed(torch.utils.data.Subset):
 
 class SlowTask(Task):
     def dataset(self):
-        torch.multiprocessing.set_start_method("fork", force=True)  # in this clean process
+        torch.multiprocessing.set_start_method("fork", force=True)  # in this fresh subprocess
         return Delayed(super().dataset(), range(self.dataset_size))
 
 
@@ -602,7 +625,11 @@ plots.table([alone, helped])
 # %% [markdown]
 # ## What held
 #
-# Waiting is not computing, so the wall's clock decides here: both sides in turns, and on a CPU a ratio counts only beyond a factor of 1.3. How slow the reader is, we chose; each quantity says so. Whether *very* many workers help is asked of the slow reader too, once all of them are under way: where four keep up with the step, the problem is elsewhere for sixteen. Memory is two claims: what the training itself needs, and what the host has to give beside it.
+# ### Workers
+#
+# Waiting is not computing, so these claims are decided by wall-clock time. Both sides run alternately, and on a CPU a ratio counts only beyond a factor of 1.3. We chose how slow the reader is; each claim's quantity says so.
+#
+# Do *very* many workers help? The same slow reader decides, once all workers have started: if four workers already keep up with the step, sixteen gain nothing. Memory makes two claims: the memory of the training itself, and the memory that the host needs for the workers.
 
 
 # %% tags=["claim"]
@@ -622,8 +649,14 @@ display(claims.check("workers-not-beyond", lab.ratio(beyond), note=left))
 missing = helped.failure or alone.failure or None
 memory = None if missing else helped.peak_bytes / alone.peak_bytes
 display(claims.check("workers-no-memory", memory, missing=missing))
-note = f"a worker {plots.bytes_text(costs[1][1])}, the process itself {plots.bytes_text(unhelped[1])}"
+note = f"one worker {plots.bytes_text(costs[1][1])}, the process itself {plots.bytes_text(unhelped[1])}"
 claims.check("workers-host-memory", 1 + 4 * costs[1][1] / unhelped[1], note=note)
+
+
+# %% [markdown]
+# ### Pinned memory and utilisation
+#
+# These three claims need a GPU.
 
 
 # %% tags=["claim"]
@@ -643,11 +676,11 @@ note = f"utilisation {busy[0]:.0f} % with the input ready, {busy[1]:.0f} % with 
 claims.check("utilisation-shows-wait", busy[1] / busy[0] if busy else None, missing=missing, note=note)
 
 # %% [markdown]
-# On a GPU, look at its utilisation first, as the guide says: far from 100 % means that it stands still. It does not say *why*. The waiting share does: if that is small too, the step itself launches its work too slowly (lesson 02). And 100 % only means that something ran all the time.
+# > **On a GPU:** look at its utilisation first, as the guide says. Far below 100 % means that the GPU waits, but not *why*. The waiting share tells you: if it is small too, the step itself launches its work too slowly (lesson 02). And 100 % only means that something ran all the time.
 #
 # ## Explore
 #
-# The rules again, for a pipeline of your own. Find a reader for which a larger prefetch helps and more workers do not, and one for which it is the other way round.
+# Here are the rules again, for a pipeline of your own. Find a reader for which a larger prefetch helps and more workers do not, and a reader for which it is the other way round.
 
 
 # %% tags=["widget"]
@@ -664,14 +697,14 @@ _ = widgets.explore(draw, loading=loadings, workers=[2, 0, 1, 3, 4, 8], prefetch
 # %% [markdown]
 # ## Exercise: the challenge
 #
-# Reach **95 %** of the speed that synthetic data would give, with *at most 3 workers*. The reader takes one step's time for a batch, and eight for every fifth. It is measured, not simulated. So that nothing but the input decides, the device is a stand-in that takes 150 ms for a step.
+# Reach **95 %** of the speed that synthetic data would give, with *at most 3 workers*. The reader takes the time of one step for a batch, and of eight steps for every fifth batch. The check measures; it does not simulate. Only the input should decide, so the device is replaced by a wait of 150 ms per step.
 
 # %% tags=["exercise"]
 display(
     exercises.hint(
-        "Its mean is 2.4 steps a batch. How many workers does that take at least?",
-        "The late batch holds up those that follow. How many must lie ready to bridge eight steps?",
-        "Above, `simulate` was asked for each of several prefetch factors, with `irregular`. Ask it with your reader.",
+        "Its mean is 2.4 steps per batch. How many workers does that take at least?",
+        "The late batch delays those that follow. How many batches must be ready to bridge eight steps?",
+        "Above, `simulate` ran with `irregular` and several prefetch factors. Run it with your own reader.",
     )
 )
 answer = None  # dict(num_workers=..., prefetch_factor=...): arguments of DataLoader
@@ -691,14 +724,14 @@ def check(answer, tries=4):
     if answer is None:
         return exercises.not_attempted()
     if answer.get("num_workers", 0) > 3:
-        return exercises.wrong(f"{answer['num_workers']} workers: three are allowed, and enough")
+        return exercises.wrong(f"{answer['num_workers']} workers: at most three are allowed")
     run = speed(answer)
     if not run.ok:
         return exercises.run_failed(run)
     if 0.88 < run.value < 0.95 and tries > 1:  # near the target, a moment's noise must not decide
         return check(answer, tries - 1)
     found = f"{run.value:.1%} of the speed of synthetic data"
-    return exercises.right(found) if run.value >= 0.95 else exercises.wrong(f"{found}: draw where it waits")
+    return exercises.right(found) if run.value >= 0.95 else exercises.wrong(f"{found}: draw the steps that wait")
 
 
 exercises.check(lab, "95 percent", check, answer)
@@ -709,9 +742,9 @@ exercises.prove(check, solution=dict(num_workers=3, prefetch_factor=6), mistake=
 # %% [markdown]
 # ## Recap
 #
-# - Two looks at the clock told how long each step waited. A thread hid a reader that waits, not one that computes in Python; a worker can hide both where it finds a core.
-# - More workers helped until nothing was left to wait for. Beyond that each cost its start, its memory and, where it computes, a core; a late batch called for more prefetch.
-# - Batches got cheaper by tokenising before where reading back was cheap, by padding less or packing, and on a GPU by pinned memory.
+# - **Measuring.** Two readings of the clock per step showed how long it waited for its batch. A thread hid a reader that waits, but not one that computes in Python; a worker can hide both if it finds a core.
+# - **How many workers.** More workers helped until nothing was left to wait for: with a reader that takes three steps, four workers made the training 3.7 times as fast (AMD EPYC, 2 cores), and sixteen gained nothing more that could be measured. Each further worker costs its start, its memory and, if it computes, a core. A late batch calls for more prefetch, not for more workers.
+# - **Cheaper batches.** Batches got cheaper by tokenising once if reading them back was cheap, by padding less or packing, and on a GPU by pinned memory.
 
 # %% tags=["finish"]
 claims.finish()

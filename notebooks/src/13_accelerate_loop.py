@@ -1,12 +1,18 @@
 # %% [markdown]
 # # Can a loop of your own do all that the Trainer does?
 #
-# The lessons so far passed arguments to a loop that somebody else wrote. Here you write the loop, and lose nothing.
+# You need something in the training loop that the Trainer has no argument for: two losses, another sampler, a step that you skip. The lessons so far passed arguments to a loop that somebody else wrote. Here you write the loop. What do you lose?
 #
 # **You will see**
-# - a loop of your own on Accelerate with the memory and the losses of the Trainer
-# - a training that is killed and goes on as if nothing had happened, and the one line whose place decides that
-# - the same loop on two processes, and what has to be counted anew there
+# - the memory and the losses of a loop of your own on Accelerate, beside those of the Trainer
+# - a training that is killed and resumed, and the one line whose place decides whether it is still the same training
+# - the same loop on two processes, and the three things that change there
+#
+# **Minutes:** about 10 of reading; the cells compute for less than 1 on two cores.
+#
+# **Before you start:** lesson 05 (accumulation). Lessons 06, 07 and 09 explain the other parts of the recipe.
+#
+# **On a CPU:** everything runs. Mixed precision is used only if the CPU has instructions for it, and the two processes share the machine's cores.
 
 # %% tags=["parameters"]
 profile = "auto"
@@ -34,15 +40,15 @@ print(f"mixed precision on this machine: {precision}")
 # %% [markdown]
 # ## Idea
 #
-# Accelerate is often taken for another Trainer. It is the layer *below*: the Trainer itself is built on it. It has no loop. You hand it four things, the model, the optimizer, the data loader and the schedule, and get back the same four in wrappers that know how many processes there are, which precision is meant, and whether this micro-batch is the last one before a step. The loop stays yours, every line of it.
+# Accelerate is often taken for another Trainer. It is the layer *below*: the Trainer itself is built on it. Accelerate has no loop. You pass it four things, the model, the optimizer, the data loader and the schedule, and get back the same four in wrappers. The wrappers know how many processes there are, which precision you want, and whether this micro-batch is the last one before an optimizer update. The loop stays yours, every line of it.
 #
 # ## Predict
 #
-# We will run one recipe twice: accumulation of 4, checkpointing, mixed precision where this machine has it, 8-bit Adam, clipping, a schedule. Once with the Trainer, once in a loop of our own.
+# We will run one recipe twice: accumulation of 4, checkpointing, mixed precision if this machine has it, 8-bit Adam, clipping, a schedule. The first time the Trainer runs it, the second time a loop of our own.
 
 # %%
-asked = "What will be the loop's peak, in percent of the Trainer's?"
-widgets.predict(lab, "peak", asked, "%", 25, 150)
+question = "What will the loop's peak be, in percent of the Trainer's?"
+widgets.predict(lab, "peak", question, "%", 25, 150)
 
 # %% [markdown]
 # ## By hand
@@ -52,7 +58,7 @@ widgets.predict(lab, "peak", asked, "%", 25, 150)
 
 # %%
 class Accumulate:
-    """Divides the loss, and lets every n-th micro-batch step; the others only add to the gradients."""
+    """Divide the loss, and update after every n-th micro-batch; the others only add to the gradients."""
 
     def __init__(self, model, optimizer, n):
         self.model, self.optimizer, self.n, self.seen = model, optimizer, n, 0
@@ -73,7 +79,26 @@ def toy():
 
 
 # %% [markdown]
-# And the library's. Note that `step()` and `zero_grad()` are called for *every* micro-batch: the wrapped optimizer decides whether they do anything. Clipping is the exception. It acts on the gradients at once, so the loop itself must wait for the last micro-batch.
+# Now the library's version. `prepare` returns a wrapped optimizer, whose `step()` and `zero_grad()` know whether this micro-batch ends a group of four.
+
+# %%
+exercises.question(
+    lab,
+    "own-work",
+    "Which of these would go wrong if the loop did it after every micro-batch, not only after the last of a group?",
+    {
+        "clipping": "It acts on the gradients at once. Clipped after each micro-batch, their sum is another gradient, so "
+        "the loop asks `sync_gradients` first.",
+        "`optimizer.step()`": "The wrapped optimizer does nothing unless this micro-batch ends a group. That is what "
+        "`prepare` changed about it.",
+        "`optimizer.zero_grad()`": "Also wrapped: the gradients of a group stay until its last micro-batch. With an "
+        "optimizer that did not go through `prepare`, it would throw them away.",
+    },
+    right="clipping",
+)
+
+# %% [markdown]
+# In the loop below, `step()` and `zero_grad()` are called for *every* micro-batch, because the wrapped optimizer decides whether they do anything. Clipping is the exception: it acts on the gradients at once, so the loop itself must wait for the last micro-batch.
 
 # %%
 from accelerate import Accelerator
@@ -107,27 +132,11 @@ except TypeError as error:
     print(error)
 
 # %%
-exercises.question(
-    lab,
-    "own-work",
-    "Which of these would go wrong if the loop did it after every micro-batch, not only after the last of a group?",
-    {
-        "clipping": "It acts on the gradients at once. Clipped after each micro-batch, their sum is another gradient, so "
-        "the loop asks `sync_gradients` first.",
-        "`optimizer.step()`": "The wrapped optimizer does nothing unless this micro-batch ends a group. That is what "
-        "`prepare` changed about it.",
-        "`optimizer.zero_grad()`": "Also wrapped: the gradients of a group stay until its last micro-batch. With an "
-        "optimizer that did not go through `prepare`, it would throw them away.",
-    },
-    right="clipping",
-)
-
-# %%
 if torch.equal(by_library(clip_always=True)[0], mine.weight):  # and the loop above calls the other two every time
     raise RuntimeError("clipping every micro-batch changed nothing")
 
 # %% [markdown]
-# The last line printed is what the loop of the 2023 guide ends with today. `Accelerator(fp16=True)` is gone since Accelerate 0.16; `mixed_precision=`, with `"no"`, `"fp16"` or `"bf16"`, replaced it ([#917](https://github.com/huggingface/accelerate/pull/917)). With `"fp16"` the wrapped optimizer also scales the loss, and skips the steps that overflow.
+# The error printed last is how the loop of the 2023 guide ends today. `Accelerator(fp16=True)` was removed in Accelerate 0.16; `mixed_precision=`, with `"no"`, `"fp16"` or `"bf16"`, replaced it ([#917](https://github.com/huggingface/accelerate/pull/917)). With `"fp16"` the wrapped optimizer also scales the loss, and skips the steps that overflow.
 #
 # ## The whole recipe
 #
@@ -192,7 +201,7 @@ def train(task, accumulate=4, steps=3, folder=None, die_after=None, resume=None,
 
 # %%
 def keep(accelerator, folder, done, losses, die_after):
-    """The losses after each step, a checkpoint after every second; and, if asked for, a sudden end."""
+    """Write the losses after each step and a checkpoint after every second one; kill the process after `die_after`."""
     import os
     import signal
 
@@ -208,9 +217,9 @@ def keep(accelerator, folder, done, losses, die_after):
 # %% [markdown]
 # ## Baseline
 #
-# The Trainer with the same recipe. One more thing must be equal: the loss. Lesson 05 found that the Trainer may fail to divide an accumulated loss for this class of model (it does with transformers 5.23 and 5.24). Our loop divides. Comparing the two as they come would compare two recipes, so the Trainer gets the remedy of lesson 05; it is the line marked below.
+# The baseline is the Trainer with the same recipe. One more thing must be equal: the loss. Lesson 05 found that the Trainer may fail to divide an accumulated loss for this class of model (it does so with transformers 5.23 and 5.24). Our loop divides. Without a remedy we would compare two different recipes, so the Trainer gets the remedy of lesson 05, in the line marked below.
 #
-# While it trains, a live monitor shows what the machine does: on a GPU its memory, load, power and clocks, else memory and load of the host. It stops with its block. A training of hours deserves such a look in its first minutes.
+# While it trains, a live monitor shows the state of the machine: on a GPU its memory, load, power and clocks, otherwise the memory and load of the host. The monitor stops at the end of its `with` block. Look at such a monitor in the first minutes of a training of hours.
 
 
 # %%
@@ -231,7 +240,7 @@ watch.summary()
 # %% [markdown]
 # ## Change one thing
 #
-# The same recipe, and our loop instead of the Trainer's.
+# The recipe stays the same; our loop replaces the Trainer's.
 
 # %%
 loop = lab.run(partial(train, mixed_precision=precision), "own loop", task=task, samples_per_step=4)  # new
@@ -251,11 +260,11 @@ kind = max(apart, key=lambda kind: abs(apart[kind]))
 print(f"the category that differs most: {kind}, by {apart[kind] / loop.peak_bytes:+.2%} of the peak")
 
 # %% [markdown]
-# Both run the same operations on the same tensors, so whatever the bars differ by is what a loop costs or saves. Compare the losses printed above, too. If a loop of yours gives another loss than the Trainer, one of four things differs: the order of the data, the random numbers of dropout, the divisor of the loss, or the schedule.
+# Both run the same operations on the same tensors, so any difference between the bars is what a loop costs or saves. Compare the losses printed above, too. If a loop of yours gives another loss than the Trainer, one of four things differs: the order of the data, the random numbers of dropout, the divisor of the loss, or the schedule.
 #
 # ## Killed and resumed
 #
-# A training of hours will be killed one day: by a full machine, by a queue's time limit, by you. We do it for real, on a small task with dropout. The process gets SIGKILL after step 5, which leaves it no time for last words; its last checkpoint is of step 4.
+# A training of hours will be killed one day: by a full machine, by a queue's time limit, by you. We kill one for real, on a small task with dropout. The process gets SIGKILL after step 5, which leaves it no time to save anything; its last checkpoint is of step 4.
 
 # %%
 small = Task("bert-tiny", seq_len=32, data="learnable")
@@ -267,11 +276,10 @@ killed = lab.run(partial(eight_steps, folder=folder.name, die_after=5), "killed"
 if killed.status != "killed":
     raise RuntimeError(killed.failure or "SIGKILL did not end it")
 before = json.loads(Path(folder.name, "losses.json").read_text())
-print("in the checkpoint:", *sorted(path.name for path in Path(folder.name).iterdir()))
 killed
 
 # %% [markdown]
-# That is what a killed run looks like from outside. Its losses are in a file, as they would be in a log. Now it is resumed, in two ways which differ in the place of one line: `load_state` is called before the loop fetches its first batch, or just after.
+# This is what a killed run looks like from outside. Its losses are in a file, as they would be in a log. Before it is resumed, a question.
 
 # %%
 exercises.question(
@@ -281,16 +289,20 @@ exercises.question(
     "training lack?",
     {
         "nothing: the weights are what has been learnt": "For using the model that is enough. Training goes on from more: "
-        "Adam's averages would start at 0, and the rate at the beginning of its schedule.",
+        "Adam's averages would start at 0, and the learning rate at the beginning of its schedule.",
         "only the optimizer's states": "With them the steps would have their sizes again. But the schedule would start "
-        "anew, the first samples would come a second time, and dropout would draw other numbers.",
+        "again, the first samples would come a second time, and dropout would draw other numbers.",
         "states, schedule, place in the data, random numbers": "`save_state` writes all but the place in the data, which "
         "is why the loop keeps `done.json` and skips batches.",
     },
     right="states, schedule, place in the data, random numbers",
 )
 
+# %% [markdown]
+# Now the training is resumed in two ways, which differ in the place of one line: `load_state` is called before the loop fetches its first batch, or just after.
+
 # %%
+print("in the checkpoint:", *sorted(path.name for path in Path(folder.name).iterdir()))
 resumed = {}
 for place in ("before the first batch", "after the first batch"):
     copied = shutil.copytree(folder.name, f"{folder.name}/{place}")
@@ -308,13 +320,15 @@ series |= {f"resumed, load_state {place}": [nothing] * 4 + losses for place, los
 _ = plots.lines(range(1, 9), series, "optimizer step", "loss", title="Killed, and resumed from step 4")
 
 # %% [markdown]
-# With `load_state` after the first batch, the training goes on as if it had never been killed, and step 5 is simply done again; on a CPU the cell insists that each loss is the same. With `load_state` before it the losses are others, by as much as is printed above, although weights, optimizer, schedule and data are the same. What differs is dropout: when a data loader starts, it draws a random number for its workers, also if it has none. So the random state must be restored *after* that. Without dropout both ways would be right, and nobody would notice.
+# The first line printed lists the files that `save_state` and the loop wrote.
 #
-# Two habits for longer trainings. Save into a new folder and rename it when it is complete: a kill may also hit in the middle of saving. And write down the step yourself: `save_state` does not know how far the loop is in the data.
+# With `load_state` after the first batch, the training goes on as if it had never been killed, and step 5 is simply done again; on a CPU the cell checks that each loss is the same. With `load_state` before the first batch the losses are different, by as much as is printed above, although weights, optimizer, schedule and data are the same. Dropout makes the difference: when a data loader starts, it draws a random number for its workers, even if it has none. So the random state must be restored *after* that. Without dropout both places would be right, and nobody would notice.
+#
+# Keep two habits for longer trainings. Save into a new folder, and rename it when it is complete, because a kill may also come in the middle of saving. And write down the step yourself, because `save_state` does not know how far the loop is in the data.
 #
 # ## Two processes
 #
-# The loop was written for one process. Nothing in it changes for two; the lab starts them, `prepare` deals the batches out in turn and sums the gradients. So two processes that accumulate 4 micro-batches should train like one process that accumulates 8. Dropout is off here, since two processes draw other random numbers than one.
+# The loop was written for one process. Nothing in it changes for two: the lab starts them, and `prepare` distributes the batches among them and combines their gradients. So two processes that accumulate 4 micro-batches each should train like one process that accumulates 8. Dropout is off here, because two processes draw other random numbers than one.
 
 # %%
 calm = small.replace(config={"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0})
@@ -342,10 +356,10 @@ exercises.question(
 )
 
 # %% [markdown]
-# Each rank sees the loss of its own samples only; the mean over the ranks is the loss of the batch, and equals that of one process. What has to be counted anew:
-# - **The effective batch** doubled: 1 x 4 x 2. At a fixed number of epochs there are half as many steps.
-# - **The schedule.** The wrapped schedule advances once *for each process*, so that a schedule that was planned in samples still ends at the right place. A schedule planned in steps ends after half of them, and the second half of the training runs at a learning rate of zero. Hence `steps * accelerator.num_processes` in `build`.
-# - **Printing and saving.** Every process runs every line. `accelerator.print` and `if accelerator.is_main_process` exist for that; `save_state` is called by all.
+# Each rank sees only the loss of its own samples. The mean over the ranks is the loss of the whole batch, and equals the loss of one process. Three things change with two processes:
+# - **The effective batch** doubles: 1 x 4 x 2. At a fixed number of epochs there are half as many steps.
+# - **The schedule** advances once *for each process* if it is wrapped, so a schedule that was planned in samples still ends at the right place. A schedule planned in steps ends after half of them, and the second half of the training runs at a learning rate of zero. Hence `steps * accelerator.num_processes` in `build`.
+# - **Printing and saving**: every process runs every line. Use `accelerator.print` and `if accelerator.is_main_process` to print once; `save_state` must be called by all.
 #
 # ## What held
 
@@ -359,7 +373,7 @@ claims.check(
 # %% [markdown]
 # ## Explore
 #
-# What one pass over 512 samples is made of. Find two settings with the same effective batch of 32, and see what is not the same.
+# The table shows what one pass over 512 samples consists of. Find two settings with the same effective batch of 32, and see which rows differ.
 
 
 # %% tags=["widget"]
@@ -378,11 +392,11 @@ _ = widgets.explore(one_epoch, micro_batch=[4, 1, 2, 8], accumulate=[4, 1, 2, 8]
 # %% [markdown]
 # ## Exercise 1: how many batches to skip?
 #
-# A training on two processes with micro-batches of 2 and 4 accumulation steps was killed; its checkpoint is of optimizer step 6. Which number must `skip_first_batches` get, on each of the processes? The check deals 512 samples out with Accelerate's own sampler and looks which of them your training sees twice, or never.
+# A training on two processes with micro-batches of 2 and 4 accumulation steps was killed; its checkpoint is of optimizer step 6. Which number must `skip_first_batches` get, on each of the processes? The check distributes 512 samples with Accelerate's own sampler, and finds the samples that your training would see twice, or never.
 
 # %%
 exercises.hint(
-    "What is skipped are batches of the data loader, that is, micro-batches and not optimizer steps.",
+    "`skip_first_batches` skips batches of the data loader: micro-batches, not optimizer steps.",
     "Each process has a data loader of its own, and skips in that one only.",
     "6 optimizer steps took 6 x 4 micro-batches from each process's loader.",
 )
@@ -391,7 +405,7 @@ exercises.hint(
 answer = None
 
 
-# %% tags=["check"]
+# %% tags=["check"] jupyter={"source_hidden": true}
 def check_skip(answer):
     from accelerate.data_loader import BatchSamplerShard
 
@@ -417,15 +431,15 @@ exercises.prove(check_skip, solution=24, mistake=48)
 # %% [markdown]
 # ## Exercise 2, a challenge: log the gradient's norm for less than 2 %
 #
-# Write `answer(model, norm, log)`. It is called after clipping in every step: `norm` is what `clip_grad_norm_` returned, and `log` a list to which you append the norm that the whole gradient had before it was clipped. After training, `[float(n) for n in log]` must be the norms, and the call may take 2 % of a step at most.
+# Write `answer(model, norm, log)`. It is called after clipping in every step: `norm` is the value that `clip_grad_norm_` returned, and `log` is a list. Append to it the norm that the whole gradient had before it was clipped. After training, `[float(n) for n in log]` must be the norms, and the call may take 2 % of a step at most.
 #
-# No clock can tell 2 % between two runs on a busy CPU. It can tell which share of *one* step the call takes, and so that is measured. For GPUs the call must not read a number back either: `item()`, `float()` and `print` make the program wait until the device has done all that it was asked to do.
+# No clock can measure a difference of 2 % between two runs on a busy CPU. It can measure which share of *one* step the call takes, so the check does that. For the sake of GPUs the call must not read a number back either: `item()`, `float()` and `print` make the program wait until the device has finished all queued work.
 
 # %%
 exercises.hint(
-    "The norm from before clipping has been computed already. By whom?",
+    "The norm from before clipping has been computed already. By which function?",
     "`clip_grad_norm_` returns it, as a tensor. It must not become a number in each step, only at the end.",
-    "Append the tensor itself, cut off from what it was computed from: `norm.detach()`.",
+    "Append the tensor itself, without the graph that computed it: `norm.detach()`.",
 )
 
 
@@ -488,9 +502,9 @@ exercises.prove(check_log, solution=lambda model, norm, log: log.append(norm.det
 # %% [markdown]
 # ## Recap
 #
-# - A loop of your own on Accelerate had the memory and the losses of the Trainer, once data order, dropout, divisor and schedule were the same. It is the Trainer's own foundation, without the loop.
-# - The killed training went on as if nothing had happened, because the random state was restored after the first batch was fetched. Restored before, it was another training.
-# - The same loop ran on two processes. The effective batch, the schedule and the printing had to be counted anew.
+# - **A loop of your own** on Accelerate had the memory of the Trainer (a ratio of 1.00 in all recorded runs) and its losses, once data order, dropout, divisor and schedule were the same. Accelerate is the Trainer's own foundation, without the loop.
+# - **The killed training**, resumed from step 4, went on as if it had never been killed, because the random state was restored after the first batch was fetched. Restored before it, the training was a different one.
+# - **Two processes** ran the same loop. The effective batch doubled from 4 to 8, and the schedule and the printing needed care.
 
 # %% tags=["finish"]
 folder.cleanup()
