@@ -276,9 +276,9 @@ try_scaler(2.0**42, "Small gradients (loss weight 1e-5)", weight=1e-5)
 try_scaler(2.0**16, "One bad step, the 26th", bad_step=25)
 
 # %% [markdown]
-# **Small gradients** (first row): without scaling fp16 learns nothing, because all its gradients are 0. With scaling the loss follows that of fp32, some steps later. The scale starts too high on purpose: steps are skipped until it fits. Then it grows, overflows, and is halved again.
+# **Small gradients** (first picture): without scaling fp16 learns nothing, because all its gradients are 0. With scaling the loss follows that of fp32, some steps later. The scale starts too high on purpose: steps are skipped until it fits. Then it grows, overflows, and is halved again.
 #
-# **One bad step** (second row): without a scaler one `inf` makes every weight `nan`, and after the cross in the picture nothing brings the training back. The scaler discards that step, halves its scale, and doubles it again five good steps later. fp32 and bf16 can hold such a gradient, and clipping makes it harmless.
+# **One bad step** (second picture): without a scaler one `inf` makes every weight `nan`, and after the cross nothing brings the training back. The scaler discards that step, halves its scale, and doubles it again five good steps later. fp32 and bf16 can hold such a gradient, and clipping makes it harmless.
 #
 # The losses and scales equal those of `torch.amp.GradScaler`.
 #
@@ -431,7 +431,7 @@ widgets.predict(
 #
 # This is the 2022 guide's experiment: bert-base on 128 tokens, with more and more samples. There are three recipes: fp32, mixed precision, and *pure* half precision, whose weights themselves have 16 bits. Each step has two micro-batches, so that the gradients of the first are there while the second is computed.
 #
-# > **On a CPU** a miniature of bert-base is trained, in which the activations of a sample have about the same weight beside the parameters. `estimate` calculates bert-base on a GPU.
+# > **On a CPU** a miniature of bert-base is trained, in which the activations of a sample are about as large compared with the weights. `estimate` calculates the peaks of bert-base on a GPU.
 
 # %%
 shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
@@ -671,13 +671,13 @@ exercises.question(
 # - With these instructions a CPU may be slower too: of three with `avx512_bf16`, one multiplies in bf16 at 0.65 of fp32's rate ([table](../docs/trust.md#cpus-tried)).
 # - The step's speed follows by Amdahl's law: matmuls follow their rate, and the rest takes half to twice its time (its bytes are halved, but casts are added).
 #
-# > **On a CPU** `fp16=True` has no effect if the printed losses equal those of fp32: accelerate applies it on accelerators only.
+# > **On a CPU** `fp16=True` has no effect if the cell printed True: its losses are those of fp32 to the last digit. accelerate applies the switch on accelerators only.
 #
 # ### Inference: the whole model in 16 bits
 #
 # Inference has no small updates to add, so the whole model may have 16 bits. The guide compares this with mixed precision, which keeps fp32 weights *and* 16-bit copies: 6 bytes per parameter. (Autocast never casts embeddings, so the models below have small ones.)
 #
-# The Trainer's switches are `--fp16_full_eval` and `--bf16_full_eval`. How good the results are depends on the model. The last cell below therefore evaluates two models that are the same function in fp32: a trained model, and its twin, whose hidden layers are 2^18 times as large and are divided again right after.
+# The Trainer's switches are `--fp16_full_eval` and `--bf16_full_eval`. How good the results are depends on the model. The third of the next cells therefore evaluates two models that are the same function in fp32: a trained model, and its twin, whose hidden layers are 2^18 times as large and are divided again right after.
 
 # %%
 served = lab.task

@@ -12,7 +12,7 @@
 #
 # **Before you start:** lessons 01 (memory) and 15 (DDP).
 #
-# **What a CPU cannot show:** what offload saves on a card, and what NCCL sends between cards. The ranks of this lesson are processes on your CPU, also if you have a GPU: they store the same bytes.
+# **What a CPU cannot show:** what offload saves on a card, and what NCCL sends between cards. The ranks of part 1 are processes on your CPU even if you have a GPU: they store the same bytes.
 
 # %% tags=["parameters"]
 profile = "auto"
@@ -386,7 +386,7 @@ _ = axes.set_xticks(ranks, ranks)
 
 # %% [markdown]
 # - **More ranks:** stages 1 and 2 approach a floor of 8 and 4 bytes per parameter. Stage 3 has no floor. Only stage 3 lets the model grow with the number of devices.
-# - **Accumulation:** it is free only for stage 1. A rank that does not keep whole gradients has to reduce them after every micro-batch, and stage 3 also gathers the weights for each micro-batch.
+# - **Accumulation:** among the stages, only stage 1 sends no more than before. A rank that does not keep whole gradients has to reduce them after every micro-batch, and stage 3 also gathers the weights for each micro-batch.
 #
 # ### The library: FSDP2
 #
@@ -562,7 +562,7 @@ hybrid = lab.run(partial(with_fsdp, copies=2), "four ranks, 2 x 2", task=little,
 plots.Table(head, [kept_and_sent(hybrid, little)])
 
 # %% [markdown]
-# The messages are those of one row, plus one all-reduce per flat parameter between the rows.
+# The messages are those of one row, plus one all-reduce between the rows for each sharded module.
 #
 # ### States on the host
 #
