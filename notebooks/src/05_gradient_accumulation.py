@@ -428,7 +428,7 @@ plots.Table(header, [[name, *row] for name, row in tests.items()])
 # - With 5.0.0, 5.15.0, 5.23.0 and 5.24.0 the ratio was 4.
 # - In 4.57.6 the classifier took no keyword arguments. The Trainer divided, and the ratio was 1.
 #
-# [Issue 47688](https://github.com/huggingface/transformers/issues/47688) lists dozens of heads with the same fault; this one is not yet among them. Test *your* model on your versions in the same way: if the columns *trusts* and *divides* say *True* and *False*, its gradient is wrong. With a cosine of 1 beside a wrong ratio, AdamW hides the error, as you saw, but the logged loss and the clipping suffer.
+# [Issue 47688](https://github.com/huggingface/transformers/issues/47688) lists dozens of heads with the same fault; this one is not yet among them. Test *your* model on your versions in the same way: if the two columns say *True* (trusted) and *False* (does not divide), its gradient is wrong. With a cosine of 1 beside a wrong ratio, AdamW hides the error, as you saw, but the logged loss and the clipping suffer.
 #
 # Two remedies pass the same test below:
 #
@@ -471,7 +471,7 @@ claims.check("accumulation-same-gradient", ratio, note=f"cosine {cosine:.6f}; no
 #
 # | claim | compares | statement | tokens on a CPU |
 # |---|---|---|---|
-# | `accumulation-cost` | 1 x 4 with 4 x 1 | 2023 guide: it costs a little speed | 256, two layers, as long as the guide's |
+# | `accumulation-cost` | 1 x 4 with 4 x 1 | 2023 guide: it costs a little speed | 256 (long, as in the guide), two layers |
 # | `accumulation-only-slows` | 4 x 2 with 8 x 1 | 2023 guide: if the batch fits, it only slows down | 32 |
 # | `accumulation-cost-grows` | 1 x 4 with 1 x 1 | 2023 guide: more steps cost more | 64 |
 # | `accumulation-fewer-updates` | 1 x 4 with 1 x 1 | 2022 guide: it brings 20 to 30 % | 64 |
