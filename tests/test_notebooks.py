@@ -179,7 +179,7 @@ BREAKS = {
     "computed parameters": (rewrite("parameters", "print(1)"), "are exactly"),
     "few cells": (lambda cells: cells.pop(3), "19 cells; 20 to 60"),
     "many cells": (lambda cells: cells.extend([cells[3]] * 41), "61 cells"),
-    "much prose": (prose("word " * 2341), "words of prose; at most 2340"),
+    "much prose": (prose("word " * 2601), "words of prose; at most 2600"),
     "no question": (title("# It fits."), "the title is a question"),
     "no title": (title("Does it fit?"), "exactly one heading of level one; here 0"),
     "two titles": (prose("# Another?"), "exactly one heading of level one; here 2"),

@@ -1,12 +1,18 @@
 # %% [markdown]
 # # Why does every rank keep the same bytes?
 #
-# With DDP (lesson 15) each rank holds all weights, gradients and optimizer states, and all hold the same. ZeRO, the *zero redundancy optimizer*, cuts them up. Here it is built by hand.
+# Your training runs out of memory on one GPU. You rent a second one, start DDP (lesson 15), and it runs out of memory again, at the same place. DDP gives each rank its own samples, but also a full copy of all weights, gradients and optimizer states. ZeRO, the *zero redundancy optimizer*, divides these copies among the ranks. In this lesson you build it by hand.
 #
 # **You will see**
-# - optimizer states, gradients and weights cut up among ranks, one after the other: equal losses, and the bytes that a formula says
-# - what each cut sends, and what no cut makes smaller: activations
-# - FSDP2 and DeepSpeed doing the same, states kept on the host or in a file, and when none of it is worth it
+# - optimizer states, gradients and weights sharded one after the other: the losses stay equal, and a formula predicts the bytes
+# - how much each stage sends, and which part of the peak no stage makes smaller
+# - the same in FSDP2 and DeepSpeed, optimizer states kept on the host or in a file, and when none of it is worth it
+#
+# **Time:** 40 minutes in two parts. The cells run for 70 s on two CPU cores, and for another 50 s if DeepSpeed is installed.
+#
+# **Before you start:** lessons 01 (memory) and 15 (DDP).
+#
+# **What a CPU cannot show:** what offload saves on a card, and what NCCL sends between cards. The ranks of part 1 are processes on your CPU even if you have a GPU: they store the same bytes.
 
 # %% tags=["parameters"]
 profile = "auto"
@@ -42,47 +48,83 @@ task = Task("bert-small", seq_len=32, config=no_dropout | sizes)
 parameters = task.parameters()
 
 # %% [markdown]
-# ## Idea
+# ## Part 1: divide the copies
+# ### Idea
 #
-# In fp32 with AdamW a parameter takes 16 bytes: 4 of weight, 4 of gradient, 8 of states (lesson 01). With *P* parameters every rank that trains alike holds 16 P. (torch's DDP holds 20 P unless told otherwise: its buckets, lesson 15.) Only one of the *N* ranks has to hold each of them. Large models often keep weights and gradients in bf16, and a copy of the weights in fp32 with the states: 2 + 2 + 12. The sum is the same, and stage 1 has more to cut.
+# In fp32 with AdamW, a parameter takes 16 bytes: 4 for the weight, 4 for the gradient and 8 for the optimizer states (lesson 01). With *P* parameters, each rank of a data-parallel training stores 16 P. (torch's DDP stores 20 P by default, because of its buckets: lesson 15.) One copy among all ranks would be enough: each of *N* ranks stores an *N*-th of it, its **shard**. Three stages shard more and more:
 #
-# | stage | cut up | bytes a rank, 4 + 4 + 8 | 2 + 2 + 12 |
+# | stage | sharded | bytes per rank, 4 + 4 + 8 | bytes per rank, 2 + 2 + 12 |
 # |---|---|---|---|
 # | 0 | nothing | 16 P | 16 P |
 # | 1 | optimizer states | 8 P + 8 P/N | 4 P + 12 P/N |
 # | 2 | gradients too | 4 P + 12 P/N | 2 P + 14 P/N |
 # | 3 | weights too | 16 P/N | 16 P/N |
 #
-# What a rank does not hold it receives when it is needed. Two messages do that, in which all ranks take part: **reduce-scatter** sums a row of numbers over the ranks and leaves each rank its *share* of the sum, and **all-gather** joins the shares to the whole row again.
+# The last column is for large models, which often keep weights and gradients in bf16, and an fp32 copy of the weights beside the states: 2 + 2 + 12 bytes. The sum is the same, but stage 1 has more to shard.
 #
-# ## Predict
+# A rank receives the bytes that it does not store when it needs them. Two messages do this, and all ranks take part in each:
+#
+# - **reduce-scatter** sums a tensor over the ranks, and leaves each rank its shard of the sum;
+# - **all-gather** joins the shards into the whole tensor, on every rank.
+#
+# ### Predict
 
 # %%
-widgets.predict(lab, "stage1", "Two ranks, stage 1: what is left of DDP's 16 bytes a parameter, in %?", "%", 0, 100)
+widgets.predict(
+    lab, "stage1", "Two ranks, stage 1: how many % of DDP's 16 bytes per parameter does a rank store?", "%", 0, 100
+)
 
 # %%
 exercises.question(
     lab,
     "halves",
-    "Two ranks, stage 3, the same samples on each rank as with DDP. What of the peak halves?",
+    "Two ranks, stage 3, as many samples per rank as with DDP. Which part of the peak halves?",
     {
-        "all of it": "Each rank still computes every layer for its own samples. What its layers keep for backward is its own.",
-        "weights, gradients and states, and not the activations": "The activations belong to the samples of a rank, and "
-        "no other rank has them. Besides, the layer that is in use is there whole.",
-        "the weights alone": "Stage 3 has the cuts of stages 1 and 2 as well.",
+        "all of it": "Each rank still computes every layer for its own samples, and keeps their activations for backward.",
+        "weights, gradients and states, but not the activations": "The activations belong to the samples of one rank, so "
+        "there is no second copy to remove. Besides, the weights of the layer in use are there whole.",
+        "only the weights": "Stage 3 also shards what stages 1 and 2 shard: the states and the gradients.",
     },
-    right="weights, gradients and states, and not the activations",
+    right="weights, gradients and states, but not the activations",
 )
 
 # %% [markdown]
-# ## By hand
+# ### What is stored where
 #
-# `Traffic` notes the messages. It is a *dispatch mode*: torch hands it each operation before it is carried out. `Row` lays the weights of one module into a row, of which this rank owns one share; the optimizer gets the shares and nothing else. A weight becomes a view of its piece of the row, so the model notices nothing.
+# The picture shows two ranks at each stage. A filled box is stored on that rank; a dotted box is not. Follow one kind of bytes from top to bottom: from which stage on does each rank store only its half?
+
+# %%
+import matplotlib.pyplot as plt
+
+_, ax = plt.subplots(figsize=(9, 4.2), layout="constrained")
+boxes = {"weights": (4, 3), "gradients": (4, 2), "optimizer_states": (8, 1)}  # bytes per parameter, sharded from stage
+ticks = {2.6 * stage + rank: (stage, rank) for stage in range(4) for rank in range(2)}
+for row, (stage, rank) in ticks.items():
+    start = 0
+    for kind, (size, least) in boxes.items():
+        part = size / 2 if stage >= least else size
+        ax.barh(row, size, 0.8, start, fill=False, edgecolor="black", linestyle=":")
+        ax.barh(row, part, 0.8, start + rank * (size - part), color=plots.PALETTE[kind])
+        if not row:
+            ax.text(start + size / 2, -0.9, plots.name_text(kind), ha="center", va="center")
+        start += size
+ax.set_yticks([*ticks], [f"{f'stage {stage}' if stage else 'DDP'}, rank {rank}" for stage, rank in ticks.values()])
+ax.set(xlabel="bytes per parameter", xlim=(-0.2, 16.2), ylim=(9.4, -1.5))
+_ = ax.set_title("What each of two ranks stores (fp32, AdamW)", loc="left")
+
+# %% [markdown]
+# ### By hand
+#
+# All weights of a module are joined into one long tensor, a **flat parameter**; each rank owns one shard of it.
+#
+# - `Traffic` records the messages. It is a *dispatch mode*: torch passes it each operation before the operation runs.
+# - `Row` makes the flat parameter of a module (`row`) and this rank's shard (`share`). A weight becomes a view of its piece of the flat parameter, so the model's own code does not change. The optimizer gets the shards and nothing else.
+# - `Part` sends: it reduce-scatters gradients, and in stage 3 it gathers weights before a module runs and frees them afterwards.
 
 
 # %%
 class Traffic(TorchDispatchMode):
-    """Notes the collective operations: [name, bytes of the whole row]."""
+    """Record the collective operations: [name, bytes of the whole tensor]."""
 
     def __init__(self):
         super().__init__()
@@ -90,7 +132,7 @@ class Traffic(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # FSDP2's tensors: they go on with the piece that lies here, which comes by again
+            return NotImplemented  # FSDP2's tensors call the operation again, with the shard
         if function.namespace == "c10d":
             size = max(leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
             self.seen.append([function.overloadpacket.__name__.strip("_"), size])
@@ -98,7 +140,7 @@ class Traffic(TorchDispatchMode):
 
 
 def in_a_row(tensors, length):
-    """The same numbers in one row, with zeros up to the length, and for each tensor a view of its piece."""
+    """Return all tensors joined into one of that length, padded with zeros, and a view of each tensor's piece."""
     row, views, at = torch.zeros(length), [], 0
     for tensor in tensors:
         views.append(row[at : at + tensor.numel()].view_as(tensor).copy_(tensor))
@@ -127,16 +169,16 @@ class Row:
                 weight.register_post_accumulate_grad_hook(self.one_more)  # stage 2: during backward
         if stage == 3:
             self.free()
-            module.register_forward_pre_hook(self.gather)  # there while it is used, forward
+            module.register_forward_pre_hook(self.gather)  # whole while it is used: in forward
             module.register_forward_hook(self.free)
-            module.register_full_backward_pre_hook(self.gather)  # and backward
+            module.register_full_backward_pre_hook(self.gather)  # and in backward
 
 
 # %%
-class Part(Row):  # what is done with it, step by step
+class Part(Row):  # the messages of a flat parameter in a step
     def one_more(self, _):
         self.missing = (self.missing or len(self.weights)) - 1
-        if not self.missing:  # the last gradient of this module is there
+        if not self.missing:  # this was the last gradient of the module
             row, _ = in_a_row([weight.grad for weight in self.weights], self.length)
             for weight in self.weights:
                 weight.grad = None
@@ -184,7 +226,7 @@ def train(task, stage, steps=3, samples=4, accumulate=1, link=None):
 
 # %%
 def finish(model, parts, optimizer, sent, stage, ranks):
-    """Sum what is not yet summed, update, and hand round what is new; returns the norm of the whole gradient."""
+    """Reduce the remaining gradients, update, gather the new weights; return the norm of the whole gradient."""
     with sent:
         for weight in model.parameters() if stage == 0 and ranks > 1 else ():
             dist.all_reduce(weight.grad.div_(ranks))
@@ -192,7 +234,7 @@ def finish(model, parts, optimizer, sent, stage, ranks):
             part.reduce(part.gradients)
     square = sum(weight.grad.square().sum() for group in optimizer.param_groups for weight in group["params"])
     if parts:
-        dist.all_reduce(square)  # for the comparison alone: each rank has its share
+        dist.all_reduce(square)  # only for the comparison: each rank has the squares of its shard
     with sent:
         optimizer.step()
         optimizer.zero_grad()
@@ -204,20 +246,20 @@ def finish(model, parts, optimizer, sent, stage, ranks):
 
 
 # %% [markdown]
-# ## Baseline
+# ### Baseline
 #
-# One process with all samples, and two ranks that hold everything (stage 0).
+# First one process with all samples, then two ranks that each store everything (stage 0).
 
 # %%
-counting = {"measure": ("memory",), "use_cpu": True}  # on CPU ranks, also where there is a GPU: bytes are bytes
-# Where it can be had, a network of the ranks' own, whose device counts bytes, until the lesson ends.
+counting = {"measure": ("memory",), "use_cpu": True}  # CPU ranks, also if there is a GPU: the bytes are the same
+# If the machine allows it, the ranks get a network of their own, whose device counts bytes, until the lesson ends.
 link = None if slow_link.missing() else (network := slow_link.link()).__enter__()
 one = lab.run(partial(train, stage=0), "one process", task=task, **counting)
 runs = {0: lab.run(partial(train, stage=0, link=link), "stage 0", task=task, processes=2, **counting)}
 
 
 def same(run):
-    """Stops unless losses and gradients are those of one process."""
+    """Stop unless losses and gradients are those of one process."""
     ranks = [rank["value"] for rank in run.ranks]
     losses = [sum(step) / len(ranks) for step in zip(*(rank["losses"] for rank in ranks))]
     torch.testing.assert_close(losses, one.value["losses"], rtol=1e-3, atol=1e-4)
@@ -227,9 +269,9 @@ def same(run):
 same(runs[0])
 
 # %% [markdown]
-# ## Change one thing
+# ### Change one thing
 #
-# Then one cut after the other. The cell stops if a loss or the gradient's norm differs from that of one process. (Losses alone would not do: AdamW divides by the gradient's size, and hides it if all are twice too large.)
+# Each run shards one more kind of bytes. The cell stops if the losses or the norm of the gradient differ from those of one process. (Losses alone would not be enough: AdamW divides by the gradient's size, and so hides a gradient that is twice too large.)
 
 # %%
 for stage in (1, 2, 3):
@@ -241,32 +283,32 @@ KINDS = ("weights", "gradients", "optimizer_states")
 
 
 def formula(stage, ranks):
-    """Bytes a parameter of weights, gradients and states on each rank."""
+    """Return the bytes per parameter of weights, gradients and states on each rank."""
     cut = [4 / ranks if stage >= least else 4 for least in (3, 2)]
     return [*cut, 8 / ranks if stage >= 1 else 8]
 
 
 def counted(run, kinds=KINDS):
-    """The same as counted after backward, where all of them are there."""
+    """Return the same, counted after backward, when all of them exist."""
     return [run.memory.phase_breakdowns["backward"][kind] / parameters for kind in kinds]
 
 
 rows, names = [], ["weights", "gradients", "states"]
 for stage, run in runs.items():
-    told, seen = formula(stage, 2), counted(run)
-    rows.append([run.name, *(f"{a:.3f} ({b:g})" for a, b in zip(seen, told)), sum(seen), sum(told)])
-display(plots.Table(["bytes a parameter: counted (formula)", *names, "counted", "formula"], rows))
+    expected, seen = formula(stage, 2), counted(run)
+    rows.append([run.name, *(f"{a:.3f} ({b:g})" for a, b in zip(seen, expected)), sum(seen), sum(expected)])
+display(plots.Table(["bytes per parameter: counted (formula)", *names, "counted", "formula"], rows))
 widgets.revealed(lab, "stage1", 100 * sum(counted(runs[1])) / 16)
 
 # %%
 axes = plots.memory([*runs.values()], title="Peak of a rank, two ranks, by hand")
 
 # %% [markdown]
-# The table holds what lies there between backward and the step. The picture shows the peak: it also has a few temporaries, what operations need for themselves while they run (*inside operations*), and in stage 3 the weights of the module that is in use.
+# The table counts the bytes between backward and the optimizer update. The picture shows the peak, which also contains a few temporaries, the workspace that operations allocate while they run (*inside operations*), and in stage 3 the gathered weights of the module in use.
 #
-# ### What no cut makes smaller
+# ### What no stage makes smaller
 #
-# Now 32 samples of 128 tokens, 16 for each rank.
+# The same models with longer inputs: 32 samples of 128 tokens, 16 samples for each rank. Compare the two rows column by column.
 
 # %%
 longer, rows = task.replace(seq_len=128, config={"num_hidden_layers": 2}), []
@@ -279,21 +321,25 @@ for stage in (0, 3):
 plots.Table(["after forward", "weights", "gradients", "states", "activations", "peak"], rows)
 
 # %% [markdown]
-# The activations are the same with and without ZeRO. What helps against them is lesson 06.
+# The activations are the same with and without ZeRO. Gradient checkpointing makes them smaller (lesson 06).
 #
-# ### What it sends
+# ### What each stage sends
 #
-# A ring hands over (N-1)/N of a row for a reduce-scatter or an all-gather, and twice that for an all-reduce, which is both. So in units of 4 P(N-1)/N bytes, by this formula and as the network's own counter saw it:
+# In a ring, each rank sends (N-1)/N of a tensor for a reduce-scatter or an all-gather, and twice that for an all-reduce, which is both. The table's unit is therefore 4 P(N-1)/N bytes, "times the weights". The volume follows from this formula; the last column is what the network's own counter saw. Before the table, the cell prints the messages of one module in stage 3: the embeddings.
 
 # %%
 UNITS = {"allreduce": 2, "reduce_scatter_base": 1, "allgather_base": 1}
 
 
 def volume(run, task=task):
-    """What a rank sends in a step, in units of the weights' bytes x (ranks - 1) / ranks."""
+    """Return what a rank sends in a step, in units of the weights' bytes x (ranks - 1) / ranks."""
     return sum(UNITS[kind] * size for kind, size in run.value["sent"]) / (4 * task.parameters())
 
 
+sent = runs[3].value["sent"]
+for kind, size in sent:
+    if size == sent[0][1]:  # the first module's messages have a size of their own
+        print(f"stage 3, embeddings: {kind} of {plots.bytes_text(size)}")
 rows = []
 for run in runs.values():
     kinds = Counter(kind for kind, _ in run.value["sent"])
@@ -302,11 +348,21 @@ for run in runs.values():
 plots.Table(["", "messages in a step", "volume, times the weights", "on the wire"], rows)
 
 # %% [markdown]
-# By the formula stages 1 and 2 send what DDP sends: its all-reduce is taken apart, and the update put in between. Stage 3 gathers the weights twice, so it sends half as much again ([Rajbhandari and others](https://arxiv.org/abs/1910.02054)). And it cannot wait until the end: each module stops for its weights. **The wire says more**: gloo, the library of these CPU ranks, sends a reduce-scatter as a whole all-reduce. NCCL, on GPUs, sends it as a ring.
+# Read the printed lines from top to bottom:
+#
+# 1. Before the embeddings run in forward, an all-gather joins their weights. Afterwards each rank keeps only its shard.
+# 2. Backward needs the whole weights again: the same all-gather.
+# 3. When the last of their gradients is there, a reduce-scatter leaves each rank its shard of the sum.
+#
+# Each module sends these three messages, so stage 3 sends 3 times the weights. By the formula, stages 1 and 2 send what DDP sends: they split its all-reduce into a reduce-scatter and an all-gather, and put the update in between. Stage 3 gathers the weights twice, so it sends half as much again ([Rajbhandari and others](https://arxiv.org/abs/1910.02054)). It also cannot send everything at the end: each module waits for its weights.
+#
+# **The wire carries more than the formula**: gloo, the library that connects these CPU ranks, sends a reduce-scatter as a whole all-reduce.
+#
+# > **On a GPU:** NCCL sends a reduce-scatter as a ring, as the formula assumes.
 #
 # ### More ranks, and accumulation
 #
-# The crosses in the picture are counted: here, and with four ranks of a smaller model. These four make each step of two micro-batches.
+# The crosses in the next picture are counted: with two ranks as above, and with four ranks of a smaller model. These four ranks divide each step into two micro-batches.
 
 # %%
 little = Task("bert-tiny", seq_len=16, config=no_dropout | {"num_hidden_layers": 2})
@@ -322,18 +378,19 @@ for stage in (1, 2, 3):
 display(plots.Table(["volume of a step, times the weights", "1 micro-batch", "2 micro-batches"], rows))
 ranks = [1, 2, 4, 8, 16, 32, 64]
 series = {f"stage {stage}": [sum(formula(stage, n)) for n in ranks] for stage in range(4)}
-axes = plots.lines(ranks, series, "ranks", "bytes a parameter on each rank", title="Lines: formula. Crosses: counted")
+axes = plots.lines(ranks, series, "ranks", "bytes per parameter on each rank", title="Lines: formula. Crosses: counted")
 for values in dots.values():
     axes.plot(values.keys(), values.values(), "x", color="black", markersize=11, zorder=5)
 axes.set_xscale("log", base=2)
 _ = axes.set_xticks(ranks, ranks)
 
 # %% [markdown]
-# Stages 1 and 2 approach a floor: 8 and 4 bytes a parameter. Only stage 3 has none, so only it lets a model grow with the number of devices. And accumulation is cheap for stage 1 alone: whoever does not keep whole gradients has to sum them after every micro-batch, and stage 3 gathers the weights for each.
+# - **More ranks:** stages 1 and 2 approach a floor of 8 and 4 bytes per parameter. Stage 3 has no floor. Only stage 3 lets the model grow with the number of devices.
+# - **Accumulation:** among the stages, only stage 1 sends no more than before. A rank that does not keep whole gradients has to reduce them after every micro-batch, and stage 3 also gathers the weights for each micro-batch.
 #
 # ### The library: FSDP2
 #
-# torch's `fully_shard` is stage 3. Each weight becomes a *DTensor*, a tensor that knows which piece of it lies on which rank; a *device mesh* names the ranks.
+# torch's `fully_shard` is stage 3. Each weight becomes a *DTensor*, a tensor that knows which rank stores which shard of it; a *device mesh* lists the ranks.
 
 
 # %%
@@ -363,29 +420,31 @@ def with_fsdp(task, steps=3, samples=4, reshard=True, copies=1):
 # %%
 fsdp = lab.run(with_fsdp, "FSDP2", task=task, processes=2, **counting)
 kept = lab.run(partial(with_fsdp, reshard=False), "kept after forward", task=task, processes=2, **counting)
-hybrid = lab.run(partial(with_fsdp, copies=2), "four ranks, 2 x 2", task=little, processes=4, **counting)
 same(fsdp), same(kept)
-rows = []
-for run, its in ((runs[3], task), (fsdp, task), (kept, task), (hybrid, little)):
+
+
+def kept_and_sent(run, its=task):
     kinds = Counter(kind for kind, _ in run.value["sent"])
     parts = [run.memory.phase_breakdowns["backward"][kind] / its.parameters() for kind in KINDS]
-    rows.append(
-        [run.name, *parts, ", ".join(f"{n} {kind}" for kind, n in kinds.items()), plots.bytes_text(run.peak_bytes)]
-    )
-plots.Table(["bytes a parameter", *names, "messages in a step", "peak"], rows)
+    return [run.name, *parts, ", ".join(f"{n} {kind}" for kind, n in kinds.items()), plots.bytes_text(run.peak_bytes)]
+
+
+head = ["bytes per parameter", *names, "messages in a step", "peak"]
+plots.Table(head, [kept_and_sent(run) for run in (runs[3], fsdp, kept)])
 
 # %% [markdown]
-# Ours and torch's keep the same and send nearly the same; torch leaves the outermost module gathered between forward and backward. Two choices more:
+# Our stage 3 and torch's store the same bytes and send nearly the same messages. torch leaves the outermost module gathered between forward and backward.
 #
-# - `reshard_after_forward=False` keeps the gathered weights until backward. One gather less, and the whole weights in the peak: worth it where they fit and the link is slow.
-# - **HSDP**, hybrid sharding, has a mesh with two sides: 2 x 2 here. Weights are shared out within a row, by the fast link inside a host, and the rows hold copies of each other. Between the rows, over the slow link, only the shares of the gradients are summed. It takes 16 P over the ranks *of a row*.
+# `reshard_after_forward=False` (third row) keeps all gathered weights until backward. This saves one all-gather per module, but the peak contains the whole weights: use it if they fit and the link is slow.
 #
-# In the Trainer the switch is `TrainingArguments(fsdp=True)`. It needs accelerators: accelerate 1.15 passes over it on CPU ranks, and trains with DDP (the lab warns). What would a GPU take? The estimate follows one rank, of FSDP2 and of DeepSpeed, which is next:
+# > **On a GPU:** the Trainer's switch is `TrainingArguments(fsdp=True)`. It needs accelerators: on CPU ranks accelerate 1.15 ignores it and trains with DDP (the lab warns).
+#
+# How much would a GPU need? The estimate traces one rank of FSDP2, and of DeepSpeed, the subject of the next section:
 
 
 # %%
 def zero(stage, bucket=500_000, **more):
-    """DeepSpeed's configuration of a stage, with buckets of so many numbers."""
+    """Return DeepSpeed's configuration of a stage; a bucket is given in numbers."""
     stages = {"stage": stage, "reduce_bucket_size": bucket, "allgather_bucket_size": bucket, **more}
     torchs_adamw = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
     return {"zero_optimization": stages, "train_micro_batch_size_per_gpu": "auto", **torchs_adamw}
@@ -398,36 +457,42 @@ setups += [
     (f"DeepSpeed, stage {n}, GPUs: 4", n, 4, {"deepspeed": zero(n)}) for n in (() if no_deepspeed else (1, 2, 3))
 ]
 for name, stage, ranks, recipe in setups:
-    told = lab.foresee(estimate, gpt2, processes=ranks, **recipe, **on_gpus)
-    if told:
-        after = [told.memory.phase_breakdowns["backward"][kind] / gpt2.parameters() for kind in KINDS]
-        rows.append([name, *after, sum(formula(stage, ranks)), plots.bytes_text(told.peak_bytes)])
+    estimated = lab.foresee(estimate, gpt2, processes=ranks, **recipe, **on_gpus)
+    if estimated:
+        after = [estimated.memory.phase_breakdowns["backward"][kind] / gpt2.parameters() for kind in KINDS]
+        rows.append([name, *after, sum(formula(stage, ranks)), plots.bytes_text(estimated.peak_bytes)])
 plots.Table(
-    ["", *names, "formula, in all", "peak of a rank"], rows, "GPT-2 of 4 layers by the Trainer, bytes a parameter"
+    ["", *names, "formula, in all", "peak of a rank"], rows, "GPT-2 of 4 layers by the Trainer, bytes per parameter"
 )
 
 # %% [markdown]
-# In rehearsals of small GPT-2s and Llamas on two and four A100 the allocator handed out what the estimate says, to the byte but for one number of an accumulated loss. With accelerate 1.15 the switch `fsdp` is not for every model: BERT and ViT stop with an error (the input embedding would be divided twice), T5 does (its embedding is shared), and so do Adafactor and 8-bit Adam, which know no DTensors.
+# The estimate was compared with rehearsals, dry runs of torch's CUDA build without a GPU, of small GPT-2s and Llamas on two and four A100. torch's allocator handed out what the estimate says, to the byte, except for one number of an accumulated loss.
 #
-# ### DeepSpeed
+# With accelerate 1.15 some trainings stop with an error if `fsdp` is on:
 #
-# `TrainingArguments(deepspeed={...})` does the same for a Trainer. DeepSpeed is an extra of this course. The function below is a *deployment in a notebook* too: for one process the variables that a launcher sets are set by hand. Mind a default there: DeepSpeed 0.19 clips gradients at 1.0.
+# - BERT and ViT, because the input embedding would be divided twice;
+# - T5, because its embedding is shared;
+# - any model with Adafactor or 8-bit Adam, because these optimizers do not support DTensors.
+#
+# ### The library: DeepSpeed
+#
+# `TrainingArguments(deepspeed={...})` switches on the same stages in DeepSpeed, which is an extra of this course. The function below is also a *deployment in a notebook*: with one process there is no launcher, so the function sets the launcher's environment variables itself. Beware of one default: DeepSpeed 0.19 clips gradients at 1.0.
 
 
 # %%
 def with_deepspeed(task, stage, **more):
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    for name, value in alone.items():  # a launcher has set them already
+    for name, value in alone.items():  # with several processes the launcher has set them
         os.environ.setdefault(name, value)
     if "nvme" in str(more):
         import ctypes
 
-        ctypes.CDLL("libaio.so.1", ctypes.RTLD_GLOBAL)  # DeepSpeed's extension was not linked with it
+        ctypes.CDLL("libaio.so.1", ctypes.RTLD_GLOBAL)  # because DeepSpeed's extension was not linked with it
     import deepspeed
     from transformers import PrinterCallback, Trainer, TrainingArguments
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it is compiled first, for minutes
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # otherwise it is compiled first, for minutes
     options = {"max_steps": 3, "report_to": "none", "save_strategy": "no", "use_cpu": True, "disable_tqdm": True}
     options["per_device_train_batch_size"] = 2
     with tempfile.TemporaryDirectory() as folder:
@@ -456,15 +521,54 @@ for stage, ranks, where, more in () if no_deepspeed else tried:
     else:
         why = f"{run.status}: {run.message.strip().splitlines()[-1][-60:]}"
         rows.append([run.name, why, "", "", "", sum(formula(stage, ranks)), ""])
-titles = ["DeepSpeed, bytes a parameter", *names, "with all else", "formula", "peak of a rank"]
+titles = ["DeepSpeed, bytes per parameter", *names, "total", "formula", "peak of a rank"]
 print(no_deepspeed) if no_deepspeed else display(plots.Table(titles, rows))
 
 # %% [markdown]
-# If it is here, compare with the table of our own stages. DeepSpeed's optimizer keeps an fp32 copy of its share of the weights, even when the weights are fp32: 4/N bytes more. Small weights stay whole in stage 3, and buffers come on top: the default `reduce_bucket_size` of 5 x 10^8 numbers is 2 GB in fp32.
+# If DeepSpeed is installed, compare its table with the table of our own stages:
+#
+# - DeepSpeed's optimizer keeps an fp32 copy of its shard of the weights, even if the weights are fp32: 4/N bytes more per parameter.
+# - In stage 3, small weights stay whole.
+# - Buffers are added: the default `reduce_bucket_size` of 5 x 10^8 numbers takes 2 GB in fp32.
+#
+# ### What held: bytes
+#
+# Two claims are about the bytes that sharding saves.
+
+# %% tags=["claim"]
+if libraries:  # DeepSpeed: what the second rank saves, over half of what the stage shards, with its fp32 copy
+    cut = {
+        stage: (libraries[stage, 1] - libraries[stage, 2]) / (size / 2) for stage, size in ((1, 12), (2, 16), (3, 20))
+    }
+else:  # FSDP2
+    cut = {3: (16 - sum(counted(fsdp))) / (16 / 2)}
+note = f"two ranks, {'DeepSpeed' if libraries else 'FSDP2'}: {', '.join(f'stage {n} {part:.2f}' for n, part in cut.items())}"
+display(claims.check("zero-saves", min(cut.values()), note=note))
+claims.check("partitioned-states-save", runs[1].peak_bytes / runs[0].peak_bytes, note="two ranks, by hand")
+
+# %% [markdown]
+# **This is the end of part 1**, and a good place for a break. You have built the three stages, checked them against one process, and switched on the same stages in two libraries. If you come back in a new kernel, run the cells above again.
+#
+# ## Part 2: when shards alone do not help
+#
+# The model still does not fit, or the link between the hosts is slow. What else can you move, and when does it pay? Part 2 shows sharding within a host, states on the host and in a file, and a decision tree.
+#
+# ### Slow links between hosts: HSDP
+#
+# **HSDP**, hybrid sharding, arranges the ranks in a mesh with two sides: 2 x 2 here. The ranks of one row, which a fast link inside a host connects, shard the weights among them. The rows are replicas of each other. Over the slow link between the rows only the shards of the gradients are summed. A rank stores 16 P divided by the number of ranks *in a row*.
+
+# %%
+hybrid = lab.run(partial(with_fsdp, copies=2), "four ranks, 2 x 2", task=little, processes=4, **counting)
+plots.Table(head, [kept_and_sent(hybrid, little)])
+
+# %% [markdown]
+# The messages are those of one row, plus one all-reduce between the rows for each sharded module.
 #
 # ### States on the host
 #
-# **Offload** keeps what is cut off not on another device but in the host's memory (`offload_optimizer` and `offload_param`, above): the first remedy of the guide's tree. By hand: the host has a copy of the weights, and the optimizer; gradients go there, new weights come back. Only a GPU, whose memory is not the host's, can show what it saves.
+# **Offload** does not move bytes to another device but into the host's memory (`offload_optimizer` and `offload_param` in DeepSpeed's table above). It is the first remedy in the guide's decision tree. By hand: the host has a copy of the weights, and the optimizer. In each step the gradients go to the host, and the new weights come back.
+#
+# > **On a GPU:** only here can you see what offload saves, because the GPU's memory is not the host's. On a CPU the claim about it is not testable.
 
 
 # %%
@@ -473,7 +577,7 @@ def on_the_host(task, offload, steps=3):
     model = task.build_model().to(device)
     weights = [*model.parameters()]
     masters = [weight.detach().to("cpu", copy=True) for weight in weights] if offload else weights
-    optimizer = torch.optim.AdamW(masters)  # its states lie where its weights lie
+    optimizer = torch.optim.AdamW(masters)  # its states are stored where its weights are
     for step in range(steps):
         rows = {name: row[4 * step : 4 * step + 4].to(device) for name, row in task.batch(4 * steps).items()}
         model(**rows).loss.backward()
@@ -481,7 +585,7 @@ def on_the_host(task, offload, steps=3):
             master.grad = weight.grad.to("cpu")  # new: over PCIe
         optimizer.step()
         for weight, master in zip(weights, masters) if offload else ():
-            weight.data.copy_(master)  # new: and back
+            weight.data.copy_(master)  # new: and back over PCIe
         model.zero_grad()
 
 
@@ -493,26 +597,25 @@ if lab.machine.kind == "cuda":
     on_gpu, on_host = (run.memory.phases["forward"] for run in both)
 
 # %% [markdown]
-# A gradient crosses PCIe once and a weight once, in each step, whatever the batch. As with stage 3: does a step compute for as long as its bytes take? A token costs some 6 FLOPs a parameter (lesson 02), so *P* drops out, and what is left is a number of **tokens a card and step**: below it the link binds. In bf16 stage 3 sends 3 x 2 bytes a parameter, offload moves 2 there and 2 back.
+# In each step every gradient crosses PCIe once and every weight once, whatever the batch size. As with stage 3, the question is whether the step computes for as long as its bytes travel. A token costs some 6 FLOPs per parameter (lesson 02), so *P* cancels, and a number of **tokens per card and step** remains: with fewer tokens the link is the bottleneck. In bf16, stage 3 sends 3 x 2 bytes per parameter; offload moves 2 bytes to the host and 2 back.
 #
-# ## Explore
+# ### Explore
 #
-# On how many tokens is a link enough?
-
+# How many tokens does your link need? Change the link and the speed of the card.
 
 # %% tags=["widget"]
-RATES = {"DDP": 2 * 2, "stage 3": 3 * 2, "offload of the states": 2 + 2}  # bytes a parameter and step, bf16, many ranks
+RATES = {"DDP": 2 * 2, "stage 3": 3 * 2, "offload of the states": 2 + 2}  # bytes per parameter, bf16, many ranks
 
 
 def binding(link_GB_s, busy_TFLOPs):
-    tokens = [2**n for n in range(8, 18)]  # of a card in a step
-    computing = [6 * n / (busy_TFLOPs * 1e12) for n in tokens]  # seconds, a parameter
+    tokens = [2**n for n in range(8, 18)]  # per card and step
+    computing = [6 * n / (busy_TFLOPs * 1e12) for n in tokens]  # seconds per parameter
     series = {}
     for name, size in RATES.items():
         series[f"{name}: {size / 6 * busy_TFLOPs / link_GB_s * 1000:,.0f} tokens"] = [
             100 * seconds / max(seconds, size / (link_GB_s * 1e9)) for seconds in computing
         ]
-    axes = plots.lines(tokens, series, "tokens a card and step", "% of the step computing", title=f"{link_GB_s} GB/s")
+    axes = plots.lines(tokens, series, "tokens per card and step", "% of the step computing", title=f"{link_GB_s} GB/s")
     axes.set_xscale("log", base=2)
     return axes
 
@@ -520,11 +623,15 @@ def binding(link_GB_s, busy_TFLOPs):
 _ = widgets.explore(binding, link_GB_s=[50, 16, 32, 450], busy_TFLOPs=[400, 60, 150, 1000])
 
 # %% [markdown]
-# Nothing is measured here: these are bytes over rates, of a step that hides its sending perfectly (16 and 32 GB/s are PCIe 3 and 4, 50 a 400 Gbit/s network, 450 an H100's NVLink, which keeps some 400 of 989 TFLOP/s busy). The number of tokens stands beside each name. Accumulation multiplies the tokens of DDP and of offload, and not those of stage 3.
+# Nothing is measured here. The curves are bytes divided by rates, for a step that overlaps its messages with computing perfectly. The legend shows the number of tokens from which on the link is fast enough. Accumulation multiplies the tokens of DDP and of offload, but not those of stage 3.
+#
+# The rates: 16 and 32 GB/s are PCIe 3 and 4, 50 GB/s is a 400 Gbit/s network, and 450 GB/s is an H100's NVLink. An H100 keeps some 400 of its 989 TFLOP/s busy.
 #
 # ### States in a file
 #
-# DeepSpeed's second remedy is `{"device": "nvme", "nvme_path": ...}`, an extension that is compiled against libaio (`make build/deepspeed DS_BUILD_AIO=1`, some minutes; where it was built, its row is above). The principle can be tried anywhere: `numpy.memmap` makes an array whose bytes are a file's. Are they still in memory? What counts is memory that the system cannot take back (`RssAnon` in `/proc/self/status`; a file in `/dev/shm` counts too).
+# DeepSpeed's second remedy is `{"device": "nvme", "nvme_path": ...}`. It needs an extension that is compiled against libaio (`make build/deepspeed DS_BUILD_AIO=1`, some minutes). If you have built it, it has a row in DeepSpeed's table above.
+#
+# You can try the principle anywhere: `numpy.memmap` makes an array whose bytes are those of a file. Are these bytes still in memory? The cell counts memory that the system cannot take back (`RssAnon` in `/proc/self/status`; a file in `/dev/shm` counts too).
 
 
 # %%
@@ -550,7 +657,7 @@ def offloaded(task, in_file, steps=3):
             optimizer.zero_grad()
         kept, pages = resident("RssAnon", "RssShmem"), [resident("RssFile")]
         for array in arrays:
-            array.flush(), array.base.madvise(mmap.MADV_DONTNEED)  # as the system may, whenever it needs room
+            array.flush(), array.base.madvise(mmap.MADV_DONTNEED)  # as the system may do whenever it needs room
         pages.append(resident("RssFile"))
         return {"loss": model(**task.batch(4)).loss.item(), "kept": kept, "pages": pages}
 
@@ -564,16 +671,25 @@ if Path("/proc/self/status").exists():
     saved = (ways[False].value["kept"] - ways[True].value["kept"]) / (8 * parameters)
     pages = [plots.bytes_text(size) for size in ways[True].value["pages"]]
     print(
-        f"{saved:.2f} of the states' bytes less that must stay in memory; pages of files: {pages[0]}, dropped: {pages[1]}"
+        f"memory that must stay fell by {saved:.2f} x the states' bytes; file pages: {pages[0]}, when dropped: {pages[1]}"
     )
 
 # %% [markdown]
-# While there is room, the system keeps the pages of the file (the *page cache*), so the process looks no smaller, and is no slower. Under pressure they go, and each step reads and writes the disk.
+# While there is room, the system keeps the pages of the file in memory (the *page cache*), so the process looks no smaller and is no slower. If memory runs short, the system drops the pages, and each step reads and writes the disk.
 #
-# ## What held
-#
-# Is it worth it for a model that fits? The guide says that ZeRO only slows such a training down. DDP, stage 1 (torch's `ZeroRedundancyOptimizer`) and stage 3 (FSDP2) each take the batch that suits them best, of 2 and 8 samples a rank; then each stage takes turns with DDP. (Two GPUs, where there are two, with NCCL.)
+# ### What held: offload
 
+# %% tags=["claim"]
+display(claims.check("offload-to-host", on_gpu and (on_gpu - on_host) / (8 * parameters), note="AdamW's states"))
+no_proc = None if saved is not None else "needs /proc/self/status, which Linux has"
+claims.check("offload-to-file", saved, missing=no_proc, note="AdamW's states in memory-mapped files")
+
+# %% [markdown]
+# ### What held: time
+#
+# Is ZeRO worth it for a model that fits? The guide says that it only slows such a training down. DDP, stage 1 (torch's `ZeroRedundancyOptimizer`) and stage 3 (FSDP2) each get the batch size that suits them best, 2 or 8 samples per rank. Then each stage is timed against DDP in interleaved runs.
+#
+# > **On a GPU:** with two GPUs the ranks use them, with NCCL.
 
 # %%
 from torch.distributed.fsdp import fully_shard
@@ -608,18 +724,6 @@ for stage in (0, 1, 3):
     best[stage] = max(tried, key=lambda run: run.samples_per_second or 0)
 slower = {stage: lab.compare(best[0], best[stage], turns=3).speed_ratio for stage in (1, 3)}
 fastest = max(slower.values(), key=lambda ratio: ratio.value if ratio.known else 0)
-if libraries:  # by DeepSpeed: what goes away with a second rank, over half of what the stage cuts up, 4 bytes more each
-    cut = {
-        stage: (libraries[stage, 1] - libraries[stage, 2]) / (size / 2) for stage, size in ((1, 12), (2, 16), (3, 20))
-    }
-else:  # by torch
-    cut = {3: (16 - sum(counted(fsdp))) / (16 / 2)}
-note = f"two ranks, {'DeepSpeed' if libraries else 'FSDP2'}: {', '.join(f'stage {n} {part:.2f}' for n, part in cut.items())}"
-display(claims.check("zero-saves", min(cut.values()), note=note))
-display(claims.check("partitioned-states-save", runs[1].peak_bytes / runs[0].peak_bytes, note="two ranks, by hand"))
-display(claims.check("offload-to-host", on_gpu and (on_gpu - on_host) / (8 * parameters), note="AdamW's states"))
-no_proc = None if saved is not None else "needs /proc/self/status, which Linux has"
-display(claims.check("offload-to-file", saved, missing=no_proc, note="AdamW's states in memory-mapped files"))
 one_gpu = "needs two GPUs" if lab.machine.kind == "cuda" and not gpus2 else None
 note = "; ".join(f"{best[stage].name} against {best[0].name}: {ratio}" for stage, ratio in slower.items())
 claims.check("zero-slows-if-fits", None if one_gpu else fastest, missing=one_gpu, note=note)
@@ -627,14 +731,17 @@ claims.check("zero-slows-if-fits", None if one_gpu else fastest, missing=one_gpu
 # %% [markdown]
 # ### The decision tree
 #
-# The guide's tree has two branches: the model and a small batch fit one device, then no ZeRO; else ZeRO, with offload. Here it is as a function, with the stages in between. It takes the first that fits, for each further one sends more or waits longer. Whatever is cut up, a card needs room for its activations and for the largest layer, whole; and what is moved off the card has to lie somewhere.
+# The guide's tree has two branches. If the model and a small batch fit one device, use no ZeRO; otherwise use ZeRO, with offload. The function below adds the stages in between, and takes the first that fits: each further one sends more or waits longer. A card always needs room for its activations and for its largest layer, which is there whole. What leaves the card needs room on the host or on a disk.
 #
-# `parallelism` walks the same tree for a real model, without the formula: it traces a rank of each layout, so the bytes are the estimate's, and what a rank sends is a ring's. The simplest layout that fits is chosen; over a slow link the one that sends least. Where no shards fit, it names the next branch, and how many bytes no number of cards makes smaller. After the function: an 8B model on eight cards, over a fast and a slow link, and on cards that are too small.
+# `parallelism` walks the same tree for a real model. It uses no formula: it traces one rank of each layout, so the bytes are the estimate's, and the messages are counted as a ring's. It picks the simplest layout that fits, and over a slow link the one that sends least. If no shards fit, it names the next branch, and how many bytes more cards would not make smaller. The second cell calls it for an 8B model on eight cards: over a fast link, over a slow link, and on cards that are too small.
 
 
 # %%
 def choose(parameters, cards, card=80 * 2**30, activations=10e9, largest_layer=0.05, host=1e12, disk=8e12):
-    """The first that fits, and bytes a card. Limits in bytes, host and disk for all cards; a layer's share of all."""
+    """Return the first choice that fits, and its bytes per card.
+
+    Limits are in bytes, of host and disk for all cards; `largest_layer` is a fraction of the parameters.
+    """
     for stage in range(4):
         whole = 8 * largest_layer * parameters if stage == 3 else 0  # its weights and gradients, gathered
         needed = sum(formula(stage, cards)) * parameters + whole + activations
@@ -653,7 +760,7 @@ rows = []
 for billions, cards in ((1, 1), (7, 1), (7, 8), (30, 1), (30, 8), (100, 8), (300, 8), (1000, 8)):
     choice, needed = choose(billions * 1e9, cards)
     rows.append([f"{billions} G", cards, choice, plots.bytes_text(needed)])
-plots.Table(["parameters", "cards of 80 GiB", "choice", "bytes a card"], rows)
+plots.Table(["parameters", "cards of 80 GiB", "choice", "bytes per card"], rows)
 
 # %%
 large = Task("llama-3-8b", seq_len=1024)
@@ -664,12 +771,14 @@ for question in ({"card_bytes": "80GB"}, {"card_bytes": "80GB", "slow_link": Tru
 # %% [markdown]
 # ## Exercise, a challenge: the least memory for a given traffic
 #
-# Write `answer(ranks, link, pcie)`. A step may send `link` bytes a parameter to other ranks and move `pcie` bytes a parameter over PCIe. In fp32 with AdamW, which stage (0 to 3) takes the least device memory a rank, and should its states be offloaded? Return the two, for example `(0, False)`. Offload moves the gradients of a rank's share there and its weights back. Cases are drawn anew each time, from 2 to 64 ranks.
+# Write `answer(ranks, link, pcie)` for fp32 with AdamW. In each step, a rank may send at most `link` bytes per parameter to other ranks, and move at most `pcie` bytes per parameter over PCIe. Which stage (0 to 3) takes the least device memory per rank, and should its states be offloaded? Return both, for example `(0, False)`.
+#
+# Offload moves the gradients of a rank's shard to the host and its weights back. The check draws new cases each time, from 2 to 64 ranks.
 
 # %%
 exercises.hint(
-    "How many bytes does each stage send at N ranks? The table of volumes has the unit 4 (N-1)/N bytes a parameter.",
-    "Offload takes the states of a rank's share off its device. What is a rank's share in stage 0, and in the others?",
+    "How many bytes does each stage send at N ranks? The table of volumes has the unit 4 (N-1)/N bytes per parameter.",
+    "Offload takes the states of a rank's shard off its device. How large is a shard in stage 0, and in the others?",
     "Try all eight pairs, leave out those that send or move too much, and take the least memory of the rest.",
 )
 
@@ -677,9 +786,9 @@ exercises.hint(
 answer = None
 
 
-# %% tags=["check"]
+# %% tags=["check"] jupyter={"source_hidden": true}
 def costs(stage, offload, ranks):
-    """Bytes a parameter: on the device, to other ranks, over PCIe; volumes are those of the table."""
+    """Return the bytes per parameter on the device, to other ranks, over PCIe; the volumes are those of the table."""
     share = 1 if stage == 0 else 1 / ranks
     states = formula(stage, ranks)[2]
     sent = sends[stage] * 4 * (ranks - 1) / ranks
@@ -695,9 +804,9 @@ def check_choice(answer):
         every = {(s, o): costs(s, o, ranks) for s in range(4) for o in (False, True)}
         able = {pair: cost[0] for pair, cost in every.items() if cost[1] <= link and cost[2] <= pcie}
         if able and able.get(pair := answer(ranks, link, pcie), 99) > min(able.values()) + 1e-9:
-            said = "is over its limits" if pair not in able else f"takes {able[pair]:.2f} bytes a parameter"
+            fault = "is over its limits" if pair not in able else f"takes {able[pair]:.2f} bytes per parameter"
             return exercises.wrong(
-                f"{ranks} ranks, link {link:.2f}, pcie {pcie:.2f}: {pair} {said}; the least is {min(able.values()):.2f}"
+                f"{ranks} ranks, link {link:.2f}, pcie {pcie:.2f}: {pair} {fault}; the least is {min(able.values()):.2f}"
             )
     return exercises.right("the least memory in 200 drawn cases")
 
@@ -719,9 +828,12 @@ exercises.prove(check_choice, solution=least, mistake=lambda ranks, link, pcie: 
 # %% [markdown]
 # ## Recap
 #
-# - States, gradients and weights were cut up one after the other: the losses stayed those of one process, and the bytes a rank were the formula's.
-# - By the formula stages 1 and 2 sent what DDP sends, stage 3 half as much again; the wire showed what gloo makes of it. The activations stayed.
-# - FSDP2 kept what ours keeps, DeepSpeed was tried where it is installed. States in a file left the memory that must stay. Whether ZeRO was worth it for a model that fits, the claim above says.
+# - **Memory:** sharding states, gradients and weights left the losses of one process unchanged. By the formula, two ranks store 12, 10 and 8 bytes per parameter in stages 1, 2 and 3, instead of 16.
+# - **Traffic:** stages 1 and 2 send 2 times the weights, as DDP does; stage 3 sends 3 times the weights. gloo sends more than the formula.
+# - **Activations:** no stage makes them smaller. Each rank still computes all layers for its own samples (16 of the 32 here).
+# - **Libraries:** FSDP2 stores what our stage 3 stores. DeepSpeed adds an fp32 copy of the shard, 4/N bytes per parameter.
+# - **Offload:** states in a file take their 8 bytes per parameter out of the memory that must stay.
+# - **When not to use it:** a step with too few tokens waits for its link: with 400 TFLOP/s over 50 GB/s, stage 3 needs 8,000 tokens per card. For a model that fits anyway, see the claim about time above.
 
 # %% tags=["finish"]
 claims.finish()
