@@ -901,8 +901,94 @@ def mended(watch, epochs=10, keep=True):
 exercises.prove(check, solution=mended, mistake=partial(mended, keep=False))
 
 # %% [markdown]
-# **Challenge.** Plant a fault that the tool calls healthy: shuffled labels, say, or a model left in `eval()`. Write the reading and the rule that find it, and see that no healthy patient is called sick by it.
+# ## Exercise 2: the challenge
 #
+# Find a blind spot of the tool, and close it. You give three things:
+#
+# - `plant`: arguments of `script` that plant a fault which the tool calls healthy, e.g. labels that belong to other texts;
+# - `reading(seen, model)`: called once before training; it registers a hook of yours that writes into the dict `seen`;
+# - `rule(seen)`: returns the evidence as a text, or an empty text if the patient is healthy.
+#
+# The check trains ten times as many batches as a patient gets. Your fault must make the loss on unseen text worse by at least 1. Your rule must find it, and must not call a healthy patient of the clinic sick.
+
+# %% tags=["exercise"]
+display(
+    exercises.hint(
+        "With labels of other texts every number is finite and every weight learns. What do the labels no longer agree with?",
+        "`model.register_forward_pre_hook(hook, with_kwargs=True)` calls `hook(module, given, named)`; the batch is in `named`.",
+        "In this task a label is its own input, unless it is -100. Count the labels of which that is not true.",
+    )
+)
+answer = None  # dict(plant=dict(data=...), reading=..., rule=...)
+
+
+# %%
+def unseen_loss(data=texts, **options):
+    """Return the loss on unseen text after ten times as many batches."""
+    kept, many = [], [batch for _ in range(10) for batch in data()]
+    script(lambda model, *_, **__: kept.append(model), data=lambda: many, **options)
+    with torch.no_grad():
+        return kept[0](**[*texts(count=12, rows=8)][-1]).loss.item()
+
+
+def said_of(one, reading, rule):
+    """Return what the tool says of a script, and what the new rule says of it."""
+    notes = defaultdict(list)
+
+    def read_too(watch, model=None, optimizer=None, **more):
+        watch(model, optimizer, **more)
+        reading(notes, model)
+
+    return diagnose(examine(lambda watch: one(partial(read_too, watch))))[0], rule(notes)
+
+
+# %% tags=["check"]
+def check(answer):
+    if answer is None:
+        return exercises.not_attempted()
+    plant, *new = (answer[name] for name in ("plant", "reading", "rule"))
+    fault, evidence = said_of(partial(script, **plant), *new)
+    if fault != "healthy":
+        return exercises.wrong(f"the tool names it already: {fault}. Which link does none of its rules compare?")
+    if not (harmed := unseen_loss(**plant)) > (well := unseen_loss()) + 1:
+        return exercises.wrong(f"loss {harmed:.2f} on unseen text, healthy {well:.2f}: does this fault do any harm?")
+    if not evidence:
+        return exercises.wrong("your rule does not find it: print `seen` of this patient beside that of a healthy one")
+    healthy = [one for kind, one in (*numbers.values(), *learning.values()) if kind == "healthy"]
+    alarms = [alarm for _, alarm in (said_of(one, *new) for one in (script, *healthy)) if alarm]
+    if alarms:
+        return exercises.wrong(f"{len(alarms)} healthy patients are called sick, e.g. {alarms[0]}")
+    return exercises.right(f"loss {harmed:.2f} instead of {well:.2f}; the tool says healthy, your rule: {evidence}")
+
+
+exercises.check(lab, "blind spot", check, answer)
+
+
+# %% tags=["solution"] jupyter={"source_hidden": true}
+def of_others():
+    for batch in texts():
+        yield batch | {"labels": batch["labels"].roll(1, 0)}  # each text has the labels of another one
+
+
+def compare_labels(seen, model):
+    def look(module, given, named):
+        labels, ids = named["labels"], named["input_ids"]
+        seen["others"].append(((labels != ids) & (labels != -100)).sum().item())
+        seen["labels"].append((labels != -100).sum().item())
+
+    model.register_forward_pre_hook(look, with_kwargs=True)
+
+
+def labels_of_others(seen):
+    return f"{sum(seen['others'])} of {sum(seen['labels'])} labels are not their inputs" if sum(seen["others"]) else ""
+
+
+solution = dict(plant=dict(data=of_others), reading=compare_labels, rule=labels_of_others)
+losses = lambda seen, model: model.register_forward_hook(lambda _, __, made: seen["losses"].append(made.loss.item()))  # noqa: E731
+high = lambda seen: "the loss is above 3" if seen["losses"][-1] > 3 else ""  # noqa: E731  so is that of the healthy
+exercises.prove(check, solution=solution, mistake=solution | dict(reading=losses, rule=high))
+
+# %% [markdown]
 # ## Mistakes that strangers make
 #
 # - *"Loss 0.0, so it has learnt."* Above, eight lines of it were eight NaN.
