@@ -10,11 +10,11 @@
 # - the messages that each split sends, counted one by one, and therefore which group of ranks needs the fast link
 # - the bubble of a pipeline, measured and drawn, and a schedule that stores fewer activations with the same bubble
 #
-# **Minutes:** plan 60 for reading and trying; the cells compute for 1 to 2 of them on two cores.
+# **Time:** plan 60 minutes. The cells run for 1 to 2 minutes on two CPU cores.
 #
 # **Before you start:** lesson 05 (micro-batches), lesson 15 (DDP, all-reduce) and lesson 16 (ZeRO, shards).
 #
-# **On a CPU:** the ranks are processes on one machine. Bytes, messages and gradients are as real as on GPUs. Seconds are not: the ranks share cores and memory, and there is no NVLink to time.
+# **What a CPU cannot show:** the seconds of GPUs and of the links between them. The ranks are processes that share cores and memory. Their bytes, messages and gradients are as real as on GPUs.
 
 # %% tags=["parameters"]
 profile = "auto"
@@ -890,27 +890,38 @@ plots.Table(["ranks", "tensor parallel", "pipeline", "best grid"], rows, "MB of 
 #
 # ## What held
 #
-# The 2022 index asks whether each GPU has a full copy of the model, or the model itself is distributed. The guides add that distributed models are for what does not fit *with all the other tricks*. The seven checks answer three questions, in this order:
+# The 2022 index asks whether each GPU has a full copy of the model, or the model itself is distributed. The guides add that distributed models are for what does not fit *with all the other tricks*.
 #
-# - **Where are the weights?** Three checks compare a rank's bytes with those of one device.
-# - **Is it the same training?** Two checks compare gradients.
-# - **How far does it go?** One check repeats both methods with micro-batches of one sequence, checkpointing and Adafactor. The other compares eight ranks in a grid with one method alone.
+# ### Where are the weights?
+#
+# The checks compare the bytes on a rank with those on one device.
+
+# %% tags=["claim"]
+one_device = runs["one device"][0]
+copies = [rank["breakdown"]["weights"] / one_device["breakdown"]["weights"] for rank in runs["data parallel"]]
+display(claims.check("data-parallel-copies", min(copies)))
+display(claims.check("tensor-parallel-splits", max(largest["tensor parallel"], *shares.values())))
+display(claims.check("pipeline-parallel-splits", largest["pipeline, 1F1B"]))
+
+# %% [markdown]
+# ### Is it the same training?
+#
+# The checks compare gradients.
+
+# %% tags=["claim"]
+display(claims.check("tensor-parallel-same", far["tensor parallel"]))
+display(claims.check("pipeline-parallel-same", max(far["pipeline, 1F1B"], far["pipeline, GPipe"])))
+
+# %% [markdown]
+# ### How far does it go?
+#
+# For the first check both methods train once more, with micro-batches of one sequence, checkpointing and Adafactor. The second compares eight ranks in a grid with one method alone.
 
 # %% tags=["claim"]
 peaks = {}
 for name, options in {"one device": {}, "tensor": {"way": "tensor"}, "pipeline": {"way": "pipeline"}}.items():
     tricks = each_rank(f"{name}, all tricks", steps=2, parts=8, samples=8, frugal=True, **options)
     peaks[name] = max(rank["peak_bytes"] for rank in tricks)
-one_device = runs["one device"][0]
-copies = [rank["breakdown"]["weights"] / one_device["breakdown"]["weights"] for rank in runs["data parallel"]]
-# Where are the weights?
-display(claims.check("data-parallel-copies", min(copies)))
-display(claims.check("tensor-parallel-splits", max(largest["tensor parallel"], *shares.values())))
-display(claims.check("pipeline-parallel-splits", largest["pipeline, 1F1B"]))
-# Is it the same training?
-display(claims.check("tensor-parallel-same", far["tensor parallel"]))
-display(claims.check("pipeline-parallel-same", max(far["pipeline, 1F1B"], far["pipeline, GPipe"])))
-# How far does it go?
 beyond = min(peaks["tensor"], peaks["pipeline"]) / peaks["one device"]
 display(claims.check("model-parallel-beyond-tricks", beyond, note=str(peaks)))
 alone = min(size for ranks in (1, 2, 4, 8) for size in limits[ranks][:2] if size)

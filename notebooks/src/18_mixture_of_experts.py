@@ -8,11 +8,11 @@
 # - what grows with the number of experts and what does not: parameters, memory, arithmetic, seconds, and the loss
 # - experts in two processes, tokens that travel to them and back, and the bytes that they take
 #
-# **Minutes:** plan 60 for reading and trying; the cells compute for 1 to 2 of them on two cores.
+# **Time:** plan 60 minutes. The cells run for 1 to 2 minutes on two CPU cores.
 #
 # **Before you start:** lesson 01 (memory of a step), lesson 02 (counting operations) and lesson 15 (ranks).
 #
-# **On a CPU:** parameters, bytes, operations and losses do not depend on the device. Seconds do: here each model computes on one thread. How long a GPU takes for many small experts, or its link for their tokens, a CPU cannot show.
+# **What a CPU cannot show:** how long a GPU takes for many small experts, and its link for their tokens. Parameters, bytes, operations and losses do not depend on the device; seconds here are those of one thread.
 
 # %% tags=["parameters"]
 profile = "auto"
