@@ -626,7 +626,7 @@ display(claims.check("moe-inference", inference, missing=narrow or unlike))
 #
 # Three checks compare few experts with the dense model and with many. The others ask how the gate spreads the tokens, what it looks at, and in which layers it is used.
 
-# %%
+# %% tags=["claim"]
 display(claims.check("moe-few-speed", few, missing=narrow))
 display(claims.check("moe-few-memory", peaks["8 experts"] / peaks["dense, 160"]))
 display(claims.check("moe-many-memory", peaks["64 experts"] / peaks["8 experts"]))
