@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Are two devices twice as fast?
 #
-# You rent a second GPU and start your training on both. How much sooner is it done? That depends on what the devices send each other, how often, and over which link. In this lesson you start two real processes, build DDP by hand, and count every byte that they send.
+# You rent a second GPU and start your training on both. How much sooner is it done? In this lesson you start two real processes, build DDP by hand, count every byte that they send, and time them.
 #
 # **You will see**
 # - two processes that train one model and stay equal to the last bit, first by hand, then with torch's DDP

@@ -492,7 +492,7 @@ plots.Table(["way", "gradients differ by"], [[name, f"{most:.0e}"] for name, mos
 #
 # A stage can begin only after the stage before it has sent something. While it waits its device is idle: this is the **bubble**. With one micro-batch, one of two stages is always idle. More micro-batches fill the gap.
 #
-# To watch this, each rank records when it computes, on blocks that are twice as wide, and rank 0 also runs the whole model alone. First come two tools: a drawing, and a simulator of schedules in which messages take no time. The simulator's second cell asserts how much of the time *p* stages with *m* micro-batches are idle:
+# To watch this, each rank records when it computes, on blocks that are twice as wide, and rank 0 also runs the whole model alone. First come two tools: a drawing, and a simulator of schedules in which messages take no time. The simulator's cell asserts how much of the time *p* stages with *m* micro-batches are idle:
 #
 # - GPipe and 1F1B: (p-1)/(m+p-1). (Papers also write (p-1)/m, which is idle time over *busy* time.)
 # - interleaved, with two pieces per rank: (p-1)/(2m+p-1).
@@ -596,7 +596,7 @@ axes[-1].set_xlabel("seconds (blue: forward, orange: backward; the number: which
 widgets.revealed(lab, "together", 100 * max(0, 1 - 2 * median(bubble(turn) for turn in timed["GPipe", 1])))
 
 # %% [markdown]
-# With one micro-batch the devices work one after the other, so the second device adds only its memory. More micro-batches shrink the bubble. But the batch has a fixed size, so its micro-batches become smaller, and smaller matmuls are slower: the last column shows from where on more micro-batches no longer help. Messages, unequally long actions and busy cores make the measured bubble larger than the formula's.
+# With one micro-batch the devices work one after the other, so the second device adds only its memory. More micro-batches shrink the bubble. But the batch has a fixed size, so its micro-batches become smaller, and smaller matmuls are slower: the last column shows from where on more micro-batches no longer help. If the measured bubble is larger than the formula's, the rest is messages, unequally long actions and busy cores.
 #
 # The last two rows answer the question at the start of the lesson. On the same batch, replicas meet once per step, tensor-parallel shards in every layer.
 #

@@ -568,7 +568,7 @@ for name in ("out", "x", "experts"):
     joined = ranks[0][name] + ranks[1][name]
     torch.testing.assert_close(joined, alone[name], rtol=1e-4, atol=1e-6)
 torch.testing.assert_close(ranks[0]["gate"], alone["gate"], rtol=1e-4, atol=1e-6)
-told = 256 * 2 * 64 * 4 * (2 - 1) / 2  # tokens of a rank x k x width x bytes x (N - 1) / N
+told = 256 * 2 * 64 * 4 * (2 - 1) / 2  # explained after the question below
 ways = ["dispatch", "combine", "combine, backward", "dispatch, backward"]
 rows = [[way, *(rank["sent"][number] for rank in ranks), told] for number, way in enumerate(ways)]
 rows += [["in all", *(sum(rank["sent"]) for rank in ranks), 4 * told]]
@@ -593,7 +593,7 @@ exercises.question(
 # %% [markdown]
 # A rank stores half of the experts and never sends them: tokens travel, weights stay. The experts' gradients are not summed over the ranks either, because each expert saw the tokens of all ranks. But they must be divided. Each rank's loss is the mean over its own tokens, so an expert's gradient is N times too large compared with gradients that DDP averages. AdamW would hide that, because it divides by the gradient's size; clipping by the norm would not.
 #
-# The formula holds if the choice of experts is even. The table shows what happens if it is not: the rank with the popular experts receives more, and all ranks wait for it.
+# The formula is: tokens of a rank x *k* x width x bytes x (N - 1) / N. It holds if the choice of experts is even. The table shows what happens if it is not: the rank with the popular experts receives more, and all ranks wait for it.
 #
 # ## What held
 #
