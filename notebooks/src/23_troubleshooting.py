@@ -557,7 +557,7 @@ rooms |= {"14": (max(once["forward"], once["backward"]) + once["update"]) / 2, "
 ward("Third ward: memory", memory, [slice(11, 16)], rooms)
 
 # %% [markdown]
-# Halving the batch size is what everybody tries first. It is the cure for one of the five faults. Optimizer states do not depend on the batch (lessons 08 and 09). The long batch needs a cut or a sort by length (lesson 12), the leak `.item()`, the evaluation its argmax (lesson 20).
+# Halving the batch size is what everybody tries first. It is the cure for one of the five faults of this ward. Optimizer states do not depend on the batch (lessons 08 and 09). The long batch needs a cut or a sort by length (lesson 12), the leak `.item()`, the evaluation its argmax (lesson 20).
 #
 # ### It fitted, and does not fit when it is resumed
 #
