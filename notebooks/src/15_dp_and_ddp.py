@@ -1,12 +1,18 @@
 # %% [markdown]
 # # Are two devices twice as fast?
 #
-# Rarely. This lesson starts two real processes and counts what they say to each other.
+# You rent a second GPU and start your training on both. How much sooner is it done? In this lesson you start two real processes, build DDP by hand, count every byte that they send, and time them.
 #
 # **You will see**
 # - two processes that train one model and stay equal to the last bit, first by hand, then with torch's DDP
-# - what they send: 4 bytes a parameter in each step, and what a slow link makes of that
-# - in part two, after a break: who starts the processes, what happens when one dies, and which single-GPU methods help them too
+# - how many bytes they send in each step, and what a slow link makes of that
+# - in part two, after a break: who starts the processes, what happens when one dies, and which single-GPU methods help two processes, too
+#
+# **Time:** plan 60 minutes in two parts. The cells run for 2 to 7 minutes on two CPU cores.
+#
+# **Before you start:** lessons 03 (intervals) and 05 (the gradient of a batch in parts).
+#
+# **What a CPU cannot show:** NVLink, NCCL's traffic and `nn.DataParallel` on real devices: seven checks need two GPUs, and one needs a GPU. The slow links are real, but need Linux and root.
 
 # %% tags=["parameters"]
 profile = "auto"
@@ -46,9 +52,11 @@ task = Task("bert-small", seq_len=32, config=no_dropout | {"vocab_size": 2000})
 #
 # ### Idea
 #
-# Data parallel training gives each device the whole model and its own part of the batch, all parts of one size. The gradient of a batch is the mean over its samples (lesson 05), so the mean of the devices' gradients is the gradient of all their samples together. If all devices start equal and apply the same gradient, they stay equal, and weights never have to be sent again.
+# Data parallelism gives each device the whole model and its own part of the batch. All parts have the same size. The gradient of a batch is the mean over its samples (lesson 05), so the mean of the devices' gradients is the gradient of all their samples together. If all devices start with the same weights and apply the same gradient, they stay equal, and weights never have to be sent again.
 #
-# The devices here are two processes with half of the CPU's cores each, joined by gloo, torch's library for CPUs. On GPUs the library is NCCL; what is handed to it is the same. Each process is a **rank**.
+# The devices here are two processes with half of the CPU's cores each. They communicate through gloo, torch's library for CPUs. Each process is a **rank**.
+#
+# > **On GPUs:** the library is NCCL, and torch hands it the same data.
 #
 # ### Predict
 #
@@ -56,7 +64,7 @@ task = Task("bert-small", seq_len=32, config=no_dropout | {"vocab_size": 2000})
 
 # %%
 print(f"{task.parameters():,} parameters, float32")
-asked = "How many MB of gradients will each rank hand over in one step, to be summed with those of the other?"
+asked = "How many MB of gradients will each rank hand over in one step, to be summed with the other rank's?"
 widgets.predict(lab, "sent", asked, "MB", 0, round(12 * task.parameters() / 1e6))
 
 # %%
@@ -65,12 +73,12 @@ exercises.question(
     "twice",
     "One device trains 100 samples a second. How many do two of them train together?",
     {
-        "200": "If sending the gradients cost nothing. A step ends only when the sum of all gradients is there, and what "
-        "backward cannot hide of the sending is added to it.",
+        "200": "Only if sending the gradients costs nothing. A step ends when the sum of all gradients is there: the part of "
+        "the sending that backward cannot hide is added to it.",
         "100, since they share the batch": "With half of the batch each, a step is done sooner. With a whole batch each, "
-        "it takes as long and counts twice. Either way there are more samples a second.",
-        "fewer than 200; how many fewer depends on the work of a step and on the link": "The work is shared, the sending "
-        "comes on top. With little work and a slow link, two may be slower than one.",
+        "it takes as long and counts twice. Either way there are more samples per second.",
+        "fewer than 200; how many fewer depends on the work of a step and on the link": "The work is shared, and the sending "
+        "is added. With little work and a slow link, two may be slower than one.",
     },
     right="fewer than 200; how many fewer depends on the work of a step and on the link",
 )
@@ -78,12 +86,17 @@ exercises.question(
 # %% [markdown]
 # ### By hand
 #
-# One training function for everything that follows. `wrap(model)` says how the ranks cooperate: it returns what to call instead of the model, and what to do after backward. `Traffic` notes every collective operation, that is, every message in which all ranks take part. It is a *dispatch mode*: while its `with` block is open, torch shows each operation to `__torch_dispatch__` first. By hand, cooperation is two loops: at the start rank 0 hands its weights to all (`broadcast`), and after each backward the gradients are summed over the ranks (`all_reduce`) and divided.
+# One training function serves everything that follows.
+#
+# - `wrap(model)` decides how the ranks cooperate. It returns what to call instead of the model, and what to do after backward.
+# - `Traffic` records every **collective operation**, that is, every message in which all ranks take part. It is a *dispatch mode*: while its `with` block is open, torch shows each operation to `__torch_dispatch__` before it is executed.
+#
+# By hand, cooperation is two loops. At the start rank 0 sends its weights to all ranks (`broadcast`). After each backward the gradients are summed over the ranks (`all_reduce`) and divided.
 
 
 # %%
 class Traffic(TorchDispatchMode):
-    """Notes the collective operations that pass by: [name, bytes that this rank hands over]."""
+    """Record the collective operations: [name, bytes that this rank hands over]."""
 
     def __init__(self):
         super().__init__()
@@ -97,7 +110,7 @@ class Traffic(TorchDispatchMode):
 
 
 def largest_difference(model):
-    """Between any two ranks, in any weight."""
+    """Return the largest difference of any weight between any two ranks."""
     largest = 0.0
     for weight in model.parameters():
         high, low = weight.detach().clone(), weight.detach().clone()
@@ -114,7 +127,7 @@ def train(task, wrap, steps=3, link=None):
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if ranks > 1:
         dist.init_process_group("gloo")
-    model = task.replace(seed=rank).build_model()  # every rank starts elsewhere: wrap has to see to that
+    model = task.replace(seed=rank).build_model()  # every rank starts with other weights: wrap makes them equal
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     traffic = []
     with Traffic() as start:
@@ -156,11 +169,11 @@ torch.testing.assert_close(two.value["some weights"], one.value["some weights"],
 print(f"largest difference between the ranks after {len(two.value['traffic'])} steps: {two.value['apart']}")
 
 # %% [markdown]
-# Two processes with half of each batch made the same steps as one with all of it, or `assert_close` would have stopped us. And the ranks agree to the last bit: both receive the *same sum*.
+# Two processes with half of each batch made the same steps as one process with the whole batch, or `assert_close` would have stopped us. The ranks agree to the last bit, because both receive the *same sum*.
 #
 # ### While backward still runs
 #
-# The loop above waits until backward is done, and only then sends. But the last layer's gradients are finished first, long before the embeddings'. So put parameters into **buckets**, in the order in which backward finishes them; a hook on each parameter counts, and a full bucket leaves at once, in the background. That is the idea of DDP.
+# The loop above sends only after backward is done. But the last layer's gradients are finished first, long before those of the embeddings. So group the parameters into **buckets**, in the order in which backward finishes them. A hook on each parameter counts, and a full bucket is sent at once, in the background. That is the idea of DDP.
 
 
 # %%
@@ -217,13 +230,15 @@ ddp = runs["DDP"].value
 widgets.revealed(lab, "sent", sum(size for kind, size in ddp["traffic"][-1] if kind == "allreduce") / 1e6)
 
 # %% [markdown]
-# Read the last column. At the start the weights are sent once, then, in each step, the gradients: 4 bytes a parameter, however they are packed. DDP sends a little more. Before each forward pass rank 0 broadcasts the model's *buffers*, unless `broadcast_buffers=False` is said; and at the start the ranks check that they have the same model.
+# Read the last column. At the start the weights are sent once. Then each step sends the gradients: 4 bytes per parameter, however they are packed. DDP sends a little more. Before each forward pass rank 0 broadcasts the model's *buffers*, unless you pass `broadcast_buffers=False`. At the start the ranks also check that they have the same model.
 #
 # ### When is it sent, and where does it wait?
 #
-# Does DDP send while backward runs? It calls a *communication hook* with each full bucket; ours asks whether a gradient is lacking then. Buckets are memory: unless `gradient_as_bucket_view=True` makes each gradient a view of its bucket, DDP **copies** it there. That is 4 bytes a parameter more: with AdamW 20 instead of 16. (`TrainingArguments` has no such switch, accelerate's `DistributedDataParallelKwargs` has.) Since torch 2.15 `lazy_bucket_allocation=True` frees the buckets after backward.
+# Does DDP send while backward runs? It calls a *communication hook* with each full bucket, and our hook checks whether a gradient is still missing then.
 #
-# Then the same on a clock. Where this machine allows it, the ranks talk over a real slow link: each in a network namespace of its own, with a virtual cable of 400 Mbit/s between them.
+# Buckets take memory. DDP **copies** each gradient into its bucket, unless `gradient_as_bucket_view=True` makes the gradient a view of the bucket. The copies take 4 bytes per parameter more: with AdamW 20 instead of 16. (`TrainingArguments` has no such switch, accelerate's `DistributedDataParallelKwargs` has.) Since torch 2.15 `lazy_bucket_allocation=True` frees the buckets after backward.
+#
+# The picture shows the same on a clock. If this machine allows it, the ranks communicate over a real slow link: each rank is in a network namespace of its own, with a virtual cable of 400 Mbit/s between them.
 
 
 # %%
@@ -240,7 +255,7 @@ def early(task, bucket_MB=2, **options):
 
     ddp = DDP(model, bucket_cap_mb=bucket_MB, broadcast_buffers=False, **options)  # new
     ddp.register_comm_hook(None, hand_over)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)  # it keeps nothing: weights, gradients, buckets are all
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)  # without states: only weights, gradients and buckets stay
     for _ in range(3):  # after the first step DDP sorts its buckets
         lacking = {*model.parameters()}  # gradients that are not there yet
         handed.clear()
@@ -266,7 +281,7 @@ titles = [
     "DDP",
     "sent before the last gradient is there",
     "bytes / 4 B x parameters",
-    "bytes a parameter, after backward",
+    "bytes per parameter, after backward",
 ]
 plots.Table(titles, rows)
 
@@ -284,7 +299,7 @@ def watch(task, bucket_bytes, link=None):
         loss.backward()
         end = time.perf_counter()
         buckets.finish()
-    time.sleep(0.05)  # the last one's time is noted by another thread
+    time.sleep(0.05)  # another thread notes the time of the last one
     return [[0, end - begin], *([moment - begin for moment in times] for _, times in sorted(buckets.times.items()))]
 
 
@@ -314,15 +329,17 @@ _ = both[1].set_xlabel(
 )
 
 # %% [markdown]
-# An orange bar begins where its bucket is handed over and ends where its sum is there. One big bucket leaves after the last gradient. Small ones leave during backward; what remains is what backward was too short to hide.
+# An orange bar begins when its bucket is handed over and ends when its sum is there. One big bucket leaves after the last gradient. Small buckets leave during backward, and only the part that backward was too short to hide remains.
 #
 # ### Baseline
 #
-# Is it faster, then? First one process, with 1 or 8 samples in a step. (Two GPUs, where there are two, take the profile's own model, with NCCL.)
+# Is it faster, then? First one process trains, with 1 or 8 samples per step.
+#
+# > **On two GPUs:** they train the profile's own model, with NCCL.
 #
 # ### Change one thing
 #
-# Then two processes, each with that many samples; twice the throughput would be 100 %. The explorer after them reckons what a link is worth to more ranks, from the time of one process and the bytes of a step.
+# Then two processes train, with that many samples each. Twice the throughput is 100 %. The explorer below calculates how much a link limits more ranks, from the time of one process and the bytes of a step.
 
 
 # %%
@@ -377,21 +394,23 @@ def scaling(samples, megabits):
     series = {"ideal": ranks}
     for name, times in {"backward hides what it can": hidden, "nothing is hidden": sending}.items():
         series[name] = [n * alone / (alone + time) for n, time in zip(ranks, times)]
-    title = f"{samples} samples a rank, {megabits} Mbit/s"
+    title = f"{samples} samples per rank, {megabits} Mbit/s"
     return plots.lines(ranks, series, "ranks", "throughput, times that of one", title=title)
 
 
 _ = widgets.explore(scaling, megabits=[1000, 100, 200, 10000, 100000], samples=[8, 1])
 
 # %% [markdown]
-# The batch changes the work of a step, not its bytes. So the second process is worth more, the **longer the work of a step is against the sending of its gradients**. Read the intervals: on a CPU the ranks share the path to memory.
+# The batch changes the work of a step, not the bytes that it sends. So the second process helps more, the **longer the work of a step is compared with the sending of its gradients**. Read the intervals: on a CPU the ranks share the path to memory.
 #
 # ### The link
 #
-# On two TITAN RTX the 2022 guide measured 131 s without NVLink and 101 s with it, and adds a law: the more there is to synchronize, the more a slow link costs; little for DDP, which does so once a step, much for ZeRO-DP, which does so often. A link can be slow in two ways: it carries few **bytes a second**, or each message takes long to **arrive**. Two ranks on two *hosts* (network namespaces with a virtual cable) try both:
+# On two TITAN RTX the 2022 guide measured 131 s without NVLink and 101 s with it. It adds a rule: the more there is to synchronize, the more a slow link costs. DDP synchronizes once per step, so it pays little; ZeRO-DP does so often, so it pays much.
 #
-# - a large and a small model, over a cable on which the large one's gradients take as long as two steps
-# - a tiny one, over a cable of any width on which all arrives 10 ms later: by DDP, by DDP with everything sent twice in one message, and with its weights *sharded*: divided over the ranks, as ZeRO does (lesson 16)
+# A link can be slow in two ways. It carries few **bytes per second**, or each message takes long to **arrive**. Two ranks on two *hosts* (network namespaces with a virtual cable) try both:
+#
+# - *Few bytes per second*: a large and a small model, over a cable on which the large model's gradients take as long as two steps.
+# - *Late messages*: a tiny model, over a cable of any width on which everything arrives 10 ms later. It is trained with DDP, with DDP that sends everything twice in one message, and with its weights *sharded*: divided over the ranks, as ZeRO does (lesson 16).
 
 
 # %%
@@ -400,12 +419,12 @@ def sharded(model):
 
     ranks = dist.init_device_mesh("cpu", (dist.get_world_size(),))
     for part in (*model.bert.encoder.layer, model):
-        fully_shard(part, mesh=ranks)  # gathered before it is used, forward and backward, and given back after
+        fully_shard(part, mesh=ranks)  # gathered before use, in forward and backward, and freed afterwards
     return model
 
 
 def sent_twice(model):
-    """DDP with more bytes and not one message more."""
+    """Return DDP with twice the bytes and not one message more."""
 
     def twice(_, bucket):
         both = torch.cat([bucket.buffer() / dist.get_world_size()] * 2)
@@ -449,7 +468,7 @@ law = stops = None
 
 
 def added(speed, name):
-    """Seconds that a cable adds to each step, over the fast one."""
+    """Return the seconds that a cable adds to each step, compared with the fast one."""
     return [seconds - over["fast", name].step_seconds for seconds in over[speed, name].timing.all_seconds]
 
 
@@ -460,25 +479,25 @@ def in_turns(speed, name, other):  # the median of the ratios with an interval a
 if not missing:
     sent = {name: over["fast", name].value["sent in a step"] for name in few | often}
     rows = [[name, sent[name] / 1e6, 8 * sent[name] / rate / 1e6, median(added("slow", name))] for name in few]
-    display(plots.Table(["", "MB on the wire", "s for these bytes", "s added, seen"], rows, f"{rate} Mbit/s"))
+    display(plots.Table(["", "MB on the wire", "s for these bytes", "s added"], rows, f"{rate} Mbit/s"))
     rows = [[name, sent[name] / 1e6, median(added("late", name)), median(added("late", name)) / LATE] for name in often]
-    display(plots.Table(["", "MB on the wire", "s added, seen", "times the delay"], rows, "each message 10 ms later"))
+    display(plots.Table(["", "MB on the wire", "s added", "times the delay"], rows, "each message 10 ms later"))
     law, stops = in_turns("slow", *few), in_turns("late", "sharded", "DDP, all sent twice")
-print(missing or f"times as much: {law} for the large model, {stops} for the sharded one")
+print(missing or f"seconds added: {law} times as many, large / small model; {stops} times, sharded / DDP")
 print(f"the guide: {1 - 101 / 131:.0%} less time, so {131 / 101 - 1:.0%} more speed; {200 / 101.9:.2f} steps a second")
 print(f"an RTX 3090's NVLink: 4 links of 14.0625 GB/s are {4 * 14.0625} GB/s each way, {8 * 14.0625} in all")
 
 
 # %% [markdown]
-# If this machine could lay the cables: with few bytes a second the larger model pays more, less what backward hides. With late messages bytes hardly count, but how many messages a step **waits for, one after the other**: DDP for its sum, sharded layers for their weights, twice each, and for their sums.
+# If this machine could make the cables: with few bytes per second the larger model pays more, minus what backward hides. With late messages the bytes hardly count. What counts is how many messages a step **waits for, one after the other**: DDP for its sum, sharded layers for their weights, twice each, and for their sums.
 #
-# Two ranks sum a vector by sending each other one half, adding, and sending the finished half back: each sends what it hands over. With $n$ ranks it is $2(n-1)/n$ times as much, never more than twice.
+# Two ranks sum a vector as follows. They send each other one half, add, and send the finished half back. So each rank sends as many bytes as it hands over. With $n$ ranks it sends $2(n-1)/n$ times as many, never more than twice.
 #
-# The last lines check the guide's own sums. What InfiniBand and Omni-Path between hosts are worth, only a machine that has them can say.
+# The last lines check the guide's own calculations. How much InfiniBand and Omni-Path between hosts help, only a machine that has them can show.
 #
 # ### Send less
 #
-# A link cannot be changed, but what is sent can. With accumulation only the last micro-batch needs the sum, and `no_sync` keeps DDP quiet for the others. And a communication hook may send bf16. (torch's own, `bf16_compress_hook`, wants NCCL.) `economical` trains on a rule that can be learnt, and counts.
+# You cannot change the link, but you can change what is sent. With accumulation only the last micro-batch needs the sum, and `no_sync` keeps DDP from sending for the others. And a communication hook may send bf16. (torch's own hook, `bf16_compress_hook`, needs NCCL.) The function `economical` trains on a rule that can be learned, and counts the bytes.
 
 
 # %%
@@ -524,11 +543,11 @@ for epoch in (0, 1):
         print(f"epoch {epoch}, rank {rank}: samples {[*sampler]}")
 
 # %% [markdown]
-# The lower lines are the other half of data parallel training, the **distributed sampler**. Of 7 samples each of 2 ranks gets 4, so one is seen twice: all ranks must take as many steps. Without `set_epoch` each epoch would have the order of the first. And mind the **effective batch**: micro-batch x accumulation x ranks. Whoever adds ranks trains with a larger batch and fewer steps.
+# The lower lines show the other half of data parallelism, the **distributed sampler**. Each of 2 ranks gets 4 of 7 samples, so one sample is seen twice: all ranks must take the same number of steps. Without `set_epoch` each epoch would have the order of the first. And mind the **effective batch**: micro-batch x accumulation x ranks. If you add ranks, you train with a larger batch and fewer steps.
 #
 # ### What DP does instead
 #
-# `nn.DataParallel` is the older way: one process, and the first device is in charge. Here is a step of it on two pretended devices, and what would cross between them: for our classifier, and for the guide's gpt2 with its sizes (on torch's `meta` device, where tensors have shapes but no numbers).
+# `nn.DataParallel` (DP) is older. One process drives all devices, and the first device is in charge. The next cell runs a step of DP on two simulated devices, and counts the bytes that would cross between them: for our classifier, and for the guide's gpt2 with its sizes (on torch's `meta` device, where tensors have shapes but no numbers).
 
 
 # %%
@@ -538,7 +557,7 @@ def data_parallel(model, batch):
     outputs = [each(input_ids=ids, attention_mask=torch.ones_like(ids)).logits for each, ids in pairs]
     torch.nn.functional.cross_entropy(torch.cat(outputs).flatten(0, -2), batch["labels"].flatten()).backward()
     moved["inputs"] = batch["input_ids"].nbytes // 2
-    moved["outputs"] = moved["losses"] = outputs[1].nbytes  # there, and their gradient on its way back
+    moved["outputs"] = moved["losses"] = outputs[1].nbytes  # in forward, and their gradient in backward
     for weight, its in zip(model.parameters(), other.parameters()):
         weight.grad += its.grad
         moved.update({"weights": weight.nbytes, "gradients": its.grad.nbytes})
@@ -555,15 +574,15 @@ shapes = {name: rows.to("meta") for name, rows in gpt2.batch(8).items()}
 language = data_parallel(gpt2.build_model(attn_implementation="eager", device="meta"), shapes)
 rows = [[kind, *(counts[kind] / 1e6 for counts in (moved, language))] for kind in moved]
 rows += [["in all", *(sum(counts.values()) / 1e6 for counts in (moved, language))]]
-rows += [["DDP: gradients, one way and the other", *(2 * counts["gradients"] / 1e6 for counts in (moved, language))]]
+rows += [["DDP: gradients, there and back", *(2 * counts["gradients"] / 1e6 for counts in (moved, language))]]
 plots.Table(["crosses between the devices in each step", "MB, classifier", "MB, gpt2"], rows)
 
 # %% [markdown]
-# Five kinds instead of one: to the gradients come the weights, *in every step*, and all of it goes through device 0, which also has the sum and the only optimizer. A language model's outputs make the difference. And one process drives all devices, by threads: these share Python's lock, the GIL, which one holds at a time, and cannot leave their machine.
+# DP moves five kinds of data instead of one. Besides the gradients it moves the weights, *in every step*. All of it goes through device 0, which also adds up the gradients and runs the only optimizer. A language model's outputs make the difference. And one process drives all devices with threads. The threads share Python's lock, the GIL, which only one of them holds at a time, and they cannot leave their machine.
 #
 # ### What held
 #
-# Without two GPUs pass over the next three cells. The first counts a step of DP. The second reads what joins each GPU to each other from `nvidia-smi topo -m` (its two examples are the machines of the 2022 guide; PHB is a consumer's, and NVLink joins two RTX 3090, never three). Where that is an NVLink, the third times it.
+# > **Without two GPUs:** skip the next three cells. The first counts a step of DP. The second reads from `nvidia-smi topo -m` what connects each pair of GPUs. (Its two examples are the machines of the 2022 guide. PHB is a consumer's machine; NVLink joins two RTX 3090, never three.) If the GPUs have an NVLink, the third cell times it.
 
 
 # %%
@@ -573,7 +592,7 @@ def count_dp(task):
     model = torch.nn.DataParallel(task.build_model().cuda(), device_ids=[0, 1])
     kinds = {"scatter": ["inputs", "losses"], "broadcast_coalesced": ["weights", ""], "gather": ["outputs", ""]}
     kinds, moved, backward = kinds | {"reduce_add_coalesced": ["", "gradients"]}, Counter(), []
-    ran, work = set(), Counter()  # who runs the replicas; seconds of each device
+    ran, work = set(), Counter()  # (process, thread) of each replica; seconds of each device
 
     def counted(name, plain, *args, **options):
         moved[kinds[name][len(backward)]] += sum(leaf.nbytes for leaf in tree_leaves(args) if hasattr(leaf, "nbytes"))
@@ -600,7 +619,7 @@ LEGEND |= {"PHB": "a PCIe host bridge, the CPU", "NODE": "several host bridges",
 
 
 def explained(matrix):
-    """What each GPU is joined to each other GPU by: (entry, its meaning), from what `nvidia-smi topo -m` prints."""
+    """Return (entry, meaning) for each GPU and each other GPU, from the text of `nvidia-smi topo -m`."""
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in matrix.splitlines()]
     rows = [line for line in lines if line and line[0].startswith("GPU") and "X" in line]
     entries = [entry for row in rows for entry in row[1 : 1 + len(rows)] if entry != "X"]
@@ -633,6 +652,9 @@ if gpus2 and not no_nvlink:
         timings[name] = lab.compare(*pair, turns=4).speed_ratio  # seconds of the first / of the second
 
 
+# %% [markdown]
+# #### DDP: equal ranks, and what they send
+
 # %% tags=["claim"]
 usual, quiet = ddp["traffic"][-1], in_steps["buckets"]
 note = (
@@ -641,12 +663,26 @@ note = (
 display(claims.check("ddp-in-step", ddp["apart"]))
 display(claims.check("ddp-traffic", quiet["bytes"] / parameter_bytes, note=note))
 display(claims.check("ddp-overlaps", quiet["early"], note="buckets of 2 MB"))
+
+# %% [markdown]
+# #### The link
+#
+# The last three checks need an NVLink between two GPUs.
+
+# %% tags=["claim"]
 display(claims.check("link-matters", law, missing=missing, note=f"two hosts on this machine, gloo, {rate} Mbit/s"))
 display(
     claims.check("sync-often", stops, missing=missing, note="two hosts on this machine, gloo, messages 10 ms later")
 )
 for name, ratio in timings.items():
     display(claims.check(name, ratio, missing=no_nvlink))
+
+# %% [markdown]
+# #### DP, and what connects the GPUs
+#
+# All checks but `dp-exchanges-more` need two GPUs.
+
+# %% tags=["claim"]
 display(claims.check("dp-traffic", crossing and len(crossing["moved"]), note=str(crossing or "")))
 display(claims.check("dp-one-process", crossing and crossing["processes"]))
 first_device = crossing and crossing["work"][1] and crossing["work"][0] / crossing["work"][1]
@@ -661,7 +697,7 @@ claims.check("topology-legend", explains, missing=no_topology)
 # %% [markdown]
 # ### Exercise, a challenge: half the bytes, the same loss
 #
-# Give arguments for `economical`, for example `{"accumulate": 2, "learning_rate": 1e-3}`, that send at most half the bytes of gradients for the same 40 micro-batches. The mean loss over three seeds must not be above the band: the worst of the same three seeds when everything is sent.
+# Find arguments for `economical`, e.g. `{"accumulate": 2, "learning_rate": 1e-3}`, that send at most half the bytes of gradients for the same 40 micro-batches. The mean loss over three seeds must stay in the band: it must not be above the worst of the same three seeds when everything is sent.
 
 # %%
 exercises.hint(
@@ -692,7 +728,7 @@ def check_bytes(answer):
     if not run.ok:
         return exercises.run_failed(run)
     part, loss = run.value["MB"] / band["MB"], sum(run.value["losses"]) / 3
-    found = f"{part:.0%} of the bytes, loss {loss:.3f} where up to {max(band['losses']):.3f} is in the band"
+    found = f"{part:.0%} of the bytes, loss {loss:.3f}; the band ends at {max(band['losses']):.3f}"
     return (exercises.right if part <= 0.5 and loss <= max(band["losses"]) else exercises.wrong)(found)
 
 
@@ -704,15 +740,15 @@ exercises.prove(check_bytes, solution={"bf16": True}, mistake={"accumulate": 2})
 # %% [markdown]
 # ### Recap of part one
 #
-# - Each rank computes on its own samples; the mean of the gradients keeps all ranks equal.
-# - DDP sends 4 bytes a parameter a step, in buckets, while backward runs. Its buckets cost 4 bytes a parameter of memory, unless gradients are views of them.
-# - What backward cannot hide is waited for: bytes on a narrow link, stops on a late one.
+# - Each rank computes on its own samples, and the mean of the gradients keeps all ranks equal: the largest difference was 0.
+# - DDP sends 4 bytes per parameter per step, in buckets, 83 % of them while backward runs. Its buckets take 4 bytes per parameter of memory, unless gradients are views of them.
+# - A step waits for what backward cannot hide. Over few bytes per second, a model twice as large waited 1.95 times as long; with late messages, a sharded model waited 4.85 times as long as one under DDP (AMD EPYC, 2 cores, 2026-11-28).
 #
 # ## Part two: launchers and faults
 #
 # ### From a shell
 #
-# A script of yours is started by `torchrun`, or by `accelerate launch`, which calls it: once for each rank, with `RANK`, `WORLD_SIZE` and a place to meet in the environment. Both are run here, beside the lab's own ranks. On two hosts each starts its own, and both name one of them to meet at:
+# `torchrun` starts a script of yours once for each rank, with `RANK`, `WORLD_SIZE` and a place to meet in the environment. `accelerate launch` calls torchrun. The next cells run both, beside the lab's own ranks. On two hosts, start the command on each; both name one of the hosts as the place to meet:
 #
 # ```
 # torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-id lesson --rdzv-endpoint 10.0.0.1:29500 script.py
@@ -743,7 +779,7 @@ if __name__ == "__main__":
 
 
 # %%
-LAUNCHERS = {  # the module behind the command, and its arguments
+LAUNCHERS = {  # the module that the command runs, and its arguments
     "torchrun": ("torch.distributed.run", "--standalone --local-addr 127.0.0.1 --nproc-per-node 2"),
     "accelerate launch": (
         "accelerate.commands.launch",
@@ -769,11 +805,11 @@ with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
 
 
 # %% [markdown]
-# Whoever starts them, the ranks compute the same gradients: the cell asserts it. `--multi_gpu` reads oddly here, but on a CPU `accelerate launch --cpu --num_processes 2` starts *one* process unless MPI is there ([#2741](https://github.com/huggingface/accelerate/issues/2741)). The guides' `torch.distributed.launch` is torchrun's older name.
+# Whoever starts them, the ranks compute the same gradients: the cell asserts it. `--multi_gpu` looks odd on a CPU. But there `accelerate launch --cpu --num_processes 2` starts *one* process unless MPI is installed ([#2741](https://github.com/huggingface/accelerate/issues/2741)). The guides' `torch.distributed.launch` is torchrun's older name.
 #
 # ### What goes wrong
 #
-# Rank 1 ends, hangs, or disagrees, before one more sum.
+# Before one more all-reduce, rank 1 ends, hangs, or disagrees with rank 0. Look at how soon you learn of it, and from whom.
 
 
 # %%
@@ -803,7 +839,7 @@ ENDS |= {"no memory": lambda: torch.empty(10**15), "the disk is full": lambda: P
 def unused(task, **options):
     dist.init_process_group("gloo")
     model = task.build_model()
-    model.spare = torch.nn.Linear(8, 8)  # no forward comes here
+    model.spare = torch.nn.Linear(8, 8)  # no forward pass uses it
     model = DDP(model, **options)
     for _ in range(2):
         model(**task.batch(2)).loss.backward()
@@ -817,19 +853,22 @@ for what in (*ENDS, "one sum fewer", "another size", "another dtype", "torch com
     told = run.message if len(run.message) < 240 else f"{run.message[:120]} ... {run.message[-110:]}"
     seen = told or str([rank["value"] for rank in run.ranks])
     rows.append([what, run.status, round(time.perf_counter() - began, 1), seen])
-display(plots.Table(["rank 1", "status", "seconds", "what is seen"], rows))
+display(plots.Table(["rank 1", "status", "seconds", "the message"], rows))
 print("unused:", lab.run(unused, task=rule, processes=2, measure="value").message[:150])
 remedy = lab.run(partial(unused, find_unused_parameters=True), task=rule, processes=2, measure="value")
 print("remedy:", remedy.status)
 
 # %% [markdown]
-# - **Ends**: the launcher names the rank and ends the others. If a whole host is gone, they wait for the timeout: half an hour with gloo, ten minutes with NCCL. Here the lab's own limit ends a **hang** and asks each rank for its line.
-# - **Disagrees**: a dtype of the same size is not noticed: both ranks go on with wrong numbers. Under `TORCH_DISTRIBUTED_DEBUG=DETAIL` torch compares before each collective, by more messages.
-# - **Unused parameters**: DDP notices in the *second* step that a bucket never became full. `find_unused_parameters=True` looks for them in each step; better is to freeze them. After a step on one process their `grad` is `None`.
+# - **Rank 1 ends**: the launcher names the rank and ends the others. If a whole host is gone, the others wait for the timeout: half an hour with gloo, ten minutes with NCCL.
+# - **Rank 1 hangs**: here the lab's own limit ends the run, and asks each rank for its line.
+# - **Rank 1 disagrees**: another dtype of the same size is not noticed, and both ranks go on with wrong numbers. With `TORCH_DISTRIBUTED_DEBUG=DETAIL` torch compares before each collective, which takes more messages.
+# - **Unused parameters**: DDP notices in the *second* step that a bucket never became full. `find_unused_parameters=True` looks for such parameters in each step; it is better to freeze them. After a step on one process their `grad` is `None`.
 #
 # ### What carries over
 #
-# Both index pages send you to the single-GPU methods first, since they extend to other setups. Here is the memory of five, on one CPU process and on two (which have DDP's buckets on top). The pages also say that efficient training requires an accelerator; where there is one, it is timed against the CPU.
+# Both index pages send you to the single-GPU methods first, because these extend to other setups. The next cell measures the memory of five methods, on one CPU process and on two (which also have DDP's buckets). The pages also say that efficient training requires an accelerator.
+#
+# > **On a GPU:** the last check times the GPU against the CPU.
 
 # %% tags=["claim"]
 TECHNIQUES = {"vanilla": {}, "accumulation": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}}
@@ -858,9 +897,14 @@ claims.check("accelerator-required", accelerated)
 # %% [markdown]
 # ## Recap
 #
+# Times and ratios: AMD EPYC, 2 cores, 2026-11-28.
+#
 # - Two processes trained one model and stayed equal to the last bit: by hand, with buckets of our own, and with DDP.
-# - They sent 4 bytes a parameter in each step, during backward; what backward could not hide was waited for. `no_sync` and bf16 sent less.
-# - In part two launchers started the same steps. A dying rank was named, a hanging one by its line; ranks of two dtypes went on with wrong numbers until torch was asked to compare. Five single-GPU methods were tried on two processes.
+# - The second process helped if a step was long: two processes were 1.01 times as fast as one with 1 sample each, and 1.32 times with 8.
+# - Each step sent 4 bytes per parameter, during backward; the ranks waited for what backward could not hide. `no_sync` sent 2.45 MB instead of 9.81, and bf16 sent half.
+# - DP moves more than DDP: 2.65 times the bytes for gpt2.
+# - Two launchers started the same steps. A killed rank was named within 1 s, a hanging one by its line after the limit of 8 s. Ranks of two dtypes went on with wrong numbers until torch compared (`DETAIL`).
+# - All five single-GPU methods saved memory on two processes, too: accumulation the most, with 0.63 times the peak.
 
 # %% tags=["finish"]
 claims.finish()

@@ -1,12 +1,20 @@
 # %% [markdown]
 # # What if a model fits no device?
 #
-# Then it is cut: through its layers, or between them. This lesson does both by hand, counts what each cut keeps and what it sends, and shows where the time goes.
+# Your model, its gradients and its optimizer states need more memory than any of your GPUs has, with micro-batches of one sample, checkpointing and Adafactor already switched on. The model itself must then be split over several GPUs: through its layers, or between them. Which split sends less, and which one needs the fast link?
+#
+# In this lesson you split a model in both ways by hand, count the bytes that each rank stores and sends, and measure where the time goes.
 #
 # **You will see**
-# - a block cut through its matrices and a model cut into stages: the same gradients as the whole one, with about half of the bytes on each rank
-# - what each cut sends, counted message by message, and therefore which group of ranks needs the fast link
-# - the bubble of a pipeline, measured and drawn, and a schedule that holds fewer activations at the same bubble
+# - a block split through its matrices and a model split into stages: the same gradients as the whole model, with about half of the weights on each rank
+# - the messages that each split sends, counted one by one, and therefore which group of ranks needs the fast link
+# - the bubble of a pipeline, measured and drawn, and a schedule that stores fewer activations with the same bubble
+#
+# **Time:** plan 60 minutes. The cells run for 1 to 2 minutes on two CPU cores.
+#
+# **Before you start:** lesson 05 (micro-batches), lesson 15 (DDP, all-reduce) and lesson 16 (ZeRO, shards).
+#
+# **What a CPU cannot show:** the seconds of GPUs and of the links between them. The ranks are processes that share cores and memory. Their bytes, messages and gradients are as real as on GPUs.
 
 # %% tags=["parameters"]
 profile = "auto"
@@ -44,17 +52,17 @@ WIDTH, HEADS, LAYERS, VOCABULARY, LENGTH = 128, 4, 4, 256, 64
 # %% [markdown]
 # ## Idea
 #
-# Data parallel training (lesson 15) gives every device the whole model. If the model does not fit, it must be distributed itself:
+# Data parallelism (lesson 15) puts the whole model on every device. If the model does not fit there, the model itself must be distributed. There are two ways:
 #
-# - **Tensor parallelism** cuts *through* layers: each rank holds a part of every matrix, and all ranks work on the same tokens at the same time.
-# - **Pipeline parallelism** cuts *between* layers: each rank holds a **stage**, some whole layers, and hands its output on to the next.
+# - **Tensor parallelism** splits *through* layers: each rank stores a shard of every matrix, and all ranks work on the same tokens at the same time.
+# - **Pipeline parallelism** splits *between* layers: each rank stores a **stage**, which is some whole layers, and sends its output to the next rank.
 #
-# (ZeRO, lesson 16, also spreads the weights, but gathers each layer before it computes. Here no weight ever moves.)
+# (ZeRO, lesson 16, also shards the weights, but gathers each layer before the layer computes. Here no weight ever moves.)
 #
 # ## Predict
 
 # %%
-asked = "Two ranks, each with half of the layers, and one batch. What percentage of the time do both compute at once?"
+asked = "Two ranks have half of the layers each, and train one batch. For what percentage of the time do both compute?"
 widgets.predict(lab, "together", asked, "%", 0, 100)
 
 # %%
@@ -63,10 +71,10 @@ exercises.question(
     "faster",
     "A model fits one device. Does distributing it over two make training faster?",
     {
-        "yes, each device has half of the work": "Half of the work, but when? Stages wait for each other, and parts of a "
-        "matrix wait for a sum in every layer. Only if the waiting is small against the work is there a gain.",
-        "it may, but that is not what it is for": "It is for models that do not fit. What fits is usually trained "
-        "faster by copies: they meet once a step, and not in every layer.",
+        "yes, each device has half of the work": "Half of the work, but when? Stages wait for each other, and shards of a "
+        "matrix wait for a sum in every layer. There is a gain only if the waiting is short compared with the work.",
+        "it may, but that is not what it is for": "It is for models that do not fit. A model that fits is usually "
+        "trained faster by replicas: they meet once per step, not in every layer.",
         "no, it never can": "Two devices that both work are faster than one. How much of the time they do is measured "
         "below.",
     },
@@ -74,9 +82,16 @@ exercises.question(
 )
 
 # %% [markdown]
-# ## By hand: one matrix, two parts
+# ## By hand: one matrix, two shards
 #
-# `linear` multiplies its input by a matrix. Cut the matrix **by columns**, that is by outputs, and each part makes some of the outputs from *all* inputs. Cut it **by rows**, by inputs, and each part takes some of the inputs and makes a *summand* of all outputs. (torch keeps a weight as outputs x inputs, so columns are its dimension 0.)
+# `linear` multiplies its input by a matrix. The matrix can be split in two ways:
+#
+# - **by columns**, that is by outputs: each shard computes some of the outputs, from *all* inputs;
+# - **by rows**, that is by inputs: each shard takes some of the inputs, and computes a *summand* of every output.
+#
+# (torch stores a weight as outputs x inputs, so the columns are its dimension 0.)
+#
+# The cell below splits one matrix in each way, then two matrices with a gelu between them. It compares every result with that of the whole matrices.
 
 # %%
 torch.manual_seed(0)
@@ -93,19 +108,21 @@ torch.testing.assert_close(sum(pair) + down.bias, down(gelu(up(x))))
 exercises.question(
     lab,
     "order",
-    "The pair above cuts the first matrix by columns and the second by rows. Why not the other way round?",
+    "The pair above splits the first matrix by columns and the second by rows. Why not the other way round?",
     {
-        "the matrices would not fit together": "They would: the sum of the first two parts could be cut for the second.",
-        "gelu needs the sum, so there would be a message between them": "Cut by rows, the first matrix leaves two "
-        "summands, and gelu(a) + gelu(b) is not gelu(a + b). Columns are finished numbers, each rank's own.",
+        "the matrices would not fit together": "They would: the sum of the first two results could be split for the second.",
+        "gelu needs the sum, so there would be a message between them": "Split by rows, the first matrix gives two "
+        "summands, and gelu(a) + gelu(b) is not gelu(a + b). Split by columns, it gives each rank finished outputs.",
     },
     right="gelu needs the sum, so there would be a message between them",
 )
 
 # %% [markdown]
-# So the *pair* needs no message in its middle, and one sum at its end. Backward is the mirror image: the gradient of the pair's input has a summand on each rank, and needs one sum there. Megatron-LM made two functions of this, each the other's mirror. Attention is cut by heads: query, key and value by columns, the output by rows.
+# So the *pair* needs no message in its middle, and one all-reduce (a sum over the ranks) at its end. Backward is the mirror image: each rank computes a summand of the gradient of the pair's input, and one all-reduce adds them up. Megatron-LM made two functions of this, each the other's mirror; below they are called `Into` and `OutOf`. Attention is split by heads: query, key and value by columns, the output by rows.
 #
-# What do the parts send? Two real processes, joined by gloo (NCCL where there are two GPUs). `Traffic`, lesson 15's dispatch mode, sees every operation before it is carried out, and notes those that talk to other ranks.
+# What do the shards send? Two real processes, connected by gloo, run the block. `Traffic`, the dispatch mode of lesson 15, sees every operation before it is executed, and records the operations that send something to other ranks.
+#
+# > **On two GPUs:** NCCL takes gloo's place.
 
 
 # %%
@@ -114,7 +131,7 @@ def summed(x, group):
     return x
 
 
-class Into(torch.autograd.Function):  # each part takes all of x; backward, their gradients are summed
+class Into(torch.autograd.Function):  # each shard takes all of x; backward sums their gradients
     @staticmethod
     def forward(context, x, group):
         context.group = group
@@ -125,7 +142,7 @@ class Into(torch.autograd.Function):  # each part takes all of x; backward, thei
         return summed(gradient, context.group), None
 
 
-class OutOf(torch.autograd.Function):  # their outputs are summed; backward, each takes all of the gradient
+class OutOf(torch.autograd.Function):  # sums the shards' outputs; in backward each takes the whole gradient
     @staticmethod
     def forward(context, x, group):
         return summed(x, group)
@@ -167,7 +184,7 @@ CUT = {"query": 0, "key": 0, "value": 0, "up": 0, "output": 1, "down": 1}  # 0: 
 
 
 class CutBlock(Block):
-    """This rank's part of a block."""
+    """This rank's tensor-parallel shard of a block."""
 
     def __init__(self, block, rank, parts, group=None):
         nn.Module.__init__(self)
@@ -186,7 +203,7 @@ class CutBlock(Block):
 
 # %%
 class Traffic(TorchDispatchMode):
-    """Notes what this rank hands over: [operation, bytes]."""
+    """Record what this rank sends: [operation, bytes]."""
 
     def __init__(self):
         super().__init__()
@@ -194,7 +211,7 @@ class Traffic(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # a tensor made of others, as torch's DTensor below: its parts will come by here
+            return NotImplemented  # a tensor of tensors, such as the DTensors below: those inside are seen next
         name = function.overloadpacket.__name__.strip("_").replace("all_reduce", "allreduce")
         if "c10d" in function.namespace and not name.startswith(("recv", "wait", "wrap")):
             size = sum(leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
@@ -203,7 +220,7 @@ class Traffic(TorchDispatchMode):
 
 
 def meet(gpus=gpus2):
-    """Meet the other ranks: this one's number, how many there are, its device."""
+    """Join the other ranks; return this rank's number, how many ranks there are, and its device."""
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if ranks > 1 and not dist.is_initialized():
         dist.init_process_group("nccl" if gpus else "gloo")
@@ -224,26 +241,31 @@ def one_block(task, tokens):
 
 
 def two(function, name, task=None, processes=2, measure="value", **options):
-    """What each of two ranks returns; measure="none" if it reads a clock."""
+    """Run a function on two ranks and return both results; measure="none" if it reads a clock."""
     run = lab.run(partial(function, **options), name, task=task, processes=processes, measure=measure)
     return [rank["value"] for rank in run.ranks]
 
 
 rows = [[*row, [size for _, size in seen]] for *row, seen in two(one_block, "half a block", tokens=(64, 256, 1024))[0]]
 rows = [[count, phase, len(sizes), sum(sizes), sum(sizes) / (4 * count * WIDTH)] for count, phase, sizes in rows]
-plots.Table(["tokens", "phase", "sums", "bytes", "bytes / 4 B x tokens x width"], rows)
+plots.Table(["tokens", "phase", "all-reduces", "bytes", "bytes / 4 B x tokens x width"], rows)
 
 # %% [markdown]
-# The last column is the law: two sums forward and two backward, each as large as the activations that pass. A copy (data parallelism) sends something else: one gradient a weight, whatever the tokens.
+# The last column shows the rule: there are two all-reduces in forward and two in backward, each as large as the activations that pass through the block. Data parallelism sends something else: one gradient per weight, however many tokens there are.
 #
-# ### Words, too
+# ### Embedding and head
 #
-# Embedding and head have a row for each word. They are cut by words: a rank looks up those that it has, and the sum is the embedding. Of the scores each rank has its own words', and no rank needs all: the loss takes their largest, their sum and the right one's, three numbers a token.
+# Embedding and head have a row for each word of the vocabulary, and each rank stores the rows of some words.
+#
+# - *Embedding*: a rank looks up the words that it stores, and writes zeros for the others. The sum over the ranks is the embedding.
+# - *Head*: a rank computes the scores of its own words. No rank needs all scores, because the loss needs only three numbers per token: the largest score, the sum of the exponentials, and the score of the right word.
+#
+# In the table below, compare both columns as the vocabulary grows.
 
 
 # %%
 class CutWords(nn.Module):
-    """This rank's words: of an embedding, or of a head."""
+    """This rank's rows of an embedding or a head: those of its words."""
 
     def __init__(self, layer, rank, parts, group=None):
         super().__init__()
@@ -258,7 +280,7 @@ class CutWords(nn.Module):
 
 
 def pick(rows, number):
-    """Of each number its row; zero where another rank has it."""
+    """Return the row of each number, or zeros if another rank stores it."""
     here = (number >= 0) & (number < len(rows))
     return rows[number.clamp(0, len(rows) - 1)] * here[..., None]
 
@@ -270,7 +292,7 @@ def cut_through(model, *place):
 
 # %%
 def stage_of(model, stage, stages):
-    """Whole layers, as many blocks for each stage; and the ranks before and after it."""
+    """Return the layers of a stage, as many blocks for each, and the ranks before and after it."""
     blocks = (len(model) - 2) // stages
     ends = [0, *(1 + blocks * number for number in range(1, stages)), len(model)]
     around = {"before": stage - 1 if stage else None, "after": stage + 1 if stage < stages - 1 else None}
@@ -278,7 +300,7 @@ def stage_of(model, stage, stages):
 
 
 def fullest(stages, parts, words=VOCABULARY):
-    """MB of weights on the fullest of stages x parts ranks; None where there are not so many blocks, or heads."""
+    """Return the MB of weights on the fullest of stages x parts ranks; None if there are too few blocks or heads."""
     if LAYERS % stages or HEADS % parts:
         return None
     every = [stage_of(build(words=words), stage, stages)[0] for stage in range(stages)]
@@ -287,26 +309,32 @@ def fullest(stages, parts, words=VOCABULARY):
 
 
 shares = {words: fullest(1, 2, words) / fullest(1, 1, words) for words in (VOCABULARY, 8000, 32000)}
-blocks = 4 * 12 * LAYERS * WIDTH**2 / 1e6  # MB; only these are halved if the words stay whole
+blocks = 4 * 12 * LAYERS * WIDTH**2 / 1e6  # MB; only these are halved if embedding and head stay whole
 rows = [[words, 1 - blocks / 2 / fullest(1, 1, words), share] for words, share in shares.items()]
-plots.Table(["words", "only blocks cut", "words, too"], rows, "weights on the fuller of two ranks / all")
+plots.Table(["words", "only blocks split", "embedding and head, too"], rows, "weights on the fuller of two ranks / all")
 
 # %% [markdown]
 # ## By hand: stages
 #
-# A pipeline passes activations forward and their gradients back, one message each for a **micro-batch**, a part of the batch. What a stage does, and in which order, is its **schedule**. Two are common: first all forwards, then all backwards (GPipe), or one forward and one backward in turns as soon as possible (**1F1B**). A third, **interleaved**, gives each rank two shorter pieces of the model instead of a long one: its neighbour begins sooner, and there are twice as many messages.
+# A pipeline sends activations forward and their gradients back, one message each per **micro-batch** (a part of the batch). The **schedule** of a stage is the order in which it computes. Two schedules are common, and a third reduces waiting:
+#
+# - **GPipe** runs all forward passes, then all backward passes.
+# - **1F1B** alternates one forward and one backward pass as soon as possible.
+# - **Interleaved** gives each rank two shorter pieces of the model instead of one long piece. The next rank can begin sooner, but there are twice as many messages.
+#
+# The cell prints the first two for two stages and four micro-batches: `F0` is the forward pass of micro-batch 0, `B0` its backward pass.
 
 
 # %%
 def schedule(name, stage, stages, micro_batches):
-    """What a stage does, in order: ("F" or "B", micro-batch, which of its pieces)."""
+    """Return what a stage computes, in order: ("F" or "B", micro-batch, which of its pieces)."""
     pieces = 2 if name == "interleaved" else 1
-    count = pieces * micro_batches  # interleaved: as many micro-batches as there are stages for each piece in turn
+    count = pieces * micro_batches  # interleaved: the pieces alternate after as many micro-batches as there are stages
     every = [(k // (stages * pieces) * stages + k % stages, k // stages % pieces) for k in range(count)]
     forward = [("F", number, piece) for number, piece in every]
     backward = [("B", number, pieces - 1 - piece) for number, piece in every]
-    behind = stages - 1 - stage  # how many come after it
-    # Forwards before the first gradient can be back:
+    behind = stages - 1 - stage  # stages after this one
+    # Forward passes before the first gradient can arrive:
     ahead = min(count, {"GPipe": count, "1F1B": behind, "interleaved": 2 * behind + stages}[name])
     turns = [action for both in zip(forward[ahead:], backward) for action in both]
     return forward[:ahead] + turns + backward[count - ahead :]
@@ -331,7 +359,7 @@ def now():
 
 
 def loss_in_parts(logits, labels, group=None):
-    """Cross entropy where each rank has the scores of its own words."""
+    """Return the cross entropy if each rank has the scores of its own words."""
     dist.all_reduce(top := logits.detach().amax(-1), dist.ReduceOp.MAX, group=group)
     total = OutOf.apply((logits - top[:, None]).exp().sum(-1), group)
     number = labels - dist.get_rank(group) * logits.shape[1]
@@ -349,7 +377,7 @@ def sequences(device="cpu", samples=16):
 def pipeline(
     layers, actions, ids, labels, before=None, after=None, ways=(None, None), width=WIDTH, seen=None, loss=cross_entropy
 ):
-    """A step of one stage. before, after: the ranks of its neighbours; ways: a group for each direction."""
+    """Run a step of one stage. before, after: the neighbouring ranks; ways: a group for each direction."""
     held, losses, sending, seen = {}, [], [], [] if seen is None else seen
     for kind, number, _ in actions:
         if kind == "F":
@@ -374,7 +402,7 @@ def pipeline(
 
 
 # %%
-def place(way, order="1F1B", parts=1, gpus=gpus2, samples=16):  # a rank's layers, and what else `pipeline` takes
+def place(way, order="1F1B", parts=1, gpus=gpus2, samples=16):  # a rank's layers, and the other arguments of `pipeline`
     rank, ranks, device = meet(gpus)
     model, (ids, labels), stage, given = build().to(device), sequences(device, samples), (0, 1), {}
     if way == "tensor":
@@ -383,7 +411,7 @@ def place(way, order="1F1B", parts=1, gpus=gpus2, samples=16):  # a rank's layer
         model, ids, labels = DDP(model), ids[rank::ranks], labels[rank::ranks]
     elif way == "pipeline":
         model, given = stage_of(model, *(stage := (rank, ranks)))
-        given["ways"] = dist.new_group(), dist.new_group()  # NCCL wants each direction in an order of its own
+        given["ways"] = dist.new_group(), dist.new_group()  # NCCL needs a separate order for each direction
     given |= {"ids": ids.chunk(parts), "labels": labels.chunk(parts)}
     return model, given | {"actions": schedule(order, *stage, parts)}
 
@@ -403,16 +431,16 @@ def train(task, way="one", steps=5, frugal=False, **options):
 
 # %%
 def gradients(task, ways):
-    """Of each way the largest difference of a gradient from that on one device / the largest number in that gradient."""
+    """Return for each way the largest difference from a gradient on one device / the largest number in it."""
     rank, ranks, device = meet()
     whole, (ids, labels), found = build().to(device), sequences(device), {}
-    cross_entropy(whole(ids).flatten(0, 1), labels.flatten()).backward()  # plainly, and all of it
+    cross_entropy(whole(ids).flatten(0, 1), labels.flatten()).backward()  # the whole batch on one device
     for way, options in ways.items():
         layers, given = place(**options)
         pipeline(layers, **given)
         found[way] = []
         for name, weight in layers.named_parameters():
-            name = name.removeprefix("module.")  # as DDP calls them
+            name = name.removeprefix("module.")  # DDP adds this
             truth, layer = whole.get_parameter(name).grad, name.split(".")[-2]
             dimension = 0 if layer.isdigit() else CUT.get(layer)  # embedding and head have a number for a name
             if options["way"] == "tensor" and dimension is not None:
@@ -422,14 +450,16 @@ def gradients(task, ways):
 
 
 def apart(one, other):
-    """The largest difference, against the largest number there is."""
+    """Return the largest difference / the largest number in `other`."""
     return ((one - other).abs().max() / other.abs().max()).item()
 
 
 # %% [markdown]
 # ## Baseline, and four ways to use two devices
 #
-# The same model and the same 16 sequences: on one device, in two copies (data parallel), cut through, cut between, and the last once more in GPipe's order. The lab's meter counts the bytes of each rank. Is it the same training? Losses under AdamW would not tell: it divides by the gradient's size, and one 16 times too large trains alike. So each rank compares its gradients with those of one device.
+# The same model is trained on the same 16 sequences in five ways: on one device, as two replicas (data parallel), with tensor parallelism, and as a two-stage pipeline with the schedules GPipe and 1F1B. The lab's meter counts the bytes of each rank.
+#
+# Is it the same training? Losses under AdamW would not tell: AdamW divides by the size of the gradient, so gradients that are 16 times too large give nearly the same losses. Therefore each rank compares its gradients with those of one device.
 
 # %%
 WAYS = {"data parallel": {"way": "data"}, "tensor parallel": {"way": "tensor"}}
@@ -453,25 +483,30 @@ for name, options in {"one device": {}, **WAYS}.items():
 display(plots.Table(["fuller rank of", "MB of weights", "/ one device", "peak, MB", "MB sent", "5th loss"], rows))
 far = two(gradients, "gradients", measure="none", ways=WAYS)
 far = {name: max(rank[name] for rank in far) for name in WAYS}
-plots.Table(["gradients, against one device", "apart by"], [[name, f"{most:.0e}"] for name, most in far.items()])
+plots.Table(["way", "gradients differ by"], [[name, f"{most:.0e}"] for name, most in far.items()])
 
 # %% [markdown]
-# Each copy holds everything. Cut through or between, a rank holds about half, and the gradients are those of one device. (The loss of data parallelism is that of one copy's samples.)
+# Each replica stores everything. With tensor or pipeline parallelism a rank stores about half of the weights, and the gradients are those of one device. (The loss in the row of data parallelism is that of one replica's samples.)
 #
 # ### The bubble
 #
-# A stage can only begin when the one before it hands something on. While it waits, its device is idle: the **bubble**. With one micro-batch, one of two is always idle. More micro-batches fill the gap. Let us watch, on blocks twice as wide: each rank notes when it computes, and rank 0 also does all of it alone. First the tools: a picture, and a simulator of schedules, where messages take no time. By it GPipe and 1F1B obey one law: with *p* stages and *m* micro-batches (p-1)/(m+p-1) of the time is idle. (Papers also write (p-1)/m: idle time over *busy* time.) Interleaved, in two pieces, it is (p-1)/(2m+p-1).
+# A stage can begin only after the stage before it has sent something. While it waits its device is idle: this is the **bubble**. With one micro-batch, one of two stages is always idle. More micro-batches fill the gap.
+#
+# To watch this, each rank records when it computes, on blocks that are twice as wide, and rank 0 also runs the whole model alone. First come two tools: a drawing, and a simulator of schedules in which messages take no time. The simulator's cell asserts how much of the time *p* stages with *m* micro-batches are idle:
+#
+# - GPipe and 1F1B: (p-1)/(m+p-1). (Papers also write (p-1)/m, which is idle time over *busy* time.)
+# - interleaved, with two pieces per rank: (p-1)/(2m+p-1).
 
 
 # %%
 def seconds_of(by_rank):
-    """From the first action to the end of the last one."""
+    """Return the seconds from the first action to the end of the last one."""
     every = [action for seen in by_rank for action in seen]
     return max(end for *_, end in every) - min(begin for _, _, begin, _ in every)
 
 
 def bubble(by_rank):
-    """The share of the ranks' time in which they do nothing."""
+    """Return the share of the ranks' time in which they are idle."""
     busy = sum(end - begin for seen in by_rank for _, _, begin, end in seen)
     return 1 - busy / (len(by_rank) * seconds_of(by_rank))
 
@@ -492,7 +527,7 @@ def gantt(axes, by_rank, title):
 
 # %%
 def simulate(schedule_of, stages, micro_batches, seconds=(1.0, 2.0)):
-    """Records like measured ones, if a forward and a backward of all of a rank's layers take that long."""
+    """Return records like measured ones; seconds: of a forward and a backward pass of all of a rank's layers."""
     left, done, records = [list(schedule_of(stage, stages, micro_batches)) for stage in range(stages)], {}, []
     pieces, records = 1 + max(piece for *_, piece in left[0]), [[] for _ in left]
     while any(left):
@@ -519,7 +554,7 @@ for order, stages, parts in product(ORDERS, (2, 4, 8), (8, 32)):
 
 # %%
 LOOKED_AT = [("one device", 1), ("GPipe", 1), ("GPipe", 2), ("GPipe", 4), ("GPipe", 8), ("1F1B", 8)]
-LOOKED_AT += [("copies", 1), ("cut through", 1)]
+LOOKED_AT += [("data parallel", 1), ("tensor parallel", 1)]
 
 
 def watch(task, turns=6, width=2 * WIDTH):
@@ -529,17 +564,17 @@ def watch(task, turns=6, width=2 * WIDTH):
     stage, around = stage_of(staged, rank, ranks)
     if gpus2:
         around["ways"] = dist.new_group(), dist.new_group()
-    ways = {"one device": (whole, {}), "copies": (DDP(copy), {})}
-    ways["cut through"] = cut_through(parts_of, rank, ranks), {"loss": loss_in_parts}
+    ways = {"one device": (whole, {}), "data parallel": (DDP(copy), {})}
+    ways["tensor parallel"] = cut_through(parts_of, rank, ranks), {"loss": loss_in_parts}
     for _, (name, parts) in product(range(turns), LOOKED_AT):
         dist.barrier()
         found.append([])
         layers, given = ways.get(name, (stage, around))
         actions = alone if name in ways else schedule(name, rank, ranks, parts)
-        mine = (each[rank::ranks] if name == "copies" else each for each in (ids, labels))
+        mine = (each[rank::ranks] if name == "data parallel" else each for each in (ids, labels))
         if name != "one device" or rank == 0:
             pipeline(layers, actions, *(each.chunk(parts) for each in mine), width=width, seen=found[-1], **given)
-    return found[len(LOOKED_AT) :]  # the first turn warms up
+    return found[len(LOOKED_AT) :]  # the first turn is a warm-up
 
 
 # %%
@@ -552,7 +587,7 @@ for (name, parts), turns in timed.items():
     shares_idle = [bubble(turn) for turn in turns]
     said = f"{median(shares_idle):.0%} ({min(shares_idle):.0%} to {max(shares_idle):.0%})", f"{1 / (parts + 1):.0%}"
     rows.append([name, parts, *(said if name in ORDERS else ("", "")), str(gain)])
-display(plots.Table(["way", "micro-batches", "bubble", "the law", "speed, times one device"], rows))
+display(plots.Table(["way", "micro-batches", "bubble", "formula", "speed, times one device"], rows))
 figure, axes = plt.subplots(3, 1, figsize=(8, 5), layout="constrained", dpi=110)
 for ax, key in zip(axes, [("GPipe", 1), ("GPipe", 8), ("1F1B", 8)]):
     turn = min(timed[key], key=seconds_of)
@@ -561,16 +596,20 @@ axes[-1].set_xlabel("seconds (blue: forward, orange: backward; the number: which
 widgets.revealed(lab, "together", 100 * max(0, 1 - 2 * median(bubble(turn) for turn in timed["GPipe", 1])))
 
 # %% [markdown]
-# With one micro-batch the devices take turns, so the second one brings nothing but its memory. More micro-batches shrink the bubble. But a batch of fixed size is cut finer, and smaller products are slower ones: read the last column for where more stops helping. What the measured bubble has above the law are messages, actions that take longer than others, and busy cores. The last two rows answer the question above: on the same batch, copies meet once a step, parts in every layer.
+# With one micro-batch the devices work one after the other, so the second device adds only its memory. More micro-batches shrink the bubble. But the batch has a fixed size, so its micro-batches become smaller, and smaller matmuls are slower: the last column shows from where on more micro-batches no longer help. If the measured bubble is larger than the formula's, the rest is messages, unequally long actions and busy cores.
 #
-# Both orders have the same bubble. So why 1F1B? Because of what a stage must keep: the activations of each micro-batch that went forward and has not come back. Four ranks this time, on the CPU, counted by the lab's meter. Below it the simulator, for as many stages as you like.
+# The last two rows answer the question at the start of the lesson. On the same batch, replicas meet once per step, tensor-parallel shards in every layer.
+#
+# ### What a stage stores
+#
+# Both schedules have the same bubble. So why 1F1B? Because of memory: a stage must keep the activations of each micro-batch that has gone forward and has not come back. The next cell runs four ranks on the CPU, and the lab's meter counts their activations. The cell after it is the simulator, for as many stages as you like.
 
 # %%
 STAGES, grown = 4, {}
 
 
 def most_held(actions):
-    """Micro-batches whose activations a stage holds at once."""
+    """Return the most micro-batches whose activations a stage holds at once."""
     return max(accumulate(1 if kind == "F" else -1 for kind, *_ in actions))
 
 
@@ -585,19 +624,19 @@ for row, (order, sizes) in enumerate(grown.items()):
     ax.bar_label(bars, [f"{count} held" for count in held], fontsize=10)
 ax.set_xticks([stage + 0.19 for stage in range(STAGES)], [f"stage {stage}" for stage in range(STAGES)])
 ax.set(ylabel="activations at the peak (MB)", ylim=(0, 1.3 * max(map(max, grown.values()))))
-ax.set_title("Eight micro-batches: what each stage holds", loc="left")
+ax.set_title("Eight micro-batches: activations that each stage holds", loc="left")
 ax.spines[["top", "right"]].set_visible(False)
 _ = ax.legend(frameon=False, ncols=2, loc="upper left")
 
 
 # %% tags=["widget"]
 def explore(stages, micro_batches, order):
-    if order == "interleaved":  # in rounds of as many micro-batches as there are stages
+    if order == "interleaved":  # it needs a multiple of the number of stages
         micro_batches = stages * max(1, micro_batches // stages)
     records = simulate(ORDERS[order], stages, micro_batches)
     _, axes = plt.subplots(figsize=(8, 0.8 + 0.4 * stages), layout="constrained", dpi=110)
     held = max(most_held(schedule(order, stage, stages, micro_batches)) for stage in range(stages))
-    held /= 1 + (order == "interleaved")  # pieces of half a rank's layers
+    held /= 1 + (order == "interleaved")  # each piece has half of a rank's layers
     title = f"{order}, {micro_batches} micro-batches: {bubble(records):.0%} idle, at most {held:g} held"
     gantt(axes, records, title)
     axes.set_xlabel("time (a forward is 1, a backward 2)")
@@ -609,18 +648,26 @@ _ = widgets.explore(
 )
 
 # %% [markdown]
-# GPipe holds all micro-batches on every stage; with 1F1B stage *s* of *p* never holds more than p - s, however many there are. So a *larger batch* of equal micro-batches shrinks the bubble at no cost in memory.
+# GPipe holds all micro-batches on every stage. With 1F1B, stage *s* of *p* never holds more than p - s, however many there are. So a *larger batch* of equal micro-batches shrinks the bubble at no cost in memory.
 #
 # ## Change one thing: the libraries
 #
-# torch has both. `parallelize_module` turns the weights of named layers into *DTensors*: tensors that know the whole shape, hold this rank's part, and talk when they must. They are laid out on a *DeviceMesh*, the ranks as a grid with named sides. `torch.distributed.pipelining` has the schedules.
+# torch offers both methods.
 #
-# Four plans for a block. The last is **sequence parallelism**. What lies *between* the pairs, norms and the residual connection, was whole on every rank so far. Now it is cut along the tokens. The sum that ends a pair goes out in parts (reduce-scatter), and what begins the next pair is gathered (all-gather). A ring carries a sum as just these two, so the bytes on the wire stay. (The norms' own gradients must then be summed over the ranks.)
+# - *Tensor parallelism*: `parallelize_module` turns the weights of named layers into *DTensors*. A DTensor knows its whole shape, stores this rank's shard, and communicates when it must. The ranks form a *DeviceMesh*, a grid with named dimensions.
+# - *Pipelines*: `torch.distributed.pipelining` has the schedules.
+#
+# The next table compares one device with four ways to shard a block:
+#
+# - *by hand*: the block from above;
+# - *weights*: torch shards the same weights;
+# - *and norm1*: the plan also says that the first norm's output is one tensor of all ranks;
+# - *tokens*: **sequence parallelism**. So far each rank computed whatever is *between* the pairs (the norms and the residual connection) for all tokens. Now it computes this for its own tokens only. The all-reduce that ends a pair becomes a reduce-scatter, and an all-gather begins the next pair. A ring all-reduce consists of just these two, so the bytes on the wire stay the same. (The gradients of the norms' own weights must then be summed over the ranks.)
 
 
 # %%
 def plans():
-    """Of each plan the steps; a step says how each named layer is to be cut, or its output laid out."""
+    """Return the steps of each plan; a step says how to split each named layer or how to lay out its output."""
     from torch.distributed.tensor import Replicate, Shard, parallel
 
     rows, columns, norms = parallel.RowwiseParallel, parallel.ColwiseParallel, ("norm1", "norm2")
@@ -638,17 +685,17 @@ def plans():
 
 # %%
 def local(tensor):
-    """This rank's part of a tensor of all ranks, and any other tensor itself."""
+    """Return this rank's shard of a DTensor; any other tensor is returned as it is."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
 def kept(block, x):
-    """A block's output, and the bytes that it keeps for its backward, weights left out."""
+    """Return a block's output, and the bytes that it keeps for backward, without weights."""
     own, found = {local(weight).untyped_storage().data_ptr() for weight in block.parameters()}, {}
 
     def note(tensor):
         memory = local(tensor).untyped_storage()
-        found[memory.data_ptr()] = memory  # held, so that no other takes its place
+        found[memory.data_ptr()] = memory  # keeps it alive: its address is not reused
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
@@ -674,14 +721,14 @@ def torch_tensor_parallel(task):
             y, size = kept(block, given)
             y.square().sum().backward()
         outputs.append(local(y.detach()) if name == "tokens" else y.detach().chunk(ranks, 1)[rank])
-        wire = sum(size // 2 if "scatter" in kind else size for kind, size in traffic.seen)  # by rings of two ranks
+        wire = sum(size // 2 if "scatter" in kind else size for kind, size in traffic.seen)  # in a ring of two ranks
         found.append([name, len(traffic.seen), wire, size, apart(outputs[-1], outputs[0])])
     return found
 
 
 rows = two(torch_tensor_parallel, "parallelize_module")[0]
 torch.testing.assert_close([far_off for *_, far_off in rows], [0.0] * 5, atol=1e-4, rtol=0)
-plots.Table(["plan", "messages", "bytes on the wire", "bytes kept", "output apart by"], rows, "one block, two ranks")
+plots.Table(["plan", "messages", "bytes on the wire", "bytes kept", "output differs by"], rows, "one block, two ranks")
 
 
 # %%
@@ -690,7 +737,7 @@ def torch_pipeline(task, order, micro_batches=8):
 
     (rank, ranks, device), (ids, labels) = meet(), sequences(meet()[2])
     pieces = 2 if order == "interleaved" else 1
-    numbers = range(rank, pieces * ranks, ranks)  # of the pieces that this rank has
+    numbers = range(rank, pieces * ranks, ranks)  # of this rank's pieces
     layers = nn.ModuleList(stage_of(build().to(device), number, pieces * ranks)[0] for number in numbers)
     stages = [PipelineStage(each, number, pieces * ranks, device) for each, number in zip(layers, numbers)]
     plan = schedules.ScheduleInterleaved1F1B if pieces > 1 else schedules.Schedule1F1B
@@ -718,7 +765,7 @@ def llama(task, folder, sizes=None):
     meet()
     given = {"distributed_config": transformers.distributed.DistributedConfig(**sizes)} if sizes else {}
     model = transformers.LlamaForCausalLM.from_pretrained(folder, **given).train()  # new
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False), []  # DTensors stand beside others
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False), []  # not all are DTensors
     for _ in range(3):
         losses.append(model(**task.batch(4, model.device)).loss)
         losses[-1].backward()
@@ -730,24 +777,37 @@ def llama(task, folder, sizes=None):
 small = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 512, "dtype": "float32"}
 small = Task("llama-3-8b", 32, config=small | {"num_attention_heads": 4, "num_key_value_heads": 4})
 sizes = {"tp_size": 2} if gpus2 else {"tp_size": 2, "fsdp_size": 2}
-if lab.machine.kind != "cuda" or gpus2:  # it takes a GPU for each rank where there is one
+if lab.machine.kind != "cuda" or gpus2:  # each rank needs a GPU of its own
     with tempfile.TemporaryDirectory() as folder:
         small.build_model().save_pretrained(folder)  # random weights, in place of a checkpoint
         whole, weights = lab.run(partial(llama, folder=folder), "llama", task=small, measure="value").value
         cut = two(llama, "llama, cut", small, processes=2 if gpus2 else 4, folder=folder, sizes=sizes)
     torch.testing.assert_close(cut[0][0], whole, rtol=1e-3, atol=0)
-    print(f"{sizes}: the losses of one device; of the weights {max(mine for _, mine in cut) / weights:.0%} on a rank")
+    print(f"{sizes}: the losses of one device; {max(mine for _, mine in cut) / weights:.0%} of the weights on a rank")
 
 # %% [markdown]
-# The same outputs and losses. A plan of weights alone sends more than we did: query, key and value each ask for the sum of their input's gradient, where one sum of all three would do. Told that the norm's output is one tensor of all ranks, torch sums once. Count a plan. Cut along the tokens, too, a rank keeps less, but not half: what was gathered is kept whole. Megatron gathers it once more in backward instead. (Without sequence parallelism, its authors count, 10 of 34 bytes stay whole.)
+# Outputs and losses are those of one device. Traffic and memory depend on the plan:
 #
-# ### transformers, and two ways at once
+# - *weights* sends more than our block. Query, key and value each request the sum of their input's gradient, although one sum of all three would do. With *and norm1*, torch sums once. So count the messages of a plan before you use it.
+# - *tokens* keeps fewer bytes on a rank, but not half, because gathered tensors are kept whole. Megatron keeps only the shard, and gathers again in backward. (Its authors count that without sequence parallelism 10 of 34 bytes stay whole.)
 #
-# The last cell was transformers. A model brings its plan, `from_pretrained` follows it, and each rank reads its own part only. The four ranks were a **2D mesh**: two parts (`tp_size`) in each of two shards (`fsdp_size`), FSDP2's division (lesson 16) of what the parts left. (Both shards got the same rows, so that losses can be compared. `pp_size` makes stages, for inference: its pull request, [#47289](https://github.com/huggingface/transformers/pull/47289), names backward among what is left to do.)
+# ### transformers, and two methods at once
+#
+# The last cell used transformers. A model brings its own plan, `from_pretrained` applies it, and each rank reads only its own shard. The four ranks were a **2D mesh**: two tensor-parallel shards (`tp_size`), each of which FSDP2 (lesson 16) divides again in two (`fsdp_size`). Both FSDP shards got the same samples, so that losses can be compared.
+#
+# `pp_size` makes stages, for inference. Its pull request, [#47289](https://github.com/huggingface/transformers/pull/47289), lists backward among the work that is left.
+#
+# > **On a GPU:** each rank needs a GPU of its own. On two GPUs the cell uses `tp_size` alone; on one it trains nothing.
 #
 # ## All three at once
 #
-# Eight ranks, as a grid of 2 copies x 2 stages x 2 parts. Each rank talks in three groups: to the other part in each layer, to its neighbouring stage for each micro-batch, to its twin in the other copy once a step. That is **3D parallelism**, and it needs nothing new. The grid's last side is neighbouring ranks, which share a host: its order decides who talks over which link.
+# Eight ranks form a grid of 2 replicas x 2 stages x 2 tensor-parallel shards. Each rank belongs to three groups. It communicates
+#
+# - with the other shard of its layers: in each layer;
+# - with the neighbouring stage: for each micro-batch;
+# - with its twin in the other replica: once per step.
+#
+# That is **3D parallelism**, and it needs nothing new. Ranks that are neighbours in the grid's last dimension share a host, so the order of the dimensions decides which group uses which link.
 
 
 # %%
@@ -779,7 +839,7 @@ def three_d(task, grid=(2, 2, 2), parts=4):
 
 # %%
 def talk(width, layers, weights, tokens, pipeline, parts, size=4):
-    """Messages a step, and bytes of one, that a rank of the first stage hands over in each of its groups."""
+    """Return (messages per step, bytes of each) that a rank of the first stage sends in each of its groups."""
     passed = size * width * tokens // parts  # activations of a micro-batch, or their gradient
     sums = (4 * layers // pipeline + 1) * parts  # and one for the embedding
     return {"tensor": (sums, passed), "pipeline": (parts, passed), "data": (1, size * weights)}
@@ -796,71 +856,100 @@ together = [sum(parts) / len(copies) for parts in zip(*copies)]
 torch.testing.assert_close(together, losses["one device"][:3], rtol=1e-3, atol=0)
 
 # %%
-# In 8 parts and 16 copies: change the numbers. A ring carries a sum over n ranks 2 (n - 1) / n times.
+# 8 shards and 16 replicas: change the numbers. A ring sends a sum over n ranks 2 (n - 1) / n times.
 large = dict(width=8192, layers=80, tokens=2**20, pipeline=4, parts=64, size=2)
 share = 12 * large["width"] ** 2 * large["layers"] // (8 * large["pipeline"])
 wire = {"tensor": 2 * 7 / 8, "pipeline": 1, "data": 2 * 15 / 16}
 rows = [[name, count, wire[name] * count * size / 1e9] for name, (count, size) in talk(weights=share, **large).items()]
 rows.sort(key=lambda row: -row[-1])
-title = f"{share / 1e9:.1f} billion weights on a rank; fast link first"
-display(plots.Table(["group", "messages a step", "GB a step on a rank's wire"], rows, title))
+title = f"{share / 1e9:.1f} billion weights on a rank; the fast link is for the first group"
+display(plots.Table(["group", "messages per step", "GB per step on a rank's wire"], rows, title))
 
-links = {"NVLink": 450e9, "400 Gbit/s": 50e9}  # bytes a second in each direction, from one H100 (989e12 operations)
+links = {"NVLink": 450e9, "400 Gbit/s": 50e9}  # bytes per second and direction of an H100 (989e12 operations)
 rows = [[name, 989e12 / link, 1 + 3 * 8192 * link / 989e12] for name, link in links.items()]
-display(plots.Table(["H100s over", "copies: tokens on each, at least", "parts, at most"], rows, "width 8192, bf16"))
+display(plots.Table(["H100s over", "tokens per replica, at least", "shards, at most"], rows, "width 8192, bf16"))
 
 limits = {}
 for ranks in (1, 2, 4, 8, 16):
     both_ways = [fullest(stages, ranks // stages) for stages in (1, 2, 4, 8, 16) if stages <= ranks]
     limits[ranks] = both_ways[0], both_ways[-1], min(size for size in both_ways if size)
 rows = [[ranks, *(f"{size:.3f}" if size else "not possible" for size in sizes)] for ranks, sizes in limits.items()]
-plots.Table(["ranks", "parts alone", "stages alone", "best of all cuts"], rows, "MB of weights on the fullest rank")
+plots.Table(["ranks", "tensor parallel", "pipeline", "best grid"], rows, "MB of weights on the fullest rank")
 
 # %% [markdown]
-# The formulas give what was counted, and the losses are those of one device, or the cell would have stopped. So the second table may speak of a size that fits no laptop. The group that talks most, and whose every message is waited for, goes over the fastest link. The others may cross hosts: stages send one message a micro-batch, and copies one sum a step, which backward can hide.
+# The formulas give the messages that were counted, and the losses are those of one device; otherwise the cell would have stopped. So the second table can apply the formulas to a model that fits no laptop. The group that sends the most, and that waits for every message, should use the fastest link. The other groups may cross hosts: stages send one message per micro-batch, and replicas one sum per step, which backward can hide.
 #
-# *When does a link hold the devices up?* Let a device compute F operations a second, and its link carry B bytes a second. For copies, backward takes 4 operations for each weight and token, and may hide the sum of that weight's gradient: 2 bytes in bf16, carried twice. So each needs **F / B tokens** at least. (ZeRO 3's gathers ask for as many.) Of *n* parts each computes 24 width² / n for a token of a block, forward, then waits for two sums of `width` numbers. Tokens stand on both sides: it is the *number of parts* that is bounded, by about **3 x width x B / F**. That is the third table.
+# ### When does a link hold the devices up?
 #
-# The last one says what 3D is for. On as many ranks one way alone holds about as little. But each ends: parts at the number of heads and at the fast link, stages at the number of blocks and at the bubble. Together they go on.
+# Let a device compute F operations per second, and let its link carry B bytes per second. The third table has both limits.
+#
+# - *Replicas*: backward takes 4 operations for each weight and token, and can hide the sum of that weight's gradient, which is 2 bytes in bf16, sent twice. So each replica needs at least **F / B tokens**. (The all-gathers of ZeRO 3 need as many.)
+# - *Tensor-parallel shards*: in forward, each of *n* shards computes 24 width² / n operations for a token of a block, then waits for two sums of `width` numbers. Arithmetic and messages both grow with the tokens, so more tokens do not help. The limit is on the *number of shards*: about **3 x width x B / F**.
+#
+# The last table shows why 3D parallelism exists. On as many ranks, one method alone stores about as little per rank. But each method has an end: tensor parallelism at the number of heads and at the fast link, the pipeline at the number of blocks and at the bubble. Together they go further.
 #
 # ## What held
 #
-# The 2022 index asks whether each GPU has a full copy of the model, or the model itself is distributed: answered above, in bytes. And these methods are for what does not fit *with all the other tricks*, say the guides. So both once more, with micro-batches of one sequence, checkpointing and Adafactor.
+# The 2022 index asks whether each GPU has a full copy of the model, or the model itself is distributed. The guides add that distributed models are for what does not fit *with all the other tricks*.
+#
+# ### Where are the weights?
+#
+# The checks compare the bytes on a rank with those on one device.
+
+# %% tags=["claim"]
+one_device = runs["one device"][0]
+copies = [rank["breakdown"]["weights"] / one_device["breakdown"]["weights"] for rank in runs["data parallel"]]
+display(claims.check("data-parallel-copies", min(copies)))
+display(claims.check("tensor-parallel-splits", max(largest["tensor parallel"], *shares.values())))
+display(claims.check("pipeline-parallel-splits", largest["pipeline, 1F1B"]))
+
+# %% [markdown]
+# ### Is it the same training?
+#
+# The checks compare gradients.
+
+# %% tags=["claim"]
+display(claims.check("tensor-parallel-same", far["tensor parallel"]))
+display(claims.check("pipeline-parallel-same", max(far["pipeline, 1F1B"], far["pipeline, GPipe"])))
+
+# %% [markdown]
+# ### How far does it go?
+#
+# For the first check both methods train once more, with micro-batches of one sequence, checkpointing and Adafactor. The second compares eight ranks in a grid with one method alone.
 
 # %% tags=["claim"]
 peaks = {}
 for name, options in {"one device": {}, "tensor": {"way": "tensor"}, "pipeline": {"way": "pipeline"}}.items():
     tricks = each_rank(f"{name}, all tricks", steps=2, parts=8, samples=8, frugal=True, **options)
     peaks[name] = max(rank["peak_bytes"] for rank in tricks)
-one_device = runs["one device"][0]
-copies = [rank["breakdown"]["weights"] / one_device["breakdown"]["weights"] for rank in runs["data parallel"]]
-display(claims.check("data-parallel-copies", min(copies)))
-display(claims.check("tensor-parallel-splits", max(largest["tensor parallel"], *shares.values())))
-display(claims.check("pipeline-parallel-splits", largest["pipeline, 1F1B"]))
-display(claims.check("tensor-parallel-same", far["tensor parallel"]))
-display(claims.check("pipeline-parallel-same", max(far["pipeline, 1F1B"], far["pipeline, GPipe"])))
 beyond = min(peaks["tensor"], peaks["pipeline"]) / peaks["one device"]
 display(claims.check("model-parallel-beyond-tricks", beyond, note=str(peaks)))
 alone = min(size for ranks in (1, 2, 4, 8) for size in limits[ranks][:2] if size)
 claims.check("three-d-scales", limits[8][2] / alone, note=f"alone {alone:.3f} MB, on at most 8 ranks")
 
 # %% [markdown]
-# ## Exercise, a challenge: the cheapest cut that fits
+# ## Exercise, a challenge: the cheapest split that fits
 #
-# A model of layers of unequal widths is to be cut into two stages, so that no rank exceeds a limit of weights and the fewest bytes are sent. Write a function that takes the MB of each layer, the MB sent if the cut is *after* that layer, and the limit, and returns how many layers the first stage gets. It is tried on models drawn anew each time, each with a limit that some cut meets.
+# A model has layers of unequal widths. Split it into two stages so that no rank stores more weights than a limit allows, and so that the fewest bytes are sent. Write a function that returns how many layers the first stage gets. It takes
+#
+# - the MB of each layer,
+# - for each layer but the last, the MB that are sent if the split is *after* it,
+# - the limit in MB.
+#
+# The check draws new models each time, each with a limit that some split meets.
 
 # %% tags=["exercise"]
 exercises.hint(
     "If the first stage gets `cut` layers, the ranks hold `sum(layers_MB[:cut])` and `sum(layers_MB[cut:])`.",
     "What that cut sends is `sent_MB[cut - 1]`. Which cuts are allowed at all? `range(1, len(layers_MB))`.",
-    "First keep the cuts at which both ranks are within the limit. Then ask which of these sends least.",
+    "First keep the cuts at which both ranks are within the limit. Then take the one that sends least.",
 )
 answer = None
 
 
-# %% tags=["check"]
+# %% tags=["check"] jupyter={"source_hidden": true}
 def drawn():
-    """A model of 5 to 9 layers: MB of each, MB sent after each but the last, a limit."""
+    """Draw a model of 5 to 9 layers: MB of each, MB sent after each but the last, a limit."""
     widths = [64 * random.randint(1, 16) for _ in range(random.randint(6, 10))]
     layers_MB = [4 * (into + 1) * out / 1e6 for into, out in pairwise(widths)]
     fullest = sorted(max(sum(layers_MB[:cut]), sum(layers_MB[cut:])) for cut in range(1, len(layers_MB)))
@@ -900,9 +989,11 @@ exercises.prove(check_cut, solution=cheapest, mistake=most_even)
 # %% [markdown]
 # ## Recap
 #
-# - A block was cut through its matrices and a model into stages: the same gradients as the whole one, with about half of the bytes on each rank.
-# - What each cut sent was counted: sums of activations in every layer for tensor parallelism, one message a micro-batch for a pipeline, one sum of gradients a step for copies. The group that talked most gets the fast link.
-# - The bubble of a pipeline was measured and drawn. More micro-batches shrank it, at smaller products, and 1F1B held fewer activations at the same bubble.
+# - A block split through its matrices and a model split into stages had the gradients of the whole model, with 50 % of its weights on each rank.
+# - Tensor parallelism sends sums of activations in every layer, a pipeline one message per micro-batch, data parallelism one sum of gradients per step. In the grid of eight ranks a rank sent 2.36 MB, 0.26 MB and 0.86 MB per step. The group that sends the most gets the fast link.
+# - Two stages with one micro-batch are idle for 50 % of the time; with eight the formula gives 11 %. More micro-batches shrink the bubble, but their matmuls are smaller.
+# - 1F1B has the same bubble as GPipe and stores less: the first of four stages held 4 micro-batches instead of 8.
+# - If a model fits, replicas are usually faster: 1.75 times one device, against 1.33 with tensor parallelism and 1.47 with the best pipeline (AMD EPYC, 2 cores, 2026-11-28).
 
 # %% tags=["finish"]
 claims.finish()

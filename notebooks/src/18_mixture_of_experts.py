@@ -1,12 +1,18 @@
 # %% [markdown]
 # # Can a model have ten times the parameters at the same arithmetic?
 #
-# It can, if each token passes through a small part of them only. What that saves, and what it does not, is counted here.
+# Mixtral has 47 billion parameters, but a token is multiplied by only 13 billion of them. Which of the two numbers decides how much memory you need, how long a step takes, and how good the model gets? This lesson counts what a mixture of experts saves, and what it does not.
 #
 # **You will see**
-# - a gate, experts, dispatch and combine in a few lines, equal to the library's own block
-# - what grows with the number of experts and what stays: parameters, memory, arithmetic, seconds, and the loss
-# - experts that live in two processes, tokens that travel to them and back, and each byte of it
+# - a gate, experts, dispatch and combine in a few lines, with the output of the library's own block
+# - what grows with the number of experts and what does not: parameters, memory, arithmetic, seconds, and the loss
+# - experts in two processes, tokens that travel to them and back, and the bytes that they take
+#
+# **Time:** plan 60 minutes. The cells run for 1 to 2 minutes on two CPU cores.
+#
+# **Before you start:** lesson 01 (memory of a step), lesson 02 (counting operations) and lesson 15 (ranks).
+#
+# **What a CPU cannot show:** how long a GPU takes for many small experts, and its link for their tokens. Parameters, bytes, operations and losses do not depend on the device; seconds here are those of one thread.
 
 # %% tags=["parameters"]
 profile = "auto"
@@ -44,28 +50,28 @@ torch.set_num_threads(1)  # in this notebook's own process, where all tensors ar
 # %% [markdown]
 # ## Idea
 #
-# In a transformer most parameters are those of the feed-forward networks (FFN), and every token is multiplied by all of them. A **mixture of experts** has many FFNs in a layer, the *experts*. A small linear layer, the **gate** (or router), scores them for each token, and only the best *k* compute. More experts are more parameters; *k* of them are the arithmetic, however many there are.
+# In a transformer most parameters belong to the feed-forward networks (FFNs), and every token is multiplied by all of them. A **mixture of experts** has many FFNs in a layer, the *experts*. A small linear layer, the **gate** (or router), scores them for each token, and only the best *k* compute. The parameters are those of all experts. The arithmetic is that of *k* experts, however many there are.
 #
-# "8 experts" in a model's name says nothing about its cost, then. What does?
+# So "8 experts" in a model's name says nothing about its cost. What does?
 #
 # ## Predict
 #
-# Below, one model gets 32 experts in place of each FFN. Each expert is half as wide as that FFN, and each token goes to two.
+# Below, one model gets 32 experts in place of each FFN. Each expert is half as wide as that FFN, and each token goes to two of them.
 
 # %%
-asked = "What will be the peak of its training, in times that of the dense model?"
+asked = "How many times the dense model's peak will its training take?"
 widgets.predict(lab, "peak", asked, "x", 0.5, 40)
 
 # %%
 exercises.question(
     lab,
     "eight times",
-    "A layer gets 8 experts, each exactly as wide as the FFN that it had, and a token goes to the best 2. What does a "
-    "token cost there, in products?",
+    "A layer gets 8 experts, each exactly as wide as the FFN that it had, and a token goes to the best 2. How much "
+    "arithmetic does a token cost there?",
     {
         "8 times as much": "Eight experts are there, and stay in memory. But a token is multiplied by the weights of two.",
-        "about as much as before": "So it would be with one expert of that width for each token, or with two half as wide.",
-        "about twice as much": "Two experts of the old width, and the gate's own product, which is small: one row an "
+        "about as much as before": "That would be true of one expert of that width for each token, or of two half as wide.",
+        "about twice as much": "Two experts of the old width, and the gate's own matmul, which is small: one row per "
         "expert. The other six cost memory, not arithmetic.",
     },
     right="about twice as much",
@@ -74,12 +80,19 @@ exercises.question(
 # %% [markdown]
 # ## By hand
 #
-# Four steps: **route** (scores, and the best *k* with weights that sum to 1), **dispatch** (collect the tokens of each expert), **compute**, **combine** (add the results up where the tokens came from). An expert here is the FFN of Mixtral, three matrices with a SiLU.
+# A mixture takes four steps:
+#
+# - **route**: score the experts, and choose the best *k*, with weights that sum to 1;
+# - **dispatch**: collect the tokens of each expert;
+# - **compute**: run each expert on its tokens;
+# - **combine**: add the results up where the tokens came from.
+#
+# An expert here is the FFN of Mixtral: three matrices with a SiLU.
 
 
 # %%
 def route(x, gate, k):
-    """x (tokens, width), gate (experts, width) -> weights and experts chosen (tokens, k), scores (tokens, experts)."""
+    """Return weights and experts chosen (tokens, k), scores (tokens, experts). x: (tokens, width)."""
     scores = (x @ gate.T).softmax(-1)
     weights, chosen = scores.topk(k)
     return weights / weights.sum(-1, keepdim=True), chosen, scores
@@ -101,20 +114,20 @@ def mixture(x, gate, gate_up, down, k):
 
 
 # %% [markdown]
-# Nothing so far keeps the gate from sending every token to the same two experts. So the trainings of such models add a **balancing loss**: for each expert the share of tokens that it got, times the mean score that the gate gave it, summed, times the number of experts. It is smallest where both are even. (The share is a count and has no gradient. The score has one, and it falls most where the share is large.)
+# Nothing so far keeps the gate from sending every token to the same two experts. Therefore trainings of such models add a **balancing loss**. For each expert it multiplies the share of tokens that the expert got by the mean score that the gate gave it. The sum over the experts, times the number of experts, is the loss. It is smallest if both are even. (The share is a count and has no gradient. The score has one, which lowers it most where the share is large.)
 #
-# Now with the weights of transformers' own block. What the library computes all experts with has a name, too:
+# The next cell compares both functions with transformers' own, on the weights of its block. It also prints the name of the implementation with which the library computes its experts:
 
 
 # %%
 def balancing(scores, chosen):
-    """The loss of Switch Transformers, equations 4 to 6, with k choices a token."""
+    """Return the loss of Switch Transformers, equations 4 to 6, with k choices per token."""
     share = F.one_hot(chosen, scores.shape[-1]).float().sum(1).mean(0)
     return scores.shape[-1] * (share * scores.mean(0)).sum()
 
 
 def sparse(experts, k, width, seq_len=64, **config):
-    """Mixtral in small. One expert is the dense model: a Llama, the same without gate, sorting and copies of tokens."""
+    """Return a small Mixtral; for one expert a Llama, the same without gate, sorting and copies of tokens."""
     config = {"hidden_size": 128, "num_hidden_layers": 4, "vocab_size": 500, "head_dim": 32} | config
     config = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": width} | config
     config["dtype"] = "float32"
@@ -134,18 +147,18 @@ torch.testing.assert_close(balancing(scores, chosen), load_balancing_loss_func(l
 print(type(block).__name__, "computes its experts by", model.config._experts_implementation)
 
 # %% [markdown]
-# Equal, and so is the balancing loss. `eager` is a loop like ours. `grouped_mm` sorts the tokens by expert and hands all products to one call; `batched_mm` copies the weights for every token. `model.set_experts_implementation` switches.
+# The outputs are equal, and so is the balancing loss. `eager` is a loop like ours. `grouped_mm` sorts the tokens by expert and computes all matmuls in one call. `batched_mm` copies the weights for every token. `model.set_experts_implementation` switches between them.
 #
-# The gate sees one vector and nothing else. So the same vector gets the same experts wherever it stands.
+# The gate sees one vector and nothing else. So the same vector gets the same experts at every position.
 #
 # ### Which layers?
 #
-# "Every other FFN layer is replaced", say the guides, and so it is in GLaM, from whose paper their picture comes. What do models do? Here is each architecture's default configuration in full size, on torch's `meta` device, where tensors have shapes but no numbers:
+# "Every other FFN layer is replaced", say the guides. That is true of GLaM, from whose paper their picture comes. What do other models do? The table has each architecture's default configuration in full size, on torch's `meta` device, where tensors have shapes but no numbers:
 
 
 # %%
 def census(name):
-    """Layers that have mixtures, all layers, parameters, and those of them that a token meets (in billions)."""
+    """Return the row of an architecture in the table below; parameters are in billions."""
     config = transformers.AutoConfig.for_model(name)
     families = ("CausalLM", "ForCausalLM", "ForConditionalGeneration")
     stem = type(config).__name__.removesuffix("TextConfig").removesuffix("Config")
@@ -171,11 +184,11 @@ display(plots.Table(titles, found))
 every_other = sum(2 * sparse_ones == layers for _, sparse_ones, layers, *_ in found) / len(found)
 
 # %% [markdown]
-# The first ones replaced every other layer, or every fourth; most that came later replace all of them, or all but the first. The last two columns are this lesson in two numbers. (All of these are PyTorch. That most implementations are TensorFlow's, as the guides say, was so in 2022.)
+# The first architectures replaced every other layer, or every fourth. Most later ones replace all layers, or all but the first. The last two columns are this lesson in two numbers. (All of these models are written in PyTorch. The guides say that most implementations are in TensorFlow, which was true in 2022.)
 #
 # ## Baseline
 #
-# From here on a pair of models. The dense one is a Llama of 4 layers, each with an FFN of 512. (A Mixtral with one expert would still pay for a gate and for sorting.)
+# From here on the lesson compares two models. The dense one is a Llama of 4 layers, each with an FFN of width 512. (A Mixtral with one expert is no fair baseline: it would still pay for a gate and for sorting.)
 
 # %%
 dense = sparse(1, 1, 512)
@@ -185,7 +198,7 @@ base
 # %% [markdown]
 # ## Change one thing
 #
-# 32 experts of 256, of which each token takes two: as many weights for a token as before.
+# The mixture has 32 experts of width 256, of which each token takes two. A token meets as many weights as before.
 
 # %%
 many = sparse(32, 2, 256)  # new
@@ -194,7 +207,7 @@ _ = plots.memory([base, mixed], title="A training step of 4 sequences: the peak"
 
 
 def of_tensors(measured):
-    """Bytes at the peak, without what an operation takes within itself: on a GPU that is as much for any model."""
+    """Return the bytes at the peak without operator workspace, which on a GPU is as large for any model."""
     return measured.peak_bytes - measured.memory.breakdown["inside_operations"]
 
 
@@ -214,14 +227,14 @@ def foretold():
 widgets.revealed(lab, "peak", heavier, estimate=lab.foresee(foretold))
 
 # %% [markdown]
-# Weights, gradients and optimizer states grow with *all* experts; activations only with those that a token meets. So the factor of memory lies below that of the parameters, and a larger batch lowers it. In inference, too, all experts must be there, since the next token may want any of them. The guides name *distillation* as a way out: a dense model learns the mixture's answers. It takes a dense model's memory, and keeps of the gain what it learns (not measured here).
+# Weights, gradients and optimizer states grow with *all* experts. Activations grow only with the experts that a token meets. So memory grows by a smaller factor than the parameters, and a larger batch lowers that factor. Inference needs all experts in memory, too, because the next token may go to any of them. The guides name *distillation* as a way out: a dense model learns the mixture's answers. It takes a dense model's memory, and keeps as much of the gain as it learns (not measured here).
 #
-# And the arithmetic? torch's counter has a trap here (lesson 02): it knows products by their names, and in torch 2.15 `_grouped_mm` is none of them. The table has the experts' share by formula too: 3 matrices, 2 operations a weight, *k* experts, and backward is twice the forward.
+# And the arithmetic? torch's counter has a trap here (lesson 02): it knows matmuls by their names, and in torch 2.15 `_grouped_mm` is not among them. So the table also has the experts' part by formula: 3 matrices, 2 operations per weight, *k* experts, and backward is twice the forward.
 
 
 # %%
 def products(task, implementation="eager"):
-    """Floating-point operations in matrix products a token, forward and backward."""
+    """Return the floating-point operations in matmuls per token, forward and backward."""
     model, batch = task.build_model(), task.batch(4)
     if hasattr(model.config, "num_local_experts"):
         model.set_experts_implementation(implementation)
@@ -237,23 +250,23 @@ if grouped < cost["32 experts"]:
 rows = [["dense", cost["dense"], 1.0], ["32 experts, eager", cost["32 experts"], cost["32 experts"] / cost["dense"]]]
 rows += [["32 experts, grouped_mm, as counted", grouped, grouped / cost["dense"]]]
 rows += [["the experts alone, by formula", float(told), told / cost["dense"]]]
-plots.Table(["", "operations a token", "x dense"], rows)
+plots.Table(["", "operations per token", "x dense"], rows)
 
 # %% [markdown]
-# If the third line is the second less the fourth, the counter missed the experts, and whoever computes a utilisation from it is told far too little. What the mixture really adds is the gate: one product of 32 rows.
+# If the third row is the second minus the fourth, the counter missed the experts, and a utilization that is computed from it is far too low. The mixture itself adds only the gate: one matmul with 32 rows.
 #
 # ### Seconds
 #
-# Equal arithmetic is not equal time. Training steps of the pair, in turns in one process:
+# Equal arithmetic is not equal time. The next cell times training steps of both models in interleaved runs in one process:
 
 
 # %%
 def in_turns(tasks, turns=6, samples=64, learns=True, implementations=()):
-    """Seconds of each task's step, or of its forward pass, on one thread: for each (wall, CPU) of each turn."""
+    """Return for each task (wall, CPU) seconds of each turn: of its step or its forward pass, on one thread."""
 
     def work(task, implementation):
         model, batch = task.build_model().to(DEVICE), task.batch(samples, DEVICE)
-        if implementation:  # by this way of the table above
+        if implementation:  # as in the table above
             model.set_experts_implementation(implementation)
         if not learns:
             return lambda: torch.no_grad()(model.eval())(input_ids=batch["input_ids"])
@@ -270,15 +283,15 @@ def in_turns(tasks, turns=6, samples=64, learns=True, implementations=()):
 
 # %%
 def speed_of(processes, first, second, again):
-    """How much faster the second work is than the first: a median with its interval. `again` is the first once more:
-    what the two differ by is noise."""
+    """Return how many times as fast as the first the second work is: a median with its interval. `again` is the
+    first once more: their difference is noise."""
     return Ratio.of_turns(
         [[taken[which] for which in (first, second, again)] for taken in processes or []], CLOCK, FLOOR
     )
 
 
 def small(experts, k, width, scale=1):
-    """A layer of width 64; scaled, each side of each matrix is so many times as long."""
+    """Return a model with one layer of width 64 x scale: each side of each matrix is scaled."""
     thin = {"hidden_size": 64 * scale, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 48 + 64}
     return sparse(experts, k, width * scale, 16, head_dim=16 * scale, **thin)
 
@@ -287,16 +300,19 @@ DEVICE, CLOCK, FLOOR = ("cuda", 0, 1.02) if cuda else ("cpu", 1, 1.05)
 how = [None, "grouped_mm", "eager"]
 taken = in_turns([dense, many, many], 3, samples=4, implementations=how)
 rows = [[name or "dense", 1e3 * median(turn[CLOCK] for turn in each)] for name, each in zip(how, taken)]
-plots.Table(["experts computed by", "ms a step"], rows)
+plots.Table(["experts computed by", "ms per step"], rows)
 
 # %% [markdown]
-# Part of the difference is the update: AdamW goes over *every* parameter in each step, chosen or not. Part is sorting, gathering and products with few rows each.
+# Part of the difference is the update: AdamW goes over *every* parameter in each step, chosen or not. Another part is sorting, gathering, and matmuls with few rows each.
 #
 # ## Does it learn more?
 #
-# A task to learn: 48 "languages", each its own order of 64 words. A sentence begins with its language, and then each word is the one that follows in that order. It is about *remembering*, which large FFNs are said to do, so it suits experts.
+# The task has 48 "languages", each with its own order of 64 words. A sentence begins with its language, and then each word is the one that follows in that order. This is about *remembering*, which large FFNs are said to do, so it suits experts.
 #
-# Dense models of several widths against two mixtures. `8 experts` of 32 and `64 experts` of 16 meet as many weights a token as the dense ones of 64 and 32; the dense one of 256 has as many in all as the 8 experts. The same steps and rate for all, three seeds, judged on fresh sentences.
+# Dense models of several widths compete with two mixtures. All train with the same steps and learning rate, with three seeds, and are tested on fresh sentences.
+#
+# - `8 experts` of width 32 and `64 experts` of width 16 meet as many weights per token as the dense models of width 64 and 32.
+# - The dense model of width 256 has as many weights in all as the 8 experts.
 
 
 # %%
@@ -309,9 +325,9 @@ def sentences(order, count, numbers):
 
 
 def guessed(expert, ids):
-    """How often a token's expert is guessed right by who knows one thing of each token, and for each of its values which
-    expert was chosen most in the first half of the sentences. Judged by the second half. (The first word is left out: it
-    is the language, so its place is told by what it is.)"""
+    """Return how often a token's expert is guessed right from one property of the token. The guess is the expert that
+    was chosen most for that value in the first half of the sentences; the second half is the test. (The first word is
+    left out: it is the language, so the word gives its place away.)"""
     expert, words, found = expert.view(ids.shape)[:, 1:].flatten(), ids[:, 1:].flatten(), {}
     places, half = torch.arange(1, ids.shape[1]).repeat(len(ids)), len(words) // 2
     for name, known in {"nothing": 0 * words, "its place": places, "its word": words}.items():
@@ -359,7 +375,7 @@ def all_of(shapes, seed, balance=0.02):
     return lab.run(run, f"seed {seed}", measure="value").value
 
 
-with ThreadPoolExecutor(2) as pool:  # what is learnt does not depend on who computes beside it
+with ThreadPoolExecutor(2) as pool:  # trainings side by side do not change what is learnt
     learnt = [*pool.map(partial(all_of, SHAPES), SEEDS)]
 ends = {name: [seed[name]["unseen"] for seed in learnt] for name in SHAPES}
 rows = [[name, small(*sizes).parameters(), sizes[1] * sizes[2], *ends[name]] for name, sizes in SHAPES.items()]
@@ -368,9 +384,11 @@ shown = {name: [seed[name]["losses"] for seed in learnt] for name in SHAPES if n
 _ = plots.losses(shown, title="48 languages")
 
 # %% [markdown]
-# Read the table by its third column. At the same width a token meets, more experts end lower; that is what mixtures promise. "Faster" is said in comparison with another model: the dense one that ends as low. And the last line: what went wrong there?
+# Read the table by its third column. If a token meets the same width, more experts end with a lower loss; that is what mixtures promise. "Faster" needs another comparison: with the dense model that ends with the same loss. And the last row: what went wrong there?
 #
 # ## Who gets the tokens?
+#
+# The left picture shows the load of each expert. The right one shows how many choices are lost if each expert takes only a fixed number of tokens. The table asks what a token's expert depends on.
 
 # %%
 figure, axes = plt.subplots(1, 2, figsize=(10.5, 3.6), layout="constrained")
@@ -385,8 +403,6 @@ plots.lines(factors, lost, "capacity factor", "choices dropped (%)", axes[1], "W
 busiest = {name: [max(seed[name]["load"][1]) * SHAPES[name][0] for seed in learnt] for name in (*SHAPES,)[4:]}
 for name, most in busiest.items():
     print(f"{name}: the busiest expert got {', '.join(f'{times:.1f}' for times in most)} times the mean")
-
-# %%
 guesses = {who: [seed["64 experts"]["guessed"][who] for seed in learnt] for who in learnt[0]["64 experts"]["guessed"]}
 rows = [[who, *(f"{share:.0%}" for share in shares)] for who, shares in guesses.items()]
 display(
@@ -394,23 +410,25 @@ display(
 )
 
 # %% [markdown]
-# An expert that is chosen often learns more, and is chosen more often: by the task's loss alone a few experts take nearly everything, and the others are memory for nothing. The balancing loss works against that; with 64 experts and so short a training it does not reach an even load.
+# An expert that is chosen often learns more, and is then chosen more often. With the task's loss alone, a few experts take nearly all tokens, and the others only cost memory. The balancing loss works against that. With 64 experts and so short a training it does not reach an even load.
 #
-# Right: where buffers must have a fixed size, as on TPUs, each expert takes at most *capacity factor* x the mean, and what does not fit is **dropped**: it passes by on the residual connection alone. DeepSeek-V2 dropped tokens, too, in training. Mixtral drops none, and waits for the busiest expert instead. (DeepSeek-V3 balances without a second loss: it adds a bias to each expert's score, for choosing only, and lowers it while the expert has too many tokens.)
+# The right picture matters where buffers must have a fixed size, as on TPUs. There each expert takes at most *capacity factor* x the mean, and tokens that do not fit are **dropped**: they pass by on the residual connection alone. DeepSeek-V2 dropped tokens, too, in training. Mixtral drops none, and waits for the busiest expert instead. (DeepSeek-V3 balances without a second loss: it adds a bias to each expert's score, for choosing only, and lowers the bias while the expert has too many tokens.)
 #
-# The table answers another question. The guides say that the gate trains the experts "depending on the input token's position in a sequence". How often is an expert guessed by who knows nothing of a token but its place? As often as without it. Its word tells most: "depending on the token" would be right.
+# The table tests a statement of the guides: the gate trains the experts "depending on the input token's position in a sequence". How often can you guess a token's expert if you know only its position? As often as if you know nothing. The word helps most, so "depending on the token" would be right.
 #
 # ## What quality costs
 #
-# The guides know two ways to the quality of a dense model: dozens of experts on a base 5 times smaller, or few on one 2 to 3 times smaller: our FFNs of 32 and 64 against the dense 160. The dense model "of equal quality" is read off the losses: its width lies between two that were trained.
+# The guides name two ways to the quality of a dense model: dozens of experts on a base model 5 times smaller, or a few experts on one 2 to 3 times smaller. Here these are the mixtures that meet an FFN width of 32 and 64, and the dense model has width 160. The width of the dense model "of equal quality" is interpolated between two widths that were trained.
 #
-# The papers' models are large. So the race is run three times: as trained; four times as wide; and as wide as the smallest model of those papers, Switch-Base. (That a pair of equal quality stays one when both are widened is assumed, not measured.)
+# The papers' models are large. So the comparison runs at three sizes: as trained, four times as wide, and as wide as the smallest model of those papers, Switch-Base. (The lesson assumes, and does not measure, that two models of equal quality stay equal when both are widened.)
+#
+# > **On a GPU:** the largest size is 32 times as wide as trained, because a GPU needs more work to be busy.
 
 
 # %%
 def equal_width(seed):
-    """The FFN width of a dense model that ends where 64 experts do: between two that were trained, on a straight line
-    in the logarithms. None: no two have that loss between them."""
+    """Return the FFN width of a dense model that ends with the loss of the 64 experts, interpolated between two trained
+    widths on logarithmic axes; None if no two losses enclose it."""
     target, tried = (
         ends["64 experts"][seed],
         [(SHAPES[name][2], ends[name][seed]) for name in SHAPES if "dense" in name],
@@ -445,12 +463,10 @@ for scale, (forward, step) in races.items():
     slower = Ratio(1 / slower.value, 1 / slower.high, 1 / slower.low) if slower.known else slower
     speeds[scale] = speed_of(forward, 0, 1, 2), speed_of(step, 1, 4, 6), few, slower
     rows.append([64 * scale, less, *map(str, speeds[scale])])
-titles = ["width", "64 experts: fewer products", "faster forward", "faster step"]
+titles = ["width", "64 experts: fewer operations", "faster forward", "faster step"]
 titles = [*titles, "8 experts: faster step", "64 against dense 32: x the seconds of a step"]
 display(
-    plots.Table(
-        titles, rows, "Mixtures against the dense model of equal quality, and the last against as many products"
-    )
+    plots.Table(titles, rows, "Mixtures against the dense model of equal quality; last column: of as many operations")
 )
 peaks = {}
 for name in ("dense, 160", "8 experts", "64 experts"):
@@ -459,11 +475,18 @@ for name in ("dense, 160", "8 experts", "64 experts"):
 plots.Table(["", "memory, x dense"], [[name, peak / peaks["dense, 160"]] for name, peak in peaks.items()])
 
 # %% [markdown]
-# Read down the columns: the wider, the closer the seconds come to the products. In the first line gate, sorting and gathering cost more than the narrow FFN saves. Training gains less than a forward pass, for AdamW goes over *all* experts in each step. Large trainings have a thousand times as many tokens in a step, so their update is a small part. The papers' 4 to 5 times are out of reach here for a plainer reason: at this quality the products themselves are not that many times fewer.
+# Read down the columns: the wider the models, the closer the seconds come to the operations. In the first row, gate, sorting and gathering cost more than the narrow FFN saves. Training gains less than a forward pass, because AdamW goes over *all* experts in each step. Large trainings have a thousand times as many tokens in a step, so the update is a small part of theirs. The papers' 4 to 5 times are out of reach here for a simpler reason: at this quality the mixture does not save that many operations.
 #
 # ## Experts in two processes
 #
-# What does not fit on one device is split, and experts split well: **expert parallelism** gives each rank some experts whole, and the tokens travel. Every rank has tokens of its own, as in data parallel training, and its own copy of the gate. It sorts its tokens by expert, tells each rank how many are coming, and then an **all-to-all** takes place: each rank hands every other rank a part of its own, of any size. The results come back by another. In backward the gradients take both ways once more, in the other direction; `Exchange` says so to autograd. `Traffic` is lesson 15's: a dispatch mode, which sees every operation before it is carried out.
+# If the experts do not fit on one device, they are easy to distribute. **Expert parallelism** gives each rank some whole experts, and the tokens travel. Every rank has its own tokens, as in data parallelism, and its own copy of the gate. A layer then takes these steps:
+#
+# - Each rank sorts its tokens by expert, and announces to each other rank how many are coming.
+# - In an **all-to-all**, each rank sends every other rank a part of its tokens, of any size.
+# - The experts compute, and a second all-to-all returns the results.
+# - In backward the gradients take both ways again, in the opposite direction. `Exchange` defines this for autograd.
+#
+# `Traffic` is the dispatch mode of lesson 15: it sees every operation before it is executed.
 
 
 # %%
@@ -481,7 +504,7 @@ class Exchange(torch.autograd.Function):
 
 
 class Traffic(TorchDispatchMode):
-    """Notes for each all-to-all of rows the bytes that this rank hands to the other ranks."""
+    """Record the bytes that this rank sends to other ranks in each all-to-all of rows."""
 
     def __init__(self):
         super().__init__()
@@ -496,7 +519,7 @@ class Traffic(TorchDispatchMode):
 
 # %%
 def in_parallel(x, gate, gate_up, down, k):
-    """As `mixture`: x are the tokens of this rank, gate_up and down the experts of this rank."""
+    """Compute `mixture` on all ranks: x has this rank's tokens, gate_up and down this rank's experts."""
     ranks, here = dist.get_world_size(), len(down)
     weights, chosen, _ = route(x, gate, k)
     order = chosen.flatten().argsort(stable=True)  # by expert, so by rank
@@ -527,11 +550,11 @@ def layer_step(task, experts=16, k=2, width=64, inner=128, tokens=512):
     parts = [part.to(device).clone().requires_grad_() for part in (x, gate, gate_up, down)]
     with Traffic() as traffic:
         out = (in_parallel if ranks > 1 else mixture)(*parts, k)
-        out.square().mean().backward()  # as losses are: the mean over this rank's own tokens
+        out.square().mean().backward()  # as in a loss: the mean over this rank's own tokens
     if ranks > 1:
         dist.all_reduce(parts[1].grad)  # only the gate is on every rank
     for part in parts:
-        part.grad /= ranks  # of a mean over all tokens, each rank's mean is one of `ranks` parts
+        part.grad /= ranks  # the mean over all tokens is the mean of the ranks' means
     found = {"out": out, "x": parts[0].grad, "gate": parts[1].grad, "experts": parts[3].grad}
     found = {name: values.detach().cpu().flatten(1).norm(dim=1).tolist() for name, values in found.items()}
     return found | {"sent": traffic.sent, "expert bytes": sum(part.nbytes for part in parts[2:])}
@@ -545,7 +568,7 @@ for name in ("out", "x", "experts"):
     joined = ranks[0][name] + ranks[1][name]
     torch.testing.assert_close(joined, alone[name], rtol=1e-4, atol=1e-6)
 torch.testing.assert_close(ranks[0]["gate"], alone["gate"], rtol=1e-4, atol=1e-6)
-told = 256 * 2 * 64 * 4 * (2 - 1) / 2  # tokens of a rank x k x width x bytes x (N - 1) / N
+told = 256 * 2 * 64 * 4 * (2 - 1) / 2  # explained after the question below
 ways = ["dispatch", "combine", "combine, backward", "dispatch, backward"]
 rows = [[way, *(rank["sent"][number] for rank in ranks), told] for number, way in enumerate(ways)]
 rows += [["in all", *(sum(rank["sent"]) for rank in ranks), 4 * told]]
@@ -560,7 +583,7 @@ exercises.question(
     "The 16 experts are made 64, each as wide as before, on the same two ranks. What do the all-to-alls of a step carry?",
     {
         "4 times as much": "The experts stay where they are. It is tokens that travel, each to k experts.",
-        "as much as before": "Tokens x k x width x bytes, and the share that goes elsewhere: neither the number of "
+        "as much as before": "Tokens x k x width x bytes x the share that goes elsewhere: neither the number of "
         "experts nor their width is in it. More ranks would send more: (N - 1) / N.",
         "less, since each expert gets fewer tokens": "Each gets fewer, and there are more of them: the sum is the same.",
     },
@@ -568,14 +591,20 @@ exercises.question(
 )
 
 # %% [markdown]
-# A rank holds half of the experts and never sends them: tokens travel, weights stay. Nor are the experts' gradients summed over the ranks, for each expert saw the tokens of all. But divided they must be: each rank's loss is the mean over its own tokens, so an expert's gradient comes out N times too large beside those that DDP averages. AdamW would hide that, for it divides by the gradient's size; clipping by the norm would not. The formula holds for an even choice. The table shows what an uneven one does: whoever has the popular experts receives more, and all wait for that rank.
+# A rank stores half of the experts and never sends them: tokens travel, weights stay. The experts' gradients are not summed over the ranks either, because each expert saw the tokens of all ranks. But they must be divided. Each rank's loss is the mean over its own tokens, so an expert's gradient is N times too large compared with gradients that DDP averages. AdamW would hide that, because it divides by the gradient's size; clipping by the norm would not.
+#
+# The formula is: tokens of a rank x *k* x width x bytes x (N - 1) / N. It holds if the choice of experts is even. The table shows what happens if it is not: the rank with the popular experts receives more, and all ranks wait for it.
 #
 # ## What held
+#
+# ### A mixture against a dense model
+#
+# The first seven checks compare a mixture with a dense model: with one that has as many FFN weights per token, or (for speed of training and inference) with one of equal quality.
 
 # %% tags=["claim"]
 inference, faster, few, slower = speeds[SCALES[-1]]
 costs = [products(small(1, 1, round(width or equal))) / products(small(1, 1, equal)) for width in found]
-faster, inference = (  # as far apart as the seeds are about the width of equal quality
+faster, inference = (  # includes how much the width of equal quality differs by seed
     Ratio(speed.value, speed.low * min(costs), speed.high * max(costs)) if speed.known else speed
     for speed in (faster, inference)
 )
@@ -592,7 +621,12 @@ told = (0.6 * inference.low, 1.05 * inference.high) if inference.known else infe
 display(claims.check("moe-faster", faster, predicted=told, missing=narrow or unlike))
 display(claims.check("moe-inference", inference, missing=narrow or unlike))
 
-# %%
+# %% [markdown]
+# ### Few or many experts, and the gate
+#
+# Three checks compare few experts with the dense model and with many. The others ask how the gate spreads the tokens, what it looks at, and in which layers it is used.
+
+# %% tags=["claim"]
 display(claims.check("moe-few-speed", few, missing=narrow))
 display(claims.check("moe-few-memory", peaks["8 experts"] / peaks["dense, 160"]))
 display(claims.check("moe-many-memory", peaks["64 experts"] / peaks["8 experts"]))
@@ -606,7 +640,7 @@ claims.check("moe-every-other", every_other)
 # %% [markdown]
 # ## Explore
 #
-# A model of Mixtral's size (32 layers, width 4096), with other experts. AdamW in mixed precision takes 18 bytes a parameter (lesson 01), and activations come on top.
+# A model of Mixtral's size (32 layers, width 4096), with other experts. AdamW in mixed precision takes 18 bytes per parameter (lesson 01). Activations are not included.
 
 
 # %% tags=["widget"]
@@ -620,7 +654,7 @@ def draw(experts, k, width):
     values = [total / dense, active / dense, total / dense]
     texts = [
         f" {total / 1e9:.1f}e9",
-        f" {active / 1e9:.1f}e9, {6 * active / 1e9:.0f} GFLOP a token",
+        f" {active / 1e9:.1f}e9, {6 * active / 1e9:.0f} GFLOP per token",
         f" {18 * total / 1e9:.0f} GB",
     ]
     for bar, value, colour, text in zip(bars, values, plots.SERIES, texts):
@@ -638,14 +672,20 @@ _ = widgets.explore(draw, experts=[8, 1, 2, 16, 64, 256], k=[2, 1, 4, 8], width=
 # %% [markdown]
 # ## Exercise 1: sixteen times the parameters
 #
-# Make an FFN a mixture: its experts have at least 16 times its parameters, a token costs at most 5 % more products, the gate's included, and there are at least 100,000 different sets of experts that a token may get. (DeepSeekMoE's reason for narrow experts: the more sets, the better they can specialize.) Write a function of the FFN's width, 512 or more, that returns the three numbers. It is tried on widths drawn anew each time.
+# Replace an FFN by a mixture that meets three conditions:
+#
+# - its experts have at least 16 times the parameters of the FFN;
+# - a token costs at most 5 % more operations, including the gate's;
+# - a token can get at least 100,000 different sets of experts. (DeepSeekMoE's reason for narrow experts: the more sets, the better they can specialize.)
+#
+# Write a function that takes the FFN's width, 512 or more, and returns the number of experts, *k* and their width. The check draws new widths each time.
 
 # %% tags=["exercise"]
 exercises.hint(
-    "What a token meets is k x width. It may not be much more than the FFN had.",
+    "A token meets k x width. That may not be much more than the FFN's width.",
     "The gate has one row of `hidden` numbers for each expert, an expert three matrices of hidden x width: so the "
     "gate costs as much as a third of a unit of width for each expert.",
-    "One wide expert for each token gives as many sets as there are experts. How many has k of n? `math.comb`.",
+    "One wide expert for each token gives as many sets as there are experts. How many give k of n? `math.comb`.",
 )
 answer = None  # for example lambda ffn: {"experts": 8, "k": 2, "width": ffn}
 
@@ -660,7 +700,7 @@ def check(answer):
             return exercises.wrong("k is at least 1 and at most the number of experts")
         more, cost = experts * width / ffn, (3 * k * width + experts) / (3 * ffn)
         sets = math.comb(experts, k)
-        said = f"an FFN of {ffn}: {more:.1f} times the parameters, {cost:.2f} times the products, {sets:,} sets"
+        said = f"an FFN of {ffn}: {more:.1f} times the parameters, {cost:.2f} times the operations, {sets:,} sets"
         if more < 16 or cost > 1.05 or sets < 100_000:
             return exercises.wrong(said)
     return exercises.right(said)
@@ -683,7 +723,7 @@ exercises.prove(check, solution=narrow_ones, mistake=one_wide_expert)
 # %% [markdown]
 # ## Exercise 2, a challenge: the best loss for 32
 #
-# The languages again. A token may meet an FFN width of 32 in all (*k* x width), and there may be at most 128 experts. End, in the mean of three seeds, below the mixture of 64 above.
+# Train the languages again. A token may meet an FFN width of at most 32 (*k* x width), and there may be at most 128 experts. Find a mixture whose mean loss over three seeds is below that of the 64 experts above.
 
 # %% tags=["exercise"]
 answer = None  # for example {"experts": 4, "k": 2, "width": 16, "balance": 0.02}
@@ -697,15 +737,15 @@ def check_loss(answer):
     if (experts, k, width) in SHAPES.values():
         return exercises.wrong("that one was trained above: find another")
     if k * width > 32 or not k <= experts <= 128:
-        return exercises.wrong(f"a token meets {k * width}, where 32 are allowed; {experts} experts, where 128 are")
+        return exercises.wrong(f"a token meets {k * width} (at most 32), with {experts} experts (k to 128)")
     if STEPS < 240:
-        return exercises.not_measured("in so few steps nothing is learnt")
+        return exercises.not_measured("so few steps teach nothing")
     sizes = {"answer": (experts, k, width)}
     with ThreadPoolExecutor(2) as pool:
         each = [*pool.map(partial(all_of, sizes, balance=answer.get("balance", 0.02)), SEEDS)]
     losses = [seed["answer"]["unseen"] for seed in each]
     goal = sum(ends["64 experts"]) / len(SEEDS)
-    said = f"loss {sum(losses) / len(losses):.2f}, where less than {goal:.2f} is wanted"
+    said = f"loss {sum(losses) / len(losses):.2f}; the goal is less than {goal:.2f}"
     return (exercises.right if sum(losses) / len(losses) < goal else exercises.wrong)(said)
 
 
@@ -718,9 +758,13 @@ exercises.prove(check_loss, solution=solution, mistake={"experts": 64, "k": 2, "
 # %% [markdown]
 # ## Recap
 #
-# - A gate, experts, dispatch and combine took a few lines, and gave what the library's block gave.
-# - Parameters and memory grew with all experts, arithmetic with those that a token met. At the same arithmetic more experts learnt more, if a balancing loss kept them all at work; the wider the layers, the closer seconds came to the products.
-# - Experts lived in two processes with the outputs and gradients of one. The tokens travelled there and back, forward and backward, k x width numbers each time for every token that an expert elsewhere was chosen for.
+# Numbers: AMD EPYC, 2 cores, 2026-11-28.
+#
+# - A gate, experts, dispatch and combine took a few lines, and gave the output of the library's block.
+# - Parameters and memory grow with all experts, arithmetic with those that a token meets. 32 experts had 11.6 times the parameters, 7.4 times the peak and 1.015 times the operations of the dense model.
+# - At the same arithmetic, more experts learn more: the dense model's loss was 2.2 times that of 64 experts. This needs a balancing loss: without it the busiest expert got 23 times the mean, with it 2.7 times.
+# - Seconds come close to the operations only in wide layers. A step of 64 experts was 0.80 times as fast as one of the dense model of equal quality at width 64, and 1.25 times as fast at width 768, where it took 2.1 times fewer operations.
+# - With experts in two processes, outputs and gradients stayed those of one. By the formula, each of the four all-to-alls of a step carries 65,536 bytes from a rank.
 
 # %% tags=["finish"]
 claims.finish()

@@ -1,12 +1,18 @@
 # %% [markdown]
 # # It runs. Is it training?
 #
-# A training that stops with an error is the lucky case. Many go on: the loss is a number, the fan is loud, and nothing is learnt.
+# Your training has run for an hour. There was no error, the loss is a number, the fan is loud. Does it learn anything? A training that stops with an error is the lucky case. Many go on and learn nothing, and the fault shows far from its cause. In this lesson you build a tool that checks every link of a training step, and try it on patients with planted faults.
 #
 # **You will see**
-# - a clinic: patients with one planted fault each, which you name before a tool of your own does
-# - what the libraries' own detectors find of these faults, and over which they pass
-# - a log that says `loss 0.0` while every loss is NaN
+# - a clinic: patients with one planted fault each, which you name before your own tool does
+# - which of these faults the libraries' own detectors find, and which they pass over
+# - what the Trainer's log shows if every loss is NaN
+#
+# **Time:** plan 60 minutes. The cells run for half a minute on two CPU cores.
+#
+# **Before you start:** lesson 07 (fp16, the loss scaler) and, for the fourth ward, lesson 15 (ranks).
+#
+# **What a CPU cannot show:** how a GPU's allocator fragments memory (without a GPU the lesson shows an estimate), and failures of NCCL or of hot and broken cards. All patients are examined on the CPU, even if there is a GPU.
 
 # %% tags=["parameters"]
 profile = "auto"
@@ -44,16 +50,16 @@ warnings.filterwarnings("ignore", "(Full backward hook is firing|For backward ho
 # %% [markdown]
 # ## Idea
 #
-# A step is a chain: data, labels, forward, loss, backward, gradients, update, weights. A fault breaks one link, and **shows** in another: weights that are NaN may come from a division one step ago. So we look at every link, and believe the first that is broken.
+# A step is a chain: data, labels, forward, loss, backward, gradients, update, weights. A fault breaks one link, and **shows** in another: weights that are NaN may come from a division one step earlier. So the tool looks at every link, and believes the first that is broken.
 #
-# All patients share one script and differ in one argument of it; `watch` is the only line in it that a doctor needs. The model is a small Llama of two layers, the text one in which each word has one that follows it. All of it runs on the CPU, with a GPU too.
+# All patients share one script and differ in one argument of it. `watch` is the only line in the script that the tool needs. The model is a small Llama of two layers. In its text each word determines the next.
 #
 # ## Predict
 #
-# All labels of a data set are masked by mistake (-100 means: this position does not count). The loss is then 0/0, NaN. The Trainer logs eight steps, with its defaults.
+# All labels of a data set are masked by mistake (-100 means that a position does not count). The loss is then 0/0, which is NaN. The Trainer logs eight steps, with its defaults.
 
 # %%
-asked = "In how many of the eight lines of the log does the loss stand as NaN?"
+asked = "In how many of the eight lines of the log is the loss NaN?"
 widgets.predict(lab, "nan", asked, "lines", 0, 8)
 
 SIZES = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
@@ -101,12 +107,12 @@ def script(watch, data=texts, build=None, half=False, optim=adam, late=None, log
 # %% [markdown]
 # ## By hand: look at every link
 #
-# A **hook** is a function of yours that PyTorch calls when a module has done its work. Ours asks: was what went in finite (no inf, no NaN), and what came out not? The innermost module of which this is true *made* it. The same goes backward: a gradient came in finite, and leaves broken. Before the update we look at all gradients, afterwards at the weights. And who was to learn at all? Notes go into a dict, `seen`; of breaks the first alone.
+# A **hook** is a function of yours that PyTorch calls when a module has done its work. Our hooks compare a module's inputs and outputs. If the inputs were finite (no inf, no NaN) and the outputs are not, the innermost such module *made* the break. Backward works in the same way: a gradient comes in finite, and leaves broken. Before the update the tool looks at all gradients, afterwards at the weights. It also checks which weights are meant to learn, and whether they do. The notes go into a dict, `seen`; only the first break is kept.
 
 
 # %%
 def tensors(value):
-    """All tensors in what a module takes or gives: a tensor, a list, a dict, the library's outputs."""
+    """Return all tensors in a module's input or output: a tensor, a list, a dict, the library's outputs."""
     if isinstance(value, torch.Tensor):
         return [value]
     parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
@@ -133,7 +139,7 @@ def watch_steps(seen, model):
         if module.training and "began" not in seen:
             seen["began"] = time.perf_counter()
             seen["tokens"].append(named["input_ids"].numel())
-            seen["labels"].append((named["labels"][:, 1:] != -100).sum().item())  # the first is no word's next
+            seen["labels"].append((named["labels"][:, 1:] != -100).sum().item())  # no word comes before the first
             seen["waits"] += [seen["began"] - seen["ended"]] if "ended" in seen else []
 
     def after(module, given, result):
@@ -170,7 +176,7 @@ def watch_update(seen, model, optimizer, meant):
         learners = {name: weight for name, weight in model.named_parameters() if meant in name}
         seen["meant"] = len(learners)
         seen["frozen"] = [name for name, weight in learners.items() if not weight.requires_grad]
-        seen["strangers"] = [name for name, one in learners.items() if one.requires_grad and id(one) not in mine]
+        seen["left out"] = [name for name, one in learners.items() if one.requires_grad and id(one) not in mine]
         seen["rates"].append(max(group["lr"] for group in optimizer.param_groups))
         grads = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
         [note(seen, "gradient", name) for name, one in grads.items() if broken(one)]
@@ -190,11 +196,11 @@ def watch_update(seen, model, optimizer, meant):
 # %% [markdown]
 # ## By hand: memory, the machine, the other ranks
 #
-# Some patients run out of memory. We have no card to fill, so here is a stand-in: a *dispatch mode* sees the result of every operation, adds up the bytes that are alive, and raises what a GPU would raise. It counts; it knows nothing of fragments.
+# - **Memory.** Some patients run out of it. The lesson fills no real card. A *dispatch mode* simulates one: it sees the result of every operation, adds up the bytes that are alive, and raises the error that a GPU would raise. It counts bytes and knows nothing of fragments.
+# - **The machine.** Loader workers pass batches through `/dev/shm`, so the batches that they hold ready must fit there. Compiling an extension needs NVIDIA's toolkit, whose folder PyTorch keeps in `CUDA_HOME`.
+# - **Other ranks.** Ranks wait for each other in a **collective operation**, here an all-reduce (lesson 15). Each rank notes the shape of its tensor *before* the call. Two threads of a fresh subprocess play two ranks, with real messages (gloo) between them. After four seconds the tool looks where each thread is.
 #
-# Loader workers hand batches over in `/dev/shm`: what they hold ready must fit. Compiling an extension needs NVIDIA's toolkit, which PyTorch knows as `CUDA_HOME`. And ranks wait for each other in a **collective operation**, here an all-reduce (lesson 15): each notes the shape that it brings *before* it calls. Two threads of a clean process stand for two ranks, with real messages (gloo) between them. After four seconds we ask where each one stands.
-#
-# **From signs to a name**: each rule takes what was seen, and gives a fault's name with its evidence. The order is that of the chain; the first rule that fits wins. What ended with an error and fits no rule is "not known". A doctor who has a name for everything is no use.
+# **From signs to a name.** Each rule takes the notes, and returns a fault's name with its evidence. The rules follow the order of the chain, and the first rule that fits wins. If a script ended with an error and no rule fits, the fault is "not known": a tool that has a name for everything is no use.
 
 # %%
 import weakref
@@ -220,7 +226,7 @@ class Card(TorchDispatchMode):
                 weakref.finalize(storage, self.freed, key, storage.nbytes())
         seen["peaks"][seen["phase"]] = max(seen["peaks"].get(seen["phase"], 0), seen["live now"])
         if seen["live now"] > self.room:
-            raise torch.OutOfMemoryError(f"out of memory: the stand-in has {self.room / 1e6:.2f} MB")
+            raise torch.OutOfMemoryError(f"out of memory: the simulated card has {self.room / 1e6:.2f} MB")
         return result
 
 
@@ -229,7 +235,7 @@ from torch.utils import cpp_extension
 
 
 def examine(script, room=None):
-    """Run a script under watch; what was seen, however it ended."""
+    """Run a script under watch; return the notes, however it ended."""
     seen = defaultdict(list, {"phase": "build", "peaks": {}, "calls": {}, "live now": 0})
 
     def watch(model=None, optimizer=None, meant="", loader=None):
@@ -237,7 +243,7 @@ def examine(script, room=None):
         if loader and loader.num_workers:
             sample = sum(one.nbytes for one in tensors(loader.dataset[0]))
             seen["ready"] = sample * loader.batch_size * loader.num_workers * loader.prefetch_factor
-            with contextlib.suppress(OSError):  # this system has none
+            with contextlib.suppress(OSError):  # not on every system
                 seen["free"] = shutil.disk_usage("/dev/shm").free
         if model:
             watch_steps(seen, model), watch_modules(seen, model), watch_update(seen, model, optimizer, meant)
@@ -264,7 +270,7 @@ def two_ranks(script, folder, _):
 
         def allreduce(tensor):
             with (folder / str(rank)).open("a") as file:
-                print(*tensor.shape, file=file)  # before the call, from which it may not come back
+                print(*tensor.shape, file=file)  # before the call, which may never return
             group.allreduce([tensor]).wait()
 
         script(rank, allreduce)
@@ -331,7 +337,7 @@ def chain_rules(seen):
         yield "activations vanish", f"only zeros come out of {seen['silent'][0]}"
     if seen["zeros"] and median(seen["zeros"]) > 0.5:
         yield "gradients vanish", f"{median(seen['zeros']):.0%} of gradients are exactly 0"
-    for kind, names in {"frozen": seen["frozen"], "not in the optimizer": seen["strangers"]}.items():
+    for kind, names in {"frozen": seen["frozen"], "not in the optimizer": seen["left out"]}.items():
         if names:
             yield kind, f"{len(names)} of {seen['meant']} weights, e.g. {names[0]}"
     if seen["rates"] and not any(seen["rates"]):
@@ -361,7 +367,7 @@ READINGS = {
     "learning rate": lambda seen: three(seen["rates"], "{:g}"),
     "weights meant to learn": lambda seen: seen["meant"],
     "with a gradient": lambda seen: seen["meant"] - len(seen["frozen"]),
-    "and updated": lambda seen: seen["meant"] - len(seen["frozen"]) - len(seen["strangers"]),
+    "and updated": lambda seen: seen["meant"] - len(seen["frozen"]) - len(seen["left out"]),
     "ms of wait": lambda seen: f"{1e3 * median(seen['waits']):.0f}",
     "ms of a step": lambda seen: f"{1e3 * median(seen['steps']):.0f}",
     "it ended": lambda seen: str(seen["error"] or ("never" if seen["stands"] else "as it should"))[:100],
@@ -376,7 +382,7 @@ READINGS = {
 # %% [markdown]
 # ## The clinic
 #
-# The faults stand in sealed cells. Run them, and unfold what they hold only when you are done. A row is a patient, a column a reading of its first three steps. Name what each has by the questions; the tool's own words come with the answer. Some are healthy.
+# The faults are in sealed cells. Run these cells, and unfold their code only when you are done. A row of the table is a patient, a column a reading of its first three steps. The questions ask what each patient has, and the answer also shows what the tool says. Some patients are healthy.
 
 
 # %%
@@ -413,8 +419,8 @@ SIGNS = {
     "1e-8 is 0, and it divides by it.",
     "gradients vanish": "Gradients are exactly 0, too small for the type, and no number is broken.",
     "activations vanish": "A module gives nothing but zeros, though something comes in.",
-    "not in the optimizer": "It takes gradients, and the optimizer was made without it.",
-    "learning rate 0": "All is there, and each step is multiplied by 0.",
+    "not in the optimizer": "A weight takes gradients, and the optimizer was made without it.",
+    "learning rate 0": "Gradients are there, and each update is multiplied by 0.",
     "frozen": "Fewer weights take gradients than are meant to learn.",
     "waits for data": "Most of the time goes by between two steps.",
     "too large a batch": "The very first forward or backward pass does not fit.",
@@ -422,10 +428,10 @@ SIGNS = {
     "one long batch": "It went well until a batch came that was longer than all before.",
     "kept in evaluation": "Training is over, and each batch of the evaluation stays in memory.",
     "a leak": "Batches are alike, and after each update more is held than before.",
-    "shared memory": "A worker was killed in mid-air: what workers hold ready does not fit /dev/shm.",
+    "shared memory": "A worker was killed: the batches that workers hold ready do not fit /dev/shm.",
     "no toolkit": "Building needs the toolkit, which pip's torch does not bring.",
     "a rank is late": "One rank made fewer calls, and the other waits for it.",
-    "unequal shapes": "Both made as many calls, and in the last one did not bring the same.",
+    "unequal shapes": "Both ranks made as many calls, and the last one had different shapes.",
 }
 
 
@@ -469,9 +475,9 @@ numbers = {
 ward("First ward: numbers", numbers, [slice(5)])
 
 # %% [markdown]
-# Patients 1, 3 and 6 all log NaN, at the latest from the second step on. They differ in the link that broke first: gradients, update, forward. So do the cures: mend the operation; keep weights in fp32 (lesson 07); use bf16 or smaller activations.
+# Three patients of this ward log NaN, at the latest from the second step on. Each has another fault, because another link broke first: gradients, update or forward. So the cures differ, too: fix the operation; keep the weights in fp32 (lesson 07); use bf16 or smaller activations.
 #
-# **Explore** patient 5: in which type, and at which scale of the loss, do gradients vanish? A *loss scaler* (lesson 07) multiplies the loss for that reason.
+# **Explore** the vanishing gradients: in which type, and at which scale of the loss, do they become 0? A *loss scaler* (lesson 07) multiplies the loss for that reason.
 
 
 # %% tags=["widget"]
@@ -519,9 +525,9 @@ learning |= {"12": ("healthy", partial(script, build=attention, meant="self_attn
 ward("Second ward: nothing learns, or slowly", learning, [slice(1), slice(5, 11)])
 
 # %% [markdown]
-# Patient 12 has few weights that learn, as one with adapters does, and says so to the tool (`meant`). What is meant no tool can know. Lesson 21's patient, half of it on disk, shows in the same column.
+# One patient of this ward trains only a few weights on purpose, as with adapters, and declares this to the tool (`meant`). No tool can know what is meant. The patient of lesson 21, half of which is on disk, would show in the same column.
 #
-# In the third ward the stand-in's room is set by the healthy one's peaks. *When* did it run out, and with how many tokens?
+# In the third ward the memory of the simulated card follows from the healthy patient's peaks. *When* did a patient run out of memory, and with how many tokens?
 
 
 # %% jupyter={"source_hidden": true}
@@ -533,7 +539,7 @@ def one_long():
     yield from [*small(4), *texts(count=1, rows=1, length=128)]
 
 
-def own_loss(model, batch):  # a figure for the log, and nobody told autograd that it is no more
+def own_loss(model, batch):  # a figure for the log, which keeps its graph alive
     return model(**batch).loss
 
 
@@ -551,13 +557,23 @@ rooms |= {"14": (max(once["forward"], once["backward"]) + once["update"]) / 2, "
 ward("Third ward: memory", memory, [slice(11, 16)], rooms)
 
 # %% [markdown]
-# Halving the batch size is what everybody tries first. It is the cure for one of the five. States do not depend on it (lessons 08 and 09); the long batch wants a cut or a sort by length (lesson 12), the leak `.item()`, the evaluation its argmax (lesson 20).
+# Halving the batch size is what everybody tries first. It is the cure for one of the five faults of this ward. Optimizer states do not depend on the batch (lessons 08 and 09). The long batch needs a cut or a sort by length (lesson 12), the leak `.item()`, the evaluation its argmax (lesson 20).
 #
-# And a training that ran, was stopped, and runs out of memory when it is resumed? Not by the Trainer: its peaks, below, are the same. A loop that leaves the loaded checkpoint in a variable holds the weights twice; [nanoGPT had that](https://github.com/karpathy/nanoGPT/pull/236). `del` it.
+# ### It fitted, and does not fit when it is resumed
 #
-# **Much is free, and it runs out.** Our stand-in counts bytes. A real allocator takes *segments* from the card, and cuts blocks from them for tensors. When batches change their lengths, free blocks are too small for the next tensor, and another segment is taken. The error then says that much is "reserved by PyTorch but unallocated", and advises `expandable_segments:True`: segments that grow in place. A GPU measures it below; without one, the course's estimate goes through the allocator's own rules. No batch is too large there: what tells this fault from the five is one subtraction, reserved less allocated.
+# The Trainer does not cause this: the next cell prints its peaks, from scratch and resumed, and they are the same. A loop of your own may cause it: if it leaves the loaded checkpoint in a variable, it holds the weights twice. [nanoGPT had that fault](https://github.com/karpathy/nanoGPT/pull/236). `del` the variable.
 #
-# In the **fourth ward** two are simulated. Filling `/dev/shm` would harm your other programs: the loader asks for much, and 64 MiB are said to be free, as in a Docker container. And `CUDA_HOME` is taken away for the moment of the building. Below that ward stands what the tool says of all. It was told no name: a test of the course plants faults in other layers, steps and ranks.
+# ### Much memory is free, and it runs out
+#
+# Our simulated card counts bytes. A real allocator takes *segments* from the card, and cuts blocks from them for tensors. If batches change their lengths, free blocks are too small for the next tensor, and the allocator takes another segment. The error then says that much memory is "reserved by PyTorch but unallocated", and advises `expandable_segments:True`: segments that grow in place. No batch is too large in this case. One subtraction tells this fault from the five above: reserved minus allocated.
+#
+# > **On a GPU:** the second cell below measures this. Without a GPU the course's estimate applies the allocator's own rules.
+#
+# ### The fourth ward
+#
+# Two of its faults are simulated. Filling `/dev/shm` would harm your other programs. Instead, the loader requests much, and the tool reads that only 64 MiB are free, as in a Docker container. `CUDA_HOME` is removed while an extension is built.
+#
+# The table below the ward shows what the tool says of all patients. Its rules are not made for these patients only: a test of the course plants faults in other layers, steps and ranks.
 
 
 # %%
@@ -577,7 +593,7 @@ def resumable(folder, resume, _=None):
 
 
 def peaks_of(train):
-    """Peaks of a training from scratch, and of one that goes on from its checkpoint."""
+    """Return the peaks of a training from scratch and of one that resumes from its checkpoint."""
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         both = [examine(partial(train, folder, resume), room=1e12) for resume in (False, True)]
     assert not any(seen["error"] for seen in both), [seen["error"] for seen in both]
@@ -588,7 +604,7 @@ scratch, resumed = peaks_of(resumable)
 print(f"the Trainer from scratch: {scratch:,} bytes, resumed: {resumed:,}")
 
 # %%
-lengths = [90, 60, 350, 80, 120, 40, 500, 260, 60, 450]  # two a step
+lengths = [90, 60, 350, 80, 120, 40, 500, 260, 60, 450]  # two per step
 uneven = Task("gpt2", lengths=lengths, config=dict(n_layer=2, n_embd=256, n_head=4, vocab_size=30000))
 
 
@@ -614,7 +630,7 @@ def with_workers(watch, size=2**20):
     with mock.patch("shutil.disk_usage", return_value=mock.Mock(free=64 << 20)):
         watch(loader=torch.utils.data.DataLoader(rows, batch_size=8, num_workers=4))
     if size > 2**16:
-        raise RuntimeError("DataLoader worker (pid 4711) is killed by signal: Bus error.")  # a loader's words
+        raise RuntimeError("DataLoader worker (pid 4711) is killed by signal: Bus error.")  # as a loader raises it
 
 
 def builder(watch):
@@ -647,7 +663,7 @@ ward("Fourth ward: the machine and the ranks", machine, [slice(11, 12), slice(16
 
 
 def named_rightly(results):
-    """Faults named rightly, less the healthy called sick, by the faults planted."""
+    """Return (faults named correctly - healthy patients called sick) / faults planted."""
     faults = [row for row in results.values() if row[1] != "healthy"]
     alarms = sum(row[2] != "healthy" for row in results.values() if row[1] == "healthy")
     return (sum(row[1] == row[2] for row in faults) - alarms) / len(faults)
@@ -659,14 +675,17 @@ plots.Table(["patient", "", "the tool says", "evidence"], rows)
 # %% [markdown]
 # ## What the libraries' detectors find
 #
-# transformers has a detector: `debug="underflow_overflow"`, or `DebugUnderflowOverflow(model)` in a loop of your own. Its page says that it detects inf, NaN, underflow and `loss=NaN`. PyTorch has **anomaly mode**: it stops where an operation's backward made a NaN. Both get the patients of the first ward, and four with a NaN made in backward.
+# - **transformers' detector** is `debug="underflow_overflow"`, or `DebugUnderflowOverflow(model)` in a loop of your own. Its page says that it detects inf, NaN, underflow and `loss=NaN`.
+# - PyTorch's **anomaly mode** stops if the backward pass of an operation made a NaN.
+#
+# Both examine the patients of the first ward, and four more with a NaN made in backward.
 
 # %%
 from transformers.debug_utils import DebugUnderflowOverflow
 
 
 def detector(script):
-    """(module, updates made before) that transformers' detector tells; None where it says no word."""
+    """Return (module, updates made before) that transformers' detector reports; None if it reports nothing."""
     text, updates = io.StringIO(), []
 
     def watch(model, optimizer, **_):
@@ -680,7 +699,7 @@ def detector(script):
 
 
 def anomaly(script):
-    """The operation that anomaly mode names; None where it says no word."""
+    """Return the operation that anomaly mode names; None if it names none."""
     with warnings.catch_warnings(action="ignore"), torch.autograd.set_detect_anomaly(True):
         try:
             script(lambda *_, **__: None)
@@ -710,17 +729,19 @@ backward = {one: partial(script, build=partial(with_module, layer=n % 2, made=on
 tried = [(fault, one) for fault, one in numbers.values()] + [
     (f"backward: {one.__name__}", backward[one]) for one in made
 ]
-rows = [[what, detector(one) or "no word", anomaly(one) or "no word", diagnose(examine(one))[1]] for what, one in tried]
+rows = [[what, detector(one) or "nothing", anomaly(one) or "nothing", diagnose(examine(one))[1]] for what, one in tried]
 plots.Table(["planted", "transformers' detector: module, updates before", "anomaly mode", "ours"], rows)
 
 # %% [markdown]
-# Read it by rows. The detector names the overflow rightly. Of the NaN loss it says nothing, nor of what vanishes: it tests for inf and NaN alone (`detect_overflow` in `debug_utils.py`), whatever its name says. Of a NaN made in backward, and of the coarse update, it speaks one update late, and names the embedding, whose weights the next forward meets first.
+# Read the table by rows.
 #
-# Why not of the NaN loss? `create_frame` looks into tensors and tuples. A model of the library returns neither, but a dict with names (`ModelOutput`): "not a tensor".
+# *transformers' detector* names the overflow's module correctly. It reports neither the NaN loss nor anything that vanishes: whatever its name says, it tests for inf and NaN alone (`detect_overflow` in `debug_utils.py`). It reports a NaN made in backward, and the coarse update, one update late. Then it names the embedding, whose weights the next forward pass meets first.
 #
-# Anomaly mode names all four operations made for it, with the line of the forward pass (here hidden, a warning). The last alarm is false: relu's backward discards that NaN, and no weight sees it. It tests for NaN alone; a gradient of inf passes. Of overflow and coarse update it names the loss's softmax, where a NaN made elsewhere comes in.
+# Why does it miss the NaN loss? `create_frame` looks into tensors and tuples. A model of the library returns neither, but a dict with names (`ModelOutput`), which it calls "not a tensor".
 #
-# Now the Trainer's log, where every label is masked. `Opening` is a detector of four more lines.
+# *Anomaly mode* names all four operations made for it. It also shows the line of the forward pass (in a warning, hidden here). The last alarm is false: relu's backward discards that NaN, and no weight sees it. The mode tests for NaN alone, so a gradient of inf passes. For overflow and coarse update it names the loss's softmax, where a NaN from elsewhere comes in.
+#
+# Next: the Trainer's log if every label is masked. `Opening` is transformers' detector with four more lines.
 
 
 # %%
@@ -730,7 +751,7 @@ class Opening(DebugUnderflowOverflow):
 
 
 def logged(steps=8, watch=lambda model: None, **options):
-    """(losses logged, losses that were NaN, whether a detector spoke), where all labels are masked."""
+    """Return (losses logged, losses that were NaN, whether a detector reported) if all labels are masked."""
     model, nan, text = LlamaForCausalLM(CONFIG), [], io.StringIO()
     model.register_forward_hook(lambda _, __, result: nan.append(result.loss.isnan().item()))
     watch(model)
@@ -751,7 +772,7 @@ ways = {"the defaults": {}, "logging_nan_inf_filter=False": dict(logging_nan_inf
 ways |= {'debug="underflow_overflow"': dict(debug="underflow_overflow"), "Opening": dict(watch=Opening)}
 logs = {name: logged(**options) for name, options in ways.items()}
 rows = [[name, " ".join(map(str, lines)), nan, "yes" if spoke else "no"] for name, (lines, nan, spoke) in logs.items()]
-display(plots.Table(["way", "loss in the log", "losses that were NaN", "a detector spoke"], rows))
+display(plots.Table(["way", "loss in the log", "losses that were NaN", "a detector reported"], rows))
 lines, nan, _ = logs["the defaults"]
 lines_of_nan = sum(line != line for line in lines)
 widgets.revealed(lab, "nan", lines_of_nan)
@@ -781,16 +802,22 @@ watches["ours"] = lambda *both: examine(lambda watch: watch(*both)) and None
 turns = [{name: step_seconds(one) for name, one in watches.items()} for _ in range(5)]
 costs = {name: Ratio.of_pairs([turn[name] / turn["none"] for turn in turns], 1.05) for name in watches}
 rows = [[name, f"{cost.value:.2f} ({cost.low:.2f} to {cost.high:.2f})"] for name, cost in costs.items()]
-plots.Table(["watch", "CPU time of a step, in times that without"], rows)
+plots.Table(["watch", "CPU time of a step / without watch"], rows)
 
 # %% [markdown]
-# In place of a NaN the Trainer logs the mean of the valid losses since the last line (`logging_nan_inf_filter`, on by default). There are none, so 0.0. It came for speech models, [off by default](https://github.com/huggingface/transformers/pull/13619); a training can be [ruined behind it](https://github.com/huggingface/trl/issues/6702). The cure stands in the second row. `Opening` stops at the first NaN loss.
+# Instead of a NaN the Trainer logs the mean of the valid losses since the last line (`logging_nan_inf_filter`, on by default). Here no loss is valid, so it logs 0.0. The filter was proposed for speech models, [off by default](https://github.com/huggingface/transformers/pull/13619). A training can be [ruined behind it](https://github.com/huggingface/trl/issues/6702). The second row has the cure, and `Opening` stops at the first NaN loss.
 #
-# The last table is what watching costs: four ways in turns, CPU time of a step. Watch some steps, not all. On a GPU each `.item()` also waits for the device. The detector's share shrinks as batches grow, since much of its work is with the weights.
+# The last table has the cost of watching: CPU time of a step, four ways in interleaved runs. Watch some steps, not all. The detector's share shrinks as batches grow, because much of its work is on the weights.
+#
+# > **On a GPU:** each `.item()` also waits for the device.
 #
 # ## What held
 #
-# Each statement on more than one planted fault. For the detector any word counts, except where it is to name a module.
+# Each statement is tested on more than one planted fault.
+#
+# ### transformers' detector
+#
+# Any report counts, unless the statement is that the detector names a module.
 
 # %% tags=["claim"]
 wheres = ["model.layers.0.self_attn.q_proj", "model.layers.0.mlp.gate_proj", "model.layers.1.mlp.up_proj", "lm_head"]
@@ -803,7 +830,14 @@ ways_told = [detector(numbers["4"][1]) is not None, logs['debug="underflow_overf
 display(claims.check("debug-nan-loss", sum(ways_told) / 2, note="a loop of one's own, and the Trainer"))
 told = {one: detector(backward[one]) for one in (Root, Power, Share)}
 begun = [told[one] == (f"model.layers.{n}.mlp.act_fn.1", 0) for one, n in zip(told, (0, 1, 0))]
-display(claims.check("debug-backward", sum(begun) / 3, note=f"told: {told[Root][0]}, after {told[Root][1]} update"))
+display(claims.check("debug-backward", sum(begun) / 3, note=f"reported: {told[Root][0]}, after {told[Root][1]} update"))
+
+# %% [markdown]
+# ### The clinic, the log, anomaly mode and the cost
+#
+# The first check subtracts each healthy patient that the tool called sick.
+
+# %% tags=["claim"]
 healthy = sum(fault == "healthy" for _, fault, *_ in results.values())
 said = f"{len(results) - healthy} faults and {healthy} healthy patients"
 display(claims.check("troubleshooting", named_rightly(results), note=said))
@@ -811,16 +845,27 @@ display(claims.check("nan-is-logged", lines_of_nan / nan, note=f"logged: {lines}
 rightly = sum(anomaly(backward[one]) == name for one, name in made.items())
 display(claims.check("anomaly-names-it", rightly / len(made), note=", ".join(made.values())))
 display(claims.check("debug-cost", costs["transformers' detector"]))
+
+# %% [markdown]
+# ### Memory
+#
+# The second check needs a GPU.
+
+# %% tags=["claim"]
 display(claims.check("resume-peak", resumed / scratch))
 ratio = fragments["expandable"] / fragments["as it is"]
 on_gpu = lab.machine.kind == "cuda"
-said = "" if on_gpu else f"{ratio:.2f} by the estimate, which follows the allocator's own rules"
+said = "" if on_gpu else f"{ratio:.2f} by the estimate, which applies the allocator's own rules"
 claims.check("oom-fragments", ratio if on_gpu else None, note=said)
 
 # %% [markdown]
 # ## Exercise: three at once
 #
-# This script runs, and three things are wrong with it. The task: after four given words, say the twelve that follow, with a new head. Give a mended `job` that returns its model. It is graded by measurement: the loss on unseen answers is below 1, the tool calls it healthy, and it is at least half as fast (samples for each CPU second) as with a reader that costs nothing.
+# The script below runs, but three things are wrong with it. Its task is to predict, after four given words, the twelve that follow, with a new head. Write a repaired `job` that returns its model. It passes if
+#
+# - the loss on unseen answers is below 1;
+# - the tool calls it healthy;
+# - it is at least half as fast (samples per CPU second) as with a reader that costs nothing.
 
 
 # %%
@@ -849,7 +894,7 @@ diagnose(examine(partial(job, epochs=1)))
 # %% tags=["exercise"]
 display(
     exercises.hint(
-        "Mend what the tool names, and examine again: it tells one fault at a time.",
+        "Fix what the tool names, and examine again: it names one fault at a time.",
         "Which labels must not count? And which weights does the optimizer know?",
         "How often is each batch tokenized? Keep a list.",
     )
@@ -870,7 +915,7 @@ def check(answer):
     model, speed = trained(answer)
     ready, unseen = [*reader()], [*texts(count=12, rows=8)][-1]
     with mock.patch.dict(globals(), reader=lambda: iter(ready)):
-        _, best = trained(job)  # as sick as before, and its reader is free
+        _, best = trained(job)  # with its faults, and a reader that costs nothing
     unseen["labels"][:, :4] = -100
     with torch.no_grad():
         loss = model.eval()(**unseen).loss.item()
@@ -901,23 +946,112 @@ def mended(watch, epochs=10, keep=True):
 exercises.prove(check, solution=mended, mistake=partial(mended, keep=False))
 
 # %% [markdown]
-# **Challenge.** Plant a fault that the tool calls healthy: shuffled labels, say, or a model left in `eval()`. Write the reading and the rule that find it, and see that no healthy patient is called sick by it.
+# ## Exercise 2: the challenge
 #
-# ## Mistakes that strangers make
+# Find a blind spot of the tool, and close it. You give three things:
 #
-# - *"Loss 0.0, so it has learnt."* Above, eight lines of it were eight NaN.
-# - *`torch.cuda.empty_cache()` in the loop, against out of memory.* It gives back what no tensor uses. Each of the five faults above is about bytes in use.
-# - *Half the batch size, whatever ran out.* It was the cure for one of five, and not for fragments.
+# - `plant`: arguments of `script` that plant a fault which the tool calls healthy, e.g. labels that belong to other texts;
+# - `reading(seen, model)`: called once before training; it registers a hook of yours that writes into the dict `seen`;
+# - `rule(seen)`: returns the evidence as a text, or an empty text if the patient is healthy.
+#
+# The check trains ten times as many batches as a patient gets. Your fault must make the loss on unseen text worse by at least 1. Your rule must find it, and must not call a healthy patient of the clinic sick.
+
+# %% tags=["exercise"]
+display(
+    exercises.hint(
+        "With labels of other texts every number is finite and every weight learns. What do the labels no longer agree with?",
+        "`model.register_forward_pre_hook(hook, with_kwargs=True)` calls `hook(module, given, named)`; the batch is in `named`.",
+        "In this task a label is its own input, unless it is -100. Count the labels of which that is not true.",
+    )
+)
+answer = None  # dict(plant=dict(data=...), reading=..., rule=...)
+
+
+# %%
+def unseen_loss(data=texts, **options):
+    """Return the loss on unseen text after ten times as many batches."""
+    kept, many = [], [batch for _ in range(10) for batch in data()]
+    script(lambda model, *_, **__: kept.append(model), data=lambda: many, **options)
+    with torch.no_grad():
+        return kept[0](**[*texts(count=12, rows=8)][-1]).loss.item()
+
+
+def said_of(one, reading, rule):
+    """Return what the tool says of a script, and what the new rule says of it."""
+    notes = defaultdict(list)
+
+    def read_too(watch, model=None, optimizer=None, **more):
+        watch(model, optimizer, **more)
+        reading(notes, model)
+
+    return diagnose(examine(lambda watch: one(partial(read_too, watch))))[0], rule(notes)
+
+
+# %% tags=["check"]
+def check(answer):
+    if answer is None:
+        return exercises.not_attempted()
+    plant, *new = (answer[name] for name in ("plant", "reading", "rule"))
+    fault, evidence = said_of(partial(script, **plant), *new)
+    if fault != "healthy":
+        return exercises.wrong(f"the tool names it already: {fault}. Which link does none of its rules compare?")
+    if not (harmed := unseen_loss(**plant)) > (well := unseen_loss()) + 1:
+        return exercises.wrong(f"loss {harmed:.2f} on unseen text, healthy {well:.2f}: does this fault do any harm?")
+    if not evidence:
+        return exercises.wrong("your rule does not find it: print `seen` of this patient beside that of a healthy one")
+    healthy = [one for kind, one in (*numbers.values(), *learning.values()) if kind == "healthy"]
+    alarms = [alarm for _, alarm in (said_of(one, *new) for one in (script, *healthy)) if alarm]
+    if alarms:
+        return exercises.wrong(f"{len(alarms)} healthy patients are called sick, e.g. {alarms[0]}")
+    return exercises.right(f"loss {harmed:.2f} instead of {well:.2f}; the tool says healthy, your rule: {evidence}")
+
+
+exercises.check(lab, "blind spot", check, answer)
+
+
+# %% tags=["solution"] jupyter={"source_hidden": true}
+def of_others():
+    for batch in texts():
+        yield batch | {"labels": batch["labels"].roll(1, 0)}  # each text has the labels of another one
+
+
+def compare_labels(seen, model):
+    def look(module, given, named):
+        labels, ids = named["labels"], named["input_ids"]
+        seen["others"].append(((labels != ids) & (labels != -100)).sum().item())
+        seen["labels"].append((labels != -100).sum().item())
+
+    model.register_forward_pre_hook(look, with_kwargs=True)
+
+
+def labels_of_others(seen):
+    return f"{sum(seen['others'])} of {sum(seen['labels'])} labels are not their inputs" if sum(seen["others"]) else ""
+
+
+solution = dict(plant=dict(data=of_others), reading=compare_labels, rule=labels_of_others)
+losses = lambda seen, model: model.register_forward_hook(lambda _, __, made: seen["losses"].append(made.loss.item()))  # noqa: E731
+high = lambda seen: "the loss is above 3" if seen["losses"][-1] > 3 else ""  # noqa: E731  so is that of the healthy
+exercises.prove(check, solution=solution, mistake=solution | dict(reading=losses, rule=high))
+
+# %% [markdown]
+# ## Common mistakes
+#
+# - *"Loss 0.0, so it has learnt."* Above, eight lines of 0.0 were eight NaN losses.
+# - *`torch.cuda.empty_cache()` in the loop, against out of memory.* It returns memory that no tensor uses. In each of the five faults above, tensors use the memory.
+# - *Half the batch size, whatever ran out.* It was the cure for one of five faults, and not for fragments.
 # - *The module that is named is the culprit.* The embedding was named for what another layer had done one update before.
-# - *Anomaly mode left on.* Look at what it costs.
+# - *Anomaly mode left on.* Look at its cost in the table.
 #
-# Left out: what needs cards, as NCCL's failures and a hot or broken one do. `perf-helpers doctor` tells what a machine has; a lab whose run takes too long says in which line each rank stood.
+# The lesson leaves out faults that need cards, such as NCCL's failures and hot or broken GPUs. `perf-helpers doctor` reports what a machine has. If a lab's run takes too long, its message says in which line each rank was.
 #
 # ## Recap
 #
-# - Every link was looked at, and the first that broke was believed. The planted faults were named by their evidence, and no healthy patient was called sick.
-# - The detector named overflows, and passed over underflow and the NaN loss of the library's own models. What began in backward it told one update late.
-# - The Trainer logged 0.0 for each NaN. `logging_nan_inf_filter=False` shows them.
+# Times: AMD EPYC, 2 cores, 2026-11-28.
+#
+# - The tool looked at every link, and believed the first that broke. It named 19 of 19 planted faults by their evidence, and called no healthy patient sick.
+# - transformers' detector named the module of all 4 overflows, and passed over both kinds of underflow and the NaN loss of the library's own models. It reported faults of backward 1 update late.
+# - The Trainer logged 0.0 for each of 8 NaN losses. `logging_nan_inf_filter=False` shows them.
+# - Watching costs time: a step took 1.5 times the CPU time with transformers' detector, 1.7 with our tool and 2.9 in anomaly mode.
 
 # %% tags=["finish"]
 claims.finish()
