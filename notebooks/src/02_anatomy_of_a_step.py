@@ -4,7 +4,7 @@
 # Your training is too slow, and you can have a GPU with twice the arithmetic. Will it halve the time of a step? A training step is hundreds of operations. Each takes its time for one of two reasons: it has numbers to compute, or bytes to move. Count both for each operation, and you know which of them a faster chip speeds up.
 #
 # **You will see**
-# - how to measure two speed limits of your machine and predict an operation's time from them
+# - how to measure two speed limits of your machine, and predict from them the time of an operation and, in the challenge, of a model's step
 # - the FLOPs, the bytes and the seconds of every operation of a training step, in one picture
 # - whether the guides order their three groups of operations rightly, and whether backward costs twice the forward in FLOPs and in time
 # - how to read a trace, and what "100 % utilization" means
@@ -861,9 +861,9 @@ exercises.prove(check, solution={"B", "C"}, mistake={"A", "C"})
 # %% [markdown]
 # ## Exercise 2: the challenge
 #
-# You have not timed `unseen`: it has half the layers, feed-forward layers half as wide, sequences half as long, and a batch of 8 instead of 4. How many milliseconds does one of its training steps take: forward, backward and AdamW's update, in fp32, without dropout? Predict it within 25 % before it runs. You have the seconds of the model above (`timed_plain` by operation, `step_turns` by pass and update) and the ceilings (`roof`), and you may count the operations of `unseen`.
+# You have not timed `unseen`: it has half the layers, feed-forward layers half as wide, sequences half as long, and a batch of 8 instead of 4. How many milliseconds does one of its training steps take: forward, backward and AdamW's update, in fp32, without dropout? Predict it within 25 % before it runs. You have the seconds of the model above (`timed_plain` has those of each operation, the next cell prints those of a step and of its update) and the ceilings (`roof`), and you may count the operations of `unseen`.
 #
-# The check runs steps of both models alternately in one process. It multiplies the ratio of their seconds by the step of the model above, which the next cell prints. So a machine that has become slower since then changes nothing.
+# The check runs steps of both models alternately in one process. It multiplies the ratio of their seconds by the printed step. So a machine that has become slower since then changes nothing.
 
 # %% tags=["exercise"]
 display(
@@ -876,8 +876,9 @@ display(
     )
 )
 halves = {name: getattr(config, name) // 2 for name in ("num_hidden_layers", "intermediate_size")}
-unseen, reference = plain_task.replace(seq_len=length // 2, config=halves), fastest_step(step_turns)
-print(f"a step of the model above, with a batch of 4: {1e3 * reference:.4g} ms")
+unseen = plain_task.replace(seq_len=length // 2, config=halves)
+reference, update = fastest_step(step_turns), min(each[CPU] for one in step_turns for each in one[3])
+print(f"a step of the model above, with a batch of 4: {1e3 * reference:.4g} ms, its update {1e3 * update:.3g} ms")
 answer = None  # milliseconds
 
 
@@ -934,7 +935,6 @@ def predicted(rows, passes_seconds):
 
 
 rows = [Row(*row) for row in lab.run(lambda task: count(task, 8), task=unseen, measure=("none",)).value]
-update = min(each[CPU] for one in step_turns for each in one[3])
 whole = predicted(rows, reference - update) + update * unseen.parameters() / plain_task.parameters()
 exercises.prove(check, solution=1e3 * whole, mistake=1e3 * reference)  # as many tokens, but not as long
 
