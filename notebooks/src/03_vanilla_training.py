@@ -371,7 +371,7 @@ effect = lab.compare(from_lab, quarter, turns=8)
 _ = plots.speed([itself, effect])
 
 # %% [markdown]
-# Ticks are the pairs, the dot is their median, the line is the interval. A claim is decided by the *line*, never by the dot: if it lies on one side of 1, one recipe is faster; if 1 is inside, the effect is **too small to tell**. That does not say that there is none. It says that this measurement, on this machine, cannot see it.
+# Ticks are the pairs, the dot is their median, the line is the interval. A claim is decided by the *line*, never by the dot: if it is on one side of 1, one recipe is faster; if 1 is inside, the effect is **too small to tell**. That does not say that there is none. It says that this measurement, on this machine, cannot see it.
 
 # %%
 exercises.question(
