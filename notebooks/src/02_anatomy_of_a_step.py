@@ -1,12 +1,15 @@
 # %% [markdown]
 # # Where do the microseconds go?
 #
-# A training step is hundreds of operations. Each takes its time for one of two reasons: it has numbers to compute, or bytes to move. Count both, and you know which operations a faster chip will help.
+# Your training is too slow, and you can have a GPU with twice the arithmetic. Will it halve the time of a step? A training step is hundreds of operations. Each takes its time for one of two reasons: it has numbers to compute, or bytes to move. Count both for each operation, and you know which of them a faster chip speeds up.
 #
 # **You will see**
-# - two ceilings of your machine, measured, and the time of an operation predicted from them
-# - every operation of a training step with its FLOPs, its bytes and its seconds, on one picture
-# - the guides' three groups put in order, "backward costs twice the forward" counted and timed, and a trace read aloud
+# - how to measure two speed limits of your machine, and predict from them the time of an operation and, in the challenge, of a model's step
+# - the FLOPs, the bytes and the seconds of every operation of a training step, in one picture
+# - whether the guides order their three groups of operations rightly, and whether backward costs twice the forward in FLOPs and in time
+# - how to read a trace, and what "100 % utilization" means
+#
+# **Time:** a quarter of an hour of reading, one to three minutes of computing on two CPU cores. **Before this:** lesson 00. **Not on a CPU:** the claim that bandwidth usually limits activations, the rates of tensor cores, the driver's utilization counter.
 
 # %% tags=["parameters"]
 profile = "auto"
@@ -45,25 +48,27 @@ def one_thread():
 # %% [markdown]
 # ## Idea
 #
-# A **FLOP** is one operation on floating-point numbers; a multiplication and an addition are two. An operation reads its operands from memory, computes, and writes its result. Its **intensity** is its FLOPs per byte moved.
+# A **FLOP** is one operation on floating-point numbers; a multiplication and an addition are two. A tensor operation reads its operands from memory, computes, and writes its result. Its **intensity** is its FLOPs divided by the bytes that it moves.
 #
-# A device has two ceilings: the FLOPs a second of its matrix products (its **matrix rate**), and the bytes a second of its memory. Neither is beaten, so an operation takes at least
+# A device has two speed limits, or *ceilings*: the FLOPs per second that it reaches in matrix multiplications (its **matrix rate**), and the bytes per second that its memory moves (its **bandwidth**). No operation beats either, so it takes at least
 #
 # `max(FLOPs / matrix rate, bytes / bandwidth)`
 #
-# This is the **roofline** model ([Williams, Waterman and Patterson, 2009](https://doi.org/10.1145/1498765.1498785)). Where the two are equal lies the **ridge**: with fewer FLOPs per byte an operation is bound by bandwidth, with more by arithmetic.
+# This is the **roofline** model ([Williams, Waterman and Patterson, 2009](https://doi.org/10.1145/1498765.1498785)). At the **ridge** the two terms are equal. An operation with fewer FLOPs per byte than the ridge is *bound by bandwidth*; one with more is *bound by arithmetic*.
 #
 # ## Predict
 #
-# Matrix products do more than 95 % of the arithmetic of a training step.
+# Matrix multiplications (**matmuls**) do more than 95 % of the arithmetic of a training step. How much of its time do they take?
 
 # %%
-widgets.predict(lab, "share of products", "What share of the step's time do they take on this machine?", "%", 0, 100)
+widgets.predict(lab, "share of products", "What share of the step's time do matmuls take on this machine?", "%", 0, 100)
 
 # %% [markdown]
 # ## By hand: two ceilings
 #
-# A large copy, and a square matrix product in each precision that the device has instructions for. (fp32 leaves a GPU's tensor cores idle; tf32, which uses them, stays off here.) The copy is larger than any cache; a second, small one stays inside. Of several tries the fastest counts.
+# We time a large copy, and a square matmul in each precision for which the device has instructions. The large copy exceeds every cache, so it shows the bandwidth of memory. A second, small copy stays inside a cache. The fastest of several tries counts.
+#
+# > **On a GPU:** matmuls in fp32 leave the tensor cores idle. With tf32 they would be used; tf32 stays off here.
 
 
 # %%
@@ -95,7 +100,7 @@ found = {each["dtype"]: roofline.Ceilings(**each) for each in library}
 copied = max(memory_rate, *(each.bytes_per_second for each in found.values()))
 ceilings, rows = {}, []
 for rate, (kind, each) in zip(rates, found.items()):
-    best = max(rate, each.flops_per_second)  # of all tries: a ceiling is what was never beaten
+    best = max(rate, each.flops_per_second)  # of all tries: no operation has beaten this rate
     ceilings[kind] = replace(each, flops_per_second=best, bytes_per_second=copied)
     measured = rate, each.flops_per_second, memory_rate, each.bytes_per_second
     of_a_number = getattr(torch, kind).itemsize * ceilings[kind].ridge
@@ -103,22 +108,22 @@ for rate, (kind, each) in zip(rates, found.items()):
 roof = ceilings["float32"]
 print(f"a copy that fits into a cache: {cache_rate / 1e9:.3g} GB/s")
 header = [
-    "products in",
+    "matmuls in",
     "GFLOP/s by hand",
     "by the library",
     "copy GB/s by hand",
     "by the library",
     "ridge",
-    "for each number",
+    "FLOPs per number",
 ]
 plots.Table(header, rows)
 
 # %% [markdown]
-# Read the ridge: so many FLOPs a byte an operation needs before arithmetic, not memory, sets its time. A faster precision raises it. But 16 bits also halve the bytes of the same operation, so compare the last column, FLOPs for each *number* moved. Only where that rises do more operations wait for memory.
+# Look at the ridge: an operation needs so many FLOPs per byte before arithmetic, not memory, sets its time. A faster precision raises the ridge. But in 16 bits the same operation also moves half the bytes, so compare the last column, FLOPs per *number* moved. More operations wait for memory only if that value rises.
 #
 # ## By hand: three operations
 #
-# Count first. A product of *m x k* with *k x n* has 2mkn FLOPs. LayerNorm does about 8 for each element (mean, variance, subtract, divide, scale, shift). GELU does 5, if an `erf` counts as one. Both read each element once and write it once. The results go into tensors that exist already, for a new one of this size would also cost the operating system's page faults.
+# Count first. A matmul of *m x k* with *k x n* has 2mkn FLOPs. LayerNorm does about 8 per element (mean, variance, subtract, divide, scale, shift). GELU does 5, if an `erf` counts as one. LayerNorm and GELU read each element once and write it once. All results go into tensors that already exist: a new tensor of this size would add the time of the operating system's page faults.
 
 
 # %%
@@ -137,7 +142,7 @@ def three_operations(task):
     y, mean, scale = torch.empty_like(x), *(torch.empty(len(x), 1, device=DEVICE) for _ in range(2))
     left, right = torch.randn(m, k, device=DEVICE), torch.randn(k, n, device=DEVICE)
     product = torch.empty(m, n, device=DEVICE)
-    aten = attrgetter("ops.aten")(torch)  # its operations can be told where the result goes
+    aten = attrgetter("ops.aten")(torch)  # these operators write the result into the tensor that you pass
     gelu = [lambda: aten.gelu.out(x, out=y)]
     works = [*gelu, lambda: y.copy_(x), *gelu, lambda: torch.mm(left, right, out=product)]
     works += [lambda: aten.native_layer_norm.out(x, [1024], None, None, 1e-5, out0=y, out1=mean, out2=scale)]
@@ -163,18 +168,26 @@ claims.check("activations-bandwidth", against_copy, missing=missing)
 
 
 # %% [markdown]
-# The model gives the *least* time; the last column, how close each kernel comes. Near 1, one ceiling explains it. (Below 1, a neighbour slowed the ceiling's measurement.) Well above 1, a third thing does: one core computes an `erf` or sums up rows at another rate than products, the only one that we measured. On a GPU thousands of cores share that work, and the guides say that activations are usually limited by bandwidth.
+# The model gives the *least* time. The last column shows how many times as long each kernel took:
+#
+# - **Near 1**: one ceiling explains the time.
+# - **Well above 1**: a third limit sets it. One core computes an `erf`, or sums up rows, at another rate than that of matmuls, and we measured only the matmuls' rate.
+# - **Below 1**: other load slowed the machine while we measured the ceiling.
+#
+# > **On a GPU:** thousands of cores share that work. The guides say that activations are usually limited by bandwidth; the claim tests this.
 #
 # ## Baseline: a whole step, operation by operation
 #
-# A **dispatch mode** is an object to which torch hands every operation, of forward and backward alike, just before a kernel takes it; it may look, count and time, and has to call the operation. Ours counts. What is not a product gets a number of FLOPs for each element of its largest tensor, from a table that anybody can check on paper.
+# A **dispatch mode** is an object to which torch hands every operation of forward and backward, just before a kernel runs it. The mode may inspect, count and time the operation, and it has to call it. Ours counts FLOPs and bytes. An operation that is not a matmul gets a number of FLOPs per element of its largest tensor, from a table that you can check on paper.
 #
-# The same mode takes the time. On a CPU: the seconds that this thread computed. On a GPU: two events around the kernel, behind a short sleep on the device. While the device sleeps the kernel gets into its queue, so that its launch is not timed. Attention runs in its plain form here, for a fused kernel would be a single operation. Names are torch's own: `mm` is a matrix product, `bmm` many of one size, `addmm` one and a sum, `native_` marks the kernel itself.
+# The same mode takes the time: the seconds that this thread computed. Attention runs in its plain form here, because a fused kernel would be a single operation. The names are torch's own: `mm` is a matmul, `bmm` many of one size, `addmm` one plus a sum; `native_` marks the kernel itself.
+#
+# > **On a GPU:** the mode records two events around the kernel, behind a short sleep on the device. During the sleep the kernel enters the device's queue, so its launch is not timed.
 
 # %%
 GROUPS = ("contraction", "normalization", "element-wise")
 PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}  # which operand is the left matrix
-PER_ELEMENT = {  # FLOPs; an exp, erf or tanh is one. Whatever is not here does 1
+PER_ELEMENT = {  # FLOPs; an exp, erf or tanh counts one. An operation that is not listed does 1
     **{"native_layer_norm": 8, "native_layer_norm_backward": 13, "_softmax": 5, "_softmax_backward_data": 4},
     **{"gelu": 5, "gelu_backward": 11, "native_dropout": 3, "native_dropout_backward": 2, "tanh_backward": 3},
 }
@@ -310,7 +323,9 @@ print("most time:", ", ".join(f"{name} {dearest[name]:.0%}" for name in top))
 print(f"with twice the matrix rate and nothing else this step would be at most {1 / (1 - share / 200):.2f} x as fast")
 
 # %% [markdown]
-# The last line is Amdahl's law: what is not a product takes as long as before. Now the picture. Each operation is a dot: how many FLOPs per byte, and how many FLOPs a second it reached. Under the slope bandwidth is the limit, under the flat part arithmetic. The larger a dot, the more time it takes. What has no FLOPs (copies, embeddings) has no place on it. The dot with a name is the longest outside the products.
+# The last line is Amdahl's law: all operations that are not matmuls take as long as before.
+#
+# Now the picture. Each dot is an operation: how many FLOPs per byte it does, and how many FLOPs per second it reached. Under the slope bandwidth is the limit, under the flat part arithmetic. A larger dot took more time. Operations without FLOPs (copies, embeddings) are not shown. The dot with a name is the longest operation that is not a matmul.
 
 
 # %%
@@ -359,7 +374,7 @@ _ = right.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(
 
 # %% tags=["claim"]
 def intensity(name, exp=1):
-    """FLOPs for each byte that a group's operations move; copies and embeddings compute nothing and are left out."""
+    """Return a group's FLOPs per byte moved, without copies and embeddings, which compute nothing."""
     rows = [row for row in step if row.group == name and row.flops]
     more = [row.flops * (exp - 1) * EXPS.get(row.name, 0) / PER_ELEMENT.get(row.name, 1) for row in rows]
     return (total(rows, "flops") + sum(more)) / total(rows, "moved")
@@ -378,13 +393,13 @@ note += f"; element-wise with copies and embeddings: {with_copies:.3g}"
 claims.check("op-groups-ordered", min(per_byte[0] / per_byte[1], per_byte[1] / per_byte[2]), note=note)
 
 # %% [markdown]
-# Products stand on the right, under the flat roof; all else on the left, orders of magnitude lower: few FLOPs per byte, so no faster product can help it. A dot *above* the black slope was served by a cache, which holds the tensors of a small step.
+# Matmuls are on the right, under the flat roof. All other operations are on the left, orders of magnitude lower. They do few FLOPs per byte, so faster matmuls cannot help them. A dot *above* the black slope was served by a cache, which holds the tensors of a small step.
 #
-# The three groups are those of [Ivanov et al., 2020](https://arxiv.org/abs/2007.00072), from whom the guide has them. Its order is put to the test in FLOPs per byte. One number in our table is a convention: what an `exp` counts. The note has the order if it counts ten. (Our element-wise group also holds copies and embeddings, which the guide does not name. They only move bytes, so the order is taken without them.)
+# The guide has its three groups from [Ivanov et al., 2020](https://arxiv.org/abs/2007.00072). The claim tests their order in FLOPs per byte. One number in our table is a convention: how many FLOPs an `exp` counts. The note shows the order if it counts ten. (Our element-wise group also holds copies and embeddings, which the guide does not name. They only move bytes, so the claim leaves them out.)
 #
 # ## Change one thing: no dropout
 #
-# The guide says that linear layers have twice the FLOPs in backward, and that a backward is generally about twice as slow. Look at the passes apart, first as it was, then with dropout off.
+# The guide says that linear layers have twice the FLOPs in backward, and that a backward pass generally takes about twice as long. Compare the two passes, first with dropout, then without.
 
 # %%
 plain_task = lab.task.replace(config={"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0})  # new
@@ -408,11 +423,21 @@ header = ["backward / forward", "FLOPs of products", "bytes", "time", "forward (
 plots.Table(header, table)
 
 # %% [markdown]
-# Three ratios, three answers. The FLOPs of the products: 2, with or without. (For each product of forward backward has two: one for the gradient of its left operand, one for that of its right.) Bytes grow by another factor, and time follows what each operation is bound by. Dropout draws its masks in forward; backward only multiplies by them. What drawing costs, the first line says: where random numbers are drawn one by one, as on a CPU, it can be as much as the products themselves.
+# Each column has its own ratio:
+#
+# - **FLOPs of matmuls**: 2, with or without dropout. For each matmul of forward, backward has two: one for the gradient of the left operand, one for that of the right.
+# - **Bytes**: another factor.
+# - **Time**: it depends on the limit of each operation.
+#
+# Dropout draws its masks in forward; backward only multiplies by them. The first line shows the cost of drawing. Where random numbers are drawn one by one, as on a CPU, drawing can take as long as the matmuls themselves.
 #
 # ## What held
 #
-# The FLOPs are counted. For the time, forward and backward take turns in several clean processes, attention as the library chooses it, without dropout and with the model's own. On a CPU the second ratio is predicted: both passes without dropout, and dropout by itself, take turns too. Then the products alone: have they more awkward sizes in backward, as the guide says? `Ratio.of_turns` divides seconds taken side by side, with an interval; the first contender runs twice, and what it differs from itself is the least that counts.
+# ### Backward against forward
+#
+# The FLOPs are counted. For the time, forward and backward run alternately in several fresh processes, with the attention that the library chooses: first without dropout, then with the model's own dropout. On a CPU the second ratio is also predicted, from the passes without dropout and from dropout by itself, which run alternately too. The last claim is about the matmuls alone: does backward have more awkward sizes, as the guide says?
+#
+# `Ratio.of_turns` divides the seconds of steps that ran alternately, and gives an interval. The first contender runs twice: the interval is never narrower than its difference from itself.
 
 
 # %%
@@ -450,7 +475,7 @@ def turns_of_a_step(task):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     backward, forward = passes(model, batch)
     works = [backward, forward, backward, optimizer.step]
-    if DEVICE == "cpu" and task != plain_task:  # the parts; torch's attention takes its plain form to drop scores
+    if DEVICE == "cpu" and task != plain_task:  # the parts; to drop scores, torch's attention takes its plain form
         works += passes(plain_task.build_model(), batch, lambda: attention.sdpa_kernel(attention.SDPBackend.MATH))
         works += dropout_alone(task.build_config(), 4, task.length())
     return interleaving.in_turns(works, turns=4)
@@ -479,7 +504,7 @@ claims.check("backward-twice-dropout", with_dropout, predicted=of_parts(dropout_
 
 # %% tags=["claim"]
 def products_of_a_layer(task):
-    """The products of a layer's linear parts, into tensors that exist: backward's, forward's, and backward's again."""
+    """Time the matmuls of a layer's linear parts, into existing tensors: backward's, forward's, backward's again."""
     one_thread()
     config, rows, parts = task.build_config(), 4 * task.length(), []
     narrow, wide = config.hidden_size, config.intermediate_size
@@ -501,11 +526,13 @@ def products_of_a_layer(task):
 of_products = [lab.run(products_of_a_layer, measure="value").value for _ in range(3)]
 took = Ratio.of_turns([each[:3] for each in of_products], CPU, floor)  # seconds of twice the FLOPs
 claims.check(
-    "backward-sizes-awkward", took / 2, note=f"so a layer's products take {took.value:.2f} x as long in backward"
+    "backward-sizes-awkward", took / 2, note=f"so a layer's matmuls take {took.value:.2f} x as long in backward"
 )
 
 # %% [markdown]
-# More statements of the guide are counts. *An activation reads once and writes once in forward; in backward it reads twice, the gradient and the output of the forward, and writes once.* And *convolutions have twice the FLOPs in backward too*. The last column is what autograd really kept, told by its address.
+# ### Activations and convolutions
+#
+# Two more statements of the guide are counts. *An activation reads once and writes once in forward; in backward it reads twice, the gradient and the output of the forward, and writes once.* And *convolutions have twice the FLOPs in backward too*. The last column shows which tensor autograd really kept, found by its address.
 
 
 # %%
@@ -556,15 +583,17 @@ note = f"of a first layer, whose input needs no gradient: {convolution_flops(Fal
 claims.check("convolution-backward-twice", convolution_flops(True), note=note)
 
 # %% [markdown]
-# ReLU, tanh and sigmoid keep their output. GELU and SiLU fall and rise: one output has two inputs, so they keep the input. Either way two tensors are read.
+# ReLU, tanh and sigmoid keep their output. GELU and SiLU fall and rise, so that one output can come from two inputs: they keep the input. In both cases backward reads two tensors.
 #
 # ## Model FLOPs utilization
 #
-# How much of the matrix rate does a whole step use? PaLM's authors ([Chowdhery et al., 2022, appendix B](https://arxiv.org/abs/2204.02311)) divide the FLOPs that the *model* needs by what the device could have done in that time:
+# How much of the matrix rate does a whole step use? PaLM's authors ([Chowdhery et al., 2022, appendix B](https://arxiv.org/abs/2204.02311)) divide the FLOPs that the *model* needs by the FLOPs that the device could have done in the same time:
 #
 # `MFU = model FLOPs / (step seconds x matrix rate)`
 #
-# They train in bf16 and take the data sheet's rate. So hold only our bf16 line against a published MFU; ours is divided by a measured rate, and comes out higher. Model FLOPs are products only, without what checkpointing computes again. The rule of thumb for them is 6 FLOPs for each parameter and token: 2 forward, 4 backward.
+# Model FLOPs count matmuls only. The rule of thumb is 6 FLOPs per parameter and token: 2 in forward, 4 in backward.
+#
+# The authors train in bf16 and take the rate from the data sheet. So compare only our bf16 line with a published MFU. Ours is divided by a measured rate, and is therefore higher.
 
 
 # %%
@@ -617,15 +646,17 @@ tokens_in, experts = torch.randn(64, 32, dtype=torch.bfloat16), torch.randn(4, 3
 ends, heads = torch.tensor([16, 32, 48, 64], dtype=torch.int32), torch.randn(1, 2, 64, 16)
 print("4 experts one by one:", seen(lambda: [part @ each for part, each in zip(tokens_in.split(16), experts)]))
 print("the same, grouped:", seen(lambda: torch._grouped_mm(tokens_in, experts, offs=ends)))
-print("attention by its products:", seen(lambda: (heads @ heads.mT).softmax(-1) @ heads))
+print("attention by its matmuls:", seen(lambda: (heads @ heads.mT).softmax(-1) @ heads))
 print("the same, fused, on a CPU:", seen(lambda: torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)))
 
+# %% jupyter={"source_hidden": true}
 tiny = Task("bert-tiny", seq_len=32, config={"use_cache": False})
 model = tiny.build_model()
 getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
 with FlopCounterMode(display=False) as executed:
     model(**tiny.batch(4)).loss.backward()
-assert executed.get_total_flops() > 1.2 * roofline.model_flops(tiny, 4)  # counted: more is executed, no more is needed
+# Checkpointing executes more FLOPs than the model needs; the model FLOPs stay.
+assert executed.get_total_flops() > 1.2 * roofline.model_flops(tiny, 4)
 
 # %%
 exercises.question(
@@ -642,25 +673,25 @@ exercises.question(
 )
 
 # %% [markdown]
-# The rule misses twice. It counts embeddings, which are never multiplied, and leaves out attention, whose products have no weights and grow with the length.
+# The rule of thumb makes two mistakes. It counts embeddings, which are never multiplied. It leaves out attention, whose matmuls have no weights and grow with the length.
 #
-# The other lines plant two blind spots of torch's counter. It knows products by name, and one that it does not know counts 0, without a warning. So the products of experts, done as one grouped product, may be missed, and so was a CPU's fused attention before torch 2.15. `roofline.model_flops` refuses the first and asks for plain attention.
+# The other lines show two blind spots of torch's counter. It knows matmuls by name, and an operation that it does not know counts 0, without a warning. So it may miss the matmuls of experts if they are done as one grouped matmul, and before torch 2.15 it missed a CPU's fused attention. `roofline.model_flops` refuses models with experts and switches to plain attention.
 #
 # ## A trace, read aloud
 #
-# You need no recorder of your own: `torch.profiler` writes down what ran, and from when to when. Here are the first operations of a forward, with 16 tokens a sequence and with all of them. A bar is a kernel at work; white is time in which none is.
+# You need no recorder of your own: `torch.profiler` records which kernels ran, and from when to when. The picture shows the first operations of a forward pass, with 16 tokens per sequence and with all of them. A bar is a kernel at work; white is time in which no kernel works.
 
 
 # %%
 def is_kernel(event):
     if DEVICE == "cuda":
         return event.device_type == torch.autograd.DeviceType.CUDA
-    itself = event.self_cpu_time_total > event.cpu_time_total / 2  # others only call what works for them
+    itself = event.self_cpu_time_total > event.cpu_time_total / 2  # other operators only call the one that computes
     return itself and event.name.removeprefix("aten::") in {row.name for row in step if row.moved}
 
 
 def traced(task):
-    """Of each kernel the white before it and its bar, in microseconds (of three tries the least), and its name."""
+    """Return for each kernel the white before it and its bar, in microseconds (the least of three tries), and its name."""
     one_thread()
     model, found = task.build_model(attn_implementation="eager").to(DEVICE), []
     for tokens in (16, length):
@@ -693,7 +724,7 @@ for ax, tokens, kernels in zip(axes, (16, length), lab.run(traced, measure="valu
     half = statistics.median(bar for _, bar, _ in kernels)
     said = ", ".join(f"{name} {part:.0%}" for name, part in parts.items())
     print(f"4 x {tokens}: {len(kernels)} kernels in {whole / 1e3:.3g} ms, half of them under {half:.3g} us;")
-    print(f"    of that time: {said}, none at work {1 - sum(parts.values()):.0%}")
+    print(f"    of that time: {said}, no kernel at work {1 - sum(parts.values()):.0%}")
     ax.set(title=f"4 x {tokens} tokens", yticks=[], xlim=(0, at))
 for i, name in enumerate(GROUPS):
     axes[0].barh(0, 0, color=plots.SERIES[i], label=name)
@@ -701,20 +732,28 @@ axes[0].legend(frameon=False, fontsize=9, ncols=3, loc="lower right", bbox_to_an
 _ = axes[1].set_xlabel("microseconds")
 
 # %% [markdown]
-# Read three things. **White**: nobody computes, since the next kernel was not called yet. With much white and short bars a step is *launch-bound*: fewer, larger operations help it (batches, lesson 04; fusing and graphs, 11). **Wide bars of products**: *compute-bound*, a faster precision helps (07). **Wide bars of the rest**: *memory-bound*, fewer bytes help. Where a kernel's bar is no longer than those of far smaller ones, it is mostly call, too.
+# Look for three things:
+#
+# - **White**: nothing computes, because the next kernel was not called yet. A step with much white and short bars is *launch-bound*. Fewer, larger operations help it: larger batches (lesson 04), fusing and graphs (lesson 11).
+# - **Wide bars of matmuls**: the step is *compute-bound*. A faster precision helps it (lesson 07).
+# - **Wide bars of other operations**: the step is *memory-bound*. Fewer bytes help it.
+#
+# If a kernel's bar is no longer than the bars of far smaller kernels, most of the bar is the call, too.
 #
 # ## "My GPU is at 100 %"
 #
-# `nvidia-smi` and `torch.cuda.utilization` tell the percentage of time in which [one or more kernels were executing](https://docs.nvidia.com/deploy/nvml-api/structnvmlUtilization__t.html): the bars of a trace, whatever they do. On a GPU the column is what NVML says; on a CPU, the share of the clock's time that the thread computed. The first loop is *one* thread that counts.
+# `nvidia-smi` and `torch.cuda.utilization` report the percentage of time in which [one or more kernels were executing](https://docs.nvidia.com/deploy/nvml-api/structnvmlUtilization__t.html): the bars of a trace, whatever they do. Below, "busy" is the share of the clock's time that the thread computed. The first loop is *one* thread that counts.
+#
+# > **On a GPU:** "busy" is the value that NVML reports.
 
 
 # %%
-def told_by_nvml(work):  # while the work is repeated for three seconds; None where NVML does not tell
+def told_by_nvml(work):  # the mean reading while the work repeats for three seconds; None without readings
     readings, end = [], time.perf_counter() + 3
     while (now := time.perf_counter()) < end:
         while time.perf_counter() < now + 0.2:
             work()
-        with contextlib.suppress(Exception):  # no library, or part of a GPU
+        with contextlib.suppress(Exception):  # NVML is missing, or does not report part of a GPU
             readings.append(torch.cuda.utilization() / 100)
     return statistics.mean(readings[5:]) if readings else None  # a reading looks back for up to a second
 
@@ -730,7 +769,7 @@ def three_loops(task):
 
 
 # %%
-many, side = (2**22, 512) if DEVICE == "cpu" else (2**28, 4096)  # short on a CPU, so that nobody cuts in
+many, side = (2**22, 512) if DEVICE == "cpu" else (2**28, 4096)  # short on a CPU, so that other load seldom cuts in
 rows, work = [], {"count": (0, 0), "add 1": (many, 8 * many), "product": (2 * side**3, 12 * side**2)}
 for (name, (flops, moved)), taken, busy in zip(work.items(), *lab.run(three_loops, measure=("none",)).value):
     fastest = min(computed for _, computed in taken)
@@ -740,11 +779,13 @@ for (name, (flops, moved)), taken, busy in zip(work.items(), *lab.run(three_loop
 plots.Table(["loop", "busy", "of the matrix rate", "of the bandwidth"], rows)
 
 # %% [markdown]
-# All are busy; one does nothing, one moves bytes, one multiplies. That "busy" says nothing of speed; the MFU and the trace do. (More than 100 % of the bandwidth? A CPU fetches a line before it writes to it, so our copy moved three bytes for two that we counted. Adding in place does not.)
+# All three loops are busy: one only counts, one moves bytes, one multiplies. "Busy" says nothing about speed; the MFU and the trace do.
+#
+# (Why more than 100 % of the bandwidth? A CPU fetches a cache line before it writes to it, so our copy moved three bytes for two that we counted. Adding in place does not fetch an extra line.)
 #
 # ## Explore
 #
-# Move the dot. Fusing does a chain of operations in one kernel, so that what lies between never goes to memory. Find a change that moves the dot to the right, one that lifts the roof over it, and one that does nothing at all.
+# Move the dot. Fusing runs a chain of operations in one kernel, so that the results between them never go to memory. Find a change that moves the dot to the right, one that lifts the roof over it, and one that does nothing at all.
 
 
 # %% tags=["widget"]
@@ -776,9 +817,9 @@ _ = widgets.explore(draw, operation=operations, size=sizes, precision=list(ceili
 
 
 # %% [markdown]
-# ## Exercise: which of the four can help?
+# ## Exercise 1: which of the four can help?
 #
-# A step is bound by bandwidth: nearly all of its time goes to bias, GELU and residual, on tensors of 64 million numbers. Which of these can make it at least 10 % faster?
+# A step is bound by bandwidth: nearly all of its time goes to bias, GELU and residual, on tensors of 64 million numbers. Which of these changes can make it at least 10 % faster?
 #
 # **A** a matrix rate twice as high · **B** one fused kernel for the three · **C** activations in 16 bits · **D** a cheaper formula for GELU, with half the FLOPs
 
@@ -792,7 +833,7 @@ answer = None  # a set of letters, such as {"A"}
 
 
 # %% tags=["check"]
-CHANGES = {"A": (7, 28, 2), "B": (7, 12, 1)}  # FLOPs and bytes for each number, and how many times the matrix rate
+CHANGES = {"A": (7, 28, 2), "B": (7, 12, 1)}  # per number: FLOPs, bytes; and how many times the matrix rate
 CHANGES |= {"C": (7, 14, 1), "D": (4.5, 28, 1)}
 
 
@@ -818,13 +859,96 @@ exercises.check(lab, "four optimizations", check, answer)
 exercises.prove(check, solution={"B", "C"}, mistake={"A", "C"})
 
 # %% [markdown]
+# ## Exercise 2: the challenge
+#
+# You have not timed `unseen`: it has half the layers, feed-forward layers half as wide, sequences half as long, and a batch of 8 instead of 4. How many milliseconds does one of its training steps take: forward, backward and AdamW's update, in fp32, without dropout? Predict it within 25 % before it runs. You have the seconds of the model above (`timed_plain` has those of each operation, the next cell prints those of a step and of its update) and the ceilings (`roof`), and you may count the operations of `unseen`.
+#
+# The check runs steps of both models alternately in one process. It multiplies the ratio of their seconds by the printed step. So a machine that has become slower since then changes nothing.
+
+# %% tags=["exercise"]
+display(
+    exercises.hint(
+        "8 sequences of half the length are as many tokens as before. Which operations are fewer, and which smaller?",
+        "`[Row(*row) for row in lab.run(lambda task: count(task, 8), task=unseen, measure=('none',)).value]` lists the "
+        "operations of `unseen` without timing them. The update takes time in proportion to `unseen.parameters()`.",
+        "`timed_plain` says how many times as long as `roof.seconds(flops, moved)` the operations of each name take. "
+        "Multiply the printed step by the sum for `unseen` over the sum for the model above, the update included.",
+    )
+)
+halves = {name: getattr(config, name) // 2 for name in ("num_hidden_layers", "intermediate_size")}
+unseen = plain_task.replace(seq_len=length // 2, config=halves)
+reference, update = fastest_step(step_turns), min(each[CPU] for one in step_turns for each in one[3])
+print(f"a step of the model above, with a batch of 4: {1e3 * reference:.4g} ms, its update {1e3 * update:.3g} ms")
+answer = None  # milliseconds
+
+
+# %%
+def both_steps(task):
+    """Return [(seconds of a step of the model above, seconds of one of `task`)], of steps that ran alternately."""
+
+    def step_of(task, samples):
+        model, batch = task.build_model().to(DEVICE), task.batch(samples, DEVICE)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+        return lambda: (model(**batch).loss.backward(), optimizer.step(), optimizer.zero_grad())
+
+    one_thread()
+    taken = interleaving.in_turns(4 * [step_of(plain_task, 4), step_of(task, 8)], turns=1)
+    return [(above[CPU], other[CPU]) for (above,), (other,) in zip(taken[::2], taken[1::2])]
+
+
+# %% tags=["check"]
+side_by_side = []
+
+
+def check(answer, tries=3):
+    if answer is None:
+        return exercises.not_attempted()
+    if not side_by_side or tries < 3:
+        side_by_side.extend(lab.run(both_steps, task=unseen, measure="value").value)
+    above, other = (min(seconds) for seconds in zip(*side_by_side))
+    measured = 1e3 * reference * other / above
+    off = abs(answer - measured) / measured
+    if 0.15 < off < 0.4 and tries > 1:  # near the limit, a moment's noise must not decide
+        return check(answer, tries - 1)
+    if off <= 0.25:
+        return exercises.right(f"{answer:.4g} ms predicted, {measured:.4g} ms measured: {off:.0%} off")
+    return exercises.wrong(f"{answer:.4g} ms is {off:.0%} off: which operations became fewer, and which smaller?")
+
+
+exercises.check(lab, "unseen model", check, answer)
+
+
+# %% tags=["solution"] jupyter={"source_hidden": true}
+# An operation takes a call's time, and beyond it a multiple of its least, the same for all operations of its name.
+def predicted(rows, passes_seconds):
+    """Return the seconds of these operations, where those of `timed_plain` take `passes_seconds` together."""
+    call, seconds = min(row.seconds for row in timed_plain if row.moved), 0.0
+    for name in {row.name for row in rows}:
+        both = [[row for row in each if row.name == name] for each in (rows, timed_plain)]
+        spent, more = total(both[1], "seconds"), len(both[0]) / len(both[1])
+        calls = min(spent, call * len(both[1]))
+        mine, known = (sum(roof.seconds(row.flops, row.moved) for row in each) for each in both)
+        seconds += calls * more + (spent - calls) * (mine / known if known else more)
+    above = total(timed_plain, "seconds")
+    between = passes_seconds - above  # time between operations; below 0, the library's own attention is faster
+    return seconds + between * (len(rows) / len(timed_plain) if between > 0 else seconds / above)
+
+
+rows = [Row(*row) for row in lab.run(lambda task: count(task, 8), task=unseen, measure=("none",)).value]
+whole = predicted(rows, reference - update) + update * unseen.parameters() / plain_task.parameters()
+exercises.prove(check, solution=1e3 * whole, mistake=1e3 * reference)  # as many tokens, but not as long
+
+# %% [markdown]
 # ## Recap
 #
-# - Two ceilings were measured. An operation's time was predicted from its FLOPs and its bytes, and where that fell short, a third limit was found.
-# - A step was taken apart: products had nearly all the FLOPs, the rest most of the bytes, and the picture showed who had the time.
-# - The groups were ordered; "twice" is exact for the FLOPs of products, and in time it is what your verdicts say. A trace was read: white, products, the rest. 100 % utilization meant that something ran.
+# The times are those of an AMD EPYC with 2 cores (2026-11-28); yours are in the cells above.
 #
-# Before you optimize, place your step on the roof. Bound by arithmetic: a faster precision (lesson 07). Bound by bandwidth: fewer bytes, by fusing (11) or by 16 bits. Bound by neither: larger batches (04).
+# - **Two ceilings give the least time of an operation**, from its FLOPs and its bytes. A third limit can add to it: GELU took 2.2 times as long as a copy of as many bytes.
+# - **Matmuls do nearly all the arithmetic of a step**, more than 95 % of its FLOPs. The other operations move bytes, and the picture shows how much time that takes.
+# - **Backward has exactly 2 times the matmul FLOPs of forward.** In time the factor was 1.97 without dropout, and 1.33 with it.
+# - **100 % utilization means that something ran.** A loop that only counts reaches it.
+#
+# Before you optimize, place your step on the roof. Bound by arithmetic: use a faster precision (lesson 07). Bound by bandwidth: move fewer bytes, by fusing (lesson 11) or by 16 bits. Bound by neither: use larger batches (lesson 04).
 
 # %% tags=["finish"]
 claims.finish()

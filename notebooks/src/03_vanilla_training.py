@@ -1,12 +1,14 @@
 # %% [markdown]
 # # What is the baseline, exactly?
 #
-# Every claim of this course compares something with *vanilla training*: fp32, AdamW, a batch of 4, nothing switched on. Before you trust a comparison, know what stands on its left side, and how much it varies by itself.
+# A colleague reports that a flag made training 10 % faster. Faster than what, and would the same code have been 10 % faster than itself? Every claim of this course compares something with *vanilla training*: fp32, AdamW, a batch of 4, nothing switched on. Before you trust a comparison, know the training on its left side, and how much it varies by itself.
 #
 # **You will see**
 # - all that `lab.train` does, in ten lines of Trainer and in a plain PyTorch loop: equal losses, a memory difference explained to the byte; and which of the guides' own lines still run
 # - how many times the weights' bytes a vanilla training takes
-# - how much the time of one and the same code varies, and what that makes of "it is faster"
+# - how much the time of one and the same code varies, and what follows from that for "it is faster"
+#
+# **Time:** a quarter of an hour of reading, one to five minutes of computing on two CPU cores. **Before this:** lesson 00. **Not on a CPU:** some lines of the guides need a GPU; the table says which.
 
 # %% tags=["parameters"]
 profile = "auto"
@@ -42,9 +44,9 @@ short = lab.task.replace(seq_len=64, config=half) if lab.machine.kind == "cpu" e
 # %% [markdown]
 # ## Idea
 #
-# A measurement has two sides. *What* was measured must be known to the last line; otherwise a difference may come from something that you did not see. *How much it varies* must be known too; otherwise any difference looks like an effect.
+# A measurement has two sides. You must know *what* was measured, to the last line; otherwise a difference may come from something that you did not see. You must also know *how much it varies*; otherwise any difference looks like an effect.
 #
-# Counted memory does not vary, nor do losses with the same seed, but for last digits on a GPU: both can be compared almost bit by bit. Time varies always. This lesson treats the first two as what they are, exact, and gives the third an interval.
+# Counted memory does not vary. Losses with the same seed do not vary either, except in their last digits on a GPU. Both can be compared almost bit by bit. Time always varies. This lesson treats the first two as exact, and gives the third an interval.
 #
 # ## Predict
 #
@@ -54,7 +56,7 @@ short = lab.task.replace(seq_len=64, config=half) if lab.machine.kind == "cpu" e
 widgets.predict(
     lab,
     "vanilla peak",
-    f"Vanilla training of {lab.task.model} on {lab.task.seq_len} tokens, 4 samples a step: how many times the bytes of "
+    f"Vanilla training of {lab.task.model} on {lab.task.seq_len} tokens, 4 samples per step: how many times the bytes of "
     "its weights will it take at the peak?",
     "times",
     1,
@@ -64,7 +66,7 @@ widgets.predict(
 # %% [markdown]
 # ## By hand: ten lines of Trainer
 #
-# This is `lab.train` without its clothes: a model with random weights, random data, transformers' `Trainer` with its defaults. Around it the lab adds a clean process, a meter, and silence.
+# This is `lab.train` reduced to its core: a model with random weights, random data, transformers' `Trainer` with its defaults. Around it the lab adds a fresh process and a meter, and suppresses the output.
 
 # %%
 STEPS, BATCH = 5, 4
@@ -94,8 +96,8 @@ torch.testing.assert_close(from_trainer, list(from_lab.losses), rtol=0, atol=1e-
 #
 # What do the Trainer's defaults come to? Five things are easily forgotten, and each can change the losses:
 #
-# - **two random streams.** The order of the data has a generator of its own, seeded with the seed. Dropout draws from the global one, seeded anew once the model is built.
-# - **clipping.** The gradient is scaled down to a norm of 1 where it is longer.
+# - **two random streams.** The order of the data has a generator of its own, seeded with the seed. Dropout draws from the global one, which is seeded again once the model is built.
+# - **clipping.** A gradient with a norm above 1 is scaled down to 1.
 # - **AdamW, fused**, at a learning rate of 5e-5. The weight decay is 0 by default.
 # - **a schedule.** The learning rate falls along a line, to 0 after the last step.
 # - **the order**: backward, clip, step, schedule, zero.
@@ -123,7 +125,7 @@ def plain_loop(task, steps=STEPS, *, order=0, rate=5e-5, falling=True, clear=Tru
         if clear:
             optimizer.zero_grad()
         losses.append(loss.item())  # this waits for the device, so the clock tells the truth
-        clocks.append((time.perf_counter(), time.process_time()))  # what went by, and what was computed
+        clocks.append((time.perf_counter(), time.process_time()))  # the time that passed, and the time computed
     return {"losses": losses, "seconds": np.diff(clocks, axis=0).T.tolist()}
 
 
@@ -140,11 +142,13 @@ plots.Table(
 )
 
 # %% [markdown]
-# The stated tolerance is 0.001; the line above the table says what it came to. On one CPU it is 0: the same operations on the same numbers. On a GPU some sums are added up in whatever order the threads arrive, and the last digits may differ.
+# The stated tolerance is 0.001; the line above the table gives the largest difference. On one CPU it is 0: the same operations on the same numbers.
+#
+# > **On a GPU:** some sums are added up in whatever order the threads arrive, and the last digits may differ.
 #
 # ## By hand: the same memory?
 #
-# The losses agree, so the mathematics does. What is kept in memory is another question. `accelerate`, the Trainer's engine, fetches **one batch ahead**: it must know which batch is the last one. We let the plain loop do so too, and compare peaks.
+# The losses agree, so the mathematics does. Is the same kept in memory? `accelerate`, the Trainer's engine, fetches **one batch ahead**: it must know which batch is the last one. We let the plain loop do so too, and compare peaks.
 
 
 # %%
@@ -168,8 +172,8 @@ plots.Table(["run", f"peak ({loop.memory.kind} bytes)", "against lab.train"], ro
 
 # %%
 counted = from_lab.memory.kind == "counted"
-explained = one_batch if counted else 0  # on a GPU the batch that waits does so in the host's memory
-few = 128 if counted else 0.01 * loop.peak_bytes  # a GPU's allocator hands out blocks, often larger than asked for
+explained = one_batch if counted else 0  # on a GPU the batch ahead waits in the host's memory
+few = 128 if counted else 0.01 * loop.peak_bytes  # a GPU's allocator hands out blocks, often larger than requested
 difference = from_lab.peak_bytes - loop.peak_bytes
 if abs(lines.peak_bytes - from_lab.peak_bytes) > few or abs(difference - explained) > few:
     raise RuntimeError(f"lab.train holds {difference} bytes more than the loop; {explained} are explained")
@@ -177,11 +181,13 @@ batch_ahead = f"explains all but {difference - explained:,}" if counted else "wa
 print(f"lab.train holds {difference:,} bytes more than the loop; the batch ahead {batch_ahead}")
 
 # %% [markdown]
-# The bytes that remain are single numbers: how many labels the batch has, the loss as it is logged, its running sum. (On a GPU the batch ahead waits in the host's memory, and blocks are rounded up: there the stated tolerance is 1 %.) That is the whole price in memory of the Trainer's comfort.
+# The bytes that remain are single numbers: how many labels the batch has, the loss as it is logged, its running sum. That is the whole price in memory of the Trainer's comfort.
+#
+# > **On a GPU:** the batch ahead waits in the host's memory, and blocks are rounded up. The stated tolerance is 1 %.
 #
 # ## What the guides' code does today
 #
-# The guides train the same baseline with lines of their own. Do these still run? Below they stand, an argument or a call each, with what one writes today beside it. Every line of the table is executed just as it is shown (`exec` runs a text), in a clean process for each row. `assert` says what a guide takes for granted. `args` makes `TrainingArguments`, `command` reads them from a command line, `load` is `from_pretrained` on a checkpoint in fp16.
+# The guides train the same baseline with lines of their own. Do these lines still run? The table shows them, one argument or call each, with today's form beside it. Every line is executed just as it is shown (`exec` runs a text), in a fresh process for each row. `assert` states what a guide takes for granted. `args` makes `TrainingArguments`, `command` reads them from a command line, `load` is `from_pretrained` on a checkpoint in fp16.
 
 
 # %%
@@ -194,7 +200,7 @@ def outcome(line, names):
             return f"differs: {error}"
         except (Exception, SystemExit) as error:
             return f"raises {type(error).__name__}"
-    ending = any(issubclass(each.category, FutureWarning) for each in heard)  # how both libraries announce an end
+    ending = any(issubclass(each.category, FutureWarning) for each in heard)  # how both libraries announce a removal
     return "warns" if ending else "runs"
 
 
@@ -270,11 +276,11 @@ caption = f"{len(rows)} lines, today: " + ", ".join(f"{verdict} {number}" for ve
 plots.Table(["guide", "its line", "today", "instead", "and that"], rows, caption)
 
 # %% [markdown]
-# What raises tells you so, and what warns gives you time. Look for the rows that say *differs*, which run and do something else than the guide says: labels of a single class, say, or a model in 16 bits that was meant as fp32. (Whether a row about GPUs can run depends on this machine; the scripts that the guides start, `run_glue.py` and others, are in transformers' repository and not run here.)
+# A line that raises tells you that it no longer works, and a line that warns gives you time. Look for the rows with *differs*: they run, and do something else than the guide says. Examples are labels of a single class, or a model in 16 bits that was meant as fp32. (Whether a row about GPUs can run depends on this machine. The scripts that the guides start, `run_glue.py` and others, are in transformers' repository and not run here.)
 #
 # ## Baseline
 #
-# So this is what `lab.train` runs. It runs it more than once: first under a memory meter, which slows the steps down, then in another process under a clock and nothing else. One number never pays for the other.
+# So this is what `lab.train` runs. It runs it more than once: first under a memory meter, which slows the steps down, then in another process under a clock and nothing else. So neither measurement disturbs the other.
 #
 # Watch it work, once. The monitor looks at the machine from outside, twice a second, and ends with its cell. What moves, and what stays?
 
@@ -284,7 +290,7 @@ with monitor.live() as watch:
 watch.summary()
 
 # %% [markdown]
-# Experiments come and go as processes of their own; the notebook stays as it was. What the monitor sees is all that the system gave to a process (or to the card): the libraries' code, reserves, leftovers. The lab counts tensors.
+# Experiments start and end as processes of their own; the notebook stays as it was. The monitor sees all that the system gave to a process (or to the card): the libraries' code, reserves, leftovers. The lab counts tensors.
 
 # %%
 parts, phase = vanilla.memory.breakdown, vanilla.memory.peak_phase
@@ -295,11 +301,11 @@ display(widgets.revealed(lab, "vanilla peak", times, estimate=expected))
 _ = plots.memory([vanilla], title="Where vanilla training peaks")
 
 # %% [markdown]
-# Each weight has two optimizer states of its own size and a gradient, which makes four; on top of that come the activations, which depend on the batch. The guide's figure, 14949 MB against 1288 MB of weights, was read from the whole card: it includes a CUDA context of more than 1 GB and what the allocator holds in reserve. Ours counts tensors.
+# Each weight has two optimizer states of its own size and a gradient, which makes four. The activations, which depend on the batch, come on top of that. The guide's figure, 14949 MB against 1288 MB of weights, was read from the whole card: it includes a CUDA context of more than 1 GB and the allocator's reserve. Ours counts tensors.
 #
 # ## "I timed it once"
 #
-# Now the clock. The same loop, three times, each in a clean process. Nothing differs: neither the code, nor the data, nor the seed.
+# Now the clock. The same loop runs three times, each time in a fresh process. Nothing differs: neither the code, nor the data, nor the seed.
 
 # %%
 loops = {
@@ -318,13 +324,13 @@ milliseconds = {name: [1000 * value for value in clock] for name, (clock, _) in 
 ax = plots.lines(range(1, 9), milliseconds, "step", "milliseconds", title="One code, three times")
 _ = ax.set_ylim(bottom=0)
 apart = [max(medians) / min(medians) - 1 for medians in zip(*later.values())]
-print(f"who times each once may call the code {apart[0]:.0%} faster than itself; by CPU time {apart[1]:.0%}")
+print(f"timed once each, the code may seem {apart[0]:.0%} faster than itself; by CPU time {apart[1]:.0%}")
 
 # %% [markdown]
 # Two things to see:
 #
-# - **Warm-up.** The first step does what later ones need not: threads start, memory is asked of the system for the first time, kernels are chosen, optimizer states are made. The lab leaves `warmup_steps` out; `max_steps=1` measures a start, not a training.
-# - **The rest varies too**, from step to step and from process to process. Another program had the core, the clock was lowered, memory lay elsewhere. None of it is the recipe's doing. CPU time, what the process really computed, leaves out the wait for a core; it does not make two processes equal.
+# - **Warm-up.** The first step has extra work: threads start, the system hands out memory for the first time, kernels are chosen, optimizer states are made. The lab leaves `warmup_steps` out; `max_steps=1` measures a start, not a training.
+# - **The rest varies too**, from step to step and from process to process: another program had the core, the clock was lowered, memory was in another place. None of it comes from the recipe. CPU time, the seconds that the process really computed, leaves out the wait for a core; it does not make two processes equal.
 
 # %%
 exercises.question(
@@ -345,13 +351,13 @@ exercises.question(
 # %% [markdown]
 # ## Change nothing, then one thing
 #
-# Before measuring an effect, measure no effect. On a CPU `lab.compare` answers what you just saw in three ways:
+# Before measuring an effect, measure no effect. On a CPU `lab.compare` answers these variations in three ways:
 #
-# - **Turns inside one process**, on one thread: both recipes share its luck, and a slow minute hits both. Each turn of the one over a turn of the other is a *pair*. As one process has one luck, there are several.
-# - **CPU time** decides. The ratio by the clock on the wall stands beside it.
-# - **Against itself.** In the same turns the baseline runs a second time. What it differs from itself is this measurement's **noise floor**; under a factor of 1.05 it is never taken to be.
+# - **Turns inside one process**, on one thread: both recipes share the luck of the process, and a slow minute hits both. One turn of the first recipe over one turn of the second is a *pair*. As one process has one luck, there are several processes.
+# - **CPU time** decides. The ratio by the clock on the wall is shown beside it.
+# - **Against itself.** In the same turns the baseline runs a second time. Its difference from itself is this measurement's **noise floor**, which is never taken to be less than a factor of 1.05.
 #
-# (On a GPU, which nobody else uses, each recipe has a process of its own, the clock decides, and the floor is 1.02.)
+# > **On a GPU:** nobody else uses it, so each recipe has a process of its own, the clock decides, and the floor is 1.02.
 #
 # First A and B are the same. Then comes one change that ought to show: sequences of a quarter of the length.
 
@@ -365,7 +371,7 @@ effect = lab.compare(from_lab, quarter, turns=8)
 _ = plots.speed([itself, effect])
 
 # %% [markdown]
-# Ticks are the pairs, the dot is their median, the line is the interval. A claim is decided by the *line*, never by the dot: if it lies on one side of 1, one recipe is faster; if 1 is inside, the effect is **too small to tell**. That does not say that there is none. It says that this measurement, on this machine, cannot see it.
+# Ticks are the pairs, the dot is their median, the line is the interval. A claim is decided by the *line*, never by the dot: if it is on one side of 1, one recipe is faster; if 1 is inside, the effect is **too small to tell**. That does not say that there is none. It says that this measurement, on this machine, cannot see it.
 
 # %%
 exercises.question(
@@ -377,7 +383,7 @@ exercises.question(
         "possible, and either would be an effect.",
         "It is most likely 4 % faster.": "1.04 is only the middle pair of a few. The dot decides nothing.",
         "If there is an effect, it is most likely no more than 10 % slower and no more than 19 % faster.": "That is "
-        "what an interval is good for, even where it contains 1: it bounds what you may have missed.",
+        "what an interval is good for, even if it contains 1: it bounds the effect that you may have missed.",
     },
     right="If there is an effect, it is most likely no more than 10 % slower and no more than 19 % faster.",
 )
@@ -385,12 +391,12 @@ exercises.question(
 # %% [markdown]
 # ## By hand: the interval
 #
-# How well do these pairs fix their median? Draw as many processes at random as there were, repeats allowed, and from each as many of its pairs; take the median of all; do so 2000 times; keep the middle 95 %. That is a **bootstrap** interval. Then the lab widens it to the noise floor.
+# How well do these pairs determine their median? Draw as many processes at random as there were, repeats allowed, and from each as many of its pairs; take the median of all; do so 2000 times; keep the middle 95 %. That is a **bootstrap** interval. Then the lab widens it to the noise floor.
 
 
 # %%
 def groups(comparison):
-    """Its pairs, a row for each process; on a GPU each pair is a row of its own."""
+    """Return the pairs of a comparison, a row for each process; on a GPU each pair is a row of its own."""
     pairs = comparison.speed_ratio.pairs
     return np.reshape(pairs, (PROCESSES if comparison.wall_ratio else len(pairs), -1))
 
@@ -419,7 +425,7 @@ rows = [[name, *map("{:.3f}".format, ends)] for name, ends in bounds.items()]
 plots.Table(["the same against itself", "from", "to"], rows, caption)
 
 # %% [markdown]
-# Why wider? The bootstrap knows only what varied *within* these pairs. If the same code against itself comes out a few percent off, an effect of that size proves nothing, however narrow the interval. And the least floor stands for the neighbour who comes tomorrow. The last row is by the clock on the wall, which counts the waiting, too.
+# Why wider? The bootstrap knows only what varied *within* these pairs. If the same code against itself comes out a few percent off, an effect of that size proves nothing, however narrow the interval. The least floor allows for other load that another day brings. The last row is by the clock on the wall, which counts the waiting, too.
 #
 # ## What held
 
@@ -428,11 +434,11 @@ note = f"micro-batch 4, {vanilla.memory.kind} memory; the peak falls into the {v
 claims.check("training-dwarfs-weights", times, note=note)
 
 # %% [markdown]
-# This claim was decided by one number without an interval: counted bytes of equal code with equal data do not vary, as the peaks above showed. Time does, and gets an interval always.
+# This claim was decided by one number without an interval: counted bytes of equal code with equal data do not vary, as the peaks above showed. Time varies, and always gets an interval.
 #
 # ## Explore
 #
-# How many processes does a claim need? The intervals of the two comparisons from their first ones only (on a GPU: from the first pairs): the thick line is the bootstrap's, the thin one the lab's. More of them shorten the thick line; none gets below the floor.
+# How many processes does a claim need? The picture computes the intervals of the two comparisons from the first processes only (on a GPU from the first pairs). The thick line is the bootstrap's interval, the thin one the lab's. More processes shorten the thick line; no number of them gets below the floor.
 
 # %% tags=["widget"]
 known = [comparison for comparison in (itself, effect) if comparison.speed_ratio.known]
@@ -457,7 +463,7 @@ _ = widgets.explore(draw, first=[*range(1, 1 + max((len(groups(each)) for each i
 # %% [markdown]
 # ## Exercise 1: which loss is the first to differ?
 #
-# Four changes to the plain loop, one at a time. Each one changes the losses, but from which step on? Steps are counted from 1; a loss is taken *before* its step's update. Think through `backward`, `step` and `schedule` before you answer.
+# Here are four changes to the plain loop, one at a time. Each one changes the losses, but from which step on? Steps are counted from 1; a loss is taken *before* its step's update. Think through `backward`, `step` and `schedule` before you answer.
 
 # %%
 exercises.hint(
@@ -505,7 +511,7 @@ exercises.prove(check, solution=steps, mistake=steps | {"constant rate": 2})
 # %% [markdown]
 # ## Exercise 2: which one is faster? (challenge)
 #
-# Two recipes that differ in one argument: with gradient clipping, as by default, and without (`max_grad_norm=0`). Clipping takes the norm of all gradients at every step, so less work ought to be faster. Is it, here? Answer with a word *and the interval that defends it*. The check measures again.
+# Two recipes differ in one argument: with gradient clipping, as by default, and without (`max_grad_norm=0`). Clipping takes the norm of all gradients at every step, so less work ought to be faster. Is it, here? Answer with a word *and the interval that defends it*. The check measures again.
 
 # %%
 exercises.hint(
@@ -563,9 +569,9 @@ exercises.prove(check, solution=(word, ratio), mistake=("unclipped", once))
 # %% [markdown]
 # ## Recap
 #
-# - All that `lab.train` does fitted into ten lines of Trainer, and into a plain PyTorch loop with equal losses; the memory difference was a batch fetched ahead and a few single numbers. The table had today's word for each line of the guides.
-# - A vanilla training took many times the bytes of its weights; the verdict above has the figure.
-# - The time of one and the same code varied. What is "faster" has an interval that lies on one side of 1; the rest was too small to tell.
+# - **`lab.train` fits into ten lines of Trainer**, and into a plain PyTorch loop with equal losses. Their memory differs by a batch fetched ahead and a few single numbers. The table has today's form of each line of the guides.
+# - **A vanilla training takes many times the bytes of its weights**: 9.2 times on an AMD EPYC with 2 cores (2026-11-28); your verdict above has your figure.
+# - **The time of one and the same code varies**, so a ratio needs an interval. "Faster" means that the whole interval is on one side of 1; otherwise the effect is too small to tell. On a CPU no effect below a factor of 1.05 counts.
 #
 # Next: lesson 04 changes the first real thing, the size of the batch.
 

@@ -1,12 +1,14 @@
 # %% [markdown]
 # # Why keep what you can compute again?
 #
-# The forward pass saves activations because the backward pass needs them. Gradient checkpointing throws most of them away and computes them a second time, just before they are needed.
+# Your batch does not fit, and activations take most of the memory. The forward pass saves them because the backward pass needs them. Gradient checkpointing throws most of them away and computes them a second time, just before they are needed. How much does that save, and what does it cost?
 #
 # **You will see**
-# - every forward run twice, and still the same gradient, dropout included
+# - that every forward runs twice and the gradient stays the same, dropout included
 # - how far apart checkpoints should be, and where the square root in the textbooks comes from
 # - what the library's flag saves and costs, which layers pay for it, and where it saves nothing
+#
+# **Time:** ten minutes of reading, one to three minutes of computing on two CPU cores. **Before this:** lesson 01; for one comparison lesson 05. **Not on a CPU:** checkpoints that are offloaded to the host.
 
 # %% tags=["parameters"]
 profile = "auto"
@@ -60,7 +62,7 @@ widgets.predict(
 # %% [markdown]
 # ## By hand
 #
-# A block that counts how often it runs. Its inside is `inside` layers deep, and ends with dropout.
+# This block counts how often it runs. Its inside is `inside` layers deep, and ends with dropout.
 
 
 # %%
@@ -77,7 +79,7 @@ class Block(torch.nn.Module):
 
 
 def step(segments, x, recompute=True, **options):
-    torch.manual_seed(1)  # the same dropout for all who ask
+    torch.manual_seed(1)  # the same dropout in every call
     for segment in segments:
         x = checkpoint(segment, x, use_reentrant=False, **options) if recompute else segment(x)
     x.square().mean().backward()
@@ -103,13 +105,13 @@ print(f"same gradient to the last bit: {torch.equal(recomputed, plain)}")
 print(f"off by {(other_dropout - plain).norm() / plain.norm():.0%} if the random state is not put back")
 
 # %% [markdown]
-# Each block ran twice, and the gradient is the same, although dropout draws random numbers. `checkpoint` notes the state of the random generator before the first run and puts it back for the second. Told not to (`preserve_rng_state=False`, a little faster), the second run drops *other* units than the first: a wrong gradient, and no error message.
+# Each block ran twice, and the gradient is the same, although dropout draws random numbers. `checkpoint` saves the state of the random generator before the first run and puts it back for the second. With `preserve_rng_state=False` (a little faster) the second run drops *other* units than the first: a wrong gradient, and no error message.
 #
 # ## How far apart?
 #
-# A checkpointed segment may hold one block or several. To see which is best we need a meter for live memory. PyTorch sends every operation through a *dispatcher*, which picks the code for the device. While a **dispatch mode** is switched on, the dispatcher hands each operation to it first, those of backward and of recomputation too; the mode may do with it what it likes. Ours runs it, adds the bytes of the tensors that came out, and takes them off when they die. (A view shares the storage of the tensor that it looks at, and adds nothing.)
+# A checkpointed segment may hold one block or several. To see which is best we need a meter for live memory. PyTorch sends every operation through a *dispatcher*, which picks the code for the device. While a **dispatch mode** is switched on, the dispatcher hands each operation to it first, those of backward and of recomputation too. Ours runs the operation, adds the bytes of the tensors that it returns, and subtracts them when they are freed. (A view shares the storage of the tensor that it looks at, and adds nothing.)
 #
-# `blocks_each` is the number of blocks in a segment (None: no checkpoints), and the peak is told in units of a block's input.
+# `blocks_each` is the number of blocks in a segment (None: no checkpoints). The peak is given in units of a block's input.
 
 
 # %%
@@ -134,7 +136,7 @@ def peak_by_hand(depth, blocks_each, inside=4):
     blocks = [Block(inside) for _ in range(depth)]
     segments = [torch.nn.Sequential(*blocks[i : i + (blocks_each or 1)]) for i in range(0, depth, blocks_each or 1)]
     for weight in torch.nn.ModuleList(blocks).parameters():
-        weight.grad = torch.zeros_like(weight)  # born here, so they do not count
+        weight.grad = torch.zeros_like(weight)  # allocated here, so they do not count
     with LiveBytes() as live:
         step(segments, x, recompute=blocks_each is not None)
     return live.peak / x.nbytes
@@ -146,19 +148,19 @@ curves = {inside: [peak_by_hand(36, count, inside) for count in apart] for insid
 for inside, peaks in curves.items():
     best = apart[np.argmin(peaks)]
     print(
-        f"inside {inside}: least memory with {best} blocks a segment; sqrt(36 / {inside}) = {math.sqrt(36 / inside):g}"
+        f"inside {inside}: least memory with {best} blocks per segment; sqrt(36 / {inside}) = {math.sqrt(36 / inside):g}"
     )
 labels = {f"each block saves {inside} tensor{'s' * (inside > 1)}": peaks for inside, peaks in curves.items()}
 _ = plots.lines(apart, labels, "blocks in a checkpointed segment", "peak (inputs of a block)", title="36 blocks")
 
 # %% [markdown]
-# The curve has a valley. With *n* blocks, *k* of them a segment, there are *n / k* checkpoints to keep; and while a segment is recomputed, the insides of its *k* blocks, *k* times *I* inputs' worth. The sum *n / k + k I* is smallest at
+# The curve has a valley. With *n* blocks, *k* of them per segment, *n / k* checkpoints are kept. While a segment is recomputed, the insides of its *k* blocks are in memory as well, *k* times *I* inputs' worth. The sum *n / k + k I* is smallest at
 #
 # > k = √(n / I)
 #
 # With I = 1 that is the textbooks' square root of the depth, and the peak grows like √n. With a larger inside the checkpoints belong closer together.
 #
-# The two ends are extremes. One segment for all 36 blocks keeps a single input, and then all insides come back at once. To *forget all* and save memory too, each block's inside has to be made by itself, all the way from the start.
+# The two ends are extremes. One segment for all 36 blocks keeps a single input, and then all insides come back at once. To *forget all* and save memory too, you have to make each block's inside by itself, all the way from the start.
 
 
 # %%
@@ -168,13 +170,13 @@ def forget_all(blocks, x):
         with torch.no_grad():
             h = torch.nn.Sequential(*blocks[:number])(x)  # from x again: nothing was kept
         out = blocks[number](h.requires_grad_(number > 0))
-        out.backward(2 * out.detach() / out.numel() if gradient is None else gradient)  # first, that of the loss
+        out.backward(2 * out.detach() / out.numel() if gradient is None else gradient)  # at first, that of the loss
         gradient = h.grad
     return torch.cat([weight.grad.flatten() for block in blocks for weight in block.parameters()])
 
 
-sixteen, found, products = [Block() for _ in range(16)], {}, {}  # products: floating-point operations in them
-step(sixteen, x)  # the gradients are born here, so they do not count
+sixteen, found, products = [Block() for _ in range(16)], {}, {}  # products: the FLOPs of matmuls
+step(sixteen, x)  # allocates the gradients, so they do not count
 ways = {"kept": lambda: step(sixteen, x, recompute=False), "forgotten": lambda: forget_all(sixteen, x)}
 for name, work in ways.items():
     with LiveBytes() as live:
@@ -187,7 +189,7 @@ torch.testing.assert_close(found["forgotten"], found["kept"])
 more_products = products["forgotten"] / products["kept"]
 print(f"all forgotten: {more_products:.2f} times the matrix products")
 
-# %%
+# %% jupyter={"source_hidden": true}
 sixes = [Block(inside=1) for _ in range(36)]
 step([torch.nn.Sequential(*sixes[i : i + 6]) for i in range(0, 36, 6)], x)
 assert {block.runs for block in sixes} == {2}  # measured: this is the answer
@@ -209,7 +211,7 @@ exercises.question(
 )
 
 # %% [markdown]
-# Now against depth, with I = 4: nothing checkpointed, every block, and segments of √n blocks.
+# Next we draw memory against depth, with I = 4: nothing checkpointed, every block, and segments of √n blocks.
 
 # %%
 depths = [4, 9, 16, 36, 64]
@@ -230,11 +232,11 @@ for name, peaks in growth.items():
     print(f"{name}: memory grows as depth to the power of {slope(depths, peaks):.2f}")
 
 # %% [markdown]
-# Look where two of the curves meet. Before that depth, *every block* needs less than segments of √n, whose insides are larger. Keep that in mind for transformers: a layer of theirs has a very large inside.
+# Look where two of the curves meet. Before that depth, *every block* needs less than segments of √n, whose insides are larger. Remember this for transformers, whose layers have a very large inside.
 #
 # ## Baseline
 #
-# A batch of 4, nothing checkpointed.
+# We train with a batch of 4, nothing checkpointed.
 
 # %%
 vanilla = lab.train("none", per_device_train_batch_size=4, measure=("memory",))
@@ -243,7 +245,7 @@ vanilla
 # %% [markdown]
 # ## Change one thing
 #
-# One flag. The library then runs each layer of the model through the same `checkpoint` function that you used.
+# You set one flag. The library then runs each layer of the model through the same `checkpoint` function that you used.
 
 # %%
 every = lab.train(
@@ -264,15 +266,20 @@ measured = 100 * every.peak_bytes / vanilla.peak_bytes
 widgets.revealed(lab, "every layer", measured, estimate=lab.foresee(in_percent))
 
 # %% [markdown]
-# Without: activations pile up through the forward pass and melt away in backward. With: in the forward pass they come and go, and each layer leaves a low step behind, its input; then backward has one hump for each layer that is recomputed. Weights, gradients and optimizer states are untouched: *checkpointing shrinks activations and nothing else*.
+# - **Without checkpointing**, activations pile up through the forward pass and melt away in backward.
+# - **With it**, they come and go in the forward pass, and each layer leaves a low step behind, its input. Then backward has one hump for each layer that is recomputed.
 #
-# That is also where it ends. Where activations are not what makes the peak, there is nothing to gain. A single sequence of 32 tokens shows it, with an optimizer that needs room for temporaries:
+# Weights, gradients and optimizer states are untouched: *checkpointing shrinks activations and nothing else*.
+#
+# That is also its limit. If activations do not make the peak, there is nothing to gain. A single sequence of 32 tokens shows it, with an optimizer that needs room for temporaries:
 
 # %%
 short = dict(task=lab.task.replace(seq_len=32), optim="adamw_torch", measure=("memory",), per_device_train_batch_size=1)
 small = [lab.train("short, none", **short), lab.train("short, every layer", gradient_checkpointing=True, **short)]
 print(f"{1 - small[1].peak_bytes / small[0].peak_bytes:z.1%} saved")
-display(plots.table(small))
+plots.table(small)
+
+# %% jupyter={"source_hidden": true}
 assert vanilla.peak_bytes - every.peak_bytes < vanilla.memory.breakdown["activations"]  # measured: this is the answer
 
 # %%
@@ -294,7 +301,7 @@ exercises.question(
 # %% [markdown]
 # ## Which layers pay
 #
-# Recomputing is a good trade where many bytes come back for little arithmetic. Inside one transformer model: who saves the bytes, and who does the products? Hooks tell which part is at work.
+# Recomputing is a good trade if many bytes come back for little arithmetic. Inside one transformer model: which part saves the bytes, and which does the matmuls? Hooks report which part is at work.
 
 
 # %%
@@ -325,13 +332,19 @@ print(f"each of the 4 layers saves about {layers[True] / 4 / (4 * 256 * 256 * 4)
 plots.Table(["part", "of the saved bytes", "of the products"], sorted(rows, key=lambda row: -saved[row[0]])[:5])
 
 # %% [markdown]
-# A part pays where its first column is larger than its second. The counter knows products only, so what works element by element, as normalization, dropout and the activation function do, stands there with 0 %: it is little arithmetic, but on a CPU not little time. Attention grows with the square of the sequence, so long sequences pay best, and methods that choose single operations rather than whole layers recompute just those that pay. (A fused attention kernel saves less to begin with: lesson 11.)
+# A part pays if its first column is larger than its second. The counter knows matmuls only. So operations that work element by element (normalization, dropout, the activation function) have 0 %: they do little arithmetic, although on a CPU they take some time. Attention grows with the square of the sequence, so long sequences pay best. Methods that choose single operations rather than whole layers recompute just those that pay. (A fused attention kernel saves less to begin with: lesson 11.)
 #
-# And by position? The *last* layer is dropped at the end of the forward pass and made again at the start of backward, with everything else still waiting. Its hump is there either way: recomputing it costs time and saves nothing. You will use that in the challenge.
+# Does the position matter, too? The inside of the *last* layer is dropped at the end of the forward pass and made again at the start of backward, while everything else still waits. Its hump is there either way: recomputing it costs time and saves nothing. You will use that in the challenge.
 #
 # ## The library's ways
 #
-# `gradient_checkpointing_kwargs` has variants. `use_reentrant=True` is the older mechanism. Since transformers 5.16, `every_n_layers` checkpoints only each n-th layer ([#48200](https://github.com/huggingface/transformers/pull/48200)); since 5.17, `offload` moves the checkpoints to the host and needs a GPU ([#48444](https://github.com/huggingface/transformers/pull/48444)). Older versions leave these bars out below. Mind the difference: `every_n_layers=2` leaves every other layer with its whole inside, which buys speed back with memory; it is not the segments of two from above.
+# `gradient_checkpointing_kwargs` has variants:
+#
+# - `use_reentrant=True` is the older mechanism.
+# - `every_n_layers` checkpoints only each n-th layer, since transformers 5.16 ([#48200](https://github.com/huggingface/transformers/pull/48200)). `every_n_layers=2` leaves every other layer with its whole inside, which buys speed back with memory. It is not the segments of two from above.
+# - `offload` moves the checkpoints to the host, since 5.17, and needs a GPU ([#48444](https://github.com/huggingface/transformers/pull/48444)).
+#
+# With older versions the bars of the last two are missing below.
 
 # %%
 enable = getattr(PreTrainedModel, "activation_checkpointing_enable", PreTrainedModel.gradient_checkpointing_enable)
@@ -350,9 +363,13 @@ _ = plots.memory(runs)
 # %% [markdown]
 # ## What held
 #
-# The guide measured memory on top of accumulation, so we do too: 4 x 2, two passes of 4 samples a step (lesson 05). For the cost, two runs take turns; on a CPU with half of the model and 128 tokens, to save your time.
+# ### Memory and cost
 #
-# Mind how a cost is told. The 2023 guide's own figures, 85.47 s against 66.03 s and 5.99 samples/s against 7.75, are 29 % more time *and* 23 % less throughput: the same fact twice. A backward has twice the products of its forward, so by products recomputing makes four parts of three: 25 % less throughput. By time it depends on the forward's share, which the notes below measure. A CPU is slow at drawing dropout's random numbers, which makes forward longer; the runs there leave dropout out, as a GPU hardly notices it, and the second note tells what it would add. The update thins the cost out, the more the shorter the sequences are.
+# The guide measured memory on top of accumulation, so we do too: 4 x 2, two passes of 4 samples per step (lesson 05). For the cost, the steps of two runs alternate; on a CPU with half of the model and 128 tokens, to save your time.
+#
+# Look closely at how a cost is stated. The 2023 guide's own figures, 85.47 s against 66.03 s and 5.99 samples/s against 7.75, are 29 % more time *and* 23 % less throughput: the same fact twice.
+#
+# Counted in matmuls, a backward is two parts and its forward one, so recomputing makes four parts of three: 25 % less throughput. In time the cost depends on the forward's share, which the notes below measure. A CPU is slow at drawing dropout's random numbers, which makes forward longer, and a GPU hardly notices them. So the runs on a CPU leave dropout out, and the second note says what it would add. The update makes the cost smaller in proportion, the more so the shorter the sequences are.
 
 # %% tags=["claim"]
 stacked = dict(per_device_train_batch_size=4, gradient_accumulation_steps=2, measure=("memory",))
@@ -371,7 +388,7 @@ def parts(task):
     for _ in range(8):
         rows.append([time.perf_counter()])
         loss = model(**batch).loss
-        for work in (lambda: None, loss.backward, optimizer.step):  # at first what is timed is the forward above
+        for work in (lambda: None, loss.backward, optimizer.step):  # the first time is that of the forward above
             work()
             torch.cuda.synchronize() if device == "cuda" else None
             rows[-1].append(time.perf_counter())
@@ -407,13 +424,19 @@ exercises.question(
     {
         "3.75 days: 25 % more.": "25 % is the share of the old speed that is missing. At three quarters of the speed, "
         "the time is divided by 3/4.",
-        "4 days: 33 % more.": "The same fact told in the other way, and the larger number of the two. Ask which one a "
+        "4 days: 33 % more.": "The same fact stated the other way, and the larger number of the two. Ask which one a "
         "report means before you compare two reports.",
-        "3 days or less: the memory saved allows a larger batch, which makes up for it.": "It may be, where a "
-        "larger batch is faster for each sample. But that is another recipe, and has to be measured as one.",
+        "3 days or less: the memory saved allows a larger batch, which makes up for it.": "It may be, if a "
+        "larger batch is faster per sample. But that is another recipe, and has to be measured as one.",
     },
     right="4 days: 33 % more.",
 )
+
+
+# %% [markdown]
+# ### The same training
+#
+# Now a small model trains with three seeds, in three ways: without checkpoints, with every layer checkpointed, and in the same way with the random state lost.
 
 
 # %%
@@ -471,9 +494,11 @@ note = f"by the lab's meter; {slope(depths, growth['segments of √n blocks']):.
 claims.check("checkpointing-sqrt", power, note=note)
 
 # %% [markdown]
-# Equal gradients are equal trainings: the first two curves and their bands lie on each other, and the first number printed there says how exactly. With the random state lost it was another training, and no message said so.
+# Equal gradients are equal trainings: the first two curves and their bands coincide, and the first number printed there says how exactly. With the random state lost it was another training, and no message said so.
 #
-# The square root is the paper's, with √n blocks a segment. The 2022 guide writes it beside the library's flag, and the 2023 guide says that only a fraction is computed again. So: how do the bytes that wait after the forward pass grow with the layers of a BERT under the flag, and how many of its layers run twice?
+# ### The square root, and the flag
+#
+# The square root is the paper's, with √n blocks per segment. The 2022 guide writes it beside the library's flag, and the 2023 guide says that only a fraction is computed again. So we count two things for a BERT under the flag: how the bytes that wait after the forward pass grow with the number of layers, and how many of its layers run twice.
 
 
 # %% tags=["claim"]
@@ -485,7 +510,7 @@ def flagged(depth):
         layer.attention.register_forward_pre_hook(lambda *_, number=number: runs.update([number]))
     with LiveBytes() as live:
         loss = model(**Task("bert-tiny", seq_len=32).batch(8)).loss
-    return live.now, runs, loss  # what is alive has to wait for backward
+    return live.now, runs, loss  # these bytes have to wait for backward
 
 
 layers = 8, 32, 128
@@ -498,7 +523,7 @@ claims.check("checkpointing-forget-all", more_products)
 # %% [markdown]
 # ## Explore
 #
-# The formula for any depth and inside. You saw above how large the inside of a transformer layer is. From which depth on is more than one layer a segment worth it?
+# Apply the formula to any depth and inside. You saw above how large the inside of a transformer layer is. From which depth on is more than one layer per segment worth it?
 
 
 # %% tags=["widget"]
@@ -506,7 +531,7 @@ def draw(layers, inside):
     counts = [count for count in range(1, layers + 1) if layers % count == 0]
     lines = {"checkpoints kept": [layers / count for count in counts], "insides": [count * inside for count in counts]}
     lines["together"] = [kept + made for kept, made in zip(*lines.values())]
-    title = f"best: {math.sqrt(layers / inside):.2g} layers a segment; without checkpoints {layers * inside}"
+    title = f"best: {math.sqrt(layers / inside):.2g} layers per segment; without checkpoints {layers * inside}"
     ax = plots.lines(counts, lines, "layers in a segment", "inputs of a layer", title=title)
     ax.loglog()
     ax.minorticks_off()
@@ -559,7 +584,7 @@ exercises.prove(check, solution=4, mistake=8)
 # %% [markdown]
 # ## Exercise 2: the challenge
 #
-# A model of 8 layers, numbered from 0. Get at least half of what full checkpointing saves, and recompute **at most half** of the layers: a sixth more products. Which layers do you checkpoint?
+# A model has 8 layers, numbered from 0. Get at least half of what full checkpointing saves, and recompute **at most half** of the layers: a sixth more matmuls. Which layers do you checkpoint?
 
 # %%
 exercises.hint(
@@ -609,9 +634,12 @@ exercises.prove(check, solution=list(range(layers // 2)), mistake=list(range(lay
 # %% [markdown]
 # ## Recap
 #
-# - Every forward ran twice and gave the same gradient, as long as the random state was put back.
-# - Checkpoints belonged √(n / I) blocks apart. For thin blocks that gave the square root of the depth; transformer layers have so large an inside that every layer is the right distance until they are very many.
-# - The flag saved activations and nothing else, for one more forward of every layer, and what waits for backward grew with their number. Long sequences pay best, the last layer does not, and where states make the peak there is nothing to save.
+# The measured numbers are those of an AMD EPYC with 2 cores (2026-11-28); yours are in the cells above.
+#
+# - **Every forward runs twice and gives the same gradient**, if the random state is put back. Without it the gradient was 1.1 % off.
+# - **Checkpoints belong √(n / I) blocks apart.** For thin blocks this gives the square root of the depth: memory grew as the depth to the power of 0.50. Transformer layers have so large an inside that every layer is the right distance until they are very many.
+# - **The flag saves activations and nothing else**, for one more forward of every layer: 0.58 times the peak, at 0.77 times the throughput. The bytes that wait for backward grow with the number of layers.
+# - **Long sequences pay best**, the last layer does not pay, and if states make the peak there is nothing to save.
 
 # %% tags=["finish"]
 claims.finish()

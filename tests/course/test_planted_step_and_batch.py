@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from perf_helpers.course.ledger import Verdict, load
+from perf_helpers.lab.roofline import Ceilings
+from perf_helpers.widgets import exercises
 from trainmem.core.task import Task
 from trainmem.records import CPU, WALL, Ratio
 
@@ -201,10 +203,10 @@ def test_a_batch_that_is_given_one_rate_alone_may_seem_to_end_worse(factors, sai
 # ---- 02: a step
 
 
-def recorder():
-    given = {"TorchDispatchMode": TorchDispatchMode, "tree_leaves": tree_leaves, "namedtuple": collections.namedtuple}
+def recorder(*more, **given):
+    given |= {"TorchDispatchMode": TorchDispatchMode, "tree_leaves": tree_leaves, "namedtuple": collections.namedtuple}
     names = ["PRODUCTS", "PER_ELEMENT", "MOVES", "Row", "group", "flops_of", "bytes_of", "counted", "tensors", "moment"]
-    return taken_from(STEP, *names, "Recorder", "activation_counts", DEVICE="cpu", time=time, **given)
+    return taken_from(STEP, *names, "Recorder", "activation_counts", *more, DEVICE="cpu", time=time, **given)
 
 
 def keeps_output(x):
@@ -287,3 +289,84 @@ def test_copies_do_not_decide_the_order_of_the_groups():
     assert ratio(step) is ratio(step + copies) is HOLDS
     bare = [step[0], row("forward", "_softmax", "normalization", 20, 40, 40), step[2]]
     assert ratio(bare) is ratio(bare + copies) is REFUTED
+
+
+# ---- 02: the challenge
+
+PLAIN = Task("bert-tiny", seq_len=32, config={"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0})
+UNSEEN = PLAIN.replace(seq_len=16, config={"num_hidden_layers": 1, "intermediate_size": 256})
+DEVICES = {  # FLOP/s, bytes/s, seconds of a call, seconds between operations, share of an operation's time in a step
+    "arithmetic is slow": (1e9, 1e12, 0.0, 0.0, 1.0),
+    "memory is slow": (1e13, 1e9, 0.0, 0.0, 1.0),
+    "calls are slow": (1e13, 1e12, 1e-5, 0.0, 1.0),
+    "launches are slow": (1e13, 1e12, 1e-6, 2e-5, 1.0),
+    "the library's attention is faster": (1e11, 2e10, 2e-6, 0.0, 0.8),
+}
+
+
+class Challenge:
+    """Lesson 02's challenge on a device whose seconds are a formula.
+
+    Args:
+        slower: factor on all seconds since the lesson measured its reference.
+        disturbed: factors on the unseen model's seconds, one per measurement.
+    """
+
+    def __init__(self, device, slower=1.0, disturbed=(1.0,)):
+        flops, moved, call, between, share = DEVICES[device]
+        roof = Ceilings(flops, moved, "float32", "cpu", 1)
+
+        def seconds(row):
+            return call + (1 + len(row.name) / 4) * roof.seconds(row.flops, row.moved)
+
+        def step(rows, task):
+            return sum(share * seconds(row) + between for row in rows) + 1e-10 * task.parameters()
+
+        def run(*_, **__):
+            factor = disturbed[min(self.measurements, len(disturbed) - 1)]
+            self.measurements += 1
+            return SimpleNamespace(value=[(slower * self.above, slower * factor * self.other)] * 4)
+
+        self.measurements, counting = 0, recorder("one_step", "count", one_thread=lambda: None)
+        rows, self.rows = ([counting.Row(*row) for row in counting.count(*each)] for each in ((PLAIN, 4), (UNSEEN, 8)))
+        timed = [row._replace(seconds=seconds(row)) for row in rows]
+        self.above, self.other = step(rows, PLAIN), step(self.rows, UNSEEN)
+        given = {"timed_plain": timed, "roof": roof, "reference": self.above, "unseen": UNSEEN, "exercises": exercises}
+        given |= {"lab": SimpleNamespace(run=run), "both_steps": None}
+        self.lesson = taken_from(STEP, "total", "side_by_side", "check", "predicted", **given)
+
+    def solution(self):
+        update = 1e-10 * PLAIN.parameters()
+        passes = self.lesson.predicted(self.rows, self.above - update)
+        return passes + update * UNSEEN.parameters() / PLAIN.parameters()
+
+    def status(self, seconds):
+        return self.lesson.check(1e3 * seconds).status
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_solution_predicts_the_unseen_step_on_every_device_and_its_mistake_does_not(device):
+    challenge = Challenge(device)
+    assert challenge.status(challenge.solution()) == "right"
+    assert challenge.status(challenge.above) == "wrong", "as many tokens, so as long"
+    assert challenge.status(0.0) == challenge.status(math.nan) == "wrong"
+
+
+def test_neither_layers_nor_parameters_alone_predict_a_step_whose_arithmetic_is_slow():
+    challenge = Challenge("arithmetic is slow")
+    assert challenge.status(challenge.above / 2) == "wrong"
+    assert challenge.status(challenge.above * UNSEEN.parameters() / PLAIN.parameters()) == "wrong"
+
+
+@pytest.mark.parametrize("slower", [0.3, 3.0])
+def test_a_machine_that_is_slower_since_its_reference_changes_nothing(slower):
+    before, after = Challenge("memory is slow"), Challenge("memory is slow", slower)
+    for answer in (before.solution(), before.other, 1.3 * before.other, before.above):
+        assert before.lesson.check(1e3 * answer) == after.lesson.check(1e3 * answer)
+
+
+def test_near_the_limit_one_disturbed_measurement_does_not_decide():
+    challenge = Challenge("memory is slow", disturbed=(1.5, 1.0))
+    assert challenge.status(challenge.other) == "right" and challenge.measurements > 1
+    challenge = Challenge("memory is slow", disturbed=(1.1, 1.0))
+    assert challenge.status(challenge.above) == "wrong" and challenge.measurements == 1
