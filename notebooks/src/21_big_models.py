@@ -717,9 +717,9 @@ temporary.cleanup()  # the checkpoints
 #
 # The numbers are those of a recorded run (AMD EPYC, 2 cores, torch 2.15.0, 2026-11-28).
 #
-# - The usual way held the weights 2.00 times. Built on meta and mapped, they were there once (1.05 times with the libraries' own memory), and only after the model had answered: 0.04 right after loading.
+# - The usual way held the weights 2.00 times. Built on meta and mapped, the peak was 1.05 times the weights, and only once the model had answered: right after loading it was 0.04.
 # - Shards and `low_cpu_mem_usage` changed nothing: 0.99 and 1.00 times the memory. Four bits took 1.91 times, because the converted weights are private beside the mapped file.
-# - `device_map="auto"` put onto two cards 0.89 of what fits, because it keeps room for the largest part on the first.
+# - With 6 GB per card, `device_map="auto"` put 0.89 of the bytes onto two cards that the loop by hand puts there, because it keeps room for the largest part on the first.
 # - Layers on disk gave the same answers (a difference of 0), from the checkpoint itself.
 # - The Trainer changed 51 % of the parameters and did not warn. Four lines check for that before the first step.
 
