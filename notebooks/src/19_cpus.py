@@ -3,7 +3,7 @@
 #
 # You want to fine-tune a small model on a server or a laptop without a GPU. You copy `fp16=True` from a GPU recipe, start one process per core, and it takes hours. How much of that is the CPU, and how much the settings?
 #
-# **Time:** about 40 minutes; the cells compute for about 40 s. **Before it:** lesson 05 (accumulation), lesson 07 (number formats) and lesson 15 (two processes that train together). **Machine:** everything here runs on the CPU, also if you have a GPU. With one core some comparisons are left out.
+# **Time:** about 40 minutes; the cells compute for about a minute. **Before it:** lesson 05 (accumulation), lesson 07 (number formats) and lesson 15 (two processes that train together). **Machine:** everything here runs on the CPU, also if you have a GPU. With one core some comparisons are left out.
 #
 # **You will see**
 # - how fast your CPU multiplies in fp32, bf16 and fp16, and how that sets the time of a training step
@@ -65,7 +65,7 @@ widgets.predict(lab, "fp16", asked, "x", 0, 40)
 # %% [markdown]
 # ## By hand: three ceilings
 #
-# A linear layer computes three matmuls in a training step: its output, and in the backward pass the gradient of its input and the gradient of its weight. Each of the three multiplies along other sides of the matrices. We time each matmul in each type.
+# A linear layer computes three matmuls in a training step: its output, and in the backward pass the gradient of its input and the gradient of its weight. Each of the three sums over another dimension. We time each matmul in each type.
 #
 # `in_turns` calls each function once per turn, so that other load on the machine slows all of them equally. It reads two clocks: wall-clock time, and the seconds that the processor computed. On one thread we use the second clock, because it does not count the time that the thread waits for a core.
 
@@ -251,7 +251,7 @@ rows = [[batch, *(plots.bytes_text(peaks[batch, n]) for n in ("fp32", "bf16")), 
 plots.Table(["micro-batch", "peak in fp32", "peak with bf16=True", "ratio"], rows)
 
 # %% [markdown]
-# The ratio begins at 1. Mixed precision keeps weights, gradients and optimizer states in fp32 (lesson 07). With a small batch the peak is in the optimizer update, when little else is in memory. Only activations shrink, so bf16 saves memory with large batches.
+# The ratio begins at 1. Mixed precision keeps weights, gradients and optimizer states in fp32 (lesson 07). With a small batch the peak is in the optimizer update, when hardly any activations are in memory. Only activations shrink, so bf16 saves memory with large batches.
 #
 # ## Who decides how many threads?
 #
@@ -636,7 +636,7 @@ exercises.prove(check, solution=through_fp32, mistake=as_it_is)
 #
 # The numbers are those of a recorded run (AMD EPYC, 2 cores, torch 2.15.0, 2026-11-28).
 #
-# - The measured ceilings predicted how fast a step is in fp16: 0.15 of bf16's speed on this CPU. No CPU flag predicts it.
+# - A training step in fp16 ran at 0.15 of bf16's speed, within the range predicted from the measured parts. No CPU flag predicts it.
 # - The Trainer obeyed bf16 and ignored fp16: 1 flag of 2. An fp16 checkpoint stays fp16 unless you pass a `dtype`.
 # - bf16 reduced the peak to 0.80 at micro-batch 64, and not at all at micro-batch 1.
 # - torchrun gave each process 1 thread, plain processes took all cores. Too many threads cost 1.85 times the CPU time for the same work.
