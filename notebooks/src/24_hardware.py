@@ -498,7 +498,7 @@ exercises.prove(check, solution="large", mistake="middle")
 # What does the advisor recommend for that card? It may find a better recipe than ours.
 
 # %%
-chosen = offers.get(answer or "large", offers["large"])
+chosen = offers.get(answer) or max(offers.values(), key=lambda offer: offer.gibibytes)  # the most memory
 advice = lab.foresee(advise, mine, memory=f"{chosen.gibibytes}GiB", effective_batch=16, most=1, **on_card)
 advice
 
