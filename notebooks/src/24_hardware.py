@@ -1,12 +1,14 @@
 # %% [markdown]
 # # What should the money buy?
 #
-# Nobody needs a GPU. What you need is a trained model, by a certain day, for a certain sum. Cards differ in arithmetic, bandwidth, memory and price, and so does what you ask of them.
+# You have a budget and a deadline for a trained model, and three offers for cards by the hour. The data sheets name arithmetic, bandwidth and memory; the offers name prices. Which one do you rent, and is it the right one for serving the model too?
+#
+# **Time:** about 25 minutes; the cells compute for about 30 to 45 s. **Before it:** lesson 02 (two ceilings), lesson 11 (compiling) and lesson 20 (inference). **On a CPU:** costs, compilers and installations are measured or computed. Heat and power need a GPU.
 #
 # **You will see**
-# - what a million tokens cost on this machine, from a price that you type, and why two cards have more than one break-even price
-# - what a driver tells of heat and power, and what an installation by pip can and cannot build
-# - how often a compiler for fixed shapes has to start anew, and what padding does about it
+# - how to compute the cost of a million tokens on this machine from a price that you type, and why two cards have more than one break-even price
+# - what a driver reports about heat and power, and what an installation by pip can and cannot build
+# - how often a compiler for fixed shapes must compile again, and what padding does about it
 
 # %% tags=["parameters"]
 profile = "auto"
@@ -36,29 +38,29 @@ from trainmem.estimate import estimate
 lab = Lab(profile, strict=strict, out=out, lesson="24_hardware")
 claims = Claims(lab)
 on_gpu = lab.machine.kind == "cuda" and not lab.machine.rehearsed
-logging.getLogger("torch._dynamo").setLevel(logging.ERROR)  # it tells of limits that we reach on purpose
+logging.getLogger("torch._dynamo").setLevel(logging.ERROR)  # it warns of limits that we reach on purpose
 
 # %% [markdown]
 # ## Idea
 #
-# Lesson 02 found two ceilings of a device: how many products it can compute in a second, and how many bytes it can move. A step cannot be faster than the slower of the two allows. Divide a price by the speed, and a ceiling becomes money:
+# Lesson 02 found two ceilings of a device: how many operations it can compute per second, and how many bytes it can move per second. A step cannot be faster than the slower of the two allows. Divide a price by the speed, and a ceiling becomes money:
 #
-# **price of a million tokens = price an hour / (tokens a second x 3600) x 1,000,000**
+# **price of a million tokens = price per hour / (tokens per second x 3600) x 1,000,000**
 #
 # Memory is the third number of a card. It decides whether a training runs at all.
 #
 # ## Predict
 #
-# Part of this lesson is about compilers, because a TPU runs nothing that was not compiled. A model gets texts of every length from 1 to 64.
+# Part of this lesson is about compilers, because a TPU runs only compiled programs. A model receives texts of every length from 1 to 64.
 
 # %%
-asked = "How many times does `torch.compile`, as it comes, compile the model?"
+asked = "How many times does `torch.compile`, with its defaults, compile the model?"
 widgets.predict(lab, "graphs", asked, "times", 0, 64)
 
 # %% [markdown]
 # ## By hand: a million tokens on this machine
 #
-# Tokens a second of a training here, measured. The price is yours: what the machine costs you an hour, electricity and all. Without it the course says nothing about money.
+# We measure the tokens per second of a training here. You type the price: what an hour of this machine costs you, electricity included. Without your price the lesson cannot say anything about money.
 
 # %%
 price_an_hour = 1.00  # yours, in your currency
@@ -73,14 +75,14 @@ speed = run.samples_per_second
 tokens_per_second = speed * lab.task.length() if plots.is_measured(speed) else None
 if plots.is_measured(tokens_per_second):
     million = price_of_million(price_an_hour, tokens_per_second)
-    print(f"{lab.task}: {tokens_per_second:,.0f} tokens/s, {million:.2f} for a million at {price_an_hour:.2f} an hour")
+    print(f"{lab.task}: {tokens_per_second:,.0f} tokens/s, {million:.2f} per million at {price_an_hour:.2f} per hour")
 else:
     print(run.failure or "no speed was measured here")
 
 # %% [markdown]
 # ## How much of the ceiling is that?
 #
-# The products that the training needs a second, over the rate of one large product on this machine, in fp32. This share is the *utilisation* of lesson 02. It links a data sheet to your bill.
+# Take the matmul FLOPs that the training needs per second, and divide them by the rate of one large matmul on this machine, in fp32. This share is the *utilisation* of lesson 02. It connects a data sheet with your bill.
 
 
 # %%
@@ -93,17 +95,17 @@ needed = roofline.model_flops(lab.task, 1)
 used = None
 if found.ok and plots.is_measured(speed):
     used = needed * speed / found.value
-    print(f"{needed / 1e9:.3g} GFLOP a sample, {found.value / 1e9:.3g} GFLOP/s at most: {used:.0%} are used")
+    print(f"{needed / 1e9:.3g} GFLOP per sample, {found.value / 1e9:.3g} GFLOP/s at most: {used:.0%} are used")
 else:
     print(f"utilisation is not known here: {found.failure or 'no speed was measured'}")
 
 # %% [markdown]
 # ## Two cards, two ceilings
 #
-# Data sheets name the ceilings: products in 16 bits, and bytes. Take the number **without sparsity**. The one in large print is often that with it, twice as high: it holds where half of the weights are zero, which a training does not have.
+# Data sheets name the ceilings: matmul rates in 16 bits, and bytes per second. Take the number **without sparsity**. The number in large print is often the one with sparsity, twice as high. It applies if half of the weights are zero, which is not so in a training.
 #
-# - Training computes 6 FLOPs a parameter and token (forward and backward), in large products: arithmetic decides.
-# - Answering one question reads all weights, 2 bytes a parameter in 16 bits, for a single token: bandwidth decides. A batch of answers shares that reading.
+# - Training computes 6 FLOPs per parameter and token (forward and backward), in large matmuls. Arithmetic decides its speed.
+# - Answering one question reads all weights, 2 bytes per parameter in 16 bits, for a single token. Bandwidth decides its speed. A batch of answers shares that reading.
 
 
 # %%
@@ -112,7 +114,7 @@ class Card(NamedTuple):
     gigabytes_per_second: float
 
     def tokens_per_second(self, parameters, batch=None):
-        """The most that the ceilings allow: a training, or so many answers at once."""
+        """Return the most that the ceilings allow in a training, or with `batch` answers at once."""
         if batch is None:
             return self.tflops * 1e12 / (6 * parameters)
         seconds = max(2 * parameters * batch / self.tflops / 1e12, 2 * parameters / self.gigabytes_per_second / 1e9)
@@ -126,10 +128,10 @@ for name, card in sheet.items():
     ratios = [card.tokens_per_second(1e9, batch) / a100.tokens_per_second(1e9, batch) for batch in (None, 1, 1024)]
     rows.append([name, card.tflops, card.gigabytes_per_second, *(f"{ratio:.2f} x" for ratio in ratios)])
 heads = ["card", "TFLOP/s", "GB/s", "training", "one answer", "1024 at once"]
-plots.Table(heads, rows, "Worth so many times the price of an A100, by the ceilings")
+plots.Table(heads, rows, "Break-even price in times the price of an A100, by the ceilings")
 
 # %% [markdown]
-# These are **break-even prices**. At less than 3.17 times the price of an A100 an H100 trains a token for less money; but for single answers it must cost less than 2.15 times as much. One card is not "better value" than another: it is so for a kind of work.
+# These are **break-even prices**. If an H100 costs less than 3.17 times the price of an A100, it trains a token for less money. But for single answers it must cost less than 2.15 times as much. A card is not "better value" in general: it depends on the kind of work.
 
 # %%
 batches = [2**power for power in range(11)]
@@ -142,19 +144,23 @@ ax = plots.lines(batches, lines, "answers at once", "break-even price ratio", ti
 ax.set_xscale("log", base=2)
 
 # %% [markdown]
-# Read the blue line. With few answers at once the H100 is worth what its bandwidth is worth; with hundreds, what its arithmetic is. The T4 and the A100 have nearly the same balance of the two, so their line is flat. (Keys and values of lesson 20 have to be read as well. They are left out here.)
+# Read the blue line. With few answers at once, the H100 is worth the ratio of the bandwidths; with hundreds, it is worth the ratio of the arithmetic. The T4 and the A100 have nearly the same balance of the two, so their line is flat. (The keys and values of lesson 20 must be read too. They are left out here.)
 
 # %%
-answers = ["the card with the lower price an hour", "the card with the higher peak TFLOP/s", "neither number says it"]
+answers = [
+    "the card with the lower price per hour",
+    "the card with the higher peak TFLOP/s",
+    "neither number decides it",
+]
 exercises.question(
     lab,
     "cheaper",
     "Two cards hold your training. Which one makes it cheaper?",
     {
         answers[0]: "A card at a third of the price that takes four times as long costs more in the end.",
-        answers[1]: "It may cost more than it is faster. And the peak may be one with sparsity, or in 8 bits.",
-        answers[2]: "It is the ratio of prices against the ratio of speeds, for this work, at the share of the ceiling "
-        "that you reach on each of them.",
+        answers[1]: "Its price may be higher by more than its speed. And the peak may be with sparsity, or in 8 bits.",
+        answers[2]: "Compare the ratio of the prices with the ratio of the speeds, for this work, at the share of the "
+        "ceiling that you reach on each card.",
     },
     right=answers[2],
 )
@@ -162,12 +168,16 @@ exercises.question(
 # %% [markdown]
 # ## Heat and power
 #
-# The 2022 guide asks for cooling, and names temperatures. **NVML**, the driver's own library (behind `nvidia-smi`), tells them for your card. Older ones tell two temperatures. Newer ones tell a *margin*, how many degrees are left; their thresholds are margins, too. There are three: from *operating* on the card may go below its base clock, at *slowdown* the hardware brakes, at *shutdown* it goes off.
+# The 2022 guide recommends cooling, and names temperatures. **NVML**, the driver's own library (behind `nvidia-smi`), reports your card's temperatures. Older cards report two temperatures. Newer ones report a *margin*, the number of degrees that are left, and their thresholds are margins too. There are three thresholds:
+#
+# - *operating*: from here on the card may go below its base clock
+# - *slowdown*: the hardware slows the card down
+# - *shutdown*: the card switches off.
 
 
 # %%
 def told_by_driver(ask, handle):
-    """Degrees at which a GPU goes slower, brakes and shuts down, or the margins (lower is hotter), and what it may draw."""
+    """Return a GPU's thresholds in degrees, or as margins (lower is hotter), and its power limit in watts."""
     known = {}
     for name, threshold, field in (("shutdown", 0, 193), ("slowdown", 1, 194), ("operating", 3, 196)):
         known[name] = ask("nvmlDeviceGetTemperatureThreshold", handle, threshold) or None
@@ -178,7 +188,7 @@ def told_by_driver(ask, handle):
 
 
 def above_slowdown(known):
-    """By how many degrees shutting down lies above slowing down; None where the driver does not tell."""
+    """Return by how many degrees shutdown is above slowdown; None if the driver reports neither."""
     for above, name in ((1, "{}"), (-1, "{} margin")):
         both = [known.get(name.format(what)) for what in ("shutdown", "slowdown")]
         if None not in both:
@@ -192,7 +202,9 @@ with hardware.nvml() as (ask, why):
 print(known or f"no thermometer here: {why or 'this machine shows no GPU'}")
 
 # %% [markdown]
-# Watch the *reasons* that the driver gives for lower clocks, not the temperature alone. A power limit is a reason as well: on most cards under load that is normal. On a GPU we heat it for twenty seconds, and note reasons and speed.
+# Watch the *reasons* that the driver gives for lower clocks, not only the temperature. A power limit is also a reason, and it is normal on most cards under load.
+#
+# > **On a GPU:** the next cell heats the card for twenty seconds and records reasons and speed.
 
 # %%
 THERMAL = 0x20 | 0x40  # slowed down for heat, by the driver or by the card itself
@@ -217,7 +229,7 @@ def heated(seconds, uuid, _):
 
 # %%
 def throttling(rows):
-    """Speeds under a thermal slowdown over the usual one, of rows (.., rate, .., reasons); or why there are none."""
+    """Return speeds under a thermal slowdown relative to the usual one, from rows (.., rate, .., reasons); or why not."""
     told = [row for row in rows if row[-1] is not None]
     hot = [row[1] for row in told if row[-1] & THERMAL]
     cool = [row[1] for row in told if not row[-1] & THERMAL]
@@ -237,11 +249,11 @@ if on_gpu:
 print(not_hot or f"{len(hot)} readings under a slowdown")
 
 # %% [markdown]
-# If your card does slow down: clean it, give it air, lower its power limit (`nvidia-smi -pl`). A "GPU-Util" of 100 % shows nothing of this: a card that crawls is busy as well.
+# If your card does slow down: clean it, give it air, or lower its power limit (`nvidia-smi -pl`). A "GPU-Util" of 100 % does not show this: a card that was slowed down is busy too.
 #
 # ## What pip installs, and what it cannot build
 #
-# The guides say of pip's torch that it brings enough of CUDA to run, and not enough to build extensions. An extension needs **nvcc**, NVIDIA's compiler. torch looks for it in three places (`_find_cuda_home` in `torch/utils/cpp_extension.py`): the variable `CUDA_HOME`, the search path, `/usr/local/cuda`. A clean process asks that very search, without a toolkit of this machine. Then we put an empty `nvcc` where pip's own package `nvidia-cuda-nvcc` has it.
+# The guides say that pip's torch brings enough of CUDA to run, but not enough to build extensions. An extension needs **nvcc**, NVIDIA's compiler. torch looks for it in three places (`_find_cuda_home` in `torch/utils/cpp_extension.py`): the variable `CUDA_HOME`, the search path, and `/usr/local/cuda`. A fresh subprocess calls that search with this machine's own toolkit hidden. Then we put an empty `nvcc` where pip's own package `nvidia-cuda-nvcc` has it.
 
 # %%
 SEARCH = """
@@ -269,7 +281,7 @@ print(json.dumps(found))
 
 # %%
 def searched():
-    """Whether torch is ready to build a CUDA extension where no program is on the path, and what it found."""
+    """Return whether torch can build a CUDA extension with no program on the path, and what it found."""
     hidden = ("CUDA_HOME", "CUDA_PATH")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
     with tempfile.TemporaryDirectory() as folder:
@@ -285,19 +297,26 @@ def searched():
 brings = [
     line.split(";")[0] for line in importlib.metadata.requires("torch") or [] if "cuda" in line or "nvidia" in line
 ]
-print("torch", torch.__version__, "asks for", ", ".join(brings) or "nothing of CUDA: it is the CPU's build")
+print("torch", torch.__version__, "requires", ", ".join(brings) or "nothing of CUDA: it is the CPU build")
 ready = searched()
 searches = ready if isinstance(ready, dict) else {"the search failed": [False, ready]}
 plots.Table(["what is there", "ready to build", "found, or why not"], [[name, *row] for name, row in searches.items()])
 
 # %% [markdown]
-# Not even pip's own compiler is found, unless `CUDA_HOME` names its folder ([pytorch PR 197483](https://github.com/pytorch/pytorch/pull/197483), open, would look there). And that is not all. With torch 2.13.0+cu130, `nvidia-cuda-nvcc` 13.0.88 and `CUDA_HOME` set we built a small extension (2026-11-25): it compiled, and then the linker said `cannot find -lcudart`. pip's package holds `libcudart.so.13`, the linker wants `libcudart.so`. With a link of that name beside it, it was built and imported. Others met the same ([flashinfer issue 5064](https://github.com/flashinfer-ai/flashinfer/issues/5064)).
+# torch does not even find pip's own compiler, unless `CUDA_HOME` names its folder ([pytorch PR 197483](https://github.com/pytorch/pytorch/pull/197483), open, would look there). And that is not enough. With torch 2.13.0+cu130, `nvidia-cuda-nvcc` 13.0.88 and `CUDA_HOME` set we built a small extension (2026-11-25). It compiled, but then the linker said `cannot find -lcudart`: pip's package holds `libcudart.so.13`, and the linker looks for `libcudart.so`. With a link of that name beside it, the extension was built and imported. Others had the same error ([flashinfer issue 5064](https://github.com/flashinfer-ai/flashinfer/issues/5064)).
 #
-# The ways out, the easiest first: a wheel that is built already; NVIDIA's **NGC images**, which bring everything (read in their release notes which driver they need); a toolkit of the same CUDA version; pip's compiler with the two repairs above. The guides' other way, PyTorch's own conda builds, ended with torch 2.5.
+# The ways out, the easiest first:
+#
+# 1. a wheel that is already built
+# 2. NVIDIA's **NGC images**, which bring everything (their release notes name the driver that they need)
+# 3. a toolkit of the same CUDA version
+# 4. pip's compiler with the two repairs above.
+#
+# The guides' other way, PyTorch's own conda builds, ended with torch 2.5.
 #
 # ## Shapes that stay
 #
-# Beside GPUs the index pages offer TPUs, with TensorFlow and XLA. transformers 5 has no TensorFlow. But one rule of that page holds beyond it: XLA compiles for **fixed shapes**, so a model is compiled anew for every length that it meets. So does `torch.compile` with `dynamic=False`. We count.
+# Besides GPUs the index pages offer TPUs, with TensorFlow and XLA. transformers 5 has no TensorFlow. But one rule of that page applies beyond it: XLA compiles for **fixed shapes**, so a model is compiled again for every length that it receives. `torch.compile` with `dynamic=False` does the same. We count the compilations.
 
 # %%
 weight = torch.randn(8, 8)
@@ -308,12 +327,12 @@ def network(x):
 
 
 def graphs(lengths, limit=None, **options):
-    """How many graphs torch.compile makes of the network for inputs of these lengths."""
+    """Return how many graphs torch.compile makes of the network for inputs of these lengths."""
     made = []
 
     def backend(graph, _):
         made.append(graph)
-        return graph.forward  # as it is, so that only the capturing takes time
+        return graph.forward  # unchanged, so that only capturing takes time
 
     torch._dynamo.reset()  # what was compiled before is forgotten
     with torch._dynamo.config.patch(recompile_limit=limit or torch._dynamo.config.recompile_limit):
@@ -329,17 +348,19 @@ to_32 = [-(-length // 32) * 32 for length in lengths]
 fixed = {"each length": graphs(lengths, 65, dynamic=False), "padded to 32": graphs(to_32, 65, dynamic=False)}
 limited, default = graphs(lengths, dynamic=False), graphs(lengths)
 rows = [["fixed shapes, each length", fixed["each length"]], ["fixed shapes, padded to 32", fixed["padded to 32"]]]
-rows += [["fixed shapes, each length, torch's own limit", limited], ["torch.compile as it comes", default]]
+rows += [["fixed shapes, each length, torch's own limit", limited], ["torch.compile with its defaults", default]]
 display(plots.Table(["what", "graphs"], rows, f"{len(lengths)} lengths"))
 print(f"padding to 32 adds {sum(to_32) / sum(lengths) - 1:.0%} of tokens here")
 widgets.revealed(lab, "graphs", default)
 
 # %% [markdown]
-# With fixed shapes every length costs a compilation. Padding leaves two shapes; it also computes on padding, which for short texts is a lot. `torch.compile` as it comes needs neither: when a size has changed once, it compiles a second time with that size left open (automatic dynamic shapes, since torch 2.1).
+# With fixed shapes every length costs a compilation. Padding leaves two shapes, but the model also computes on the padding, which is a large share of short texts. `torch.compile` with its defaults needs neither: when a size has changed once, it compiles a second time with that size left open (automatic dynamic shapes, since torch 2.1).
 #
-# And look at the third row. After eight graphs torch stops compiling that function and goes on without, with one warning. "It is compiled" may be true for the first eight lengths alone.
+# Look at the third row too. After eight graphs torch stops compiling that function and continues uncompiled, with one warning. "It is compiled" may be true only for the first eight lengths.
 #
 # ## What held
+#
+# ### Heat
 
 # %% tags=["claim"]
 degrees = known.get("slowdown")
@@ -351,6 +372,9 @@ display(claims.check("cooling", degrees, missing=silent, note=note))
 above = above_slowdown(known)
 display(claims.check("shutdown-temperature", above, missing=None if above is not None else "the driver tells none"))
 claims.check("throttled", lab.ratio(hot) if hot else None, missing=not_hot)
+
+# %% [markdown]
+# ### Installations and shapes
 
 # %% tags=["claim"]
 count = int(ready["pip's torch"][0]) if isinstance(ready, dict) else None
@@ -369,7 +393,7 @@ claims.check("pad-to-multiple", padded, missing=uncompiled)
 # %% [markdown]
 # ## What cannot be measured here
 #
-# Sockets, prices and products that have ended. They stand in the ledger as text, so that none is forgotten. Type your prices an hour, and the ceilings say which card trains a token for the least; a data sheet's ceiling is not your utilisation.
+# Sockets, prices and discontinued products cannot be measured. They are in the ledger as text, so that no statement of the guides is forgotten. Type your prices per hour, and the ceilings tell you which card trains a token for the least money. But a data sheet's ceiling is not your utilisation.
 
 # %% tags=["claim"]
 prices = dict.fromkeys(sheet)  # {"T4": 0.35, "A100 40 GiB": ..., "H100 SXM": ...}, yours
@@ -383,7 +407,7 @@ for id in ("tpu-tensorflow", "xla-tensorflow", "specialized-hardware"):
 # %% [markdown]
 # ## Explore
 #
-# How many times the price of an A100 does an H100 cost you? And how much of its ceiling does your code use, against the A100's? A faster card is harder to keep busy. Below 100 % the H100 is cheaper a token.
+# How many times the price of an A100 does an H100 cost you? And how much of its ceiling does your code use, relative to the A100? A faster card is harder to keep busy. Below 100 %, the H100 costs less per token.
 
 
 # %% tags=["widget"]
@@ -393,9 +417,9 @@ def draw(price, used):
     for size in (None, *batches):
         faster = h100.tokens_per_second(1e9, size) / a100.tokens_per_second(1e9, size) * used / 100
         bills.append(100 * price / faster)
-    title = f"H100 at {price} times the price, {used} % of the use: a training costs {bills[0]:.0f} %"
-    lines = {"answers": bills[1:], "as dear": [100] * len(batches)}
-    ax = plots.lines(batches, lines, "answers at once", "price of a token, % of the A100's", title=title)
+    title = f"H100 at {price} times the price, {used} % of the utilisation: a training costs {bills[0]:.0f} %"
+    lines = {"answers": bills[1:], "as expensive": [100] * len(batches)}
+    ax = plots.lines(batches, lines, "answers at once", "price per token, % of the A100's", title=title)
     ax.set_xscale("log", base=2)
     return ax
 
@@ -405,7 +429,7 @@ _ = widgets.explore(draw, price=[2, 1.5, 2.5, 3, 4], used=[100, 90, 75, 50])
 # %% [markdown]
 # ## Exercise: the cheapest card that makes it in a day
 #
-# Three offers; the figures are made up, put in your own. Your model shall see five million samples within 24 hours, at an effective batch of 16 and with the recipe below. Which offer is the cheapest **in all**? Does your model fit it?
+# You have three offers; their figures are made up, so replace them by your own. Your model must train on five million samples within 24 hours, at an effective batch of 16 and with the recipe below. Which offer is the cheapest **in total**? Does your model fit its card?
 
 # %%
 mine = Task("gpt2-medium", seq_len=256)
@@ -423,7 +447,7 @@ offers = {"small": Offer(60, 8, 0.20), "middle": Offer(125, 24, 1.00), "large": 
 exercises.hint(
     "Memory first: lab.foresee(estimate, mine, device='cuda', compute_capability=(8, 0), **recipe).peak_bytes.",
     "Hours: samples x roofline.model_flops(mine, 1) / (ceiling x share) / 3600.",
-    "Then hours x price an hour. The dearest an hour need not be the dearest in all.",
+    "Then hours x price per hour. The highest price per hour need not be the highest bill.",
 )
 
 # %% tags=["exercise"]
@@ -454,13 +478,15 @@ def check(answer):
         return exercises.not_measured("there is no estimate here")
     offer, need = offers[answer], plots.bytes_text(said.peak_bytes)
     if not fits(offer):
-        return exercises.wrong(f"{need} of tensors and the context do not fit {offer.gibibytes} GiB with this recipe")
+        return exercises.wrong(
+            f"{need} of tensors and the context do not fit into {offer.gibibytes} GiB with this recipe"
+        )
     if hours(offer) > 24:
         return exercises.wrong(f"{answer} takes {hours(offer):.0f} hours")
     bills = {name: hours(one) * one.price_an_hour for name, one in offers.items() if fits(one) and hours(one) <= 24}
     if min(bills, key=bills.get) != answer:
-        return exercises.wrong(f"{bills[answer]:.2f} in all; another offer fits, makes it in a day and costs less")
-    return exercises.right(f"{need} fit, {hours(offer):.1f} hours, {bills[answer]:.2f} in all")
+        return exercises.wrong(f"{bills[answer]:.2f} in total; another offer fits, makes it in a day and costs less")
+    return exercises.right(f"{need} fit, {hours(offer):.1f} hours, {bills[answer]:.2f} in total")
 
 
 exercises.check(lab, "offer", check, answer)
@@ -469,29 +495,89 @@ exercises.check(lab, "offer", check, answer)
 exercises.prove(check, solution="large", mistake="middle")
 
 # %% [markdown]
-# What does the advisor make of that card? It may find a better recipe than ours.
+# What does the advisor recommend for that card? It may find a better recipe than ours.
 
 # %%
-chosen = offers.get(answer or "large", offers["large"])
+chosen = offers.get(answer) or max(offers.values(), key=lambda offer: offer.gibibytes)  # the most memory
 advice = lab.foresee(advise, mine, memory=f"{chosen.gibibytes}GiB", effective_batch=16, most=1, **on_card)
 advice
 
 # %% [markdown]
-# **Challenge.** For which number of samples does the middle offer become the right answer? And at which price of the large one? Say both before you compute them.
+# ## Exercise 2: the challenge
 #
-# ## Mistakes that strangers make
+# Suppose that every started hour is billed in full. State two numbers before you compute them; each may be off by 2 %:
 #
-# - *The card is at 100 %, so it is well.* That number says that some kernel ran. Clocks, their reasons and the utilisation of lesson 02 say how.
-# - *The data sheet says 1,979 TFLOP/s.* With sparsity, where half of the weights are zero. Yours are not.
-# - *One cable with two plugs.* A pigtail gives one cable's power to two sockets.
-# - *The cheapest card an hour.* The exercise showed what that costs.
-# - *pip installed CUDA, so I can compile.* It installed what runs.
+# - `samples`: up to which number of samples is the middle offer the cheapest?
+# - `price`: from which price per hour of the large offer on is the middle offer the cheapest, for the five million samples?
+
+# %% tags=["exercise"]
+display(
+    exercises.hint(
+        "`hours(offers['middle'])` gives the hours for all samples. What is the smallest bill of each offer?",
+        "The large offer costs at least one hour, 3.00. How many started hours of the middle offer cost less?",
+        "At five million samples, compare the started hours of both offers, not their speeds.",
+    )
+)
+answer = None  # dict(samples=..., price=...)
+
+
+# %%
+def middle_is_cheapest(count, price):
+    """Return whether the middle offer costs less than each other one that fits and ends within a day."""
+    priced = offers | {"large": offers["large"]._replace(price_an_hour=price)}
+    needed = {name: hours(offer) * count / samples for name, offer in priced.items() if fits(offer)}
+    bills = {name: -(-time // 1) * priced[name].price_an_hour for name, time in needed.items() if time <= 24}
+    return all(bills.get("middle", float("inf")) < bill for name, bill in bills.items() if name != "middle")
+
+
+# %% tags=["check"]
+def check(answer):
+    if answer is None:
+        return exercises.not_attempted()
+    if said is None or flops is None:
+        return exercises.not_measured("there is no estimate here")
+    count, price = answer["samples"], answer["price"]
+    around = {part: middle_is_cheapest(part * count, offers["large"].price_an_hour) for part in (0.98, 1.02)}
+    if around != {0.98: True, 1.02: False}:
+        which = "not yet" if not around[0.98] else "still"
+        which = "no longer" if not any(around.values()) else which
+        return exercises.wrong(f"around {count:,.0f} samples the middle offer is {which} the cheapest: started hours?")
+    around = {part: middle_is_cheapest(samples, part * price) for part in (0.98, 1.02)}
+    if around != {0.98: False, 1.02: True}:
+        which = "already" if any(around.values()) else "not yet"
+        return exercises.wrong(
+            f"around a price of {price:.2f} the middle offer is {which} the cheapest: started hours?"
+        )
+    return exercises.right(f"up to {count:,.0f} samples, or from {price:.2f} per hour of the large offer on")
+
+
+exercises.check(lab, "started hours", check, answer)
+
+# %% tags=["solution"] jupyter={"source_hidden": true}
+times = {name: hours(offer) if flops else 1 for name, offer in offers.items()}
+started = -(-times["middle"] // 1) / -(-times["large"] // 1)
+two_hours = samples * 2 / times["middle"]  # 2.00, and each of the others costs 3.00
+by_speed = offers["large"].tflops / offers["middle"].tflops  # right if minutes were billed
+exercises.prove(
+    check,
+    solution=dict(samples=two_hours, price=started * offers["middle"].price_an_hour),
+    mistake=dict(samples=two_hours, price=by_speed * offers["middle"].price_an_hour),
+)
+
+# %% [markdown]
+# ## Common mistakes
+#
+# - *Reading 100 % as "the card is well used".* That number says that some kernel ran. Clocks, their reasons and the utilisation of lesson 02 say how well.
+# - *Expecting the data sheet's 1,979 TFLOP/s.* That rate needs sparsity: half of the weights are zero. Yours are not.
+# - *Using one cable with two plugs.* A pigtail connects one cable's power to two sockets.
+# - *Renting the cheapest card per hour.* The exercise showed what that costs.
+# - *Compiling because pip installed CUDA.* pip installed what runs, not what builds.
 #
 # ## Recap
 #
-# - A million tokens cost the price an hour over the tokens an hour. Two cards had one break-even price for training, and another for single answers.
-# - The driver told temperatures or margins, and reasons for its clocks, where there was a GPU; pip's torch could run and had nothing to build with.
-# - Fixed shapes compiled once for every length, and twice after padding. `torch.compile` as it comes needed two graphs.
+# - A million tokens cost the price per hour divided by the tokens per hour, in millions. By its ceilings an H100 is worth 3.17 times the price of an A100 for training, and 2.15 times for single answers.
+# - The driver reports temperatures or margins, and the reasons for its clocks, on a GPU only. pip's torch could run, and found 0 compilers to build with.
+# - With fixed shapes, each of 64 lengths cost a compilation; after padding to 32 there were 2 graphs. `torch.compile` with its defaults also needed 2.
 
 # %% tags=["finish"]
 claims.finish()
