@@ -3,6 +3,7 @@ a verdict. The lessons' own functions are taken out of their sources; what a dev
 
 import ast
 import collections
+import functools
 import math
 import statistics
 import time
@@ -304,6 +305,13 @@ DEVICES = {  # FLOP/s, bytes/s, seconds of a call, seconds between operations, s
 }
 
 
+@functools.cache
+def operations():
+    """The operations of a step of both models, as the lesson counts them."""
+    lesson = recorder("one_step", "count", one_thread=lambda: None)
+    return [[lesson.Row(*row) for row in lesson.count(task, samples)] for task, samples in ((PLAIN, 4), (UNSEEN, 8))]
+
+
 class Challenge:
     """Lesson 02's challenge on a device whose seconds are a formula.
 
@@ -327,8 +335,8 @@ class Challenge:
             self.measurements += 1
             return SimpleNamespace(value=[(slower * self.above, slower * factor * self.other)] * 4)
 
-        self.measurements, counting = 0, recorder("one_step", "count", one_thread=lambda: None)
-        rows, self.rows = ([counting.Row(*row) for row in counting.count(*each)] for each in ((PLAIN, 4), (UNSEEN, 8)))
+        self.measurements = 0
+        rows, self.rows = operations()
         timed = [row._replace(seconds=seconds(row)) for row in rows]
         self.above, self.other = step(rows, PLAIN), step(self.rows, UNSEEN)
         given = {"timed_plain": timed, "roof": roof, "reference": self.above, "unseen": UNSEEN, "exercises": exercises}
