@@ -29,7 +29,7 @@ LESSONS = "[0-9][0-9]_*"
 
 MAX_CODE_LINES = 25  # a cell and its output fit one laptop screen
 MAX_SETUP_LINES = 26  # the setup cell shows nothing
-MIN_CELLS, MAX_CELLS = 20, 55  # fewer hides steps in long cells, more is two lessons; a challenge takes four or five
+MIN_CELLS, MAX_CELLS = 20, 58  # fewer hides steps in long cells, more is two lessons; a challenge takes four or five
 MAX_WORDS = 2340  # a quarter of an hour of reading
 PARAMETERS = {"profile": "auto", "strict": False, "out": ""}  # what a course run injects: papermill ignores the others
 
