@@ -1,11 +1,13 @@
 # %% [markdown]
 # # Is the best of twenty better, or luckier?
 #
-# A search trains the same model many times with other settings, and hands back the best. Somebody always wins, also where all were equal. And what the library hands back is not always what won.
+# You search for a learning rate over 20 trainings, take the winner and report its score. When a colleague repeats the training, the score is worse. Some training always wins, even if all were equal, and the library does not always hand back what won. How do you search so that the number holds?
+#
+# **Time:** about 45 minutes; the cells compute for about 25 s. **Before it:** lesson 03 (seeds and intervals). **Machine:** everything here runs on the CPU, also if you have a GPU. The sections on the library need optuna (`make course` installs it).
 #
 # **You will see**
-# - how far ahead the best of 20 equal trainings comes out, predicted before it is measured
-# - what `Trainer.hyperparameter_search` really minimizes, which of your values it trains with, and what it leaves behind
+# - how far ahead the best of 20 equal trainings is, predicted before it is measured
+# - what `Trainer.hyperparameter_search` really minimizes, which of your values it uses, and what it leaves in memory
 # - how to stop hopeless trials early, and how to report a number that holds
 
 # %% tags=["parameters"]
@@ -34,7 +36,7 @@ lab = Lab(profile, strict=strict, out=out, lesson="22_hyperparameter_search")
 claims = Claims(lab)
 temporary = tempfile.TemporaryDirectory()
 torch.set_num_threads(1)  # in this notebook's own process, where all tensors are small
-gc.freeze()  # what is imported is no garbage: after each trial the library looks for some, three times
+gc.freeze()  # the library collects garbage three times after each trial; imported modules are skipped
 no_optuna = optional_packages.offer("optuna")
 if not no_optuna:
     import optuna
@@ -44,15 +46,13 @@ if not no_optuna:
 # %% [markdown]
 # ## Idea
 #
-# A **hyperparameter** is a setting that training does not learn: the learning rate, the batch size. A **trial** is one training with one choice of them. A **search** makes many trials and keeps the best by a score, here the loss on data that was not trained on.
+# A **hyperparameter** is a setting that training does not learn: the learning rate, the batch size. A **trial** is one training with one choice of these settings. A **search** runs many trials and keeps the best one by a score, here the loss on data that was not used for training.
 #
-# A score has two parts: what the settings give, and luck. The **seed** fixes the luck: the first weights, the order of the data. The best of many trials has good settings *or* good luck, and most often some of both.
-#
-# All of this runs on the CPU, with a GPU too.
+# A score depends on two things: the settings, and luck. The **seed** determines the luck: the initial weights and the order of the data. The best of many trials has good settings *or* good luck, and most often some of both.
 #
 # ## Predict
 #
-# We train one recipe 20 times, with 20 seeds. The scores differ by a **standard deviation**, their typical distance from the mean. By how many of them will the best be ahead of the mean?
+# We train one recipe 20 times, with 20 seeds. The scores scatter with a **standard deviation**, their typical distance from the mean. By how many standard deviations will the best be ahead of the mean?
 
 # %%
 asked = "By how many standard deviations is the best of 20 equal recipes ahead of their mean?"
@@ -61,7 +61,7 @@ widgets.predict(lab, "luck", asked, "standard deviations", 0, 4)
 # %% [markdown]
 # ## By hand: a training in a twentieth of a second
 #
-# In our language each word has one that follows it, except that one time in five any word may come. The model looks at one word and guesses the next. Settings have the names of `TrainingArguments`.
+# In our artificial language each word has one fixed successor, but one time in five a random word follows instead. The model reads one word and guesses the next. Settings have the names of `TrainingArguments`.
 
 
 # %%
@@ -116,7 +116,7 @@ def score(model, data=validation):
 # %% [markdown]
 # ## Luck, before it is seen
 #
-# If scores scatter like a bell curve, the best of `n` is ahead of the mean by a number that depends on `n` alone: draw `n` random numbers many times, and take the mean of the largest. This is an **order statistic**. Then we look.
+# If scores follow a bell curve, the lead of the best of `n` over the mean depends only on `n`. To predict it, draw `n` random numbers many times and average the largest. This is an **order statistic**. Then compare with the measurement.
 
 
 # %%
@@ -144,7 +144,7 @@ widgets.revealed(lab, "luck", lead)
 # %% [markdown]
 # ## Random search, in eight lines
 #
-# Settings like a weight decay or a learning rate are drawn **log-uniformly**: as many between 0.0001 and 0.001 as between 0.01 and 0.1. In so short a training the weight decay does next to nothing. The search does not know that.
+# Settings like a weight decay or a learning rate are drawn **log-uniformly**: as many values between 0.0001 and 0.001 as between 0.01 and 0.1. In so short a training the weight decay has almost no effect. The search does not know that.
 
 
 # %%
@@ -162,28 +162,28 @@ def random_search(name, low, high, trials, seed):
 print(f"the winner: {winner}, loss {promised:.4f}; the recipe itself gives {mean:.4f} on average")
 
 # %% [markdown]
-# Is it better by that much? Train it anew with **fresh seeds**, and score it on **fresh data**. Two data sets are never equally hard, so we compare leads: how far ahead of the plain recipe, on the same data, with the same seeds.
+# Is the winner better by that much? We train it again with **fresh seeds**, and score it on **fresh data**. Two data sets are never equally hard, so we compare leads: how far the winner is ahead of the plain recipe, on the same data and with the same seeds.
 
 
 # %%
 def lost_lead(winner, promised, seeds=range(5000, 5020)):
-    """What of the promised lead is gone, in units of the lead that luck alone would give."""
+    """Return how much of the promised lead is lost, in units of the lead that luck alone would give."""
     plain, anew = [train(seed) for seed in seeds], [train(seed, **winner) for seed in seeds]
     before = statistics.mean(map(score, plain)) - promised
     after = statistics.mean(score(a, unseen) - score(b, unseen) for a, b in zip(plain, anew))
     luck = expected_lead(20) * statistics.stdev(map(score, plain))
-    print(f"lead in the search {before:.4f}, lead anew {after:.4f}; luck alone, by prediction, {luck:.4f}")
+    print(f"lead in the search {before:.4f}, trained again {after:.4f}; luck alone, by prediction, {luck:.4f}")
     return (before - after) / luck
 
 
 luck_lost = lost_lead(winner, promised)
 
 # %% [markdown]
-# The lead is gone. So: **choose on one set, report on another, with fresh seeds**.
+# The lead is gone. So **choose on one data set, and report on another, with fresh seeds**.
 #
 # ## Successive halving, in fifteen lines
 #
-# A hopeless learning rate shows early. So give each candidate a quarter of the training, keep the best quarter, and train only these to the end.
+# A hopeless learning rate shows early. So give each candidate a quarter of the training, keep the best quarter of the candidates, and train only these to the end.
 
 
 # %%
@@ -209,11 +209,11 @@ ax = plots.lines(
 ax.set_xscale("log")
 
 # %% [markdown]
-# The danger: a quarter of the training is a race of its own. It prefers what starts fast, such as high learning rates.
+# The danger: a quarter of the training ranks candidates differently from the whole. It prefers settings that start fast, such as high learning rates.
 #
 # ## The library
 #
-# `Trainer.hyperparameter_search` trains with the settings that a function, the **space**, suggests. With the backend `optuna` the function gets a trial to ask. We keep the trials, to look behind the result. `model_init` makes a new model for each.
+# `Trainer.hyperparameter_search` trains with the settings that a function, the **space**, suggests. With the backend `optuna` this function receives a trial, from which it requests values. We keep the trials in order to look behind the result. `model_init` creates a new model for each trial.
 
 
 # %%
@@ -241,7 +241,7 @@ def rates_of(trial):
 
 
 # %% [markdown]
-# Twelve trials. Then the same with a **pruner**, which compares a trial at each evaluation with the others so far and stops it if it is behind. We count the steps. (Know that `create_study` prunes by default, as soon as you evaluate during training.)
+# First we run twelve trials. Then we run them with a **pruner**, which compares a trial at each evaluation with the others so far, and stops it if it is behind. We count the steps. (`create_study` prunes by default, as soon as you evaluate during training.)
 
 
 # %%
@@ -259,7 +259,7 @@ def searched(pruner):
     return made, best, trials, steps.count
 
 
-found, notes = {}, {}  # by claim; what is not found stays away
+found, notes = {}, {}  # by claim; a value that was not measured is absent
 if not no_optuna:
     made, best, trials, steps_in_full = searched(optuna.pruners.NopPruner())  # a pruner that never prunes
     halve = optuna.pruners.SuccessiveHalvingPruner(16, reduction_factor=2)
@@ -269,7 +269,7 @@ if not no_optuna:
     display(plots.Table(["search", "steps", "best loss", "its learning rate"], rows))
 
 # %% [markdown]
-# Better than the defaults? With fresh seeds, and an interval over these.
+# Is the result better than the defaults? We train both with fresh seeds, and compute an interval over the seeds.
 
 
 # %%
@@ -280,7 +280,7 @@ def anew(seed, **settings):
 
 
 def interval(ratios):
-    """Mean of the ratios' logarithms with Student's 95 % interval, of four."""
+    """Return the geometric mean of four ratios with Student's 95 % interval."""
     logs = [math.log(ratio) for ratio in ratios]
     middle, half = statistics.mean(logs), 3.18 * statistics.stdev(logs) / 2
     return Ratio(*(math.exp(middle + part) for part in (0, -half, half)))
@@ -296,18 +296,18 @@ if not no_optuna:
     as_good = statistics.mean(of_pruned) < 1.01 * statistics.mean(of_best)
     found["hpo-pruning"] = steps_pruned / steps_in_full if as_good else 1.0
     notes["hpo-pruning"] = (
-        f"loss anew {statistics.mean(of_pruned):.3f}, of the full search {statistics.mean(of_best):.3f}"
+        f"loss with fresh seeds {statistics.mean(of_pruned):.3f}, of the full search {statistics.mean(of_best):.3f}"
     )
     print(
-        f"anew: {statistics.mean(of_best):.3f}, with the defaults {statistics.mean(plain):.3f}; {notes['hpo-pruning']}"
+        f"with fresh seeds: {statistics.mean(of_best):.3f}, with the defaults {statistics.mean(plain):.3f}; {notes['hpo-pruning']}"
     )
 
 # %% [markdown]
-# The search is worth it: the default learning rate of 0.00005 is made for large models that are trained already.
+# The search was worth it: the default learning rate of 0.00005 is made for large models that are already trained.
 #
 # ## What the search leaves behind
 #
-# The Trainer had a model of its own in each trial. Which settings does it have now? And what does it still hold? A parameter takes 4 bytes, AdamW's two states 8.
+# The Trainer had a new model in each trial. Which settings does it have after the search? And what does it still hold in memory? A parameter takes 4 bytes, AdamW's two states 8.
 
 
 # %%
@@ -332,14 +332,14 @@ if not no_optuna:
     before = held(size)
     freed(made)
     found["hpo-frees-memory"] = before - held(size)
-    print(f"held: {4 * before:.1f} bytes a parameter, and {4 * held(size):.1f} with what holds them emptied")
+    print(f"held: {4 * before:.1f} bytes per parameter, and {4 * held(size):.1f} after `freed`")
 
 # %% [markdown]
-# The settings are the last trial's, and there is no model. Weights and states are held still: `run_hp_search_optuna` drops two names of the model, and the callback handler, the optimizer and the schedule hold it too. `freed` lets go. Before a larger training, use it, or end the process.
+# The settings are those of the last trial, and there is no model. Weights and states are still held: `run_hp_search_optuna` deletes two references to the model, but the callback handler, the optimizer and the schedule hold it too. `freed` removes these references. Before a larger training, call it, or end the process.
 #
 # ## Four ways to search for nothing
 #
-# **One.** You evaluated once before the search, to know where you begin.
+# **One.** You evaluated once before the search, to know the starting loss.
 
 # %%
 if not no_optuna:
@@ -355,7 +355,7 @@ if not no_optuna:
     found["hpo-objective-is-loss"] = sum(math.isclose(a, b, rel_tol=1e-6) for _, a, b in rows) / len(rows)
 
 # %% [markdown]
-# From the first `evaluate()` on the metrics have an `eval_model_preparation_time`, in seconds, the same for ever. The default objective is the loss *if there is nothing else*, and the sum of the others if there is. It leaves out times by their names, and not this one. So every trial scores alike, and the first wins. Write `compute_objective` yourself, as above.
+# After the first `evaluate()` the metrics contain `eval_model_preparation_time`, in seconds, which never changes again. The default objective is the loss *if there is no other metric*, and otherwise the sum of the others. It leaves out times by their names, but not this one. So every trial has the same score, and the first wins. Write `compute_objective` yourself, as above.
 #
 # **Two.** You gave the Trainer `compute_metrics`.
 
@@ -376,7 +376,7 @@ if not no_optuna:
     notes["hpo-default-direction"] = f"the worst of the trials has {min(reached):.3f}, the best {max(reached):.3f}"
 
 # %% [markdown]
-# **Three.** A name is misspelt, or a value is of another type than the one that stands there. `warmup_steps=0.1` warms up for a tenth of the steps. In a search it does not.
+# **Three.** A name is misspelt, or a value has another type than the argument's current value. `warmup_steps=0.1` warms up for a tenth of the steps, but not in a search.
 
 
 # %%
@@ -412,10 +412,12 @@ if not no_optuna:
     rows = warmed_up()
     found["hpo-value-kept"] = sum(asked == used for asked, used, _ in rows) / len(rows)
     rows += warmed_up(warmup_steps=0.0)  # new
-    display(plots.Table(["warm-up suggested", "used", "loss"], rows, "three as they come, three from warmup_steps=0.0"))
+    display(
+        plots.Table(["warm-up suggested", "used", "loss"], rows, "three from the default, three from warmup_steps=0.0")
+    )
 
 # %% [markdown]
-# Each value is cast to the type that the argument has at that moment. Its default is the whole number 0, so 0.3 becomes 0, without a word. `warmup_steps=0.0` at the start mends it. And this mends names, and casts of any kind:
+# The search casts each value to the type that the argument has at that moment. The default is the whole number 0, so 0.3 becomes 0, without a warning. Starting from `warmup_steps=0.0` fixes this argument. The function below detects wrong names and lossy casts of every argument:
 
 
 # %%
@@ -442,7 +444,7 @@ if not no_optuna:
             print("ValueError:", error)
 
 # %% [markdown]
-# **Four.** You search the seed too, as the library's own default space does, and then train again with what won. Notebooks do it in two lines: set each hyperparameter in `trainer.args`, and call `train()`.
+# **Four.** You search the seed too, as the library's own default space does, and then train again with the winning settings. Notebooks do it in two lines: set each hyperparameter in `trainer.args`, and call `train()`.
 
 
 # %%
@@ -483,11 +485,16 @@ if not no_optuna:
     found["hpo-reproduces"] = again / best.objective
 
 # %% [markdown]
-# Two things at once. `Trainer.train` makes the model first and takes up the trial's settings then: **each trial runs with the seed of the one before**. And the batch size of the training is a copy that only a trial renews: after the search it is the last trial's. So make a *new* Trainer with what won, and do not search the seed: it is no setting, it is luck.
+# Two faults come together:
+#
+# - `Trainer.train` creates the model before it applies the trial's settings. So **each trial runs with the seed of the one before**.
+# - The training uses a copy of the batch size that only a trial updates. After the search it is the last trial's.
+#
+# So create a *new* Trainer for the winning settings. And do not search the seed: it is luck, not a setting.
 #
 # ## The default space
 #
-# Without a space of yours, `default_hp_space_optuna` searches learning rates up to 0.0001, batch sizes, the seed, and **1 to 5 epochs**. More epochs are not a better setting; they are a longer training. Here the library's space and 20 trials go through our quick `train`, with a wider model, which small rates suit better. What is left of the gain with fresh seeds, and with the default 3 epochs?
+# Without a space of yours, `default_hp_space_optuna` searches learning rates up to 0.0001, batch sizes, the seed, and **1 to 5 epochs**. More epochs are not a better setting; they are a longer training. Here we search the library's space in 20 trials with our quick `train`, and with a wider model, which small rates suit better. How much of the gain remains with fresh seeds, and with the default 3 epochs?
 
 # %%
 DEFAULTS = dict(learning_rate=5e-5, per_device_train_batch_size=8, num_train_epochs=3)
@@ -517,8 +524,10 @@ exercises.question(
     "gain",
     "A search over seeds and epochs finds a lower loss than the defaults. What did it find?",
     {
-        answers[0]: "Luck is gone with fresh seeds. But a longer training goes on being longer.",
-        answers[1]: "Both lower a loss, and neither is a better recipe. Search what costs the same, and take the seeds "
+        answers[0]: "Luck is gone with fresh seeds. But a longer training stays longer.",
+        answers[
+            1
+        ]: "Both lower a loss, and neither is a better recipe. Search settings of equal cost, and use the seeds "
         "for the error bar.",
         answers[2]: "It is lower in the search. With fresh seeds, and at the same cost, it is the defaults again.",
     },
@@ -527,11 +536,18 @@ exercises.question(
 
 # %% [markdown]
 # ## What held
+#
+# ### A search by hand, and the library's
 
 # %% tags=["claim"]
 display(claims.check("hpo-winner-honest", luck_lost, note="20 trials of the weight decay; 20 fresh seeds, fresh data"))
 for id in ("hpo", "hpo-pruning", "hpo-default-space", "hpo-applies-best", "hpo-frees-memory"):
     display(claims.check(id, found.get(id), missing=no_optuna, note=notes.get(id, "")))
+
+# %% [markdown]
+# ### The library's defaults
+
+# %% tags=["claim"]
 traps = ("hpo-objective-is-loss", "hpo-default-direction", "hpo-unknown-name", "hpo-value-kept", "hpo-own-seed")
 for id in (*traps, "hpo-reproduces"):
     display(claims.check(id, found.get(id), missing=no_optuna, note=notes.get(id, "")))
@@ -539,14 +555,14 @@ for id in (*traps, "hpo-reproduces"):
 # %% [markdown]
 # ## Explore
 #
-# How large is luck's lead? More trials make it larger, slowly. Several seeds for each trial make it smaller: their mean scatters less.
+# How large is the lead by luck? More trials make it larger, slowly. Several seeds per trial make it smaller, because their mean scatters less.
 
 
 # %% tags=["widget"]
 def draw(trials, seeds):
     counts = [2, 5, 10, 20, 50, 100]
     leads = [expected_lead(count) * spread / seeds**0.5 for count in counts]
-    ax = plots.lines(counts, {f"{seeds} seeds a trial": leads}, "trials", "lead by luck, in loss")
+    ax = plots.lines(counts, {f"{seeds} seeds per trial": leads}, "trials", "lead by luck, in loss")
     ax.axvline(trials, color="black", linestyle="--")
     ax.set_ylim(0, 3 * spread)
     return ax
@@ -557,7 +573,10 @@ _ = widgets.explore(draw, trials=[20, 5, 50, 100], seeds=[1, 3, 10])
 # %% [markdown]
 # ## Exercise: a recipe, and a number that holds
 #
-# Write a function that gets `run(seed, **settings)`, which trains and returns the validation loss, **40 times at most**. It returns the settings and the loss that they will give. The check trains anew with 20 fresh seeds: the mean must beat that of `per_device_train_batch_size=64` and the rest of `RECIPE` by two standard deviations, and your number must be within one of it.
+# Write a function that gets `run(seed, **settings)`, which trains and returns the validation loss. You may call it **at most 40 times**. Your function returns the settings and the loss that they will give. The check trains again with 20 fresh seeds and tests two things:
+#
+# - The mean loss must be lower by two standard deviations than that of `per_device_train_batch_size=64` with the rest of `RECIPE`.
+# - Your number must be within one standard deviation of that mean.
 
 # %% tags=["exercise"]
 display(
@@ -584,12 +603,13 @@ def check(answer):
     used = len(runs)
     plain, new = [run(seed) for seed in fresh], [run(seed, **settings) for seed in fresh]
     spread, mean = statistics.stdev(new), statistics.mean(new)
-    text = f"{used} runs; anew {mean:.4f} with a standard deviation of {spread:.4f}; you said {said:.4f}"
+    text = f"{used} runs; with fresh seeds {mean:.4f}, standard deviation {spread:.4f}; you promised {said:.4f}"
     if used > 40 or set(runs[:used]) & set(fresh):
-        return exercises.wrong(f"{used} runs of 40, or seeds of the check's own, 9000 to 9019")
+        return exercises.wrong(f"{used} runs (40 are allowed), or you used the check's own seeds, 9000 to 9019")
     if mean > statistics.mean(plain) - 2 * spread:
         return exercises.wrong(f"{text}. The recipe itself gives {statistics.mean(plain):.4f}")
-    return exercises.right(text) if abs(said - mean) < spread else exercises.wrong(f"{text}: more than one off")
+    off = "more than one standard deviation off. Was it your criterion too?"
+    return exercises.right(text) if abs(said - mean) < spread else exercises.wrong(f"{text}: {off}")
 
 
 exercises.check(lab, "honest", check, answer)
@@ -609,20 +629,114 @@ def lucky(run):  # forty seeds, and the best one's score
 exercises.prove(check, solution=honest, mistake=lucky)
 
 # %% [markdown]
-# **A challenge.** Halving chose by one seed each. With the same number of epochs in all, choose so that the winner is right more often: fewer candidates with more seeds, or more rungs? Try it on ten draws of `rates`.
+# ## Exercise 2: the challenge
 #
-# ## Mistakes that strangers make
+# Halving judged each candidate by one seed. With the same number of epochs, choose better. Write `answer(run, rates)`: it gets 16 learning rates and returns one of them. `run(rate, epochs, seed)` trains and returns the validation loss, and its epochs may add up to 32, as in `halving`. Use fewer candidates with more seeds, or other lengths of training.
 #
-# - *The winner's score in the paper.* It is the luckiest of twenty; train it anew.
-# - *Chosen and reported on one set.* The set has been trained on, by you.
-# - *One seed each, and a difference of less than a standard deviation.* Compare leads on the same seeds.
-# - *Training on with `trainer.train()` after the search.* It has the last trial's batch size.
+# The check repeats this for ten draws of rates. The *regret* of a draw is the loss that your rate gives on unseen data with fresh seeds, minus that of the best of the 16. Your mean regret must be at most half of halving's.
+
+# %% tags=["exercise"]
+display(
+    exercises.hint(
+        "Plot the losses after 1, 2 and 4 epochs over the rates. Which rates win after 1 epoch, and which after 4?",
+        "Do all 16 candidates deserve a training? The curve of the loss over the learning rate has one valley.",
+        "Sort the rates, train every fourth one in full, and then the neighbours of the best.",
+    )
+)
+answer = None  # def answer(run, rates): ...; return rate
+
+# %%
+POOL = [1e-4 * 1000 ** (number / 31) for number in range(32)]
+known = {}  # a training that was asked for before is not repeated
+
+
+def loss_after(rate, epochs, seed):
+    if (rate, epochs, seed) not in known:
+        known[rate, epochs, seed] = score(train(seed, learning_rate=rate, num_train_epochs=epochs))
+    return known[rate, epochs, seed]
+
+
+def chosen_by(choose, rates):
+    """Return the rate that is chosen, and the epochs that the choice used."""
+    used = []
+
+    def run(rate, epochs, seed):
+        used.append(epochs)
+        return loss_after(rate, epochs, seed)
+
+    return choose(run, rates), sum(used)
+
+
+def by_halving(run, rates):
+    for epochs in (1, 4):
+        rates = sorted(rates, key=lambda rate: run(rate, epochs, 0))[: len(rates) // 4]
+    return rates[0]
+
+
+# %%
+def regret(choose, draws=10):
+    """Return the mean regret of a way to choose, and the most epochs that it used in a draw."""
+    if "truth" not in known:  # the mean loss on unseen data, with seeds that no choice has seen
+        models = {rate: [train(seed, learning_rate=rate) for seed in range(9000, 9003)] for rate in POOL}
+        known["truth"] = {rate: statistics.mean(score(one, unseen) for one in each) for rate, each in models.items()}
+    lost, used, truth = [], [], known["truth"]
+    for draw in range(draws):
+        order = torch.randperm(32, generator=torch.Generator().manual_seed(draw))
+        rates = [POOL[number] for number in order[:16].tolist()]
+        rate, epochs = chosen_by(choose, list(rates))
+        lost.append(truth[rate] - min(truth[rate] for rate in rates))
+        used.append(epochs)
+    return statistics.mean(lost), max(used)
+
+
+# %% tags=["check"]
+def check(answer):
+    if answer is None:
+        return exercises.not_attempted()
+    mine, most = regret(answer)
+    halvings, _ = regret(by_halving)
+    text = f"{most} epochs at most; mean regret {mine:.4f}, that of halving {halvings:.4f}"
+    if most > 32:
+        return exercises.wrong(f"{text}. The budget is 32 epochs: train fewer candidates, or shorter")
+    if mine > halvings / 2:
+        return exercises.wrong(
+            f"{text}. Which candidates does one epoch drop, and how wide is the scatter of one seed?"
+        )
+    return exercises.right(text)
+
+
+exercises.check(lab, "regret", check, answer)
+
+
+# %% tags=["solution"] jupyter={"source_hidden": true}
+def coarse_to_fine(run, rates):
+    rates, full = sorted(rates), {}
+    for number in (1, 5, 9, 13):
+        full[number] = run(rates[number], 4, 0)
+    best = min(full, key=full.get)
+    for number in (best - 2, best - 1, best + 1, best + 2):
+        full[number] = run(rates[number], 4, 0)
+    return rates[min(full, key=full.get)]
+
+
+exercises.prove(check, solution=coarse_to_fine, mistake=by_halving)
+
+# %% [markdown]
+# ## Common mistakes
+#
+# - *Publishing the winner's score.* It is the luckiest of twenty; train the winner again.
+# - *Choosing and reporting on one data set.* Your choice has fitted that set.
+# - *Comparing one seed each when the difference is less than a standard deviation.* Compare leads on the same seeds.
+# - *Continuing with `trainer.train()` after the search.* It has the last trial's batch size.
 #
 # ## Recap
 #
-# - The best of 20 equal recipes came out about two standard deviations ahead, as predicted, and none of it was left anew.
-# - The search found a better learning rate, and a pruner found it with fewer steps. The default space bought much of its gain with epochs.
-# - The library's objective, direction, seeds, casts and leftovers were not what they seem. Say `compute_objective` and `direction`, check the space, and make a new Trainer for what won.
+# The numbers are those of a recorded run (AMD EPYC, 2 cores, torch 2.15.0, 2026-11-28).
+#
+# - The best of 20 equal recipes came out about two standard deviations ahead, as predicted. With fresh seeds and data the search's winner had lost 1.00 times the lead that luck alone gives.
+# - The search found a learning rate that gave 0.35 of the default's loss, and a pruner found as good a one in 0.54 of the steps. Of the default space's gain 0.63 was left at equal length: the rest was epochs and luck.
+# - The library's default direction returned 0.83 of the best accuracy. Pass `compute_objective` and `direction`, and check the space.
+# - Training again after the search gave 1.41 times the best loss. Create a new Trainer for the winning settings.
 
 # %% tags=["finish"]
 temporary.cleanup()

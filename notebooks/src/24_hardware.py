@@ -110,7 +110,7 @@ else:
 
 # %%
 class Card(NamedTuple):
-    tflops: float  # products in 16 bits, dense
+    tflops: float  # of matmuls in 16 bits, dense
     gigabytes_per_second: float
 
     def tokens_per_second(self, parameters, batch=None):
