@@ -34,7 +34,7 @@ from perf_helpers import plots
 from perf_helpers.compare.compare import is_beyond_noise
 from perf_helpers.course.course import find_lessons
 from perf_helpers.course.ledger import Verdict, load
-from perf_helpers.course.results import decided_anew, load_results, measured_text, recorded
+from perf_helpers.course.results import decided_again, load_results, measured_text, recorded
 from trainmem.cards import named
 from trainmem.core.hardware import Machine
 from trainmem.core.task import Task
@@ -126,7 +126,7 @@ def newest(measured: dict[str, dict]) -> dict:
 def verdicts(data: dict) -> tuple[int, int, str]:
     """Return how many claims a course run refutes, how many it could test, and the other verdicts in words. The counts
     are those of its report."""
-    number = Counter(claim["verdict"] for claim in decided_anew(data["claims"]))
+    number = Counter(claim["verdict"] for claim in decided_again(data["claims"]))
     apart = number.pop(Verdict.NOT_TESTABLE, 0)
     text = f"{number[Verdict.HOLDS]} hold, {number[Verdict.SMALLER]} are smaller than promised and "
     return (
@@ -140,7 +140,7 @@ def finding(measured: dict[str, dict]) -> str:
     """Return README's first finding: how many claims the newest recorded run refutes, of those it could test."""
     data = newest(measured)
     refuted, testable, others = verdicts(data)
-    total, (tested, _, _) = len(decided_anew(data["claims"])), others.partition(";")
+    total, (tested, _, _) = len(decided_again(data["claims"])), others.partition(";")
     guides = sum(claim["reference"]["source"] in ("2022 guide", "2023 guide") for claim in data["claims"])
     cores, kind = data["machine"]["cpu_cores"], "a GPU" if data["machine"]["kind"] == "cuda" else "a CPU"
     return (
@@ -234,7 +234,7 @@ def rehearsed_claims(cards: dict[str, dict]) -> str:
 def rehearsed_counts(cards: dict[str, dict]) -> str:
     """The rehearsed claims in one sentence: how many have which verdict on which card."""
     counted = [
-        f"{name}, {_count(decided_anew(data['course']['claims']))}" for name, data in cards.items() if data["course"]
+        f"{name}, {_count(decided_again(data['course']['claims']))}" for name, data in cards.items() if data["course"]
     ]
     told = "; ".join(counted) or "none yet"
     return f"The claims about memory, rehearsed: {told}. [Each with its number](../results/README.md#on-gpus)."
@@ -243,7 +243,7 @@ def rehearsed_counts(cards: dict[str, dict]) -> str:
 def _claims_table(columns: dict[str, list[dict]], absent: str) -> str:
     """One row for each claim that a column has: the lesson, the claim, the guides' words, their figure with the machine
     that it was measured on, and each column's verdict."""
-    by_id = [{claim["id"]: claim for claim in decided_anew(decided)} for decided in columns.values()]
+    by_id = [{claim["id"]: claim for claim in decided_again(decided)} for decided in columns.values()]
     rows = []
     for claim in sorted(load().values(), key=lambda claim: claim.lesson):
         decisions = [decided.get(claim.id) for decided in by_id]

@@ -33,7 +33,7 @@ def measure(cases, options):
     for name, (busy, slower) in cases.items():
         sabotage = {"PYTHONPATH": str(SABOTAGE), "SABOTAGE": "slow_step", "SLOWER": str(slower)} if slower else {}
         with neighbour(busy):
-            paces = elsewhere("perf_helpers.compare.step_times", "tonight", "cpu", **sabotage)
+            paces = elsewhere("perf_helpers.compare.step_times", "measure_here", "cpu", **sabotage)
         yield name, {"busy": busy, "slower": slower, "load": os.getloadavg()[0], "paces": paces}
 
 

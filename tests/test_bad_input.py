@@ -98,7 +98,7 @@ FILES = {
 
 # Where what is asked for begins: processes, a lesson, a cluster, the download and build of a rehearsal.
 BEGINNINGS = [(processes, "CleanProcess"), (lesson_course, "run_lesson"), (dask_workers, "_own_cluster")]
-BEGINNINGS += [(build, "set_up"), (step_times, "tonight")]
+BEGINNINGS += [(build, "set_up"), (step_times, "measure_here")]
 
 
 class Begun(BaseException):
@@ -127,7 +127,7 @@ def shell(tmp_path_factory):
         patch.chdir(folder)
         patch.setenv("PERF_HELPERS_HOME", str(home))
         patch.setenv("HF_HUB_OFFLINE", "1")
-        patch.setattr(cli, "_WITH_CLEAN_PROCESSES", ())
+        patch.setattr(cli, "_STARTS_SUBPROCESSES", ())
         patch.setattr(forkserver.SERVER, "start", lambda: None)
         for where, what in BEGINNINGS:
             patch.setattr(where, what, begin)

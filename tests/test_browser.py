@@ -133,7 +133,7 @@ def test_a_guess_is_scored(studio):
     studio.outputs(PREDICT).get_by_role("button", name="commit").click()
     studio.outputs(PREDICT).get_by_text("Your guess: 12 MB. It is kept.").wait_for()
     studio.run(REVEALED)
-    studio.outputs(REVEALED).get_by_text("you said 12 MB, measured").wait_for()
+    studio.outputs(REVEALED).get_by_text("your guess was 12 MB, measured").wait_for()
     assert "your guess 12 MB" in studio.outputs(REVEALED).locator("img").get_attribute("alt")
     screenshot(studio, "guess", REVEALED)
 

@@ -128,7 +128,7 @@ def test_a_mistake_elsewhere_is_one_line_too(words, hint):
 def test_a_bad_file_of_lengths_is_one_line_and_exit_code_2(text, hint, tmp_path, monkeypatch, capsys):
     file = tmp_path / "lengths.txt"
     file.write_text(text)
-    monkeypatch.setattr(cli, "_WITH_CLEAN_PROCESSES", ())
+    monkeypatch.setattr(cli, "_STARTS_SUBPROCESSES", ())
     monkeypatch.setattr(sys, "argv", ["perf-helpers", "estimate", "--model", "bert-tiny", "--lengths", str(file)])
     with pytest.raises(SystemExit) as caught:
         cli.main()

@@ -91,7 +91,7 @@ def test_the_readme_counts_the_verdicts_and_the_page_has_every_claim(build):
     assert measured and cards
     counts, page = build.counts(measured), build.page(measured, cards, {})
     for data in measured.values():
-        decided = results.decided_anew(data["claims"])
+        decided = results.decided_again(data["claims"])
         verdicts = Counter(claim["verdict"] for claim in decided)
         apart = verdicts["not testable here"]
         line = f"{len(decided) - apart} claims {verdicts['refuted']} are refuted, {verdicts['holds']} hold, "
@@ -99,7 +99,7 @@ def test_the_readme_counts_the_verdicts_and_the_page_has_every_claim(build):
         assert build.caption(data) in counts and build.caption(data) in page
         assert [claim["id"] for claim in decided if f"`{claim['id']}`" not in page] == []
     for name, data in cards.items():
-        number = len(results.decided_anew(data["course"]["claims"]))
+        number = len(results.decided_again(data["course"]["claims"]))
         assert f"{name}, rehearsed" in page and f"{name}, {number} claims: " in build.rehearsed_counts(cards)
 
 
@@ -139,7 +139,7 @@ def test_a_page_that_lost_a_marker_is_named(build, copied):
 def test_readme_counts_what_the_picture_of_the_report_counts(build):
     measured = results.recorded(RESULTS)
     data = build.newest(measured)
-    number = Counter(claim["verdict"] for claim in results.decided_anew(data["claims"]))
+    number = Counter(claim["verdict"] for claim in results.decided_again(data["claims"]))
     testable = number.total() - number["not testable here"]
     finding = build.finding(measured)
     assert f"{number['refuted']} of {testable} testable" in finding and f"{number['holds']} hold" in finding

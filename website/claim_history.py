@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from perf_helpers.course.results import course_runs, decided_anew
+from perf_helpers.course.results import course_runs, decided_again
 from trainmem.cards import named
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
@@ -45,7 +45,7 @@ class History:
         for name, data, is_newest in itertools.chain(measured, _rehearsed()):
             if is_newest:
                 machines.append(f"{name}, {data['date'][:10]}")
-            for row in decided_anew(data["claims"]):
+            for row in decided_again(data["claims"]):
                 before[row["id"]].append(Entry(name, data["date"][:10], _told(data["versions"]), row))
                 if is_newest:
                     now[row["id"]].append((machines[-1], row))

@@ -7,7 +7,7 @@ import pytest
 from simulated import AMD, CLAIMS, CPUS, simulated, within
 
 from perf_helpers.course.ledger import Verdict, load
-from perf_helpers.course.results import decided_anew, load_results
+from perf_helpers.course.results import decided_again, load_results
 from trainmem.records import Ratio
 
 LEDGER = load()
@@ -34,7 +34,7 @@ def test_every_timed_claim_that_a_cpu_can_decide_is_simulated():
 
 @pytest.mark.parametrize("id", CLAIMS)
 def test_the_simulated_amd_gives_what_was_recorded_on_it(id):
-    rows = {claim["id"]: claim for claim in decided_anew(load_results(RECORD)["claims"])}
+    rows = {claim["id"]: claim for claim in decided_again(load_results(RECORD)["claims"])}
     if id not in rows:
         pytest.skip("its claim, or its quantity, is newer than the record")
     value, _ = simulated(id, AMD)

@@ -392,7 +392,7 @@ def printed(monkeypatch, capsys):
     """Function (words) -> what the command prints on standard output."""
 
     def run(words):
-        monkeypatch.setattr(cli, "_WITH_CLEAN_PROCESSES", ())
+        monkeypatch.setattr(cli, "_STARTS_SUBPROCESSES", ())
         monkeypatch.setattr(sys, "argv", ["perf-helpers", *words])
         with pytest.raises(SystemExit) as caught:
             cli.main()
