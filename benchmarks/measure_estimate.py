@@ -1,10 +1,10 @@
-"""How good the estimate is beside other tools: error, time and memory of each on trainings that are measured here.
+"""Compare the estimate with other tools: error, time and memory of each on trainings that are measured here.
 
     python benchmarks/measure_estimate.py
 
-Each tool predicts in a process of its own, the libraries already imported. DeepSpeed takes part where it is installed
-(CONTRIBUTING.md says how). Memory is counted bytes on a CPU: a figure that a tool gives for a GPU is
-compared as far as it says the same, weights, gradients, optimizer states and activations.
+Each tool predicts in its own process, with the libraries imported. DeepSpeed takes part if it is installed (see
+CONTRIBUTING.md). The measured memory is counted bytes on a CPU; of a tool's figure for a GPU, the comparable parts are
+used: weights, gradients, optimizer states and activations.
 """
 
 import importlib.util
@@ -49,7 +49,7 @@ LARGE_BATCH = {"per_device_train_batch_size": 4}
 
 
 def ask(lab: Lab, name: str, task: Task, arguments: dict) -> dict:
-    """What a tool says."""
+    """Return a tool's answer."""
     if name == "this estimate":
         return tools.estimated(lambda: estimate(task, device="cpu", **arguments))
     if name == "DeepSpeed" and not importlib.util.find_spec("deepspeed"):
@@ -58,14 +58,14 @@ def ask(lab: Lab, name: str, task: Task, arguments: dict) -> dict:
 
 
 def cases(options) -> dict:
-    """{name: model and recipe}; without a recipe a large model, of which only the cost of an answer is asked."""
+    """Return {name: (model, recipe)}. A large model has no recipe, because only the cost of its answer is measured."""
     trainings = {f"{task}, {recipe}": (task, recipe) for task in TASKS for recipe in RECIPES}
     return trainings | {name: (name, None) for name in LARGE}
 
 
 def measure(cases, options):
     lab = Lab("cpu", out="build/measure_estimate")
-    estimate(Task("bert-tiny"), device="cpu")  # the libraries are imported once
+    estimate(Task("bert-tiny"), device="cpu")  # import the libraries before timing
     for name, (model, recipe) in cases.items():
         if recipe is None:
             said = {tool: ask(lab, tool, LARGE[model], LARGE_BATCH) for tool in NAMES[:2]}

@@ -1,13 +1,13 @@
-"""Tools of PyPI that claim to tell the memory of a training on a GPU: how each is asked, and what it cannot say.
+"""Query tools from PyPI that claim to predict the memory of a training on a GPU.
 
     PYTHON benchmarks/tools_pypi.py TOOL QUESTIONS.json   # as measure_cuda_tools.py and published_tools.py do
 
-PYTHON is that of an environment which has the tool: nothing of this project is imported but `tools`. A tool is asked as
-its documentation says. Where that wants the Hub, the training's config.json and its count of parameters play the Hub's
-part. What a training has and a tool has no option for is left out of the question; where a tool has the option and not
-the value, it cannot say.
+PYTHON has the tool installed; of this project only `tools` is imported. A tool is called as its documentation says. If
+it would download from the Hub, the training's config.json and number of parameters replace the download. A setting of
+the training for which a tool has no option is left out of the question. If a tool has the option but not the value, it
+cannot answer.
 
-Each answer comes from a process of its own, forked with the tool imported.
+Each answer comes from its own process, forked after the tool was imported.
 """
 
 import dataclasses
@@ -24,40 +24,40 @@ from pathlib import Path
 import tools
 
 MIB, GIB = 2**20, 2**30
-SECONDS = 60  # for an answer
+SECONDS = 60  # time limit of an answer
 ABSENT = 3  # exit code: the tool is not installed
 
 
 class Cannot(Exception):
-    """The tool has no way to say this training."""
+    """The tool cannot express this training."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """A training, in the words that these tools know."""
+    """A training in terms that these tools know."""
 
-    folder: str  # with its config.json
-    fields: dict  # of it
+    folder: str  # the folder with its config.json
+    fields: dict  # content of config.json
     parameters: int
-    largest_layer: int  # parameters of the module that has most of its own
-    width: int | None  # as transformers calls it, by whatever name the configuration has: hidden_size
+    largest_layer: int  # parameters of the largest single module
+    width: int | None  # hidden_size, whatever its name in the configuration
     depth: int | None  # num_hidden_layers
     heads: int | None  # num_attention_heads
-    tokens: int | None  # of a sequence; None for images
-    size: int  # of a micro-batch
-    precision: str  # that is computed in: fp32, fp16, bf16
-    mixed: bool  # weights in fp32 all the same
-    optimizer: str  # as the Trainer's `optim`
+    tokens: int | None  # per sequence; None for images
+    size: int  # samples per micro-batch
+    precision: str  # of the computation: fp32, fp16 or bf16
+    mixed: bool  # weights are in fp32
+    optimizer: str  # a value of the Trainer's `optim`
     checkpointing: bool
-    flash: bool  # attention keeps no square of the length
-    card: str  # of that compute capability
-    trained: int  # parameters that learn
-    method: str = "full"  # or "lora", in fp32 on q, k, v and o
-    rank: int | None = None  # of it
+    flash: bool  # attention stores no table of length x length
+    card: str  # a card of the training's compute capability
+    trained: int  # trained parameters
+    method: str = "full"  # or "lora": adapters in fp32 on q, k, v and o
+    rank: int | None = None  # of LoRA
 
     @property
     def length(self) -> int:
-        """The sequence's tokens."""
+        """Return the tokens per sequence."""
         if self.tokens is None:
             raise Cannot("images")
         return self.tokens
@@ -76,27 +76,27 @@ class Question:
 
     @property
     def half(self) -> str:
-        """The precision by torch's name."""
+        """Return torch's name of the precision."""
         return {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}[self.precision]
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of one weight."""
+        """Return the bytes per weight."""
         return 4 if self.mixed or self.precision == "fp32" else 2
 
     def words(self, **names: str) -> dict:
-        """{a tool's name for it: what is asked}"""
+        """Return {a tool's name of a setting: its value}."""
         return {theirs: getattr(self, ours) for theirs, ours in names.items()}
 
     def named(self, *plain: str, **theirs: str) -> str:
-        """The tool's name for the optimizer: one of OPTIMIZERS as it stands there, or by another name."""
+        """Return the tool's name for the optimizer: that in OPTIMIZERS, or another."""
         for name, ours in OPTIMIZERS.items():
             if self.optimizer in ours and (name in plain or name in theirs):
                 return theirs.get(name, name)
         raise Cannot(f"the optimizer {self.optimizer}")
 
 
-OPTIMIZERS = {  # as tools tell them apart: the Trainer's names
+OPTIMIZERS = {  # {kind that tools distinguish: the Trainer's names}
     "adamw": ("adamw_torch", "adamw_torch_fused"),
     "adamw_8bit": ("adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"),
     "sgd": ("sgd",),
@@ -106,8 +106,8 @@ OPTIMIZERS = {  # as tools tell them apart: the Trainer's names
     "lion": ("lion_32bit",),
     "lion_8bit": ("lion_8bit",),
 }
-# Bytes of tensors; with what the tool adds for context, fragmentation and safety; and the context, where it is named.
-Answer = float | tuple[float, float] | tuple[float, float, float]  # one: all it tells are tensors
+# Bytes of tensors; then the total with additions for context, fragmentation and safety; then the context, if named.
+Answer = float | tuple[float, float] | tuple[float, float, float]  # one number: bytes of tensors
 
 
 def vramcalc(asked: Question) -> Answer:
@@ -229,7 +229,7 @@ def memguard(asked: Question) -> Answer:
     sizes |= {"intermediate_dim": asked.fields.get("intermediate_size"), "bits": 8 * asked.weight_bytes}
     model = ModelSpec(arch=ModelArch.MOE if asked.experts > 1 else ModelArch.DENSE, **sizes)
     how = asked.words(batch_size="size", seq_length="length", grad_checkpoint="checkpointing", flash_attention="flash")
-    how |= {"lora_layers": asked.depth}  # over which it takes activations, in a full fine-tuning too
+    how |= {"lora_layers": asked.depth}  # the tool counts activations over these, in full fine-tuning too
     how |= {"optimizer": asked.named("adamw", "sgd", "adafactor", "lion"), "mixed_precision": asked.precision != "fp32"}
     how |= {"method": FinetuneMethod(asked.method), "lora_rank": asked.rank or 8}
     said = estimate_training_memory(model, TrainSpec(**how))
@@ -327,7 +327,7 @@ def deepspeed_zero3(asked: Question) -> Answer:
     return estimate_zero3_model_states_mem_needs(asked.parameters, asked.largest_layer, 1, 1, **here)[1]
 
 
-TOOLS: dict[str, Callable[[Question], Answer]] = {  # by their distributions
+TOOLS: dict[str, Callable[[Question], Answer]] = {  # by distribution name
     "DeepSpeed, ZeRO stage 2": deepspeed_zero2,
     "DeepSpeed, ZeRO stage 3": deepspeed_zero3,
     "vramcalc": vramcalc,
@@ -351,7 +351,7 @@ TOOLS: dict[str, Callable[[Question], Answer]] = {  # by their distributions
 
 
 def answer(tool: Callable[[Question], Answer], asked: Question) -> dict:
-    """{"bytes", "total_bytes", "context_bytes", "seconds", "own_bytes"} or {"refused": why}."""
+    """Return {"bytes", "total_bytes", "context_bytes", "seconds", "own_bytes"} or {"refused": reason}."""
     began = time.perf_counter()
     try:
         if asked.rank and tool.__name__ not in tools.ABOUT["lora"]:
@@ -368,11 +368,11 @@ def answer(tool: Callable[[Question], Answer], asked: Question) -> dict:
 
 
 def forked(tool: Callable[[Question], Answer], asked: Question) -> dict:
-    """What a tool answers in a process of its own."""
+    """Return a tool's answer from a forked process."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends it, whoever else listens
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the alarm ends the process, even if the tool sets a handler
         signal.alarm(SECONDS)
         os.write(writing, json.dumps(answer(tool, asked)).encode())
         os._exit(0)
@@ -390,11 +390,11 @@ def main() -> None:
     except importlib.metadata.PackageNotFoundError:
         sys.exit(ABSENT)
     own = os.dup(1)
-    os.dup2(2, 1)  # what the tool prints is no part of the answer
+    os.dup2(2, 1)  # keep the tool's output out of the answer
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     questions = [Question(**asked) for asked in json.loads(Path(sys.argv[2]).read_text(encoding="utf-8"))]
     easy = dataclasses.replace(next(asked for asked in questions if asked.tokens), optimizer="adamw_torch")
-    answer(tool, easy)  # imports what it needs
+    answer(tool, easy)  # lets the tool import its libraries
     said = [forked(tool, asked) for asked in questions]
     os.write(own, json.dumps({"version": version, "said": said}).encode())
 
