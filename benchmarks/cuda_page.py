@@ -111,13 +111,13 @@ def cuda_tools() -> str:
         rows[-1].append(row["cannot_express"])
     made_with = versions(report, "torch", "transformers")
     about = f"{report['what']}. {report['machine']}, {made_with}, {report['date'][:10]}. {report['note']}".strip()
-    told = (
+    text = (
         "Median and worst error: a tool's figure for tensors, compared with the peak of allocated memory. *Whole "
         "figure*: everything that a tool reports, including its allowance for the context, fragmentation and safety, "
         "compared with the peak of reserved memory. Examined but not run: "
     )
-    told += "; ".join(f"{name} ({why})" for name, why in report["not_run"].items())
-    return "\n\n".join([about, table(head, rows), f"{told}.", published_tools()])
+    text += "; ".join(f"{name} ({why})" for name, why in report["not_run"].items())
+    return "\n\n".join([about, table(head, rows), f"{text}.", published_tools()])
 
 
 def published_tools() -> str:
@@ -132,22 +132,24 @@ def published_tools() -> str:
         rows.append([*cells, "; ".join(f"{count}: {why}" for count, why in refused)])
     for figure, what in figures.items():
         pairs = [(row["said"]["this estimate"][what], row) for row in report["pairs"] if figure in row]
-        off, name = max(((said / row[figure] - 1, row["name"]) for said, row in pairs), key=lambda pair: abs(pair[0]))
+        off, name = max(
+            ((values / row[figure] - 1, row["name"]) for values, row in pairs), key=lambda pair: abs(pair[0])
+        )
         worst.append(f"{off:+.2%} of the {figure} memory ({name})")
     head = ["tool", *(f"{figure}, {what}" for figure in figures for what in ("answered", "median error", "worst"))]
     made_with = f"{report['machine']}, {versions(report, 'torch', 'transformers', 'peft')}, {report['date'][:10]}"
     about = f"{report['what']}. {made_with}. {report['note']}"
-    told = f"Largest errors of this estimate: {' and '.join(worst)}. Examined but not run: "
-    told += "; ".join(f"{name} ({why})" for name, why in report["not_run"].items())
-    return "\n\n".join([about, table([*head, "refused"], rows), f"{told}."])
+    text = f"Largest errors of this estimate: {' and '.join(worst)}. Examined but not run: "
+    text += "; ".join(f"{name} ({why})" for name, why in report["not_run"].items())
+    return "\n\n".join([about, table([*head, "refused"], rows), f"{text}."])
 
 
 def published() -> str:
     """Return tables of the estimate against published measurements on real GPUs: errors by kind, then every row."""
     report = read_record(PUBLISHED)
     errors = [
-        [kind, str(said["rows"]), *(share(said[name]) for name in ("median", "percentile_95", "worst"))]
-        for kind, said in report["like_for_like"].items()
+        [kind, str(values["rows"]), *(share(values[name]) for name in ("median", "percentile_95", "worst"))]
+        for kind, values in report["like_for_like"].items()
     ]
     rows = []
     for row in report["table"]:
@@ -159,6 +161,6 @@ def published() -> str:
     head = ["measured", "quantity", "published", "predicted", "of it older rules", "rehearsed", "error"]
     about = f"{report['what']}. {versions(report, 'torch', 'transformers')}, {report['date'][:10]}."
     facts = "[published.toml](../benchmarks/published.toml)"
-    told = f"Sources, versions and set-ups stand in {facts}. In brackets, not like for like:"
-    parts = [about, table(["like for like", "rows", "median", "95th percentile", "worst"], errors), told]
+    text = f"Sources, versions and set-ups stand in {facts}. In brackets, not like for like:"
+    parts = [about, table(["like for like", "rows", "median", "95th percentile", "worst"], errors), text]
     return "\n\n".join([*parts, "\n".join(f"- {name}: {why}" for name, why in sorted(notes)), table(head, rows)])

@@ -190,19 +190,19 @@ def decided(rows: Mapping[tuple[str, str], Kept], machine: Machine, profile: str
     """
     ledger, found = load(), []
     for claim in (claim for claim in ledger.values() if claim.id in VALUES):
-        asked = Rows(rows)
+        selected = Rows(rows)
         met, missing = hardware.supports(claim.where, machine)
         if met and machine.rehearsed and claim.decided_by != "memory":
             met, missing = False, "a rehearsal: memory alone is known"
         try:
-            value = VALUES[claim.id](asked) if met else None
+            value = VALUES[claim.id](selected) if met else None
         except Absent as absent:
             met, missing, value = False, str(absent), None
         number, interval = (value.value, (value.low, value.high)) if isinstance(value, Ratio) else (value, None)
         verdict = decide(claim, interval or number, met)
         expected = claim.expected_on(machine.kind, profile)
-        told = {"id": claim.id, "lesson": claim.lesson, "quantity": claim.quantity, "verdict": verdict}
-        told |= {"expected": list(expected), "as_expected": not met or verdict in expected, "value": number}
-        told |= {"interval": interval and list(interval), "missing": missing or None, "rows": asked.used}
-        found.append(told | {"rehearsed": machine.rehearsed})
+        decision = {"id": claim.id, "lesson": claim.lesson, "quantity": claim.quantity, "verdict": verdict}
+        decision |= {"expected": list(expected), "as_expected": not met or verdict in expected, "value": number}
+        decision |= {"interval": interval and list(interval), "missing": missing or None, "rows": selected.used}
+        found.append(decision | {"rehearsed": machine.rehearsed})
     return found

@@ -51,12 +51,12 @@ def content(rows: list[Kept]) -> dict[str, Any]:
 
 def _shown(row: Kept) -> dict[str, Any]:
     left_out = {"setup", "machine", "settings"}
-    told = {name: value for name, value in row.to_dict().items() if name not in left_out}
-    for run in told["runs"]:
+    shown = {name: value for name, value in row.to_dict().items() if name not in left_out}
+    for run in shown["runs"]:
         for name in ("phase_breakdowns", "phases", "timeline"):
             if run["memory"]:
                 run["memory"].pop(name, None)
-    return told
+    return shown
 
 
 def measured(data: dict[str, Any]) -> dict[str, Any]:
@@ -85,17 +85,20 @@ def suites(results: Path) -> dict[str, dict[str, Any]]:
 def beside_a_card(suites: Mapping[str, Mapping[str, Any]]) -> str:
     """Return tables of an H100's measurements against their rehearsal: the suite's runs, and generated trainings."""
     record, before = read_record(RESULTS / "card.json"), read_record(RESULTS / "h100_suite_predictions.json")
-    said = {(row["part"], row["name"]): {name: row[name] for name in SIZES[1:]} for row in before["rows"]}
+    predicted = {(row["part"], row["name"]): {name: row[name] for name in SIZES[1:]} for row in before["rows"]}
     runs = [(key, _sizes(row)) for data in suites.values() for key, row in by_name(data).items()]
     suite = [
-        {"rehearsed": said[key], "measured": {"allocated": found["peak_bytes"], "reserved": found["reserved_bytes"]}}
+        {
+            "rehearsed": predicted[key],
+            "measured": {"allocated": found["peak_bytes"], "reserved": found["reserved_bytes"]},
+        }
         for key, found in runs
-        if key in said and found["peak_bytes"]
+        if key in predicted and found["peak_bytes"]
     ]
     kinds = {"strangers": "random configurations"}  # {name in the record: name on the page}
-    told = {"the suite's runs": {"rehearsed": against(suite, "rehearsed")}} | record["told"]
+    shown = {"the suite's runs": {"rehearsed": against(suite, "rehearsed")}} | record["told"]
     rows = []
-    for kind, by in told.items():
+    for kind, by in shown.items():
         for how, found in by.items():
             of = found["trainings"]
             cells = [f"{found[n][0]} of {of}, worst {share(found[n][1])}" if n in found else "" for n in SIZES]
@@ -177,9 +180,9 @@ def _alike(rows: Rows, data: Mapping[str, Any], cards: Mapping[str, dict]) -> di
     """Return {card: rehearsed rows by recipe} of cards with the same compute capability and task."""
     gpu, found = Machine.from_dict(data["machine"]).gpus[0], rows.get(("ten", "vanilla"), {"runs": ()})["runs"]
     return {
-        card: {row["name"]: row for row in told["rows"]}
-        for card, told in cards.items()
-        if found and tuple(told["capability"]) == gpu.capability and told["task"] == found[0]["task"]
+        card: {row["name"]: row for row in shown["rows"]}
+        for card, shown in cards.items()
+        if found and tuple(shown["capability"]) == gpu.capability and shown["task"] == found[0]["task"]
     }
 
 
@@ -188,8 +191,8 @@ def _facts(rows: Rows) -> Iterator[str]:
     answers = {key: row["value"] for key, row in rows.items() if row["status"] == "ok" and row["value"] is not None}
     if found := answers.get(("tf32", "products")):
         fastest = {name: min(seconds) for name, seconds in found.items()}
-        told = ", ".join(f"{name} {fastest['fp32'] / seconds:.1f} x" for name, seconds in fastest.items())
-        yield f"a large product, the fastest of its turns, against fp32: {told}"
+        shown = ", ".join(f"{name} {fastest['fp32'] / seconds:.1f} x" for name, seconds in fastest.items())
+        yield f"a large product, the fastest of its turns, against fp32: {shown}"
     if found := answers.get(("attention", "kernels")):
         yield f"attention kernels for 16 bits: {', '.join(name for name, runs in found.items() if runs) or 'none'}"
     if found := answers.get(("compile", "cold start")):
@@ -198,16 +201,16 @@ def _facts(rows: Rows) -> Iterator[str]:
 
 def _utilisation(rows: Rows) -> Iterator[str]:
     """Return model FLOPs utilisation of the first and the best recipe, by a large matmul's rate in their precision."""
-    asked = (rows.get(("best", name)) for name in ("rates", "model FLOPs of a sample"))
-    rates, flops = (row["value"] if row and row["status"] == "ok" else None for row in asked)
+    needed = (rows.get(("best", name)) for name in ("rates", "model FLOPs of a sample"))
+    rates, flops = (row["value"] if row and row["status"] == "ok" else None for row in needed)
     for which in ("first", "best"):
         row = rows.get(("best", f"{which}, timed"))
         if rates and flops and row and row["status"] == "ok":
             (run,) = row["runs"]
             kind = next((kind for name, kind in PRECISIONS.items() if run["arguments"].get(name)), "float32")
             share = flops * run["timing"]["samples_per_second"] / rates[kind]
-            told = f"{_samples(row)} samples/s, {share:.1%} of {rates[kind] / 1e12:.3g} TFLOP/s ({kind})"
-            yield f"model FLOPs utilisation, the {which} recipe ({json.dumps(run['arguments'])}): {told}"
+            shown = f"{_samples(row)} samples/s, {share:.1%} of {rates[kind] / 1e12:.3g} TFLOP/s ({kind})"
+            yield f"model FLOPs utilisation, the {which} recipe ({json.dumps(run['arguments'])}): {shown}"
 
 
 def _not_well(data: Mapping[str, Any]) -> Iterator[str]:

@@ -43,9 +43,9 @@ class Row:
 
     def settings(self) -> dict[str, Any]:
         """Return everything but machine and versions that the result depends on, as JSON types."""
-        told = {"kind": self.kind, "task": self.task and self.task.to_dict(), "arguments": self.arguments}
-        told |= {"measure": list(self.measure), "steps": self.steps, "of": [row.settings() for row in self.of]}
-        return told | {name: getattr(self, name) and self.name for name in ("function", "optimizer")}
+        facts = {"kind": self.kind, "task": self.task and self.task.to_dict(), "arguments": self.arguments}
+        facts |= {"measure": list(self.measure), "steps": self.steps, "of": [row.settings() for row in self.of]}
+        return facts | {name: getattr(self, name) and self.name for name in ("function", "optimizer")}
 
 
 @dataclass(frozen=True)
@@ -227,11 +227,11 @@ def attention(here: Here, known: Known) -> Iterator[Row]:
             rows[name] = here.row(f"{name}, {length}", task.replace(seq_len=length), how, **more)
             yield rows[name]
     yield here.pair(rows["eager"], rows["sdpa"])
-    asked = here.question("kernels", task, gpu_functions.kernels, "cuda")
-    yield asked
-    for kernel in gpu_functions.KERNELS if asked.name in known else ():
-        answer = known[asked.name].value or {}
-        lacks = known[asked.name].message or ("" if answer.get(kernel) else f"needs a GPU on which {kernel} runs")
+    accepted = here.question("kernels", task, gpu_functions.kernels, "cuda")
+    yield accepted
+    for kernel in gpu_functions.KERNELS if accepted.name in known else ():
+        answer = known[accepted.name].value or {}
+        lacks = known[accepted.name].message or ("" if answer.get(kernel) else f"needs a GPU on which {kernel} runs")
         how = gpu_functions.forced(kernel, options | {"attn_implementation": "sdpa"}, here.profile)
         long = task.replace(seq_len=lengths[-1])
         row = Row(f"sdpa, {kernel}, {lengths[-1]}", task=long, function=how, measure=BOTH, lacks=lacks)
@@ -241,8 +241,8 @@ def attention(here: Here, known: Known) -> Iterator[Row]:
 
 def compiled(here: Here, known: Known) -> Iterator[Row]:
     """Yield runs with torch.compile on and off, and the seconds of a cold start."""
-    told = NO_DROPOUT | {"problem_type": "single_label_classification"}
-    task = here.profile.task.replace(config=told | ({} if here.tiny else {"num_hidden_layers": 6}))
+    facts = NO_DROPOUT | {"problem_type": "single_label_classification"}
+    task = here.profile.task.replace(config=facts | ({} if here.tiny else {"num_hidden_layers": 6}))
     plain = here.row("uncompiled", task, recipes.FOUR, measure=BOTH)
     yield plain
     for backend in ("inductor", "aot_eager"):

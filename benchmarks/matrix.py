@@ -102,8 +102,8 @@ class Environments:
             NotInstalled: pip refused.
         """
         home = self.folder / one.name / "environment"
-        made, asked = home / "packages.txt", "\n".join([f"python {platform.python_version()}", *one.wanted()])
-        if made.exists() and made.read_text() == asked and not one.is_open:
+        made, requirements = home / "packages.txt", "\n".join([f"python {platform.python_version()}", *one.wanted()])
+        if made.exists() and made.read_text() == requirements and not one.is_open:
             return
         if not (one.is_open and self.python(one).exists()):
             shutil.rmtree(home, ignore_errors=True)
@@ -116,7 +116,7 @@ class Environments:
         done = subprocess.run(command, capture_output=True, text=True, env=self._variables(one))
         if done.returncode:
             raise NotInstalled(pip_reason(done.stderr))
-        made.write_text(asked)
+        made.write_text(requirements)
 
     def packages(self, one: LibrarySet) -> dict[str, str]:
         """Return the exact versions of all installed packages, torch with its build."""
@@ -217,14 +217,14 @@ def became(one: LibrarySet, lessons: list[str], known: dict, status: str = "ok",
     "status" is "ok", "not installed" or "not run"; "course" and "rehearsal" are results or None. If "rehearsal" is
     None, "not_rehearsed" has the reason.
     """
-    told = {"name": one.name, "what": one.what, "status": status, "message": message}
-    told |= {"date": known.get("date", now()), "packages": known.get("packages", {})}
+    entry = {"name": one.name, "what": one.what, "status": status, "message": message}
+    entry |= {"date": known.get("date", now()), "packages": known.get("packages", {})}
     rehearsed = known.get("ran", {}).get(REHEARSAL, {})
     why = rehearsed.get("not_rehearsed", "")
     ran = [known["ran"][lesson] for lesson in lessons] if status == "ok" else []
     parts = {part: [each for data in ran for each in data[part]] for part in ("lessons", "claims", "runs")}
     course = ran[-1] | parts if ran else None
-    return told | {"course": course, "rehearsal": None if why else rehearsed or None, "not_rehearsed": why}
+    return entry | {"course": course, "rehearsal": None if why else rehearsed or None, "not_rehearsed": why}
 
 
 def done(one: LibrarySet, environments: Environments) -> dict:
@@ -264,8 +264,8 @@ def record(rows: list[dict], lessons: list[str], note: str = "") -> dict:
     claims: dict[str, dict] = {}
     for row in ran:
         for claim in row["course"]["claims"]:
-            told = {name: claim[name] for name in ("verdict", "as_expected", "value", "interval")}
-            claims.setdefault(claim["id"], {"lesson": claim["lesson"]})[row["name"]] = told
+            entry = {name: claim[name] for name in ("verdict", "as_expected", "value", "interval")}
+            claims.setdefault(claim["id"], {"lesson": claim["lesson"]})[row["name"]] = entry
     counted = _sizes({row["name"]: row["course"]["runs"] for row in ran})
     rehearsed = {row["name"]: row["rehearsal"]["runs"] for row in ran if row["rehearsal"]}
     differing = {id: sizes for id, sizes in counted.items() if len(set(map(json.dumps, sizes.values()))) > 1}
@@ -289,9 +289,9 @@ def record(rows: list[dict], lessons: list[str], note: str = "") -> dict:
 
 def _set(row: dict) -> dict:
     """Return a set's entry in the record, without its measurements."""
-    told = {name: row[name] for name in ("name", "what", "status", "message", "not_rehearsed", "date", "packages")}
+    entry = {name: row[name] for name in ("name", "what", "status", "message", "not_rehearsed", "date", "packages")}
     lessons = row["course"]["lessons"] if row["course"] else []
-    return told | {"lessons": {x["name"]: {"status": x["status"], "message": plain(x["message"])} for x in lessons}}
+    return entry | {"lessons": {x["name"]: {"status": x["status"], "message": plain(x["message"])} for x in lessons}}
 
 
 def _sizes(runs: dict[str, list[dict]]) -> dict[str, dict[str, dict]]:
@@ -310,14 +310,14 @@ def _between(old: dict, new: dict) -> dict:
     """Return the differences between two sets: packages, and every change of the course and the rehearsal."""
     names = sorted(old["packages"].keys() | new["packages"].keys())
     pairs = {name: [row["packages"].get(name) for row in (old, new)] for name in names}
-    told = {
+    entry = {
         "old": old["name"],
         "new": new["name"],
         "packages": {n: pair for n, pair in pairs.items() if pair[0] != pair[1]},
     }
-    told["changes"] = compare(old["course"], new["course"]).changes
+    entry["changes"] = compare(old["course"], new["course"]).changes
     both = old["rehearsal"] and new["rehearsal"]
-    return told | {"rehearsed": compare(old["rehearsal"], new["rehearsal"]).changes if both else None}
+    return entry | {"rehearsed": compare(old["rehearsal"], new["rehearsal"]).changes if both else None}
 
 
 def main(arguments: list[str] | None = None, environments: Environments | None = None) -> int:
@@ -341,7 +341,7 @@ def main(arguments: list[str] | None = None, environments: Environments | None =
         else:
             before = done(one, environments)
             ran = before.get("ran", {}).keys() >= {*lessons}
-            rows.append(became(one, lessons, before) if ran else became(one, lessons, {}, "not run", "not asked for"))
+            rows.append(became(one, lessons, before) if ran else became(one, lessons, {}, "not run", "not requested"))
     made = record(rows, lessons, options.note)
     write_record(options.out, made)
     print(options.out)
@@ -350,7 +350,7 @@ def main(arguments: list[str] | None = None, environments: Environments | None =
         failed = [(name, lesson) for name, lesson in row["lessons"].items() if lesson["status"] != "ok"]
         trouble += [f"{row['name']}: {row['status']}, {row['message']}"] if row["status"] != "ok" else []
         trouble += [f"{row['name']}: {name} {lesson['status']}, {lesson['message']}" for name, lesson in failed]
-    say("\n".join(trouble) or "every lesson ran in every set that was asked for")
+    say("\n".join(trouble) or "every lesson ran in every requested set")
     return int(bool(trouble))
 
 

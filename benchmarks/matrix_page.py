@@ -63,8 +63,8 @@ def _lessons(row: dict) -> str:
 
 
 def _expected(record: dict, name: str) -> str:
-    told = [sides[name] for sides in record["claims"].values() if name in sides]
-    return f"{sum(claim['as_expected'] for claim in told)} of {len(told)}" if told else ""
+    text = [sides[name] for sides in record["claims"].values() if name in sides]
+    return f"{sum(claim['as_expected'] for claim in text)} of {len(text)}" if text else ""
 
 
 def _trainings(record: dict, row: dict) -> str:
@@ -95,11 +95,11 @@ def _claims(record: dict) -> str:
     """Return a table of the claims that differ between two sets beyond their noise, and the number of the others."""
     moved = changed(record) & record["claims"].keys()
     ledger, same = load(), len(record["claims"]) - len(moved)
-    told = (
+    text = (
         f"{same} of {len(record['claims'])} claims have the same verdict, and the same value within its noise, in all."
     )
     if not moved:
-        return told
+        return text
     names, rows = [row["name"] for row in record["sets"]], []
     for id in sorted(moved, key=lambda id: (record["claims"][id]["lesson"], id)):
         sides = record["claims"][id]
@@ -108,7 +108,7 @@ def _claims(record: dict) -> str:
             [sides["lesson"][:2], f"`{id}`", by or "", *(verdict(sides.get(name), "not run") for name in names)]
         )
     about = "The others are here. One decided by time was timed once in each set: it may differ by chance."
-    return "\n\n".join([f"{told} {about}", table(["lesson", "claim", "decided by", *names], rows)])
+    return "\n\n".join([f"{text} {about}", table(["lesson", "claim", "decided by", *names], rows)])
 
 
 def _memory(record: dict) -> str:
@@ -116,8 +116,8 @@ def _memory(record: dict) -> str:
     compared, moved = record["runs"], _moved(record, "changes")
     if not moved:
         return f"Memory: no byte of {compared} runs differs between any two sets that ran." if compared else "No run."
-    told = f"Memory: {compared - len(record['memory'])} of {compared} runs hold the same bytes in every set. Moved:"
-    return "\n\n".join([told, table(["from", "to", "run", "what moved"], moved)])
+    text = f"Memory: {compared - len(record['memory'])} of {compared} runs hold the same bytes in every set. Moved:"
+    return "\n\n".join([text, table(["from", "to", "run", "what moved"], moved)])
 
 
 def _rehearsed(record: dict) -> str:
@@ -127,8 +127,8 @@ def _rehearsed(record: dict) -> str:
     names, rows = [row["name"] for row in record["sets"]], []
     for id, sides in record["rehearsed"].items():
         rows.append([id.partition("/")[2], *(_allocated(sides.get(name)) for name in names)])
-    told = "Rehearsed, MiB that torch's own allocator hands out / reserves:"
-    parts = [told, table(["training", *names], rows)]
+    text = "Rehearsed, MiB that torch's own allocator hands out / reserves:"
+    parts = [text, table(["training", *names], rows)]
     if moved := _moved(record, "rehearsed"):
         parts += ["Moved:", table(["from", "to", "training", "what moved"], moved)]
     else:
@@ -145,10 +145,10 @@ def _moved(record: dict, which: str) -> list[list[str]]:
     for pair in record["between"]:
         for change in pair[which] or ():
             if change["kind"] in ("memory", "run"):
-                told = change["text"].partition(f"{change['id']}: ")[2]
-                bare = re.sub(r"[\d.,]+ \w+ -> [\d.,]+ \w+ |; at [^;]*?\((?:forward|backward|step)\)", "", told)
+                text = change["text"].partition(f"{change['id']}: ")[2]
+                bare = re.sub(r"[\d.,]+ \w+ -> [\d.,]+ \w+ |; at [^;]*?\((?:forward|backward|step)\)", "", text)
                 name = change["id"].removeprefix("rehearsal/")
-                groups.setdefault((pair["old"], pair["new"], bare), []).append((name, told))
+                groups.setdefault((pair["old"], pair["new"], bare), []).append((name, text))
     rows = []
     for (old, new, bare), found in groups.items():
         names = "; ".join(name for name, _ in found)

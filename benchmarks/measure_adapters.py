@@ -128,10 +128,10 @@ def conclude(rows: list[dict], options) -> dict:
 
 
 def line(row: dict) -> str:
-    said = row.get("left_out") or [row.get("counted", row.get("rehearsed")), row["estimated"]]
-    if row["device"] == "cpu" and isinstance(said, list) and said[0] == said[1]:
-        said = "equal"
-    return f"{row['architecture']}, {row['arguments']}: {said}"
+    outcome = row.get("left_out") or [row.get("counted", row.get("rehearsed")), row["estimated"]]
+    if row["device"] == "cpu" and isinstance(outcome, list) and outcome[0] == outcome[1]:
+        outcome = "equal"
+    return f"{row['architecture']}, {row['arguments']}: {outcome}"
 
 
 ADAPTERS = Measurement(

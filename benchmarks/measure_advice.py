@@ -161,8 +161,8 @@ def summary(rows: list[dict]) -> dict:
 
 
 def line(row: dict) -> str:
-    said = row.get("left_out") or f"keeps its word: {row['keeps_its_word']}"
-    return f"{row['architecture']}, {row.get('recipe')}: {said}"
+    outcome = row.get("left_out") or f"keeps its word: {row['keeps_its_word']}"
+    return f"{row['architecture']}, {row.get('recipe')}: {outcome}"
 
 
 def measure(cases, options):

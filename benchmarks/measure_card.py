@@ -55,18 +55,18 @@ def measure(cases, options) -> Iterator[tuple[str, dict]]:
                 run = lab.run(measure_cuda.rehearsed(one.experiment(folder)), name, measure="none")
                 found = run.value or {"left_out": run.message[-200:]}
                 if options.rehearse and run.ok:
-                    said = one.estimated(folder).memory
-                    row["estimated"] = {"allocated": said.peak_bytes, "reserved": said.reserved_bytes}
+                    prediction = one.estimated(folder).memory
+                    row["estimated"] = {"allocated": prediction.peak_bytes, "reserved": prediction.reserved_bytes}
             except (ValueError, NeedsValues) as error:
                 found = {"left_out": str(error)[-200:]}
             yield name, row | {"rehearsed" if options.rehearse else "measured": found}
 
 
-def against(rows: list[dict], said: str) -> dict:
+def against(rows: list[dict], prediction: str) -> dict:
     """Compare predicted with measured bytes: number of trainings, number of equal ones, worst error as a share."""
-    pairs = [(row.get(said, {}), row["measured"]) for row in rows]
+    pairs = [(row.get(prediction, {}), row["measured"]) for row in rows]
     pairs = [pair for pair in pairs if all("allocated" in one for one in pair)]
-    off = [{name: abs(told[name] / true[name] - 1) for name in SIZES if name in told} for told, true in pairs]
+    off = [{name: abs(summary[name] / true[name] - 1) for name in SIZES if name in summary} for summary, true in pairs]
     found = {"trainings": len(pairs), "equal": sum(not any(each.values()) for each in off)}
     shares = {name: [each[name] for each in off if name in each] for name in SIZES}
     return found | {name: [each.count(0), max(each)] for name, each in shares.items() if each}
@@ -74,8 +74,11 @@ def against(rows: list[dict], said: str) -> dict:
 
 def conclude(rows: list[dict], options) -> dict:
     kinds = {kind: [row for row in rows if row["kind"] == kind] for kind in KINDS}
-    told = {kind: {said: against(of, said) for said in ("rehearsed", "estimated")} for kind, of in kinds.items()}
-    return {"what": "generated trainings on a real GPU, beside rehearsal and estimate", "told": told}
+    summary = {
+        kind: {prediction: against(of, prediction) for prediction in ("rehearsed", "estimated")}
+        for kind, of in kinds.items()
+    }
+    return {"what": "generated trainings on a real GPU, beside rehearsal and estimate", "told": summary}
 
 
 OPTIONS = {"count": 70, "seed": 20261126, "rehearse": ""}

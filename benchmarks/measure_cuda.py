@@ -146,8 +146,8 @@ def compare(lab: Lab, one: Training, folder: Path) -> dict:
         return row | {"left_out": f"cannot be rehearsed: {error}"}
     if failed := next((run for run in (*runs, *watched) if not run.ok), None):
         return row | {"left_out": f"cannot be trained: {failed.message[-200:]}"}
-    said = [rank["value"] for run in runs for rank in run.ranks or ()] or [runs[0].value]
-    row["rehearsed"] = dict(min(said, key=lambda value: value["allocated"]))
+    reported = [rank["value"] for run in runs for rank in run.ranks or ()] or [runs[0].value]
+    row["rehearsed"] = dict(min(reported, key=lambda value: value["allocated"]))
     row["rehearsed"]["breakdown"] = min((run.memory for run in watched), key=lambda memory: memory.peak_bytes).breakdown
     try:
         found = one.estimated(folder)
@@ -165,7 +165,10 @@ def summary(rows: list[dict]) -> dict:
     """Return the errors over all compared trainings, as shares."""
     kept = [row for row in rows if "rehearsed" in row]
     pairs = [(row["estimated"], row["rehearsed"]) for row in kept if "allocated" in row["estimated"]]
-    errors = {what: [abs(said[what] / truth[what] - 1) for said, truth in pairs] for what in ("allocated", "reserved")}
+    errors = {
+        what: [abs(reported[what] / reference[what] - 1) for reported, reference in pairs]
+        for what in ("allocated", "reserved")
+    }
     found = {
         "answered": len(pairs),
         "refused": len(kept) - len(pairs),

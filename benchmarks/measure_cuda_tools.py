@@ -46,7 +46,7 @@ def question(one: Training, folder: Path) -> dict:
     computed = next((half[name] for name in (*arguments, weights) if name in half), "fp32")
     count = sum(weight.numel() for weight in model.parameters())
     own = [sum(weight.numel() for weight in module.parameters(recurse=False)) for module in model.modules()]
-    asked = tools_pypi.Question(
+    query = tools_pypi.Question(
         folder=str(place),
         fields=fields,
         parameters=count,
@@ -62,7 +62,7 @@ def question(one: Training, folder: Path) -> dict:
         flash=arguments.get("attn_implementation") != "eager",
         card=CARDS[one.capability],
     )
-    return dataclasses.asdict(asked)
+    return dataclasses.asdict(query)
 
 
 def tracked(trainings: list[Training], folder: Path) -> list[dict]:
@@ -71,7 +71,7 @@ def tracked(trainings: list[Training], folder: Path) -> list[dict]:
     for capability in CARDS:
         with rehearsing(card(None, capability, MEMORY)) as lab:
             for one in (one for one in trainings if one.capability == capability):
-                found[one.number] = tools.asked(lab, tools.mem_tracker, one.task(folder), one.arguments, "cuda")
+                found[one.number] = tools.query(lab, tools.mem_tracker, one.task(folder), one.arguments, "cuda")
     return [found[one.number] for one in trainings]
 
 
@@ -86,22 +86,22 @@ def of_pypi(tool: str, pythons: list[str], path: Path) -> dict | None:
     return None
 
 
-def row(name: str, version: str, said: list[dict], rows: list[dict]) -> dict:
+def row(name: str, version: str, replies: list[dict], rows: list[dict]) -> dict:
     """Return the row of one tool over all trainings.
 
     It is `tools.row`, with its error on dense decoders only, because many tools claim no more, and the error of its
     total against the reserved bytes.
     """
     claims, cannot = (tools.ABOUT["cuda"][name][what] for what in ("claims", "cannot"))
-    truth = {what: [one["rehearsed"][what] for one in rows] for what in ("allocated", "reserved")}
-    kept = tools.row(name, said, truth["allocated"], cannot) | {"version": version, "claims": claims}
+    reference = {what: [one["rehearsed"][what] for one in rows] for what in ("allocated", "reserved")}
+    kept = tools.row(name, replies, reference["allocated"], cannot) | {"version": version, "claims": claims}
     decoders = [n for n, one in enumerate(rows) if one["architecture"] in tools.ABOUT["dense_decoders"]]
-    wrong = tools.errors([said[n] for n in decoders], [truth["allocated"][n] for n in decoders])
-    in_all = tools.errors(said, truth["reserved"], "total_bytes")
+    wrong = tools.errors([replies[n] for n in decoders], [reference["allocated"][n] for n in decoders])
+    in_all = tools.errors(replies, reference["reserved"], "total_bytes")
     kept |= {"median_error_decoders": statistics.median(wrong) if wrong else None, "answered_decoders": len(wrong)}
     kept |= {"median_error_reserved": statistics.median(in_all) if in_all else None}
     kept |= {"worst_error_reserved": max(in_all, default=None)}
-    return kept | {"refused": Counter(one["refused"] for one in said if "refused" in one).most_common(4)}
+    return kept | {"refused": Counter(one["refused"] for one in replies if "refused" in one).most_common(4)}
 
 
 def rows_of(options) -> list[dict]:
@@ -124,13 +124,13 @@ def measure(cases, options):
                     yield tool, {"tool": tool} | found
                 continue
             if tool == "this estimate":
-                said = [tools.estimated(lambda one=one: one.estimated(folder)) for one in trainings]
+                replies = [tools.estimated(lambda one=one: one.estimated(folder)) for one in trainings]
             elif tool == "MemTracker":
-                said = tracked(trainings, folder)
+                replies = tracked(trainings, folder)
             else:
-                said = [tools.asked(lab, tools.TOOLS[tool], one.task(folder), one.arguments) for one in trainings]
+                replies = [tools.query(lab, tools.TOOLS[tool], one.task(folder), one.arguments) for one in trainings]
             version = {"accelerate": versions["accelerate"], "18 B/parameter": ""}.get(tool, versions["torch"])
-            yield tool, {"tool": tool, "version": version, "said": said}
+            yield tool, {"tool": tool, "version": version, "said": replies}
 
 
 def conclude(answers: list[dict], options) -> dict:

@@ -54,7 +54,7 @@ def ask(lab: Lab, name: str, task: Task, arguments: dict) -> dict:
         return tools.estimated(lambda: estimate(task, device="cpu", **arguments))
     if name == "DeepSpeed" and not importlib.util.find_spec("deepspeed"):
         return {"refused": "not installed"}
-    return tools.asked(lab, tools.TOOLS[name], task, arguments)
+    return tools.query(lab, tools.TOOLS[name], task, arguments)
 
 
 def cases(options) -> dict:
@@ -68,15 +68,15 @@ def measure(cases, options):
     estimate(Task("bert-tiny"), device="cpu")  # import the libraries before timing
     for name, (model, recipe) in cases.items():
         if recipe is None:
-            said = {tool: ask(lab, tool, LARGE[model], LARGE_BATCH) for tool in NAMES[:2]}
+            replies = {tool: ask(lab, tool, LARGE[model], LARGE_BATCH) for tool in NAMES[:2]}
             again = ask(lab, NAMES[0], LARGE[model], LARGE_BATCH | {"gradient_checkpointing": True})
-            said["this estimate, a second recipe"] = {part: again[part] for part in ("seconds", "own_bytes")}
-            yield name, {f"{model}, {tool}": answer for tool, answer in said.items()}
+            replies["this estimate, a second recipe"] = {part: again[part] for part in ("seconds", "own_bytes")}
+            yield name, {f"{model}, {tool}": answer for tool, answer in replies.items()}
         else:
             arguments = {"per_device_train_batch_size": 8} | RECIPES[recipe]
             peak = lab.train(name, task=TASKS[model], measure="memory", **arguments).peak_bytes
-            said = {tool: ask(lab, tool, TASKS[model], arguments) for tool in NAMES}
-            yield name, {"task": model, "recipe": recipe, "measured_bytes": peak} | said
+            replies = {tool: ask(lab, tool, TASKS[model], arguments) for tool in NAMES}
+            yield name, {"task": model, "recipe": recipe, "measured_bytes": peak} | replies
 
 
 def conclude(rows: list[dict], options) -> dict:
@@ -87,7 +87,7 @@ def conclude(rows: list[dict], options) -> dict:
     return {
         "what": f"{len(pairs)} trainings: {len(TASKS)} models, {len(RECIPES)} recipes; counted bytes on a CPU",
         "table": [row for row in table if row["answered"]],
-        "large": {name: said for row in rows if "recipe" not in row for name, said in row.items()},
+        "large": {name: replies for row in rows if "recipe" not in row for name, replies in row.items()},
         "pairs": pairs,
     }
 

@@ -164,12 +164,12 @@ def setup_of(machine: Machine, versions: dict[str, str | None], profile: str) ->
 
 def kept_of(run: Run) -> dict[str, Any]:
     """Return the record of a run, without fields that its row has and without timelines of its memory."""
-    told = run.to_dict()
-    if told["memory"]:
-        told["memory"]["timeline"] = None
-    if told["timing"]:
-        told["timing"] |= {"all_seconds": [], "all_cpu_seconds": []}
-    return {name: told[name] for name in OF_A_RUN}
+    listing = run.to_dict()
+    if listing["memory"]:
+        listing["memory"]["timeline"] = None
+    if listing["timing"]:
+        listing["timing"] |= {"all_seconds": [], "all_cpu_seconds": []}
+    return {name: listing[name] for name in OF_A_RUN}
 
 
 def line(kept: Kept) -> str:
@@ -185,8 +185,8 @@ def line(kept: Kept) -> str:
 
 def _what(row: Row) -> str:
     """Describe a run as text that is equal for two rows that differ only in name, measured figures, or steps."""
-    told = {name: value for name, value in row.settings().items() if name not in ("measure", "steps")}
-    return json.dumps(told, sort_keys=True)
+    listing = {name: value for name, value in row.settings().items() if name not in ("measure", "steps")}
+    return json.dumps(listing, sort_keys=True)
 
 
 def _is_another(row: Row, known: Known) -> bool:
@@ -194,7 +194,7 @@ def _is_another(row: Row, known: Known) -> bool:
     return row.name in known and known[row.name].settings != json.loads(json.dumps(row.settings()))
 
 
-def told(suite: Suite, parts: list[str], seconds: float) -> str:
+def listing(suite: Suite, parts: list[str], seconds: float) -> str:
     """List the parts, their rows, and how long a call of each may take if it begins rows for so many seconds."""
     lines = []
     for number, (name, plan) in enumerate(PARTS.items(), 1):
@@ -253,7 +253,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="tell the rows, run none")
     parser.add_argument("--seconds", type=float, default=SECONDS, help=f"in which rows are begun; default {SECONDS}")
     parser.add_argument("--out", type=Path, default=Path("build/gpu"), metavar="DIR")
-    parser.add_argument("--tiny", action="store_true", help="sizes at which everything runs and nothing is said")
+    parser.add_argument("--tiny", action="store_true", help="meaningless sizes, to test that everything runs")
     parser.add_argument("--rehearse", metavar="CARD", help="memory alone, on a card that is not here")
     options = parser.parse_args(arguments)
     label = "-".join(filter(None, (options.tiny and "tiny", options.rehearse and f"rehearsed-{options.rehearse}")))
@@ -264,7 +264,7 @@ def main(arguments: list[str] | None = None) -> int:
         with tempfile.TemporaryDirectory() as folder, _lab(options, folder) as lab:
             suite = Suite(lab, rows, began + options.seconds)
             if options.list:
-                print(told(suite, parts, options.seconds))
+                print(listing(suite, parts, options.seconds))
                 return 0
             for part in parts:
                 suite.run(part)

@@ -13,7 +13,7 @@ import itertools
 import os
 import sys
 
-from measure_speed import neighbour
+from measure_speed import other_load
 from runner import RESULTS, Measurement, elsewhere
 
 from perf_helpers.compare.compare import compare_steps
@@ -32,7 +32,7 @@ def cases(options) -> dict:
 def measure(cases, options):
     for name, (busy, slower) in cases.items():
         sabotage = {"PYTHONPATH": str(SABOTAGE), "SABOTAGE": "slow_step", "SLOWER": str(slower)} if slower else {}
-        with neighbour(busy):
+        with other_load(busy):
             paces = elsewhere("perf_helpers.compare.step_times", "measure_here", "cpu", **sabotage)
         yield name, {"busy": busy, "slower": slower, "load": os.getloadavg()[0], "paces": paces}
 
@@ -45,8 +45,8 @@ def counted(pairs) -> dict[str, str]:
     """Count the pairs whose second run is called slower than the first: of all pairs, and of quiet pairs."""
     pairs = [*pairs]
     quiet = [(a, b) for a, b in pairs if not (a["busy"] or b["busy"])]
-    told = {"all": pairs, "quiet": quiet}
-    return {name: f"{sum(itertools.starmap(is_called_slower, of))} of {len(of)}" for name, of in told.items()}
+    groups = {"all": pairs, "quiet": quiet}
+    return {name: f"{sum(itertools.starmap(is_called_slower, of))} of {len(of)}" for name, of in groups.items()}
 
 
 def conclude(nights: list[dict], options) -> dict:

@@ -69,7 +69,7 @@ def compare(lab: Lab, one: Training, folder: Path) -> dict:
     """Return the record of a training; it is estimated while it is rehearsed."""
     row = one.to_dict()
     with tempfile.TemporaryDirectory() as own, ThreadPoolExecutor(1) as beside:  # both write the configuration
-        asked = beside.submit(one.estimated, Path(own))
+        pending = beside.submit(one.estimated, Path(own))
         try:
             run = lab.run(rehearsed(one.experiment(folder)), measure="none")
         except ValueError as error:  # transformers refuses the configuration
@@ -78,12 +78,12 @@ def compare(lab: Lab, one: Training, folder: Path) -> dict:
         return row | {"left_out": run.message[-200:]}
     row["rehearsed"] = run.value
     try:
-        said = asked.result().memory
+        predicted = pending.result().memory
     except ValueError as error:
         return row | {"missed": {"refused": str(error)[:300]}}
     off = {
-        "allocated": said.peak_bytes - run.value["allocated"],
-        "reserved": said.reserved_bytes - run.value["reserved"],
+        "allocated": predicted.peak_bytes - run.value["allocated"],
+        "reserved": predicted.reserved_bytes - run.value["reserved"],
     }
     return row | ({"missed": off} if any(off.values()) else {})
 
@@ -131,7 +131,7 @@ def measure(cases, options):
 
 def conclude(rows: list[dict], options) -> dict:
     tried, missed = (sum(what in row for row in rows) for what in ("rehearsed", "missed"))
-    what = "the estimate for CUDA beside torch's own allocator in a rehearsal, over configurations that nobody chose"
+    what = "the estimate for CUDA beside torch's own allocator in a rehearsal, over random configurations"
     return {"what": what, "seed": options.seed, "tried": tried, "missed": missed}
 
 

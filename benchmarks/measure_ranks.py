@@ -28,7 +28,7 @@ HALF = {"bf16": True, "gradient_checkpointing": True}
 
 
 def zero(stage: int, **more) -> dict:
-    """Return DeepSpeed's arguments for a stage: torch's optimizer, and small buckets, because large ones hide the shards."""
+    """Return the arguments of a stage: torch's optimizer, and small buckets, because large ones hide the shards."""
     buckets = {"reduce_bucket_size": 1_000_000, "allgather_bucket_size": 1_000_000}
     config = {"zero_optimization": {"stage": stage, **buckets, **more}, "gradient_accumulation_steps": "auto"}
     own = {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True, "bf16": {"enabled": "auto"}}
@@ -75,21 +75,21 @@ def row(name: str, task: Task, arguments: dict, ranks: int) -> dict:
     """Return a set-up's {"rehearsed", "estimated": bytes, "kept", "formula": bytes per parameter}, or errors."""
     given = {"per_device_train_batch_size": 4, "processes": ranks, **arguments}
     model = task.model + ", small" * bool(task.config)
-    told = {"setup": name, "model": model, "ranks": ranks, "arguments": arguments}
+    entry = {"setup": name, "model": model, "ranks": ranks, "arguments": arguments}
     run = rehearse(task, on=CARD, **given)
     try:
-        said, refused = estimate(task, device="cuda", compute_capability=CARDS[CARD].capability, **given), None
+        predicted, refused = estimate(task, device="cuda", compute_capability=CARDS[CARD].capability, **given), None
     except ValueError as error:
-        said, refused = None, str(error)
+        predicted, refused = None, str(error)
     if not run.ok:
-        return told | {"error": run.message.strip().splitlines()[-1], "estimate_error": refused}
+        return entry | {"error": run.message.strip().splitlines()[-1], "estimate_error": refused}
     parts = run.memory.phase_breakdowns["backward"]
-    told["rehearsed"] = {"allocated": run.peak_bytes, "reserved": run.memory.reserved_bytes}
-    told["kept"] = [parts[name] / task.parameters() for name in ("weights", "gradients", "optimizer_states")]
-    told["formula"] = formula(arguments, ranks)
-    if said is None:
-        return told | {"estimate_error": refused}
-    return told | {"estimated": {"allocated": said.peak_bytes, "reserved": said.memory.reserved_bytes}}
+    entry["rehearsed"] = {"allocated": run.peak_bytes, "reserved": run.memory.reserved_bytes}
+    entry["kept"] = [parts[name] / task.parameters() for name in ("weights", "gradients", "optimizer_states")]
+    entry["formula"] = formula(arguments, ranks)
+    if predicted is None:
+        return entry | {"estimate_error": refused}
+    return entry | {"estimated": {"allocated": predicted.peak_bytes, "reserved": predicted.memory.reserved_bytes}}
 
 
 def measure(cases, options):

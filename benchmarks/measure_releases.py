@@ -148,7 +148,7 @@ def inferred(experiment: Experiment):
     return work
 
 
-def truth(lab: Lab, one: Case, folder: Path) -> dict:
+def reference(lab: Lab, one: Case, folder: Path) -> dict:
     work = measure_cuda.rehearsed if one.training else inferred
     try:
         run = lab.run(work(one.experiment(folder)), measure="none")
@@ -159,7 +159,7 @@ def truth(lab: Lab, one: Case, folder: Path) -> dict:
     return {"rehearsed": {name: run.value[name] for name in ("allocated", "reserved")}}
 
 
-def said(one: Case, torch_version: str | None) -> dict:
+def estimate_of(one: Case, torch_version: str | None) -> dict:
     """Return the estimate of this process by the rules of a release."""
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -190,7 +190,7 @@ def answer() -> None:
     print(json.dumps(hardware.versions()["torch"]), flush=True)
     for line in sys.stdin:
         fields, torch_version = json.loads(line)
-        print(json.dumps(said(Case.from_dict(fields), torch_version)), flush=True)
+        print(json.dumps(estimate_of(Case.from_dict(fields), torch_version)), flush=True)
 
 
 # ---- the record
@@ -213,9 +213,9 @@ def measure(cases, options):
             own = {name: one for name, one in cases.items() if one.capability == capability}
             with rehearsing(card(None, capability, MEMORY)) as lab:
                 for name, one in own.items():
-                    row = one.to_dict() | truth(lab, one, folder)
+                    row = one.to_dict() | reference(lab, one, folder)
                     if "rehearsed" in row:
-                        row["estimated"] = {here: said(one, None)}
+                        row["estimated"] = {here: estimate_of(one, None)}
                         row["estimated"] |= {other.version: other(one, release) for other in others}
                         row["missed"] = [name for name, found in row["estimated"].items() if found != row["rehearsed"]]
                     yield name, row

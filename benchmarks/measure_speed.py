@@ -54,7 +54,7 @@ while True:
 
 
 @contextlib.contextmanager
-def neighbour(wanted: bool):
+def other_load(wanted: bool):
     """Run a process that keeps all cores but one, and their caches, busy."""
     if not wanted:
         yield
@@ -144,7 +144,7 @@ def cases(options) -> dict:
 
 def measure(cases, options):
     for name, (pairs, busy) in cases.items():
-        with neighbour(busy):
+        with other_load(busy):
             found = elsewhere("measure_speed", "compared", pairs)
         yield name, {"of": name.split()[0], "found": [row | {"busy": busy} for row in found]}
 

@@ -148,9 +148,9 @@ def rehearse(found: list[Row], folder: Path) -> dict[str, float | None]:
     return sizes
 
 
-def told(row: Row, said: tuple[int, int | None]) -> dict[str, Any]:
+def row_of(row: Row, predictions: tuple[int, int | None]) -> dict[str, Any]:
     """Return a row for the JSON: facts, figure and prediction in MiB, and the error as a share of the figure."""
-    predicted, today = said
+    predicted, today = predictions
     return {
         "name": row.name,
         **{key: row.facts.get(key) for key in KEPT},
@@ -178,9 +178,9 @@ def measure(cases, options):
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(2) as pool:
         folder = Path(name)
         sizes = rehearse([*cases.values()], folder) if options.rehearse else before
-        said = pool.map(lambda row: predict(row, folder), cases.values())
-        for row, answer in zip(cases.values(), said, strict=True):
-            yield row.name, told(row, answer) | {"rehearsed": sizes.get(row.name)}
+        predictions = pool.map(lambda row: predict(row, folder), cases.values())
+        for row, answer in zip(cases.values(), predictions, strict=True):
+            yield row.name, row_of(row, answer) | {"rehearsed": sizes.get(row.name)}
 
 
 def conclude(table: list[dict], options) -> dict:

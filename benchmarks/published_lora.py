@@ -46,8 +46,8 @@ def train(name: str) -> dict:
 
     model_name, attention, sizes = name.split(", ")
     batch, length = map(int, sizes.split(" x "))
-    is_there = torch.cuda.is_available()
-    place, reset = ("cuda", torch.cuda.reset_peak_memory_stats) if is_there else ("cpu", lambda: None)
+    has_gpu = torch.cuda.is_available()
+    place, reset = ("cuda", torch.cuda.reset_peak_memory_stats) if has_gpu else ("cpu", lambda: None)
     config = transformers.AutoConfig.for_model(**facts()["models"][model_name], use_cache=False)
     with no_init_weights():  # their values are not used
         chosen = {"dtype": torch.float16, "attn_implementation": attention}
@@ -132,10 +132,10 @@ def page() -> str:
     for record in found.values():
         off, made = compared(record), versions(record, "torch", "transformers", "peft")
         allocated, reserved = (sum(not row[what] for row in off) for what in ("allocated", "reserved"))
-        told = (
+        line = (
             f"- {made}, rehearsed {record['date'][:10]}: allocated **equal to the byte in {allocated} of {len(off)}**"
         )
-        lines.append(f"{told}, reserved in {reserved}")
+        lines.append(f"{line}, reserved in {reserved}")
     return "\n\n".join([lines[0], "\n".join(lines[1:]), table(head, list(rows.values()))])
 
 

@@ -65,11 +65,11 @@ def of_lora(rank: int, config: dict) -> dict:
 
 def rows() -> Iterator[Row]:
     """Yield every training, file by file."""
-    said = {row["name"]: row for row in read_record(published.RESULT)["table"]}
+    replies = {row["name"]: row for row in read_record(published.RESULT)["table"]}
     for row in (row for row in published.rows() if row.facts["kind"] == "training"):
         figure = "reserved" if row.facts["quantity"] == "reserved" else "allocated"
         columns = {"this estimate": "predicted", "rehearsal": "rehearsed"}
-        known = {tool: {FIGURES[figure]: round(said[row.name][column] * MIB)} for tool, column in columns.items()}
+        known = {tool: {FIGURES[figure]: round(replies[row.name][column] * MIB)} for tool, column in columns.items()}
         task, given = row.facts.get("task") or row.facts["like"], row.given
         if "like" in row.facts:  # a loop; tools get this equivalent training
             attention = {} if given.get("flash") else {"attn_implementation": "eager"}
@@ -137,15 +137,17 @@ def measure(cases, options):
     found, version = [*rows()], hardware.versions()["torch"]
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(2) as pool:
         path = Path(name, "questions.json")
-        asked = [question(replace(one.training, number=n), path.parent) | one.more for n, one in enumerate(found)]
-        path.write_text(json.dumps(asked))
+        questions = [question(replace(one.training, number=n), path.parent) | one.more for n, one in enumerate(found)]
+        path.write_text(json.dumps(questions))
         for tool in cases:
             if tool not in tools_pypi.TOOLS:
-                said = [*pool.map(functools.partial(of_ours, tool), found)]
-                yield tool, {"tool": tool, "version": "of record" if tool == "rehearsal" else version, "said": said}
+                replies = [*pool.map(functools.partial(of_ours, tool), found)]
+                yield tool, {"tool": tool, "version": "of record" if tool == "rehearsal" else version, "said": replies}
             elif answers := of_pypi(tool, options.pythons, path):
-                for said in answers["said"]:
-                    said |= {"total_bytes": said["total_bytes"] - said["context_bytes"]} if "bytes" in said else {}
+                for replies in answers["said"]:
+                    replies |= (
+                        {"total_bytes": replies["total_bytes"] - replies["context_bytes"]} if "bytes" in replies else {}
+                    )
                 yield tool, {"tool": tool} | answers
 
 
@@ -157,15 +159,19 @@ def row(answers: dict, found: list[Row], left_out: str | None) -> dict:
         wrong = tools.errors(answers["said"], measured, what)
         kept[figure] = {"answered": len(wrong), "asked": sum(size is not None for size in measured)}
         kept[figure] |= {"median": statistics.median(wrong), "worst": max(wrong)} if wrong else {}
-    return kept | {"refused": Counter(said["refused"] for said in answers["said"] if "refused" in said).most_common(3)}
+    return kept | {
+        "refused": Counter(replies["refused"] for replies in answers["said"] if "refused" in replies).most_common(3)
+    }
 
 
 def conclude(answers: list[dict], options) -> dict:
     """Return the table, and the answers of all tools for each training."""
     found, pairs = [*rows()], []
     for number, one in enumerate(found):
-        said = {each["tool"]: {what: each["said"][number].get(what) for what in FIGURES.values()} for each in answers}
-        pairs.append({"name": one.name, "file": one.file, **one.figures, "said": said})
+        replies = {
+            each["tool"]: {what: each["said"][number].get(what) for what in FIGURES.values()} for each in answers
+        }
+        pairs.append({"name": one.name, "file": one.file, **one.figures, "said": replies})
     own = ABOUT["fitted"]  # a tool fitted to these trainings has a second row without them
     table = [row(each, found, file) for each in answers for file in dict.fromkeys((None, own.get(each["tool"])))]
     what = f"On others' ground: {len(found)} trainings that they measured on a real A100 or T4"

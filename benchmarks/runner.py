@@ -96,8 +96,8 @@ class Measurement:
             kind = {"action": "store_true"} if default is False else kind | {"default": default}
             parser.add_argument(f"--{name}", **kind, help=f"default: {default}")
         if self.rows:
-            told = "measure these anew (* for any letters) and keep the record's others; no name: conclude anew"
-            parser.add_argument("--rows", nargs="*", metavar="NAME", help=told)
+            given = "measure these rows again (* matches any letters), keep the others; no name: only summarize again"
+            parser.add_argument("--rows", nargs="*", metavar="NAME", help=given)
         parser.add_argument("--out", type=Path, default=RESULTS / self.record, help="default: %(default)s")
         return parser.parse_args(arguments)
 
@@ -109,8 +109,8 @@ class Measurement:
     def measured(self, cases: Named, options: argparse.Namespace) -> dict[str, dict]:
         """Return {name: row} of cases; each row is stored at once, so that a later call can continue."""
         carry_modules()
-        told = {name: value for name, value in vars(options).items() if name not in ("rows", "out")}
-        setup = {"machine": hardware.describe().name, "versions": hardware.versions(), "options": told}
+        given = {name: value for name, value in vars(options).items() if name not in ("rows", "out")}
+        setup = {"machine": hardware.describe().name, "versions": hardware.versions(), "options": given}
         store = Store(self.draft, Draft)
         found = {kept.name: kept.row for kept in store.read() if kept.name in cases and kept.setup == setup}
         for name, row in self.measure({name: case for name, case in cases.items() if name not in found}, options):
@@ -157,7 +157,7 @@ def carry_modules() -> None:
 
 def elsewhere(module: str, function: str, *arguments, **variables: str) -> Any:
     """Call a module's function in a new Python with more environment variables; return its result by way of JSON."""
-    code = f"import json, sys; from {module} import {function} as asked; found = asked(*json.loads(sys.argv[1]))"
+    code = f"import json, sys; from {module} import {function}; found = {function}(*json.loads(sys.argv[1]))"
     paths = os.pathsep.join(filter(None, (variables.pop("PYTHONPATH", ""), str(HERE), os.environ.get("PYTHONPATH"))))
     command = [sys.executable, "-c", f"{code}; print(json.dumps(found))", json.dumps(arguments)]
     environment = os.environ | variables | {"PYTHONPATH": paths}

@@ -78,7 +78,7 @@ TOOLS: dict[str, Callable] = {
 }
 
 
-def asked(lab, tool: Callable, *arguments) -> dict:
+def query(lab, tool: Callable, *arguments) -> dict:
     """Query a tool in a fresh subprocess: return bytes, its seconds and its peak memory, or why it has no answer."""
 
     def work(_):
@@ -86,10 +86,10 @@ def asked(lab, tool: Callable, *arguments) -> dict:
 
         began = time.perf_counter()
         try:
-            said = int(tool(*arguments))
+            reply = int(tool(*arguments))
         except Exception as error:
             return {"refused": f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]}
-        return {"bytes": said, "seconds": time.perf_counter() - began, "own_bytes": memory_meter.peak_rss_bytes()}
+        return {"bytes": reply, "seconds": time.perf_counter() - began, "own_bytes": memory_meter.peak_rss_bytes()}
 
     run = lab.run(work, measure="none")
     return run.value if run.ok else {"refused": f"{run.status}: {run.message}"[:200]}
@@ -101,25 +101,25 @@ def estimated(ask: Callable) -> dict:
         found = ask()
     except ValueError as error:
         return {"refused": str(error)[:200]}
-    said = {"bytes": found.peak_bytes, "total_bytes": found.memory.reserved_bytes, "seconds": found.seconds}
-    return said | {"own_bytes": found.own_bytes}
+    reply = {"bytes": found.peak_bytes, "total_bytes": found.memory.reserved_bytes, "seconds": found.seconds}
+    return reply | {"own_bytes": found.own_bytes}
 
 
 def errors(found: list[dict], measured: list[int | None], name: str = "bytes") -> list[float]:
     """Return |answer / measured - 1| of all measured trainings with an answer."""
-    return [abs(said[name] / peak - 1) for said, peak in zip(found, measured, strict=True) if peak and name in said]
+    return [abs(reply[name] / peak - 1) for reply, peak in zip(found, measured, strict=True) if peak and name in reply]
 
 
 def row(name: str, found: list[dict], measured: list[int], cannot: str) -> dict:
     """Return the table row of one tool over all trainings."""
-    wrong, answers = errors(found, measured), [said for said in found if "bytes" in said]
+    wrong, answers = errors(found, measured), [reply for reply in found if "bytes" in reply]
     return {
         "tool": name,
         "answered": len(answers),
         "asked": len(found),
         "median_error": statistics.median(wrong) if wrong else None,
         "worst_error": max(wrong, default=None),
-        "median_seconds": statistics.median([said["seconds"] for said in answers] or [0]),
-        "most_own_bytes": max((said["own_bytes"] or 0 for said in answers), default=0),
+        "median_seconds": statistics.median([reply["seconds"] for reply in answers] or [0]),
+        "most_own_bytes": max((reply["own_bytes"] or 0 for reply in answers), default=0),
         "cannot_express": cannot,
     }

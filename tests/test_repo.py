@@ -6,12 +6,14 @@ bad input.
 
 import ast
 import importlib.metadata
+import io
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tokenize
 import tomllib
 from pathlib import Path
 
@@ -402,6 +404,54 @@ def test_stray_text_is_reported(pieces):
     assert stray(pieces) == []
     assert len(stray(pieces.replace(" ", ""))) == 1
     assert stray("results/root/x, https://site.example/work/of/art, todo lists") == []
+
+
+# The folders and pages whose wording is checked. Still to be added, once edited: "trainmem", "notebooks/src", "tests".
+WORDED = ("perf_helpers", "benchmarks", "website", "docs", "README.md", "CONTRIBUTING.md")
+PRIVATE_WORDS = re.compile(r"\b(told|strangers|nobody\s+chose|anew)\b", re.I)
+HEADLESS = re.compile(r"\W*What\b")  # a docstring says what to expect: "Return the peak.", not "What it takes."
+
+
+def prose(path, text):
+    """Return the docstrings of a Python source and its prose: comments and docstrings, or a page without its code."""
+    if path.suffix == ".md":
+        return [], [re.sub(r"^```.*?^```|`[^`]*`", "", text, flags=re.M | re.S)]
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    nodes = (each for each in ast.walk(ast.parse(text)) if isinstance(each, kinds))
+    docstrings = [found for each in nodes if (found := ast.get_docstring(each))]
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return docstrings, [*docstrings, *(each.string for each in tokens if each.type == tokenize.COMMENT)]
+
+
+def wording_problems(path, text):
+    """Return the private words in the prose of a file, and its docstrings without a subject, one line each."""
+    docstrings, texts = prose(path, text)
+    words = (found[0].lower() for each in texts for found in PRIVATE_WORDS.finditer(each))
+    return [f"{path}: {word!r}, see docs/words.md" for word in words] + [
+        f"{path}: begin with a verb instead of: {each.splitlines()[0]}" for each in docstrings if HEADLESS.match(each)
+    ]
+
+
+def test_docstrings_comments_and_pages_are_plain_english():
+    found = [path for path in repository_files() if path.suffix in (".py", ".md") and path != Path("docs/words.md")]
+    paths = some((path for path in found if path.as_posix().startswith(WORDED)), "files with prose")
+    assert [problem for path in paths for problem in wording_problems(path, (ROOT / path).read_text("utf-8"))] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.py", '"""What a step takes."""'),
+        ("a.py", 'def f():\n    """ "What" is cut."""'),
+        ("a.py", "x = 1  # as it was told"),
+        ("a.md", "It is made anew."),
+        ("a.md", "Sizes that nobody\nchose."),
+    ],
+)
+def test_private_words_and_docstrings_without_a_subject_are_reported(name, text):
+    assert len(wording_problems(Path(name), text)) == 1
+    assert wording_problems(Path("a.py"), 'told = "anew"\n') == []
+    assert wording_problems(Path("a.md"), "`told` is a name.\n```\ntold = 1\n```\n") == []
 
 
 def tree(page):

@@ -389,8 +389,8 @@ function show() {
   state.textContent = `${counted}, ${passed} of other kinds in folders passed over.`;
   const line = ([path, what]) => element("li", {}, short(path, 120), what && `: ${what}`);
   const list = (files) => element("ul", {}, ...files.map(line));
-  const [told, plain] = [messages.filter(([, what]) => what), messages.filter(([, what]) => !what)];
-  remarks.replaceChildren(list(told), fold("Files taken", list(plain)));
+  const [remarkable, plain] = [messages.filter(([, what]) => what), messages.filter(([, what]) => !what)];
+  remarks.replaceChildren(list(remarkable), fold("Files taken", list(plain)));
   part("controls").hidden = !messages.length;
   part("results").replaceChildren(...sections(all, chosen));
 }
