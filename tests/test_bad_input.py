@@ -198,7 +198,7 @@ def cases(draw):
 
 
 def wrong(shell, words, names):
-    """What is wrong with the answer to bad words; empty where nothing is."""
+    """Return the problem with the answer to bad arguments; empty if there is none."""
     try:
         code, out, errors = shell(*words)
     except Begun:
@@ -358,7 +358,7 @@ def test_a_value_of_another_kind_is_refused_by_name(shell, what):
 
 
 def test_every_training_argument_knows_its_kind():
-    """Of the library's own types; what takes anything at all stands here."""
+    """Return bad values by the library's own types; arguments that accept anything are listed here."""
     found, free = {}, {"parallelism_config", "trackio_static_space_id", "local_rank"}
     for name in sorted(arguments.known() - free):
         for value in (object(), b"x", float("nan"), 10**400, 10**5000):

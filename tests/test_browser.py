@@ -1,4 +1,4 @@
-"""What a learner sees: every lesson, and every kind of widget, in JupyterLab in a real browser.
+"""A learner's view: every lesson, and every kind of widget, in JupyterLab in a real browser.
 
 Nothing is measured here. Three lessons run at the smallest sizes; the others are opened as test_lessons.py left them,
 with the state of their widgets. Screenshots are kept in build/screenshots.
@@ -70,7 +70,7 @@ def screenshot(notebook, name, cell=None):
 
 
 def faults(notebook):
-    """What is wrong with an executed notebook: errors in cells and in widgets, cells that never ran."""
+    """Return the faults of an executed notebook: errors in cells and in widgets, cells that never ran."""
     cells = [cell for cell in notebook.cells if cell.cell_type == "code" and cell.source.strip()]
     errors = [output.evalue for cell in cells for output in cell.outputs if output.output_type == "error"]
     never = [cell.source for cell in cells if cell.execution_count is None]

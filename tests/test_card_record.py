@@ -1,4 +1,4 @@
-"""What a real H100 said: results/card.json, and the predictions that were committed before."""
+"""The measurements of a real H100: results/card.json, and the predictions that were committed before."""
 
 import json
 import sys

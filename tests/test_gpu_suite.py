@@ -1,4 +1,4 @@
-"""benchmarks/measure_gpu.py: the GPU suite, at tiny sizes on a CPU, and with a lab that only says what it is asked."""
+"""benchmarks/measure_gpu.py: the GPU suite, at tiny sizes on a CPU, and with a lab that only records its requests."""
 
 import importlib.util
 import json

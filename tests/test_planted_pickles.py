@@ -1,4 +1,4 @@
-"""What is read of a folder is text: a pickle that lies where results are expected is never loaded."""
+"""Only text is read from a folder: a pickle in place of results is never loaded."""
 
 import ast
 import pickle

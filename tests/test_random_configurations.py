@@ -1,4 +1,4 @@
-"""The generator of configurations that nobody chose, and what was recorded of them: results/random.json."""
+"""The generator of random configurations, and their record: results/random.json."""
 
 import sys
 from pathlib import Path

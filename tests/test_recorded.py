@@ -1,4 +1,4 @@
-"""benchmarks/build.py: the estimate held against recorded GPU runs, here against runs with errors that are known.
+"""benchmarks/build.py: the comparison of the estimate with recorded GPU runs, here with runs of known errors.
 
 benchmarks/rehearse.py: what it keeps of a rehearsed course, and that nothing rehearsed passes for measured.
 """
@@ -48,7 +48,7 @@ def rehearse():
 
 
 def recorded(kind="cuda", **changes):
-    """A course run of a GPU on which a training took 1 % more than it is said to, and 2 % more reserved."""
+    """A course run of a GPU on which a training allocated 1 % more than estimated, and reserved 2 % more."""
     gpu = Gpu(0, name="NVIDIA A100", memory_bytes=80 * 2**30, capability=(8, 0))
     machine = Machine("NVIDIA A100", kind, gpus=(gpu,))
     arguments = {"per_device_train_batch_size": 2}
@@ -209,7 +209,7 @@ def test_claims_about_speed_are_decided_the_same_way_again_and_again(id):
 
 
 def test_they_were_tried_with_the_recipes_of_their_lessons(monkeypatch):
-    """Of all recorded runs on a CPU the newest tells what its lessons compare."""
+    """The newest recorded run on a CPU shows what its lessons compare."""
     runs = [run for data in results.recorded(RESULTS).values() for run in data["runs"] if data["date"] > "2026-11-22"]
     for id, (changes, *recipes, _) in script("measure_speed", monkeypatch).CLAIMS.items():
         task = choose_profile("cpu").task.replace(**changes).to_dict()

@@ -1,6 +1,6 @@
 """The shape of the repository: one way of importing, one list of dependencies, no stray paths, pages that are true.
 
-Each check is a pure function that returns the problems it found; next to its test on this repository stands one on
+Each check is a pure function that returns the problems it found; next to its test on this repository is one on
 bad input.
 """
 
@@ -52,7 +52,7 @@ def some(items, what):
 
 
 def repository_files():
-    """What is or would be committed, as paths relative to the root; all files, where git cannot tell."""
+    """Return the files that are or would be committed, relative to the root; all files if git cannot list them."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     try:
         listing = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -119,7 +119,7 @@ def modules():
 
 
 def wrong_imports(folder):
-    """What import-linter says of the packages in a folder by this repository's contracts; empty where all are kept."""
+    """Return import-linter's report on packages in a folder, by this repository's contracts; empty if all are kept."""
     command = [Path(sys.executable).with_name("lint-imports"), "--config", ROOT / "pyproject.toml", "--no-cache"]
     done = subprocess.run(
         command, cwd=folder, env=os.environ | {"PYTHONPATH": str(folder)}, capture_output=True, text=True
@@ -249,7 +249,7 @@ PAGES = {"jupyter_client", "nbformat", "nbconvert"}
     ],
 )
 def test_a_command_imports_nothing_that_it_does_not_use(tmp_path, words, code, needs):
-    """What trains or follows a training is imported in the clean process, and in no other."""
+    """Libraries that run or trace a training are imported in the fresh process, and in no other."""
     run = shutil.copy(some(sorted((ROOT / "results").glob("*/*.json")), "runs")[-1], tmp_path / "results.json")
     words = words.format(run=run, folder=tmp_path).split()
     statement = f"""
@@ -312,7 +312,7 @@ def as_specifier(text):
 
 
 def environment_problems(environment, folder, project, constraints):
-    """What is wrong with a conda environment (parsed) that stands in `folder` (relative to the root)."""
+    """Return the problems of a parsed conda environment in `folder` (relative to the root)."""
     problems, pinned = [], pins(constraints)[0]
     lines = [line for line in environment["dependencies"] if isinstance(line, str)]
     pip_lines = [line for entry in environment["dependencies"] if isinstance(entry, dict) for line in entry["pip"]]
@@ -474,8 +474,8 @@ def tree(page):
 
 
 def tree_problems(page, files):
-    """What the tree has and the repository has not, and the other way round: files and folders at the top, modules and
-    rooms of the package. NN_slug and <x> stand for any name."""
+    """Return the differences between the tree and the repository: files and folders at the top, modules and
+    subpackages. NN_slug and <x> match any name."""
     listed, problems = some(tree(page), "entries in the file tree"), []
     names = {str(path) for path in files} | {f"{parent}/" for path in files for parent in path.parents}
     for path in listed:
@@ -522,7 +522,7 @@ def without_code(text):
 
 
 def anchors(text):
-    """What a link into a page can lead to: its headings, as GitHub writes them in an address."""
+    """Return the anchors of a page: its headings, as GitHub writes them in an address."""
     found, seen = set(), {}
     for heading in re.findall(r"^#+ (.+?)\s*$", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), re.M):
         words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()

@@ -1,4 +1,4 @@
-"""A lesson that stands for a night of the course: a few runs and claims, tiny, in which a regression must show."""
+"""A lesson that simulates a nightly run of the course: a few tiny runs and claims in which a regression must show."""
 
 import contextlib
 import os

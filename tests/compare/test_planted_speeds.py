@@ -1,6 +1,6 @@
-"""Steps that a planted regression makes longer, and what the comparison with the night before says of them.
+"""Steps that a planted regression makes longer are reported by the comparison with the previous nightly run.
 
-They are timed: nothing else may run beside these tests, which beside the others made the usual steps the slower ones.
+These tests measure time, so nothing else may run at the same time: under load the normal steps were the slower ones.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The client that executes lessons hears of each reply."""
+"""The client that executes lessons receives each reply."""
 
 import asyncio
 import time
@@ -49,7 +49,7 @@ def test_a_reply_that_came_while_sending_is_heard_a_second_later():
 
 @pytest.mark.nightly
 def test_jupyters_own_channel_hears_it_only_when_its_time_is_over():
-    """Should this fail, Jupyter has mended it: `polling` can go."""
+    """If this fails, Jupyter has fixed the fault, and `polling` can be removed."""
     _, seconds = asyncio.run(heard(AsyncZMQSocketChannel, timeout=6.0))
     assert seconds > 3
 

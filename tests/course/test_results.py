@@ -1,4 +1,4 @@
-"""results.json is checked when it is read, each one that is recorded can be read."""
+"""results.json is checked when it is read, and each recorded one can be read."""
 
 import json
 from pathlib import Path

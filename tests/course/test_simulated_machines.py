@@ -1,5 +1,5 @@
-"""The ledger played against CPUs that differ in what decides speed: what is measured rightly is expected on each of
-them, what is measured wrongly is not."""
+"""The ledger on simulated CPUs of different speeds: correct measurements get an expected verdict on each of
+them, wrong measurements do not."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ RECORD = Path(__file__).resolve().parents[2] / "results" / "amd-epyc-2-cores" / 
 
 
 def checked(claims, id, value, predicted=None):
-    """What a lesson does on a CPU with a value and a prediction."""
+    """Check a value and a prediction on a CPU, as a lesson does."""
     if LEDGER[id].predicted:
         predicted = predicted or Ratio.unknown("nobody measured the parts")
         return claims.check(id, value, predicted=predicted, missing=None if value else "16 bits are emulated")

@@ -1,4 +1,4 @@
-"""What is stored of operations for later processes: the same facts, for the same versions and CPU, within limits."""
+"""Facts about operations are stored for later processes: for the same versions and CPU, within limits."""
 
 import json
 import os

@@ -92,7 +92,7 @@ def experiment(model=TINY):
 
 
 def learn_twice(tell):
-    """What two generations of knowledge say of one experiment, and what each learned."""
+    """Return the answers of two generations of stored facts on one experiment, and the facts that each learned."""
     told, learned, job = [], [], (trace_all, ([experiment()], Device("cpu")))
     save = Knowledge.save
     with patch.object(Knowledge, "save", lambda known: learned.append({*known.learned}) or save(known)):

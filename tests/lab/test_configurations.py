@@ -1,4 +1,4 @@
-"""The type of a model's weights: what `from_pretrained` loads, what presets are published in, and who is informed."""
+"""The type of a model's weights: what `from_pretrained` loads, the published types of presets, and messages."""
 
 import dataclasses
 import json

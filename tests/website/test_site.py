@@ -1,4 +1,4 @@
-"""website/: what becomes of a recorded lesson and of the repository's pages; and the site as a whole, as its reader has
+"""website/: how a recorded lesson and the repository's pages become a site; and the site as a whole, as its reader sees
 it."""
 
 import base64

@@ -1,4 +1,4 @@
-"""The contract of what is shown: one thing at a place, and callbacks that lose no error. Under ipywidgets 8, and under
+"""The contract of widgets: one element per place, and callbacks that lose no error. Under ipywidgets 8, and under
 7.7.1, which Colab has.
 """
 

@@ -1,4 +1,4 @@
-"""Guesses: values are set, the button is clicked, cells are run again; and what stands there without a front end."""
+"""Guesses: values are set, the button is clicked, cells are run again; and what is shown without a front end."""
 
 import html
 import re
