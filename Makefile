@@ -26,7 +26,7 @@ help:
 	@echo "make nightly   run all other tests: lessons at their real sizes, browser, web pages, instruction sets, rehearsals"
 	@echo "make test-all  run make test, then make nightly"
 	@echo "make levels    run the tests that depend on CPU instructions with older instruction sets"
-	@echo "make strangers check the CUDA estimate on randomly generated configurations for an hour"
+	@echo "make random    check the CUDA estimate on randomly generated configurations for an hour"
 	@echo "make rehearse  dry-run every lesson for several GPUs, with torch's CUDA build on a stub CUDA runtime"
 	@echo "make record    run make course, and keep the run in results/ as this machine's reference"
 	@echo "make site      build the web pages of all recorded results in build/site/index.html"
@@ -113,10 +113,10 @@ ifeq ($(LESSONS),all)
 	$(CUDA_VENV)/bin/python benchmarks/measure_allocator.py --out build/allocator.json
 endif
 
-# An hour of configurations that nobody chose, another set each day: the estimate against torch's allocator. A miss fails it.
-strangers: $(STAMP)
+# Compare the estimate with torch's allocator on random configurations for an hour, on another set each day. A miss fails.
+random: $(STAMP)
 	$(MAKE) $(CUDA) $(CUDA_VENV)/.stamp
-	$(CUDA_VENV)/bin/python benchmarks/measure_strangers.py --seed $(shell date +%Y%m%d) --out build/strangers.json
+	$(CUDA_VENV)/bin/python benchmarks/measure_random.py --seed $(shell date +%Y%m%d) --out build/random.json
 
 # Each set of benchmarks/matrix.toml in an environment of its own in build/matrix: 5 GB each, and all lessons take a quarter of an
 # hour each on two quiet cores. LESSONS=05,06 takes those; ARGS="--sets oldest newest" two of the sets.
@@ -166,5 +166,5 @@ $(STAMP): pyproject.toml constraints.txt $(FRESH)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt $(TORCH) -e ".[course,dev]"
 	@echo "$(CURDIR)" > $(STAMP)
 
-.PHONY: setup extras build/deepspeed build/optuna build/peft help course record site lab lessons check test nightly test-all levels rehearsed rehearse strangers matrix wheel gpu fresh
+.PHONY: setup extras build/deepspeed build/optuna build/peft help course record site lab lessons check test nightly test-all levels rehearsed rehearse random matrix wheel gpu fresh
 fresh: ;

@@ -1,4 +1,4 @@
-"""Architectures of all kinds in small sizes (architectures.toml), drawn by a seed: what generated trainings are of."""
+"""Draw small model configurations of all architectures in architectures.toml from a seed, for generated trainings."""
 
 import json
 import random
@@ -16,14 +16,14 @@ CAPABILITIES = ((7, 5), (8, 0), (8, 6), (9, 0))
 
 
 def configuration(architecture: str, draw: random.Random) -> dict:
-    """A config.json of that architecture."""
+    """Return a random config.json of an architecture."""
     given = dict(ARCHITECTURES[architecture])
     family = FAMILIES[given.pop("family")](draw) if "family" in given else {}
     return family | {name: drawn(value, draw) for name, value in given.items()}
 
 
 def task_of(config: dict, seq_len: int | None, path: Path) -> Task:
-    """The task of a configuration, which is written to a file."""
+    """Write a configuration to a file and return its task."""
     path.write_text(json.dumps(config))
     return Task(str(path), seq_len=seq_len)
 
@@ -69,7 +69,7 @@ def _vision(draw) -> dict:
 
 
 def _two_stacks(draw, heads_of: tuple, layers_of: tuple, **more) -> dict:
-    """An encoder and a decoder."""
+    """Return the configuration of a model with an encoder and a decoder."""
     heads, layers = draw.choice((4, 8)), draw.randint(2, 4)
     sizes = {"d_model": heads * 64, "vocab_size": draw.choice((5000, 32128)), "max_position_embeddings": 4200}
     return sizes | dict.fromkeys(heads_of, heads) | dict.fromkeys(layers_of, layers) | more

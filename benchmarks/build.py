@@ -1,17 +1,17 @@
-"""Keeps recorded course runs, and makes from them their pictures, results/README.md and tables of the written pages.
+"""Keep recorded course runs, and make their pictures, results/README.md and the tables of the pages in docs/.
 
 python benchmarks/build.py --record build/course    keep a course run as results/<machine>/<date>.json, then build
 python benchmarks/build.py --suite FILE             keep a report of the GPU suite (measure_gpu.py), then as --estimates
-python benchmarks/build.py --estimates              hold the estimate against the recorded GPU runs, then build
+python benchmarks/build.py --estimates              compare the estimate with the recorded GPU runs, then build
 python benchmarks/build.py                          build from the newest run of each machine
 python benchmarks/build.py --check                  write nothing; exit code 1 if a page is not up to date
 
-results/README.md is made as a whole and has every table. Some of them also stand in pages that people write, each
-between its markers: in the README the claims and the lessons, in docs/rehearsal.md the guides' ten recipes, in
-docs/estimate.md the estimate beside other tools. PLACES says which block belongs into which page.
+This script writes all of results/README.md, which has every table. Some tables are also in pages that people write,
+between markers: README has the claims and the lessons, docs/rehearsal.md the guides' ten recipes, docs/estimate.md the
+estimate next to other tools. PLACES lists the page of each block.
 
-What was measured and what was rehearsed (results/rehearsed/, by rehearse.py) stay apart: no file of the one is read as
-the other, and no column has both.
+Measured and rehearsed results (results/rehearsed/, by rehearse.py) are never mixed: their files are read separately,
+and no column has both.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from perf_helpers import plots
 from perf_helpers.compare.compare import is_beyond_noise
 from perf_helpers.course.course import find_lessons
 from perf_helpers.course.ledger import Verdict, load
-from perf_helpers.course.results import decided_anew, load_results, measured_text, recorded
+from perf_helpers.course.results import decided_again, load_results, measured_text, recorded
 from trainmem.cards import named
 from trainmem.core.hardware import Machine
 from trainmem.core.task import Task
@@ -43,7 +43,7 @@ from trainmem.records import CATEGORIES, Run, write_whole
 from trainmem.texts import name_text
 
 ROOT = RESULTS.parent
-PLACES = {  # block between markers: the page that has it
+PLACES = {  # {block between markers: its page}
     "finding": ROOT / "README.md",
     "lessons": ROOT / "README.md",
     "machines": ROOT / "docs" / "trust.md",
@@ -60,16 +60,16 @@ MATRIX = RESULTS / "matrix.json"  # by benchmarks/matrix.py
 PRODUCTS = Path(__file__).with_name("products.toml")
 NIGHTS = RESULTS / "nights.json"  # by benchmarks/measure_nights.py
 PARTS_OF_COURSE = {"00": "I See", "04": "II One GPU", "15": "III Many devices", "19": "IV Beyond"}  # by first lesson
-SUMMARY_LESSON = "14"  # the guides' ten recipes, side by side
-PARTS = "MiB allocated / reserved, without the context"  # of a GPU's memory, in one cell
+SUMMARY_LESSON = "14"  # compares the guides' ten recipes
+PARTS = "MiB allocated / reserved, without the context"  # in one cell, for GPUs
 
 
 def record(course: Path) -> Path:
     """Copy a course run's results.json to results/<machine>/<date>.json, without the timelines of its runs.
 
     Raises:
-        ValueError: no results, those of a rehearsal, or of some lessons only: the newest record of a machine stands for
-            all of them.
+        ValueError: there are no results, they were rehearsed, or lessons are missing. The newest record of a machine
+            must have all lessons.
     """
     data = load_results(course)
     if data["machine"].get("rehearsed"):
@@ -86,17 +86,17 @@ def record(course: Path) -> Path:
 
 
 def rehearsals() -> dict[str, dict]:
-    """{card: its newest rehearsal}.
+    """Return {card: its newest rehearsal}.
 
     Raises:
-        ValueError: a file that does not say that it was rehearsed.
+        ValueError: a file is not marked as rehearsed.
     """
     found = {}
-    for path in sorted(RESULTS.glob("rehearsed/*/*.json")):  # of each card the newest comes last
+    for path in sorted(RESULTS.glob("rehearsed/*/*.json")):  # the newest of each card comes last
         data = read_record(path)
         if data.get("rehearsed") is not True:
             raise ValueError(f"{path} is no rehearsal")
-        found[named(data["card"]).name] = data  # as it is called today
+        found[named(data["card"]).name] = data  # under the card's current name
     return found
 
 
@@ -107,7 +107,7 @@ def caption(data: dict, short: bool = False) -> str:
 
 
 def picture(data: dict) -> None:
-    """Draw the peak memory of the guides' recipes on one machine, beside its recorded run, if that has such runs."""
+    """Draw the peak memory of the guides' recipes on one machine into a file next to its record, if any."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -124,9 +124,8 @@ def newest(measured: dict[str, dict]) -> dict:
 
 
 def verdicts(data: dict) -> tuple[int, int, str]:
-    """Return how many claims a course run refutes, how many it could test, and the other verdicts in words. The counts
-    are those of its report."""
-    number = Counter(claim["verdict"] for claim in decided_anew(data["claims"]))
+    """Return (refuted claims, testable claims, the other verdicts in words) of a course run, as in its report."""
+    number = Counter(claim["verdict"] for claim in decided_again(data["claims"]))
     apart = number.pop(Verdict.NOT_TESTABLE, 0)
     text = f"{number[Verdict.HOLDS]} hold, {number[Verdict.SMALLER]} are smaller than promised and "
     return (
@@ -140,7 +139,7 @@ def finding(measured: dict[str, dict]) -> str:
     """Return README's first finding: how many claims the newest recorded run refutes, of those it could test."""
     data = newest(measured)
     refuted, testable, others = verdicts(data)
-    total, (tested, _, _) = len(decided_anew(data["claims"])), others.partition(";")
+    total, (tested, _, _) = len(decided_again(data["claims"])), others.partition(";")
     guides = sum(claim["reference"]["source"] in ("2022 guide", "2023 guide") for claim in data["claims"])
     cores, kind = data["machine"]["cpu_cores"], "a GPU" if data["machine"]["kind"] == "cuda" else "a CPU"
     return (
@@ -161,8 +160,11 @@ def counts(measured: dict[str, dict]) -> str:
 
 
 def lessons(measured: dict[str, dict]) -> str:
-    """Return README's table of lessons: names from the bibliography, questions from the notebooks, minutes from the
-    newest recorded run, addresses from pyproject.toml."""
+    """Return README's table of lessons.
+
+    Names come from the bibliography, questions from the notebooks, minutes from the newest recorded run, and addresses
+    from pyproject.toml.
+    """
     data = newest(measured)
     seconds = {each["name"]: each["seconds"] - each.get("waited_seconds", 0) for each in data["lessons"]}
     names = re.findall(r"(?m)^## ((\d\d) .+)$", (ROOT / "notebooks" / "BIBLIOGRAPHY.md").read_text(encoding="utf-8"))
@@ -190,8 +192,7 @@ def address() -> str:
 
 
 def rehearsed_recipes(cards: dict[str, dict], measured: dict[str, dict], suites: dict[str, dict]) -> str:
-    """The guides' ten recipes on rehearsed cards, beside what was published and what each machine measured, also by the
-    GPU suite."""
+    """Return a table of the guides' ten recipes: published, on rehearsed cards, on each machine, in the GPU suite."""
     lines = []
     if not any(data["machine"]["kind"] == "cuda" for data in measured.values()):
         known = "speed measured by the GPU suite" if suites else "speed not measured"
@@ -224,46 +225,51 @@ def rehearsed_recipes(cards: dict[str, dict], measured: dict[str, dict], suites:
 
 
 def rehearsed_claims(cards: dict[str, dict]) -> str:
-    """The memory claims that a rehearsed course decided, with their numbers: one row a claim, one column a card."""
+    """Return a table of the memory claims that rehearsed courses decided: one row per claim, one column per card."""
     courses = {name: data["course"] for name, data in cards.items() if data["course"]}
-    told = "; ".join(f"{name}: profile {course['profile']}, {course['date'][:10]}" for name, course in courses.items())
+    runs = "; ".join(f"{name}: profile {course['profile']}, {course['date'][:10]}" for name, course in courses.items())
     claims = _claims_table({f"{name}, rehearsed": course["claims"] for name, course in courses.items()}, "not decided")
-    return f"The claims about memory, by the rehearsed course ({told}):\n\n{claims}"
+    return f"The claims about memory, by the rehearsed course ({runs}):\n\n{claims}"
 
 
 def rehearsed_counts(cards: dict[str, dict]) -> str:
-    """The rehearsed claims in one sentence: how many have which verdict on which card."""
+    """Return one sentence with the number of rehearsed claims per verdict and card."""
     counted = [
-        f"{name}, {_count(decided_anew(data['course']['claims']))}" for name, data in cards.items() if data["course"]
+        f"{name}, {_count(decided_again(data['course']['claims']))}" for name, data in cards.items() if data["course"]
     ]
-    told = "; ".join(counted) or "none yet"
-    return f"The claims about memory, rehearsed: {told}. [Each with its number](../results/README.md#on-gpus)."
+    cards_text = "; ".join(counted) or "none yet"
+    return f"The claims about memory, rehearsed: {cards_text}. [Each with its number](../results/README.md#on-gpus)."
 
 
 def _claims_table(columns: dict[str, list[dict]], absent: str) -> str:
-    """One row for each claim that a column has: the lesson, the claim, the guides' words, their figure with the machine
-    that it was measured on, and each column's verdict."""
-    by_id = [{claim["id"]: claim for claim in decided_anew(decided)} for decided in columns.values()]
+    """Return a table with a row per claim that any column decides.
+
+    A row has the lesson, the claim, the guides' statement, their figure with its machine, and the verdict per column.
+    """
+    by_id = [{claim["id"]: claim for claim in decided_again(decided)} for decided in columns.values()]
     rows = []
     for claim in sorted(load().values(), key=lambda claim: claim.lesson):
         decisions = [decided.get(claim.id) for decided in by_id]
         if any(decisions):
             figure = ", on ".join(filter(None, (claim.guide.text, claim.guide.hardware)))
-            told = [claim.lesson, f"`{claim.id}`", claim.says, figure]
-            rows.append([*told, *(verdict(made, absent) for made in decisions)])
+            about = [claim.lesson, f"`{claim.id}`", claim.says, figure]
+            rows.append([*about, *(verdict(made, absent) for made in decisions)])
     return table(["lesson", "claim", "the guides say", "their figure", *columns], rows)
 
 
 def _count(decided: list[dict]) -> str:
-    """ "52 claims: 36 hold, 7 refuted, 9 not testable here"; a verdict that no claim has is left out."""
+    """Count verdicts in words, e.g. "52 claims: 36 hold, 7 refuted, 9 not testable here"."""
     number = Counter(claim["verdict"] for claim in decided)
     words = {each: "hold" if each is Verdict.HOLDS else str(each) for each in Verdict}
     return f"{len(decided)} claims: " + ", ".join(f"{number[key]} {word}" for key, word in words.items() if number[key])
 
 
 def product_rates(measured: dict[str, dict]) -> str:
-    """How fast CPUs multiply in fp32 and in 16 bits, and how much faster mixed precision trains there: the CPUs
-    of `PRODUCTS`, and the recorded machines by their runs of lesson 02 (rates) and claims of lesson 07 (speed)."""
+    """Return a table of matmul rates of CPUs in fp32 and in 16 bits, with the gain of mixed precision in training.
+
+    It has the CPUs of `PRODUCTS`, and the recorded machines: their runs of lesson 02 (rates) and claims of lesson 07
+    (speed).
+    """
     rows = []
     for cpu in tomllib.loads(PRODUCTS.read_text(encoding="utf-8"))["cpu"]:
         rates = [cpu["fp32"], cpu["bf16"], cpu["fp16"]]
@@ -286,13 +292,13 @@ def product_rates(measured: dict[str, dict]) -> str:
 
 
 def _ten(data: dict) -> dict[str, Run]:
-    """A recorded course's runs of the guides' recipes, by name."""
+    """Return {name: run} of the guides' recipes in a recorded course run."""
     runs = [Run.from_dict(run) for run in data["runs"] if run["lesson"].startswith(SUMMARY_LESSON)]
     return {run.name: run for run in runs}
 
 
 def _sizes(runs: dict[str, Run], rehearsed: dict) -> str:
-    """What a measured column holds: the task, its precision, the kind of memory."""
+    """Describe a measured column: the task, its precision, the kind of memory."""
     first = next(iter(runs.values()))
     task = Task.from_dict(first.task)
     half = ", bf16 as half precision" if any(run.arguments.get("bf16") for run in runs.values()) else ""
@@ -303,43 +309,43 @@ def _sizes(runs: dict[str, Run], rehearsed: dict) -> str:
 
 
 def of_suite(data: dict) -> dict:
-    """The trainings of a report of the GPU suite that the estimate is held against, as a course's runs."""
+    """Return the trainings of a GPU suite's report that the estimate is compared with, in the form of a course run."""
     rows = [row for row in data["rows"] if row["part"] == "estimate" and row["status"] == "ok"]
     return {"machine": data["machine"], "runs": [run for row in rows for run in row["runs"]]}
 
 
 def held_against(measured: dict[str, dict]) -> list[dict]:
-    """Each recorded training on a GPU beside its estimate, in bytes: allocated, reserved, device-used, categories."""
+    """Return recorded trainings on GPUs with their estimates in bytes: allocated, reserved, device-used, categories."""
     rows = []
     for data in measured.values():
         machine = Machine.from_dict(data["machine"])
         for run in map(Run.from_dict, data["runs"] if machine.kind == "cuda" else []):
-            # A loop of one's own or an optimizer of one's own stands in no argument.
+            # A custom loop or a custom optimizer is not in the arguments, so it cannot be estimated.
             of_a_trainer = run.arguments and run.kind == "training" and run.value is None
             if run.ok and of_a_trainer and run.memory and run.memory.kind == "allocated":
                 release = ".".join((machine.torch_build or "").split(".")[:2]) or None
                 options = {"compute_capability": machine.gpus[0].capability, "processes": run.processes}
                 options |= {"device": "cuda", "torch_version": release}
-                said = estimate(Task.from_dict(run.task), **options, **run.arguments).memory
+                estimated = estimate(Task.from_dict(run.task), **options, **run.arguments).memory
                 row = {"machine": machine.name, "name": run.name, "task": run.task, "arguments": run.arguments}
                 for name in ("peak_bytes", "reserved_bytes", "device_used_bytes", "breakdown"):
-                    row[name] = [getattr(said, name), getattr(run.memory, name)]
+                    row[name] = [getattr(estimated, name), getattr(run.memory, name)]
                 rows.append(row)
     return rows
 
 
 def error_table(rows: list[dict]) -> str:
-    """Median, 95th percentile and worst of the estimate's errors on GPUs, as shares of what was measured."""
+    """Return a table of the estimate's errors on GPUs: median, 95th percentile and worst, as shares."""
     if not rows:
         return "On a GPU: not yet checked. Memory rehearsed by torch's own allocator; speed not measured."
     totals = {"allocated": "peak_bytes", "reserved": "reserved_bytes", "device-used": "device_used_bytes"}
     errors = {}
     for label, name in totals.items():
-        errors[label] = [abs(said / true - 1) for said, true in (row[name] for row in rows) if said and true]
+        errors[label] = [abs(ours / true - 1) for ours, true in (row[name] for row in rows) if ours and true]
     pairs = [(row["breakdown"], row["peak_bytes"][1]) for row in rows if all(row["breakdown"])]
     for category in CATEGORIES:
         errors[f"{name_text(category)}, share of the peak"] = [
-            abs(said.get(category, 0) - true.get(category, 0)) / peak for (said, true), peak in pairs
+            abs(ours.get(category, 0) - true.get(category, 0)) / peak for (ours, true), peak in pairs
         ]
     lines = []
     for label, shares in errors.items():
@@ -349,7 +355,7 @@ def error_table(rows: list[dict]) -> str:
 
 
 def _estimate() -> str:
-    """The estimate and other tools on the same trainings, how long large models take, and its errors on GPUs."""
+    """Return the tables of the estimate and other tools on the same trainings, and of the estimate's errors on GPUs."""
     report = read_record(BESIDE)
     on_gpus = read_record(ON_GPUS) if ON_GPUS.exists() else []
     head = ["tool", "answered", "median error", "worst", "seconds, median", "own memory, at most", "cannot express"]
@@ -360,19 +366,19 @@ def _estimate() -> str:
         answered = f"{row['answered']} of {row['asked']}"
         rows.append([row["tool"], answered, *errors, f"{row['median_seconds']:.1f}", own, row["cannot_express"]])
     large = []
-    for name, said in report["large"].items():
-        cost = f"{said['seconds']:.1f} s, {said['own_bytes'] / MIB:.0f} MiB" if "seconds" in said else "none"
+    for name, answer in report["large"].items():
+        cost = f"{answer['seconds']:.1f} s, {answer['own_bytes'] / MIB:.0f} MiB" if "seconds" in answer else "none"
         large.append(f"{name} {cost}")
     made_with = versions(report, "torch", "transformers")
     about = f"{report['what']}. {report['machine']}, {made_with}, {report['date'][:10]}."
-    told = f"Large models at 512 tokens, after the libraries were imported: {'; '.join(large)}."
-    return "\n\n".join([about, table(head, rows), told, error_table(on_gpus)])
+    cost_text = f"Large models at 512 tokens, after the libraries were imported: {'; '.join(large)}."
+    return "\n\n".join([about, table(head, rows), cost_text, error_table(on_gpus)])
 
 
 def _speed() -> str:
-    """How far a comparison of speeds on a CPU can be trusted, from speed.json."""
+    """Return the tables on the reliability of speed comparisons on a CPU, from speed.json."""
     report = read_record(RESULTS / "speed.json")
-    about = f"{report['machine']}, {versions(report)}, {report['date'][:10]}; half of them beside a busy neighbour."
+    about = f"{report['machine']}, {versions(report)}, {report['date'][:10]}; half of them under other load."
     rows = []
     for clock, name in (("cpu", "CPU time, which decides"), ("wall", "wall clock")):
         values = sorted(row[clock][0] for row in report["itself"])
@@ -382,31 +388,33 @@ def _speed() -> str:
     decided = []
     for name, verdicts in report["verdicts"].items():
         ratios = sorted(row["cpu"][0] for row in report["claims"] if row["name"] == name)
-        told = ", ".join(f"{number} {verdict}" for verdict, number in verdicts.items())
-        decided.append([f"`{name}`", told, f"{ratios[0]:.3f} to {ratios[-1]:.3f}"])
+        counted = ", ".join(f"{number} {verdict}" for verdict, number in verdicts.items())
+        decided.append([f"`{name}`", counted, f"{ratios[0]:.3f} to {ratios[-1]:.3f}"])
     head = ["a recipe compared with itself, by", "called an effect", "95 % of the ratios", "all of them"]
     parts = [f"By `lab.compare`. {about}", table(head, rows)]
-    return "\n\n".join([*parts, table(["claim, decided anew each time", "verdicts", "ratios"], decided)])
+    return "\n\n".join([*parts, table(["claim, measured again each time", "verdicts", "ratios"], decided)])
 
 
 def _nights() -> str:
-    """How far two nights can be held against each other, from nights.json and the comparisons of speed.json."""
+    """Return the tables on the reliability of comparing two nightly runs, from nights.json and speed.json."""
     pairs, called = _false_alarms_of_claims()
     claims = (
-        f"Of {pairs:,} pairs of the comparisons above of one recipe with itself, {called} would be called a change."
+        f"{called} of {pairs:,} pairs of the comparisons above, each of a recipe with itself, would be called a change."
     )
     report = read_record(NIGHTS)
     about = f"{report['machine']}, {versions(report, 'torch', 'transformers')}, {report['date'][:10]}"
     rows = [["the same code, called slower", *report["false alarms"].values()]]
     rows += [[f"a step {share} longer, found", *found.values()] for share, found in report["found"].items()]
-    told = f"A step of each of a few recipes (`perf_helpers.compare.step_times`), night by night. {about}."
-    head = ["pairs of nights", "all, half beside a busy neighbour", "both quiet"]
-    return "\n\n".join([claims, told, table(head, rows)])
+    timed = f"Step times of a few recipes (`perf_helpers.compare.step_times`) in repeated nightly runs. {about}."
+    head = ["pairs of nightly runs", "all, half under other load", "both quiet"]
+    return "\n\n".join([claims, timed, table(head, rows)])
 
 
 def _false_alarms_of_claims() -> tuple[int, int]:
-    """(how many pairs of recorded self-comparisons there are, how many of these the comparison would call a change),
-    where as many figures are looked at as the ledger has claims about time."""
+    """Return (pairs of recorded comparisons of a recipe with itself, pairs that would be called a change).
+
+    The rule is that of a comparison of all claims about time in the ledger.
+    """
     report = read_record(RESULTS / "speed.json")
     number = sum(claim.decided_by == "time" for claim in load().values())
     pairs = list(itertools.combinations([row["cpu"] for row in report["itself"]], 2))
@@ -414,7 +422,7 @@ def _false_alarms_of_claims() -> tuple[int, int]:
 
 
 def gpu_suites(suites: dict[str, dict], cards: dict[str, dict]) -> str:
-    """What the GPU suite measured on each machine, and the claims that it decides."""
+    """Return the tables of the GPU suite per machine, and the claims that it decides."""
     if not suites:
         return gpu_page.NONE
     claims = _claims_table({name: data["claims"] for name, data in suites.items()}, "not decided")
@@ -422,10 +430,10 @@ def gpu_suites(suites: dict[str, dict], cards: dict[str, dict]) -> str:
 
 
 def written(measured: dict[str, dict], cards: dict[str, dict], suites: dict[str, dict]) -> dict[Path, str]:
-    """{page: its text} of the pages that people write, with their blocks made anew; the rest of them is kept.
+    """Return {page: its text} of the pages that people write, with new blocks between the markers.
 
     Raises:
-        ValueError: the markers of a block are missing in its page, or stand there twice.
+        ValueError: the markers of a block are missing in its page, or occur twice.
     """
     blocks = {
         "finding": finding(measured),
@@ -449,12 +457,12 @@ def written(measured: dict[str, dict], cards: dict[str, dict], suites: dict[str,
 
 
 def page(measured: dict[str, dict], cards: dict[str, dict], suites: dict[str, dict]) -> str:
-    """results/README.md: every table, with the machine, the versions and the date that its numbers stand with."""
+    """Return the text of results/README.md: every table, with the machine, versions and date of its numbers."""
     pictures = {name: data["file"].with_suffix(".png") for name, data in measured.items()}
     parts = [
         "# Recorded results",
         "<!-- made by benchmarks/build.py, as a whole -->\n"
-        "Each number stands with its machine; numbers of different machines are not one. "
+        "Each number is given with its machine; do not mix numbers of different machines. "
         "A number without an interval is an exact count or a single measurement.",
         "## Scoreboard",
         counts(measured),
@@ -494,11 +502,11 @@ def page(measured: dict[str, dict], cards: dict[str, dict], suites: dict[str, di
 
 
 def main(arguments=None) -> int:
-    """Record, build or check; the exit code."""
+    """Record, build or check; return the exit code."""
     parser = argparse.ArgumentParser(description="Keep course runs; make the tables and pictures of their results.")
     parser.add_argument("--record", type=Path, metavar="DIR", help="folder of a course run to keep")
     parser.add_argument("--suite", type=Path, metavar="FILE", help="report of the GPU suite to keep")
-    parser.add_argument("--estimates", action="store_true", help="hold the estimate against recorded GPU runs")
+    parser.add_argument("--estimates", action="store_true", help="compare the estimate with recorded GPU runs")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page is not up to date")
     options = parser.parse_args(arguments)
     if options.record:

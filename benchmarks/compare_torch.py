@@ -1,10 +1,10 @@
-"""What two releases of torch ask CUDA's allocator for, operation by operation: where the newer one differs.
+"""Compare the requests that two releases of torch send to CUDA's allocator, operation by operation.
 
     python benchmarks/compare_torch.py --old PYTHON --new PYTHON [--capabilities 8.0 9.0]
 
-Each PYTHON has the CUDA build of one release, and rehearses: the operations below with their backward, the cases of
+Each PYTHON has the CUDA build of one release. It rehearses the operations below with their backward pass, the cases of
 tests/estimate/kernel_cases.py, and the kernel that scaled_dot_product_attention selects for each call of
-tests/estimate/attention_cases.py. Printed is each difference: bytes of a block, or ~n if the n-th is freed.
+tests/estimate/attention_cases.py. The script prints each difference: bytes of a block, or ~n if the n-th is freed.
 
 Exit code 1 if anything differs: then the estimate needs a rule for the newer release, see docs/releases.md.
 """
@@ -27,10 +27,10 @@ sys.path.append(str(HERE.parent / "tests" / "estimate"))
 import attention_cases  # noqa: E402
 import kernel_cases  # noqa: E402
 
-ASK = "--ask"  # the switch of a Python that rehearses
+ASK = "--ask"  # the option for a Python that rehearses
 CAPABILITIES = ("7.5", "8.0", "8.6", "9.0", "10.0", "12.0")
 X, SQUARE, IMAGES = (64, 96, 128), (512, 512), (4, 16, 28, 28)
-# Operations of one tensor that autograd follows, by name: the shape of the tensor, and what is called with it.
+# {name: (shape of a tensor with a gradient, function to call with it)}
 OPERATIONS: dict[str, tuple[tuple[int, ...], Callable]] = {
     **{
         name: (X, getattr(torch, name))
@@ -131,7 +131,7 @@ def _positions(x, count: int):
 
 
 def recorded(run: Callable) -> list[int] | str:
-    """The requests of the allocator while `run` runs, see `kernel_cases.events`; the error's type if it fails."""
+    """Return the allocator's requests while `run` runs, see `kernel_cases.events`; the error's type if it fails."""
     torch.cuda.memory._record_memory_history(max_entries=10**6, context=None)
     kept = []
     try:
@@ -149,7 +149,7 @@ def recorded(run: Callable) -> list[int] | str:
 
 
 def stepped(kind: str, form: dict) -> list[int] | str:
-    """The requests of two steps of an optimizer."""
+    """Return the allocator's requests during two steps of an optimizer."""
     weights = [torch.zeros(size, size, device="cuda", requires_grad=True) for size in (16, 64, 300)]
     for weight in weights:
         weight.grad = torch.zeros_like(weight)
@@ -161,7 +161,7 @@ def stepped(kind: str, form: dict) -> list[int] | str:
 
 
 def requests() -> dict[str, list[int] | str]:
-    """Return, in a rehearsal, what everything asks for, by name; a call of attention has its letter."""
+    """Return {name: allocator's requests} of all cases, in a rehearsal; for attention the letter of the kernel."""
     kernel_cases.place = "cuda"
     kernel_cases.warmed_up()
     found = {}
@@ -193,10 +193,10 @@ def requests() -> dict[str, list[int] | str]:
 
 
 def ask(capability: str) -> None:
-    """Print what this Python's torch asks for on a GPU of that compute capability, as JSON."""
+    """Print the requests of this Python's torch on a GPU of a compute capability, as JSON."""
     folder = str(HERE)
 
-    def work(_):  # in the process of the rehearsal
+    def work(_):  # runs in the process of the rehearsal
         import sys
 
         sys.path.append(folder)
@@ -220,7 +220,7 @@ def answered(python: str, capability: str) -> dict:
 
 
 def differences(old: dict, new: dict) -> dict[str, tuple]:
-    """{name: (what the old release asks for, what the new one does)}; None if it has no such case."""
+    """Return {name: (requests of the old release, of the new release)}; None if a release has no such case."""
     names = [*old, *(name for name in new if name not in old)]
     return {name: (old.get(name), new.get(name)) for name in names if old.get(name) != new.get(name)}
 

@@ -1,4 +1,4 @@
-"""The estimate for CUDA on the pages: beside torch's own allocator, other tools, and figures that others measured."""
+"""Tables of the estimate for CUDA, compared with torch's own allocator, other tools, and published measurements."""
 
 import re
 from textwrap import shorten
@@ -13,11 +13,11 @@ PUBLISHED_TOOLS = RESULTS / "published_tools.json"  # by benchmarks/published_to
 
 
 def nearness() -> str:
-    """How near the estimate for CUDA is to torch's own allocator, and to what others measured."""
+    """Describe how near the estimate for CUDA is to torch's own allocator, and to published measurements."""
     report, lists = (read_record(RESULTS / f"{name}.json") for name in ("cuda", "allocator"))
     kept = [row for row in report["rows"] if "rehearsed" in row]
     architectures, optimizers = {row["architecture"] for row in kept}, {row["arguments"]["optim"] for row in kept}
-    found, few = report["summary"]["estimated"], report["summary"].get("extrapolated")  # followed in part, once
+    found, few = report["summary"]["estimated"], report["summary"].get("extrapolated")  # the latter: in older records
     of_few = f" With few layers traced, {few['answered']} of them: {_equal_or_off(few)}." if few else ""
     figures = read_record(PUBLISHED)["like_for_like"]["all"]
     when = f"{versions(report, 'torch', 'transformers')}, {report['date'][:10]}"
@@ -34,7 +34,7 @@ def nearness() -> str:
 
 
 def _equal_or_off(found: dict) -> str:
-    """How near allocated and reserved bytes are, of a summary by benchmarks/measure_cuda.py."""
+    """Describe the errors of allocated and reserved bytes in a summary of benchmarks/measure_cuda.py."""
     if not found["allocated_worst"] + found["reserved_worst"]:
         return "allocated and reserved **equal to the byte in all**"
     return (
@@ -45,7 +45,7 @@ def _equal_or_off(found: dict) -> str:
 
 
 def adapters() -> str:
-    """How near the estimate is for adapters and quantized bases, on a CPU and for CUDA."""
+    """Describe how near the estimate is for adapters and quantized bases, on a CPU and for CUDA."""
     report = read_record(RESULTS / "adapters.json")
     on_cpu, on_cuda = (report["summary"][kind] for kind in ("cpu", "cuda"))
     kinds = {row["arguments"]["peft"].get("peft_type", "LoRA") for row in report["rows"]}
@@ -63,7 +63,7 @@ def adapters() -> str:
 
 
 def ranks() -> str:
-    """One rank of several: what torch's own allocator handed out, the estimate, and the formulas of ZeRO."""
+    """Return a table of one rank of several: torch's own allocator, the estimate, and ZeRO's formulas."""
     report = read_record(RANKS)
     rows, failed, off = [], {}, 0
     for row in report["rows"]:
@@ -98,7 +98,7 @@ def ranks() -> str:
 
 
 def cuda_tools() -> str:
-    """The estimate for CUDA and other tools on the same trainings, beside torch's own allocator."""
+    """Return a table of the estimate for CUDA and other tools on the same trainings, against torch's own allocator."""
     report = read_record(CUDA_TOOLS)
     head = ["tool", "its figure", "answered", "median error", "worst", "median on dense decoders"]
     head += ["whole figure, median error", "seconds, median", "own memory, at most", "cannot express"]
@@ -111,17 +111,17 @@ def cuda_tools() -> str:
         rows[-1].append(row["cannot_express"])
     made_with = versions(report, "torch", "transformers")
     about = f"{report['what']}. {report['machine']}, {made_with}, {report['date'][:10]}. {report['note']}".strip()
-    told = (
+    text = (
         "Median and worst error: a tool's figure for tensors, compared with the peak of allocated memory. *Whole "
         "figure*: everything that a tool reports, including its allowance for the context, fragmentation and safety, "
         "compared with the peak of reserved memory. Examined but not run: "
     )
-    told += "; ".join(f"{name} ({why})" for name, why in report["not_run"].items())
-    return "\n\n".join([about, table(head, rows), f"{told}.", published_tools()])
+    text += "; ".join(f"{name} ({why})" for name, why in report["not_run"].items())
+    return "\n\n".join([about, table(head, rows), f"{text}.", published_tools()])
 
 
 def published_tools() -> str:
-    """The estimate for CUDA and other tools beside what others measured on real cards."""
+    """Return a table of the estimate for CUDA and other tools against published measurements on real cards."""
     report, rows, worst = read_record(PUBLISHED_TOOLS), [], []
     figures = {"allocated": "bytes", "reserved": "total_bytes"}
     for row in report["table"]:
@@ -132,22 +132,24 @@ def published_tools() -> str:
         rows.append([*cells, "; ".join(f"{count}: {why}" for count, why in refused)])
     for figure, what in figures.items():
         pairs = [(row["said"]["this estimate"][what], row) for row in report["pairs"] if figure in row]
-        off, name = max(((said / row[figure] - 1, row["name"]) for said, row in pairs), key=lambda pair: abs(pair[0]))
+        off, name = max(
+            ((values / row[figure] - 1, row["name"]) for values, row in pairs), key=lambda pair: abs(pair[0])
+        )
         worst.append(f"{off:+.2%} of the {figure} memory ({name})")
     head = ["tool", *(f"{figure}, {what}" for figure in figures for what in ("answered", "median error", "worst"))]
     made_with = f"{report['machine']}, {versions(report, 'torch', 'transformers', 'peft')}, {report['date'][:10]}"
     about = f"{report['what']}. {made_with}. {report['note']}"
-    told = f"Largest errors of this estimate: {' and '.join(worst)}. Examined but not run: "
-    told += "; ".join(f"{name} ({why})" for name, why in report["not_run"].items())
-    return "\n\n".join([about, table([*head, "refused"], rows), f"{told}."])
+    text = f"Largest errors of this estimate: {' and '.join(worst)}. Examined but not run: "
+    text += "; ".join(f"{name} ({why})" for name, why in report["not_run"].items())
+    return "\n\n".join([about, table([*head, "refused"], rows), f"{text}."])
 
 
 def published() -> str:
-    """The estimate against figures that others measured on real GPUs: the errors by kind, then every row."""
+    """Return tables of the estimate against published measurements on real GPUs: errors by kind, then every row."""
     report = read_record(PUBLISHED)
     errors = [
-        [kind, str(said["rows"]), *(share(said[name]) for name in ("median", "percentile_95", "worst"))]
-        for kind, said in report["like_for_like"].items()
+        [kind, str(values["rows"]), *(share(values[name]) for name in ("median", "percentile_95", "worst"))]
+        for kind, values in report["like_for_like"].items()
     ]
     rows = []
     for row in report["table"]:
@@ -159,6 +161,6 @@ def published() -> str:
     head = ["measured", "quantity", "published", "predicted", "of it older rules", "rehearsed", "error"]
     about = f"{report['what']}. {versions(report, 'torch', 'transformers')}, {report['date'][:10]}."
     facts = "[published.toml](../benchmarks/published.toml)"
-    told = f"Sources, versions and set-ups stand in {facts}. In brackets, not like for like:"
-    parts = [about, table(["like for like", "rows", "median", "95th percentile", "worst"], errors), told]
+    text = f"Sources, versions and set-ups stand in {facts}. In brackets, not like for like:"
+    parts = [about, table(["like for like", "rows", "median", "95th percentile", "worst"], errors), text]
     return "\n\n".join([*parts, "\n".join(f"- {name}: {why}" for name, why in sorted(notes)), table(head, rows)])

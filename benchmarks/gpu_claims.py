@@ -1,4 +1,4 @@
-"""The claims of the ledger that rows of the GPU suite decide: for each the value of its quantity, and the verdict."""
+"""Decide claims of the ledger from the rows of the GPU suite: the value of each quantity, and the verdict."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -22,11 +22,11 @@ class Absent(Exception):
 
 
 class Rows:
-    """What was measured, by part and name. Whatever is asked for and not there raises Absent."""
+    """The measured rows by part and name. A row that is missing raises Absent."""
 
     def __init__(self, rows: Mapping[tuple[str, str], Kept]):
         self._rows = rows
-        self.used: list[str] = []  # "part: name", of what was asked for
+        self.used: list[str] = []  # "part: name" of each requested row
 
     def __call__(self, part: str, name: str) -> Kept:
         self.used.append(f"{part}: {name}")
@@ -38,7 +38,7 @@ class Rows:
         return row
 
     def names(self, part: str, start: str = "") -> list[str]:
-        """The rows of a part that went well, by the start of their names, in their order."""
+        """Return the successful rows of a part whose names begin with a text, in their order."""
         return [name for (of, name), row in self._rows.items() if of == part and name.startswith(start) and row.ok]
 
     def memory(self, part: str, name: str) -> dict[str, Any]:
@@ -48,14 +48,14 @@ class Rows:
         return self.memory(part, name)["peak_bytes"]
 
     def shrunk(self, part: str, name: str, baseline: str) -> float:
-        """The peak of one over that of another."""
+        """Return the peak of one row divided by that of another."""
         return self.peak(part, name) / self.peak(part, baseline)
 
     def faster(self, part: str, name: str, baseline: str) -> Ratio:
         return self(part, f"{name} against {baseline}").speed_ratio
 
 
-faster, shrunk = partial(methodcaller, "faster"), partial(methodcaller, "shrunk")  # asked of `Rows`
+faster, shrunk = partial(methodcaller, "faster"), partial(methodcaller, "shrunk")  # methods of `Rows`
 THREE, ADA, EIGHT = "accumulation + checkpointing + half", "all + Adafactor", "all + 8-bit Adam"
 
 
@@ -70,7 +70,7 @@ def _training_dwarfs(rows: Rows) -> float:
 
 
 def _batches(rows: Rows, number: int, baseline: int) -> Ratio:
-    """The speed at one batch size over that at another, each by its place among the sizes that fit."""
+    """Return the speed at one batch size divided by that at another; both are indices into the sizes that fit."""
     sizes = [name for name in rows.names("batch", "batch ") if "against" not in name]
     if len(sizes) < 3:
         raise Absent("batch: fewer than three sizes were measured")
@@ -83,7 +83,7 @@ def _twice_by_batch(rows: Rows) -> Ratio:
 
 
 def _more(rows: Rows, size: str) -> float:
-    """The share of the fp32 peak by which fp16's is larger."""
+    """Return by how much the fp16 peak is larger, as a share of the fp32 peak."""
     return rows.shrunk("fp16", f"{size}, fp16", f"{size}, fp32") - 1
 
 
@@ -93,7 +93,7 @@ def _saves_with_batch(rows: Rows) -> float:
 
 
 def _at_ends(rows: Rows, kind: str, phase: str) -> float:
-    """Bytes of a category at the end of a phase, in fp16 over fp32, at the largest micro-batch."""
+    """Return the bytes of a category at the end of a phase, fp16 divided by fp32, at the largest micro-batch."""
     half, full = (rows.memory("fp16", f"64 x 2, {name}")["phase_breakdowns"][phase] for name in ("fp16", "fp32"))
     return half[kind] / full[kind]
 
@@ -113,7 +113,7 @@ def _products(fast: str) -> Callable[[Rows], Ratio]:
 
 
 def _longest(rows: Rows) -> list[str]:
-    """The names of SDPA and of plain attention at the longest sequence."""
+    """Return the row names of SDPA and of plain attention at the longest sequence."""
     lengths = [int(name.removeprefix("eager, ")) for name in rows.names("attention", "eager, ")]
     if not lengths:
         raise Absent("attention: nothing was measured")
@@ -126,7 +126,7 @@ def _fused_kernels(rows: Rows) -> float:
 
 
 def _before(rows: Rows, name: str) -> str:
-    """The rung below one, as a pair of the ladder names it."""
+    """Return the name of the rung below one, as in a pair of the ladder."""
     pairs = [pair for pair in rows.names("best", f"{name} against ") if not pair.endswith(FIRST)]
     if not pairs:
         raise Absent(f"best, {name}: not compared with the rung below")
@@ -183,23 +183,26 @@ VALUES: dict[str, Callable[[Rows], Value]] = {
 
 
 def decided(rows: Mapping[tuple[str, str], Kept], machine: Machine, profile: str) -> list[dict[str, Any]]:
-    """One decision for each of VALUES, in the order of the ledger, as JSON holds it: the verdict on what was measured,
-    or "not testable here" with what is missing. A rehearsal decides by memory alone."""
+    """Return a decision as JSON for each of VALUES, in the order of the ledger.
+
+    It has the verdict on the measured value, or "not testable here" with the reason. A rehearsal decides claims about
+    memory only.
+    """
     ledger, found = load(), []
     for claim in (claim for claim in ledger.values() if claim.id in VALUES):
-        asked = Rows(rows)
+        selected = Rows(rows)
         met, missing = hardware.supports(claim.where, machine)
         if met and machine.rehearsed and claim.decided_by != "memory":
             met, missing = False, "a rehearsal: memory alone is known"
         try:
-            value = VALUES[claim.id](asked) if met else None
+            value = VALUES[claim.id](selected) if met else None
         except Absent as absent:
             met, missing, value = False, str(absent), None
         number, interval = (value.value, (value.low, value.high)) if isinstance(value, Ratio) else (value, None)
         verdict = decide(claim, interval or number, met)
         expected = claim.expected_on(machine.kind, profile)
-        told = {"id": claim.id, "lesson": claim.lesson, "quantity": claim.quantity, "verdict": verdict}
-        told |= {"expected": list(expected), "as_expected": not met or verdict in expected, "value": number}
-        told |= {"interval": interval and list(interval), "missing": missing or None, "rows": asked.used}
-        found.append(told | {"rehearsed": machine.rehearsed})
+        decision = {"id": claim.id, "lesson": claim.lesson, "quantity": claim.quantity, "verdict": verdict}
+        decision |= {"expected": list(expected), "as_expected": not met or verdict in expected, "value": number}
+        decision |= {"interval": interval and list(interval), "missing": missing or None, "rows": selected.used}
+        found.append(decision | {"rehearsed": machine.rehearsed})
     return found

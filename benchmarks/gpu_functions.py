@@ -1,5 +1,7 @@
-"""What the GPU suite runs in clean processes beside trainings: kernels, rates, starts. Each takes the task and returns
-what JSON can hold, as `Lab.run` asks; torch is imported inside."""
+"""Functions that the GPU suite runs in fresh subprocesses in addition to trainings: kernels, rates, cold starts.
+
+Each takes the task and returns a JSON value, as `Lab.run` requires. torch is imported inside the functions.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,11 +10,11 @@ from trainmem.core.task import Profile, Task
 
 KERNELS = {"math": "MATH", "flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
 PRECISIONS = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-SIDE, TURNS = 8192, 12  # of square matrices
+SIDE, TURNS = 8192, 12  # rows and columns of the square matrices; interleaved turns
 
 
 def looped(model, arguments):
-    """AdamW without foreach and fused kernels: a loop over the tensors."""
+    """Return an AdamW without foreach and fused kernels, which loops over the tensors."""
     import torch
 
     options = {"weight_decay": 0.0, "foreach": False, "fused": False}
@@ -20,7 +22,7 @@ def looped(model, arguments):
 
 
 def products(task: Task) -> dict[str, list[float]]:
-    """Seconds of one large product in each precision, in turns: {precision: by turn}."""
+    """Return {precision: seconds per turn} of one large matmul, with interleaved precisions."""
     import torch
 
     from trainmem.measure.interleaving import in_turns
@@ -41,7 +43,7 @@ def products(task: Task) -> dict[str, list[float]]:
 
 
 def kernels(task: Task) -> dict[str, bool]:
-    """Which kernels of SDPA take 16-bit numbers without a mask here."""
+    """Return the SDPA kernels that accept 16-bit numbers without a mask on this machine."""
     import warnings
 
     import torch
@@ -61,7 +63,7 @@ def kernels(task: Task) -> dict[str, bool]:
 
 
 def forced(kernel: str, arguments: dict[str, Any], profile: Profile) -> Callable[[Task], None]:
-    """A training by the Trainer, long enough for a comparison, in which SDPA has that kernel and no other."""
+    """Run a training with the Trainer, long enough for a comparison, in which SDPA must use a given kernel."""
     steps = profile.warmup_steps + profile.turns + 1
 
     def work(task: Task) -> None:
@@ -80,8 +82,10 @@ def forced(kernel: str, arguments: dict[str, Any], profile: Profile) -> Callable
 
 
 def cold_start(task: Task) -> list[float]:
-    """Seconds of the first steps (forward and backward) of a compiled model where nothing is compiled yet: the first
-    one is the cold start."""
+    """Return the seconds of the first steps (forward and backward) of a model that is not compiled yet.
+
+    The first step includes the compilation: the cold start.
+    """
     import os
     import tempfile
     import time
@@ -104,14 +108,16 @@ def cold_start(task: Task) -> list[float]:
 
 
 def rates(task: Task) -> dict[str, float]:
-    """Floating-point operations a second of a large product, by its type, as `roofline.ceilings` measures them; "tf32"
-    is that of fp32 with tf32 on."""
+    """Return {type: floating-point operations per second} of a large matmul, measured by `roofline.ceilings`.
+
+    "tf32" is fp32 with tf32 on.
+    """
     import torch
 
     from perf_helpers.lab import roofline
 
     if not torch.cuda.is_available():
-        torch.set_num_threads(1)  # as the steps in turns
+        torch.set_num_threads(1)  # like the interleaved steps
         return {name: roofline.ceilings(name).flops_per_second for name in ("float32", "bfloat16")}
     found = {name: roofline.ceilings(name).flops_per_second for name in ("float32", "bfloat16", "float16")}
     torch.backends.cuda.matmul.allow_tf32 = True
@@ -119,7 +125,7 @@ def rates(task: Task) -> dict[str, float]:
 
 
 def flops_of_a_sample(task: Task) -> int:
-    """Floating-point operations of forward and backward for one sample, counted."""
+    """Return the counted floating-point operations of forward and backward for one sample."""
     from perf_helpers.lab import roofline
 
     return roofline.model_flops(task, 1)

@@ -1,7 +1,7 @@
-"""What is kept of the GPU suite, as results/<machine>/gpu/<date>.json, and what the pages show of it.
+"""Keep reports of the GPU suite as results/<machine>/gpu/<date>.json, and make their tables.
 
-A report has the rows of one machine, and the claims that they decide. Only what was measured on a GPU is kept: what was
-rehearsed, or ran at tiny sizes, is refused.
+A report has the rows of one machine, and the claims that they decide. Only measurements on a GPU are kept: rehearsals
+and runs at tiny sizes are refused.
 """
 
 import json
@@ -22,13 +22,15 @@ from trainmem.records import Ratio, Store
 from trainmem.texts import number_text
 
 NONE = "No GPU has run it: not measured."
-PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "tf32": "tf32"}  # argument: the rate that it computes at
+PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "tf32": "tf32"}  # {argument: the type whose matmul rate applies}
 Rows = dict[tuple[str, str], dict[str, Any]]
 
 
 def content(rows: list[Kept]) -> dict[str, Any]:
-    """The report of the machine that measured the last row. Of a row that was tried twice the last try counts.
-    ValueError without rows."""
+    """Return the report of the machine that measured the last row; the last try of a row counts.
+
+    Raises ValueError if there are no rows.
+    """
     if not rows:
         raise ValueError("no rows: run the suite first")
     last = rows[-1]
@@ -49,16 +51,16 @@ def content(rows: list[Kept]) -> dict[str, Any]:
 
 def _shown(row: Kept) -> dict[str, Any]:
     left_out = {"setup", "machine", "settings"}
-    told = {name: value for name, value in row.to_dict().items() if name not in left_out}
-    for run in told["runs"]:
+    shown = {name: value for name, value in row.to_dict().items() if name not in left_out}
+    for run in shown["runs"]:
         for name in ("phase_breakdowns", "phases", "timeline"):
             if run["memory"]:
                 run["memory"].pop(name, None)
-    return told
+    return shown
 
 
 def measured(data: dict[str, Any]) -> dict[str, Any]:
-    """A report that was measured on a GPU, at the sizes of one. ValueError for another one."""
+    """Return a report unchanged. Raises ValueError unless it was measured on a GPU, at a GPU's sizes."""
     machine = Machine.from_dict(data["machine"])
     if machine.rehearsed:
         raise ValueError("what was rehearsed was not measured, and is not kept")
@@ -68,7 +70,7 @@ def measured(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def keep(rows: Path, results: Path) -> Path:
-    """Keep what a file of rows holds as results/<machine>/gpu/<date>.json; ValueError as `content` and `measured`."""
+    """Store a file of rows as results/<machine>/gpu/<date>.json. Raises ValueError like `content` and `measured`."""
     data = measured(content(Store(rows, Kept).read()))
     target = results / Machine.from_dict(data["machine"]).slug / "gpu" / f"{data['date'][:10]}.json"
     write_record(target, data)
@@ -76,24 +78,27 @@ def keep(rows: Path, results: Path) -> Path:
 
 
 def suites(results: Path) -> dict[str, dict[str, Any]]:
-    """The newest report of each machine, by its folder; ValueError as `measured`."""
+    """Return {machine's folder: its newest report}. Raises ValueError like `measured`."""
     return {path.parents[1].name: measured(read_record(path)) for path in sorted(results.glob("*/gpu/*.json"))}
 
 
 def beside_a_card(suites: Mapping[str, Mapping[str, Any]]) -> str:
-    """The suite's runs on an H100 beside what was rehearsed of them before, and generated trainings beside both."""
+    """Return tables of an H100's measurements against their rehearsal: the suite's runs, and generated trainings."""
     record, before = read_record(RESULTS / "card.json"), read_record(RESULTS / "h100_suite_predictions.json")
-    said = {(row["part"], row["name"]): {name: row[name] for name in SIZES[1:]} for row in before["rows"]}
+    predicted = {(row["part"], row["name"]): {name: row[name] for name in SIZES[1:]} for row in before["rows"]}
     runs = [(key, _sizes(row)) for data in suites.values() for key, row in by_name(data).items()]
     suite = [
-        {"rehearsed": said[key], "measured": {"allocated": found["peak_bytes"], "reserved": found["reserved_bytes"]}}
+        {
+            "rehearsed": predicted[key],
+            "measured": {"allocated": found["peak_bytes"], "reserved": found["reserved_bytes"]},
+        }
         for key, found in runs
-        if key in said and found["peak_bytes"]
+        if key in predicted and found["peak_bytes"]
     ]
-    kinds = {"strangers": "random configurations"}  # what the record calls them: what the page does
-    told = {"the suite's runs": {"rehearsed": against(suite, "rehearsed")}} | record["told"]
+    kinds = {"strangers": "random configurations"}  # {name in the record: name on the page}
+    shown = {"the suite's runs": {"rehearsed": against(suite, "rehearsed")}} | record["told"]
     rows = []
-    for kind, by in told.items():
+    for kind, by in shown.items():
         for how, found in by.items():
             of = found["trainings"]
             cells = [f"{found[n][0]} of {of}, worst {share(found[n][1])}" if n in found else "" for n in SIZES]
@@ -103,13 +108,13 @@ def beside_a_card(suites: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def recipes_of(data: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What each of the guides' ten recipes took, by name: status, and bytes allocated and reserved."""
+    """Return {name: status, allocated and reserved bytes} of each of the guides' ten recipes."""
     rows = by_name(data)
     return {name: _sizes(rows[part, name]) for part, name in rows if part == "ten" and name in recipes.ROWS}
 
 
 def caption(data: Mapping[str, Any]) -> str:
-    """The machine, versions and dates that its numbers stand with."""
+    """Return machine, versions and dates of a report."""
     driver = next((gpu.get("driver") for gpu in data["machine"]["gpus"]), None)
     about = f"{data['machine']['name']}, driver {driver or 'unknown'}, {versions(data)}"
     return f"{about}, profile {data['profile']}, {data['began'][:16]} to {data['date'][:16]} UTC"
@@ -131,20 +136,22 @@ def _samples(row: Mapping[str, Any]) -> str:
 
 
 def section(name: str, data: Mapping[str, Any], cards: Mapping[str, dict]) -> str:
-    """The tables of one machine, one a part. `cards`: what is rehearsed, by card."""
+    """Return the tables of one machine, one per part. `cards`: {card: its rehearsal}."""
     rows = by_name(data)
     made = [f"### {name}", caption(data)]
     for part, plan in PARTS.items():
         found = _part(part, rows, _alike(rows, data, cards) if part == "ten" else {})
-        if found and part != "estimate":  # of which the errors are shown
+        if found and part != "estimate":  # another table has the errors of the estimate
             made.append(f"**{plan.__doc__.splitlines()[0]}**\n\n{found}")
     facts = [*_facts(rows), *_utilisation(rows), *_not_well(data)]
     return "\n\n".join([*made, "\n".join(f"- {fact}" for fact in facts)])
 
 
 def _part(part: str, rows: Rows, alike: Mapping[str, Mapping[str, dict]]) -> str:
-    """A row for each run: its memory, its speed, and what it is against others, in turns, with the interval; of the
-    guides' recipes also the guide's megabytes, and what cards like this one were rehearsed to take."""
+    """Return a table with a row per run: memory, speed, and interleaved comparisons with their intervals.
+
+    The guides' recipes also have the guide's megabytes, and the rehearsed memory of similar cards.
+    """
     lines = []
     for (of, name), row in rows.items():
         if of == part and row["runs"] and " against " not in name:
@@ -160,7 +167,7 @@ def _part(part: str, rows: Rows, alike: Mapping[str, Mapping[str, dict]]) -> str
 
 
 def _against(pair: str, row: Mapping[str, Any]) -> str:
-    """A pair in words: the ratio of speeds with its interval, and that of the peaks."""
+    """Describe a pair: the speed ratio with its interval, and the ratio of the peaks."""
     baseline = pair.partition(" against ")[2]
     if not row["speed_ratio"]:
         return f"{baseline}: {row['status']}"
@@ -170,22 +177,22 @@ def _against(pair: str, row: Mapping[str, Any]) -> str:
 
 
 def _alike(rows: Rows, data: Mapping[str, Any], cards: Mapping[str, dict]) -> dict[str, dict[str, dict]]:
-    """{card: what was rehearsed, by recipe} of cards of the same capability, with the same task."""
+    """Return {card: rehearsed rows by recipe} of cards with the same compute capability and task."""
     gpu, found = Machine.from_dict(data["machine"]).gpus[0], rows.get(("ten", "vanilla"), {"runs": ()})["runs"]
     return {
-        card: {row["name"]: row for row in told["rows"]}
-        for card, told in cards.items()
-        if found and tuple(told["capability"]) == gpu.capability and told["task"] == found[0]["task"]
+        card: {row["name"]: row for row in shown["rows"]}
+        for card, shown in cards.items()
+        if found and tuple(shown["capability"]) == gpu.capability and shown["task"] == found[0]["task"]
     }
 
 
 def _facts(rows: Rows) -> Iterator[str]:
-    """What functions answered, in words: rates, kernels, starts."""
+    """Describe the results of functions: rates, kernels, cold starts."""
     answers = {key: row["value"] for key, row in rows.items() if row["status"] == "ok" and row["value"] is not None}
     if found := answers.get(("tf32", "products")):
         fastest = {name: min(seconds) for name, seconds in found.items()}
-        told = ", ".join(f"{name} {fastest['fp32'] / seconds:.1f} x" for name, seconds in fastest.items())
-        yield f"a large product, the fastest of its turns, against fp32: {told}"
+        shown = ", ".join(f"{name} {fastest['fp32'] / seconds:.1f} x" for name, seconds in fastest.items())
+        yield f"a large product, the fastest of its turns, against fp32: {shown}"
     if found := answers.get(("attention", "kernels")):
         yield f"attention kernels for 16 bits: {', '.join(name for name, runs in found.items() if runs) or 'none'}"
     if found := answers.get(("compile", "cold start")):
@@ -193,17 +200,17 @@ def _facts(rows: Rows) -> Iterator[str]:
 
 
 def _utilisation(rows: Rows) -> Iterator[str]:
-    """Model FLOPs utilisation of the first recipe and the best, by the rate of a large product in their precision."""
-    asked = (rows.get(("best", name)) for name in ("rates", "model FLOPs of a sample"))
-    rates, flops = (row["value"] if row and row["status"] == "ok" else None for row in asked)
+    """Return model FLOPs utilisation of the first and the best recipe, by a large matmul's rate in their precision."""
+    needed = (rows.get(("best", name)) for name in ("rates", "model FLOPs of a sample"))
+    rates, flops = (row["value"] if row and row["status"] == "ok" else None for row in needed)
     for which in ("first", "best"):
         row = rows.get(("best", f"{which}, timed"))
         if rates and flops and row and row["status"] == "ok":
             (run,) = row["runs"]
             kind = next((kind for name, kind in PRECISIONS.items() if run["arguments"].get(name)), "float32")
             share = flops * run["timing"]["samples_per_second"] / rates[kind]
-            told = f"{_samples(row)} samples/s, {share:.1%} of {rates[kind] / 1e12:.3g} TFLOP/s ({kind})"
-            yield f"model FLOPs utilisation, the {which} recipe ({json.dumps(run['arguments'])}): {told}"
+            shown = f"{_samples(row)} samples/s, {share:.1%} of {rates[kind] / 1e12:.3g} TFLOP/s ({kind})"
+            yield f"model FLOPs utilisation, the {which} recipe ({json.dumps(run['arguments'])}): {shown}"
 
 
 def _not_well(data: Mapping[str, Any]) -> Iterator[str]:

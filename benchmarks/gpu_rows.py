@@ -1,8 +1,8 @@
-"""The rows of the GPU suite, part by part: which trainings are run and compared, at what sizes.
+"""The rows of the GPU suite, part by part: which trainings are run and compared, at which sizes.
 
-Each part is a generator of rows. It is called with the rows that are measured already, and called anew after each
-further one: so a row may depend on others, such as the largest batch that fits. The rows that it yields and the file
-does not have are still to be done. Nothing is measured here, see measure_gpu.py.
+Each part is a generator of rows. It gets the rows that are measured already, and is called again after each new row, so
+that a row may depend on others, e.g. on the largest batch that fits. The rows that it yields and that the file lacks
+are still to be measured. This module measures nothing; measure_gpu.py does.
 """
 
 import dataclasses
@@ -22,30 +22,30 @@ from trainmem.measure.interleaving import NO_TIME
 from trainmem.records import Ratio, Record
 
 NOT_TESTABLE = "not testable here"
-FAILED = ("crashed", "killed", "timed out")  # one of these is tried once more
+FAILED = ("crashed", "killed", "timed out")  # rows with such a status are tried once more
 BOTH = ("memory", "time")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One thing to measure: a run, a pair of runs in turns, or a question to a function."""
+    """One thing to measure: a run, a pair of interleaved runs, or a call of a function."""
 
-    name: str  # within its part
-    kind: str = "run"  # by the lab; "pair": two runs in turns; "question": a function's answer
+    name: str  # unique within its part
+    kind: str = "run"  # by the lab; "pair": two interleaved runs; "question": a function's result
     task: Task | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
     optimizer: Callable | None = None
-    function: Callable | None = None  # in place of the Trainer; of a question, what is asked
+    function: Callable | None = None  # replaces the Trainer; for a question, the function to call
     measure: tuple[str, ...] = ("memory",)
-    steps: int | None = None  # that are timed; None: the profile's
-    of: tuple["Row", ...] = ()  # a pair's baseline and the other one
-    lacks: str = ""  # what it needs and this machine has not
+    steps: int | None = None  # timed steps; None: the profile's
+    of: tuple["Row", ...] = ()  # of a pair: the baseline and the other run
+    lacks: str = ""  # something that the row needs and this machine lacks
 
     def settings(self) -> dict[str, Any]:
-        """What its result depends on, beside the machine and the versions, in types that JSON has."""
-        told = {"kind": self.kind, "task": self.task and self.task.to_dict(), "arguments": self.arguments}
-        told |= {"measure": list(self.measure), "steps": self.steps, "of": [row.settings() for row in self.of]}
-        return told | {name: getattr(self, name) and self.name for name in ("function", "optimizer")}
+        """Return everything but machine and versions that the result depends on, as JSON types."""
+        facts = {"kind": self.kind, "task": self.task and self.task.to_dict(), "arguments": self.arguments}
+        facts |= {"measure": list(self.measure), "steps": self.steps, "of": [row.settings() for row in self.of]}
+        return facts | {name: getattr(self, name) and self.name for name in ("function", "optimizer")}
 
 
 @dataclass(frozen=True)
@@ -55,15 +55,15 @@ class Kept(Record):
     part: str
     name: str
     settings: dict[str, Any]
-    setup: dict[str, Any]  # the machine, versions and profile, as far as results depend on them
+    setup: dict[str, Any]  # the parts of machine, versions and profile that results depend on
     machine: dict[str, Any]
-    status: str  # as of a run, or NOT_TESTABLE
+    status: str  # a run's status, or NOT_TESTABLE
     message: str = ""
-    runs: tuple[dict[str, Any], ...] = ()  # one, or a pair's two; `Run.to_dict` without what stands here
-    speed_ratio: Ratio | None = None  # of a pair: the other one's over the baseline's, in samples per second
-    wall_ratio: Ratio | None = None  # the same by the wall's clock, on a CPU
-    value: Any = None  # a question's answer
-    seconds: float | None = None  # that it took, of everything
+    runs: tuple[dict[str, Any], ...] = ()  # one, or two of a pair; `Run.to_dict` without the other fields here
+    speed_ratio: Ratio | None = None  # of a pair: samples per second of the other run over the baseline's
+    wall_ratio: Ratio | None = None  # the same ratio in wall-clock time, on a CPU
+    value: Any = None  # of a question: the function's result
+    seconds: float | None = None  # total time of the row
     date: str = ""  # ISO 8601, UTC
 
     @property
@@ -76,12 +76,12 @@ class Kept(Record):
         return memory and memory["peak_bytes"]
 
 
-Known = Mapping[str, Kept]  # the rows of a part that need not be run again, by name
+Known = Mapping[str, Kept]  # {name: row} of the rows of a part that need not be run again
 
 
 @dataclass(frozen=True)
 class Here:
-    """What the rows depend on: the machine, its packages and the sizes that it can hold."""
+    """The machine, its packages and the sizes that fit it; the rows depend on them."""
 
     machine: Machine
     versions: dict[str, str | None]
@@ -93,7 +93,7 @@ class Here:
 
     @property
     def half(self) -> dict[str, bool]:
-        """What mixed precision is: fp16 on a GPU without bf16."""
+        """Return the argument for mixed precision: bf16, or fp16 on a GPU without bf16."""
         fp16 = self.machine.kind == "cuda" and not self.has("sm80")
         return {"fp16": True} if fp16 else {"bf16": True}
 
@@ -112,7 +112,7 @@ class Here:
         return Row(name, "question", task=task, function=function, lacks=missing)
 
     def lacking(self, arguments: Mapping[str, Any]) -> str:
-        """What these arguments need and this machine has not, in words; empty where nothing is missing."""
+        """Return in words what these arguments need and this machine lacks; empty if nothing is missing."""
         needs = {"fp16": "cuda", "tf32": "sm80"}
         missing = [hardware.supports(need, self.machine)[1] for name, need in needs.items() if arguments.get(name)]
         if "bnb" in arguments.get("optim", "") and not self.versions.get("bitsandbytes"):
@@ -135,7 +135,7 @@ def batch_of(size: int) -> dict[str, int]:
 PRECISIONS = {"fp32": {}, "fp16": recipes.HALF}
 
 
-# ---- the parts
+# ---- the parts: the first line of a docstring is the title of the part's table
 
 
 def ten(here: Here, known: Known) -> Iterator[Row]:
@@ -162,7 +162,7 @@ def batch(here: Here, known: Known) -> Iterator[Row]:
         row = here.row(f"batch {size}", task, batch_of(size), measure=BOTH, steps=None if here.tiny else 8)
         yield row
         if row.name not in known:
-            return  # what follows depends on it
+            return  # the following rows depend on it
         if not known[row.name].ok:
             break
         fitting.append(row)
@@ -173,7 +173,7 @@ def batch(here: Here, known: Known) -> Iterator[Row]:
 
 
 def fp16(here: Here, known: Known) -> Iterator[Row]:
-    """The 2022 guide's table: fp16 and fp32 by micro-batch. Also with two accumulation steps, where gradients wait."""
+    """The 2022 guide's table: fp16 and fp32 by micro-batch; also with two accumulation steps, which keep gradients."""
     task = here.profile.task if here.tiny else Task("bert-base-uncased", seq_len=128)
 
     def two(size: int, more: dict[str, int], measure: tuple[str, ...]) -> list[Row]:
@@ -191,7 +191,7 @@ def fp16(here: Here, known: Known) -> Iterator[Row]:
 
 
 def tf32(here: Here, known: Known) -> Iterator[Row]:
-    """tf32 on and off, in fp32 and under fp16; and large products in each precision."""
+    """tf32 on and off, in fp32 and under fp16; and large matmuls in each precision."""
     for name, how in PRECISIONS.items():
         baseline = here.row(name, here.profile.task, recipes.FOUR | how)
         name = "fp16 and tf32" if how else "tf32"
@@ -213,7 +213,7 @@ NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 def attention(here: Here, known: Known) -> Iterator[Row]:
-    """Plain attention and SDPA by length, as lesson 11 trains them, and each kernel of SDPA that can be forced."""
+    """Plain attention and SDPA by length, as in lesson 11, and each SDPA kernel that can be forced."""
     lengths = (16, 24, 32) if here.tiny else (512, 1024, 2048)
     size = {} if here.tiny else {"num_hidden_layers": 12, "max_position_embeddings": 2048}
     task = Task("bert-tiny" if here.tiny else "bert-large-uncased", config=size | NO_DROPOUT)
@@ -222,16 +222,16 @@ def attention(here: Here, known: Known) -> Iterator[Row]:
     for length in lengths:
         for name in ("eager", "sdpa"):
             how = options | {"attn_implementation": name}
-            # Of the longest the losses too, of as few steps as in the lesson: rounding grows with each.
+            # At the longest length also compare losses, over as few steps as in the lesson: rounding errors grow.
             more = {"measure": BOTH, "steps": 2} if length == lengths[-1] else {}
             rows[name] = here.row(f"{name}, {length}", task.replace(seq_len=length), how, **more)
             yield rows[name]
     yield here.pair(rows["eager"], rows["sdpa"])
-    asked = here.question("kernels", task, gpu_functions.kernels, "cuda")
-    yield asked
-    for kernel in gpu_functions.KERNELS if asked.name in known else ():
-        answer = known[asked.name].value or {}
-        lacks = known[asked.name].message or ("" if answer.get(kernel) else f"needs a GPU on which {kernel} runs")
+    accepted = here.question("kernels", task, gpu_functions.kernels, "cuda")
+    yield accepted
+    for kernel in gpu_functions.KERNELS if accepted.name in known else ():
+        answer = known[accepted.name].value or {}
+        lacks = known[accepted.name].message or ("" if answer.get(kernel) else f"needs a GPU on which {kernel} runs")
         how = gpu_functions.forced(kernel, options | {"attn_implementation": "sdpa"}, here.profile)
         long = task.replace(seq_len=lengths[-1])
         row = Row(f"sdpa, {kernel}, {lengths[-1]}", task=long, function=how, measure=BOTH, lacks=lacks)
@@ -241,8 +241,8 @@ def attention(here: Here, known: Known) -> Iterator[Row]:
 
 def compiled(here: Here, known: Known) -> Iterator[Row]:
     """torch.compile on and off: steady state, and the seconds of a cold start."""
-    told = NO_DROPOUT | {"problem_type": "single_label_classification"}
-    task = here.profile.task.replace(config=told | ({} if here.tiny else {"num_hidden_layers": 6}))
+    facts = NO_DROPOUT | {"problem_type": "single_label_classification"}
+    task = here.profile.task.replace(config=facts | ({} if here.tiny else {"num_hidden_layers": 6}))
     plain = here.row("uncompiled", task, recipes.FOUR, measure=BOTH)
     yield plain
     for backend in ("inductor", "aot_eager"):
@@ -253,7 +253,7 @@ def compiled(here: Here, known: Known) -> Iterator[Row]:
     yield here.question("cold start", task, gpu_functions.cold_start, lacks=here.lacking_compiler)
 
 
-# By name: the task, the samples of a micro-batch, and the sizes with which it is only to run.
+# {name: (task, samples per micro-batch, sizes for a test run)}
 _SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "num_attention_heads": 2}
 _LLAMA = {"vocab_size": 32000, "hidden_size": 1024, "num_hidden_layers": 8, "intermediate_size": 2816}
 _LLAMA |= {"num_attention_heads": 16, "num_key_value_heads": 4, "dtype": "float32"}
@@ -276,11 +276,11 @@ RECIPES: dict[str, dict[str, Any]] = {
     "Adafactor": {"optim": "adafactor"},
     "8-bit Adam": {"optim": "adamw_bnb_8bit"},
 }
-WITHOUT = {("t5-base", "fp16"), ("mixtral", "fp16")}  # nobody trains these two so: T5 overflows in fp16
+WITHOUT = {("t5-base", "fp16"), ("mixtral", "fp16")}  # uncommon trainings: T5 overflows in fp16
 
 
 def estimates(here: Here, known: Known) -> Iterator[Row]:
-    """Forty trainings of six models, against which the estimate is held."""
+    """Forty trainings of six models, which the estimate is compared with."""
     chosen = [(model, recipe) for model in MODELS for recipe in RECIPES if (model, recipe) not in WITHOUT]
     for model, recipe in chosen:
         task, size, small = MODELS[model]
@@ -293,9 +293,10 @@ FIRST = "guides' vanilla"
 
 
 def best(here: Here, known: Known) -> Iterator[Row]:
-    """Lesson 14's ladder of speed, from the guides' vanilla to the best recipe in no more memory.
+    """Lesson 14's ladder of speed, from the guides' vanilla to the best recipe that takes no more memory.
 
-    With the utilisation of both, and each technique alone, for the guide's own table."""
+    Both ends have their utilisation; each technique alone is also run, for the guide's own table.
+    """
     climb = [here.row(FIRST, here.profile.task, GUIDES, optimizer=gpu_functions.looped)]
     yield climb[0]
     if FIRST not in known or not known[FIRST].ok:
@@ -325,8 +326,10 @@ GUIDES = recipes.FOUR | {"attn_implementation": "eager"}
 
 
 def _rungs(here: Here) -> Iterator[tuple[str, list[dict[str, Any]], str]]:
-    """The rungs of lesson 14's ladder of speed: a name, the arguments that are new (of several the last that fit are
-    taken), and what this machine lacks for them."""
+    """Yield the rungs of lesson 14's ladder of speed: (name, choices of new arguments, what this machine lacks).
+
+    If there are several choices, the last that fits is taken.
+    """
     native = "" if here.machine.kind == "cuda" or here.machine.native_bf16 else "needs a CPU with bf16 instructions"
     yield "+ tf32", [{"tf32": True}], here.lacking({"tf32": True})
     yield "+ half precision", [here.half], native
@@ -338,8 +341,7 @@ def _rungs(here: Here) -> Iterator[tuple[str, list[dict[str, Any]], str]]:
 
 
 def _utilisation(here: Here, known: Known, climb: list[Row]) -> Iterator[Row]:
-    """What model FLOPs utilisation (lesson 02) is computed from: the first and the best recipe, timed, and the rates of
-    this machine."""
+    """Yield the rows for model FLOPs utilisation (lesson 02): the first and the best recipe, and matmul rates."""
     ratios = {row.name: known[here.pair(climb[0], row).name].speed_ratio for row in climb[1:]}
     fitting = [row for row in climb if known[row.name].peak_bytes <= known[FIRST].peak_bytes]
     surely = {FIRST: 1.0} | {name: ratio.low for name, ratio in ratios.items() if ratio and ratio.known}

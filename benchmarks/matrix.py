@@ -1,16 +1,16 @@
-"""The library matrix: the course under the oldest and the newest libraries pyproject.toml admits, some between.
+"""The library matrix: run the course with the oldest and newest libraries that pyproject.toml admits, and some between.
 
 python benchmarks/matrix.py                        every set of matrix.toml, all lessons, then results/matrix.json
-python benchmarks/matrix.py --lessons 05,06        a part of the course
-python benchmarks/matrix.py --sets oldest newest   those only: another day the others, and the record has all of them
-python benchmarks/matrix.py --again oldest         also if nothing changed since it ran
-python benchmarks/build.py                         the page, and what lessons say of versions, from the record
+python benchmarks/matrix.py --lessons 05,06        some lessons
+python benchmarks/matrix.py --sets oldest newest   some sets; the record keeps the results of the others
+python benchmarks/matrix.py --again oldest         run a set even if nothing has changed
+python benchmarks/build.py                         make the page from the record
 
-Each set has a folder in build/matrix: `environment`, made by venv and pip (5 GB where torch is its CUDA build);
-`course/<lesson>`, as `perf-helpers course` leaves it; `rehearsal.json` by matrix_rehearsal.py. All run the same source
-tree. A lesson that ran with the same list of packages and the same tree is not run again, also when the environment has
-been removed since; so an interrupted matrix goes on, and more lessons can be added. A set that pip cannot install is
-recorded with pip's reason, and the others go on.
+Each set has a folder in build/matrix: `environment`, made by venv and pip (5 GB with torch's CUDA build);
+`course/<lesson>`, the output of `perf-helpers course`; and `rehearsal.json` by matrix_rehearsal.py. All sets run the
+same source tree. A lesson that ran with the same packages and the same tree is not repeated, even if the environment
+was deleted meanwhile. An interrupted matrix therefore continues, and lessons can be added. A set that pip cannot
+install is recorded with pip's reason, and the other sets are run.
 """
 
 import argparse
@@ -40,45 +40,45 @@ ROOT = HERE.parent
 SETS = HERE / "matrix.toml"
 RECORD = RESULTS / "matrix.json"
 BUILD = ROOT / "build" / "matrix"
-# What decides what is measured; where it differs, what a set ran is not of this tree.
+# The files that affect results: if one has changed, earlier results of a set do not count.
 SOURCES = ("pyproject.toml", "perf_helpers/**/*", "notebooks/*.ipynb", "benchmarks/matrix_rehearsal.py")
 KEPT_OF_MEMORY = ("peak_bytes", "reserved_bytes", "peak_phase", "peak_operation", "breakdown")
 PROFILE = "cpu"
-REHEARSAL = "rehearsal"  # beside the lessons, what a set runs
+REHEARSAL = "rehearsal"  # a set runs it in addition to the lessons
 
 
 class NotInstalled(Exception):
-    """pip could not install a set; with its reason."""
+    """pip could not install a set; the message has pip's reason."""
 
 
 @dataclass(frozen=True)
 class LibrarySet:
-    """A set of libraries, as matrix.toml has it."""
+    """A set of libraries from matrix.toml."""
 
     name: str
     what: str
-    packages: tuple[str, ...]  # as pip takes them
-    constraints: str | None = None  # a file of the repository
+    packages: tuple[str, ...]  # requirements for pip
+    constraints: str | None = None  # path of a file in the repository
     higher: dict[str, str] = field(default_factory=dict)  # {a package above pyproject's lower bound: why}
 
     @property
     def is_open(self) -> bool:
-        """Whether its versions are those of the day: nothing pins them."""
+        """Return whether the versions are not pinned, so that they depend on the day."""
         return not self.packages and not self.constraints
 
     def wanted(self) -> list[str]:
-        """What pip is asked for, one line each; pins of a constraints file included."""
+        """Return the requirements for pip, including the pins of a constraints file."""
         return [*self.packages, *([(ROOT / self.constraints).read_text()] if self.constraints else [])]
 
 
 def library_sets() -> list[LibrarySet]:
-    """The sets of matrix.toml, the oldest first. What pyproject.toml does not admit in them, pip refuses."""
+    """Return the sets of matrix.toml, the oldest first. pip refuses versions that pyproject.toml does not admit."""
     rows = tomllib.loads(SETS.read_text(encoding="utf-8"))["set"]
     return [LibrarySet(**row | {"packages": tuple(row["packages"])}) for row in rows]
 
 
 def source_hash(root: Path = ROOT) -> str:
-    """A hash of the files that decide what is measured."""
+    """Return a hash of the files that affect results."""
     found = sorted({path for pattern in SOURCES for path in root.glob(pattern) if path.is_file()})
     state = hashlib.sha256()
     for path in (path for path in found if "__pycache__" not in path.parts):
@@ -90,20 +90,20 @@ def source_hash(root: Path = ROOT) -> str:
 
 
 class Environments:
-    """Where sets are installed and run; each in a folder of its own below `folder`."""
+    """Install and run sets, each in its own folder below `folder`."""
 
     def __init__(self, folder: Path = BUILD):
         self.folder = folder
 
     def install(self, one: LibrarySet) -> None:
-        """Make the set's environment, unless it is there with the same list.
+        """Make the set's environment, unless there is one with the same requirements.
 
         Raises:
             NotInstalled: pip refused.
         """
         home = self.folder / one.name / "environment"
-        made, asked = home / "packages.txt", "\n".join([f"python {platform.python_version()}", *one.wanted()])
-        if made.exists() and made.read_text() == asked and not one.is_open:
+        made, requirements = home / "packages.txt", "\n".join([f"python {platform.python_version()}", *one.wanted()])
+        if made.exists() and made.read_text() == requirements and not one.is_open:
             return
         if not (one.is_open and self.python(one).exists()):
             shutil.rmtree(home, ignore_errors=True)
@@ -116,10 +116,10 @@ class Environments:
         done = subprocess.run(command, capture_output=True, text=True, env=self._variables(one))
         if done.returncode:
             raise NotInstalled(pip_reason(done.stderr))
-        made.write_text(asked)
+        made.write_text(requirements)
 
     def packages(self, one: LibrarySet) -> dict[str, str]:
-        """The exact versions of everything that is installed, torch with its build."""
+        """Return the exact versions of all installed packages, torch with its build."""
         command = [self.python(one), "-m", "pip", "list", "--format=json", "--exclude-editable"]
         done = self._run(one, command, check=True)
         found = {canonicalize_name(row["name"]): row["version"] for row in json.loads(done.stdout)}
@@ -127,10 +127,10 @@ class Environments:
         return found | {"torch": self._run(one, [self.python(one), "-c", code], check=True).stdout.strip()}
 
     def course(self, one: LibrarySet, lesson: str) -> dict:
-        """The results of a lesson in the set's environment.
+        """Run a lesson in the set's environment and return its results.
 
         Raises:
-            ValueError: it left none; with its exit code.
+            ValueError: the lesson wrote no results; the message has its exit code.
         """
         out = self.folder / one.name / "course" / lesson
         shutil.rmtree(out, ignore_errors=True)
@@ -143,7 +143,7 @@ class Environments:
             raise ValueError(f"the course ended with exit code {done.returncode}: {error}") from None
 
     def rehearsal(self, one: LibrarySet) -> dict:
-        """The results of matrix_rehearsal.py in the set's environment; where it cannot, {"not_rehearsed": why}."""
+        """Return the results of matrix_rehearsal.py for the set; if it fails, {"not_rehearsed": reason}."""
         out = self.folder / one.name / "rehearsal.json"
         out.unlink(missing_ok=True)
         done = self._run(one, [self.python(one), HERE / "matrix_rehearsal.py", out])
@@ -159,20 +159,20 @@ class Environments:
         return subprocess.run(command, capture_output=True, text=True, env=self._variables(one), **options)
 
     def _variables(self, one: LibrarySet) -> dict[str, str]:
-        """Each set keeps runs, and what it learnt of operations, to itself, and takes no code from elsewhere."""
+        """Return environment variables: each set has its own cache of runs and operations and its own code."""
         kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
         return kept | {"PERF_HELPERS_HOME": str(self.folder / one.name / "home")}
 
 
 def pip_reason(stderr: str) -> str:
-    """What pip says when it gives up: its errors, without addresses and in one line."""
+    """Return pip's errors in one line, without addresses."""
     lines = [line.removeprefix("ERROR: ").strip() for line in stderr.splitlines() if line.startswith("ERROR: ")]
     known = [line for line in lines if not line.startswith(("Ignored the following", "ResolutionImpossible"))]
     return plain("; ".join(known or lines or stderr.strip().splitlines()[-1:]) or "pip gave no reason")
 
 
 def plain(text: str) -> str:
-    """A message without this machine's folders and without addresses, and not too long to read."""
+    """Return a message without this machine's paths and without addresses, shortened."""
     text = re.sub(
         r"(?:https?|file)://\S+|host='[^']*'", "...", text.replace(str(ROOT), ".").replace(str(Path.home()), "~")
     )
@@ -183,9 +183,9 @@ def plain(text: str) -> str:
 
 
 def run(one: LibrarySet, lessons: list[str], environments: Environments, again: bool = False) -> dict:
-    """What became of a set, as `became` says it, which runs what is not known of an earlier call.
+    """Run the parts of a set that no earlier call has run, and return what `became` returns.
 
-    What ran is kept in `done.json` beside it: {"key", "packages", "date", "ran": {lesson or REHEARSAL: results}}.
+    Results are kept in the set's `done.json`: {"key", "packages", "date", "ran": {lesson or REHEARSAL: results}}.
     """
     known, jobs = done(one, environments), [*lessons, REHEARSAL]
     if known and again:
@@ -196,7 +196,7 @@ def run(one: LibrarySet, lessons: list[str], environments: Environments, again: 
         say(f"{one.name}: installing")
         environments.install(one)
         packages = environments.packages(one)
-        if known.get("packages") != packages:  # what was known is of other versions
+        if known.get("packages") != packages:  # earlier results are of other versions
             known = {"key": state(one), "packages": packages, "date": now(), "ran": {}}
         say(f"{one.name}: torch {packages['torch']}, transformers {packages['transformers']}")
         for name in (name for name in jobs if name not in known["ran"]):
@@ -211,33 +211,36 @@ def run(one: LibrarySet, lessons: list[str], environments: Environments, again: 
 
 
 def became(one: LibrarySet, lessons: list[str], known: dict, status: str = "ok", message: str = "") -> dict:
-    """{"name", "what", "status", "message", "packages", "date", "course", "rehearsal", "not_rehearsed"} of a set.
+    """Return the result of a set.
 
-    `status` is "ok", "not installed" or "not run"; `course` and `rehearsal` are results, or None, the latter with the
-    reason in "not_rehearsed".
+    Its keys are "name", "what", "status", "message", "packages", "date", "course", "rehearsal" and "not_rehearsed".
+    "status" is "ok", "not installed" or "not run"; "course" and "rehearsal" are results or None. If "rehearsal" is
+    None, "not_rehearsed" has the reason.
     """
-    told = {"name": one.name, "what": one.what, "status": status, "message": message}
-    told |= {"date": known.get("date", now()), "packages": known.get("packages", {})}
+    entry = {"name": one.name, "what": one.what, "status": status, "message": message}
+    entry |= {"date": known.get("date", now()), "packages": known.get("packages", {})}
     rehearsed = known.get("ran", {}).get(REHEARSAL, {})
     why = rehearsed.get("not_rehearsed", "")
     ran = [known["ran"][lesson] for lesson in lessons] if status == "ok" else []
     parts = {part: [each for data in ran for each in data[part]] for part in ("lessons", "claims", "runs")}
     course = ran[-1] | parts if ran else None
-    return told | {"course": course, "rehearsal": None if why else rehearsed or None, "not_rehearsed": why}
+    return entry | {"course": course, "rehearsal": None if why else rehearsed or None, "not_rehearsed": why}
 
 
 def done(one: LibrarySet, environments: Environments) -> dict:
-    """What an earlier call kept of a set, if it is of the same state; else nothing."""
+    """Return the results that an earlier call kept of a set in the same state; otherwise an empty dict."""
     try:
         known = read_record(environments.folder / one.name / "done.json")
         return known if known["key"] == state(one) else {}
-    except (OSError, ValueError, LookupError):  # there is none, or it was cut off
+    except (OSError, ValueError, LookupError):  # missing, or cut off
         return {}
 
 
 def state(one: LibrarySet) -> str:
-    """What a set's results depend on, as a hash: the same state is not run twice. A set that nothing pins is of its
-    day."""
+    """Return a hash of everything that a set's results depend on; the same state is not run twice.
+
+    For a set without pins it includes the date.
+    """
     parts = [one.name, *one.wanted(), platform.python_version(), source_hash(), PROFILE]
     parts += [json.dumps(tomllib.loads(SETS.read_text(encoding="utf-8")).get("rehearsal", []))]
     parts += [now()[:10]] if one.is_open else []
@@ -252,14 +255,17 @@ def say(text: str) -> None:
 
 
 def record(rows: list[dict], lessons: list[str], note: str = "") -> dict:
-    """What stands in results/matrix.json, from what became of the sets: versions, lessons, claims in each set, the
-    memory of runs that differs, the rehearsed bytes, and what differs between each set and the next that ran."""
+    """Return the content of results/matrix.json from the results of the sets.
+
+    It has the versions, lessons and claims of each set, the memory of runs that differ, the rehearsed bytes, and the
+    differences between each set and the next that ran.
+    """
     ran = [row for row in rows if row["course"]]
     claims: dict[str, dict] = {}
     for row in ran:
         for claim in row["course"]["claims"]:
-            told = {name: claim[name] for name in ("verdict", "as_expected", "value", "interval")}
-            claims.setdefault(claim["id"], {"lesson": claim["lesson"]})[row["name"]] = told
+            entry = {name: claim[name] for name in ("verdict", "as_expected", "value", "interval")}
+            claims.setdefault(claim["id"], {"lesson": claim["lesson"]})[row["name"]] = entry
     counted = _sizes({row["name"]: row["course"]["runs"] for row in ran})
     rehearsed = {row["name"]: row["rehearsal"]["runs"] for row in ran if row["rehearsal"]}
     differing = {id: sizes for id, sizes in counted.items() if len(set(map(json.dumps, sizes.values()))) > 1}
@@ -282,14 +288,14 @@ def record(rows: list[dict], lessons: list[str], note: str = "") -> dict:
 
 
 def _set(row: dict) -> dict:
-    """What the record says of a set, less what it measured."""
-    told = {name: row[name] for name in ("name", "what", "status", "message", "not_rehearsed", "date", "packages")}
+    """Return a set's entry in the record, without its measurements."""
+    entry = {name: row[name] for name in ("name", "what", "status", "message", "not_rehearsed", "date", "packages")}
     lessons = row["course"]["lessons"] if row["course"] else []
-    return told | {"lessons": {x["name"]: {"status": x["status"], "message": plain(x["message"])} for x in lessons}}
+    return entry | {"lessons": {x["name"]: {"status": x["status"], "message": plain(x["message"])} for x in lessons}}
 
 
 def _sizes(runs: dict[str, list[dict]]) -> dict[str, dict[str, dict]]:
-    """{run: {set: its memory}} of every run that has one, by the name that it has in all sets."""
+    """Return {run: {set: memory}} of every run with a memory; the names of runs are the same in all sets."""
     found: dict[str, dict[str, dict]] = {}
     for name, rows in runs.items():
         for id, run in keyed(rows):
@@ -301,21 +307,21 @@ def _sizes(runs: dict[str, list[dict]]) -> dict[str, dict[str, dict]]:
 
 
 def _between(old: dict, new: dict) -> dict:
-    """What differs between two sets that ran: packages, and every change of the course and of the rehearsal."""
+    """Return the differences between two sets: packages, and every change of the course and the rehearsal."""
     names = sorted(old["packages"].keys() | new["packages"].keys())
     pairs = {name: [row["packages"].get(name) for row in (old, new)] for name in names}
-    told = {
+    entry = {
         "old": old["name"],
         "new": new["name"],
         "packages": {n: pair for n, pair in pairs.items() if pair[0] != pair[1]},
     }
-    told["changes"] = compare(old["course"], new["course"]).changes
+    entry["changes"] = compare(old["course"], new["course"]).changes
     both = old["rehearsal"] and new["rehearsal"]
-    return told | {"rehearsed": compare(old["rehearsal"], new["rehearsal"]).changes if both else None}
+    return entry | {"rehearsed": compare(old["rehearsal"], new["rehearsal"]).changes if both else None}
 
 
 def main(arguments: list[str] | None = None, environments: Environments | None = None) -> int:
-    """Run the sets and write the record; the exit code: 1 where a set or a lesson in one did not run."""
+    """Run the sets and write the record. Return the exit code: 1 if a set, or a lesson of a set, did not run."""
     parser = argparse.ArgumentParser(description="Run the course under several sets of libraries; record what differs.")
     known = library_sets()
     names = [one.name for one in known]
@@ -335,7 +341,7 @@ def main(arguments: list[str] | None = None, environments: Environments | None =
         else:
             before = done(one, environments)
             ran = before.get("ran", {}).keys() >= {*lessons}
-            rows.append(became(one, lessons, before) if ran else became(one, lessons, {}, "not run", "not asked for"))
+            rows.append(became(one, lessons, before) if ran else became(one, lessons, {}, "not run", "not requested"))
     made = record(rows, lessons, options.note)
     write_record(options.out, made)
     print(options.out)
@@ -344,7 +350,7 @@ def main(arguments: list[str] | None = None, environments: Environments | None =
         failed = [(name, lesson) for name, lesson in row["lessons"].items() if lesson["status"] != "ok"]
         trouble += [f"{row['name']}: {row['status']}, {row['message']}"] if row["status"] != "ok" else []
         trouble += [f"{row['name']}: {name} {lesson['status']}, {lesson['message']}" for name, lesson in failed]
-    say("\n".join(trouble) or "every lesson ran in every set that was asked for")
+    say("\n".join(trouble) or "every lesson ran in every requested set")
     return int(bool(trouble))
 
 

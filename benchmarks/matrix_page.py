@@ -1,6 +1,6 @@
-"""The part of results/README.md about the library matrix, from results/matrix.json.
+"""Make the section of results/README.md about the library matrix, from results/matrix.json.
 
-Each difference is listed with the two sets of libraries between which it was seen.
+Each difference is listed with the two sets of libraries between which it occurred.
 """
 
 import re
@@ -16,7 +16,7 @@ LIBRARIES = ("torch", "transformers", "accelerate", "bitsandbytes", "datasets", 
 
 
 def section(record: dict) -> str:
-    """The page's part, in Markdown, below its heading."""
+    """Return the section in Markdown, without its heading."""
     names = ("lessons " if len(record["lessons"]) > 1 else "lesson ") + ", ".join(n[:2] for n in record["lessons"])
     head = f"{record['what'].capitalize()}: {names}, profile {record['profile']}."
     about = f"{record['machine']}, Python {record['python']}, {record['date'][:10]}."
@@ -25,17 +25,17 @@ def section(record: dict) -> str:
 
 
 def changed(record: dict) -> set[str]:
-    """The ids of all that differs between two sets: claims, runs, lessons, rehearsed trainings."""
+    """Return the ids of everything that differs between two sets: claims, runs, lessons, rehearsed trainings."""
     return {change["id"] for pair in record["between"] for change in pair["changes"] + (pair["rehearsed"] or [])}
 
 
 def causes() -> list[dict]:
-    """{"changes": ids, "says"} of what was found out by hand, from matrix.toml."""
+    """Return the causes that people found, from matrix.toml: {"changes": ids, "says": the cause}."""
     return tomllib.loads(SETS.read_text(encoding="utf-8")).get("cause", [])
 
 
 def _causes(record: dict) -> list[str]:
-    """Why, where that is known: a list; nothing where it is not."""
+    """Return a list of the known causes; empty if there are none."""
     lines = []
     for cause in causes():
         if names := [id.removeprefix("rehearsal/") for id in cause["changes"] if id in changed(record)]:
@@ -44,7 +44,7 @@ def _causes(record: dict) -> list[str]:
 
 
 def _sets(record: dict) -> str:
-    """One column a set: its libraries, the lessons that ran, the claims as expected, the rehearsal."""
+    """Return a table with a column per set: libraries, lessons that ran, expected claims, the rehearsal."""
     sets = record["sets"]
     rows = [["", *(row["what"] for row in sets)]]
     rows += [[name, *(row["packages"].get(name, "") for row in sets)] for name in LIBRARIES]
@@ -63,8 +63,8 @@ def _lessons(row: dict) -> str:
 
 
 def _expected(record: dict, name: str) -> str:
-    told = [sides[name] for sides in record["claims"].values() if name in sides]
-    return f"{sum(claim['as_expected'] for claim in told)} of {len(told)}" if told else ""
+    text = [sides[name] for sides in record["claims"].values() if name in sides]
+    return f"{sum(claim['as_expected'] for claim in text)} of {len(text)}" if text else ""
 
 
 def _trainings(record: dict, row: dict) -> str:
@@ -73,7 +73,7 @@ def _trainings(record: dict, row: dict) -> str:
 
 
 def _trouble(record: dict) -> list[str]:
-    """A list of what did not run, with the reason; nothing where all did."""
+    """Return a list of everything that did not run, with reasons; empty if all ran."""
     lines = []
     for row in record["sets"]:
         if row["status"] != "ok":
@@ -92,14 +92,14 @@ def _trouble(record: dict) -> list[str]:
 
 
 def _claims(record: dict) -> str:
-    """A row for each claim that differs between two sets beyond its noise; and how many do not."""
+    """Return a table of the claims that differ between two sets beyond their noise, and the number of the others."""
     moved = changed(record) & record["claims"].keys()
     ledger, same = load(), len(record["claims"]) - len(moved)
-    told = (
+    text = (
         f"{same} of {len(record['claims'])} claims have the same verdict, and the same value within its noise, in all."
     )
     if not moved:
-        return told
+        return text
     names, rows = [row["name"] for row in record["sets"]], []
     for id in sorted(moved, key=lambda id: (record["claims"][id]["lesson"], id)):
         sides = record["claims"][id]
@@ -108,27 +108,27 @@ def _claims(record: dict) -> str:
             [sides["lesson"][:2], f"`{id}`", by or "", *(verdict(sides.get(name), "not run") for name in names)]
         )
     about = "The others are here. One decided by time was timed once in each set: it may differ by chance."
-    return "\n\n".join([f"{told} {about}", table(["lesson", "claim", "decided by", *names], rows)])
+    return "\n\n".join([f"{text} {about}", table(["lesson", "claim", "decided by", *names], rows)])
 
 
 def _memory(record: dict) -> str:
-    """Every run whose bytes moved between two sets, by category, with the operation at the peak."""
+    """Return a table of runs whose bytes differ between two sets, by category, with the operation at the peak."""
     compared, moved = record["runs"], _moved(record, "changes")
     if not moved:
         return f"Memory: no byte of {compared} runs differs between any two sets that ran." if compared else "No run."
-    told = f"Memory: {compared - len(record['memory'])} of {compared} runs hold the same bytes in every set. Moved:"
-    return "\n\n".join([told, table(["from", "to", "run", "what moved"], moved)])
+    text = f"Memory: {compared - len(record['memory'])} of {compared} runs hold the same bytes in every set. Moved:"
+    return "\n\n".join([text, table(["from", "to", "run", "what moved"], moved)])
 
 
 def _rehearsed(record: dict) -> str:
-    """The rehearsed trainings: what torch's allocator hands out and reserves in each set, and what moved."""
+    """Return tables of rehearsed trainings: allocated and reserved bytes in each set, and the differences."""
     if not record["rehearsed"]:
         return "Rehearsed: no set has torch's CUDA build, or none could be rehearsed."
     names, rows = [row["name"] for row in record["sets"]], []
     for id, sides in record["rehearsed"].items():
         rows.append([id.partition("/")[2], *(_allocated(sides.get(name)) for name in names)])
-    told = "Rehearsed, MiB that torch's own allocator hands out / reserves:"
-    parts = [told, table(["training", *names], rows)]
+    text = "Rehearsed, MiB that torch's own allocator hands out / reserves:"
+    parts = [text, table(["training", *names], rows)]
     if moved := _moved(record, "rehearsed"):
         parts += ["Moved:", table(["from", "to", "training", "what moved"], moved)]
     else:
@@ -137,16 +137,18 @@ def _rehearsed(record: dict) -> str:
 
 
 def _moved(record: dict, which: str) -> list[list[str]]:
-    """[set, next set, run, what moved] for every change of memory, and of what fits. Runs of which the same bytes moved
-    stand in one row, without their sizes and the operation at the peak, which differ: the record has these."""
+    """Return rows [set, next set, run, difference] for every change of memory, or of whether a run fits.
+
+    Runs with the same difference share a row, without their sizes and peak operations, which the record has.
+    """
     groups: dict[tuple[str, ...], list[tuple[str, str]]] = {}
     for pair in record["between"]:
         for change in pair[which] or ():
             if change["kind"] in ("memory", "run"):
-                told = change["text"].partition(f"{change['id']}: ")[2]
-                bare = re.sub(r"[\d.,]+ \w+ -> [\d.,]+ \w+ |; at [^;]*?\((?:forward|backward|step)\)", "", told)
+                text = change["text"].partition(f"{change['id']}: ")[2]
+                bare = re.sub(r"[\d.,]+ \w+ -> [\d.,]+ \w+ |; at [^;]*?\((?:forward|backward|step)\)", "", text)
                 name = change["id"].removeprefix("rehearsal/")
-                groups.setdefault((pair["old"], pair["new"], bare), []).append((name, told))
+                groups.setdefault((pair["old"], pair["new"], bare), []).append((name, text))
     rows = []
     for (old, new, bare), found in groups.items():
         names = "; ".join(name for name, _ in found)

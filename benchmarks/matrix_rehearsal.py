@@ -1,8 +1,8 @@
-"""Rehearses the trainings of matrix.toml with this environment's torch, and writes them as a course's results are.
+"""Rehearse the trainings of matrix.toml with this environment's torch, and write them in the format of a course run.
 
 python benchmarks/matrix_rehearsal.py FILE    benchmarks/matrix.py calls it in the environment of each set
 
-Exit code 1, with the reason in one line, where nothing can be rehearsed.
+Exit code 1, with the reason in one line, if nothing can be rehearsed.
 """
 
 import dataclasses

@@ -1,10 +1,10 @@
-"""The estimate for adapters and for bases of 8 and 4 bits: on a CPU against what the lab counts, by category; for CUDA
-against torch's own allocator, over generated trainings that are rehearsed.
+"""Compare the estimate for adapters and for 8-bit and 4-bit bases: on a CPU with the lab's counts, by category, and
+for CUDA with torch's own allocator, over generated and rehearsed trainings.
 
     python benchmarks/measure_adapters.py [--count 112] [--seed 1]
 
-Another seed is another set. Left out is what cannot be trained: a model that refuses a method, or one that asks for
-values which a rehearsal does not compute. Of activations beyond LLM.int8's threshold there are none in a rehearsal.
+Another seed gives another set. Trainings that cannot run are left out: a model that refuses a method, or one that needs
+values, which a rehearsal does not compute. In a rehearsal no activation exceeds LLM.int8's threshold.
 """
 
 import random
@@ -51,7 +51,7 @@ OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "paged_adamw_8bit", "adamw_bnb
 
 
 def training(number: int, seed: int, on_cpu: bool) -> Training:
-    """The training of that number in the set of that seed; each architecture has its turn."""
+    """Return training `number` in the set of a seed; architectures take turns."""
     draw = random.Random(f"adapters {seed} {number}")
     language = [name for name, given in ARCHITECTURES.items() if given.get("family") != "vision" and name != "Swin"]
     architecture = language[number % len(language)]
@@ -65,7 +65,7 @@ def training(number: int, seed: int, on_cpu: bool) -> Training:
 
 
 def counted(lab: Lab, one: Training, folder: Path) -> dict:
-    """A training on the CPU: what the lab counts, and what the estimate says, by category."""
+    """Run a training on the CPU; return the lab's count and the estimate, by category."""
     row, task = {"device": "cpu"} | one.to_dict(), one.task(folder)
     try:
         run = lab.train(str(one.number), task=task, measure="memory", **one.arguments)
@@ -89,7 +89,7 @@ def rehearsed(lab: Lab, one: Training, folder: Path) -> dict:
 
 
 def cases(options) -> dict[str, Training]:
-    """{"cpu 0": ..., "cuda 0": ...}."""
+    """Return {"cpu 0": ..., "cuda 0": ...}."""
     kinds = {"cpu": True, "cuda": False}
     numbers = range(options.count)
     return {f"{kind} {n}": training(n, options.seed, on_cpu) for kind, on_cpu in kinds.items() for n in numbers}
@@ -128,10 +128,10 @@ def conclude(rows: list[dict], options) -> dict:
 
 
 def line(row: dict) -> str:
-    said = row.get("left_out") or [row.get("counted", row.get("rehearsed")), row["estimated"]]
-    if row["device"] == "cpu" and isinstance(said, list) and said[0] == said[1]:
-        said = "equal"
-    return f"{row['architecture']}, {row['arguments']}: {said}"
+    outcome = row.get("left_out") or [row.get("counted", row.get("rehearsed")), row["estimated"]]
+    if row["device"] == "cpu" and isinstance(outcome, list) and outcome[0] == outcome[1]:
+        outcome = "equal"
+    return f"{row['architecture']}, {row['arguments']}: {outcome}"
 
 
 ADAPTERS = Measurement(

@@ -1,13 +1,12 @@
-"""Whether advice keeps its word: what `advise` says fits is rehearsed on a card of that size (see
-`trainmem.rehearsal`), and so is the next larger micro-batch, which it says does not fit.
+"""Check `advise`: rehearse the micro-batch that it says fits on a card of that size (see `trainmem.rehearsal`), and
+the next larger one, which it says does not fit.
 
     .venv-cuda/bin/python benchmarks/measure_advice.py [--count 58] [--seed 1]
 
-Another seed is another set: small models on cards that nobody sells, and larger ones on cards that are sold. The memory
-of the former, and the effective batch, are chosen so that the memory ends somewhere within the batch. A pair that is
-not decided all the same, because the whole batch fits, nothing does, or the training is impossible, is kept with the
-reason, and does not count. Advice and rehearsal take the same CUDA context: how large it is on a real card, no
-rehearsal tells.
+Another seed gives another set: small models on made-up cards, and larger ones on real cards. A made-up card's memory
+and the effective batch are chosen so that only a part of the batch fits. A pair that decides nothing all the same,
+because the whole batch fits, nothing does, or the training is impossible, is kept with the reason and does not count.
+Advice and rehearsal assume the same CUDA context; its size on a real card cannot be rehearsed.
 """
 
 import random
@@ -33,10 +32,10 @@ from trainmem.rehearsal import CARDS, Card, card
 from trainmem.unknown import NeedsValues
 
 LENGTHS = (128, 256, 384, 512, 1024)
-BATCHES = (4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # samples that an update sees
-SOLD = ("t4", "v100", "a10g", "4090", "a100-40", "a100", "h100")  # the cards that models are put on in turns
-SAMPLES = (2, 3, 4, 6, 8, 12, 16)  # of a micro-batch that a card holds that nobody sells
-MOST_SAMPLES = 60  # of a micro-batch
+BATCHES = (4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # samples per update
+SOLD = ("t4", "v100", "a10g", "4090", "a100-40", "a100", "h100")  # real cards, used in turn
+SAMPLES = (2, 3, 4, 6, 8, 12, 16)  # per micro-batch that just fits on a made-up card
+MOST_SAMPLES = 60  # per micro-batch
 OPTIMIZERS = ({}, {}, *({"optim": name} for name in ("adafactor", "adamw_bnb_8bit", "adamw_torch", "sgd")))
 TECHNIQUES = ({}, {}, {"fp16": True}, {"dtype": "bfloat16"}, {"gradient_checkpointing": True})
 TECHNIQUES += ({"attn_implementation": "eager"}, {"gradient_checkpointing": True, "max_grad_norm": 0.0})
@@ -44,23 +43,23 @@ TECHNIQUES += ({"attn_implementation": "eager"}, {"gradient_checkpointing": True
 
 @dataclass(frozen=True)
 class Pair:
-    """A model, and the card for which advice is asked."""
+    """A model, and the card for which advice is requested."""
 
     number: int
     architecture: str
     config: dict
     seq_len: int | None  # None for images
-    card: Card | None  # None: one that holds a micro-batch of so many `samples`, or a little more
+    card: Card | None  # None: a made-up card on which a micro-batch of `samples` just fits
     capability: tuple[int, int]
     samples: int
-    must: dict  # training arguments that the advice is to keep
+    must: dict  # training arguments that the advice must keep
 
     def to_dict(self) -> dict:
         return {name: getattr(self, name) for name in ("number", "architecture", "config", "seq_len", "must")}
 
 
 def pair(number: int, seed: int) -> Pair:
-    """The pair with that number, drawn by that seed. Three of four are small. Architectures and cards take turns."""
+    """Return pair `number` of a seed. Three of four models are small. Architectures and cards take turns."""
     draw = random.Random(f"{seed} {number}")
     turn, kind = divmod(number, 4)
     on, capability, lengths = None, draw.choice(CAPABILITIES), LENGTHS
@@ -77,17 +76,17 @@ def pair(number: int, seed: int) -> Pair:
 
 
 class Undecided(Exception):
-    """Nothing can be learned from this pair; the message says why."""
+    """This pair decides nothing; the message says why."""
 
 
 def card_and_batch(one: Pair, task: Task) -> tuple[Card, int]:
-    """The pair's card, and an effective batch of which it holds only a part at once.
+    """Return the pair's card, and an effective batch of which only a part fits on it.
 
-    A made-up card gets up to a tenth more memory than a micro-batch needs whose peak is not in the optimizer's step.
-    For a real card a line through two estimates says how many samples it holds.
+    A made-up card gets up to a tenth more memory than a micro-batch needs whose peak is not in the optimizer update.
+    For a real card, a line through two estimates predicts how many samples fit.
 
     Raises:
-        Undecided: it holds too many of them, or none.
+        Undecided: too many samples fit, or none.
     """
     draw = random.Random(one.number)
     precision = {} if {"fp16", "dtype"} & one.must.keys() else {"bf16" if one.capability >= (8, 0) else "fp16": True}
@@ -112,7 +111,7 @@ def card_and_batch(one: Pair, task: Task) -> tuple[Card, int]:
 
 
 def decide(one: Pair, folder: Path) -> dict:
-    """What is kept of a pair: the best recipe, and how it and the next larger micro-batch end in the rehearsal."""
+    """Return the record of a pair: the best recipe, and the rehearsals of it and of the next larger micro-batch."""
     row, task = one.to_dict(), task_of(one.config, one.seq_len, folder / f"{one.number}.json")
     try:
         on, batch = card_and_batch(one, task)
@@ -148,7 +147,7 @@ def decide(one: Pair, folder: Path) -> dict:
 
 
 def summary(rows: list[dict]) -> dict:
-    """How often advice kept its word."""
+    """Return how often the advice was right."""
     decided = [row for row in rows if "keeps_its_word" in row]
     return {
         "decided": len(decided),
@@ -162,8 +161,8 @@ def summary(rows: list[dict]) -> dict:
 
 
 def line(row: dict) -> str:
-    said = row.get("left_out") or f"keeps its word: {row['keeps_its_word']}"
-    return f"{row['architecture']}, {row.get('recipe')}: {said}"
+    outcome = row.get("left_out") or f"keeps its word: {row['keeps_its_word']}"
+    return f"{row['architecture']}, {row.get('recipe')}: {outcome}"
 
 
 def measure(cases, options):

@@ -1,12 +1,13 @@
-"""The double of torch's caching allocator against the allocator itself, on random traces of births and deaths.
+"""Compare our model of torch's caching allocator with the allocator itself, on random traces of allocations and frees.
 
     python benchmarks/measure_allocator.py [--traces 500] [--seed 0]
 
-torch's CUDA build runs in a rehearsal, a process for each configuration with its PYTORCH_CUDA_ALLOC_CONF. After every
-event the bytes allocated, reserved and requested, the numbers of small and large segments, the address of the new block
-and whether there was no room are compared; after every trace the peaks, the retries and each block of each segment.
+torch's CUDA build runs in a rehearsal, in one process per configuration with its PYTORCH_CUDA_ALLOC_CONF. After every
+event, the script compares the allocated, reserved and requested bytes, the numbers of small and large segments, the
+address of the new block, and whether there was no room. After every trace it compares the peaks, the retries and each
+block of each segment.
 
-Addresses are compared as segment and place in it: where the driver puts segments only counts with torch up to 2.11.
+Addresses are compared as segment and offset: the driver's addresses of segments matter only for torch up to 2.11.
 """
 
 import bisect
@@ -24,7 +25,7 @@ from trainmem.estimate.allocator_settings import Settings, release
 from trainmem.rehearsal import CARDS, Card, Rehearsal
 
 ROOM = CARDS["a100"]
-FULL = Card("1 GiB", (8, 0), 1024 * MIB + CONTEXT_BYTES)  # what a context takes of it leaves 1 GiB
+FULL = Card("1 GiB", (8, 0), 1024 * MIB + CONTEXT_BYTES)  # 1 GiB without its context
 BARE = Card("1 GB", (8, 0), 10**9, context_bytes=0)  # without a context: its bytes are the capacity
 CONFIGURATIONS = [
     (ROOM, ""),
@@ -49,11 +50,11 @@ CONFIGURATIONS = [
 EDGES = [512, 4096, MIB, 2 * MIB, 10 * MIB, 20 * MIB, 32 * MIB, 48 * MIB, 64 * MIB]
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-Event = tuple[int, int] | None  # (key, bytes), (key, 0) for its death, None: the cache is emptied
+Event = tuple[int, int] | None  # (key, bytes): allocation; (key, 0): free; None: the cache is emptied
 
 
 def at_random(chance: random.Random, least: float, most: float, live_bytes: float) -> list[Event]:
-    """Births of `2**least` to `2**most` bytes, some sizes again and again, and deaths; about so many bytes live."""
+    """Return random allocations of `2**least` to `2**most` bytes, with repeated sizes, and frees."""
     events, live, sizes, total, emptied = [], {}, [], 0, chance.choice([0, 0, 0.02])
     for key in range(chance.randint(50, 300)):
         if live and (total > live_bytes or chance.random() < 0.42):
@@ -76,7 +77,7 @@ def at_random(chance: random.Random, least: float, most: float, live_bytes: floa
 
 
 def of_a_training(chance: random.Random, live_bytes: float) -> list[Event]:
-    """Two or three steps of a transformer: weights, activations layer by layer, gradients against them, states."""
+    """Return the events of two or three steps of a transformer: weights, activations by layer, gradients, states."""
     hidden, layers, words = (
         chance.choice([128, 256, 384, 768]),
         chance.randint(2, 5),
@@ -121,7 +122,7 @@ def of_a_training(chance: random.Random, live_bytes: float) -> list[Event]:
 
 
 def trace(seed: str, room: int) -> list[Event]:
-    """The events of a trace; `room` are the bytes that there are for it."""
+    """Return the events of a trace; `room`: the available bytes."""
     chance = random.Random(seed)
     family = chance.choice(["small", "large", "mixed", "edges", "training", "training"])
     live = chance.uniform(0.1, 2.5) * room if room < 2048 * MIB else chance.uniform(0.1, 8) * 1024 * MIB
@@ -132,8 +133,9 @@ def trace(seed: str, room: int) -> list[Event]:
 
 
 def compare(text: str, seeds: list[str], torch_version: str | None = None) -> dict:
-    """Run traces on torch's allocator and on the double, in a process whose torch has these settings. `torch_version`:
-    whose rules the double has; None: those of the torch that runs.
+    """Run traces on torch's allocator and on our model, in a process whose torch has the given settings.
+
+    `torch_version` selects the rules of the model (default: those of the torch that runs).
 
     Returns the numbers of traces, events, requests that found no room and retries, and the first differences.
     """
@@ -169,7 +171,7 @@ def compare(text: str, seeds: list[str], torch_version: str | None = None) -> di
 
 
 def performed(torch, live: dict, event: Event) -> tuple:
-    """What torch counts after an event: bytes, segments, whether there was no room, the new block's address."""
+    """Return torch's counts after an event: bytes, segments, whether there was no room, the new block's address."""
     full, address = False, 0
     if event is None:
         torch.cuda.empty_cache()
@@ -187,8 +189,10 @@ def performed(torch, live: dict, event: Event) -> tuple:
 
 
 def answered(double: CachingAllocator, event: Event, places: dict[int, int], there: int) -> tuple:
-    """The same numbers as `performed`, of the double. `places`: torch's addresses of its segments, each learned from
-    its first block."""
+    """Return the numbers of `performed` for the model.
+
+    `places` maps its segments to torch's addresses, each known from its first block.
+    """
     full, address = False, 0
     if event is None:
         double.empty_cache()
@@ -208,7 +212,7 @@ def answered(double: CachingAllocator, event: Event, places: dict[int, int], the
 
 
 def after(torch, retries: int) -> tuple:
-    """What torch says at the end of a trace: peaks, retries, segments with their blocks."""
+    """Return torch's state at the end of a trace: peaks, retries, segments with their blocks."""
     stats = torch._C._cuda_memoryStats(0)
     peaks = [stats[f"{name}_bytes"]["all"]["peak"] for name in ("allocated", "reserved")]
     segments = [
@@ -222,7 +226,7 @@ def after(torch, retries: int) -> tuple:
 
 
 def double_after(double: CachingAllocator, places: dict[int, int]) -> tuple:
-    """The same as `after`, of the double."""
+    """Return the same as `after` for the model."""
     states = {True: "inactive", False: "active_allocated"}
     bases = sorted((base, places[head.order] - base) for base, head in double._heads.items() if head.order in places)
 
@@ -240,7 +244,7 @@ def double_after(double: CachingAllocator, places: dict[int, int]) -> tuple:
 
 
 def rehearsed(card: Card, text: str, seeds: list[str]) -> dict:
-    """`compare` in a rehearsal with these settings."""
+    """Run `compare` in a rehearsal with these settings."""
     with patch.dict(os.environ, PYTORCH_CUDA_ALLOC_CONF=text), Rehearsal(card) as stage:
         return stage.submit(compare, text, seeds).result()
 
@@ -250,7 +254,7 @@ def named(card_bytes: int, settings: str) -> str:
 
 
 def measure(cases, options):
-    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # torch warns of each request that the device refuses
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # otherwise torch warns of each refused request
     for name, (number, card, text) in cases.items():
         found = rehearsed(card, text, [f"{options.seed}-{number}-{index}" for index in range(options.traces)])
         for mismatch in found["mismatches"][:3]:

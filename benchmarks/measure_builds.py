@@ -1,10 +1,10 @@
-"""How long `make course` and `make test` take, for two or more checkouts in turn, by lesson and by stage.
+"""Time `make course` and `make test` in two or more checkouts, alternately, by lesson and by stage.
 
     python benchmarks/measure_builds.py --builds . ../old [--commands course test] [--rounds 2]
 
-A checkout that needs another environment is written FOLDER=VENV, as `make VENV=...` takes it. Setting up is not timed:
-each checkout runs `make extras` first. The order turns round with each round; the first round begins with the last
-checkout. For a quiet machine.
+A checkout that needs another environment is written FOLDER=VENV, as for `make VENV=...`. Set-up is not timed: each
+checkout runs `make extras` first. The order of the checkouts is reversed in each round; the first round begins with the
+last checkout. Use a quiet machine.
 """
 
 import itertools
@@ -24,11 +24,11 @@ STAGE = re.compile(r"make test: (\w+) took (\d+) (second|minute)s")
 
 
 def make(build: str, *targets: str) -> subprocess.CompletedProcess:
-    """Run targets of a checkout's Makefile, with the tests of its environment and nothing of this one."""
+    """Run targets of a checkout's Makefile in its own environment, without variables of this one."""
     folder, _, venv = build.partition("=")
     command = ["make", "-C", folder, *targets, *([f"VENV={Path(venv).resolve()}"] if venv else [])]
     environment = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "MAKEFLAGS")}
-    environment["PYTHONPATH"] = str(Path(folder).resolve())  # an environment may be another checkout's
+    environment["PYTHONPATH"] = str(Path(folder).resolve())  # the environment may belong to another checkout
     return subprocess.run(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
@@ -60,7 +60,7 @@ def measure(runs, options):
 
 
 def of_course(build: str, command: str) -> dict:
-    """Seconds of each lesson, and how often each verdict was given."""
+    """Return the seconds of each lesson, and the number of each verdict."""
     if command != "course":
         return {}
     results = read_record(Path(build.partition("=")[0]) / "build" / "course" / "results.json")
@@ -74,13 +74,13 @@ def of_course(build: str, command: str) -> dict:
 
 
 def of_tests(printed: str) -> dict:
-    """Seconds of each stage of `make test`, as far as it says so."""
+    """Return the seconds of each stage of `make test` that prints them."""
     found = {name: int(count) * (60 if unit == "minute" else 1) for name, count, unit in STAGE.findall(printed)}
     return {"stages": found} if found else {}
 
 
 def conclude(rows: list[dict], options) -> dict:
-    """The medians, and how many times as fast the first build is as each of the others."""
+    """Return the medians, and the speed of the first build as a multiple of each other build's."""
     taken: dict[str, dict[str, list[float]]] = {}
     for row in rows:
         taken.setdefault(row["command"], {}).setdefault(row["build"], []).append(row["seconds"])

@@ -1,9 +1,9 @@
-"""A real GPU against the rehearsal and the estimate: generated trainings of three kinds, that nobody chose.
+"""Compare the rehearsal and the estimate with a real GPU, on randomly generated trainings of three kinds.
 
-    python benchmarks/measure_card.py --rehearse h100     what they take there, rehearsed and estimated: anywhere, first
-    python benchmarks/measure_card.py                     and measured, on a machine with such a GPU
+    python benchmarks/measure_card.py --rehearse h100     first, on any machine: rehearse and estimate them
+    python benchmarks/measure_card.py                     then, on a machine with such a GPU: measure them
 
-Where the requested bytes are equal and the allocated ones are not, the allocator took another free block.
+If the requested bytes are equal but the allocated ones are not, the allocator took another free block.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from pathlib import Path
 import cloudpickle
 import measure_adapters
 import measure_cuda
-import measure_strangers
+import measure_random
 from runner import Measurement, read_record, rehearsing
 
 from perf_helpers.lab import Lab
@@ -25,7 +25,7 @@ from trainmem.unknown import NeedsValues
 
 KINDS = {
     "ordinary": measure_cuda.training,
-    "strangers": measure_strangers.stranger,
+    "strangers": measure_random.random_training,
     "adapters": lambda number, seed: measure_adapters.training(number, seed, False),
 }
 SIZES = ("requested", "allocated", "reserved")
@@ -36,9 +36,9 @@ def name_of(_: int, row: dict) -> str:
 
 
 def cases(options) -> dict[str, tuple[str, measure_cuda.Training]]:
-    """{"adapters 3": ...}, without what needs torchao; all on one GPU of capability 9.0."""
+    """Return {"adapters 3": ...} without trainings that need torchao; all on one GPU of capability 9.0."""
     made = {(kind, n): make(n, options.seed) for kind, make in KINDS.items() for n in range(options.count)}
-    fit = {key: one for key, one in made.items() if one.arguments["optim"] in measure_strangers.WITHOUT_TORCHAO}
+    fit = {key: one for key, one in made.items() if one.arguments["optim"] in measure_random.WITHOUT_TORCHAO}
     return {f"{kind} {n}": (kind, replace(one, capability=(9, 0), processes=1)) for (kind, n), one in fit.items()}
 
 
@@ -55,18 +55,18 @@ def measure(cases, options) -> Iterator[tuple[str, dict]]:
                 run = lab.run(measure_cuda.rehearsed(one.experiment(folder)), name, measure="none")
                 found = run.value or {"left_out": run.message[-200:]}
                 if options.rehearse and run.ok:
-                    said = one.estimated(folder).memory
-                    row["estimated"] = {"allocated": said.peak_bytes, "reserved": said.reserved_bytes}
+                    prediction = one.estimated(folder).memory
+                    row["estimated"] = {"allocated": prediction.peak_bytes, "reserved": prediction.reserved_bytes}
             except (ValueError, NeedsValues) as error:
                 found = {"left_out": str(error)[-200:]}
             yield name, row | {"rehearsed" if options.rehearse else "measured": found}
 
 
-def against(rows: list[dict], said: str) -> dict:
-    """How near what was `said` is to what was measured: trainings, how many are equal, and the worst share."""
-    pairs = [(row.get(said, {}), row["measured"]) for row in rows]
+def against(rows: list[dict], prediction: str) -> dict:
+    """Compare predicted with measured bytes: number of trainings, number of equal ones, worst error as a share."""
+    pairs = [(row.get(prediction, {}), row["measured"]) for row in rows]
     pairs = [pair for pair in pairs if all("allocated" in one for one in pair)]
-    off = [{name: abs(told[name] / true[name] - 1) for name in SIZES if name in told} for told, true in pairs]
+    off = [{name: abs(summary[name] / true[name] - 1) for name in SIZES if name in summary} for summary, true in pairs]
     found = {"trainings": len(pairs), "equal": sum(not any(each.values()) for each in off)}
     shares = {name: [each[name] for each in off if name in each] for name in SIZES}
     return found | {name: [each.count(0), max(each)] for name, each in shares.items() if each}
@@ -74,8 +74,11 @@ def against(rows: list[dict], said: str) -> dict:
 
 def conclude(rows: list[dict], options) -> dict:
     kinds = {kind: [row for row in rows if row["kind"] == kind] for kind in KINDS}
-    told = {kind: {said: against(of, said) for said in ("rehearsed", "estimated")} for kind, of in kinds.items()}
-    return {"what": "generated trainings on a real GPU, beside rehearsal and estimate", "told": told}
+    summary = {
+        kind: {prediction: against(of, prediction) for prediction in ("rehearsed", "estimated")}
+        for kind, of in kinds.items()
+    }
+    return {"what": "generated trainings on a real GPU, beside rehearsal and estimate", "told": summary}
 
 
 OPTIONS = {"count": 70, "seed": 20261126, "rehearse": ""}

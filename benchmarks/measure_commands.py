@@ -1,11 +1,11 @@
-"""How long commands take from the shell to their last line, imports included, and a second estimate in one Python.
+"""Time commands from the shell to their last line, imports included, and a second estimate in one Python.
 
     python benchmarks/measure_commands.py [--rounds 3] [--builds . ../old] [--commands "estimate*" "advise*"]
 
-Seconds of the clock on the wall, the builds and commands in turns, after a round that warms up: for a quiet machine.
-A build is a checkout; another environment is written FOLDER=PYTHON. The order of the builds turns round with each
-round. Each build has a cache folder of its own from its first round on; commands that store what they learn of
-operations are also timed with an empty one.
+The times are wall-clock seconds of alternating builds and commands, after a warm-up round, so use a quiet machine. A
+build is a checkout; one with another environment is written FOLDER=PYTHON. The order of the builds is reversed in each
+round. Each build has its own cache folder; commands that store results about operations are also timed with an empty
+cache.
 """
 
 import itertools
@@ -21,7 +21,7 @@ from pathlib import Path
 from measure_builds import commit
 from runner import Measurement
 
-# What is timed, and the exit code that it has.
+# {command: its exit code}
 COMMANDS = {
     "--help": 0,
     "doctor": 0,
@@ -33,7 +33,7 @@ COMMANDS = {
     "advise --model llama-3-8b --seq-len 2048 --card rtx-4090 --effective-batch 1 --may qlora --largest model": 0,
 }
 EMPTY = ", empty cache"
-# Estimates by one process server, the first one for another model: it waits for the server.
+# Estimates by one fork server; the first is for another model, because it waits for the server to start.
 SECOND = """
 import time
 from trainmem.core.task import Task
@@ -47,7 +47,7 @@ RUNNING = ("bert-large, the server running", "llama-3-8b, the server running")
 
 
 def seconds_of(build: str, words: list[str], home: str, code: int = 0) -> tuple[float, str]:
-    """Seconds of a whole process with this cache folder, and what it printed."""
+    """Run a process with this cache folder; return its seconds and its output."""
     folder, _, python = build.partition("=")
     environment = os.environ | {"PYTHONPATH": str(Path(folder).resolve()), "PERF_HELPERS_HOME": home}
     began = time.perf_counter()
@@ -83,7 +83,7 @@ def measure(turns, options):
 
 
 def conclude(rows: list[dict], options) -> dict:
-    """The medians, and how many times as fast the first build is as each of the others."""
+    """Return the medians, and the speed of the first build as a multiple of each other build's."""
     medians: dict[str, dict[str, float]] = {}
     for build, command in itertools.product(map(commit, options.builds or ["."]), rows[0]["seconds"]):
         counted = [row["seconds"][command] for row in rows if row["build"] == build and row["round"]]

@@ -1,11 +1,11 @@
-"""The estimate for CUDA against torch's own allocator, over generated trainings that are rehearsed (see
-`trainmem.rehearsal`): what both say is allocated, reserved, and for what.
+"""Compare the estimate for CUDA with torch's own allocator, over generated trainings that are rehearsed (see
+`trainmem.rehearsal`): allocated and reserved bytes, and bytes by category.
 
     python benchmarks/measure_cuda.py [--count 190] [--seed 2]
-    python benchmarks/measure_cuda.py --difference NUMBER   # where a training's births and deaths differ first
+    python benchmarks/measure_cuda.py --difference NUMBER   # the first different allocation or free of a training
 
-Another seed is another set. Nothing is left out of it but what cannot be trained: a model that refuses a recipe, or one
-whose forward asks for values that a rehearsal does not compute.
+Another seed gives another set. Only trainings that cannot run are left out: a model that refuses a recipe, or one whose
+forward pass needs values, which a rehearsal does not compute.
 """
 
 import difflib
@@ -37,9 +37,9 @@ from trainmem.records import Record
 from trainmem.rehearsal import card
 from trainmem.unknown import NeedsValues
 
-MEMORY = 300 << 30  # of each card: enough for all, so that nothing of the cache is given back
+MEMORY = 300 << 30  # per card; enough for all trainings, so that the cache is never emptied
 LENGTHS = (64, 128, 200, 256, 333, 512, 768, 1024, 1500, 2048, 4096)
-MOST_TOKENS = 12288  # of a micro-batch
+MOST_TOKENS = 12288  # per micro-batch
 PRECISIONS = ({}, {}, {"fp16": True}, {"fp16": True}, {"bf16": True}, {"bf16": True}, {"dtype": "bfloat16"})
 PRECISIONS += ({"dtype": "float16"},)
 CHECKPOINTS = ({}, {}, {}, {"gradient_checkpointing": True})
@@ -58,7 +58,7 @@ OPTIMIZERS += ("lion_8bit", "rmsprop", "adagrad", "ademamix", "adamw_torch_8bit"
 
 @dataclass(frozen=True)
 class Training(Record):
-    """One of the set."""
+    """One training of the set."""
 
     number: int
     architecture: str
@@ -69,7 +69,7 @@ class Training(Record):
     processes: int
 
     def task(self, folder: Path) -> Task:
-        """Its task; the folder takes the configuration."""
+        """Return the task; write its configuration into `folder`."""
         return task_of(self.config, self.seq_len, folder / f"{self.number}.json")
 
     def experiment(self, folder: Path) -> Experiment:
@@ -77,13 +77,13 @@ class Training(Record):
         return Experiment(str(self.number), task=self.task(folder), arguments=given, processes=self.processes)
 
     def estimated(self, folder: Path):
-        """What the estimate says. ValueError where it refuses."""
+        """Return the estimate. Raises ValueError if it refuses the training."""
         options = {"device": "cuda", "compute_capability": self.capability, "processes": self.processes}
         return estimate(self.task(folder), **options, **self.arguments)
 
 
 def training(number: int, seed: int) -> Training:
-    """The training of that number in the set of that seed; each architecture has its turn."""
+    """Return training `number` in the set of a seed; architectures take turns."""
     draw = random.Random(f"{seed} {number}")
     architecture = [*ARCHITECTURES][number % len(ARCHITECTURES)]
     config = configuration(architecture, draw)
@@ -99,12 +99,15 @@ def training(number: int, seed: int) -> Training:
     return Training(number, architecture, config, length, arguments, draw.choice(CAPABILITIES), ranks)
 
 
-# ---- the truth
+# ---- the reference
 
 
 def rehearsed(experiment: Experiment, events: Path | None = None):
-    """A function for a clean process of a rehearsal: trains as a user would, with nothing watching, and returns what
-    torch's allocator says from the first forward on. `events`: where every birth and death is written."""
+    """Return a function for a fresh process of a rehearsal: it trains as a user would, without any meter.
+
+    The function returns the statistics of torch's allocator since the first forward pass. `events`: file for every
+    allocation and free.
+    """
 
     def work(_):
         import torch
@@ -131,9 +134,9 @@ def rehearsed(experiment: Experiment, events: Path | None = None):
 
 
 def compare(lab: Lab, one: Training, folder: Path) -> dict:
-    """What is kept of a training."""
+    """Return the record of a training."""
     experiment, row = one.experiment(folder), one.to_dict()
-    # A thread of NCCL may hold what it sent a little longer, or not: of two ranks the leanest of several runs counts.
+    # A thread of NCCL may keep sent data a little longer: with two ranks, the smallest of several runs counts.
     tries = 3 if one.processes > 1 else 1
     options = {"task": experiment.task, "measure": "memory", "processes": one.processes} | one.arguments
     try:
@@ -143,8 +146,8 @@ def compare(lab: Lab, one: Training, folder: Path) -> dict:
         return row | {"left_out": f"cannot be rehearsed: {error}"}
     if failed := next((run for run in (*runs, *watched) if not run.ok), None):
         return row | {"left_out": f"cannot be trained: {failed.message[-200:]}"}
-    said = [rank["value"] for run in runs for rank in run.ranks or ()] or [runs[0].value]
-    row["rehearsed"] = dict(min(said, key=lambda value: value["allocated"]))
+    reported = [rank["value"] for run in runs for rank in run.ranks or ()] or [runs[0].value]
+    row["rehearsed"] = dict(min(reported, key=lambda value: value["allocated"]))
     row["rehearsed"]["breakdown"] = min((run.memory for run in watched), key=lambda memory: memory.peak_bytes).breakdown
     try:
         found = one.estimated(folder)
@@ -155,14 +158,17 @@ def compare(lab: Lab, one: Training, folder: Path) -> dict:
     return row
 
 
-# ---- what is concluded
+# ---- summary
 
 
 def summary(rows: list[dict]) -> dict:
-    """Errors over all that were compared, as shares."""
+    """Return the errors over all compared trainings, as shares."""
     kept = [row for row in rows if "rehearsed" in row]
     pairs = [(row["estimated"], row["rehearsed"]) for row in kept if "allocated" in row["estimated"]]
-    errors = {what: [abs(said[what] / truth[what] - 1) for said, truth in pairs] for what in ("allocated", "reserved")}
+    errors = {
+        what: [abs(reported[what] / reference[what] - 1) for reported, reference in pairs]
+        for what in ("allocated", "reserved")
+    }
     found = {
         "answered": len(pairs),
         "refused": len(kept) - len(pairs),
@@ -174,14 +180,14 @@ def summary(rows: list[dict]) -> dict:
     return {"compared": len(kept), "left_out": len(rows) - len(kept), "estimated": found}
 
 
-# ---- where a training differs
+# ---- the first difference of a training
 
 
 def lives(changes: Iterable[tuple[object, int, str]]) -> list[tuple[int, str]]:
-    """The births and deaths of blocks: bytes as the allocator rounds them, negative at a death, and who asked for them.
+    """Return the allocations and frees of blocks: rounded bytes, negative for a free, and the place of the request.
 
-    What dies between two births has no order, and stands in that of its sizes; what dies after the last, as the process
-    ends, is left out. `changes`: which block, its bytes, negative where it is given back, and where.
+    Frees between two allocations have no order and are sorted by size. Frees after the last allocation, at the end of
+    the process, are left out. `changes` has (block, bytes, place) of each event; the bytes of a free are negative.
     """
     found, dead, living = [], [], {}
     for which, size, where in changes:
@@ -196,7 +202,7 @@ def lives(changes: Iterable[tuple[object, int, str]]) -> list[tuple[int, str]]:
 
 
 def difference(one: Training, most: int = 12) -> None:
-    """Print the first births and deaths in which the estimate and torch's allocator differ; nothing where none does."""
+    """Print the first allocations and frees in which the estimate and torch's allocator differ, if any."""
     on = card(None, one.capability, MEMORY, one.processes)
     with tempfile.TemporaryDirectory() as name, rehearsing(on) as lab:
         events, experiment = Path(name, "events.json"), one.experiment(Path(name))
@@ -241,7 +247,7 @@ def cases(options) -> dict[str, Training]:
 
 
 def of_a_kind(one: Training) -> tuple:
-    """What needs a rehearsal of its own."""
+    """Return everything about a training that needs a rehearsal of its own."""
     return one.capability, one.processes
 
 

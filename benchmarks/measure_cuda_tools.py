@@ -1,12 +1,12 @@
-"""The estimate for CUDA beside other tools, on the trainings of results/cuda.json: what torch's allocator said in their
-rehearsal is the truth.
+"""Compare the estimate for CUDA with other tools, on the trainings of results/cuda.json. The reference is torch's
+allocator in their rehearsal.
 
     .venv/bin/python benchmarks/measure_cuda_tools.py --pythons PYTHON ... [--count 110] [--note TEXT]
 
-PYTHON: interpreters with tools of PyPI (CONTRIBUTING.md says which); those that one has take part. The note is what a
-reader should know of the record. Each tool answers in a process of its own, the libraries imported. Two figures are
-held against the truth: what tensors take, against the most that was allocated; and all that a tool tells, with what it
-adds for the context, fragmentation and safety, against the most that was reserved.
+PYTHON: interpreters with tools from PyPI (listed in CONTRIBUTING.md); tools that no interpreter has are skipped. The
+note is a remark for readers of the record. Each tool answers in its own process, with the libraries imported. Two
+figures are compared with the reference: a tool's bytes of tensors with the peak of allocated bytes; and its total, with
+its additions for context, fragmentation and safety, with the peak of reserved bytes.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ SIZES = {"width": "hidden_size", "depth": "num_hidden_layers", "heads": "num_att
 
 
 def question(one: Training, folder: Path) -> dict:
-    """A training as `tools_pypi` asks for it; its config.json goes to a folder."""
+    """Return a training as a `tools_pypi.Question`; write its config.json into a folder."""
     task, arguments = one.task(folder), one.arguments
     weights = arguments.get("dtype")
     model, config = task.build_model(device="meta"), task.build_config()
@@ -46,7 +46,7 @@ def question(one: Training, folder: Path) -> dict:
     computed = next((half[name] for name in (*arguments, weights) if name in half), "fp32")
     count = sum(weight.numel() for weight in model.parameters())
     own = [sum(weight.numel() for weight in module.parameters(recurse=False)) for module in model.modules()]
-    asked = tools_pypi.Question(
+    query = tools_pypi.Question(
         folder=str(place),
         fields=fields,
         parameters=count,
@@ -62,21 +62,21 @@ def question(one: Training, folder: Path) -> dict:
         flash=arguments.get("attn_implementation") != "eager",
         card=CARDS[one.capability],
     )
-    return dataclasses.asdict(asked)
+    return dataclasses.asdict(query)
 
 
 def tracked(trainings: list[Training], folder: Path) -> list[dict]:
-    """What MemTracker says, on fake tensors of a rehearsed card of each compute capability."""
+    """Return MemTracker's answers, on fake tensors of a rehearsed card of each compute capability."""
     found = {}
     for capability in CARDS:
         with rehearsing(card(None, capability, MEMORY)) as lab:
             for one in (one for one in trainings if one.capability == capability):
-                found[one.number] = tools.asked(lab, tools.mem_tracker, one.task(folder), one.arguments, "cuda")
+                found[one.number] = tools.query(lab, tools.mem_tracker, one.task(folder), one.arguments, "cuda")
     return [found[one.number] for one in trainings]
 
 
 def of_pypi(tool: str, pythons: list[str], path: Path) -> dict | None:
-    """What a tool of PyPI says to these questions, by the first interpreter that has it: its version, and to each."""
+    """Return a PyPI tool's version and its answer to each question, from the first interpreter that has the tool."""
     for python in pythons:
         run = subprocess.run([python, tools_pypi.__file__, tool, path], capture_output=True, text=True)
         if run.returncode not in (0, tools_pypi.ABSENT):
@@ -86,53 +86,55 @@ def of_pypi(tool: str, pythons: list[str], path: Path) -> dict | None:
     return None
 
 
-def row(name: str, version: str, said: list[dict], rows: list[dict]) -> dict:
-    """One tool over all trainings: `tools.row`; its error on dense decoders alone, which is all that many claim; and
-    all that it tells against what was reserved.
+def row(name: str, version: str, replies: list[dict], rows: list[dict]) -> dict:
+    """Return the row of one tool over all trainings.
+
+    It is `tools.row`, with its error on dense decoders only, because many tools claim no more, and the error of its
+    total against the reserved bytes.
     """
     claims, cannot = (tools.ABOUT["cuda"][name][what] for what in ("claims", "cannot"))
-    truth = {what: [one["rehearsed"][what] for one in rows] for what in ("allocated", "reserved")}
-    kept = tools.row(name, said, truth["allocated"], cannot) | {"version": version, "claims": claims}
+    reference = {what: [one["rehearsed"][what] for one in rows] for what in ("allocated", "reserved")}
+    kept = tools.row(name, replies, reference["allocated"], cannot) | {"version": version, "claims": claims}
     decoders = [n for n, one in enumerate(rows) if one["architecture"] in tools.ABOUT["dense_decoders"]]
-    wrong = tools.errors([said[n] for n in decoders], [truth["allocated"][n] for n in decoders])
-    in_all = tools.errors(said, truth["reserved"], "total_bytes")
+    wrong = tools.errors([replies[n] for n in decoders], [reference["allocated"][n] for n in decoders])
+    in_all = tools.errors(replies, reference["reserved"], "total_bytes")
     kept |= {"median_error_decoders": statistics.median(wrong) if wrong else None, "answered_decoders": len(wrong)}
     kept |= {"median_error_reserved": statistics.median(in_all) if in_all else None}
     kept |= {"worst_error_reserved": max(in_all, default=None)}
-    return kept | {"refused": Counter(one["refused"] for one in said if "refused" in one).most_common(4)}
+    return kept | {"refused": Counter(one["refused"] for one in replies if "refused" in one).most_common(4)}
 
 
 def rows_of(options) -> list[dict]:
-    """What measure_cuda.py rehearsed, as far as it is asked for."""
+    """Return the requested trainings that measure_cuda.py rehearsed."""
     rows = [one for one in read_record(RESULTS / "cuda.json")["rows"] if "rehearsed" in one]
     return rows[: options.count or None]
 
 
 def measure(cases, options):
-    """A row a tool: its version, and what it says of each training."""
+    """Yield a row per tool: its version, and its answer for each training."""
     versions, trainings = hardware.versions(), [Training.from_dict(one) for one in rows_of(options)]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         lab, path = Lab("cpu", out=folder / "lab"), folder / "questions.json"
         path.write_text(json.dumps([question(one, folder) for one in trainings]))
-        trainings[0].estimated(folder)  # the libraries are imported once
+        trainings[0].estimated(folder)  # import the libraries before timing
         for tool in cases:
             if tool in tools_pypi.TOOLS:
                 if found := of_pypi(tool, options.pythons, path):
                     yield tool, {"tool": tool} | found
                 continue
             if tool == "this estimate":
-                said = [tools.estimated(lambda one=one: one.estimated(folder)) for one in trainings]
+                replies = [tools.estimated(lambda one=one: one.estimated(folder)) for one in trainings]
             elif tool == "MemTracker":
-                said = tracked(trainings, folder)
+                replies = tracked(trainings, folder)
             else:
-                said = [tools.asked(lab, tools.TOOLS[tool], one.task(folder), one.arguments) for one in trainings]
+                replies = [tools.query(lab, tools.TOOLS[tool], one.task(folder), one.arguments) for one in trainings]
             version = {"accelerate": versions["accelerate"], "18 B/parameter": ""}.get(tool, versions["torch"])
-            yield tool, {"tool": tool, "version": version, "said": said}
+            yield tool, {"tool": tool, "version": version, "said": replies}
 
 
 def conclude(answers: list[dict], options) -> dict:
-    """The table, and of each training what each tool says."""
+    """Return the table, and the answers of all tools for each training."""
     rows, pairs = rows_of(options), []
     for n, one in enumerate(rows):
         kept = {"number": one["number"]} | {what: one["rehearsed"][what] for what in ("allocated", "reserved")}

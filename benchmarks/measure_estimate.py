@@ -1,10 +1,10 @@
-"""How good the estimate is beside other tools: error, time and memory of each on trainings that are measured here.
+"""Compare the estimate with other tools: error, time and memory of each on trainings that are measured here.
 
     python benchmarks/measure_estimate.py
 
-Each tool predicts in a process of its own, the libraries already imported. DeepSpeed takes part where it is installed
-(CONTRIBUTING.md says how). Memory is counted bytes on a CPU: a figure that a tool gives for a GPU is
-compared as far as it says the same, weights, gradients, optimizer states and activations.
+Each tool predicts in its own process, with the libraries imported. DeepSpeed takes part if it is installed (see
+CONTRIBUTING.md). The measured memory is counted bytes on a CPU; of a tool's figure for a GPU, the comparable parts are
+used: weights, gradients, optimizer states and activations.
 """
 
 import importlib.util
@@ -49,34 +49,34 @@ LARGE_BATCH = {"per_device_train_batch_size": 4}
 
 
 def ask(lab: Lab, name: str, task: Task, arguments: dict) -> dict:
-    """What a tool says."""
+    """Return a tool's answer."""
     if name == "this estimate":
         return tools.estimated(lambda: estimate(task, device="cpu", **arguments))
     if name == "DeepSpeed" and not importlib.util.find_spec("deepspeed"):
         return {"refused": "not installed"}
-    return tools.asked(lab, tools.TOOLS[name], task, arguments)
+    return tools.query(lab, tools.TOOLS[name], task, arguments)
 
 
 def cases(options) -> dict:
-    """{name: model and recipe}; without a recipe a large model, of which only the cost of an answer is asked."""
+    """Return {name: (model, recipe)}. A large model has no recipe, because only the cost of its answer is measured."""
     trainings = {f"{task}, {recipe}": (task, recipe) for task in TASKS for recipe in RECIPES}
     return trainings | {name: (name, None) for name in LARGE}
 
 
 def measure(cases, options):
     lab = Lab("cpu", out="build/measure_estimate")
-    estimate(Task("bert-tiny"), device="cpu")  # the libraries are imported once
+    estimate(Task("bert-tiny"), device="cpu")  # import the libraries before timing
     for name, (model, recipe) in cases.items():
         if recipe is None:
-            said = {tool: ask(lab, tool, LARGE[model], LARGE_BATCH) for tool in NAMES[:2]}
+            replies = {tool: ask(lab, tool, LARGE[model], LARGE_BATCH) for tool in NAMES[:2]}
             again = ask(lab, NAMES[0], LARGE[model], LARGE_BATCH | {"gradient_checkpointing": True})
-            said["this estimate, a second recipe"] = {part: again[part] for part in ("seconds", "own_bytes")}
-            yield name, {f"{model}, {tool}": answer for tool, answer in said.items()}
+            replies["this estimate, a second recipe"] = {part: again[part] for part in ("seconds", "own_bytes")}
+            yield name, {f"{model}, {tool}": answer for tool, answer in replies.items()}
         else:
             arguments = {"per_device_train_batch_size": 8} | RECIPES[recipe]
             peak = lab.train(name, task=TASKS[model], measure="memory", **arguments).peak_bytes
-            said = {tool: ask(lab, tool, TASKS[model], arguments) for tool in NAMES}
-            yield name, {"task": model, "recipe": recipe, "measured_bytes": peak} | said
+            replies = {tool: ask(lab, tool, TASKS[model], arguments) for tool in NAMES}
+            yield name, {"task": model, "recipe": recipe, "measured_bytes": peak} | replies
 
 
 def conclude(rows: list[dict], options) -> dict:
@@ -87,7 +87,7 @@ def conclude(rows: list[dict], options) -> dict:
     return {
         "what": f"{len(pairs)} trainings: {len(TASKS)} models, {len(RECIPES)} recipes; counted bytes on a CPU",
         "table": [row for row in table if row["answered"]],
-        "large": {name: said for row in rows if "recipe" not in row for name, said in row.items()},
+        "large": {name: replies for row in rows if "recipe" not in row for name, replies in row.items()},
         "pairs": pairs,
     }
 

@@ -1,16 +1,16 @@
-"""Measures on a GPU all that the course lacks without one, part by part, each call within minutes.
+"""Measure on a GPU everything that the course cannot measure without one, part by part, in calls of a few minutes.
 
     python benchmarks/measure_gpu.py --list                       the parts, their rows, how long a call may take
-    python benchmarks/measure_gpu.py --part ten [--seconds 470]   one of them, by name or number; without --part all
-    python benchmarks/build.py --suite build/gpu/gpu.jsonl        keep what was measured, and show it
+    python benchmarks/measure_gpu.py --part ten [--seconds 470]   run one part, by name or number (default: all)
+    python benchmarks/build.py --suite build/gpu/gpu.jsonl        keep the results, and make their pages
 
-It needs perf_helpers and what that trains with; no notebook. A call stops between two rows when its seconds are over,
-and is at its end LAST_SECONDS later at most. Every row is in a file as soon as it is known: killed or not, the same
-command goes on where it stopped. Out of memory is a result; what crashed is tried once more, by a later call.
-Exit code 0: nothing is left of what was asked for; 3: rows are left, call again; 1: it could not begin.
+It needs perf_helpers and the libraries for training, but no notebook. A call begins no new row after its seconds are
+over, and ends at most LAST_SECONDS later. Every row is written to a file as soon as it is measured, so the same command
+continues, even after it was killed. Out of memory is a result; a later call tries a crashed row once more.
+Exit code 0: no requested row is left; 3: rows are left, call again; 1: it could not begin.
 
-    python benchmarks/measure_gpu.py --tiny                       all of it on a CPU, at sizes that say nothing
-    python benchmarks/measure_gpu.py --tiny --rehearse a100       its memory, on a card that is not here
+    python benchmarks/measure_gpu.py --tiny                       test everything on a CPU, at meaningless sizes
+    python benchmarks/measure_gpu.py --tiny --rehearse a100       rehearse the memory for a card that is not here
 """
 
 import argparse
@@ -36,12 +36,12 @@ from trainmem.unknown import NeedsValues
 
 carry_modules()
 
-SECONDS = 470  # in which a call begins rows, unless told otherwise
-LAST_SECONDS = 100  # that the last one may take longer: then it is cut off, and begins anew in the next call
-ROW_SECONDS = 300  # after which a row is given up: "timed out"
-NEEDED = ("torch", "transformers", "accelerate", "datasets")  # that trainings import when they begin
+SECONDS = 470  # default time in which a call begins new rows
+LAST_SECONDS = 100  # time limit of the last row after that; it is then killed, and begins again in the next call
+ROW_SECONDS = 300  # time limit of a row; after it the row is "timed out"
+NEEDED = ("torch", "transformers", "accelerate", "datasets")  # packages that a training imports
 WISHED = {"bitsandbytes": "8-bit Adam's rows are not testable", "pynvml": "device-used memory is not measured"}
-TRIES = 2  # of what crashed
+TRIES = 2  # of a row that crashes
 OF_A_RUN = ("name", "status", "message", "kind", "task", "arguments", "samples_per_step", "memory", "timing", "losses")
 
 
@@ -49,9 +49,9 @@ class Suite:
     """The rows of the suite on one machine, and the file that keeps them.
 
     Args:
-        lab: with the profile, and the executor of a rehearsal.
-        file: of JSON lines; rows of other machines, versions or profiles in it are left alone.
-        ends: by `monotonic`, when it begins no more rows.
+        lab: has the profile, and in a rehearsal the executor.
+        file: JSON lines; rows of other machines, versions or profiles in it are ignored.
+        ends: the time, by `monotonic`, after which no row begins.
     """
 
     def __init__(self, lab: Lab, file: Path, ends: float):
@@ -59,11 +59,11 @@ class Suite:
         self.here = Here(lab.machine, lab.versions, lab.profile)
         self.setup = setup_of(lab.machine, lab.versions, lab.profile.name)
         self._rows = self.store.read()
-        self._tried: set[tuple[str, str]] = set()  # by this call
-        self._runs: dict[str, Run] = {}  # of this lab, by what was run
+        self._tried: set[tuple[str, str]] = set()  # (part, name) of rows that this call has tried
+        self._runs: dict[str, Run] = {}  # {description: run} of this lab
 
     def known(self, part: str) -> Known:
-        """The rows of a part that need not be run again: kept on such a machine, with such packages and settings."""
+        """Return the rows of a part that need not be run again: same machine, packages and settings."""
         known, failures = {}, {}
         for kept in self._rows:
             if kept.part == part and kept.setup == self.setup:
@@ -75,12 +75,12 @@ class Suite:
         return known
 
     def left(self, part: str) -> list[Row]:
-        """The rows of a part that are not known, as far as the plan can see."""
+        """Return the rows of a part that are still to be measured, as far as they are known yet."""
         known = self.known(part)
         return [row for row in PARTS[part](self.here, known) if row.name not in known]
 
     def run(self, part: str) -> None:
-        """All rows of a part that are left, as far as there is time."""
+        """Measure the remaining rows of a part while there is time."""
         while (row := self._next(part)) and monotonic() < self.ends:
             self._tried.add((part, row.name))
             self._do(part, row)
@@ -89,7 +89,7 @@ class Suite:
         return next((row for row in self.left(part) if (part, row.name) not in self._tried), None)
 
     def _do(self, part: str, row: Row) -> None:
-        """Do one row and keep it."""
+        """Measure one row and store it."""
         began = monotonic()
         seconds = max(1.0, min(ROW_SECONDS, self.ends + LAST_SECONDS - began))
         with processes.within(seconds):
@@ -106,7 +106,7 @@ class Suite:
         print(f"{part}: {line(kept)}", file=sys.stderr, flush=True)
 
     def _found(self, row: Row) -> dict[str, Any]:
-        """What a row yields: fields of `Kept`."""
+        """Measure a row; return the fields of `Kept`."""
         if row.lacks:
             return {"status": NOT_TESTABLE, "message": row.lacks}
         kinds = {"run": self._run, "pair": self._pair, "question": self._ask}
@@ -122,7 +122,7 @@ class Suite:
         return {"status": run.status, "message": run.message, "runs": (kept_of(run),)}
 
     def _performed(self, row: Row, measure: tuple[str, ...]) -> Run:
-        """A run of this lab. In a rehearsal, where there is no time, its memory alone."""
+        """Return a run of this lab; in a rehearsal, which has no times, with its memory only."""
         measure = ("memory",) if self.lab.machine.rehearsed else measure
         options = {"task": row.task, "measure": measure}
         if row.function:
@@ -134,7 +134,7 @@ class Suite:
         return run
 
     def _pair(self, row: Row) -> dict[str, Any]:
-        """Two runs in turns. What an earlier call ran, this one's lab runs once more, for its memory alone."""
+        """Interleave two runs. Runs of an earlier call are run once more in this lab, for their memory only."""
         pair = [self._runs.get(_what(one)) or self._performed(one, ("memory",)) for one in row.of]
         runs = tuple(map(kept_of, pair))
         for run in pair:
@@ -153,25 +153,27 @@ class Suite:
 
 
 def setup_of(machine: Machine, versions: dict[str, str | None], profile: str) -> dict[str, Any]:
-    """What must be equal for two rows to be of one machine. With a GPU the host is not asked: speeds are compared only
-    within a row."""
+    """Return the properties that must be equal for two rows to count as measured on one machine.
+
+    With a GPU the host does not matter, because speeds are compared only within a row.
+    """
     gpus = [[gpu.name, gpu.memory_bytes, gpu.capability and list(gpu.capability)] for gpu in machine.gpus]
     about = {"machine": machine.name, "gpus": gpus, "rehearsed": machine.rehearsed}
     return about | {"versions": versions | {"torch": machine.torch_build}, "profile": profile}
 
 
 def kept_of(run: Run) -> dict[str, Any]:
-    """What is kept of a run: what stands in its row, and the pictures of its memory, are left out."""
-    told = run.to_dict()
-    if told["memory"]:
-        told["memory"]["timeline"] = None
-    if told["timing"]:
-        told["timing"] |= {"all_seconds": [], "all_cpu_seconds": []}
-    return {name: told[name] for name in OF_A_RUN}
+    """Return the record of a run, without fields that its row has and without timelines of its memory."""
+    listing = run.to_dict()
+    if listing["memory"]:
+        listing["memory"]["timeline"] = None
+    if listing["timing"]:
+        listing["timing"] |= {"all_seconds": [], "all_cpu_seconds": []}
+    return {name: listing[name] for name in OF_A_RUN}
 
 
 def line(kept: Kept) -> str:
-    """A row in a line, for whoever waits."""
+    """Return a line of text about a row, for the terminal."""
     if not kept.ok:
         return f"{kept.name}: {kept.status}, {kept.message}"
     if kept.speed_ratio:
@@ -182,18 +184,18 @@ def line(kept: Kept) -> str:
 
 
 def _what(row: Row) -> str:
-    """What is run, as text: equal for two rows that differ only in name, figures asked for, or steps."""
-    told = {name: value for name, value in row.settings().items() if name not in ("measure", "steps")}
-    return json.dumps(told, sort_keys=True)
+    """Describe a run as text that is equal for two rows that differ only in name, measured figures, or steps."""
+    listing = {name: value for name, value in row.settings().items() if name not in ("measure", "steps")}
+    return json.dumps(listing, sort_keys=True)
 
 
 def _is_another(row: Row, known: Known) -> bool:
-    """Whether what is known under the row's name was measured with other settings."""
+    """Return whether the stored row of this name was measured with other settings."""
     return row.name in known and known[row.name].settings != json.loads(json.dumps(row.settings()))
 
 
-def told(suite: Suite, parts: list[str], seconds: float) -> str:
-    """The parts, their rows, and how long a call of one may take that begins rows for so many seconds."""
+def listing(suite: Suite, parts: list[str], seconds: float) -> str:
+    """List the parts, their rows, and how long a call of each may take if it begins rows for so many seconds."""
     lines = []
     for number, (name, plan) in enumerate(PARTS.items(), 1):
         if name in parts:
@@ -210,7 +212,7 @@ def told(suite: Suite, parts: list[str], seconds: float) -> str:
 
 
 def _chosen(names: list[str] | None) -> list[str]:
-    """Names of parts, each given by its name or number. ValueError for another."""
+    """Return the names of parts, given by name or number. Raises ValueError for an unknown one."""
     numbered = {str(number): name for number, name in enumerate(PARTS, 1)}
     chosen = [numbered.get(name, name) for name in names or PARTS]
     if unknown := [name for name in chosen if name not in PARTS]:
@@ -219,7 +221,7 @@ def _chosen(names: list[str] | None) -> list[str]:
 
 
 def _check_packages() -> None:
-    """Tell what rows will lack. ValueError where nothing can be trained: a minute of a lent machine is worth a look."""
+    """Print which packages rows will lack. Raises ValueError if nothing can be trained, before GPU time is spent."""
     absent = [name for name in (*NEEDED, *WISHED) if importlib.util.find_spec(name) is None]
     if missing := [name for name in absent if name in NEEDED]:
         raise ValueError(f"this Python has no {', '.join(missing)}: install them, or carry their wheels")
@@ -229,7 +231,7 @@ def _check_packages() -> None:
 
 @contextlib.contextmanager
 def _lab(options: argparse.Namespace, folder: str) -> Iterator[Lab]:
-    """The lab that the options ask for. ValueError where this machine is not for it."""
+    """Return the lab for the options. Raises ValueError if this machine cannot run it."""
     with contextlib.ExitStack() as stack:
         more: dict[str, Any] = {"out": folder, "timeout": ROW_SECONDS}
         if options.rehearse:
@@ -244,14 +246,14 @@ def _lab(options: argparse.Namespace, folder: str) -> Iterator[Lab]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run or list; the exit code."""
+    """Run or list parts; return the exit code."""
     began = monotonic()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--part", action="append", metavar="PART", help=f"{', '.join(PARTS)}, or 1 to {len(PARTS)}")
     parser.add_argument("--list", action="store_true", help="tell the rows, run none")
     parser.add_argument("--seconds", type=float, default=SECONDS, help=f"in which rows are begun; default {SECONDS}")
     parser.add_argument("--out", type=Path, default=Path("build/gpu"), metavar="DIR")
-    parser.add_argument("--tiny", action="store_true", help="sizes at which everything runs and nothing is said")
+    parser.add_argument("--tiny", action="store_true", help="meaningless sizes, to test that everything runs")
     parser.add_argument("--rehearse", metavar="CARD", help="memory alone, on a card that is not here")
     options = parser.parse_args(arguments)
     label = "-".join(filter(None, (options.tiny and "tiny", options.rehearse and f"rehearsed-{options.rehearse}")))
@@ -262,7 +264,7 @@ def main(arguments: list[str] | None = None) -> int:
         with tempfile.TemporaryDirectory() as folder, _lab(options, folder) as lab:
             suite = Suite(lab, rows, began + options.seconds)
             if options.list:
-                print(told(suite, parts, options.seconds))
+                print(listing(suite, parts, options.seconds))
                 return 0
             for part in parts:
                 suite.run(part)

@@ -1,29 +1,29 @@
-"""How far a comparison of two nights can be trusted: the same code against itself, and steps that were made slower.
+"""Measure how reliable a comparison of two nightly runs is: equal code against itself, and against slowed-down steps.
 
     python benchmarks/measure_nights.py [--usual 20] [--slower 5]
-    python benchmarks/measure_nights.py --rows      count anew, with the rule of today
+    python benchmarks/measure_nights.py --rows      count again with today's rule
 
-A night times a step of each of a few recipes, as `perf-helpers course` does. The same code is timed many times, every
-other time beside a busy neighbour (a process that multiplies matrices on all cores but one); each night is held
-against each other one: how often is anything called slower? Then each night is timed with optimizer steps that compute
-for 10 % or 40 % of a training step longer (tests/sabotage), half of them beside the neighbour: how often is that found?
+A simulated nightly run times a step of a few recipes, as `perf-helpers course` does. The same code is timed many times,
+every other time under other load (a process that multiplies matrices on all cores but one). Each run is compared with
+each other one: how often is anything called slower? Then runs are timed whose optimizer steps compute for 10 % or 40 %
+of a training step longer (tests/sabotage), half of them under other load: how often is that found?
 """
 
 import itertools
 import os
 import sys
 
-from measure_speed import neighbour
+from measure_speed import other_load
 from runner import RESULTS, Measurement, elsewhere
 
 from perf_helpers.compare.compare import compare_steps
 
 SABOTAGE = RESULTS.parent / "tests" / "sabotage"
-SLOWER = (0.1, 0.4)  # shares of a step
+SLOWER = (0.1, 0.4)  # slow-downs, as shares of a step
 
 
 def cases(options) -> dict:
-    """{name: whether it is busy, by what share its steps are slower}"""
+    """Return {name: (under other load, share of a step by which it is slower)}."""
     nights = [(number % 2 == 1, 0.0) for number in range(options.usual)]
     nights += [(number % 2 == 1, share) for share in SLOWER for number in range(options.slower)]
     return {str(number): night for number, night in enumerate(nights)}
@@ -32,8 +32,8 @@ def cases(options) -> dict:
 def measure(cases, options):
     for name, (busy, slower) in cases.items():
         sabotage = {"PYTHONPATH": str(SABOTAGE), "SABOTAGE": "slow_step", "SLOWER": str(slower)} if slower else {}
-        with neighbour(busy):
-            paces = elsewhere("perf_helpers.compare.step_times", "tonight", "cpu", **sabotage)
+        with other_load(busy):
+            paces = elsewhere("perf_helpers.compare.step_times", "measure_here", "cpu", **sabotage)
         yield name, {"busy": busy, "slower": slower, "load": os.getloadavg()[0], "paces": paces}
 
 
@@ -42,11 +42,11 @@ def is_called_slower(old: dict, new: dict) -> bool:
 
 
 def counted(pairs) -> dict[str, str]:
-    """In how many pairs the second night is called slower than the first: of all, and of those that were quiet."""
+    """Count the pairs whose second run is called slower than the first: of all pairs, and of quiet pairs."""
     pairs = [*pairs]
     quiet = [(a, b) for a, b in pairs if not (a["busy"] or b["busy"])]
-    told = {"all": pairs, "quiet": quiet}
-    return {name: f"{sum(itertools.starmap(is_called_slower, of))} of {len(of)}" for name, of in told.items()}
+    groups = {"all": pairs, "quiet": quiet}
+    return {name: f"{sum(itertools.starmap(is_called_slower, of))} of {len(of)}" for name, of in groups.items()}
 
 
 def conclude(nights: list[dict], options) -> dict:

@@ -1,9 +1,9 @@
-"""What the time meter costs: the Trainer with it (and its losses kept) and bare, in turns, each in a clean process.
+"""Measure the cost of the time meter: interleave the Trainer with it (and kept losses) and without, in fresh processes.
 
     python benchmarks/measure_overhead.py [--rounds 9] [--steps 20]
 
-Compares processor seconds of the whole of `trainer.train()` on one thread, which a busy neighbour disturbs less than
-the clock on the wall. On CUDA it compares seconds on the wall.
+On a CPU, the script compares the CPU seconds of `trainer.train()` on one thread, which other load disturbs less than
+wall-clock time. On CUDA it compares wall-clock seconds.
 """
 
 import statistics
@@ -17,7 +17,7 @@ from trainmem.records import Ratio
 
 
 def train(task, steps: int, metered: bool) -> list[float]:
-    """[seconds of `trainer.train()`, seconds of them inside the meter], with the lab's time meter or bare."""
+    """Return [seconds of `trainer.train()`, seconds inside the meter], with the lab's time meter or without a meter."""
     import tempfile
     import time
 
@@ -67,7 +67,7 @@ def measure(cases, options):
             raise SystemExit(run.message)
         return run.value
 
-    seconds(True), seconds(False)  # both warm up
+    seconds(True), seconds(False)  # warm up both
     clock = "wall" if lab.machine.kind == "cuda" else "processor"
     for name, metered_first in cases.items():
         found = {metered: seconds(metered) for metered in (metered_first, not metered_first)}

@@ -1,11 +1,12 @@
-"""One rank of several on GPUs that are not here: torch's own allocator, the estimate, and the formulas of ZeRO.
+"""Compare one rank of several, on rehearsed GPUs: torch's own allocator, the estimate, and ZeRO's formulas.
 
     python benchmarks/measure_ranks.py
 
-Each set-up is rehearsed with two and with four A100, a process for each device, collectives answered and not computed.
-Beside what the fullest rank allocated at most stands the estimate, which follows one rank; beside its weights,
-gradients and optimizer states after backward, in bytes a parameter, the formula. What does not train is recorded with
-its error, and what is not followed with the reason. DeepSpeed: make build/deepspeed VENV=.venv-cuda
+Each set-up is rehearsed with two and with four A100: one process per device, and collectives that return without
+computing. The highest peak of allocated bytes over all ranks is compared with the estimate, which traces one rank. The
+weights, gradients and optimizer states after backward, in bytes per parameter, are compared with the formula. A set-up
+that does not train is recorded with its error, one that is not traced with the reason. For DeepSpeed, first run
+make build/deepspeed VENV=.venv-cuda
 """
 
 import sys
@@ -27,7 +28,7 @@ HALF = {"bf16": True, "gradient_checkpointing": True}
 
 
 def zero(stage: int, **more) -> dict:
-    """DeepSpeed's arguments of a stage: small buckets, for large ones hide what is kept, and torch's own optimizer."""
+    """Return the arguments of a stage: torch's optimizer, and small buckets, because large ones hide the shards."""
     buckets = {"reduce_bucket_size": 1_000_000, "allgather_bucket_size": 1_000_000}
     config = {"zero_optimization": {"stage": stage, **buckets, **more}, "gradient_accumulation_steps": "auto"}
     own = {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True, "bf16": {"enabled": "auto"}}
@@ -60,8 +61,10 @@ SETUPS = [  # (name, task, training arguments)
 
 
 def formula(arguments: dict, ranks: int) -> list[float]:
-    """Bytes a parameter of weights, gradients and AdamW's states on a rank after backward, in fp32; DDP's buckets are a
-    second set of gradients."""
+    """Return the bytes per parameter of weights, gradients and AdamW's states on a rank after backward, in fp32.
+
+    DDP's buckets are a second set of gradients.
+    """
     if "deepspeed" in arguments:
         stage = arguments["deepspeed"]["zero_optimization"]["stage"]
         return [size / (ranks if stage >= first else 1) for size, first in ((4.0, 3), (4.0, 2), (8.0, 1))]
@@ -69,24 +72,24 @@ def formula(arguments: dict, ranks: int) -> list[float]:
 
 
 def row(name: str, task: Task, arguments: dict, ranks: int) -> dict:
-    """A set-up: {"rehearsed", "estimated": bytes, "kept", "formula": bytes a parameter}, or what stopped which."""
+    """Return a set-up's {"rehearsed", "estimated": bytes, "kept", "formula": bytes per parameter}, or errors."""
     given = {"per_device_train_batch_size": 4, "processes": ranks, **arguments}
     model = task.model + ", small" * bool(task.config)
-    told = {"setup": name, "model": model, "ranks": ranks, "arguments": arguments}
+    entry = {"setup": name, "model": model, "ranks": ranks, "arguments": arguments}
     run = rehearse(task, on=CARD, **given)
     try:
-        said, refused = estimate(task, device="cuda", compute_capability=CARDS[CARD].capability, **given), None
+        predicted, refused = estimate(task, device="cuda", compute_capability=CARDS[CARD].capability, **given), None
     except ValueError as error:
-        said, refused = None, str(error)
+        predicted, refused = None, str(error)
     if not run.ok:
-        return told | {"error": run.message.strip().splitlines()[-1], "estimate_error": refused}
+        return entry | {"error": run.message.strip().splitlines()[-1], "estimate_error": refused}
     parts = run.memory.phase_breakdowns["backward"]
-    told["rehearsed"] = {"allocated": run.peak_bytes, "reserved": run.memory.reserved_bytes}
-    told["kept"] = [parts[name] / task.parameters() for name in ("weights", "gradients", "optimizer_states")]
-    told["formula"] = formula(arguments, ranks)
-    if said is None:
-        return told | {"estimate_error": refused}
-    return told | {"estimated": {"allocated": said.peak_bytes, "reserved": said.memory.reserved_bytes}}
+    entry["rehearsed"] = {"allocated": run.peak_bytes, "reserved": run.memory.reserved_bytes}
+    entry["kept"] = [parts[name] / task.parameters() for name in ("weights", "gradients", "optimizer_states")]
+    entry["formula"] = formula(arguments, ranks)
+    if predicted is None:
+        return entry | {"estimate_error": refused}
+    return entry | {"estimated": {"allocated": predicted.peak_bytes, "reserved": predicted.memory.reserved_bytes}}
 
 
 def measure(cases, options):

@@ -1,11 +1,11 @@
-"""The estimate for CUDA by the rules of one release of torch, against that release's own allocator in rehearsals.
+"""Compare the estimate for CUDA, by the rules of one torch release, with that release's own allocator in rehearsals.
 
     PYTHON benchmarks/measure_releases.py [--count 96] [--seed 1] [--pythons PYTHON ...] [--out FILE]
 
-PYTHON has the CUDA build of the release that is meant: it rehearses each training, and its estimate answers. Each of
---pythons, with another torch, answers with `torch_version=` of that release too. The kinds of trainings are those that
-releases differ in: attention with grouped queries, masks and dropout, adapters, quantized bases, biases of positions,
-images, and inference with a cache of keys and values.
+PYTHON has the CUDA build of the release: it rehearses each training and estimates it. Each Python of --pythons, with
+another torch, estimates it too, with `torch_version=` of the release. The trainings are of the kinds in which releases
+differ: attention with grouped queries, masks and dropout, adapters, quantized bases, position biases, images, and
+inference with a key value cache.
 
 Exit code 1 if an estimate differs from the rehearsal by a byte, allocated or reserved.
 """
@@ -26,7 +26,7 @@ import measure_cuda
 from architectures import configuration
 from measure_adapters import BASES, METHODS
 from measure_cuda import MEMORY, Training
-from measure_strangers import stranger
+from measure_random import random_training
 from runner import Measurement, read_record, rehearsing
 
 from perf_helpers.lab import Lab
@@ -50,7 +50,7 @@ GROUPED = {
     "gemma2": "Gemma2",
     "phi3": "Phi3",
 }
-ANSWER = "--answer"  # the switch of a Python that answers questions
+ANSWER = "--answer"  # the option for a Python that only estimates
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Case(Training):
 
     kind: str = ""
     training: bool = True
-    lengths: tuple[int, ...] = ()  # tokens of each sample, if they differ
+    lengths: tuple[int, ...] = ()  # tokens per sample, if they differ
 
     def task(self, folder: Path) -> Task:
         task = super().task(folder)
@@ -76,13 +76,13 @@ class Case(Training):
 
 
 def case(number: int, seed: int) -> Case:
-    """The case of that number in the set of that seed; each kind has its turn, and each capability."""
+    """Return case `number` in the set of a seed; kinds and compute capabilities take turns."""
     draw = random.Random(f"releases {seed} {number}")
     kind = KINDS[number % len(KINDS)]
     if kind in ("T5", "images"):
         names = {"T5": ("T5", "mT5", "LongT5"), "images": ("ViT", "DINOv2", "BEiT")}[kind]
         name = draw.choice(names)
-        config, one = configuration(name, draw), stranger(0, draw.randrange(10**6))
+        config, one = configuration(name, draw), random_training(0, draw.randrange(10**6))
         one = replace(
             one, architecture=name, config=config, seq_len=None if kind == "images" else draw.randint(20, 300)
         )
@@ -115,20 +115,20 @@ def case(number: int, seed: int) -> Case:
 
 
 def _is_accepted(config: dict) -> bool:
-    """Whether transformers takes the width: a multiple of the heads for some architectures."""
+    """Return whether transformers accepts the width; some architectures need a multiple of the heads."""
     return "head_dim" not in config or not config["hidden_size"] % config["num_attention_heads"]
 
 
 def _drawn(draw: random.Random) -> Iterator[Training]:
     while True:
-        yield stranger(draw.randrange(1000), draw.randrange(10**6))
+        yield random_training(draw.randrange(1000), draw.randrange(10**6))
 
 
-# ---- what torch says, and what estimates say
+# ---- torch's allocator, and estimates
 
 
 def inferred(experiment: Experiment):
-    """A function for a clean process of a rehearsal: two passes, and what torch's allocator says from the first on."""
+    """Return a function for a fresh process of a rehearsal: two passes, then the statistics of torch's allocator."""
 
     def work(_):
         import torch
@@ -148,7 +148,7 @@ def inferred(experiment: Experiment):
     return work
 
 
-def truth(lab: Lab, one: Case, folder: Path) -> dict:
+def reference(lab: Lab, one: Case, folder: Path) -> dict:
     work = measure_cuda.rehearsed if one.training else inferred
     try:
         run = lab.run(work(one.experiment(folder)), measure="none")
@@ -159,8 +159,8 @@ def truth(lab: Lab, one: Case, folder: Path) -> dict:
     return {"rehearsed": {name: run.value[name] for name in ("allocated", "reserved")}}
 
 
-def said(one: Case, torch_version: str | None) -> dict:
-    """What the estimate of this process says by the rules of that release."""
+def estimate_of(one: Case, torch_version: str | None) -> dict:
+    """Return the estimate of this process by the rules of a release."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             memory = one.estimated(Path(folder), torch_version).memory
@@ -171,7 +171,7 @@ def said(one: Case, torch_version: str | None) -> dict:
 
 @contextlib.contextmanager
 def answering(python: str) -> Iterator:
-    """A function (case, torch_version) that another Python's estimate answers."""
+    """Yield a function (case, torch_version) that returns another Python's estimate."""
     command = [python, __file__, ANSWER]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as process:
 
@@ -185,12 +185,12 @@ def answering(python: str) -> Iterator:
 
 
 def answer() -> None:
-    """Answer questions, a line of JSON each, until there are no more."""
+    """Estimate cases from standard input, a line of JSON each, until the end of the input."""
     optional_packages.offer("peft")
     print(json.dumps(hardware.versions()["torch"]), flush=True)
     for line in sys.stdin:
         fields, torch_version = json.loads(line)
-        print(json.dumps(said(Case.from_dict(fields), torch_version)), flush=True)
+        print(json.dumps(estimate_of(Case.from_dict(fields), torch_version)), flush=True)
 
 
 # ---- the record
@@ -213,9 +213,9 @@ def measure(cases, options):
             own = {name: one for name, one in cases.items() if one.capability == capability}
             with rehearsing(card(None, capability, MEMORY)) as lab:
                 for name, one in own.items():
-                    row = one.to_dict() | truth(lab, one, folder)
+                    row = one.to_dict() | reference(lab, one, folder)
                     if "rehearsed" in row:
-                        row["estimated"] = {here: said(one, None)}
+                        row["estimated"] = {here: estimate_of(one, None)}
                         row["estimated"] |= {other.version: other(one, release) for other in others}
                         row["missed"] = [name for name, found in row["estimated"].items() if found != row["rehearsed"]]
                     yield name, row

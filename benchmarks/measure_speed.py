@@ -1,12 +1,12 @@
-"""How far a comparison of speeds on a CPU can be trusted: recipes against themselves, and claims decided many times.
+"""Measure how reliable speed comparisons on a CPU are: recipes against themselves, and claims decided many times.
 
     python benchmarks/measure_speed.py [--itself 200] [--turns 200] [--times 20]
 
-A recipe compared with itself has no effect: how often is one called (1 outside the interval)? So has a pass that takes
-turns with itself inside a function (`in_turns`). And how do the claims about speed that a CPU decides come out, each of
-20 times, with the recipes and sizes of their lessons? Half of the comparisons have a busy neighbour: a process that
-multiplies matrices on all cores but one. Ten comparisons, and one time of the claims, have a fork server of their own,
-as a lesson has. Takes some two hours on 2 cores.
+A recipe compared with itself has no effect: how often is one reported (1 outside the interval)? The same is asked about
+a pass that is interleaved with itself inside a function (`in_turns`). And which verdicts do the claims about speed get
+that a CPU decides, 20 times each, with the recipes and sizes of their lessons? Half of the comparisons run under other
+load: a process that multiplies matrices on all cores but one. Every ten comparisons, and each round of the claims, have
+their own fork server, as a lesson has. It takes about two hours on 2 cores.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ def _steps(count: int) -> dict:
     return {"gradient_accumulation_steps": count}
 
 
-IN_TURNS = "passes in turns"  # inside a function, as lessons 02, 04, 10 and 18 have them
+IN_TURNS = "passes in turns"  # interleaved inside a function, as in lessons 02, 04, 10 and 18
 ONE, FOUR = ({"per_device_train_batch_size": size} for size in (1, 4))
 ITSELF = {  # recipes that are compared with themselves
     "4 x 1": FOUR,
@@ -36,8 +36,8 @@ ITSELF = {  # recipes that are compared with themselves
     "Adafactor": FOUR | {"optim": "adafactor"},
 }
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-HALF = {"num_hidden_layers": 2, "vocab_size": 4000}  # of the model
-# claim: what is special about the task, the baseline, the other, options of the comparison, as its lesson has them
+HALF = {"num_hidden_layers": 2, "vocab_size": 4000}  # a smaller model
+# {claim: (changes of the task, baseline, other recipe, options of the comparison)}, as in its lesson
 CLAIMS = {
     "accumulation-cost": ({"config": {"num_hidden_layers": 2}}, FOUR, ITSELF["1 x 4"], {"turns": 12}),
     "accumulation-fill-first": ({"seq_len": 64}, ONE | _steps(8), FOUR | _steps(2), {"turns": 4}),
@@ -54,8 +54,8 @@ while True:
 
 
 @contextlib.contextmanager
-def neighbour(wanted: bool):
-    """A process that keeps all cores but one busy, and their caches."""
+def other_load(wanted: bool):
+    """Run a process that keeps all cores but one, and their caches, busy."""
     if not wanted:
         yield
         return
@@ -68,7 +68,7 @@ def neighbour(wanted: bool):
 
 
 def by_parts() -> dict:
-    """A row of the report for the claim adafactor-cost: lesson 08's own cells are run, and their `cost` is taken."""
+    """Return a row of the report for the claim adafactor-cost: run lesson 08's own cells and read their `cost`."""
     import jupytext
 
     notebook = jupytext.read(RESULTS.parent / "notebooks/src/08_adafactor.py")
@@ -83,7 +83,7 @@ def by_parts() -> dict:
 
 
 def passes_in_turns(task) -> list:
-    """Time the same forward and backward pass three times over in turns, on one thread."""
+    """Time three interleaved copies of the same forward and backward pass, on one thread."""
     import torch
 
     from trainmem.measure.interleaving import in_turns
@@ -94,7 +94,7 @@ def passes_in_turns(task) -> list:
 
 
 def of_passes(task) -> dict:
-    """Return a row of the report for passes that take turns in three processes."""
+    """Return a row of the report for passes that are interleaved in three processes."""
     from perf_helpers import Lab
     from trainmem.records import CPU, WALL, Ratio
 
@@ -106,7 +106,7 @@ def of_passes(task) -> dict:
 
 
 def compared(pairs: list) -> list[dict]:
-    """A row of the report for each [name, changes of the task, baseline, other, options], compared in this process."""
+    """Compare each [name, changes of the task, baseline, other, options] in this process; return the report's rows."""
     from perf_helpers import Lab
 
     lab, rows = Lab("cpu"), []
@@ -129,7 +129,7 @@ def is_effect(ratio: list[float]) -> bool:
 
 
 def cases(options) -> dict:
-    """{name: the comparisons of one process, and whether a neighbour is busy beside it}"""
+    """Return {name: (comparisons of one process, whether it runs under other load)}."""
     found = {}
     for of, names in (("itself", itertools.cycle(ITSELF)), ("turns", itertools.repeat(IN_TURNS))):
         pairs = [
@@ -144,7 +144,7 @@ def cases(options) -> dict:
 
 def measure(cases, options):
     for name, (pairs, busy) in cases.items():
-        with neighbour(busy):
+        with other_load(busy):
             found = elsewhere("measure_speed", "compared", pairs)
         yield name, {"of": name.split()[0], "found": [row | {"busy": busy} for row in found]}
 

@@ -1,15 +1,15 @@
-"""Holds the estimate against figures that others measured on real GPUs, row by row.
+"""Compare the estimate with figures that others measured on real GPUs, row by row.
 
 python benchmarks/published.py                   predict every row of published.toml, write published.json
-python benchmarks/published.py --rows "*Liger*"  only these rows; the others are kept
-python benchmarks/published.py --rehearse        and run each row on torch's own CUDA allocator (make wheel first)
+python benchmarks/published.py --rows "*Liger*"  predict these rows only; keep the others
+python benchmarks/published.py --rehearse        also rehearse each row with torch's CUDA allocator (make wheel first)
 python benchmarks/build.py                       the table in results/README.md
 
-published.toml has facts only: source, date, GPU, versions, set-up, quantity, figure, and by which loop or changed
-training the row is predicted, which stands in a file of its source. Rows are kept whether they flatter or not.
+published.toml has facts only: source, date, GPU, versions, set-up, quantity, figure, and the loop or changed training
+that predicts the row; this code is in a file per source. Rows are kept even if the estimate is far off.
 
-Where the rehearsal gives the published figure and the estimate does not, the estimate is at fault; where it gives the
-estimate's, version or set-up differ. A row that is not like for like says why.
+If the rehearsal gives the published figure and the estimate does not, the estimate is wrong. If the rehearsal agrees
+with the estimate, versions or set-up differ. A row that cannot be compared like for like has a reason.
 """
 
 import functools
@@ -39,13 +39,13 @@ from trainmem.rehearsal import CARDS, Card
 
 FACTS = Path(__file__).with_suffix(".toml")
 RESULT = RESULTS / "published.json"
-NOWHERE = Task("bert-tiny", seq_len=32)  # of a rebuilt loop, which needs none
+NOWHERE = Task("bert-tiny", seq_len=32)  # a placeholder for rebuilt loops, which need no task
 QUANTITIES = {"max allocated": "peak_bytes", "reserved": "reserved_bytes"}
 KEPT = ("kind", "source", "date", "commit", "gpu", "versions", "setup", "quantity", "like_for_like", "reason", "older")
 
 
 def functions(*sources) -> dict[str, Callable]:
-    """What sources rebuild, by name."""
+    """Return {name: function} of all rebuilt loops and changes."""
     return {name: made for source in sources for name, made in inspect.getmembers(source, inspect.isfunction)}
 
 
@@ -54,30 +54,30 @@ CHANGES = functions(published_fms, published_guide)
 
 
 def run_loop(loop: Callable, task: Task, **sizes) -> None:
-    """Run a rebuilt loop, its tensors on the GPU if the process has one."""
+    """Run a rebuilt loop, with its tensors on the GPU if the process has one."""
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         loop(**sizes)
 
 
 def changed(names: Sequence[str], model, arguments):
-    """Make these changes to a model; an optimizer where one of them brings it, else None: the Trainer makes its own."""
+    """Apply changes to a model. Return the optimizer that one of them made, or None: then the Trainer makes its own."""
     made = [CHANGES[name](model, arguments) for name in names]
     return next((optimizer for optimizer in made if optimizer is not None), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One published figure, and what predicts it."""
+    """One published figure, and the loop or training that predicts it."""
 
-    name: str  # of the set and of the row's sizes
-    facts: dict[str, Any]  # of its set: source, date, gpu, versions, setup, quantity, like_for_like, reason
+    name: str  # the set's name and the row's sizes
+    facts: dict[str, Any]  # the set's source, date, gpu, versions, setup, quantity, like_for_like, reason
     published: float  # MiB
     given: dict[str, Any]  # sizes of the rebuilt loop, or arguments of the training
-    changes: tuple[str, ...]  # of its training
+    changes: tuple[str, ...]  # names of changes to the training
 
     @property
     def card(self) -> Card:
-        """The card that is rehearsed, whose compute capability the estimate is for."""
+        """Return the card to rehearse; the estimate is for its compute capability."""
         given = self.facts["card"]
         if isinstance(given, str):
             return CARDS[given]
@@ -85,13 +85,13 @@ class Row:
 
     @property
     def question(self) -> dict[str, Any]:
-        """What `estimate` and a lab are asked alike: a loop of one's own, or a training with its changes."""
+        """Return the arguments that `estimate` and a lab share: a custom loop, or a training with its changes."""
         if loop := self.facts.get("loop"):
             return {"function": functools.partial(run_loop, LOOPS[loop], **self.given)}
         return self.given | ({"optimizer": functools.partial(changed, self.changes)} if self.changes else {})
 
     def task(self, folder: Path) -> Task:
-        """The task of its training; `folder` takes the configuration of a model that is no preset."""
+        """Return the training's task; write the configuration of a model that is not a preset into `folder`."""
         given = dict(self.facts.get("task", {}))
         if not given:
             return NOWHERE
@@ -103,7 +103,7 @@ class Row:
 
 
 def rows() -> list[Row]:
-    """Every row of the file of facts, in its order."""
+    """Return every row of published.toml, in its order."""
     found = []
     for facts in tomllib.loads(FACTS.read_text(encoding="utf-8"))["set"]:
         for figure in facts["figures"]:
@@ -120,7 +120,7 @@ def rows() -> list[Row]:
 
 
 def predict(row: Row, folder: Path) -> tuple[int, int | None]:
-    """Bytes that the estimate says of a row, by the rules of its versions and by today's; None: they are the same."""
+    """Return the estimated bytes of a row by the rules of its versions, and by today's (None: the same)."""
     quantity, capability = QUANTITIES[row.facts["quantity"]], row.card.capability
     ask = functools.partial(estimate, row.task(folder), device="cuda", compute_capability=capability, timeout=900)
     then = getattr(ask(**row.question).memory, quantity)
@@ -131,10 +131,10 @@ def predict(row: Row, folder: Path) -> tuple[int, int | None]:
 
 
 def rehearse(found: list[Row], folder: Path) -> dict[str, float | None]:
-    """{row: MiB by torch's own allocator}, None where it did not end well.
+    """Return {row: MiB by torch's own allocator}; None for a row whose rehearsal failed.
 
     Raises:
-        RuntimeError: no rehearsal is possible here.
+        RuntimeError: this machine cannot rehearse.
     """
     sizes = {}
     for card in dict.fromkeys(row.card for row in found):
@@ -148,9 +148,9 @@ def rehearse(found: list[Row], folder: Path) -> dict[str, float | None]:
     return sizes
 
 
-def told(row: Row, said: tuple[int, int | None]) -> dict[str, Any]:
-    """A row of the JSON: its facts, the figure and the prediction in MiB, and the error as a share of the figure."""
-    predicted, today = said
+def row_of(row: Row, predictions: tuple[int, int | None]) -> dict[str, Any]:
+    """Return a row for the JSON: facts, figure and prediction in MiB, and the error as a share of the figure."""
+    predicted, today = predictions
     return {
         "name": row.name,
         **{key: row.facts.get(key) for key in KEPT},
@@ -163,7 +163,7 @@ def told(row: Row, said: tuple[int, int | None]) -> dict[str, Any]:
 
 
 def summary(made: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Of the errors of rows that are like for like, all and by kind: how many, median, 95th percentile and worst."""
+    """Summarize the errors of like-for-like rows, in total and by kind: number, median, 95th percentile and worst."""
     errors: dict[str, list[float]] = {"all": []}
     for row in (row for row in made if row["like_for_like"]):
         for kind in ("all", row["kind"]):
@@ -172,15 +172,15 @@ def summary(made: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def measure(cases, options):
-    """Each row is predicted, and rehearsed if that is asked for; else what was rehearsed before is kept."""
+    """Predict each row, and rehearse it if requested; otherwise keep its earlier rehearsal."""
     before = {row["name"]: row["rehearsed"] for row in read_record(RESULT)["table"]}
-    Arguments.of({})  # imports transformers, which two threads must not do at once
+    Arguments.of({})  # import transformers now: two threads must not import it at once
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(2) as pool:
         folder = Path(name)
         sizes = rehearse([*cases.values()], folder) if options.rehearse else before
-        said = pool.map(lambda row: predict(row, folder), cases.values())
-        for row, answer in zip(cases.values(), said, strict=True):
-            yield row.name, told(row, answer) | {"rehearsed": sizes.get(row.name)}
+        predictions = pool.map(lambda row: predict(row, folder), cases.values())
+        for row, answer in zip(cases.values(), predictions, strict=True):
+            yield row.name, row_of(row, answer) | {"rehearsed": sizes.get(row.name)}
 
 
 def conclude(table: list[dict], options) -> dict:

@@ -1,8 +1,8 @@
-"""foundation-model-stack/fms-acceleration: what its trainings did otherwise than today's libraries, for published.py.
+"""foundation-model-stack/fms-acceleration: how its trainings differed from today's libraries, for published.py.
 
-A row of published.toml names the changes that its set-up needs. Each is made to the model, between its construction and
-the Trainer's first step; one that brings an optimizer returns it. Rules of older versions are among them, each with the
-version that ended it.
+A row of published.toml names the changes that its set-up needs. Each function changes the model before the Trainer's
+first step; one that makes an optimizer returns it. Some restore the behaviour of older versions; their docstrings name
+the version that ended it.
 """
 
 import torch
@@ -12,10 +12,10 @@ from torch.nn import functional
 
 
 def lora(model, arguments) -> None:
-    """PEFT's LoRA, rank 16, dropout 0.1, on the projections of attention; adapters in fp32 whatever the weights are.
+    """Add PEFT's LoRA of rank 16 with dropout 0.1 to the projections of attention; adapters are always in fp32.
 
-    As peft 0.13 (`autocast_adapter_dtype`): weights frozen, the adapter's input cast to fp32, its result added to the
-    layer's; the embedding's result requires a gradient, so that checkpoints have one.
+    As in peft 0.13 (`autocast_adapter_dtype`): weights are frozen, the adapter's input is cast to fp32, and its result
+    is added to the layer's. The embedding's result requires a gradient, so that checkpoints have one.
     """
 
     class Adapted(torch.nn.Module):
@@ -46,15 +46,17 @@ def lora(model, arguments) -> None:
 
 
 def _shifted(logits, labels, vocabulary: int):
-    """Cross-entropy of logits whose last position was cut off by a copy."""
+    """Return the cross-entropy of a copy of the logits without their last position."""
     ahead = logits[..., :-1, :].contiguous()
     after = labels[..., 1:].contiguous()
     return functional.cross_entropy(ahead.view(-1, vocabulary), after.view(-1))
 
 
 def copied_logits(model, arguments) -> None:
-    """The loss of transformers 4.46 to 4.48: logits in fp32 beside those of 16 bits, and a copy without the last
-    position; since 4.49 labels are shifted instead (loss/loss_utils.py)."""
+    """Use the loss of transformers 4.46 to 4.48: fp32 logits next to 16-bit ones, and a copy without the last position.
+
+    Since 4.49 labels are shifted instead (loss/loss_utils.py).
+    """
 
     def loss(logits, labels, vocab_size, **_):
         logits = logits.float()
@@ -64,8 +66,10 @@ def copied_logits(model, arguments) -> None:
 
 
 def early_cast_logits(model, arguments) -> None:
-    """The loss of transformers up to 4.45: logits go over to fp32, those of 16 bits are freed, and a copy without the
-    last position."""
+    """Use the loss of transformers up to 4.45: logits are cast to fp32, 16-bit ones freed, the last position cut off.
+
+    The cut makes a copy.
+    """
     head = model.get_output_embeddings()
     plain = head.forward
     head.forward = lambda rows: plain(rows).float()
@@ -73,18 +77,22 @@ def early_cast_logits(model, arguments) -> None:
 
 
 def half_logits(model, arguments) -> None:
-    """The loss of models that never cast their logits, as GPT-BigCode up to transformers 4.48: cross-entropy in 16 bits
-    of a copy without the last position."""
+    """Use the loss of models that never cast their logits, like GPT-BigCode up to transformers 4.48.
+
+    It is a 16-bit cross-entropy of a copy without the last position.
+    """
     model.loss_function = lambda logits, labels, vocab_size, **_: _shifted(logits, labels, vocab_size)
 
 
 def kept_keys(model, arguments) -> None:
-    """GPT-BigCode up to transformers 4.48 keeps keys and values for a cache although layers are checkpointed: views of
-    what gave queries too, which live until the model returns."""
+    """Keep keys and values for a cache although layers are checkpointed, like GPT-BigCode up to transformers 4.48.
+
+    They are views of the tensor that also has the queries, which therefore lives until the model returns.
+    """
     kept = []
     for name, module in model.named_modules():
         if name.endswith(".c_attn"):
-            # Gradients are on where a layer is computed again in the backward, which keeps nothing.
+            # Gradients are on while a layer is recomputed in backward, which keeps no cache.
             module.register_forward_hook(
                 lambda module, inputs, output: None if torch.is_grad_enabled() else kept.append(output)
             )

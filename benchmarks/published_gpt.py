@@ -1,6 +1,6 @@
-"""rasbt/LLMs-from-scratch, chapter 5, and pytorch's issue 95668, rebuilt as described, for published.py.
+"""Trainings rebuilt as described in rasbt/LLMs-from-scratch, chapter 5, and pytorch's issue 95668, for published.py.
 
-As in published_liger.py: each takes the sizes of a row of published.toml.
+Each function takes the sizes of a row of published.toml, as in published_liger.py.
 """
 
 import torch
@@ -9,7 +9,7 @@ from torch import nn
 
 
 def one_linear() -> None:
-    """A layer of one weight on one number, no backward."""
+    """Run a layer with one weight on one number, without a backward pass."""
     layer = nn.Linear(1, 1)
     layer(torch.randn(1, 1))
 
@@ -22,15 +22,16 @@ def gpt(
     native: bool = False,
     flash: bool = False,
 ) -> None:
-    """A GPT of 124M parameters, 1024 tokens, trained with AdamW as chapter 5 of LLMs-from-scratch does: two steps, an
-    evaluation after each, and some generated tokens.
+    """Train a GPT of 124M parameters with AdamW on 1024 tokens, as in chapter 5 of LLMs-from-scratch.
+
+    There are two steps, an evaluation after each, and some generated tokens.
 
     Args:
-        mask: the causal mask is "kept" by each layer in fp32, or "made" in each forward.
-        fused: AdamW's fused form, else its foreach form.
-        dtype: of the weights.
-        native: torch's LayerNorm and GELU, else both by plain operations.
-        flash: one product for queries, keys and values, and torch's attention, else three and products of matrices.
+        mask: "kept": each layer stores the causal mask in fp32; "made": each forward pass makes it.
+        fused: use AdamW's fused form, otherwise its foreach form.
+        dtype: type of the weights.
+        native: use torch's LayerNorm and GELU, otherwise plain operations.
+        flash: use one matmul for queries, keys and values and torch's attention, otherwise three and plain matmuls.
     """
     words, length, width, heads, layers, dropped = 50257, 1024, 768, 12, 12, 0.1
 

@@ -1,6 +1,6 @@
-"""The guides of 2022 and 2023: what torch up to 1.10 and transformers of early 2022 did otherwise, for published.py.
+"""The guides of 2022 and 2023: how torch up to 1.10 and transformers of early 2022 differed, for published.py.
 
-Changes of a training as in published_fms.py.
+The functions change a training, as in published_fms.py.
 """
 
 import functools
@@ -11,7 +11,7 @@ from torch.nn import functional
 
 
 def adamw_hf(model, arguments):
-    """transformers' own AdamW, the Trainer's default until 4.29: parameter by parameter, one temporary of its size."""
+    """Use transformers' own AdamW, the Trainer's default until 4.29: parameter by parameter, with one temporary."""
 
     class AdamW(torch.optim.Optimizer):
         @torch.no_grad()
@@ -30,19 +30,19 @@ def adamw_hf(model, arguments):
 
 
 def adam_8bit(model, arguments):
-    """bitsandbytes' 8-bit Adam as the guides make it themselves: embeddings too keep states of 8 bits."""
+    """Use bitsandbytes' 8-bit Adam as the guides do: embeddings have 8-bit states too."""
     import bitsandbytes
 
     return bitsandbytes.optim.Adam8bit(model.parameters(), lr=arguments.learning_rate)
 
 
 def kept_gradients(model, arguments) -> None:
-    """Gradients are zeroed and kept between the steps, as before torch 2.0 (`set_to_none`)."""
+    """Zero gradients and keep them between steps, as before torch 2.0 (`set_to_none`)."""
     model.zero_grad = functools.partial(model.zero_grad, set_to_none=False)
 
 
 def kept_input_of_softmax(model, arguments) -> None:
-    """A softmax keeps its input for the backward as well as its result, as before torch 1.11 (pytorch PR 65242)."""
+    """Let softmax keep its input for backward in addition to its result, as before torch 1.11 (pytorch PR 65242)."""
 
     class Softmax(torch.autograd.Function):
         @staticmethod
@@ -63,7 +63,7 @@ def kept_input_of_softmax(model, arguments) -> None:
 
 
 def gelu_in_fp32(model, arguments) -> None:
-    """Autocast runs GELU in fp32, as before torch 1.10 (pytorch PR 59639): its input is kept in 32 bits."""
+    """Let autocast run GELU in fp32, as before torch 1.10 (pytorch PR 59639): its input is kept in 32 bits."""
     for module in model.modules():
         if type(module).__name__ == "GELUActivation":
             plain = module.forward
@@ -73,7 +73,7 @@ def gelu_in_fp32(model, arguments) -> None:
 
 
 def attention_of_2022(model, arguments) -> None:
-    """BERT's attention as it was: scores divided, a mask in fp32 added although nothing is padded, softmax, dropout."""
+    """Use BERT's attention of 2022: divided scores, an fp32 mask added even without padding, softmax, dropout."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     def attend(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **_):
@@ -91,7 +91,7 @@ def attention_of_2022(model, arguments) -> None:
 
 
 def no_workspace(model, arguments) -> None:
-    """cuBLAS keeps no workspace of torch's allocator, as up to torch 1.9. Only an estimate can leave it out."""
+    """Leave out cuBLAS's workspace, which torch up to 1.9 did not allocate; possible in an estimate only."""
     from trainmem.estimate import kernels
 
     kernels.multiplies = lambda function: False

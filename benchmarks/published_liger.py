@@ -1,8 +1,8 @@
-"""linkedin/Liger-Kernel, benchmark/scripts: the sides that are plain torch or transformers, for published.py.
+"""linkedin/Liger-Kernel, benchmark/scripts: the implementations in plain torch or transformers, for published.py.
 
 Each loop takes the sizes of a row of published.toml, and makes its tensors on the device that published.py chose: it
-is measured, rehearsed or followed on fake tensors. What is rebuilt is what decides about memory: which tensors live
-when. A layer runs forward and backward several times over; B, T, H, V are batch, tokens, hidden size and vocabulary.
+is measured, rehearsed or traced on fake tensors. The loops rebuild everything that decides about memory: which tensors
+live when. A layer runs forward and backward several times; B, T, H, V are batch, tokens, hidden size and vocabulary.
 """
 
 import contextlib
@@ -12,14 +12,14 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-ROUNDS = 3  # the first makes gradients, the second adds to them, the third shows that nothing grows
+ROUNDS = 3  # the first makes gradients, the second adds to them, the third checks that nothing grows
 BF16 = {"dtype": torch.bfloat16}
 GRADIENT = {"requires_grad": True}
 
 
 @contextlib.contextmanager
 def made_in(dtype: torch.dtype) -> Iterator[None]:
-    """Modules made here are of that type at once: fake weights cannot be exchanged for others."""
+    """Make modules in a type from the start, because fake weights cannot be replaced later."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -29,12 +29,12 @@ def made_in(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _head(H: int, V: int) -> nn.Linear:
-    """From hidden states to logits, in bf16."""
+    """Return the head from hidden states to logits, in bf16."""
     return nn.Linear(H, V, bias=False, **BF16)
 
 
 def _losses(forward: Callable, keep: bool = False) -> None:
-    """Forward and backward of a loss; `keep` the graph or not, as the benchmark does."""
+    """Run forward and backward of a loss; `keep`: keep the graph, as in the benchmark."""
     for _ in range(ROUNDS):
         loss = forward()
         loss.backward(retain_graph=keep)
@@ -42,11 +42,11 @@ def _losses(forward: Callable, keep: bool = False) -> None:
 
 
 def _layers(forward: Callable, mode: str = "full", gradient=None) -> None:
-    """Forward and backward of a layer, its graph kept.
+    """Run forward and backward of a layer and keep its graph.
 
     Args:
-        mode: "full", "forward" alone, or "backward" alone, after one forward.
-        gradient: of the result; None: made anew each time, in the shape of the result.
+        mode: "full", "forward" only, or "backward" only, after one forward.
+        gradient: gradient of the result; None: a new one each time, in the shape of the result.
     """
     if mode == "backward":
         made = forward()
@@ -65,32 +65,32 @@ def _layers(forward: Callable, mode: str = "full", gradient=None) -> None:
 
 
 def cross_entropy(V: int, B: int, T: int) -> None:
-    """Cross-entropy of fp32 logits."""
+    """Run the cross-entropy of fp32 logits."""
     logits, labels = torch.randn(B * T, V, **GRADIENT), torch.randint(V, (B * T,))
     _losses(lambda: functional.cross_entropy(logits, labels))
 
 
 def linear_cross_entropy(BT: int, H: int, V: int) -> None:
-    """A linear head in bf16 and cross-entropy of its logits; a second head lies beside it, unused."""
+    """Run a linear head in bf16 and the cross-entropy of its logits; a second head exists, unused."""
     head, _spare = _head(H, V), _head(H, V)
     rows, labels = torch.randn(BT, H, **BF16, **GRADIENT), torch.randint(V, (BT,))
     _losses(lambda: functional.cross_entropy(head(rows), labels))
 
 
 def _divergence(V: int, B: int, T: int, found_as: Callable, target_as: Callable, loss: Callable) -> None:
-    """A loss of two fp32 distributions, each made of random numbers by a softmax or its logarithm."""
+    """Run a loss of two fp32 distributions, each made from random numbers by a softmax or its logarithm."""
     found, target = torch.randn(B * T, V, **GRADIENT), torch.randn(B * T, V)
     found, target = found_as(found, -1), target_as(target, -1)
     _losses(lambda: loss(found, target), keep=True)
 
 
 def kl_div(V: int, B: int, T: int) -> None:
-    """Kullback-Leibler divergence of fp32 log-probabilities."""
+    """Run the Kullback-Leibler divergence of fp32 log-probabilities."""
     _divergence(V, B, T, torch.log_softmax, torch.softmax, nn.KLDivLoss(reduction="batchmean"))
 
 
 def _jsd(found, target):
-    """Jensen-Shannon divergence of log-probabilities, in fp32."""
+    """Return the Jensen-Shannon divergence of log-probabilities, in fp32."""
     found, target = found.float(), target.float()
     loss = nn.KLDivLoss(reduction="batchmean", log_target=True)
     mean = torch.lerp(torch.exp(target), torch.exp(found), 0.5)
@@ -98,12 +98,12 @@ def _jsd(found, target):
 
 
 def jsd(V: int, B: int, T: int) -> None:
-    """Jensen-Shannon divergence of fp32 log-probabilities."""
+    """Run the Jensen-Shannon divergence of fp32 log-probabilities."""
     _divergence(V, B, T, torch.log_softmax, torch.log_softmax, _jsd)
 
 
 def tvd(V: int, B: int, T: int) -> None:
-    """Total variation distance of fp32 probabilities."""
+    """Run the total variation distance of fp32 probabilities."""
 
     def distance(found, target):
         return torch.sum(torch.abs(found - target) / 2.0) / found.shape[0]
@@ -112,7 +112,7 @@ def tvd(V: int, B: int, T: int) -> None:
 
 
 def linear_jsd(BT: int, H: int, V: int) -> None:
-    """Two heads in bf16, a student's and a teacher's, both trained, and the divergence of their softmax."""
+    """Run two bf16 heads, of a student and a teacher, both trained, and the divergence of their softmax."""
     student, teacher, *spare = (_head(H, V) for _ in range(4))
     for head in (student, teacher):  # the benchmark gives both sides the same new weights
         head.weight.data = torch.rand(V, H, **BF16)
@@ -129,9 +129,9 @@ def linear_jsd(BT: int, H: int, V: int) -> None:
 
 
 def preference(B: int, T: int, H: int, V: int) -> None:
-    """A bf16 head, its logits in fp32, cross-entropy of the first half and log-probabilities of all: ORPO, CPO, SimPO.
+    """Run a bf16 head with fp32 logits, cross-entropy of the first half and log-probabilities of all: ORPO, CPO, SimPO.
 
-    A second head lies beside it, unused.
+    A second head exists, unused.
     """
     head, _spare = _head(H, V), _head(H, V)
     rows, labels = torch.randn(B, T, H, **BF16, **GRADIENT), torch.randint(V, (B, T))
@@ -156,27 +156,27 @@ def preference(B: int, T: int, H: int, V: int) -> None:
 
 
 def embedding(V: int, B: int, T: int, D: int) -> None:
-    """An fp32 embedding; a second one lies beside it, unused."""
+    """Run an fp32 embedding; a second one exists, unused."""
     table, _spare = nn.Embedding(V, D), nn.Embedding(V, D)
     ids = torch.randint(V, (B, T))
     _layers(lambda: table(ids))
 
 
 def gated_mlp(B: int, T: int, H: int, inner: int, activation: str, mode: str = "full", tiles: int = 0) -> None:
-    """transformers' LlamaMLP in bf16. `tiles`: in as many pieces, each computed again in the backward; 0: at once."""
+    """Run transformers' LlamaMLP in bf16, in `tiles` pieces that are recomputed in backward; 0: in one piece."""
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaMLP
 
     with made_in(torch.bfloat16):
         layer = LlamaMLP(LlamaConfig(hidden_size=H, intermediate_size=inner, hidden_act=activation))
     rows = torch.randn(B, T, H, **BF16, **GRADIENT)
-    if mode == "forward":  # the benchmark's process has run backwards before: autograd's thread has its workspace
+    if mode == "forward":  # the benchmark ran a backward pass before, so autograd's thread has its workspace
         _head(8, 8)(torch.randn(8, 8, **BF16)).sum().backward()
     _layers(lambda: Tiled.apply(rows, layer, tiles) if tiles else layer(rows), mode)
 
 
 class Tiled(torch.autograd.Function):
-    """DeepSpeed's TiledMLP: the forward keeps its input alone."""
+    """DeepSpeed's TiledMLP: the forward pass keeps only its input."""
 
     @staticmethod
     def forward(context, rows, layer, tiles):
@@ -203,31 +203,31 @@ class Tiled(torch.autograd.Function):
 
 
 def _normed(make: Callable, *shape: int, **how) -> None:
-    """A norm with fp32 weights; a second one lies beside it, unused. `how` the input is made, besides its shape."""
+    """Run a norm with fp32 weights; a second one exists, unused. `how`: options of the input besides its shape."""
     layer, _spare = make(), make()
     rows, gradient = torch.randn(shape, **how, **GRADIENT), torch.randn(shape, **how)
     _layers(lambda: layer(rows), gradient=gradient)
 
 
 def layer_norm(M: int, N: int) -> None:
-    """fp32 LayerNorm of (M, N)."""
+    """Run an fp32 LayerNorm of (M, N)."""
     _normed(lambda: nn.LayerNorm(N, eps=1e-6), M, N)
 
 
 def group_norm(M: int, C: int, H: int, each: int) -> None:
-    """fp32 GroupNorm of (M, C, H) with `each` channels a group."""
+    """Run an fp32 GroupNorm of (M, C, H) with `each` channels per group."""
     _normed(lambda: nn.GroupNorm(C // each, C, eps=1e-6), M, C, H)
 
 
 def rms_norm(M: int, H: int) -> None:
-    """LlamaRMSNorm of (M, H) in bf16 with fp32 weights."""
+    """Run a LlamaRMSNorm of (M, H) in bf16 with fp32 weights."""
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
     _normed(lambda: LlamaRMSNorm(H), M, H, **BF16)
 
 
 def add_rms_norm(M: int, H: int) -> None:
-    """A residual added in fp32 and its RMSNorm, both results with a gradient; three more weights lie beside it."""
+    """Run a residual added in fp32 and its RMSNorm, both results with a gradient; three more weights exist."""
     weight, *_spare = (nn.Parameter(torch.randn(H)) for _ in range(4))
     rows, residual = torch.randn(M, H, **GRADIENT), torch.randn(M, H, **GRADIENT)
     gradients = torch.randn(M, H), torch.randn(M, H)
@@ -248,7 +248,7 @@ def add_rms_norm(M: int, H: int) -> None:
 
 
 def rope(T: int, H: int, heads: int, key_heads: int) -> None:
-    """transformers' rotary positions of bf16 queries and keys, with gradients by torch.autograd.grad."""
+    """Run transformers' rotary positions of bf16 queries and keys, with gradients by torch.autograd.grad."""
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
     size = H // heads
@@ -257,7 +257,7 @@ def rope(T: int, H: int, heads: int, key_heads: int) -> None:
     gradients = torch.randn_like(queries), torch.randn_like(keys)
     frequencies, positions = torch.randn(size // 2), torch.randint(T, (1, T))
 
-    # A product of matrices: of batches of one, torch 2.13 leaves outer products to Triton, which 2024 did not.
+    # A matmul: for batches of one, torch 2.13 uses Triton for outer products, torch of 2024 did not.
     angles = (positions.float().t() @ frequencies[None, :])[None]
     angles = torch.cat((angles, angles), dim=-1)
     cosine, sine = angles.cos().to(torch.bfloat16), angles.sin().to(torch.bfloat16)
@@ -269,7 +269,7 @@ def rope(T: int, H: int, heads: int, key_heads: int) -> None:
 
 
 def neighborhood_attention(B: int, T: int, H: int, heads: int) -> None:
-    """fp32 attention by matrix products under a mask made in each forward; a second layer's weights lie beside it."""
+    """Run fp32 attention by matmuls, with a mask made in each forward pass; a second layer's weights exist."""
     query_of, key_of, value_of, out_of, *_spare = (nn.Linear(H, H) for _ in range(8))
     rows, gradient = torch.randn(B, T, H, **GRADIENT), torch.randn(B, T, H)
 
@@ -291,7 +291,7 @@ def neighborhood_attention(B: int, T: int, H: int, heads: int) -> None:
 
 
 def swiglu(T: int, B: int, inner: int) -> None:
-    """SiLU of one half of a bf16 tensor times the other half, its sum, and the backward; gradients are forgotten."""
+    """Run SiLU of one half of a bf16 tensor times the other half, its sum, and backward; gradients are dropped."""
     both = torch.randn(T, B, 2 * inner, **BF16, **GRADIENT)
 
     def halves():

@@ -1,9 +1,9 @@
-"""Predicts what LoRA trainings took that others measured on a Tesla T4, by rehearsing them under a release of torch.
+"""Predict the memory of LoRA trainings that others measured on a Tesla T4, by rehearsing them with a torch release.
 
-python benchmarks/published_lora.py   by a Python with the release of torch for CUDA that is to rehearse
+python benchmarks/published_lora.py   run it with a Python that has the CUDA build of the release
 python benchmarks/build.py            the table in results/README.md
 
-It needs peft. published_lora.toml has the facts. A prediction is committed before the card's figures are put beside it.
+It needs peft. published_lora.toml has the facts. Each prediction was committed before it was compared with the card.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ FACTS = Path(__file__).with_suffix(".toml")
 
 
 def facts() -> dict:
-    """The file of facts, what is reserved in bytes."""
+    """Return the facts, with reserved memory in bytes."""
     found = tomllib.loads(FACTS.read_text(encoding="utf-8"))
     for card in found["trainings"].values():
         card["reserved"] = card.pop("reserved_mib") * 2**20
@@ -32,10 +32,10 @@ def facts() -> dict:
 
 
 def train(name: str) -> dict:
-    """Perform a training on this process's GPU, if there, as its source describes it; peaks and reserved bytes.
+    """Run a training as its source describes it, on this process's GPU if there is one; return peak and reserved bytes.
 
-    One step to warm up, one measured, and one with the peak reset between its phases. The output of the model lives on
-    in the backward, as in a loop that keeps it in a variable.
+    It runs a warm-up step, a measured step, and a step whose peak is reset between its phases. The output of the model
+    lives during backward, as in a loop that keeps it in a variable.
     """
     import peft
     import torch
@@ -46,10 +46,10 @@ def train(name: str) -> dict:
 
     model_name, attention, sizes = name.split(", ")
     batch, length = map(int, sizes.split(" x "))
-    is_there = torch.cuda.is_available()
-    place, reset = ("cuda", torch.cuda.reset_peak_memory_stats) if is_there else ("cpu", lambda: None)
+    has_gpu = torch.cuda.is_available()
+    place, reset = ("cuda", torch.cuda.reset_peak_memory_stats) if has_gpu else ("cpu", lambda: None)
     config = transformers.AutoConfig.for_model(**facts()["models"][model_name], use_cache=False)
-    with no_init_weights():  # nobody reads them
+    with no_init_weights():  # their values are not used
         chosen = {"dtype": torch.float16, "attn_implementation": attention}
         model = transformers.AutoModelForCausalLM.from_config(config, **chosen)
     model.tie_weights()
@@ -92,7 +92,7 @@ def train(name: str) -> dict:
 
 
 def rehearsed(name: str) -> dict:
-    """`train` in a process of its own on a rehearsed card; RuntimeError if it did not end well."""
+    """Run `train` in its own process on a rehearsed card. Raises RuntimeError if it fails."""
     with command(CARDS[facts()["card"]]) as (python, environment):
         done = subprocess.run([python, __file__, "--train", name], env=environment, capture_output=True, text=True)
     if done.returncode:
@@ -101,13 +101,13 @@ def rehearsed(name: str) -> dict:
 
 
 def predictions() -> dict[str, dict]:
-    """The record of each torch that rehearsed the trainings, by its version."""
+    """Return {torch version: record} of all torch releases that rehearsed the trainings."""
     records = map(read_record, sorted(RESULTS.glob("lora_t4_predictions_*.json")))
     return {record["versions"]["torch"]: record for record in records}
 
 
 def compared(record: dict) -> list[dict]:
-    """Of each training that a torch rehearsed: by how many bytes it is off the card, allocated and reserved."""
+    """Return each training's differences from the card in bytes, allocated and reserved, for one torch release."""
     card = facts()["trainings"]
     return [
         {"name": row["name"]} | {what: row[what] - card[row["name"]][what] for what in ("allocated", "reserved")}
@@ -116,7 +116,7 @@ def compared(record: dict) -> list[dict]:
 
 
 def page() -> str:
-    """The card's figures beside those of each torch, in Markdown."""
+    """Return a table of the card's figures and those of each torch release, in Markdown."""
     about, found = facts(), predictions()
     lines = [f"From {about['source']}. It says {about['said']}. {about['setup']}."]
     head, rows = ["training"], {name: [name] for name in about["trainings"]}
@@ -132,10 +132,10 @@ def page() -> str:
     for record in found.values():
         off, made = compared(record), versions(record, "torch", "transformers", "peft")
         allocated, reserved = (sum(not row[what] for row in off) for what in ("allocated", "reserved"))
-        told = (
+        line = (
             f"- {made}, rehearsed {record['date'][:10]}: allocated **equal to the byte in {allocated} of {len(off)}**"
         )
-        lines.append(f"{told}, reserved in {reserved}")
+        lines.append(f"{line}, reserved in {reserved}")
     return "\n\n".join([lines[0], "\n".join(lines[1:]), table(head, list(rows.values()))])
 
 

@@ -1,10 +1,10 @@
-"""The estimate for CUDA beside other tools, on trainings that others measured on real cards.
+"""Compare the estimate for CUDA with other tools, on trainings that others measured on real cards.
 
     .venv/bin/python benchmarks/published_tools.py --pythons PYTHON ...   # as measure_cuda_tools.py; needs peft
 
-Those of published.toml, published_lora.toml and published_preflight.toml. What tensors take is held against what was
-allocated; all that a tool tells, less the context where it names it, against what was reserved. What the estimate says
-stands in published.json; of the other two files it follows the loop that the source describes.
+The trainings are those of published.toml, published_lora.toml and published_preflight.toml. A tool's bytes of tensors
+are compared with allocated bytes; its total, less the context if the tool names it, with reserved bytes. The estimates
+of published.toml are in published.json; for the other two files the estimate traces the loop that the source describes.
 """
 
 import functools
@@ -34,22 +34,22 @@ from trainmem.estimate import estimate
 
 PREFLIGHT = tomllib.loads(Path(__file__).with_name("published_preflight.toml").read_text(encoding="utf-8"))
 ABOUT = tools.ABOUT["published"]
-FIGURES = {"allocated": "bytes", "reserved": "total_bytes"}  # published, and what of an answer is held against it
+FIGURES = {"allocated": "bytes", "reserved": "total_bytes"}  # {published figure: field of an answer}
 T4, A100 = (7, 5), (8, 0)
 
 
 @dataclass(frozen=True)
 class Row:
-    """A training that others measured, and what is asked of it."""
+    """A training that others measured, and the question for the tools."""
 
     name: str
-    file: str  # of its facts
+    file: str  # the file with its facts
     figures: dict[str, int]  # bytes, by the names of FIGURES
     training: Training
-    known: dict[str, dict] = field(default_factory=dict)  # what of ours says what, in a record
-    more: dict = field(default_factory=dict)  # of the question, beside the training
-    loop: Callable | None = None  # that the estimate follows
-    release: str = ""  # of torch
+    known: dict[str, dict] = field(default_factory=dict)  # recorded answers of our own methods
+    more: dict = field(default_factory=dict)  # further fields of the question
+    loop: Callable | None = None  # the loop that the estimate traces
+    release: str = ""  # torch release
 
 
 def training(config: dict, length: int, capability: tuple[int, int], **arguments) -> Training:
@@ -57,21 +57,21 @@ def training(config: dict, length: int, capability: tuple[int, int], **arguments
 
 
 def of_lora(rank: int, config: dict) -> dict:
-    """What a question says of LoRA on q, k, v and o."""
+    """Return the fields of a question about LoRA on q, k, v and o."""
     width, layers = config["hidden_size"], config["num_hidden_layers"]
     keys = width * config["num_key_value_heads"] // config["num_attention_heads"]
     return {"method": "lora", "rank": rank, "trained": rank * layers * (6 * width + 2 * keys)}
 
 
 def rows() -> Iterator[Row]:
-    """Every training, file by file."""
-    said = {row["name"]: row for row in read_record(published.RESULT)["table"]}
+    """Yield every training, file by file."""
+    replies = {row["name"]: row for row in read_record(published.RESULT)["table"]}
     for row in (row for row in published.rows() if row.facts["kind"] == "training"):
         figure = "reserved" if row.facts["quantity"] == "reserved" else "allocated"
         columns = {"this estimate": "predicted", "rehearsal": "rehearsed"}
-        known = {tool: {FIGURES[figure]: round(said[row.name][column] * MIB)} for tool, column in columns.items()}
+        known = {tool: {FIGURES[figure]: round(replies[row.name][column] * MIB)} for tool, column in columns.items()}
         task, given = row.facts.get("task") or row.facts["like"], row.given
-        if "like" in row.facts:  # a loop, of which tools can be told this
+        if "like" in row.facts:  # a loop; tools get this equivalent training
             attention = {} if given.get("flash") else {"attn_implementation": "eager"}
             given = {"per_device_train_batch_size": 8, "dtype": given.get("dtype", "float32")} | attention
         one = training(task["config_json"], task["seq_len"], A100, **given)
@@ -81,7 +81,7 @@ def rows() -> Iterator[Row]:
     known = {row["name"]: {what: row[figure] for figure, what in FIGURES.items()} for row in predicted}
     for name, figures in (facts["trainings"] | PREFLIGHT["trainings"]).items():
         model, *named, sizes = name.split(", ")
-        attention = named[0] if named else "eager"  # of torch-preflight's rows: plain, see `preflight_loop`
+        attention = named[0] if named else "eager"  # torch-preflight's rows use plain attention, see `preflight_loop`
         size, length = map(int, sizes.split(" x "))
         how = {"per_device_train_batch_size": size, "attn_implementation": attention}
         if named:
@@ -97,14 +97,16 @@ def rows() -> Iterator[Row]:
 
 
 def preflight_loop(kind: str, size: int, length: int, task) -> None:
-    """Two steps as torch-preflight's program makes them: in bf16, which a T4 is asked for and emulates, and for which
-    its scaled_dot_product_attention has only the plain way."""
+    """Run two steps as torch-preflight's program does, in bf16.
+
+    A T4 emulates bf16, and its scaled_dot_product_attention has only the plain implementation for it.
+    """
     import transformers
     from transformers.initialization import no_init_weights
 
     config, is_causal = transformers.AutoConfig.for_model(kind), kind == "gpt2"
     made = transformers.AutoModelForCausalLM if is_causal else transformers.AutoModel
-    with no_init_weights():  # nobody reads them
+    with no_init_weights():  # their values are not used
         model = made.from_config(config).train()
     model.tie_weights()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
@@ -123,7 +125,7 @@ def preflight_loop(kind: str, size: int, length: int, task) -> None:
 
 
 def of_ours(tool: str, row: Row) -> dict:
-    """What this project says of a training: what is on record, else what the estimate says of its loop."""
+    """Return this project's answers for a training: recorded ones, otherwise the estimate of its loop."""
     if tool in row.known or tool == "rehearsal":
         return row.known.get(tool, {"refused": "not rehearsed"})
     how = {"device": "cuda", "compute_capability": T4, "torch_version": row.release, "timeout": 600}
@@ -131,40 +133,46 @@ def of_ours(tool: str, row: Row) -> dict:
 
 
 def measure(cases, options):
-    """A row a tool: its version, and what it says of each training."""
+    """Yield a row per tool: its version, and its answer for each training."""
     found, version = [*rows()], hardware.versions()["torch"]
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(2) as pool:
         path = Path(name, "questions.json")
-        asked = [question(replace(one.training, number=n), path.parent) | one.more for n, one in enumerate(found)]
-        path.write_text(json.dumps(asked))
+        questions = [question(replace(one.training, number=n), path.parent) | one.more for n, one in enumerate(found)]
+        path.write_text(json.dumps(questions))
         for tool in cases:
             if tool not in tools_pypi.TOOLS:
-                said = [*pool.map(functools.partial(of_ours, tool), found)]
-                yield tool, {"tool": tool, "version": "of record" if tool == "rehearsal" else version, "said": said}
+                replies = [*pool.map(functools.partial(of_ours, tool), found)]
+                yield tool, {"tool": tool, "version": "of record" if tool == "rehearsal" else version, "said": replies}
             elif answers := of_pypi(tool, options.pythons, path):
-                for said in answers["said"]:
-                    said |= {"total_bytes": said["total_bytes"] - said["context_bytes"]} if "bytes" in said else {}
+                for replies in answers["said"]:
+                    replies |= (
+                        {"total_bytes": replies["total_bytes"] - replies["context_bytes"]} if "bytes" in replies else {}
+                    )
                 yield tool, {"tool": tool} | answers
 
 
 def row(answers: dict, found: list[Row], left_out: str | None) -> dict:
-    """One tool over all trainings but those of one file."""
+    """Return the row of one tool over all trainings except those of one file."""
     kept = {"tool": answers["tool"], "version": answers["version"], "left_out": left_out}
     for figure, what in FIGURES.items():
         measured = [None if one.file == left_out else one.figures.get(figure) for one in found]
         wrong = tools.errors(answers["said"], measured, what)
         kept[figure] = {"answered": len(wrong), "asked": sum(size is not None for size in measured)}
         kept[figure] |= {"median": statistics.median(wrong), "worst": max(wrong)} if wrong else {}
-    return kept | {"refused": Counter(said["refused"] for said in answers["said"] if "refused" in said).most_common(3)}
+    return kept | {
+        "refused": Counter(replies["refused"] for replies in answers["said"] if "refused" in replies).most_common(3)
+    }
 
 
 def conclude(answers: list[dict], options) -> dict:
-    """The table, and of each training what each tool says."""
+    """Return the table, and the answers of all tools for each training."""
     found, pairs = [*rows()], []
     for number, one in enumerate(found):
-        said = {each["tool"]: {what: each["said"][number].get(what) for what in FIGURES.values()} for each in answers}
-        pairs.append({"name": one.name, "file": one.file, **one.figures, "said": said})
-    own = ABOUT["fitted"]  # such a tool has a second row, without these
+        replies = {
+            each["tool"]: {what: each["said"][number].get(what) for what in FIGURES.values()} for each in answers
+        }
+        pairs.append({"name": one.name, "file": one.file, **one.figures, "said": replies})
+    own = ABOUT["fitted"]  # a tool fitted to these trainings has a second row without them
     table = [row(each, found, file) for each in answers for file in dict.fromkeys((None, own.get(each["tool"])))]
     what = f"On others' ground: {len(found)} trainings that they measured on a real A100 or T4"
     return {"what": what, "table": table, "not_run": ABOUT["not_run"], "note": ABOUT["note"], "pairs": pairs}

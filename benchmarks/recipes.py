@@ -1,4 +1,4 @@
-"""The guides' ten recipes, as lesson 14 names them, with the megabytes that the 2023 guide measured."""
+"""The guides' ten recipes with lesson 14's names, and the megabytes that the 2023 guide measured."""
 
 from trainmem.core.task import Task
 
@@ -10,7 +10,7 @@ ADAFACTOR, ADAM_8BIT = {"optim": "adafactor"}, {"optim": "adamw_bnb_8bit"}
 
 
 def loop(task: Task) -> None:
-    """The guide's last row: a loop of one's own with Accelerate, everything switched on; two optimizer steps."""
+    """Run the guide's last row: a custom loop with Accelerate and every technique; two optimizer steps."""
     import bitsandbytes
     import torch
     from accelerate import Accelerator
@@ -21,7 +21,7 @@ def loop(task: Task) -> None:
     model.gradient_checkpointing_enable()
     optimizer = bitsandbytes.optim.AdamW8bit(model.parameters(), lr=5e-5)
     for module in model.modules():
-        if isinstance(module, torch.nn.Embedding):  # as the Trainer does: embeddings keep states of 32 bits
+        if isinstance(module, torch.nn.Embedding):  # like the Trainer: embeddings have 32-bit states
             manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
             manager.register_module_override(module, "weight", {"optim_bits": 32})
     model, optimizer, batches = accelerator.prepare(model, optimizer, DataLoader(task.dataset(), batch_size=1))

@@ -1,11 +1,11 @@
-"""Rehearses the guides' table on other cards, and keeps what torch's own allocator says of memory.
+"""Rehearse the guides' table on other cards, and keep the memory that torch's own allocator reports.
 
 python benchmarks/rehearse.py                            the ten rows on an A100, an H100 and a T4
-python benchmarks/rehearse.py --course build/rehearsal   and the memory claims of a rehearsed course
-python benchmarks/build.py                               the tables of it in docs/rehearsal.md and results/README.md
+python benchmarks/rehearse.py --course build/rehearsal   also the memory claims of a rehearsed course
+python benchmarks/build.py                               make its tables in docs/rehearsal.md and results/README.md
 
-One file a card, results/rehearsed/<card>/<date>.json: below the folder in which measured runs are looked for, and of
-another shape. Bytes are exact, there is no time. The set-up is the guides': bert-large, 512 sequences of 512 tokens.
+Each card has a file results/rehearsed/<card>/<date>.json, whose format differs from that of measured runs. Bytes are
+exact; there are no times. The set-up is that of the guides: bert-large, 512 sequences of 512 tokens.
 """
 
 import argparse
@@ -29,10 +29,10 @@ TASK = Task("bert-large-uncased", seq_len=512, dataset_size=512)
 
 
 def record(card: Card, course: Path | None = None) -> Path:
-    """Rehearse the ten rows on a card, and write its file, with the claims of a rehearsed course on it if one is named.
+    """Rehearse the ten rows on a card and write its file; if a rehearsed course is given, add its claims.
 
     Raises:
-        RuntimeError: no rehearsal is possible here, or a row ended in another way than by want of memory.
+        RuntimeError: this machine cannot rehearse, or a row failed for another reason than memory.
         ValueError: the course is damaged, or was not rehearsed on that card.
     """
     rows = []
@@ -63,7 +63,7 @@ def record(card: Card, course: Path | None = None) -> Path:
 
 
 def _row(run: Run) -> dict:
-    """What is kept of a run; bytes, None where it did not fit. RuntimeError if it ended in another way."""
+    """Return the record of a run: bytes, or None if it did not fit. Raises RuntimeError for any other failure."""
     if run.status not in ("ok", "out of memory"):
         raise RuntimeError(f"{run.name}: {run.status}, {run.message}")
     row = {"name": run.name, "arguments": run.arguments, "status": run.status, "message": run.message}
@@ -72,10 +72,10 @@ def _row(run: Run) -> dict:
 
 
 def decided(course: Path, card: Card) -> dict:
-    """The claims about memory that a rehearsed course decided: {"profile", "date", "versions", "claims"}.
+    """Return the claims about memory that a rehearsed course decided: {"profile", "date", "versions", "claims"}.
 
     Raises:
-        ValueError: a damaged file, or a course that was not rehearsed on this card.
+        ValueError: the file is damaged, or the course was not rehearsed on this card.
     """
     data = load_results(course)
     if not data["machine"].get("rehearsed") or data["machine"]["name"] != f"rehearsed {card.name}":
@@ -88,7 +88,7 @@ def decided(course: Path, card: Card) -> dict:
 
 
 def main(arguments=None) -> int:
-    """Rehearse the cards; the exit code."""
+    """Rehearse the cards; return the exit code."""
     parser = argparse.ArgumentParser(description="Rehearse the guides' table on cards that are not here.")
     parser.add_argument("--cards", nargs="+", default=WANTED, choices=CARDS, metavar="CARD", help=", ".join(CARDS))
     parser.add_argument("--course", type=Path, metavar="DIR", help="folder that `make rehearse` has written")

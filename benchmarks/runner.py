@@ -1,5 +1,5 @@
-"""How things are measured here: a script declares a `Measurement`, which reads its options, goes on where it was
-stopped, tells each row and writes the record."""
+"""Run a measuring script: it declares a `Measurement`, which reads its options, measures row by row, and writes the
+record. An interrupted measurement continues."""
 
 import argparse
 import contextlib
@@ -24,35 +24,35 @@ from trainmem.records import Record, Store, write_whole
 from trainmem.rehearsal import CARDS, Card, Rehearsal
 
 HERE = Path(__file__).resolve().parent
-RESULTS = HERE.parent / "results"  # records, and the page made of them
+RESULTS = HERE.parent / "results"  # records, and the page made from them
 Named = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Draft(Record):
-    """A row as soon as it is measured."""
+    """A row that was measured, before the record is written."""
 
     name: str
-    setup: dict[str, Any]  # machine, versions and options: of another setup nothing is taken
+    setup: dict[str, Any]  # machine, versions and options; rows of another setup are ignored
     row: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What is measured, against what, row by row, and the record of it.
+    """A measurement, row by row, and its record.
 
     Args:
-        about: the script's docstring; the first line is shown as help.
+        about: the script's docstring; its first line is the help text.
         record: the file's name in results/.
-        cases: the rows to measure, by name; what `measure` takes of each is up to the script.
-        measure: yields (name, row) of the cases that it is given, one after the other.
-        conclude: what the record says of all rows, in the order of the cases.
-        options: {name: default}, for `--name`; a default of False makes a switch, a list takes several words.
-        rows: the name of the rows in the record, "" where it has none.
-        name_of: the name of a recorded row, by its place and itself; default: its "number", else its place.
-        line: a row for whoever waits; default: all of it.
-        rehearsed: whether the versions are those of the environment that rehearses.
-        packages: further ones whose versions are recorded.
+        cases: returns {name: case} of the rows to measure; a case is whatever `measure` needs.
+        measure: yields (name, row) of the given cases, one after the other.
+        conclude: returns the record's summary of all rows, in the order of the cases.
+        options: {name: default} for `--name`; a default of False makes a switch, a list accepts several words.
+        rows: the key of the rows in the record; "" if it has none.
+        name_of: returns a row's name from (index, row) (default: its "number", otherwise its index).
+        line: returns a line about a row for the terminal (default: the whole row).
+        rehearsed: record the versions of the environment that rehearses.
+        packages: further packages whose versions are recorded.
     """
 
     about: str
@@ -68,7 +68,7 @@ class Measurement:
     packages: tuple[str, ...] = ()
 
     def main(self, arguments: list[str] | None = None) -> int:
-        """Measure what is asked for, and write the record; the exit code."""
+        """Measure the requested rows, write the record, and return the exit code."""
         options = self.parsed(arguments)
         cases, record, known = self.cases(options), {}, {}
         if self.rows and options.rows is not None:
@@ -96,21 +96,21 @@ class Measurement:
             kind = {"action": "store_true"} if default is False else kind | {"default": default}
             parser.add_argument(f"--{name}", **kind, help=f"default: {default}")
         if self.rows:
-            told = "measure these anew (* for any letters) and keep the record's others; no name: conclude anew"
-            parser.add_argument("--rows", nargs="*", metavar="NAME", help=told)
+            given = "measure these rows again (* matches any letters), keep the others; no name: only summarize again"
+            parser.add_argument("--rows", nargs="*", metavar="NAME", help=given)
         parser.add_argument("--out", type=Path, default=RESULTS / self.record, help="default: %(default)s")
         return parser.parse_args(arguments)
 
     @property
     def draft(self) -> Path:
-        """The rows of what has not come to its end."""
+        """Return the store of rows of an unfinished measurement."""
         return RESULTS.parent / "build" / "measured" / f"{self.record}l"
 
     def measured(self, cases: Named, options: argparse.Namespace) -> dict[str, dict]:
-        """{name: row} of these cases; each is kept at once, for a call that goes on where this one is stopped."""
+        """Return {name: row} of cases; each row is stored at once, so that a later call can continue."""
         carry_modules()
-        told = {name: value for name, value in vars(options).items() if name not in ("rows", "out")}
-        setup = {"machine": hardware.describe().name, "versions": hardware.versions(), "options": told}
+        given = {name: value for name, value in vars(options).items() if name not in ("rows", "out")}
+        setup = {"machine": hardware.describe().name, "versions": hardware.versions(), "options": given}
         store = Store(self.draft, Draft)
         found = {kept.name: kept.row for kept in store.read() if kept.name in cases and kept.setup == setup}
         for name, row in self.measure({name: case for name, case in cases.items() if name not in found}, options):
@@ -122,7 +122,7 @@ class Measurement:
 
 @contextlib.contextmanager
 def rehearsing(card: Card, **options) -> Iterator[Lab]:
-    """A lab, with these options, whose experiments are rehearsed on a card; its files go when it is left."""
+    """Yield a lab that rehearses its experiments on a card; its files are deleted with the context."""
     with Rehearsal(card) as stage, tempfile.TemporaryDirectory() as folder:
         yield Lab("gpu", executor=stage, out=folder, **options)
 
@@ -132,7 +132,7 @@ def now() -> str:
 
 
 def stamp(rehearsed: bool = False) -> dict:
-    """What the numbers of a record stand with. `rehearsed`: with the versions of the environment that rehearses."""
+    """Return machine, versions and date for a record. `rehearsed`: with the versions of the rehearsing environment."""
     versions = hardware.versions()
     if rehearsed:
         with rehearsing(CARDS["a100"]) as lab:
@@ -149,15 +149,15 @@ def write_record(path: Path, record: Any) -> None:
 
 
 def carry_modules() -> None:
-    """Clean processes do not know this folder: what is loaded from it travels with what they are given."""
+    """Pickle modules of this folder by value, because fresh subprocesses cannot import them."""
     for name, module in [*sys.modules.items()]:
         if name != "__main__" and Path(getattr(module, "__file__", None) or "/").resolve().parent == HERE:
             cloudpickle.register_pickle_by_value(module)
 
 
 def elsewhere(module: str, function: str, *arguments, **variables: str) -> Any:
-    """What a function of a module returns in a Python of its own, with more variables in its environment; as JSON."""
-    code = f"import json, sys; from {module} import {function} as asked; found = asked(*json.loads(sys.argv[1]))"
+    """Call a module's function in a new Python with more environment variables; return its result by way of JSON."""
+    code = f"import json, sys; from {module} import {function}; found = {function}(*json.loads(sys.argv[1]))"
     paths = os.pathsep.join(filter(None, (variables.pop("PYTHONPATH", ""), str(HERE), os.environ.get("PYTHONPATH"))))
     command = [sys.executable, "-c", f"{code}; print(json.dumps(found))", json.dumps(arguments)]
     environment = os.environ | variables | {"PYTHONPATH": paths}

@@ -1,4 +1,4 @@
-"""Tables, sizes, versions and verdicts as the pages have them, in Markdown."""
+"""Format tables, sizes, versions and verdicts in Markdown for the pages."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -11,13 +11,13 @@ MIB = 2**20
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown."""
+    """Return a table in Markdown."""
     lines = ["| " + " | ".join(cells) + " |" for cells in (head, *rows)]
     return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]])
 
 
 def mebibytes(found: Mapping[str, Any] | None) -> str:
-    """Allocated or counted, and reserved where there is such a thing, in MiB; the status of what did not end well."""
+    """Return allocated (or counted) and, if known, reserved memory in MiB; for a failed run its status."""
     if found is None or found["status"] != "ok":
         return found["status"] if found else "not measured"
     sizes = [size for size in (found["peak_bytes"], found["reserved_bytes"]) if size is not None]
@@ -25,25 +25,25 @@ def mebibytes(found: Mapping[str, Any] | None) -> str:
 
 
 def versions(data: Mapping[str, Any], *packages: str) -> str:
-    """The versions that a record's numbers stand with: "torch 2.13.0, transformers 5.23.0"."""
+    """Return the library versions of a record as text, e.g. "torch 2.13.0, transformers 5.23.0"."""
     packages = packages or ("torch", "transformers", "bitsandbytes")
     return ", ".join(f"{name} {data['versions'].get(name) or 'none'}" for name in packages)
 
 
 def spread(errors: Sequence[float]) -> dict[str, float]:
-    """Median, 95th percentile (one of them, so that it is an error that was made) and worst."""
+    """Return median, 95th percentile (one of the given errors, not interpolated) and worst."""
     ordered = sorted(errors)
     high = ordered[-(-95 * len(ordered) // 100) - 1]
     return {"median": statistics.median(ordered), "percentile_95": high, "worst": ordered[-1]}
 
 
 def share(value: float | None) -> str:
-    """In per cent; "none" where there is no value."""
+    """Return a share in per cent; "none" if there is no value."""
     return "none" if value is None else f"{value:.2%}"
 
 
 def verdict(decision: Mapping[str, Any] | None, absent: str) -> str:
-    """A decided claim in a cell, with what was measured; `absent` where there is none."""
+    """Return a table cell with a claim's verdict and value; `absent` if there is no decision."""
     if decision is None or decision["verdict"] == Verdict.NOT_TESTABLE:
         return decision["verdict"] if decision else absent
     return f"**{decision['verdict']}** ({measured_text(decision)})"

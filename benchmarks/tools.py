@@ -1,7 +1,7 @@
-"""Other tools that tell the memory of a training: how each is asked, and what is concluded of its answers.
+"""Query other tools that predict the memory of a training, and summarize their answers.
 
-Used by `measure_estimate.py`, `measure_cuda_tools.py` and `published_tools.py`. What each claims stands in
-`tools.toml`; tools with an environment of their own are asked by `tools_pypi.py`.
+Used by `measure_estimate.py`, `measure_cuda_tools.py` and `published_tools.py`. `tools.toml` lists each tool's claims;
+`tools_pypi.py` queries tools that need an environment of their own.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ ABOUT = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="ut
 
 
 def accelerate_estimate(task, arguments: dict) -> int:
-    """What `accelerate estimate-memory` says of a training with Adam, in bytes."""
+    """Return the answer of `accelerate estimate-memory` for a training with Adam, in bytes."""
     from accelerate.commands.estimate import estimate_training_usage
     from accelerate.utils import calculate_maximum_sizes
 
@@ -27,17 +27,17 @@ def accelerate_estimate(task, arguments: dict) -> int:
 
 
 def zero2(parameters: int) -> int:
-    """DeepSpeed's figure for one GPU, ZeRO stage 2, in bytes."""
+    """Return DeepSpeed's figure for one GPU with ZeRO stage 2, in bytes."""
     from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
 
     return estimate_zero2_model_states_mem_needs(parameters, 1, 1, cpu_offload=False)[1]
 
 
 def mem_tracker(task, arguments: dict, device: str = "cpu") -> int:
-    """torch's own tracker over a plain loop on fake tensors, with what of the recipe a loop can say; bytes.
+    """Run torch's MemTracker over a plain loop on fake tensors, with all settings that a loop can have; return bytes.
 
     Raises:
-        Exception: whatever an optimizer raises that reads values of its states, as those of bitsandbytes do.
+        Exception: any error of an optimizer that reads values of its states, like those of bitsandbytes.
     """
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -64,7 +64,7 @@ def mem_tracker(task, arguments: dict, device: str = "cpu") -> int:
                     with torch.autocast(device, dtype) if dtype else contextlib.nullcontext():
                         loss = model(**batch).loss
                     (loss / steps).backward()
-                    tracker.reset_mod_stats()  # it refuses a second pass without
+                    tracker.reset_mod_stats()  # required before a second pass
                 optimizer.step()
                 optimizer.zero_grad()
         return max(found["Total"] for found in tracker.get_tracker_snapshot("peak").values())
@@ -78,48 +78,48 @@ TOOLS: dict[str, Callable] = {
 }
 
 
-def asked(lab, tool: Callable, *arguments) -> dict:
-    """What a tool says, from a clean process: bytes, its seconds and its peak memory; or why it says none."""
+def query(lab, tool: Callable, *arguments) -> dict:
+    """Query a tool in a fresh subprocess: return bytes, its seconds and its peak memory, or why it has no answer."""
 
     def work(_):
         from trainmem.measure import memory_meter
 
         began = time.perf_counter()
         try:
-            said = int(tool(*arguments))
+            reply = int(tool(*arguments))
         except Exception as error:
             return {"refused": f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]}
-        return {"bytes": said, "seconds": time.perf_counter() - began, "own_bytes": memory_meter.peak_rss_bytes()}
+        return {"bytes": reply, "seconds": time.perf_counter() - began, "own_bytes": memory_meter.peak_rss_bytes()}
 
     run = lab.run(work, measure="none")
     return run.value if run.ok else {"refused": f"{run.status}: {run.message}"[:200]}
 
 
 def estimated(ask: Callable) -> dict:
-    """The same of the estimate, with all that it says is reserved."""
+    """Return the same for the estimate, with its reserved bytes as the total."""
     try:
         found = ask()
     except ValueError as error:
         return {"refused": str(error)[:200]}
-    said = {"bytes": found.peak_bytes, "total_bytes": found.memory.reserved_bytes, "seconds": found.seconds}
-    return said | {"own_bytes": found.own_bytes}
+    reply = {"bytes": found.peak_bytes, "total_bytes": found.memory.reserved_bytes, "seconds": found.seconds}
+    return reply | {"own_bytes": found.own_bytes}
 
 
 def errors(found: list[dict], measured: list[int | None], name: str = "bytes") -> list[float]:
-    """|said / measured - 1| of what was measured and answered."""
-    return [abs(said[name] / peak - 1) for said, peak in zip(found, measured, strict=True) if peak and name in said]
+    """Return |answer / measured - 1| of all measured trainings with an answer."""
+    return [abs(reply[name] / peak - 1) for reply, peak in zip(found, measured, strict=True) if peak and name in reply]
 
 
 def row(name: str, found: list[dict], measured: list[int], cannot: str) -> dict:
-    """One tool over all trainings."""
-    wrong, answers = errors(found, measured), [said for said in found if "bytes" in said]
+    """Return the table row of one tool over all trainings."""
+    wrong, answers = errors(found, measured), [reply for reply in found if "bytes" in reply]
     return {
         "tool": name,
         "answered": len(answers),
         "asked": len(found),
         "median_error": statistics.median(wrong) if wrong else None,
         "worst_error": max(wrong, default=None),
-        "median_seconds": statistics.median([said["seconds"] for said in answers] or [0]),
-        "most_own_bytes": max((said["own_bytes"] or 0 for said in answers), default=0),
+        "median_seconds": statistics.median([reply["seconds"] for reply in answers] or [0]),
+        "most_own_bytes": max((reply["own_bytes"] or 0 for reply in answers), default=0),
         "cannot_express": cannot,
     }

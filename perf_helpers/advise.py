@@ -1,4 +1,4 @@
-"""Advice that also knows the speeds that the course has on record."""
+"""`trainmem.advise`, with the speed ratios that the course has recorded or that the guides publish."""
 
 from perf_helpers.course.published_speedups import published
 from trainmem import advise as engine
@@ -10,5 +10,5 @@ __all__ = ["advise", "parallelism", "verify"]
 
 
 def advise(task: Task, **options) -> Advice:
-    """Return the recipes that fit a memory; the arguments and errors are those of `trainmem.advise.advise`."""
+    """Return the recipes that fit into a given memory. Arguments and errors are those of `trainmem.advise.advise`."""
     return engine.advise(task, published=published, **options)

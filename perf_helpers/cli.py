@@ -31,13 +31,13 @@ FailOn = Annotated[
 CourseFolder = Annotated[
     Path, typer.Option(help="Output folder for executed notebooks, results.json, junit.xml and index.html.")
 ]
-_WITH_CLEAN_PROCESSES = ("measure", "estimate", "explain", "advise")
+_STARTS_SUBPROCESSES = ("measure", "estimate", "explain", "advise")
 _INTERRUPTED = 130  # the exit code after Ctrl-C
-TRAINING_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}  # for any option typer does not know
+TRAINING_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}  # the command itself parses them
 
 
 def _needs_course(command: str) -> None:
-    """Raises ValueError if packages are missing that only the course needs."""
+    """Raise ValueError if a package that only the course needs is missing."""
     needed = "papermill", "nbconvert", "ipykernel", "ipywidgets", "matplotlib"
     if missing := [name for name in needed if not find_spec(name)]:
         raise ValueError(f"{command} needs {', '.join(missing)}: pip install 'perf-helpers[course]'")
@@ -94,12 +94,12 @@ def course(
     Exit code 2: the course could not start.
     """
     _needs_course("course")
-    from perf_helpers.compare.compare import run_night
+    from perf_helpers.compare.compare import run_nightly
     from perf_helpers.course.results import failures, problems, to_send
 
     options = {"lessons": lessons or (), "profile": profile, "strict": strict, "timeout_per_lesson": timeout}
     options["at_once"] = at_once
-    data, worse = run_night(out, baseline, _axes(fail_on), speeds, **options)
+    data, worse = run_nightly(out, baseline, _axes(fail_on), speeds, **options)
     for change in worse:
         typer.echo(f"worse than the baseline: {change['text']}", err=True)
     if lines := to_send(data):
@@ -120,7 +120,7 @@ def compare(
     ] = None,
     json_output: Json = False,
 ) -> int:
-    """Compare two runs of the course: verdicts and bytes that changed, speeds that changed by more than their noise.
+    """Compare two runs of the course: list changed verdicts and bytes, and speeds that changed beyond their noise.
 
     Exit code 0: the same or better. 1: worse. 2: the runs cannot be compared.
     """
@@ -145,7 +145,7 @@ def history(
     out: Annotated[Path, typer.Option(help="HTML page to write.")] = Path("build/history.html"),
     json_output: Json = False,
 ) -> None:
-    """Plot many runs of the course over time: each change of bytes, and medians of values with noise."""
+    """Plot many runs of the course over time: every change of bytes, and the medians of noisy values."""
     from perf_helpers.compare import history as module
 
     histories = module.write(folder, out)
@@ -208,13 +208,16 @@ app.command()(commands.advise)
 
 
 def main() -> None:
-    """Run the command line. A user's mistake is one line on standard error (and JSON with --json), exit code 2."""
+    """Run the command line.
+
+    A user's mistake prints one line on standard error (with --json also an object on standard output) and exits with 2.
+    """
     if len(sys.argv) < 2:
         sys.argv.append("--help")
     if any(word.startswith("--peft") or "lora" in word.lower() for word in sys.argv):
         optional_packages.offer("peft")
-    if sys.argv[1] in _WITH_CLEAN_PROCESSES:
-        # Starting the server takes seconds, and the command runs meanwhile. `advise` considers 8-bit optimizers.
+    if sys.argv[1] in _STARTS_SUBPROCESSES:
+        # The fork server needs seconds to start, while the command prepares its work. `advise` tries 8-bit optimizers.
         SERVER.start(with_bitsandbytes=sys.argv[1] == "advise")
     warnings.formatwarning = lambda message, *_, **__: f"perf-helpers: {message}\n"
     try:

@@ -43,7 +43,7 @@ PALETTE = {
 SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999", "#000000")
 _LINES = ("-", "--", "-.", ":")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-_TOO_THIN = 0.002  # of a picture's largest total: a category that never has more is left out of bars and legend
+_TOO_THIN = 0.002  # a category whose share of the picture's largest total never exceeds this is not drawn
 
 
 def memory(runs: Sequence[Run], ax: Axes | None = None, title: str = "Peak memory") -> Axes:
@@ -55,11 +55,11 @@ def memory(runs: Sequence[Run], ax: Axes | None = None, title: str = "Peak memor
 
     Raises:
         ValueError: none of the runs has a breakdown.
-        RunFailed: none has, and one of them failed.
+        RunFailed: none of the runs has a breakdown, and one of them failed.
     """
     measured = [run for run in runs if run.memory and run.memory.breakdown]
     if not measured:
-        raise nothing_of(runs, "none of these runs has measured memory: run them with measure='memory'")
+        raise no_data_error(runs, "none of these runs has measured memory: run them with measure='memory'")
     runs = measured
     scale, unit = bytes_unit(max(run.peak_bytes for run in runs))
     ax = _axes(ax, title, f"{runs[0].memory.kind} memory at the peak ({unit})", rows=len(runs))
@@ -78,17 +78,21 @@ def memory(runs: Sequence[Run], ax: Axes | None = None, title: str = "Peak memor
     return ax
 
 
-def nothing_of(runs: Iterable[Run], otherwise: str) -> RunFailed | ValueError:
-    """The error of a picture that finds nothing to show in these runs: how the first one failed, if one did."""
+def no_data_error(runs: Iterable[Run], otherwise: str) -> RunFailed | ValueError:
+    """Return the exception for runs without the data of a picture.
+
+    It is RunFailed with the first failure among the runs; if none failed, ValueError with the text `otherwise`.
+    """
     failed = next((run.failure for run in runs if not run.ok), None)
     return RunFailed(failed) if failed else ValueError(otherwise)
 
 
 class Timeline:
-    """Live bytes by category through one step: what every picture of it draws, and says in words.
+    """Live bytes by category through one training step, as numbers and in words; every picture of a step uses it.
 
     Args:
-        series: as `Memory.timeline` holds it.
+        series: lists of equal length by name, as in `Memory.timeline`: bytes per category, and the phase, operation and
+            module at each index.
     """
 
     def __init__(self, series: Mapping[str, Sequence]):
@@ -102,29 +106,32 @@ class Timeline:
         return len(self.phases)
 
     def parts(self, index: int) -> dict[str, int]:
-        """The bytes of each category at an index."""
+        """Return the bytes of each category at an index."""
         return {category: self.series[category][index] for category in CATEGORIES if category in self.series}
 
     def where(self, index: int) -> dict[str, str]:
-        """The phase, the operation and the module at an index; "" for what is not known."""
+        """Return the phase, operation and module at an index; an unknown one is ""."""
         return {name: self.series[name][index] for name in ("phase", "operation", "module")}
 
     def where_text(self, index: int) -> str:
-        """The same in words: "backward, aten.mm of layer.1"."""
+        """Return phase, operation and module at an index in words, e.g. "backward, aten.mm of layer.1"."""
         phase, operation, module = self.where(index).values()
         return phase + (f", {operation}" if operation else "") + (f" of {module}" if module else "")
 
     def text(self, index: int) -> str:
-        """All of an index in words: its total, where it is, and its parts."""
+        """Describe an index in words: the total, then phase, operation and module, then the bytes by category."""
         return f"{bytes_text(self.totals[index])} in {self.where_text(index)}: {parts_text(self.parts(index))}"
 
     def phase_ranges(self) -> list[tuple[str, int, int]]:
-        """The phases in order, each with its first index and the one after its last."""
+        """Return the phases in order, each as (phase, first index, index after its last)."""
         edges = [i for i in range(1, len(self)) if self.phases[i] != self.phases[i - 1]]
         return [(self.phases[first], first, end) for first, end in itertools.pairwise([0, *edges, len(self)])]
 
     def shown(self, highest_bytes: float | None = None) -> list[str]:
-        """The categories that can be seen in a picture as high as that, or as its own peak."""
+        """Return the categories that are thick enough to be seen in a picture that is `highest_bytes` high.
+
+        None: the picture is as high as this step's peak.
+        """
         least = _TOO_THIN * (highest_bytes or self.highest_bytes)
         return [category for category in CATEGORIES if max(self.series.get(category, [0])) > least]
 
@@ -134,10 +141,10 @@ def timeline(run: Run, ax: Axes | None = None, title: str | None = None) -> Axes
 
     Raises:
         ValueError: the run has no timeline.
-        RunFailed: it failed.
+        RunFailed: the run failed.
     """
     if not run.memory or not run.memory.timeline:
-        raise nothing_of([run], f"run {run.name!r} has no timeline: run it with measure='memory'")
+        raise no_data_error([run], f"run {run.name!r} has no timeline: run it with measure='memory'")
     steps = Timeline(run.memory.timeline)
     scale, unit = bytes_unit(steps.highest_bytes)
     ax = _axes(ax, title or run.name, "operations of one step, in order", f"live memory ({unit})", size=(8, 3.4))
@@ -161,7 +168,7 @@ def timeline(run: Run, ax: Axes | None = None, title: str | None = None) -> Axes
 
 
 def speed(comparisons: Sequence[Comparison], ax: Axes | None = None, title: str = "Speed against the baseline") -> Axes:
-    """Draw speed ratios with their intervals, one row per comparison; the line at 1 is the baseline.
+    """Draw speed ratios with their intervals, one row per comparison. The vertical line at 1 is the baseline.
 
     Raises:
         ValueError: `comparisons` is empty.
@@ -194,10 +201,10 @@ def lines(
     title: str = "",
     markers: bool = True,
 ) -> Axes:
-    """Draw several series over one x, with different colours, dashes and markers, and a legend.
+    """Draw several series over one x axis, with different colours, dashes and markers, and a legend.
 
-    A line has a gap at a value that is None, unknown or missing. A series without any value is "not measured" in the
-    legend.
+    A line has a gap wherever its value is None, unknown or missing. The legend marks a series without any value as "not
+    measured".
     """
     ax = _axes(ax, title, xlabel, ylabel)
     for i, (label, values) in enumerate(series.items()):
@@ -212,7 +219,10 @@ def lines(
 def losses(
     groups: Mapping[str, Sequence[Sequence[float]]], ax: Axes | None = None, title: str = "Loss by step"
 ) -> Axes:
-    """Draw loss curves: per group the median over its seeds as a line, and the range of its seeds as a band."""
+    """Draw one loss curve per group: the median over its seeds as a line, and the range over its seeds as a band.
+
+    `groups` maps a label to the losses of each seed, one per optimizer step; longer seeds are cut to the shortest.
+    """
     import numpy as np
 
     ax = _axes(ax, title, "optimizer step", "training loss")
@@ -227,7 +237,7 @@ def losses(
 
 
 def comparison(item: Comparison) -> Table:
-    """Return a table of two runs, with their ratios."""
+    """Return a table of the two runs of a comparison, with rows for their memory and speed ratios."""
     shown = table([item.baseline, item.other])
     memory_ratio = f"{item.memory_ratio:.3f} x" if is_measured(item.memory_ratio) else "not measured"
     speed_ratio = f"{item.speed_ratio} x" if item.speed_ratio.known else "not measured"
@@ -239,7 +249,7 @@ def comparison(item: Comparison) -> Table:
 
 
 def comparison_html(item: Comparison) -> str:
-    """Return the table of a comparison as HTML, with a picture of both peaks if their breakdowns are known."""
+    """Return the table of a comparison as HTML; if both runs have a breakdown, add a picture of their peaks."""
     text, runs = comparison(item)._repr_html_(), (item.baseline, item.other)
     if not all(run.memory and run.memory.breakdown for run in runs):
         return text
@@ -247,11 +257,11 @@ def comparison_html(item: Comparison) -> str:
     return text + picture_html(memory(runs), f"Peak memory: {peaks}")
 
 
-Comparison._repr_html_ = comparison_html  # which a notebook asks for; records stand below pictures
+Comparison._repr_html_ = comparison_html  # a notebook calls it; set here because `trainmem.records` imports no pictures
 
 
 def words(figure: Figure) -> str:
-    """Return a figure's titles, axes, series and texts in words, for a screen reader."""
+    """Return a figure's titles, axis labels, series names and annotations as text for a screen reader."""
     parts = []
     for ax in figure.axes:
         rows = [label.get_text() for label in (*ax.get_yticklabels(), *ax.get_xticklabels())]
@@ -265,21 +275,21 @@ def words(figure: Figure) -> str:
 
 
 def in_a_notebook() -> bool:
-    """Return whether this runs in a Jupyter kernel, whose front end may show pictures."""
+    """Return whether this process is a Jupyter kernel, so that a front end may show pictures."""
     ipython = sys.modules.get("IPython")
     return bool(ipython and getattr(ipython.get_ipython(), "kernel", None))
 
 
-def give_words() -> None:
-    """Let a Jupyter kernel show figures with an alternative text."""
+def add_alternative_texts() -> None:
+    """Make a Jupyter kernel show figures with an alternative text."""
     if in_a_notebook():
         from matplotlib.figure import Figure
 
-        Figure._repr_html_ = image_html  # what is registered with the shell, its backend takes away again
+        Figure._repr_html_ = image_html  # matplotlib's notebook backend removes formatters registered with the shell
 
 
 def picture_html(ax: Axes, text: str) -> str:
-    """Return a picture as an <img> with alternative text, for a static page; close its figure."""
+    """Return a picture as an <img> for a static page, with `text` as its alternative text, and close its figure."""
     import matplotlib.pyplot as plt
 
     shown = image_html(ax.figure, text)
@@ -288,10 +298,10 @@ def picture_html(ax: Axes, text: str) -> str:
 
 
 def image_html(figure: Figure, text: str = "") -> str:
-    """Return a figure, cropped, as an <img>; JupyterLab takes its alternative text from nowhere else.
+    """Return a figure, cropped, as an <img> with an alternative text, which JupyterLab reads from this tag only.
 
     Args:
-        text: the alternative text; empty: the words of the figure.
+        text: the alternative text (default: `words(figure)`).
     """
     file = io.BytesIO()
     figure.savefig(file, format="png", bbox_inches="tight")
@@ -303,23 +313,26 @@ def image_html(figure: Figure, text: str = "") -> str:
 def _axes(
     ax: Axes | None, title: str, xlabel: str, ylabel: str = "", rows: int = 0, size: tuple[float, float] = (7, 3.8)
 ) -> Axes:
-    """Those given, or new ones on a figure of that size in inches (or for so many rows), with their labels."""
+    """Set title and labels on `ax`; if it is None, make new axes first.
+
+    A new figure is `size` inches large, or high enough for `rows` horizontal bars.
+    """
     if ax is None:
         import matplotlib.pyplot as plt
 
-        # No rc_context here: the first figure loads the notebook's backend, which would be undone with the context, and
+        # No rc_context here: the first figure loads the notebook's backend, the end of the context would unload it, and
         # no later figure would be shown.
         size = (8, 1.5 + 0.5 * rows) if rows else size
         _, ax = plt.subplots(figsize=size, dpi=110, layout="constrained")
         ax.spines[["top", "right"]].set_visible(False)
-    ax.set_title(title, loc="left", parse_math=False)  # a name with two dollar signs is no formula
+    ax.set_title(title, loc="left", parse_math=False)  # a name with two dollar signs is not a formula
     ax.set_xlabel(xlabel, parse_math=False)
     ax.set_ylabel(ylabel, parse_math=False)
     return ax
 
 
 def _style(number: int, label: str, values: Iterable[float | None]) -> dict[str, str]:
-    """How a series is drawn, and its name: one that is not drawn is told apart from one that cannot be seen."""
+    """Return line style, colour and legend label of a series; the label says so if the series has no value."""
     label = label if any(map(is_measured, values)) else f"{label} (not measured)"
     return {"linestyle": _LINES[number % len(_LINES)], "color": SERIES[number % len(SERIES)], "label": label}
 

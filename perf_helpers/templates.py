@@ -1,4 +1,4 @@
-"""The course's Jinja templates, with the filters that they share."""
+"""Load the course's Jinja templates, with the filters that all of them use."""
 
 import functools
 from pathlib import Path
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @functools.cache
 def template(path: str) -> "jinja2.Template":
-    """Return a template of this package, e.g. "course/report.html.j2"; its variables are escaped."""
+    """Return a template of this package by its path, e.g. "course/report.html.j2". It escapes variables as HTML."""
     import jinja2
 
     loader = jinja2.FileSystemLoader(Path(__file__).parent)

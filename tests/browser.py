@@ -1,5 +1,5 @@
-"""JupyterLab in headless Chromium: a server on a folder of notebooks, and a page on which one of them is open; and what
-axe-core finds on a page."""
+"""JupyterLab in headless Chromium: a server on a folder of notebooks, and a page on which one of them is open; and the
+problems that axe-core finds on a page."""
 
 import contextlib
 import functools
@@ -40,8 +40,8 @@ RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"
 
 
 def violations(page, within: str = "html", apart: tuple[tuple[str, str], ...] = ()) -> list[str]:
-    """What axe-core finds within a part of a page, one line each; `apart` has pairs of a rule and of words in the
-    markup of elements that do not keep it and are another project's. In CI the package is there, else a test skips."""
+    """Return axe-core's findings in a part of a page, one line each; `apart` has pairs of a rule and of words in the
+    markup of another project's elements that break it. In CI the package is installed; otherwise a test skips."""
     if not os.environ.get("CI"):
         pytest.importorskip("axe_playwright_python", reason="no axe-core: pip install axe-playwright-python")
     from axe_playwright_python.sync_playwright import Axe

@@ -1,4 +1,4 @@
-"""For every test module: figures need no screen, and what is displayed can be looked at."""
+"""For every test module: figures need no screen, and displayed objects can be inspected."""
 
 import os
 import signal
@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture
 def shown(monkeypatch):
-    """What was displayed, in order."""
+    """Return the displayed objects, in order."""
     displayed = []
     monkeypatch.setattr("IPython.display.display", lambda *objects, **_: displayed.extend(objects))
     return displayed

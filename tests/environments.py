@@ -1,4 +1,4 @@
-"""What tests bring along: environments of Python that differ from this one in what is installed."""
+"""Python environments for tests that differ from this one in the installed packages."""
 
 import importlib.metadata
 import shutil

@@ -1,6 +1,6 @@
 """Run the cells of a lesson while every one of its experiments fails.
 
-    python tests/failing_lessons.py 13 25      say what each cell raises; all lessons if none is named
+    python tests/failing_lessons.py 13 25      print what each cell raises (default: all lessons)
 
 A cell that needs an experiment must go on, or end with an error that has the run's status and message: `RunFailed`. The
 names that a failed cell would have assigned are absent afterwards, so a later cell may end with a `NameError`.

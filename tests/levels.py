@@ -1,4 +1,4 @@
-"""Runs tests and lessons at levels of CPU instructions below this machine's own, as other machines have them.
+"""Run tests and lessons with lower CPU instruction sets than this machine's, as other machines have them.
 
     python tests/levels.py                 tests that depend on a CPU's instructions; lessons 07 and 14, strictly
     python tests/levels.py --all           at every level, not only the lowest and the one that most machines have

@@ -1,4 +1,4 @@
-"""What tests bring along: machines, an NVML for their GPUs, a task that takes no time, and what a run of one yields."""
+"""Machines for tests, an NVML for their GPUs, a task that takes no time, and the result of its run."""
 
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
@@ -39,7 +39,7 @@ INSTALLED = dict.fromkeys(PACKAGES, "1.0")
 
 
 def fake_nvml(*gpus, refuse=(), init_error=None, slices=()):
-    """A pynvml module for these GPUs: it raises for every query in `refuse`, and at nvmlInit where told to."""
+    """A pynvml module for these GPUs: it raises for every query in `refuse`, and on request at nvmlInit."""
     module = ModuleType("pynvml")
     module.NVMLError = type("NVMLError", (Exception,), {})
     by_uuid = {gpu.uuid: gpu for gpu in (*gpus, *slices)}

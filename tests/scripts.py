@@ -9,7 +9,7 @@ BENCHMARKS, RESULTS = ROOT / "benchmarks", ROOT / "results"
 
 
 def script(name):
-    """A script of benchmarks/, executed anew."""
+    """Import a script of benchmarks/ again."""
     sys.path.insert(0, str(BENCHMARKS))  # for what the scripts share
     try:
         spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")

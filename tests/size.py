@@ -30,7 +30,7 @@ BUDGETS = (
     ("  sweep", ["perf_helpers/sweep/*.py"], 515, 3),
     ("  widgets", ["perf_helpers/widgets/*.py"], 1_002, 11),
     ("benchmarks", ["benchmarks/*.py"], 5_251, 41),
-    ("website", [f"website/{kind}" for kind in ("*.py", "*.md", "*/*.j2", "_static/*.js", "_static/*.css")], 3_122, 24),
+    ("website", [f"website/{kind}" for kind in ("*.py", "*.md", "*/*.j2", "_static/*.js", "_static/*.css")], 3_200, 25),
     ("README.md", ["README.md"], 182, 1),
     ("CONTRIBUTING.md", ["CONTRIBUTING.md"], 455, 1),
 )

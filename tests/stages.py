@@ -1,4 +1,4 @@
-"""Runs the tests in stages, the daily tier or the nightly one, and says what each stage took.
+"""Run the tests in stages, the daily tier or the nightly one, and print the seconds of each stage.
 
     python tests/stages.py daily                       what `make test` runs after `make check`
     python tests/stages.py nightly                     everything else, whatever it takes

@@ -98,7 +98,7 @@ FILES = {
 
 # Where what is asked for begins: processes, a lesson, a cluster, the download and build of a rehearsal.
 BEGINNINGS = [(processes, "CleanProcess"), (lesson_course, "run_lesson"), (dask_workers, "_own_cluster")]
-BEGINNINGS += [(build, "set_up"), (step_times, "tonight")]
+BEGINNINGS += [(build, "set_up"), (step_times, "measure_here")]
 
 
 class Begun(BaseException):
@@ -127,7 +127,7 @@ def shell(tmp_path_factory):
         patch.chdir(folder)
         patch.setenv("PERF_HELPERS_HOME", str(home))
         patch.setenv("HF_HUB_OFFLINE", "1")
-        patch.setattr(cli, "_WITH_CLEAN_PROCESSES", ())
+        patch.setattr(cli, "_STARTS_SUBPROCESSES", ())
         patch.setattr(forkserver.SERVER, "start", lambda: None)
         for where, what in BEGINNINGS:
             patch.setattr(where, what, begin)
@@ -198,7 +198,7 @@ def cases(draw):
 
 
 def wrong(shell, words, names):
-    """What is wrong with the answer to bad words; empty where nothing is."""
+    """Return the problem with the answer to bad arguments; empty if there is none."""
     try:
         code, out, errors = shell(*words)
     except Begun:
@@ -358,7 +358,7 @@ def test_a_value_of_another_kind_is_refused_by_name(shell, what):
 
 
 def test_every_training_argument_knows_its_kind():
-    """Of the library's own types; what takes anything at all stands here."""
+    """Return bad values by the library's own types; arguments that accept anything are listed here."""
     found, free = {}, {"parallelism_config", "trackio_static_space_id", "local_rank"}
     for name in sorted(arguments.known() - free):
         for value in (object(), b"x", float("nan"), 10**400, 10**5000):

@@ -19,7 +19,7 @@ NUMBER = re.compile(r"(?:#|\b[Ii]ssue |\bPR |\b[Pp]ull request )(\d{2,6})\b")  #
 
 
 def texts():
-    """What cites: by "lesson NN", "instructor", and "NN id" for a claim of an existing lesson."""
+    """Return the citing texts by "lesson NN", "instructor", and "NN id" for a claim of an existing lesson."""
     found = {f"lesson {path.name[:2]}": path.read_text() for path in (NOTEBOOKS / "src").glob("*.py")}
     found["instructor"] = (NOTEBOOKS / "INSTRUCTOR.md").read_text()
     for claim in tomllib.loads((ROOT / "perf_helpers/course/claims.toml").read_text())["claim"]:
@@ -37,7 +37,7 @@ def entries(page):
 
 
 def is_phrase(word, sources):
-    """Whether one of the page's words is more than three words of a sentence, and not the ledger's name of a source."""
+    """Return whether a quoted text of the page has more than three words and is not the ledger's name of a source."""
     return word not in sources and sum(bool(re.search("[A-Za-z]{2}", part)) for part in word.split()) > 3
 
 

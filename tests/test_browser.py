@@ -1,4 +1,4 @@
-"""What a learner sees: every lesson, and every kind of widget, in JupyterLab in a real browser.
+"""A learner's view: every lesson, and every kind of widget, in JupyterLab in a real browser.
 
 Nothing is measured here. Three lessons run at the smallest sizes; the others are opened as test_lessons.py left them,
 with the state of their widgets. Screenshots are kept in build/screenshots.
@@ -70,7 +70,7 @@ def screenshot(notebook, name, cell=None):
 
 
 def faults(notebook):
-    """What is wrong with an executed notebook: errors in cells and in widgets, cells that never ran."""
+    """Return the faults of an executed notebook: errors in cells and in widgets, cells that never ran."""
     cells = [cell for cell in notebook.cells if cell.cell_type == "code" and cell.source.strip()]
     errors = [output.evalue for cell in cells for output in cell.outputs if output.output_type == "error"]
     never = [cell.source for cell in cells if cell.execution_count is None]
@@ -133,7 +133,7 @@ def test_a_guess_is_scored(studio):
     studio.outputs(PREDICT).get_by_role("button", name="commit").click()
     studio.outputs(PREDICT).get_by_text("Your guess: 12 MB. It is kept.").wait_for()
     studio.run(REVEALED)
-    studio.outputs(REVEALED).get_by_text("you said 12 MB, measured").wait_for()
+    studio.outputs(REVEALED).get_by_text("your guess was 12 MB, measured").wait_for()
     assert "your guess 12 MB" in studio.outputs(REVEALED).locator("img").get_attribute("alt")
     screenshot(studio, "guess", REVEALED)
 

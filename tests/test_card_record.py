@@ -1,4 +1,4 @@
-"""What a real H100 said: results/card.json, and the predictions that were committed before."""
+"""The measurements of a real H100: results/card.json, and the predictions that were committed before."""
 
 import json
 import sys
@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
 import gpu_page  # noqa: E402
 import measure_card  # noqa: E402
-import measure_strangers  # noqa: E402
+import measure_random  # noqa: E402
 
 
 def read(name):
@@ -64,4 +64,4 @@ def test_the_page_counts_the_suites_runs_too():
 def test_the_set_leaves_out_what_needs_torchao():
     made = measure_card.cases(type("Options", (), {"count": 20, "seed": 1}))
     assert {kind for kind, _ in made.values()} == set(measure_card.KINDS) and len(made) > 40
-    assert {one.arguments["optim"] for _, one in made.values()} <= set(measure_strangers.WITHOUT_TORCHAO)
+    assert {one.arguments["optim"] for _, one in made.values()} <= set(measure_random.WITHOUT_TORCHAO)

@@ -128,7 +128,7 @@ def test_a_mistake_elsewhere_is_one_line_too(words, hint):
 def test_a_bad_file_of_lengths_is_one_line_and_exit_code_2(text, hint, tmp_path, monkeypatch, capsys):
     file = tmp_path / "lengths.txt"
     file.write_text(text)
-    monkeypatch.setattr(cli, "_WITH_CLEAN_PROCESSES", ())
+    monkeypatch.setattr(cli, "_STARTS_SUBPROCESSES", ())
     monkeypatch.setattr(sys, "argv", ["perf-helpers", "estimate", "--model", "bert-tiny", "--lengths", str(file)])
     with pytest.raises(SystemExit) as caught:
         cli.main()
@@ -152,7 +152,7 @@ def test_a_file_of_lengths_gives_its_worst_batch(tmp_path):
 
 @pytest.mark.nightly
 def test_a_name_that_nobody_knows_is_not_tried_again_and_again():
-    """Where the Hub does not answer: at an address where nobody listens."""
+    """Use an address without a server as the Hub."""
     done = run("measure", "--model", "bert-lrage", HF_ENDPOINT="http://127.0.0.1:9", HF_HUB_OFFLINE="")
     assert done.returncode == 2 and "Did you mean 'bert-large-uncased'" in done.stderr
     assert "Retry" not in done.stderr
@@ -337,7 +337,7 @@ def test_what_is_reserved_is_a_total_in_the_same_column_as_the_categories():
 
 @pytest.mark.nightly
 def test_the_command_of_the_readme_prints_the_sizes_that_are_pasted_below_it():
-    """Sizes, not sentences: these may be said in better words."""
+    """Test sizes, not sentences, so that the wording may improve."""
     pinned = (ROOT / "constraints.txt").read_text("utf-8")
     versions = [f"{name}=={metadata.version(name).partition('+')[0]}" for name in ("torch", "transformers")]
     if not all(f"\n{each}\n" in pinned for each in versions):

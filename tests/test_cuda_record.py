@@ -1,4 +1,4 @@
-"""What was recorded of the estimate for CUDA beside torch's own allocator: results/cuda.json."""
+"""The record of the estimate for CUDA against torch's own allocator: results/cuda.json."""
 
 import json
 import sys

@@ -1,5 +1,5 @@
-"""results/cuda_tools.json: the comparison with other tools says what its answers say; benchmarks/tools_pypi.py: how a
-tool is asked, and what it is when it cannot say."""
+"""results/cuda_tools.json: the comparison with other tools agrees with its answers; benchmarks/tools_pypi.py: how a
+tool is called, and what happens if it cannot answer."""
 
 import dataclasses
 import json

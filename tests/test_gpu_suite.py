@@ -1,4 +1,4 @@
-"""benchmarks/measure_gpu.py: the GPU suite, at tiny sizes on a CPU, and with a lab that only says what it is asked."""
+"""benchmarks/measure_gpu.py: the GPU suite, at tiny sizes on a CPU, and with a lab that only records its requests."""
 
 import importlib.util
 import json
@@ -211,7 +211,7 @@ def test_what_is_missing_is_said_before_anything_begins(tmp_path, monkeypatch, c
 
 def test_the_list_has_every_part_with_its_rows_and_how_long_a_call_may_take(suite):
     (made := suite()).run("bf16")
-    text = measure_gpu.told(made, [*gpu_rows.PARTS], 470)
+    text = measure_gpu.listing(made, [*gpu_rows.PARTS], 470)
     heads = [line for line in text.splitlines() if not line.startswith(" ")]
     assert [line.partition(":")[0] for line in heads] == [f"{n} {name}" for n, name in enumerate(gpu_rows.PARTS, 1)]
     assert "2 rows as far as is known, 0 left; a call takes 0 s at most" in heads[4], "all of bf16 is known"

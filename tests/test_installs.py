@@ -1,4 +1,4 @@
-"""What pip would do: beside libraries that stand there already, as on Colab, and by the environments' files."""
+"""Dry runs of pip: next to installed libraries, as on Colab, and with the environments' files."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""benchmarks/matrix.py: which sets there are, how they are run, recorded and told.
+"""benchmarks/matrix.py: the sets, and how they are run, recorded and shown.
 
 Environments are made up here, but for one in which pip fails.
 """

@@ -1,4 +1,4 @@
-"""The lessons' notebooks are what their sources say, in the shape of a lesson; and the lint that says so bites."""
+"""The lessons' notebooks agree with their sources and have the shape of a lesson; and the lint reports violations."""
 
 import ast
 import importlib.util

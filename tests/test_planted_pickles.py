@@ -1,4 +1,4 @@
-"""What is read of a folder is text: a pickle that lies where results are expected is never loaded."""
+"""Only text is read from a folder: a pickle in place of results is never loaded."""
 
 import ast
 import pickle
@@ -65,7 +65,7 @@ def planted(tmp_path):
         lambda folder: compare.compare(folder / "snapshot.pickle", folder / "optimizer.pt"),
         lambda folder: history.read(folder),
         lambda folder: report.report(folder),
-        lambda folder: compare.run_night(folder / "out", folder, ("memory",), False, lessons=["00"]),
+        lambda folder: compare.run_nightly(folder / "out", folder, ("memory",), False, lessons=["00"]),
         lambda folder: results.recorded(folder.parent),
         lambda folder: Plan.read(folder / "plan.toml"),
         lambda folder: settings_of("peft", folder),

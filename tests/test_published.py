@@ -1,4 +1,4 @@
-"""benchmarks/published.py: the comparison with published measurements is made of its facts, as close as it is said."""
+"""benchmarks/published.py: the comparison with published measurements follows from its facts, as close as stated."""
 
 import json
 import statistics

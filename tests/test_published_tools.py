@@ -1,4 +1,4 @@
-"""results/published_tools.json: tools beside what others measured; each figure is its source's, each number its
+"""results/published_tools.json: tools against published measurements; each figure is its source's, each number its
 answers', and the pages show them."""
 
 import json

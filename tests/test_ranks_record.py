@@ -1,4 +1,4 @@
-"""What was recorded of one rank of several GPUs: results/ranks.json."""
+"""The record of one rank of several GPUs: results/ranks.json."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""benchmarks/build.py: the estimate held against recorded GPU runs, here against runs with errors that are known.
+"""benchmarks/build.py: the comparison of the estimate with recorded GPU runs, here with runs of known errors.
 
 benchmarks/rehearse.py: what it keeps of a rehearsed course, and that nothing rehearsed passes for measured.
 """
@@ -48,7 +48,7 @@ def rehearse():
 
 
 def recorded(kind="cuda", **changes):
-    """A course run of a GPU on which a training took 1 % more than it is said to, and 2 % more reserved."""
+    """A course run of a GPU on which a training allocated 1 % more than estimated, and reserved 2 % more."""
     gpu = Gpu(0, name="NVIDIA A100", memory_bytes=80 * 2**30, capability=(8, 0))
     machine = Machine("NVIDIA A100", kind, gpus=(gpu,))
     arguments = {"per_device_train_batch_size": 2}
@@ -91,7 +91,7 @@ def test_the_readme_counts_the_verdicts_and_the_page_has_every_claim(build):
     assert measured and cards
     counts, page = build.counts(measured), build.page(measured, cards, {})
     for data in measured.values():
-        decided = results.decided_anew(data["claims"])
+        decided = results.decided_again(data["claims"])
         verdicts = Counter(claim["verdict"] for claim in decided)
         apart = verdicts["not testable here"]
         line = f"{len(decided) - apart} claims {verdicts['refuted']} are refuted, {verdicts['holds']} hold, "
@@ -99,7 +99,7 @@ def test_the_readme_counts_the_verdicts_and_the_page_has_every_claim(build):
         assert build.caption(data) in counts and build.caption(data) in page
         assert [claim["id"] for claim in decided if f"`{claim['id']}`" not in page] == []
     for name, data in cards.items():
-        number = len(results.decided_anew(data["course"]["claims"]))
+        number = len(results.decided_again(data["course"]["claims"]))
         assert f"{name}, rehearsed" in page and f"{name}, {number} claims: " in build.rehearsed_counts(cards)
 
 
@@ -139,7 +139,7 @@ def test_a_page_that_lost_a_marker_is_named(build, copied):
 def test_readme_counts_what_the_picture_of_the_report_counts(build):
     measured = results.recorded(RESULTS)
     data = build.newest(measured)
-    number = Counter(claim["verdict"] for claim in results.decided_anew(data["claims"]))
+    number = Counter(claim["verdict"] for claim in results.decided_again(data["claims"]))
     testable = number.total() - number["not testable here"]
     finding = build.finding(measured)
     assert f"{number['refuted']} of {testable} testable" in finding and f"{number['holds']} hold" in finding
@@ -209,7 +209,7 @@ def test_claims_about_speed_are_decided_the_same_way_again_and_again(id):
 
 
 def test_they_were_tried_with_the_recipes_of_their_lessons(monkeypatch):
-    """Of all recorded runs on a CPU the newest tells what its lessons compare."""
+    """The newest recorded run on a CPU shows what its lessons compare."""
     runs = [run for data in results.recorded(RESULTS).values() for run in data["runs"] if data["date"] > "2026-11-22"]
     for id, (changes, *recipes, _) in script("measure_speed", monkeypatch).CLAIMS.items():
         task = choose_profile("cpu").task.replace(**changes).to_dict()

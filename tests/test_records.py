@@ -1,4 +1,4 @@
-"""Runs and ratios: what is unknown, what an older file holds, what they say of themselves; and their file: several
+"""Runs and ratios: unknown values, older files, their texts; and their file: several
 writers, damaged lines, disks that are full or read-only."""
 
 import builtins

@@ -1,17 +1,19 @@
 """The shape of the repository: one way of importing, one list of dependencies, no stray paths, pages that are true.
 
-Each check is a pure function that returns the problems it found; next to its test on this repository stands one on
+Each check is a pure function that returns the problems it found; next to its test on this repository is one on
 bad input.
 """
 
 import ast
 import importlib.metadata
+import io
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tokenize
 import tomllib
 from pathlib import Path
 
@@ -50,7 +52,7 @@ def some(items, what):
 
 
 def repository_files():
-    """What is or would be committed, as paths relative to the root; all files, where git cannot tell."""
+    """Return the files that are or would be committed, relative to the root; all files if git cannot list them."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     try:
         listing = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -117,7 +119,7 @@ def modules():
 
 
 def wrong_imports(folder):
-    """What import-linter says of the packages in a folder by this repository's contracts; empty where all are kept."""
+    """Return import-linter's report on packages in a folder, by this repository's contracts; empty if all are kept."""
     command = [Path(sys.executable).with_name("lint-imports"), "--config", ROOT / "pyproject.toml", "--no-cache"]
     done = subprocess.run(
         command, cwd=folder, env=os.environ | {"PYTHONPATH": str(folder)}, capture_output=True, text=True
@@ -247,7 +249,7 @@ PAGES = {"jupyter_client", "nbformat", "nbconvert"}
     ],
 )
 def test_a_command_imports_nothing_that_it_does_not_use(tmp_path, words, code, needs):
-    """What trains or follows a training is imported in the clean process, and in no other."""
+    """Libraries that run or trace a training are imported in the fresh process, and in no other."""
     run = shutil.copy(some(sorted((ROOT / "results").glob("*/*.json")), "runs")[-1], tmp_path / "results.json")
     words = words.format(run=run, folder=tmp_path).split()
     statement = f"""
@@ -310,7 +312,7 @@ def as_specifier(text):
 
 
 def environment_problems(environment, folder, project, constraints):
-    """What is wrong with a conda environment (parsed) that stands in `folder` (relative to the root)."""
+    """Return the problems of a parsed conda environment in `folder` (relative to the root)."""
     problems, pinned = [], pins(constraints)[0]
     lines = [line for line in environment["dependencies"] if isinstance(line, str)]
     pip_lines = [line for entry in environment["dependencies"] if isinstance(entry, dict) for line in entry["pip"]]
@@ -404,6 +406,54 @@ def test_stray_text_is_reported(pieces):
     assert stray("results/root/x, https://site.example/work/of/art, todo lists") == []
 
 
+# The folders and pages whose wording is checked. Still to be added, once edited: "trainmem", "notebooks/src", "tests".
+WORDED = ("perf_helpers", "benchmarks", "website", "docs", "README.md", "CONTRIBUTING.md")
+PRIVATE_WORDS = re.compile(r"\b(told|strangers|nobody\s+chose|anew)\b", re.I)
+HEADLESS = re.compile(r"\W*What\b")  # a docstring says what to expect: "Return the peak.", not "What it takes."
+
+
+def prose(path, text):
+    """Return the docstrings of a Python source and its prose: comments and docstrings, or a page without its code."""
+    if path.suffix == ".md":
+        return [], [re.sub(r"^```.*?^```|`[^`]*`", "", text, flags=re.M | re.S)]
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    nodes = (each for each in ast.walk(ast.parse(text)) if isinstance(each, kinds))
+    docstrings = [found for each in nodes if (found := ast.get_docstring(each))]
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return docstrings, [*docstrings, *(each.string for each in tokens if each.type == tokenize.COMMENT)]
+
+
+def wording_problems(path, text):
+    """Return the private words in the prose of a file, and its docstrings without a subject, one line each."""
+    docstrings, texts = prose(path, text)
+    words = (found[0].lower() for each in texts for found in PRIVATE_WORDS.finditer(each))
+    return [f"{path}: {word!r}, see docs/words.md" for word in words] + [
+        f"{path}: begin with a verb instead of: {each.splitlines()[0]}" for each in docstrings if HEADLESS.match(each)
+    ]
+
+
+def test_docstrings_comments_and_pages_are_plain_english():
+    found = [path for path in repository_files() if path.suffix in (".py", ".md") and path != Path("docs/words.md")]
+    paths = some((path for path in found if path.as_posix().startswith(WORDED)), "files with prose")
+    assert [problem for path in paths for problem in wording_problems(path, (ROOT / path).read_text("utf-8"))] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.py", '"""What a step takes."""'),
+        ("a.py", 'def f():\n    """ "What" is cut."""'),
+        ("a.py", "x = 1  # as it was told"),
+        ("a.md", "It is made anew."),
+        ("a.md", "Sizes that nobody\nchose."),
+    ],
+)
+def test_private_words_and_docstrings_without_a_subject_are_reported(name, text):
+    assert len(wording_problems(Path(name), text)) == 1
+    assert wording_problems(Path("a.py"), 'told = "anew"\n') == []
+    assert wording_problems(Path("a.md"), "`told` is a name.\n```\ntold = 1\n```\n") == []
+
+
 def tree(page):
     """The paths in a page's file tree: the names before the first two blanks of each line, below their folders."""
     blocks = re.findall(r"^```\w*\n(.*?)^```", page, re.M | re.S)
@@ -424,8 +474,8 @@ def tree(page):
 
 
 def tree_problems(page, files):
-    """What the tree has and the repository has not, and the other way round: files and folders at the top, modules and
-    rooms of the package. NN_slug and <x> stand for any name."""
+    """Return the differences between the tree and the repository: files and folders at the top, modules and
+    subpackages. NN_slug and <x> match any name."""
     listed, problems = some(tree(page), "entries in the file tree"), []
     names = {str(path) for path in files} | {f"{parent}/" for path in files for parent in path.parents}
     for path in listed:
@@ -472,7 +522,7 @@ def without_code(text):
 
 
 def anchors(text):
-    """What a link into a page can lead to: its headings, as GitHub writes them in an address."""
+    """Return the anchors of a page: its headings, as GitHub writes them in an address."""
     found, seen = set(), {}
     for heading in re.findall(r"^#+ (.+?)\s*$", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), re.M):
         words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()

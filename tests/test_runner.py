@@ -1,4 +1,4 @@
-"""benchmarks/runner.py: a measurement goes on where it was stopped, measures some rows anew, and says what it is of."""
+"""benchmarks/runner.py: a measurement continues where it was stopped, repeats rows on request, and names its setup."""
 
 import json
 

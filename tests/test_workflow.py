@@ -1,7 +1,7 @@
-"""The night: benchmarks/nightly.sh by cron, .github/workflows/nightly.yml on a public CI service.
+"""Nightly runs: benchmarks/nightly.sh by cron, .github/workflows/nightly.yml on a public CI service.
 
 Their commands are checked against the Makefile and the command line, and their shell is run, with a `make` and a
-`perf-helpers` that only note what they were asked for.
+`perf-helpers` that only record their arguments.
 """
 
 import fcntl

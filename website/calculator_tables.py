@@ -1,9 +1,9 @@
-"""The calculator's tables, made with the estimate: one file for each recipe of each model, and an index of them.
+"""Make the calculator's tables with the estimate: one file for each recipe of each model, and an index of them.
 
     python website/calculator_tables.py [--out website/_static/tables] [MODEL ...]
 
-Which models and recipes stands in `calculator.toml`. What is there is kept while what is followed and the libraries are
-the same: it goes on where it was stopped. Tables are committed; one takes up to a minute to make, and 10 kB.
+`calculator.toml` lists models and recipes. A table is kept as long as the code that it depends on and the libraries are
+unchanged, so an interrupted run continues. Tables are committed; one takes up to a minute to make, and 10 kB.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from trainmem.texts import name_text
 ROOT = Path(__file__).resolve().parents[1]
 PUBLISHED = Path(__file__).with_name("calculator.toml")
 
-# What a visitor chooses between, and the training arguments of each.
+# The choices of a visitor, with the technique of each.
 _TECHNIQUES = {
     "method": {"full": None, "lora": known.LORA, "qlora": known.QLORA},
     "precision": {"fp32": None, "fp16": known.FP16, "bf16": known.BF16, "bf16-weights": known.BF16_WEIGHTS},
@@ -50,11 +50,11 @@ QUESTIONS: dict[str, dict[str, dict[str, Any]]] = {
     question: {name: technique.arguments if technique else {} for name, technique in options.items()}
     for question, options in _TECHNIQUES.items()
 }
-# The type of the weights is always said: a model's own may be another.
+# The type of the weights is always given, because a model's default may be another.
 QUESTIONS["precision"] = {name: {"dtype": "float32"} | given for name, given in QUESTIONS["precision"].items()}
 QUESTIONS |= {"accumulation": {str(count): {"gradient_accumulation_steps": count} for count in (1, 4)}}
-# Attention in 16 bits takes one kernel on compute capability 9 and 10, another on 8 and 12, in fp16 a third on 7; in
-# fp32 the same on all, for which 9.0 stands.
+# In 16 bits, attention uses one kernel on compute capability 9 and 10, another on 8 and 12, and in fp16 a third on 7.
+# In fp32 all capabilities use the same kernel; the table is made for 9.0.
 KERNELS = {"any": (9, 0), "9": (9, 0), "8": (8, 0), "7": (7, 5)}
 OF_MAJOR = {"9": "9", "10": "9", "8": "8", "12": "8", "7": "7"}
 
@@ -63,16 +63,16 @@ _NO_BYTES = re.compile(
     "_token_id$|_eps$|epsilon$|^rope_|^output_|^summary_|label|^layer_types$|^(transformers_version|architectures|"
     "return_dict|dtype|problem_type|initializer_range|use_cache|pretraining_tp|max_window_layers|_name_or_path)$"
 )
-_MOST_TOKENS = 2**18  # of a micro-batch
-_LONGEST = 8192
-_SECONDS = 1800.0  # that the traces of a table may take
+_MOST_TOKENS = 2**18  # per micro-batch
+_LONGEST = 8192  # tokens per sequence
+_SECONDS = 1800.0  # time limit for the traces of a table
 _OF_CORE = ("task.py", "configurations.py", "training.py", "arguments.py", "adapters.py")
 _OF_MEASURE = ("tracker.py", "watcher.py")
 _OF_TABLES = ("torch", "transformers", "accelerate", "bitsandbytes", "peft")
 
 
 class Recipe(NamedTuple):
-    """One answer to each of `QUESTIONS`, and the kernels of a kind of card."""
+    """One choice for each of `QUESTIONS`, and the attention kernels (a key of `KERNELS`)."""
 
     method: str
     precision: str
@@ -86,14 +86,14 @@ class Recipe(NamedTuple):
         return ".".join(self)
 
     def arguments(self, micro_batch: int) -> dict[str, Any]:
-        """As training arguments."""
+        """Return the training arguments of the recipe."""
         given = {"per_device_train_batch_size": micro_batch}
         for name, options in QUESTIONS.items():
             given |= options[getattr(self, name)]
         return given
 
     def events(self, task: Task, points: tuple[Point, ...]) -> dict[Point, Events]:
-        """The events at some points, each traced as `estimate` does."""
+        """Trace the training at some points, as `estimate` does, and return the allocator events of each."""
         device, experiments = target("cuda", KERNELS[self.kernels]), []
         for micro_batch, length in points:
             arguments = Arguments.of(self.arguments(micro_batch))
@@ -115,22 +115,26 @@ def recipes_of(given: dict[str, list[str]]) -> Iterator[Recipe]:
 
 
 def room_of(task: Task) -> tuple[int, int]:
-    """The largest micro-batch and the largest length, in units, of a table: too short for a sliding window's mask."""
+    """Return the largest micro-batch of a table and its largest length, in units of LENGTH_UNIT.
+
+    The length stays below a sliding window, because longer sequences get another mask.
+    """
     config = task.build_config()
     longest = min(positions(config) or _LONGEST, (getattr(config, "sliding_window", None) or 10**6) - 1, _LONGEST)
     return _MOST_TOKENS // longest, longest // LENGTH_UNIT
 
 
 def table_of(task: Task, recipe: Recipe, before: dict[Recipe, tuple]) -> dict[str, Any]:
-    """The table of one recipe: a part for each range of micro-batches in which the events are the same. Of one sample
-    some tensors need no copy, so it may have a part of its own.
+    """Return the table of one recipe: one part per range of micro-batches with the same events.
+
+    A micro-batch of 1 may need a part of its own, because some tensors of one sample need no copy.
 
     Args:
-        before: of the recipe done before, its events and table; it is replaced. What is the same with other kernels at
-            two points takes their table.
+        before: {recipe: (events, table)} of the recipe before; it is replaced. A recipe that differs only in its
+            kernels, and has the same events at two points, gets the same table.
 
     Raises:
-        Unfit: no table gives what is traced.
+        Unfit: no table reproduces the traces.
     """
     most, longest = room_of(task)
     last = min(longest, 4)
@@ -153,7 +157,7 @@ def table_of(task: Task, recipe: Recipe, before: dict[Recipe, tuple]) -> dict[st
 
 @functools.cache
 def made_from(model: str) -> str:
-    """What a model's tables depend on, as one short text."""
+    """Return a digest of the code, the preset and the library versions that a model's tables depend on."""
     package = ROOT / "trainmem"
     files = [*sorted(package.glob("estimate/*.*"))]
     files += [package / part / name for part, names in (("core", _OF_CORE), ("measure", _OF_MEASURE)) for name in names]
@@ -164,17 +168,17 @@ def made_from(model: str) -> str:
 
 
 def versions() -> dict[str, str | None]:
-    """Of the libraries that are followed, whatever device they were built for."""
+    """Return the versions of the traced libraries, without their suffixes for a device."""
     return {name: (hardware.version_of(name) or "").partition("+")[0] or None for name in _OF_TABLES}
 
 
 def read(file: Path) -> dict[str, Any]:
-    """A table that was written; {} where there is none."""
+    """Read a table; return {} if the file does not exist."""
     return json.loads(gzip.decompress(file.read_bytes())) if file.exists() else {}
 
 
 def build(model: str, given: dict[str, list[str]], folder: Path) -> Iterator[str]:
-    """Write the tables of a model, and tell of each."""
+    """Write the tables of a model, and yield a line of text for each."""
     task, before = Task(model), {}
     for recipe in recipes_of(given):
         file = folder / model / f"{recipe.key}.json.gz"
@@ -191,7 +195,7 @@ def build(model: str, given: dict[str, list[str]], folder: Path) -> Iterator[str
 
 
 def index(published: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """What the page must know before it reads a table."""
+    """Return the index that the page loads before any table: models, choices, cards and versions."""
     models = {}
     for model in published["models"]:
         found = sorted(file.name.removesuffix(".json.gz") for file in (folder / model).glob("*.json.gz"))
@@ -226,8 +230,10 @@ def index(published: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def sizing(config) -> dict[str, Any]:
-    """The fields of a configuration that a training's bytes depend on; positions are no weights where they are turned
-    into angles."""
+    """Return the fields of a configuration that affect a training's memory.
+
+    The number of positions is left out for rotary positions, which have no weights.
+    """
     fields = config.to_dict()
     return {
         name: value
@@ -237,7 +243,10 @@ def sizing(config) -> dict[str, Any]:
 
 
 def formulas(task: Task) -> dict[str, dict[str, int]]:
-    """What others say of a training of a model, in bytes, by precision; `benchmarks/tools.py` asks the same."""
+    """Return the memory of a training by other tools' formulas: {tool: {precision: bytes}}.
+
+    `benchmarks/tools.py` uses the same formulas.
+    """
     from accelerate.commands.estimate import estimate_training_usage
     from accelerate.utils import calculate_maximum_sizes
 
@@ -248,7 +257,7 @@ def formulas(task: Task) -> dict[str, dict[str, int]]:
     return {
         "18 B/parameter": dict.fromkeys(QUESTIONS["precision"], 18 * parameters),
         "accelerate estimate-memory": {
-            name: max(estimate_training_usage(*asked).values()) for name, asked in of_accelerate.items()
+            name: max(estimate_training_usage(*size_and_type).values()) for name, size_and_type in of_accelerate.items()
         },
         # runtime/zero/stage_1_and_2.py: estimate_zero2_model_states_mem_needs, for one GPU without offloading
         "DeepSpeed, ZeRO stage 2": dict.fromkeys(QUESTIONS["precision"], (2 + 18) * parameters),
@@ -257,15 +266,17 @@ def formulas(task: Task) -> dict[str, dict[str, int]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", metavar="MODEL", help="of calculator.toml; default: all of them")
+    parser.add_argument(
+        "models", nargs="*", metavar="MODEL", help="models in calculator.toml, e.g. gpt2 (default: all)"
+    )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "_static" / "tables")
     options = parser.parse_args()
     published = tomllib.loads(PUBLISHED.read_text(encoding="utf-8"))
     optional_packages.offer("peft")
     for model in options.models or published["models"]:
         own = published["models"][model]
-        for told in build(model, published["usual"] | published.get(own.get("like"), {}) | own, options.out):
-            print(told, flush=True)
+        for line in build(model, published["usual"] | published.get(own.get("like"), {}) | own, options.out):
+            print(line, flush=True)
         content = json.dumps(index(published, options.out), separators=(",", ":"))
         (options.out / "index.json").write_text(content, encoding="utf-8")
 

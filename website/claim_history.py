@@ -1,4 +1,4 @@
-"""What was recorded of each claim: on which machine, when, with which libraries, and what it came to."""
+"""Read all recorded results of each claim: machine, date, library versions, value and verdict."""
 
 import itertools
 import json
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from perf_helpers.course.results import course_runs, decided_anew
+from perf_helpers.course.results import course_runs, decided_again
 from trainmem.cards import named
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
@@ -15,29 +15,26 @@ LIBRARIES = ("torch", "transformers", "accelerate", "bitsandbytes")
 
 
 class Entry(NamedTuple):
-    """One outcome of a claim."""
+    """One recorded result of a claim."""
 
-    machine: str  # with how it was measured, where it was not simply executed
+    machine: str  # with ", rehearsed" or ", library matrix" if it is not from a course run
     date: str
     libraries: str
-    row: dict[str, Any]  # of the claim, as in results.json
+    row: dict[str, Any]  # the claim's row, as in results.json
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """All records.
+    """All recorded results."""
 
-    `now`: by claim, the newest of each machine, as (machine and date, row); `before`: by claim, all, oldest first.
-    """
-
-    now: dict[str, list[tuple[str, dict[str, Any]]]]
-    before: dict[str, list[Entry]]
-    machines: list[str]  # those of `now`
-    executed: tuple[str, Path]  # the newest machine whose executed lessons are kept, in words, and their folder
+    now: dict[str, list[tuple[str, dict[str, Any]]]]  # {claim id: newest (machine and date, row) of each machine}
+    before: dict[str, list[Entry]]  # {claim id: all results, the oldest first}
+    machines: list[str]  # all machines of `now`, with dates
+    executed: tuple[str, Path]  # the machine (in words) and folder of the newest executed lessons
 
     @classmethod
     def read(cls) -> "History":
-        """What results/ has: course runs, rehearsed ones, and those of the library matrix."""
+        """Read results/: course runs, rehearsals, and the library matrix."""
         runs = course_runs(RESULTS)
         newest = {data["file"].parent: data for data in runs}
         now, before, machines = defaultdict(list), defaultdict(list), []
@@ -45,8 +42,8 @@ class History:
         for name, data, is_newest in itertools.chain(measured, _rehearsed()):
             if is_newest:
                 machines.append(f"{name}, {data['date'][:10]}")
-            for row in decided_anew(data["claims"]):
-                before[row["id"]].append(Entry(name, data["date"][:10], _told(data["versions"]), row))
+            for row in decided_again(data["claims"]):
+                before[row["id"]].append(Entry(name, data["date"][:10], _versions_text(data["versions"]), row))
                 if is_newest:
                     now[row["id"]].append((machines[-1], row))
         for id, entry in _of_matrix():
@@ -61,7 +58,7 @@ class History:
 
 
 def _rehearsed():
-    """(card, content, True) of the newest rehearsed course of each card that has one."""
+    """Yield (card, content, True) of the newest rehearsed course run of each card."""
     for folder in sorted(RESULTS.glob("rehearsed/*")):
         *_, path = sorted(folder.glob("*.json"))
         data = json.loads(path.read_text("utf-8"))
@@ -69,16 +66,16 @@ def _rehearsed():
             yield f"{named(data['card']).name}, rehearsed", course | {"versions": data["versions"]}, True
 
 
-def _told(versions: dict[str, str]) -> str:
-    """The libraries that bear on a claim, with their versions."""
+def _versions_text(versions: dict[str, str]) -> str:
+    """Return the libraries that affect results, with their versions, as text."""
     return ", ".join(f"{each} {versions[each]}" for each in LIBRARIES if versions.get(each))
 
 
 def _of_matrix():
-    """(claim, entry) of the library matrix."""
+    """Yield (claim id, entry) of the library matrix."""
     matrix = json.loads((RESULTS / "matrix.json").read_text("utf-8"))
     for of in matrix["sets"]:
-        libraries = _told(of["packages"])
+        libraries = _versions_text(of["packages"])
         for id, sides in matrix["claims"].items():
             if row := sides.get(of["name"]):
                 yield id, Entry(f"{matrix['machine']}, library matrix", of["date"][:10], libraries, row)

@@ -1,7 +1,7 @@
-"""Sphinx' settings for the site, of which site_pages.py puts the pages together.
+"""Sphinx's settings for the site; site_pages.py writes the pages.
 
-Why Sphinx with MyST-NB and the PyData theme: all of it comes from PyPI, with styles, fonts and search, so that a page
-fetches nothing from elsewhere and the build needs no network. Jupyter Book 2 downloads its theme when it builds
+Why Sphinx with MyST-NB and the PyData theme: PyPI has all of it, with styles, fonts and search, so that pages load
+nothing from other sites and the build needs no network. Jupyter Book 2 downloads its theme when it builds
 (github.com/jupyter-book/mystmd/issues/1451); Material for MkDocs is maintained until November 2026 only.
 """
 
@@ -14,11 +14,11 @@ nb_execution_mode = "off"
 nb_merge_streams = True
 myst_heading_anchors = 4
 myst_enable_extensions = ["html_image"]
-exclude_patterns = ["clean", "extra"]  # to be taken along, not read
+exclude_patterns = ["clean", "extra"]  # files for download, not pages
 suppress_warnings = [
     "myst.header",
     "mystnb.unknown_mime_type",
-]  # what a lesson leaves out between two levels is no fault
+]  # a lesson may skip a heading level
 
 html_theme = "pydata_sphinx_theme"
 html_title = project
@@ -28,7 +28,7 @@ html_js_files = [("site.js", {"type": "module"})]
 html_show_sourcelink = False
 html_copy_source = False
 html_theme_options = {
-    "logo": {"text": "Fit bigger, train faster"},  # as a phone has room for
+    "logo": {"text": "Fit bigger, train faster"},  # short enough for a phone
     "show_prev_next": True,
     "navbar_align": "left",
     "secondary_sidebar_items": ["page-toc"],

@@ -1,9 +1,10 @@
-"""A table of one recipe: births and deaths of its training's blocks at every micro-batch and length, from a few traces.
+"""Make a table of one recipe from a few traces: all allocations and frees, at every micro-batch and length.
 
-The events of a recipe are the same at each size, but for what embeddings' gradients and sums take while they run. So
-the table keeps one order of events; for each kind of block its bytes, as a sum of powers of micro-batch and length
-with whole coefficients; and for those kernels their arguments, from which `_static/events.js` knows what they take.
-What does not come out so to the byte, at every point traced, is refused.
+The order of a recipe's allocations and frees is the same at each size, except inside the kernels of embedding gradients
+and sums. The table therefore stores one order of events and, for each kind of block, its bytes as a sum of powers of
+micro-batch and length with integer coefficients. For the kernels named above it stores their arguments, from which
+`_static/events.js` calculates their workspace. A recipe is refused unless the table is right to the byte at every
+traced point.
 """
 
 import bisect
@@ -22,10 +23,10 @@ from trainmem.estimate.allocator import BLOCK_BYTES
 from trainmem.estimate.trace_records import Label, Operation, Trace, nested
 from trainmem.records import CATEGORIES, Category, Phase
 
-LENGTH_UNIT = 128  # lengths are multiples: to these the attention kernels round
+LENGTH_UNIT = 128  # tokens; lengths are multiples of it, because the attention kernels round up to them
 
 Point = tuple[int, int]  # (micro-batch, length in units)
-Sum = tuple[int, ...]  # what 1, t, t², b, bt, bt² are multiplied by
+Sum = tuple[int, ...]  # the coefficients of 1, t, t², b, bt, bt²
 
 _EMBEDDING, _REDUCTION, _WORKSPACE = "embedding", "reduction", "workspace"  # the programs of `events.js`
 _FLASH = "aten._scaled_dot_product_flash_attention.default"
@@ -37,46 +38,46 @@ class Unfit(ValueError):
 
 
 class Program(NamedTuple):
-    """The kernel that makes a block and takes more meanwhile."""
+    """The kernel that allocates a block, and needs a workspace while it runs."""
 
     rule: str
     constants: tuple[Any, ...]
-    numbers: tuple[int, ...]  # that may follow from micro-batch and length
+    numbers: tuple[int, ...]  # may depend on micro-batch and length
 
 
 @dataclass
 class Events:
-    """A trace as a table sees it."""
+    """A trace in the form that a table stores."""
 
     blocks: list[tuple[int, Label, Program | None]] = field(default_factory=list)
-    events: list[int] = field(default_factory=list)  # as `Log.events` has them
+    events: list[int] = field(default_factory=list)  # as in `Log.events`
     marks: list[tuple[str, int]] = field(default_factory=list)
-    emptied: list[int] = field(default_factory=list)  # as `Log.emptied`
+    emptied: list[int] = field(default_factory=list)  # as in `Log.emptied`
 
     @property
     def order(self) -> tuple:
-        """What must be the same at each point."""
+        """Return everything that must be the same at each point."""
         kinds = [(label, program and (*program[:2], len(program.numbers))) for _, label, program in self.blocks]
         return self.events, self.marks, self.emptied, kinds
 
     def is_like(self, other: "Events") -> bool:
-        """Whether the other is the same but for workspaces."""
+        """Return whether the other events are the same, apart from workspaces."""
         sizes = ([size for size, _, p in each.blocks if p is None or p.rule != _WORKSPACE] for each in (self, other))
         return self.order == other.order and [*next(sizes)] == [*next(sizes)]
 
 
 def events_of(trace: Trace, capability: tuple[int, int]) -> Events:
-    """The events of a trace, without those that a program stands for.
+    """Return the events of a trace, without the workspace events that a program replaces.
 
     Raises:
-        Unfit: a program takes other blocks than it was seen to.
+        Unfit: a program calculates other blocks than the trace has.
     """
     log, found = trace.log, Events()
     if any(label.stream for _, label in log.blocks):
         raise Unfit("there is a second stream")
     operations = _operations(trace)
-    numbers: dict[int, int] = {}  # of the blocks that are kept
-    scratch = collections.defaultdict(list)  # by instance of a kernel, the bytes that a program stands for
+    numbers: dict[int, int] = {}  # {number of a block in the trace: its number in the table}
+    scratch = collections.defaultdict(list)  # {one run of a kernel: bytes of the blocks that a program replaces}
     made: dict[Hashable, Program] = {}
     lengths = []
     for position, event in enumerate(log.events):
@@ -89,7 +90,7 @@ def events_of(trace: Trace, capability: tuple[int, int]) -> Events:
         instance, operation = operations.get(event, (position, None))
         is_inside = label.category == Category.INSIDE_OPERATIONS
         if is_inside and size > BLOCK_BYTES and operation and operation.name == _FLASH:
-            continue  # parts of keys, by no sum of powers; gone with the operation, long before a peak
+            continue  # not a sum of powers; freed with the operation, long before a peak
         program = _program(operation, label)
         if program and program.rule != _WORKSPACE:
             if is_inside:
@@ -111,8 +112,10 @@ def events_of(trace: Trace, capability: tuple[int, int]) -> Events:
 
 
 def _operations(trace: Trace) -> dict[int, tuple[Hashable, Operation]]:
-    """By the number of a block the operation that made it, and which time it was. What is done before the first forward
-    is not in the trace: for its batches that which is done for the next ones stands."""
+    """Return {number of a block: (number of the operation's run, operation that allocated it)}.
+
+    Operations before the first forward pass are not in the trace; those of the next batches are used instead.
+    """
     log, begins = trace.log, trace.begins.tolist()
     born = {event: position for position, event in enumerate(log.events) if event >= 0}
     found, alike = {}, {}
@@ -131,7 +134,7 @@ def _operations(trace: Trace) -> dict[int, tuple[Hashable, Operation]]:
 
 
 def _program(operation: Operation | None, label: Label) -> Program | None:
-    """What a kernel's blocks follow from, where that is no sum of powers."""
+    """Return the program that calculates a kernel's blocks, if they are not a sum of powers; otherwise None."""
     if label.operation == "cuBLAS workspace":
         return Program(_WORKSPACE, (), ())
     if operation is None or label.operation != operation.name:
@@ -160,7 +163,7 @@ def _program(operation: Operation | None, label: Label) -> Program | None:
 
 
 def _taken(program: Program | None, capability: tuple[int, int]) -> list[int]:
-    """The bytes that a program takes besides its result, block by block."""
+    """Return the bytes of each block that a program allocates in addition to its result."""
     if program is None:
         return []
     copies = list(program.numbers[len(program.numbers) - program.constants[-1] :])
@@ -192,7 +195,7 @@ def _is_contiguous(spec) -> bool:
 
 
 def powers(point: Point) -> tuple[int, ...]:
-    """What a `Sum` is multiplied with."""
+    """Return the powers of micro-batch and length that a `Sum` has coefficients for."""
     size, length = point
     return (1, length, length**2, size, size * length, size * length**2)
 
@@ -203,10 +206,10 @@ def at(coefficients: Sum, point: Point) -> int:
 
 @functools.cache
 def fitted(values: tuple[int, ...], points: tuple[Point, ...]) -> Sum:
-    """The one sum of at most two powers that has these values at these points.
+    """Return the only sum of at most two powers that has these values at these points.
 
     Raises:
-        Unfit: there is none with whole coefficients, or more than one.
+        Unfit: there is no such sum with integer coefficients, or more than one.
     """
     rows = [powers(point) for point in points]
     is_one = len({size for size, _ in points}) == 1
@@ -224,7 +227,7 @@ def fitted(values: tuple[int, ...], points: tuple[Point, ...]) -> Sum:
 
 
 def _solved(rows: list[list[int]], values: Sequence[int]) -> list[int] | None:
-    """The whole numbers by which one or two columns make the values; None where there are none."""
+    """Return the integer coefficients with which one or two columns add up to the values; None if there are none."""
     if len(rows[0]) == 1:
         solved = [Fraction(values[0], rows[0][0])]
     else:
@@ -242,10 +245,10 @@ def _solved(rows: list[list[int]], values: Sequence[int]) -> list[int] | None:
 
 
 def table(traced: dict[Point, Events]) -> dict[str, Any]:
-    """What `events.js` reads, from the events at some points.
+    """Return the table that `events.js` reads, from the events at some points.
 
     Raises:
-        Unfit: they differ in more than sizes, or a size is no sum of powers.
+        Unfit: the events differ in more than sizes, or a size is not a sum of powers.
     """
     points, every = (*traced,), [*traced.values()]
     for point, other in traced.items():
@@ -260,7 +263,7 @@ def table(traced: dict[Point, Events]) -> dict[str, Any]:
         found = fitted(tuple(values), points)
         return sums.setdefault(found, len(sums))
 
-    kinds = []  # of the blocks: their classes
+    kinds = []  # the class of each block
     for same in zip(*(each.blocks for each in every), strict=True):
         _, label, program = same[0]
         known = label.category, Phase(label.phase).shown, label.operation, re.sub(r"\b\d+\b", "*", label.module)
@@ -284,7 +287,7 @@ def table(traced: dict[Point, Events]) -> dict[str, Any]:
 
 
 def _difference(one: Events, other: Events) -> str:
-    """The first block in which they differ."""
+    """Describe the first block in which two traces differ."""
     for number, (here, there) in enumerate(zip(one.order[-1], other.order[-1], strict=False)):
         if here != there:
             return f"block {number}: {here} and {there}"
@@ -292,8 +295,11 @@ def _difference(one: Events, other: Events) -> str:
 
 
 def _tokens(events: list[int], kinds: list[int]) -> tuple[list[int], list[int]]:
-    """Each event as its block's class n, or as ~n for a death; and for each death which of those of the class it was:
-    0 the youngest that lives, 1 the next, or -1 the oldest, -2 the next."""
+    """Return (tokens, ranks) of the events.
+
+    A token is n for the allocation of a block of class n, and ~n for a free. The rank of a free says which live block
+    of the class is freed: 0 the youngest, 1 the next; or -1 the oldest, -2 the next.
+    """
     living: dict[int, list[int]] = collections.defaultdict(list)
     tokens, ranks = [], []
     for event in events:

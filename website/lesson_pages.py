@@ -1,4 +1,4 @@
-"""A lesson as a recorded course run executed it, made into a page of the site. No kernel runs for it."""
+"""Make a page of the site from a lesson that a recorded course run executed; no kernel is needed."""
 
 import base64
 import hashlib
@@ -17,19 +17,22 @@ from perf_helpers.widgets import sealed
 
 _DECISION = re.compile(r'\s*<div role="group"[^>]* aria-label="([a-z0-9-]+): ')
 _FORMULA = re.compile(r"(?<![\\$\w])\$([^$\n`]+)\$(?!\w)")
-_NO_GUESS = re.compile(r"<b>○ no guess</b>: m(easured .*?); next time, put a number first")  # the page's reader has
+_NO_GUESS = re.compile(
+    r"<b>○ no guess</b>: m(easured .*?); next time, put a number first"
+)  # the recorded run had no guess
 _FOLDED = {"setup": "Imports and set-up", "solution": "The solution", "question": "Code that holds an answer"}
 
 
 def page(
     notebook: nbformat.NotebookNode, head: str, elsewhere: Mapping[str, str], pictures: Path
 ) -> nbformat.NotebookNode:
-    """The notebook as Sphinx is given it.
+    """Return the notebook in the form that Sphinx reads.
 
     Args:
-        head: Markdown that goes below the title.
-        elsewhere: by claim, HTML that follows its decision.
-        pictures: the folder, beside the notebook's, to which its inline pictures go, as files named by their content.
+        notebook: an executed lesson; it is changed.
+        head: Markdown to put below the title.
+        elsewhere: {claim id: HTML to put after its decision}.
+        pictures: folder for its inline pictures, which become files named by their content.
     """
     for cell in notebook.cells:
         tags = cell.metadata.setdefault("tags", [])
@@ -40,7 +43,7 @@ def page(
             tags.append("remove-cell")
         hidden = cell.metadata.get("jupyter", {}).get("source_hidden")
         if cell.source.startswith(sealed.MAGIC):
-            tags.append("remove-input")  # where a reader may see it, the output has it, folded
+            tags.append("remove-input")  # if readers may see the source, the output has it, folded
         elif kind := next((tag for tag in tags if tag in _FOLDED), "question" if hidden else None):
             tags.append("hide-input")
             cell.metadata["mystnb"] = {"code_prompt_show": _FOLDED[kind], "code_prompt_hide": _FOLDED[kind]}
@@ -54,7 +57,7 @@ def page(
 
 
 def _file_of(encoded: str, folder: Path) -> str:
-    """Write a picture where it is not yet; its address from a page beside the folder."""
+    """Write a base64 picture into a folder unless it is there; return its address relative to the folder's parent."""
     content = base64.b64decode(encoded)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{hashlib.sha256(content).hexdigest()[:16]}.png"
@@ -64,20 +67,26 @@ def _file_of(encoded: str, folder: Path) -> str:
 
 
 def badge(verdict: str, text: str = "") -> Markup:
-    """A verdict as HTML: its words, and its colour by a class of the site's style sheet."""
+    """Return a verdict as HTML: its words, with a class that sets its colour in the style sheet."""
     shown = Markup('<span class="verdict {}">{}</span>').format(verdict.replace(" ", "-"), verdict)
     return shown + Markup(" {}").format(text) if text else shown
 
 
 def everywhere(rows: Sequence[tuple[str, Mapping[str, Any]]], address: str) -> str:
-    """A claim on all machines that have one, as HTML: [(machine and date, the claim's row in its results)]."""
+    """Return a claim's verdicts on all machines as HTML.
+
+    Args:
+        rows: (machine and date, the claim's row in the results) per machine.
+        address: link to the claim's page.
+    """
     lines = Markup("").join(
-        Markup("<li>{}: {}</li>").format(machine, badge(row["verdict"], told(row))) for machine, row in rows
+        Markup("<li>{}: {}</li>").format(machine, badge(row["verdict"], measured_or_empty(row)))
+        for machine, row in rows
     )
     shown = '<summary>Verdicts on every machine</summary><ul>{}</ul><a href="{}">History of this claim</a>'
     return str(Markup(f'<details class="everywhere">{shown}</details>\n').format(lines, address))
 
 
-def told(row: Mapping[str, Any]) -> str:
-    """What a claim measured, in words; empty where nothing was."""
+def measured_or_empty(row: Mapping[str, Any]) -> str:
+    """Return the measured value of a claim as text; empty if there is none."""
     return "" if row["value"] is None else measured_text(row)

@@ -1,4 +1,4 @@
-"""Makes README's pictures: a lesson and the calculator from the built site, and the report of the newest recorded run.
+"""Make README's pictures: a lesson and the calculator from the built site, and the report of the newest recorded run.
 
 python website/site_pages.py --pictures     the site, and then notebooks/pictures/{lesson,calculator,report}.png
 
@@ -22,15 +22,15 @@ from perf_helpers.course.report import report
 from perf_helpers.course.results import course_runs
 
 FOLDER = RESULTS.parent / "notebooks" / "pictures"
-WIDTH, SCALE = 960, 1.5  # in pixels of CSS; of the picture per pixel of CSS
-HOST = "http://pictures.invalid/"  # whose files are a folder's
+WIDTH, SCALE = 960, 1.5  # CSS pixels; pixels of the picture per CSS pixel
+HOST = "http://pictures.invalid/"  # requests to this host are answered with files of a folder
 CHOICE = "model=llama-3.2-1b&method=lora&precision=bf16-weights&checkpointing=on&batch=4&length=2048&card=4090"
-# Bars of the site that would take room, and the line of a sticky header that would cover what is shown.
+# Hide the site's bars, which take room, and its sticky header, which would cover the picture.
 PLAIN = ".bd-header, .bd-sidebar-primary, .bd-sidebar-secondary, .bd-header-article { display: none !important; }"
 
 
 def lesson(page: Page) -> bytes:
-    """A guess before it is committed, and below it what is revealed after that."""
+    """Return a picture of a guess before it is committed, with the revealed measurement below."""
     page.goto(f"{HOST}notebooks/01_anatomy_of_memory.html")
     page.add_style_tag(content=PLAIN)
     guess = page.locator("form.guess").first
@@ -41,7 +41,7 @@ def lesson(page: Page) -> bytes:
 
 
 def calculator(page: Page) -> bytes:
-    """A choice, answered."""
+    """Return a picture of the calculator with the answer to `CHOICE`."""
     page.goto(f"{HOST}calculator.html#{CHOICE}")
     page.add_style_tag(content=PLAIN)
     page.locator("#calculator-answer[data-done=all]").wait_for()
@@ -49,20 +49,20 @@ def calculator(page: Page) -> bytes:
 
 
 def counted(page: Page) -> bytes:
-    """The report's verdicts, counted."""
+    """Return a picture of the verdict counts in the report."""
     page.goto(f"{HOST}index.html")
     return seen(page, page.locator("body"), 478)
 
 
 def seen(page: Page, place: Locator, height: int) -> bytes:
-    """What a window shows from a place on."""
+    """Return a screenshot of a window of this height that begins at an element."""
     page.set_viewport_size({"width": WIDTH, "height": height})
     place.evaluate("each => scrollTo(0, scrollY + each.getBoundingClientRect().top - 16)")
     return page.screenshot()
 
 
 def stacked(*pictures: bytes) -> bytes:
-    """Pictures of one width, one below the other."""
+    """Return pictures of equal width joined one below the other."""
     images = [PIL.Image.open(io.BytesIO(picture)).convert("RGB") for picture in pictures]
     whole, top = PIL.Image.new("RGB", (images[0].width, sum(image.height for image in images))), 0
     for image in images:
@@ -77,7 +77,7 @@ def make(site: Path, to: Path = FOLDER) -> None:
     with tempfile.TemporaryDirectory() as made, sync_playwright() as playwright:
         newest = max(course_runs(RESULTS), key=lambda run: run["date"])
         shutil.copyfile(newest["file"], Path(made, "results.json"))
-        report(made)  # without its lessons' pages, which are out of sight
+        report(made)  # the lessons' pages are missing, but the picture does not show them
         chosen = os.environ.get("CHROMIUM") or shutil.which("chromium")
         browser = playwright.chromium.launch(executable_path=chosen, args=["--no-sandbox", "--disable-gpu"])
         for take, folder, name in (lesson, site, "lesson"), (calculator, site, "calculator"), (counted, made, "report"):

@@ -1,8 +1,8 @@
-"""Keeps the executed lessons of a recorded course run as results/<machine>/lessons/, for the site.
+"""Store the executed lessons of a course run in results/<machine>/lessons/, for the site.
 
     python website/recorded_lessons.py build/course
 
-They are kept small: without widgets' states, times and pictures that stand in an output twice.
+To keep the files small, the state of widgets, times, and second copies of pictures are left out.
 """
 
 import base64
@@ -25,7 +25,7 @@ INLINE_PICTURE = re.compile(INLINE + r"([A-Za-z0-9+/=\s]+)")
 
 
 def main(course: str) -> None:
-    """Raises ValueError where the folder is no course run's."""
+    """Store the lessons of a course run. Raises ValueError if the folder is not that of a course run."""
     data = load_results(course)
     folder = ROOT / "results" / Machine.from_dict(data["machine"]).slug / "lessons"
     shutil.rmtree(folder, ignore_errors=True)
@@ -33,13 +33,15 @@ def main(course: str) -> None:
     for lesson in data["lessons"]:
         name = f"{lesson['name']}.ipynb"
         text = nbformat.writes(kept(nbformat.read(Path(course, name), as_version=4)))
-        # Where this machine keeps the project is nobody's business.
+        # Remove this machine's path of the project.
         (folder / name).write_text(text.replace(f"{ROOT}/", ""), encoding="utf-8")
 
 
 def kept(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
-    """An executed notebook as it is recorded: without its run's parameters and paths, the state of widgets, times, and
-    pictures that stand in an output twice."""
+    """Return an executed notebook in the form that is recorded.
+
+    The parameters of its run, the state of widgets, times, and second copies of pictures are removed.
+    """
     notebook = nbformat.from_dict(notebook)
     notebook.metadata = {name: notebook.metadata[name] for name in ("kernelspec",) if name in notebook.metadata}
     notebook.cells = [cell for cell in notebook.cells if "injected-parameters" not in cell.metadata.get("tags", [])]
@@ -59,12 +61,12 @@ def kept(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
 
 
 def _is_page(data: dict) -> bool:
-    """Whether an output is more than a widget, which shows nothing without a kernel."""
+    """Return whether an output is more than a widget, which shows nothing without a kernel."""
     return WIDGET not in data or "text/html" in data
 
 
 def smaller(encoded: str) -> str:
-    """A picture in base64 with 256 colours at most, which are enough for a plot; unchanged where that saves nothing."""
+    """Return a base64 picture reduced to 256 colours, which are enough for a plot; unchanged if that saves nothing."""
     with PIL.Image.open(io.BytesIO(base64.b64decode(encoded))) as image:
         image.convert("RGB").quantize(256, dither=PIL.Image.Dither.NONE).save(
             made := io.BytesIO(), "PNG", optimize=True

@@ -1,12 +1,13 @@
-"""Builds the static site from the recorded results, the written pages, and the ledger of claims.
+"""Build the static site from the recorded results, the written pages, and the ledger of claims.
 
     python website/site_pages.py                              build/site/index.html
     python website/site_pages.py --repository owner/name      with links to the sources, to Colab and to Binder
-    python website/site_pages.py --pictures                   and README's pictures of it, by pictures.py
+    python website/site_pages.py --pictures                   also make README's pictures, with pictures.py
 
-Each lesson is shown as a recorded machine executed it. Each claim has a page of its own, with its results in recorded
-runs, rehearsals and the library matrix. Other pages are those of the repository. Links between them become links of the
-site; links to other files lead to the repository if its address is known.
+The front page begins with a question, a lesson's picture, three findings and the two ways to start; README's other
+sections follow. Each lesson is shown as a recorded machine executed it. Each claim has a page of its own, with its
+results in recorded runs, rehearsals and the library matrix. The other pages are those of the repository. Links between
+pages become links of the site; links to other files lead to the repository if its address is known.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import os
 import re
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,6 +25,7 @@ import claim_history
 import jinja2
 import lesson_pages
 import nbformat
+from markupsafe import Markup
 from sphinx.cmd.build import build_main
 
 from perf_helpers.course.ledger import Verdict, load
@@ -44,27 +47,30 @@ GUIDES = (
     "releases",
 )
 GUIDES += ("coverage", "words")
-PAGES = [  # of the repository, in the site's order; the README is taken apart
+
+PAGES = [  # the repository's pages in the site's order; `readme` splits README
     *(f"docs/{name}.md" for name in GUIDES),
     *sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/upstream/*.md")),
     *("results/README.md", "notebooks/INSTRUCTOR.md", "notebooks/BIBLIOGRAPHY.md", "CONTRIBUTING.md", "CHANGELOG.md"),
 ]
 PUBLISHED = ROOT / "results" / "published.json"
 APPS = [path.name for path in sorted(HERE.glob("*.md"))]  # pages that compute in the browser
-MOVED = {"Lessons": "lessons.md", "Read on": "guides.md"}  # README's sections that become pages
-# What pyproject.toml calls the repository until it is published.
-UNPUBLISHED = "OWNER/perf-helpers"
+MOVED = ("Learn", "Lessons", "Read on")  # README's sections that move to pages of their own
+UNPUBLISHED = "OWNER/perf-helpers"  # the repository's name in pyproject.toml until it is published
 LINK = re.compile(r"(?P<before>\]\(|(?:src|href)=\")(?P<to>[^)\"\s#:]+)(?P<anchor>#[^)\"\s]*)?(?=[)\"])")
-NOWHERE = "nowhere:"  # where a link leads that cannot be followed; it is taken out
+NOWHERE = "nowhere:"  # marks a link without a target on the site; the link is removed, its text stays
+FINDING = re.compile(r"(?ms)^- \*\*.+?(?=^- \*\*|^<!--|^$|\Z)")  # README's list before its first section
+LESSON_PICTURE = re.compile(r'(?s)<img src="notebooks/pictures/lesson\.png".*?>')
+QUESTION = re.compile(r"01_anatomy_of_memory\.ipynb\) \| ([^|]+?) \|")  # lesson 01's in README's table
 LESSON = re.compile(r"(?m)^\| *(?P<part>[^|]*?) *\| \[(?P<title>[^\]]*)\]\((?P<name>notebooks/\w+)\.ipynb\)")
 COLAB, BINDER = "https://colab.research.google.com/github", "https://mybinder.org/v2/gh"
 
 
 class Sources:
-    """The pages as Sphinx is given them.
+    """Write the pages that Sphinx reads.
 
     Args:
-        folder: to write them into; what was there is removed.
+        folder: gets the pages; its old content is deleted.
         repository: owner/name on GitHub, or None.
     """
 
@@ -90,7 +96,7 @@ class Sources:
         return claim_history.History.read()
 
     def app(self, name: str) -> str:
-        """A page that computes, with what was recorded of how near its answers are to real cards."""
+        """Return a page that computes in the browser, with the recorded accuracy of its answers filled in."""
         published = json.loads(PUBLISHED.read_text("utf-8"))
         facts = {"published": published, "near": published["like_for_like"]["training"]}
         return self.templates.from_string((HERE / name).read_text("utf-8")).render(facts)
@@ -101,7 +107,10 @@ class Sources:
         path.write_text(text, "utf-8")
 
     def linked(self, text: str, folder: Path) -> str:
-        """A page's Markdown with links that lead somewhere from the site. `folder`: the page's, in the repository."""
+        """Return a page's Markdown with links that work on the site.
+
+        `folder` is the page's folder in the repository.
+        """
 
         def link(found: re.Match) -> str:
             target = Path(os.path.normpath(ROOT / folder / found["to"]))
@@ -126,23 +135,44 @@ class Sources:
         return re.sub(rf"\[([^\[\]]+)\]\(https://[^)]*{UNPUBLISHED}[^)]*\)", r"\1", text)
 
     def readme(self) -> None:
-        """Write the README as the first page, without badges from elsewhere, and some of its sections as pages."""
+        """Write the front page, the list of lessons and the list of guides from README, without its badges."""
         text = re.sub(r"(?m)^\[!\[.*\n", "", (ROOT / "README.md").read_text("utf-8"))
         start, *parts = re.split(r"(?m)^## ", self.linked(text, Path()))
         sections = dict(part.split("\n", 1) for part in parts)
-        learn, more = (sections.pop(title) for title in MOVED)
+        learn, lessons, more = (sections.pop(title) for title in MOVED)
         by_part: dict[str, list[str]] = {}
-        for found in LESSON.finditer(learn):
+        for found in LESSON.finditer(lessons):
             part = found["part"] or list(by_part)[-1]
             by_part.setdefault(part, []).append(f"{found['title']} <{found['name']}>")
         trees = "\n".join(toctree(names, part) for part, names in by_part.items())
-        self.put("lessons.md", f"# The lessons\n{learn}\n{trees}")
+        self.put("lessons.md", f"# The lessons\n{learn}{lessons}\n{trees}")
         self.put("guides.md", f"# Read on\n{more}\n{toctree(PAGES)}")
+        count = sum(map(len, by_part.values()))
+        front = self.front(start, QUESTION.search(lessons)[1], LESSON_PICTURE.search(learn)[0], count)
         body = "".join(f"## {title}\n{text}" for title, text in sections.items())
-        self.put("index.md", f"{start}{body}\n{toctree(['lessons.md', 'claims.md', *APPS, 'guides.md'])}")
+        self.put("index.md", f"{front}\n\n{body}\n{toctree(['lessons.md', 'claims.md', *APPS, 'guides.md'])}")
+
+    def front(self, start: str, question: str, picture: str, lessons: int) -> str:
+        """Return the top of the front page.
+
+        Args:
+            start: README up to its first section: the title, an introduction, and a list of three findings and a limit.
+            question: the title of the page.
+            picture: the <img> of a lesson.
+            lessons: how many lessons there are.
+        """
+        *findings, limit = FINDING.findall(start)
+        about = re.sub(r"(?m)^<!-- .*? -->\n", "", FINDING.sub("", start)).partition("\n")[2]
+        counts: dict[str, Counter] = {machine: Counter() for machine in self.history.machines}
+        for machine, row in (each for rows in self.history.now.values() for each in rows):
+            counts[machine][row["verdict"]] += 1
+        texts = {"picture": picture, "findings": "".join(findings), "limits": limit.removeprefix("- "), "about": about}
+        facts = {"question": question, "lessons": lessons, "scores": counts.items()}
+        page = self.templates.get_template("index.md.j2")
+        return page.render(facts | {name: Markup(text.strip()) for name, text in texts.items()})
 
     def lessons(self) -> None:
-        """The lessons as the newest record has them, and their notebooks to be taken along."""
+        """Write the lessons as the newest recorded run executed them, and their notebooks for download."""
         titles = re.findall(r"(?m)^## (.+)$", (ROOT / "notebooks" / "BIBLIOGRAPHY.md").read_text("utf-8"))
         places = {title[:2]: re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
         (machine, folder), now = self.history.executed, self.history.now
@@ -159,7 +189,7 @@ class Sources:
             self.put(f"clean/{path.name}", path.read_text("utf-8"))
 
     def launch(self, name: str) -> str:
-        """How a lesson is opened, in Markdown."""
+        """Return Markdown links that open a lesson: on Colab, on Binder, or as a file."""
         here = f"[as a notebook](path:../clean/{name}), for `make lab`"
         if self.repository is None:
             return f"Run it yourself: {here}."
@@ -168,7 +198,7 @@ class Sources:
         return f"Run it yourself: [on Colab]({colab}), [on Binder]({binder}), {here}."
 
     def claims(self) -> None:
-        """A table of all claims, and a page for each."""
+        """Write a table of all claims, and a page for each claim."""
         titles = {path.stem[:2]: path.stem for path in (ROOT / "notebooks").glob("[0-9]*.ipynb")}
         facts = {"claims": load().values(), "titles": titles, "history": self.history}
         self.put("claims.md", self.templates.get_template("claims.md.j2").render(facts))
@@ -178,7 +208,7 @@ class Sources:
 
 
 def toctree(names: Sequence[str], caption: str = "") -> str:
-    """What comes after each other in the site, hidden: the side bar and the arrows at a page's end show it."""
+    """Return a hidden table of contents: it sets the order in the side bar and of the arrows at the end of a page."""
     pages = "\n".join(name.removesuffix(".md") for name in names)
     return f"\n```{{toctree}}\n:hidden:\n{f':caption: {caption}' if caption else ''}\n\n{pages}\n```\n"
 
@@ -186,11 +216,11 @@ def toctree(names: Sequence[str], caption: str = "") -> str:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repository", default=os.environ.get("GITHUB_REPOSITORY"), help="owner/name on GitHub")
-    parser.add_argument("--pictures", action="store_true", help="make README's pictures anew")
+    parser.add_argument("--pictures", action="store_true", help="also make README's pictures again")
     options = parser.parse_args(arguments)
     Sources(SOURCE, options.repository).write()
     shutil.rmtree(SITE, ignore_errors=True)
-    # A warning, as of a link that leads nowhere, is an error.
+    # -W: a warning, e.g. about a broken link, is an error.
     extra = f"html_extra_path={SOURCE / 'extra'}"
     code = build_main(["-W", "--keep-going", "-q", "-j", "auto", "-c", str(HERE), "-D", extra, str(SOURCE), str(SITE)])
     if options.pictures and not code:

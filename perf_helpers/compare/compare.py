@@ -1,10 +1,10 @@
-"""Two course runs held against each other: which verdicts, bytes and speeds changed, and which of it is worse.
+"""Compare two course runs: list the verdicts, bytes and speeds that changed, and which changes are for the worse.
 
-Memory is counted (on a CPU) or told by torch's allocator (on CUDA) and has no noise: where the code is the same, so is
-every byte. What the system tells, resident memory or that of a whole device, is left out. What has an interval has
-moved where the two differ by more than the noise of both (`is_beyond_noise`). A step of a recipe, and those of all
-together, have moved where they differ by more than FAR times the noise of both nights beyond LEAST: so much the same
-code differed at other times (results/README.md, "Nights").
+Memory is counted (on a CPU) or reported by torch's allocator (on CUDA). It has no noise: the same code takes the same
+bytes, so every change counts. Memory that the system reports, for a process or a whole device, is not compared. A value
+with an interval has changed if the two runs differ by more than the noise of both (`is_beyond_noise`). Step times have
+changed if they differ by more than the factor LEAST plus FAR times the noise of both runs; equal code differed by less
+at different times (results/README.md, "Nights").
 """
 
 import json
@@ -27,45 +27,45 @@ from trainmem.records import Memory, Run, write_whole
 from trainmem.texts import bytes_text, name_text, seconds_text
 from trainmem.unknown import is_measured
 
-ROUNDING = 0.001  # relative: less is a library's changed rounding, not a change of what is held
-FALSE_ALARMS = 0.01  # of comparisons of the same code, by the intervals' word; what was seen stands in the results
-LEAST = {"one": 1.15, "all": 1.08}  # the factor of a step that counts at least, of one recipe and of all together
-FAR = 3.0
-MANY = 3  # recipes that are "all together"
-_AXIS = {"memory": "memory", "time": "speed"}  # of a claim's value, by what decides it
-IDENTITY = ("name", "kind", "cpu_model", "cpu_cores", "gpus")  # of a machine: where these differ, so do the numbers
+ROUNDING = 0.001  # relative; a smaller difference is a changed rounding in a library
+FALSE_ALARMS = 0.01  # share of comparisons of equal code with a false alarm, if the intervals are right
+LEAST = {"one": 1.15, "all": 1.08}  # least factor of a changed step time: of one recipe, of all recipes together
+FAR = 3.0  # multiples of the noise that are added to it
+MANY = 3  # least number of recipes for a statement about all of them together
+_AXIS = {"memory": "memory", "time": "speed"}  # {what decides a claim: the axis of its value}
+IDENTITY = ("name", "kind", "cpu_model", "cpu_cores", "gpus")  # bytes and times of machines that differ here differ too
 VOLATILE = {"memory_available_bytes", "shm_bytes", "free_bytes", "uuid", "index", "cuda_visible_devices"}
 _MORE_IS_BETTER = {"throughput": True, "peak": False}  # by the first word of a claim's quantity
-# How much of its promise a claim keeps. A claim that was never decided has no rank.
+# Verdicts in the order of how much of the promise a claim keeps. An undecided claim has no rank.
 _RANK = {Verdict.REFUTED: 0, Verdict.TOO_SMALL: 1, Verdict.SMALLER: 2, Verdict.HOLDS: 3}
 
 
 class Change(TypedDict):
-    """One thing that is not as it was."""
+    """One difference between two course runs."""
 
     kind: str  # "lesson", "verdict", "value", "quantity", "run", "memory", "speed", "appeared" or "disappeared"
     axis: str  # one of AXES
-    id: str  # of a claim; lesson/name of a run; the name of a lesson
+    id: str  # a claim's id, a run's "lesson/name", or a lesson's name
     lesson: str
     old: str | None
     new: str | None
-    worse: bool | None  # False: better; None: neither, or nobody can say
-    text: str  # all of it in one line
+    worse: bool | None  # False: better; None: neither, or unknown
+    text: str  # the change in one line
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """The difference of two course runs."""
+    """All differences between two course runs."""
 
     old: str  # date and machine
     new: str
-    warnings: list[str]  # why their numbers may not be comparable
-    differences: list[str]  # of machine and versions, "name: before -> after"
-    notes: list[str]  # what was compared, and what not
+    warnings: list[str]  # why some numbers are not comparable
+    differences: list[str]  # of machine and versions, as "name: before -> after"
+    notes: list[str]  # what was compared and what was not
     changes: list[Change]
 
     def worse(self, axes: Iterable[str] = AXES) -> list[Change]:
-        """The changes for the worse, on one of these axes."""
+        """Return the changes for the worse on the given axes."""
         return [change for change in self.changes if change["worse"] and change["axis"] in axes]
 
     def to_dict(self) -> dict[str, Any]:
@@ -76,19 +76,19 @@ class Changes:
         lines += [f"differs: {difference}" for difference in self.differences] + self.notes
         words = {True: "WORSE ", False: "better", None: "      "}
         ordered = sorted(self.changes, key=lambda change: (not change["worse"], AXES.index(change["axis"])))
-        told = [f"{words[change['worse']]} {change['text']}" for change in ordered]
-        return "\n".join([*lines, *(told or ["nothing changed"])])
+        changed = [f"{words[change['worse']]} {change['text']}" for change in ordered]
+        return "\n".join([*lines, *(changed or ["nothing changed"])])
 
     def to_html(self) -> str:
-        """A page of its own; the course's page has a section of its baseline."""
+        """Return the comparison as an HTML page of its own. The course report shows it as a section instead."""
         return template("compare/changes.html.j2").module.page(self).strip() + "\n"
 
     def to_junit(self, fail_on: Iterable[str]) -> str:
-        """For CI, as a file."""
+        """Return the comparison as JUnit XML for CI; a change for the worse on an axis of `fail_on` is a failure."""
         return report.junit(self.new, report.change_cases(self.changes, fail_on))
 
 
-def run_night(
+def run_nightly(
     out: str | Path = "build/course",
     baseline: str | Path | None = None,
     fail_on: Sequence[str] = AXES,
@@ -99,16 +99,16 @@ def run_night(
 
     Args:
         out, options: as in `run_course`.
-        baseline: the earlier run: its results.json or its folder; None: no comparison.
-        fail_on: which of `AXES` count as worse.
+        baseline: results.json or folder of the earlier run; None: no comparison.
+        fail_on: the `AXES` on which a change for the worse counts.
         speeds: also time a step of a few recipes, so that `compare` can compare speeds of different days.
 
     Raises:
-        ValueError: a damaged baseline; or as `run_course`.
+        ValueError: the baseline is damaged, or `run_course` refuses an option.
     """
     old = load_results(baseline) if baseline else None
     data = run_course(out=out, **options)
-    data["paces"] = step_times.tonight(data["profile"]) if speeds else None
+    data["paces"] = step_times.measure_here(data["profile"]) if speeds else None
     changes = compare(old, data) if old else None
     data.update(baseline=changes and changes.to_dict(), fail_on=list(fail_on))
     write_whole(Path(out) / "results.json", json.dumps(data, indent=1, ensure_ascii=False))
@@ -124,10 +124,10 @@ def compare(old: dict | str | Path, new: dict | str | Path) -> Changes:
     profile differs, bytes and seconds are not compared; claims are, because they are ratios.
 
     Args:
-        old, new: the content of a results.json, or the path of it or of its folder.
+        old, new: the content of a results.json, its path, or the path of its folder.
 
     Raises:
-        ValueError: a damaged file, or no lesson that ran in both.
+        ValueError: a file is damaged, or no lesson ran in both.
     """
     old, new = (data if isinstance(data, dict) else load_results(data) for data in (old, new))
     machines = [{key: data["machine"].get(key) for key in IDENTITY} for data in (old, new)]
@@ -142,7 +142,8 @@ def compare(old: dict | str | Path, new: dict | str | Path) -> Changes:
     if not both and (then or now):
         raise ValueError("the two runs have no lesson in common, so nothing can be compared: run the same lessons")
     comparable = not (other_hardware or other_profile)
-    # Of what their functions do, `Run.experiment` does not tell; of an old night the code is not known.
+    # `Run.experiment` does not cover the code of functions, so runs of functions are compared only if the lesson's code
+    # is equal. Old course runs have no digest of the code.
     codes = {name: (then[name].get("code"), now[name].get("code")) for name in both}
     rewritten = [name for name, (before, after) in codes.items() if before and after and before != after]
     pairs = [*_pairs(old["runs"], new["runs"], both)] if comparable else []
@@ -162,16 +163,18 @@ def compare(old: dict | str | Path, new: dict | str | Path) -> Changes:
 
 
 def is_beyond_noise(old: float, old_interval: Sequence, new: float, new_interval: Sequence, number: int) -> bool:
-    """Whether a figure with an interval has moved. Each interval holds 95 of 100; of `number` that are looked at one
-    would often be outside by chance. So the two must differ by as many standard deviations as leave one false alarm in
-    1 / FALSE_ALARMS comparisons (Bonferroni)."""
+    """Return whether a value with a 95 % interval has changed by more than its noise.
+
+    Among `number` values that are compared, some differ by chance. The limit, in standard deviations, is therefore set
+    so that one in 1 / FALSE_ALARMS comparisons of equal code has a false alarm (Bonferroni's correction).
+    """
     deviations = [(high - low) / 2 / NormalDist().inv_cdf(0.975) for low, high in (old_interval, new_interval)]
     far = NormalDist().inv_cdf(1 - FALSE_ALARMS / 2 / max(1, number))
     return abs(new - old) > far * math.hypot(*deviations)
 
 
 def _lessons(lessons: list[tuple[dict, dict]]) -> Iterator[Change]:
-    """Lessons that run no more, or run again, of (then, now) of each."""
+    """Yield the lessons whose status changed; `lessons` has (old entry, new entry) of each."""
     for then, lesson in lessons:
         name, now, was = lesson["name"], lesson["status"], then["status"]
         if was != now:
@@ -180,7 +183,7 @@ def _lessons(lessons: list[tuple[dict, dict]]) -> Iterator[Change]:
 
 
 def _claims(old: list[dict], new: list[dict], judged: bool) -> Iterator[Change]:
-    """Verdicts and values, of every claim that either has."""
+    """Yield changed verdicts and values of all claims of either run; `judged`: say whether a value is worse."""
     number = sum(bool(claim.get("interval")) for claim in new)
     before, after = ({claim["id"]: claim for claim in claims} for claims in (old, new))
     for id in dict.fromkeys([*before, *after]):
@@ -202,8 +205,11 @@ def _claims(old: list[dict], new: list[dict], judged: bool) -> Iterator[Change]:
 
 
 def _verdict_is_worse(old: dict, new: dict) -> bool | None:
-    """A claim that is not decided any more is worse where the ledger does not excuse it. One that keeps less of its
-    promise is worse, unless noise may have done it: of a claim about time only a verdict that nobody expects counts."""
+    """Return whether a changed verdict is worse; None: neither better nor worse.
+
+    A claim that is no longer decided is worse unless the ledger expects that. A claim that keeps less of its promise is
+    worse, except a claim about time whose verdicts were both expected: noise may be the cause.
+    """
     if Verdict.NOT_TESTABLE in (old["verdict"], new["verdict"]):
         return (not new["as_expected"]) or None
     fell = _RANK[Verdict(new["verdict"])] < _RANK[Verdict(old["verdict"])]
@@ -214,8 +220,10 @@ def _verdict_is_worse(old: dict, new: dict) -> bool | None:
 
 
 def _value_is_worse(old: dict, new: dict) -> bool | None:
-    """Whether a value moved for the worse: a throughput that fell, a peak that grew. None for what a claim may measure
-    besides, of which nobody can say whether more or less of it is better."""
+    """Return whether a value changed for the worse: a throughput fell, or a peak grew.
+
+    None for any other quantity, of which neither more nor less is better.
+    """
     up = _MORE_IS_BETTER.get((new.get("quantity") or "").partition(" ")[0])
     if up is None or not (is_measured(old["value"]) and is_measured(new["value"])):
         return None
@@ -223,7 +231,7 @@ def _value_is_worse(old: dict, new: dict) -> bool | None:
 
 
 def _moved(before: dict, after: dict, number: int) -> bool:
-    """Whether two values differ by more than rounding and, where they have intervals, by more than their noise."""
+    """Return whether two values differ by more than rounding and, if they have intervals, by more than their noise."""
     a, b = before["value"], after["value"]
     if a is None or b is None:
         return a != b
@@ -234,7 +242,7 @@ def _moved(before: dict, after: dict, number: int) -> bool:
 
 
 def _pairs(old: list[dict], new: list[dict], lessons: list[str]) -> Iterator[tuple[str, Run, Run]]:
-    """(lesson/name, then, now) of each run that both have in these lessons."""
+    """Yield (lesson/name, old run, new run) of each run that both course runs have in these lessons."""
     before = dict(keyed(old))
     for id, row in keyed(new):
         if row["lesson"] in lessons and id in before:
@@ -242,7 +250,7 @@ def _pairs(old: list[dict], new: list[dict], lessons: list[str]) -> Iterator[tup
 
 
 def keyed(runs: list[dict]) -> Iterator[tuple[str, dict]]:
-    """A name for each run that it has in another course run too: lesson/name, and which one of that name."""
+    """Yield (key, run) with keys that are equal in all course runs: "lesson/name", and a number if names repeat."""
     seen = Counter()
     for run in runs:
         id = f"{run['lesson']}/{run['name']}"
@@ -251,7 +259,7 @@ def keyed(runs: list[dict]) -> Iterator[tuple[str, dict]]:
 
 
 def _runs(pairs: list[tuple[str, Run, Run]]) -> Iterator[Change]:
-    """Runs whose status changed: out of memory, crashed."""
+    """Yield the runs whose status changed, e.g. to out of memory or crashed."""
     for id, a, b in pairs:
         if a.status != b.status:
             worse = not b.ok if a.ok or b.ok else None
@@ -268,16 +276,21 @@ def _memory(pairs: list[tuple[str, Run, Run]]) -> Iterator[Change]:
 
 
 def _is_larger(old: Memory, new: Memory) -> bool | None:
-    """True where the peak, what is reserved, or what is held after a phase grew, False where it shrank, None where only
-    the parts moved."""
+    """Return True if the peak, the reserved memory or the memory after a phase grew, False if it shrank.
+
+    The first of these that changed decides. None: only the categories changed.
+    """
     sizes = [(old.peak_bytes, new.peak_bytes), (old.reserved_bytes, new.reserved_bytes)]
     sizes += [((old.phases or {}).get(phase), size) for phase, size in (new.phases or {}).items()]
     return next((b > a for a, b in sizes if a is not None and b is not None and a != b), None)
 
 
 def _bytes_that_moved(old: Memory, new: Memory) -> str:
-    """What differs between a run's memory then and now, by category, with the operation at the peak and what is held at
-    the end of each phase, where a leak shows; empty where nothing does."""
+    """Describe the differences between the old and the new memory of a run; empty if there is none.
+
+    The text covers the peak by category and its operation, reserved memory, and the memory at the end of each phase,
+    where a leak shows.
+    """
     parts = [_total("peak", old.peak_bytes, new.peak_bytes, old.breakdown, new.breakdown)]
     here, there = (_operation_at_the_peak(memory) for memory in (new, old))
     if here and (here != there or old.peak_bytes != new.peak_bytes):
@@ -290,7 +303,7 @@ def _bytes_that_moved(old: Memory, new: Memory) -> str:
 
 
 def _total(name: str, old: int | None, new: int | None, before: dict | None = None, after: dict | None = None) -> str:
-    """One figure that moved, with the categories that moved it, the largest change first; empty if neither did."""
+    """Describe a changed total with the categories that changed, the largest change first; empty if none changed."""
     moved = {key: after.get(key, 0) - before.get(key, 0) for key in {**before, **after}} if before and after else {}
     largest = sorted((key for key in moved if moved[key]), key=lambda key: -abs(moved[key]))
     parts = ", ".join(f"{name_text(key)} {moved[key]:+,} B" for key in largest)
@@ -305,17 +318,18 @@ def _operation_at_the_peak(memory: Memory) -> str:
 
 
 def compare_steps(old: dict[str, Any] | None, new: dict[str, Any] | None) -> tuple[list[Change], list[str]]:
-    """Which steps became slower or faster between two nights, and notes on what was compared and how well it could be
-    told. One recipe is slower where it became so by more than all of them together did.
+    """Compare the step times of two course runs: return the changes, and notes on what was compared and how precisely.
+
+    If all recipes together became slower or faster, a single recipe is reported only if it differs from the others.
 
     Args:
-        old, new: of `step_times.measure`; None where a night has none.
+        old, new: what `step_times.measure` returned; None if a course run timed no steps.
     """
     if not old or not new:
         return [], [f"speed not compared: the {'old' if not old else 'new'} run timed no recipes"]
     if old["task"] != new["task"] or old["threads"] != new["threads"]:
         return [], ["speed not compared: the two runs timed different tasks"]
-    both = step_times.of_both(old, new)
+    both = step_times.common_seconds(old, new)
     if not both:
         return [], ["speed not compared: no recipe was timed in both"]
     ratios = {name: math.log(min(now) / min(then)) for name, (then, now) in both.items()}
@@ -340,7 +354,7 @@ def compare_steps(old: dict[str, Any] | None, new: dict[str, Any] | None) -> tup
 
 
 def _noise_of_steps(night: Iterable[Sequence[float]]) -> float:
-    """How far the fastest process of a recipe lies from the next one, in the mean of all recipes, as a logarithm."""
+    """Return the mean, over all recipes, of log(second fastest / fastest process)."""
     pairs = (sorted(seconds)[:2] for seconds in night)
     return statistics.fmean(math.log(pair[-1] / pair[0]) for pair in pairs)
 
@@ -352,7 +366,7 @@ def _change(kind, axis, id, lesson, old, new, worse, why: str = "", what: str | 
 
 
 def _notes(old: dict, new: dict, pairs: list[tuple[str, Run, Run]], rewritten: list[str]) -> list[str]:
-    """What was held against each other, and what could not be, of lessons by name."""
+    """Return lines on what was compared and what could not be; `old` and `new` have the lessons by name."""
     lines = [f"{len(old.keys() & new.keys())} lessons ran in both, with {len(pairs)} runs of the same name"]
     for lessons, others, when in ((old, new, "old"), (new, old, "new")):
         if only := sorted(lessons.keys() - others.keys()):
@@ -366,13 +380,13 @@ def _notes(old: dict, new: dict, pairs: list[tuple[str, Run, Run]], rewritten: l
 
 
 def differences(old: dict, new: dict) -> list[str]:
-    """What differs between two descriptions of a machine, or two lists of versions, one line each."""
+    """Return one line per difference between two descriptions of a machine, or between two lists of versions."""
     old, new = _flat(old), _flat(new)
     return [f"{k}: {old.get(k)} -> {new.get(k)}" for k in dict.fromkeys([*old, *new]) if old.get(k) != new.get(k)]
 
 
 def _flat(value: Any, name: str = "") -> dict[str, Any]:
-    """{dotted name: value} of what lasts, e.g. {"gpus.0.name": "NVIDIA A100"}."""
+    """Return {dotted name: value} of all lasting fields, e.g. {"gpus.0.name": "NVIDIA A100"}."""
     if not isinstance(value, dict | list | tuple):
         return {name: value}
     pairs = value.items() if isinstance(value, dict) else enumerate(value)

@@ -1,7 +1,7 @@
-"""Many course runs as lines over time: each claim's value, each run's bytes and seconds.
+"""Show many course runs as lines over time: each claim's value, each experiment's bytes, each recipe's step time.
 
-An exact line (bytes, and values without an interval) has changed wherever two neighbouring runs differ. A line with
-noise (seconds, and values with an interval) has the median of its latest five runs beside that of the five before.
+An exact line (bytes, and values without an interval) has a change wherever two consecutive runs differ. A noisy line
+(seconds, and values with an interval) shows the median of its latest five runs and that of the five before.
 """
 
 import itertools
@@ -18,12 +18,12 @@ from perf_helpers.templates import template
 from trainmem.records import Run, write_whole
 from trainmem.unknown import is_measured
 
-NIGHTS = 5  # of a median
+RUNS_PER_MEDIAN = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One course run's figure."""
+    """The value of a line in one course run."""
 
     date: str
     value: float
@@ -33,35 +33,35 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A run in which an exact line differs from the run before."""
+    """A course run in which an exact line differs from the run before."""
 
     date: str
     before: float
     after: float
-    differences: list[str]  # of machine and versions, against the run before
+    differences: list[str]  # changes of machine and versions since the run before
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One figure over the course runs that have it."""
+    """One value over all course runs that have it."""
 
     kind: str  # "claim", "memory" or "speed"
     id: str
     unit: str  # "B", seconds, or the claim's quantity
     points: list[Point]
-    changes: list[Change] = field(default_factory=list)  # of an exact line
-    median: float | None = None  # of the latest runs of a line with noise, NIGHTS at most; None: the line is exact
-    median_before: float | None = None  # of the NIGHTS runs before these; None if there are fewer
+    changes: list[Change] = field(default_factory=list)  # exact lines only
+    median: float | None = None  # over the latest RUNS_PER_MEDIAN runs of a noisy line; None: the line is exact
+    median_before: float | None = None  # over the RUNS_PER_MEDIAN runs before these; None if there are fewer
 
     @property
     def shift(self) -> float:
-        """Return how far the median moved, as a share of the one before; 0 if there is none."""
+        """Return how far the median moved, as a share of the median before; 0 if there is no median before."""
         return abs(self.median - self.median_before) / abs(self.median_before) if self.median_before else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """The lines of one machine under one profile."""
+    """All lines of one machine under one profile."""
 
     machine: str
     profile: str
@@ -70,12 +70,12 @@ class History:
 
     @property
     def changed(self) -> list[Line]:
-        """Return the exact lines that changed, the latest first."""
+        """Return the exact lines that changed, the latest change first."""
         return sorted((line for line in self.lines if line.changes), key=lambda x: x.changes[-1].date, reverse=True)
 
     @property
     def noisy(self) -> list[Line]:
-        """Return the lines with noise, the one whose median moved most first."""
+        """Return the noisy lines, the largest shift of the median first."""
         return sorted((line for line in self.lines if line.median is not None), key=lambda x: x.shift, reverse=True)
 
     @property
@@ -85,10 +85,13 @@ class History:
 
 
 def read(folder: str | Path) -> tuple[list[History], list[str]]:
-    """The histories of all results below a folder, one for each machine and profile, and what could not be read.
+    """Read all course results below a folder.
+
+    Returns:
+        One history per machine and profile, and one message per results file that could not be read.
 
     Raises:
-        ValueError: no results below it.
+        ValueError: there are no results below the folder.
     """
     runs, unread = [], []
     for path in sorted(Path(folder).rglob("*.json")):
@@ -96,7 +99,7 @@ def read(folder: str | Path) -> tuple[list[History], list[str]]:
             runs.append(load_results(path))
         except ValueError as error:
             text = path.read_text(encoding="utf-8", errors="replace")
-            if '"schema"' in text and '"lessons"' in text:  # one that was cut off, or of another version
+            if '"schema"' in text and '"lessons"' in text:  # a results file that is cut off or of another version
                 unread.append(str(error))
     if not runs:
         raise ValueError(f"no results of a course in {folder} or below: name a folder that contains results.json files")
@@ -107,10 +110,10 @@ def read(folder: str | Path) -> tuple[list[History], list[str]]:
 
 
 def write(folder: str | Path, page: str | Path) -> list[History]:
-    """Write the page of a folder's histories; return them.
+    """Write the HTML page of all histories below a folder to `page`, and return the histories.
 
     Raises:
-        ValueError: as `read`.
+        ValueError: there are no results below the folder.
     """
     histories, unread = read(folder)
     shown = template("compare/history.html.j2").render(histories=histories, unread=unread, sketch=sketch)
@@ -119,11 +122,11 @@ def write(folder: str | Path, page: str | Path) -> list[History]:
 
 
 def _machine_text(machine: dict) -> str:
-    """What a machine is called where its runs are told apart from another's."""
+    """Return a machine's name with its CPU and GPUs, each mentioned once; runs are grouped by this text."""
     gpus = [gpu.get("name") or "GPU" for gpu in machine.get("gpus") or ()]
     parts = [machine.get("name") or "", machine.get("cpu_model") or "", *gpus]
-    told = [part for number, part in enumerate(parts) if part and not any(part in other for other in parts[:number])]
-    return " · ".join([*told, *(["rehearsed"] if machine.get("rehearsed") else [])])
+    names = [part for number, part in enumerate(parts) if part and not any(part in other for other in parts[:number])]
+    return " · ".join([*names, *(["rehearsed"] if machine.get("rehearsed") else [])])
 
 
 def _history(machine: str, profile: str, runs: list[dict]) -> History:
@@ -136,7 +139,7 @@ def _history(machine: str, profile: str, runs: list[dict]) -> History:
 
 
 def _figures(data: dict) -> Iterator[tuple[tuple[str, str, str], Point]]:
-    """((kind, id, unit), point) of each figure of one course run."""
+    """Yield ((kind, id, unit), point) for each value of one course run."""
     date = data["date"]
     for claim in data["claims"]:
         if claim["value"] is not None:
@@ -152,10 +155,10 @@ def _figures(data: dict) -> Iterator[tuple[tuple[str, str, str], Point]]:
 
 
 def _line(kind: str, id: str, unit: str, points: list[Point], runs: dict[str, dict]) -> Line:
-    """Return a line with its changes or its medians; `runs` are the course runs by date."""
+    """Return a line with its changes, or with its medians if it is noisy; `runs` are the course runs by date."""
     if kind == "speed" or any(point.interval for point in points):
-        latest, before = points[-NIGHTS:], points[-2 * NIGHTS : -NIGHTS]
-        median_before = _median(before) if len(before) == NIGHTS else None
+        latest, before = points[-RUNS_PER_MEDIAN:], points[-2 * RUNS_PER_MEDIAN : -RUNS_PER_MEDIAN]
+        median_before = _median(before) if len(before) == RUNS_PER_MEDIAN else None
         return Line(kind, id, unit, points, median=_median(latest), median_before=median_before)
     changes = []
     for before, after in itertools.pairwise(points):

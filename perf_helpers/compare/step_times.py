@@ -1,9 +1,9 @@
-"""What a step of each of a few recipes takes, measured so that another night's can be held against it.
+"""Time a step of a few fixed recipes, so that course runs of different days can be compared.
 
-Seconds of other days differ by the neighbours of that day. So on a CPU a step is taken on one thread, and what counts
-is the fastest step of each of several processes, in seconds on the wall less those in which its thread had no core: a
-neighbour does not move these, and a step that waits shows in them. Where the system does not tell the latter, it is the
-seconds that the process computed. On a GPU the device's own events count.
+Other load on the machine differs from day to day. On a CPU, each step therefore runs on one thread, and the fastest
+step of each of several processes counts. Its time is the wall-clock time less the time in which its thread waited for a
+core: other load does not change it, but a step that sleeps or waits for data still shows. If the system does not report
+the waiting time, CPU time is used instead. On a GPU the times come from CUDA events.
 """
 
 import operator
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from perf_helpers.course.lesson_process import say
+from perf_helpers.course.lesson_process import notify
 from trainmem.core import hardware
 from trainmem.core.arguments import Arguments
 from trainmem.core.outcomes import Outcome
@@ -30,31 +30,36 @@ RECIPES = {
     "plain attention": WHOLE | {"attn_implementation": "eager"},
 }
 STEPS = 16
-# Of each recipe at least, and at most, until its fastest step has been seen twice. Of three processes two agreed now
-# and then on what was not the fastest.
+# Least and greatest number of processes per recipe; between them, measuring ends when two processes agree on the
+# fastest step. With three processes, two sometimes agreed on a step that was not the fastest.
 PROCESSES = (6, 10)
-SEEN_TWICE = 1.02  # the factor within which two processes have seen the same
-TIMEOUT_SECONDS = 120  # of one process
-CLOCKS = ("passed", "computed")  # of a recipe's seconds; the first that is there counts
+SEEN_TWICE = 1.02  # the factor within which two processes agree
+TIMEOUT_SECONDS = 120  # per process
+CLOCKS = ("passed", "computed")  # wall clock less waiting, and CPU time; the first that a recipe has is used
 
 
-def tonight(profile: str) -> dict[str, Any] | None:
-    """`measure` at the size for this machine and profile; None in a rehearsal, which has no time. On a CPU the model is
-    small: of many short steps the fastest is one that nobody disturbed."""
+def measure_here(profile: str) -> dict[str, Any] | None:
+    """Run `measure` with the task for this machine and profile; return None in a rehearsal, which has no times.
+
+    On a CPU the model is small: among many short steps, at least one is not disturbed by other load.
+    """
     machine = hardware.this_machine()
     if machine.rehearsed:
         return None
-    say("[speed] a step of each of a few recipes, for comparisons with other days ...")
+    notify("[speed] a step of each of a few recipes, for comparisons with other days ...")
     task = Task("bert-tiny", seq_len=128) if machine.kind == "cpu" else choose_profile(profile).task
     return measure(task.replace(dataset_size=64))
 
 
 def measure(task: Task) -> dict[str, Any]:
-    """Time every recipe on this machine: {"task", "threads", "recipes": {name: {"arguments", "passed", "computed",
-    "message"}}}, the fastest step of each process by one of the two clocks, or why there is none.
+    """Time every recipe on this machine.
 
-    On a CPU two processes run beside each other where there are two cores, so that each always has a neighbour. The
-    order goes round the recipes: who disturbs for a while disturbs them alike.
+    On a CPU with two cores or more, two processes run at a time, so that each always runs under the same load. The
+    recipes alternate, so that other load affects all of them alike.
+
+    Returns:
+        {"task", "threads", "recipes": {name: {"arguments", "passed", "computed", "message"}}}. "passed" or "computed"
+        (see `CLOCKS`) has the seconds of the fastest step of each process; if both are empty, "message" says why.
     """
     machine = hardware.this_machine()
     on_cpu = machine.kind == "cpu"
@@ -70,19 +75,19 @@ def measure(task: Task) -> dict[str, Any]:
                 keep(rows[name], outcome, on_cpu)
     for name, row in rows.items():
         if row["message"]:
-            say(f"{name}: {row['message']}")
+            notify(f"{name}: {row['message']}")
     return {"task": task.to_dict(), "threads": options["threads"], "recipes": rows}
 
 
 def keep(row: dict[str, Any], outcome: Outcome, on_cpu: bool) -> None:
-    """Add what one more process took to a recipe's row; a recipe that failed once has no seconds."""
+    """Add the fastest step of one more process to a recipe's row. A recipe that failed once keeps no seconds."""
     if not row["message"] and outcome.ok:
         timing, waited = outcome.timing, outcome.timing.all_waited_seconds
         if not on_cpu:
             row["passed"].append(min(timing.all_seconds))
         elif len(waited) == timing.steps:
-            # Beside two dozen programs the system told of more waiting than there was: half of what was computed is the
-            # least that is believed.
+            # Next to two dozen other programs, the system reported more waiting than there was. The result is therefore
+            # never less than half of the CPU time.
             passed = map(operator.sub, timing.all_seconds, waited)
             row["passed"].append(min(map(max, passed, (seconds / 2 for seconds in timing.all_cpu_seconds))))
         else:
@@ -92,14 +97,16 @@ def keep(row: dict[str, Any], outcome: Outcome, on_cpu: bool) -> None:
 
 
 def is_settled(row: dict[str, Any]) -> bool:
-    """Whether another process is not needed: two have seen the same fastest step, or one failed."""
+    """Return whether no further process is needed: two agree on the fastest step, or one failed."""
     pairs = (sorted(row[clock])[:2] for clock in CLOCKS if row[clock])
     return bool(row["message"]) or all(len(pair) > 1 and pair[1] <= pair[0] * SEEN_TWICE for pair in pairs)
 
 
-def of_both(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[list[float], list[float]]]:
-    """The seconds of each recipe then and now, by the first clock that both nights have; without recipes that one of
-    them lacks or trained with other arguments."""
+def common_seconds(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[list[float], list[float]]]:
+    """Return {recipe: (old seconds, new seconds)} by the first clock that both course runs have.
+
+    Recipes that one of the two lacks, or trained with other arguments, are left out.
+    """
     found = {}
     for name, now in new["recipes"].items():
         then = old["recipes"].get(name, {"arguments": None})
@@ -110,7 +117,7 @@ def of_both(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[list[fl
 
 
 def fastest(paces: dict[str, Any] | None) -> Iterator[tuple[str, float]]:
-    """(recipe, seconds of its fastest step) of a night, of each recipe that has some."""
+    """Yield (recipe, seconds of its fastest step) for each recipe of a course run that was timed."""
     for name, row in ((paces or {}).get("recipes") or {}).items():
         if seconds := next((row[clock] for clock in CLOCKS if row.get(clock)), None):
             yield name, min(seconds)

@@ -1,6 +1,6 @@
-"""The course as a whole: the ledger of claims and its verdicts, lessons run by papermill, results and their report.
+"""The course as a whole: the ledger of claims, verdicts, lessons run by papermill, results and their report.
 
-Covers what is decided, kept and shown of a run of the course. Not covered: how a number is measured
-(`perf_helpers.lab`), two runs of the course held against each other (`perf_helpers.compare`), and what a learner clicks
-on (`perf_helpers.widgets`).
+Covers everything from a claim and its measured value to the report of a course run. Not covered: how a number is
+measured (`perf_helpers.lab`), the comparison of two course runs (`perf_helpers.compare`), and the widgets of a lesson
+(`perf_helpers.widgets`).
 """

@@ -1,10 +1,11 @@
-"""Claims as a lesson uses them: `Claims.check` decides one by what was measured, `Claims.finish` closes the lesson.
+"""Claims as a lesson uses them: `Claims.check` decides one from a measured value, `Claims.finish` closes the lesson.
 
-The claims stand in the ledger (claims.toml). A lesson measures the number that decides a claim and passes it on. What
-was decided displays itself in a notebook (claims.html.j2) and in a terminal, with the same words.
-Notable: a claim that does not hold is a finding, not an error. What fails a strict run is a verdict that the ledger
-does not expect, or a claim that nobody checked. In a rehearsal (see `Machine.rehearsed`) only memory is as it would be
-on the machine that is rehearsed, so only claims about memory are decided, and marked.
+The ledger (claims.toml) lists the claims. A lesson measures the number that decides a claim and passes it to
+`Claims.check`. A decision displays itself in a notebook (claims.html.j2) and in a terminal, with the same words.
+
+A claim that does not hold is a finding, not an error. A strict run fails if a verdict is not one that the ledger
+expects, or if a claim was not checked. In a rehearsal (see `Machine.rehearsed`) only memory is that of the rehearsed
+machine, so only claims about memory are decided, and their verdicts are marked.
 """
 
 import json
@@ -26,7 +27,7 @@ from trainmem.unknown import Missing, Unknown
 
 __all__ = ["Claims", "Decision", "NotReproduced", "Scoreboard", "decide", "load"]
 
-# A verdict is never told by colour alone: its sign and its words go with it.
+# A verdict is never shown by its colour alone: it always has its sign and its words.
 SIGNS = {
     Verdict.HOLDS: "✓",
     Verdict.SMALLER: "↓",
@@ -38,35 +39,41 @@ SIGNS = {
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Decision:
-    """A claim, what was measured of it here, and the verdict."""
+    """A claim, the value measured for it on this machine, and the verdict."""
 
     claim: Claim
     verdict: Verdict
     value: float | None  # in the unit of the claim's quantity; None: not measured
     interval: tuple[float, float] | None  # in the same unit; None: an exact count, or a single measurement
-    missing: str | None  # what is lacking here to measure it
-    note: str  # the lesson's own
-    predicted: tuple[float, float] | None  # what other measurements of this run let expect, in the same unit
-    predicted_from: str | None  # which these are
+    missing: str | None  # what this machine lacks to measure the claim
+    note: str  # a remark of the lesson
+    predicted: tuple[float, float] | None  # range that other measurements of this run predict, in the same unit
+    predicted_from: str | None  # these measurements, or why there is no prediction
     kind: str  # of this machine, "cpu" or "cuda"
-    profile: str  # of the lab, at whose sizes it was measured
-    rehearsed: bool  # whether the machine computes nothing, see Machine.rehearsed
-    excused: bool  # the machine lacks what the claim needs, or a rehearsal cannot measure it: nothing is expected
-    lesson: str | None = None  # that checked it
+    profile: str  # of the lab; it sets the sizes of the measurement
+    rehearsed: bool  # the machine computes nothing, see Machine.rehearsed
+    excused: bool  # the machine or the rehearsal cannot decide the claim, so no verdict is expected
+    lesson: str | None = None  # the lesson that checked the claim
 
     @property
     def id(self) -> str:
-        """The claim's."""
+        """Return the claim's id."""
         return self.claim.id
 
     @property
     def expected(self) -> tuple[Verdict, ...]:
-        """By the ledger, of this kind of machine under this profile; empty where the quantity is predicted."""
+        """Return the verdicts that the ledger expects on this kind of machine under this profile.
+
+        The tuple is empty if the ledger leaves the verdict to a prediction.
+        """
         return self.claim.expected_on(self.kind, self.profile)
 
     @property
     def as_expected(self) -> bool:
-        """Whether value and prediction, with their intervals, agree; where nothing is predicted, by the ledger."""
+        """Return whether value and prediction agree within their intervals.
+
+        Without a prediction, return whether the ledger expects the verdict.
+        """
         if self.predicted and self.verdict is not Verdict.NOT_TESTABLE:
             (low, high), (least, most) = self.predicted, self.interval or (self.value, self.value)
             return least <= high and low <= most
@@ -74,12 +81,12 @@ class Decision:
 
     @property
     def reason(self) -> str:
-        """The ledger's, where a claim is expected not to hold: why, since when, and where that was discussed."""
+        """Return why the claim does not hold, since when, and a link to the discussion; empty if it should hold."""
         claim = self.claim
         return " · ".join(filter(None, (claim.reason, claim.since and f"since: {claim.since}", claim.thread)))
 
     def to_dict(self) -> dict:
-        """A claim's row in the files of a lesson and of a course, with types as JSON has them."""
+        """Return the decision as a row of a lesson's or a course's results, with JSON's types only."""
         row = {name: getattr(self, name) for name in ("lesson", "id", "verdict", "expected", "as_expected", "value")}
         row |= {name: getattr(self, name) for name in ("interval", "note", "rehearsed", "predicted", "predicted_from")}
         row |= {"says": self.claim.says, "quantity": self.claim.quantity, "threshold": self.claim.threshold_text()}
@@ -87,7 +94,7 @@ class Decision:
         return json.loads(json.dumps(row))
 
     def headline(self) -> str:
-        """The verdict with its sign, and what the ledger expected where that differs."""
+        """Return the verdict with its sign; if it is unexpected, also what was expected."""
         words = f"{SIGNS[self.verdict]} {self.verdict}"
         if self.rehearsed and self.verdict is not Verdict.NOT_TESTABLE:
             words += " (rehearsed)"
@@ -96,18 +103,21 @@ class Decision:
         return words if self.as_expected else f"{words} (unexpected: {expectation_text(self.expected, self.predicted)})"
 
     def measured(self) -> str:
-        """The value with its interval, or "not measured"."""
+        """Return the value with its interval as text, or "not measured"."""
         return number_text(self.value) + (f" ({interval_text(self.interval)})" if self.interval else "")
 
     def guide_text(self) -> str:
-        """The guides' figure with its source and its hardware, or that there is none."""
+        """Return the guides' figure with its source and hardware; without one, "no figure" with the source."""
         guide = self.claim.guide
         value = [] if guide.value is None else [number_text(guide.value)]
         figure = ": ".join([*value, guide.text or "no figure"])
         return f"{figure} ({'; '.join(filter(None, (guide.source, guide.hardware)))})"
 
     def rows(self) -> list[tuple[str, str]]:
-        """What is shown below the statement, as (name, text); the reason only where the claim does not simply hold."""
+        """Return the lines below the statement as (name, text).
+
+        The reason is left out if the claim holds as expected, or was not tested.
+        """
         tested, quantity = self.verdict is not Verdict.NOT_TESTABLE, self.claim.quantity
         finding = tested and not (self.verdict is Verdict.HOLDS and self.as_expected)
         rows = {
@@ -132,14 +142,14 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Scoreboard:
-    """Every decision of a lesson, and what keeps the lesson from passing."""
+    """Every decision of a lesson, and the problems that make a strict lesson fail."""
 
     title: str
     decisions: Sequence[Decision]
     problems: Sequence[str]  # one line each
 
     def counts(self) -> str:
-        """How many claims have which verdict, e.g. "✓ 3 holds · ✗ 1 refuted"."""
+        """Return the number of claims per verdict as text, e.g. "✓ 3 holds · ✗ 1 refuted"."""
         number = Counter(decision.verdict for decision in self.decisions)
         parts = [f"{sign} {number[verdict]} {verdict}" for verdict, sign in SIGNS.items() if number[verdict]]
         rehearsed = ["a rehearsal: no kernel computed"] if any(d.rehearsed for d in self.decisions) else []
@@ -154,19 +164,19 @@ class Scoreboard:
 
 
 class NotReproduced(Exception):
-    """A strict lesson did not give the verdicts that the ledger expects."""
+    """The claims of a strict lesson did not get the verdicts that the ledger expects."""
 
 
 class Claims:
     """The claims that a lesson decides in its lab: `check` decides one of them, `finish` closes the lesson.
 
     Args:
-        lab: whose machine and profile say what can be tested and what is expected.
+        lab: its machine and profile determine which claims can be tested, and which verdicts are expected.
     """
 
     def __init__(self, lab: Lab):
         self.lab = lab
-        self.decided: dict[str, Decision] = {}  # by claim, in the order of their first checks
+        self.decided: dict[str, Decision] = {}  # {claim id: decision}, in the order of their first checks
 
     def check(
         self,
@@ -177,23 +187,23 @@ class Claims:
         missing: str | None = None,
         note: str = "",
     ) -> Decision:
-        """Decide a claim of the ledger by what was measured in the lab; a later check of it replaces the decision.
+        """Decide a claim of the ledger from a measured value. A later check of the same claim replaces the decision.
 
-        The verdict comes from the value alone. Whether it is the expected one: by the ledger for this kind of machine;
-        or, where the claim is `predicted`, by whether value and prediction, with their intervals, agree.
+        The verdict depends on the value alone. A verdict is expected if the ledger lists it for this kind of machine. A
+        `predicted` claim is as expected if value and prediction agree within their intervals.
 
         Args:
             id: the claim.
-            value: its quantity, a number or a Ratio (value, low, high). Where it is unknown, as after a run that
+            value: the claim's quantity, a number or a Ratio (value, low, high). If it is unknown, e.g. because a run
                 failed, the claim is "not testable here".
-            predicted: (low, high) of the quantity as it follows from other measurements of this run, for a claim that
-                the ledger calls `predicted`; a Ratio that is unknown predicts nothing.
-            missing: what is lacking here to measure it, e.g. "needs root to shape a link".
-            note: whatever else the reader should see.
+            predicted: (low, high) of the quantity, calculated from other measurements of this run; for claims that the
+                ledger calls `predicted` only. An unknown Ratio predicts nothing.
+            missing: what this machine lacks to measure the claim, e.g. "needs root to shape a link".
+            note: any remark for the reader.
 
         Raises:
-            ValueError: an unknown id, no value where one can be measured, a value that is no number, or no prediction
-                where the ledger asks for one.
+            ValueError: the id is unknown; the claim can be measured here but has no value; the value is not a number;
+                or the ledger needs a prediction and there is none.
         """
         ledger, machine = load(), self.lab.machine
         if id not in ledger:
@@ -230,12 +240,12 @@ class Claims:
         return self.decided[id]
 
     def finish(self) -> None:
-        """Close the lesson: show its scoreboard, write `<lab.out>/<lab.lesson>.json` if asked for, judge it if strict.
+        """Close the lesson: show its scoreboard and, if the lab has `out`, write `<lab.out>/<lab.lesson>.json`.
 
         Raises:
-            ValueError: results are to be written, and the lab has no lesson to name them after.
-            NotReproduced: if lab.strict and a verdict is not an expected one, a claim of the lesson was not checked,
-                one of another lesson was, or nothing was checked. The file is written all the same.
+            ValueError: results are to be written, but the lab has no lesson name for the file.
+            NotReproduced: the lab is strict, and a verdict is unexpected, a claim of the lesson was not checked, a
+                claim of another lesson was, or none was. The file is written before.
         """
         from IPython.display import display
 
@@ -244,7 +254,7 @@ class Claims:
             raise ValueError("the lab has no lesson to name the results after: use Lab(lesson='05_my_lesson', ...)")
         owned = [id for id, claim in ledger.items() if claim.lesson == lab.lesson[:2]]
         for id in owned if lab.machine.rehearsed else ():
-            if id not in self.decided:  # the statement needed values, and the claim was left out with it
+            if id not in self.decided:  # its statement needed values and was skipped
                 self.check(id, missing="its cell needs values, which a rehearsal does not compute")
         made, date = [*self.decided.values()], now()
         rows = [decision.to_dict() for decision in made]
@@ -257,7 +267,7 @@ class Claims:
         versions = [f"{name} {lab.versions[name]}" for name in ("torch", "transformers") if lab.versions.get(name)]
         title = " · ".join(filter(None, (lab.lesson, lab.machine.name, ", ".join(versions), date)))
         display(Scoreboard(title, made, problems))
-        if not lab.machine.rehearsed:  # the journal is the learner's, of what was measured
+        if not lab.machine.rehearsed:  # the learner's journal is about measurements only
             learner_log.keep(lab, "finished", claims={decision.id: str(decision.verdict) for decision in made})
         if lab.out:
             content = {"schema": 1, "lesson": lab.lesson, "profile": lab.profile.name, "machine": lab.machine.to_dict()}
@@ -269,14 +279,14 @@ class Claims:
 
 
 def _measurement(id: str, value: float | Ratio | None) -> tuple[float | None, tuple[float, ...] | None, str | None]:
-    """What was passed to a check, as (number, interval if it has one, why it is unknown)."""
+    """Return the value that was passed to a check as (number, interval, why it is unknown); each may be None."""
     given = [value.value, value.low, value.high] if isinstance(value, Ratio) else [value]
     unknown = [part.why for part in given if isinstance(part, Unknown | Missing)]
     if value is None or unknown:
         return None, None, unknown[0] if unknown else None
     try:
         numbers = [math.nan if isinstance(part, bool | str) else float(part) for part in given]
-    except (TypeError, ValueError, RuntimeError):  # what None, an array and a tensor raise
+    except (TypeError, ValueError, RuntimeError):  # raised by None, an array and a tensor
         numbers = [math.nan]
     if any(map(math.isnan, numbers)) or (len(numbers) == 3 and numbers[1] > numbers[2]):
         hint = "give a number or a Ratio; if it cannot be measured here, give missing='needs ...'"
@@ -285,7 +295,7 @@ def _measurement(id: str, value: float | Ratio | None) -> tuple[float | None, tu
 
 
 def _prediction(claim: Claim, predicted: tuple[float, float] | Ratio | None, measured: bool) -> tuple:
-    """What was predicted, as ((low, high) or None, why it is not known)."""
+    """Return the prediction as ((low, high) or None, why it is unknown or None)."""
     if not claim.predicted:
         if predicted is not None:
             raise ValueError(f"claim {claim.id!r} is not `predicted` in the ledger: leave predicted= out")
@@ -299,6 +309,6 @@ def _prediction(claim: Claim, predicted: tuple[float, float] | Ratio | None, mea
         if isinstance(end, Unknown):
             return None, f"no prediction: {end.why}"
     low, high = map(float, ends)
-    if not low <= high:  # nan is no prediction either
+    if not low <= high:  # also refuses nan
         raise ValueError(f"claim {claim.id!r}: predicted={predicted!r} is not a range: give (low, high)")
     return (low, high), None

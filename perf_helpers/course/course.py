@@ -1,4 +1,4 @@
-"""The course as a test: every lesson executed and judged, every claim's verdict in results.json, and the report of it.
+"""Run the course as a test: execute and judge every lesson, write all verdicts to results.json, and make the report.
 
 A lesson that fails or hangs does not stop the others.
 """
@@ -19,7 +19,7 @@ import psutil
 
 from perf_helpers.course import course_server
 from perf_helpers.course.ledger import Verdict
-from perf_helpers.course.lesson_process import code_of, run_lesson, say
+from perf_helpers.course.lesson_process import code_of, notify, run_lesson
 from perf_helpers.course.report import lesson_page, report
 from perf_helpers.course.results import SCHEMA
 from trainmem.core import hardware
@@ -28,7 +28,7 @@ from trainmem.measure import quiet
 from trainmem.records import now, write_whole
 from trainmem.texts import nearest_text, positive, shown, whole_number
 
-# What a lesson's process and its kernel import beside what an experiment does; matplotlib draws as in any kernel.
+# Modules that a lesson's process and its kernel import in addition to those of an experiment.
 PRELOAD = ("papermill.cli", "ipykernel.kernelapp", "matplotlib.pyplot", "perf_helpers.course.claims")
 BACKEND = "module://matplotlib_inline.backend_inline"
 LESSONS = Path(__file__).resolve().parents[2] / "notebooks"
@@ -42,19 +42,19 @@ def run_course(
     timeout_per_lesson: float = 900,
     at_once: int | None = None,
 ) -> dict[str, Any]:
-    """Execute lessons and write the report into `out`. Returns the content of results.json.
+    """Execute lessons, write the report into `out`, and return the content of results.json.
 
-    Lessons that run at once share a machine until one of them times something: then the others wait.
+    Lessons that run in parallel share the machine, except while one of them times something: then the others wait.
 
     Args:
-        lessons: as `find_lessons` takes them.
-        profile: the lessons' sizes, "auto" by the machine's memory.
-        strict: let a lesson fail for a verdict that the ledger does not expect.
-        timeout_per_lesson: in seconds, many times what a lesson takes.
-        at_once: lessons at once; None: up to four on a CPU that has the cores and the memory, else one.
+        lessons: numbers, names or paths, as for `find_lessons` (default: all lessons).
+        profile: the sizes of models and batches; "auto" picks a profile by the machine's memory.
+        strict: fail a lesson if a verdict is not one that the ledger expects.
+        timeout_per_lesson: in seconds; set it to several times the time of the slowest lesson.
+        at_once: lessons that run in parallel; None: up to four on a CPU with enough cores and memory, otherwise one.
 
     Raises:
-        ValueError: a lesson or a profile that does not exist, or `out` is the lessons' own folder.
+        ValueError: a lesson or the profile does not exist, or `out` is the folder of the lessons themselves.
     """
     sources = find_lessons(lessons)
     positive("timeout", timeout_per_lesson)
@@ -69,12 +69,12 @@ def run_course(
     data |= {"profile": profile, "strict": strict, "lessons": [], "claims": [], "runs": []}
     cores = hardware.describe().cpu_cores or 1
     lock, stopped, began = quiet.QuietLock(cores), threading.Event(), time.monotonic()
-    pages: dict[str, dict[str, Any]] = {}  # of the report, each made when its lesson has ended
+    pages: dict[str, dict[str, Any]] = {}  # {lesson: its page of the report}, made when the lesson has ended
 
     def run_one(number: int, source: Path, environment: dict[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """A lesson's entry in results.json, and the lesson's own record."""
+        """Run one lesson; return its entry in results.json and the lesson's own record."""
         lock.take(source.stem, quiet.Need.SHARE, threads)
-        say(f"[{number:2}/{len(sources)}] {source.stem} ...")
+        notify(f"[{number:2}/{len(sources)}] {source.stem} ...")
         started = time.monotonic()
         try:
             status, message, record = run_lesson(source, out, profile, strict, timeout_per_lesson, environment, stopped)
@@ -85,7 +85,7 @@ def run_course(
         count = Counter(claim["verdict"] for claim in record.get("claims", []))
         verdicts = ", ".join(f"{count[verdict]} {verdict}" for verdict in Verdict if count[verdict]) or "no verdict"
         name = f"{source.stem}: " if at_once > 1 else ""
-        say(f"        {name}{status} in {seconds:.0f} s: {verdicts}" + (f"\n        {message}" if message else ""))
+        notify(f"        {name}{status} in {seconds:.0f} s: {verdicts}" + (f"\n        {message}" if message else ""))
         lesson = {"name": source.stem, "status": status, "seconds": seconds, "message": message}
         for name, of_lessons in (("alone", lock.alone_seconds), ("waited", lock.waited_seconds)):
             lesson[f"{name}_seconds"] = round(of_lessons[source.stem], 1)
@@ -129,8 +129,11 @@ def _terminated_as_interrupted() -> Iterator[None]:
 
 
 def _at_once() -> int:
-    """Return how many lessons this machine runs at once: on a CPU two more than it has cores, as lessons wait for each
-    other, at most four, with 4 GiB for each."""
+    """Return how many lessons this machine runs in parallel.
+
+    On a CPU with two cores or more: two more than cores, because lessons wait for each other, but at most four, and
+    each needs 4 GiB. Otherwise one.
+    """
     machine = hardware.describe()
     if machine.kind != "cpu" or (machine.cpu_cores or 1) < 2:
         return 1
@@ -138,10 +141,13 @@ def _at_once() -> int:
 
 
 def find_lessons(lessons: Iterable[str | Path] = ()) -> list[Path]:
-    """The notebooks of the lessons named by number ("05"), name or path, in order; of all where none is named.
+    """Return the notebooks of the given lessons in order; without arguments, of all lessons.
+
+    Args:
+        lessons: numbers ("05"), names or paths.
 
     Raises:
-        ValueError: no such lesson, with the nearest; or a folder without lessons.
+        ValueError: a lesson does not exist (the message suggests the nearest name), or the folder has no lessons.
     """
     known = {path.stem: path.resolve() for path in sorted(LESSONS.glob("[0-9][0-9]_*.ipynb"))}
     found = {}

@@ -1,8 +1,8 @@
-"""The server of a course: it imports the libraries once, and the processes of lessons are its forks.
+"""The server of a course run: it imports the libraries once, and the processes of lessons are forked from it.
 
-The sections below are the processes in which their functions run. The course starts the server (`shared`). A process
-that wants clean processes gets a fork of it as its own fork server (`forkserver` asks for it). Papermill and the kernel
-of a lesson are forks too (`python_module`; on Linux only), each with a keeper that waits for its end.
+Each section below names the process in which its functions run. The course starts the server (`shared`). A process that
+runs experiments gets a fork of the server as its own fork server (`forkserver` requests it). On Linux, the papermill
+and the kernel of a lesson are forks too (`python_module`). Each has a keeper, a process that waits for its end.
 """
 
 import atexit
@@ -21,19 +21,19 @@ from typing import NoReturn
 
 from trainmem.measure import forked, forkserver, quiet, server_process
 
-# ---- in the course, and in the papermill of a lesson
+# ---- these run in the course process, and in the papermill process of a lesson
 
 
 @contextlib.contextmanager
 def shared(preload: Iterable[str] = (), environment: Mapping[str, str] | None = None) -> Iterator[dict[str, str]]:
-    """Start a server for the processes of a course, which import the libraries once for all of them.
+    """Start a server that imports the libraries once for all processes of a course run; end it with the context.
 
     Args:
-        preload: modules that it imports too.
-        environment: variables that these look at when they are imported.
+        preload: further modules that the server imports.
+        environment: environment variables that affect these imports.
 
     Yields:
-        The environment variable by which a process finds the server.
+        The environment variable, as {name: value}, by which a process finds the server.
     """
     with quiet.short_folder() as folder, socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address := os.path.join(folder, "server"))
@@ -50,14 +50,16 @@ def shared(preload: Iterable[str] = (), environment: Mapping[str, str] | None = 
 def python_module(
     name: str, arguments: list[str], environment: Mapping[str, str], output: int, folder: str
 ) -> "subprocess.Popen | ForkedModule":
-    """Start `python -m name` in a session of its own: a fork of the course's server if the environment names one.
+    """Start `python -m name` in a session of its own: as a fork of the course's server if the environment names one.
 
-    A fork has imported the libraries, and ends with this process.
+    A fork has the libraries imported already, and ends with this process.
 
     Args:
-        output: the descriptor of the file that gets what it prints.
+        name, arguments: the module and its command-line arguments.
+        output: descriptor of the file for standard output and standard error.
+        folder: the working directory.
     """
-    # Elsewhere than on Linux a kernel that is forked may find its system's libraries broken, and there is no pidfd.
+    # Linux only: on other systems system libraries may not work after a fork, and there is no pidfd.
     if hasattr(os, "pidfd_open") and (control := forkserver.connected_course(environment)):
         with contextlib.suppress(OSError, EOFError):
             control.send(("module", name, arguments, dict(environment), folder))
@@ -68,9 +70,9 @@ def python_module(
 
 
 class ForkedModule:
-    """A module that runs in a fork of the course's server, with the methods of `subprocess.Popen` that are used.
+    """A module that runs in a fork of the course's server, with those methods of `subprocess.Popen` that are used.
 
-    `control` is the connection to its keeper, which sends the exit code.
+    `control` is the connection to the keeper of the fork, which sends the exit code.
     """
 
     stdin = stdout = stderr = None
@@ -80,16 +82,16 @@ class ForkedModule:
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Return its exit code; None while it runs."""
+        """Return the exit code of the module; None while it runs."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.wait(0)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end and return its exit code.
+        """Wait for the end of the module and return its exit code.
 
         Raises:
-            subprocess.TimeoutExpired: it has not ended within `timeout` seconds.
+            subprocess.TimeoutExpired: the module has not ended within `timeout` seconds.
         """
         if self.returncode is None:
             if not self._control.poll(timeout):
@@ -112,18 +114,22 @@ class ForkedModule:
         self.send_signal(signal.SIGTERM)
 
 
-# ---- in the course's server
+# ---- these run in the course's server
 
 
 def serve(descriptor: int, preload: Iterable[str]) -> NoReturn:
-    """Be the server of a course, as the first function of this process: fork for each that connects to the socket.
+    """Run the server of a course, as the first function of this process: fork once per connection to the socket.
 
-    What connects sends "serve", to get a fork server of its own; or ("module", name, arguments, environment, folder)
-    and then a descriptor for what is printed, to get the process id and, at its end, the exit code of `python -m name`.
+    A caller sends "serve" to get a fork server of its own. Or it sends ("module", name, arguments, environment, folder)
+    and then a descriptor for the output; it receives the process id and, at the end, the exit code of `python -m name`.
+
+    Args:
+        descriptor: the listening socket.
+        preload: further modules to import.
     """
     forked.die_with_parent()
     has_gpus = server_process.import_libraries(preload)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody collects its forks: no zombies
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for these forks, so they must not become zombies
     listener = socket.socket(fileno=descriptor)
     while True:
         joined = connection.Connection(listener.accept()[0].detach())
@@ -134,7 +140,7 @@ def serve(descriptor: int, preload: Iterable[str]) -> NoReturn:
 
 
 def _serve_one(joined: connection.Connection, has_gpus: bool) -> NoReturn:
-    """Be a fork server, or the keeper of a module, as the first function of a fork."""
+    """Run a fork server or the keeper of a module, as the first function of a fork."""
     try:
         os.setsid()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -148,12 +154,14 @@ def _serve_one(joined: connection.Connection, has_gpus: bool) -> NoReturn:
         os._exit(1)
 
 
-# ---- in the keeper of a module
+# ---- this runs in the keeper of a module
 
 
 def _keep(joined: connection.Connection, output: int, *module) -> NoReturn:
-    """Fork a module, wait for its end, end all that it leaves, and send its exit code. The end of the connection ends
-    the module."""
+    """Fork a module, wait for its end, end all processes that it leaves behind, and send its exit code.
+
+    If the caller closes the connection, the module is killed.
+    """
     forked.adopt_orphans()
     if (pid := os.fork()) == 0:
         joined.close()
@@ -171,11 +179,11 @@ def _keep(joined: connection.Connection, output: int, *module) -> NoReturn:
     os._exit(0)
 
 
-# ---- in the module
+# ---- this runs in the module's process
 
 
 def _be_module(output: int, name: str, arguments: list[str], environment: dict[str, str], folder: str) -> NoReturn:
-    """Do in this fork what `python -m name` does; does not return."""
+    """Run `python -m name` in this fork; does not return."""
     os.setsid()
     forked.die_with_parent()
     for descriptor in (1, 2):

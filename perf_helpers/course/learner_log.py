@@ -1,7 +1,7 @@
-"""The learner's journal: guesses, answers, exercises and lessons, in one file on this machine.
+"""The learner's journal: guesses, answers, exercises and finished lessons, in one file on this machine.
 
-Notable: the order of the lines is the order of events. A guess counts if its line stands before the one that revealed
-the measurement, whatever the clocks say.
+The order of the lines is the order of events. A guess counts if its line is above the line that revealed the
+measurement, whatever the dates of both.
 """
 
 import sys
@@ -14,26 +14,30 @@ from typing import Any
 from perf_helpers.lab import Lab
 from trainmem.records import Record, Store, now
 
-STATUSES = ("not attempted", "wrong", "right")  # of an exercise, from the least
-# What a line of each kind holds, at least.
+STATUSES = ("not attempted", "wrong", "right")  # of an exercise, the best last
+# {kind of a line: the least content that it needs}
 KINDS = {
     "guess": {"guess", "unit"},
     "revealed": {"guess", "measured", "estimate", "unit"},
     "question": {"choice", "right"},
     "exercise": {"status"},
     "board": {"peak_bytes", "arguments"},  # a recipe that met a challenge's target
-    "finished": {"claims"},  # of a lesson that ran to its end: the verdict of each claim that was checked, by its id
+    "finished": {"claims"},  # a lesson ran to its end; {claim id: verdict} of the checked claims
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Entry(Record):
-    """One thing that the learner did; ValueError for an unknown kind and for what is missing in the content."""
+    """One event in a learner's work.
+
+    Raises:
+        ValueError: the kind is unknown, or the content lacks a key that the kind needs.
+    """
 
     kind: str  # one of KINDS
     lesson: str  # the notebook's name, e.g. "05_gradient_accumulation"
-    key: str  # which guess, question, exercise or challenge of the lesson
-    content: dict[str, Any]  # at least what KINDS says for the kind
+    key: str  # names the guess, question, exercise or challenge within the lesson
+    content: dict[str, Any]  # at least the keys that KINDS lists for the kind
     date: str  # ISO 8601, UTC
 
     def __post_init__(self):
@@ -44,28 +48,31 @@ class Entry(Record):
 
     @property
     def about(self) -> tuple[str, str, str]:
-        """Which guess, question, exercise or challenge of which lesson, and what of it."""
+        """Return (kind, lesson, key): the same for all entries about one guess, question, exercise or challenge."""
         return self.kind, self.lesson, self.key
 
 
 class Journal(Store):
-    """Entries in a file of JSON lines, appended and read as a lab's runs are."""
+    """The entries in a file of JSON lines, appended and read like a lab's runs."""
 
     def __init__(self, path: str | PathLike):
         super().__init__(path, Entry)
 
     def reset(self) -> None:
-        """Forget everything, e.g. before the next learner sits down at a workshop's machine."""
+        """Delete all entries, e.g. before the next learner uses a workshop's machine."""
         self.path.unlink(missing_ok=True)
 
 
 def of(lab: Lab) -> Journal:
-    """The journal beside the lab's runs: in the user's cache folder, or in `lab.out`."""
+    """Return the journal next to the lab's runs: in the user's cache folder, or in `lab.out`."""
     return Journal(lab.store.path.with_name("journal.jsonl"))
 
 
 def keep(lab: Lab, kind: str, key: str = "", **content) -> None:
-    """Append an entry (`Entry` says what it needs) under the lab's lesson; where the file cannot be written, say so."""
+    """Append an entry for the lab's lesson; print a warning if the file cannot be written.
+
+    `KINDS` lists the `content` that each kind needs.
+    """
     journal = of(lab)
     try:
         journal.append(Entry(kind, lab.lesson, key, content, now()))
@@ -75,17 +82,17 @@ def keep(lab: Lab, kind: str, key: str = "", **content) -> None:
 
 
 def guess(entries: Sequence[Entry], lesson: str, key: str) -> float | None:
-    """The latest guess, or None."""
+    """Return the latest guess, or None."""
     return _latest(entries, ("guess", lesson, key), "guess")
 
 
 def choice(entries: Sequence[Entry], lesson: str, key: str) -> str | None:
-    """The latest choice in a question, or None."""
+    """Return the latest choice in a question, or None."""
     return _latest(entries, ("question", lesson, key), "choice")
 
 
 def counted_guess(entries: Sequence[Entry], lesson: str, key: str) -> float | None:
-    """The latest guess that was committed before the measurement was revealed for the first time, or None."""
+    """Return the latest guess that was committed before the measurement was first revealed, or None."""
     before = takewhile(lambda entry: entry.about != ("revealed", lesson, key), entries)
     return guess([*before], lesson, key)
 
@@ -95,26 +102,26 @@ def _latest(entries: Sequence[Entry], about: tuple[str, str, str], field: str) -
 
 
 def off(guess: float, measured: float) -> float:
-    """How far a guess is from what was measured, as a share of the latter (around 0: the distance itself)."""
+    """Return the distance of a guess from the measured value, as a share of that value; around 0, the distance."""
     return abs(guess - measured) / (abs(measured) or 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A guess that counted, beside what was measured."""
+    """A guess that counted, next to the measured value."""
 
     lesson: str
     key: str
-    unit: str  # of the guess, what was measured, and the estimate
+    unit: str  # of guess, measured value and estimate
     guess: float
     measured: float
-    estimate: float | None  # None where the lesson has none
+    estimate: float | None  # None if the lesson has no estimate
     error: float  # of the guess, see `off`
-    date: str  # on which the measurement was revealed
+    date: str  # when the measurement was revealed
 
 
 def history(entries: Sequence[Entry]) -> list[Scored]:
-    """Every guess that counted, in the order in which the measurements were revealed; each question once."""
+    """Return every guess that counted, once per question, in the order in which the measurements were revealed."""
     first: dict[tuple, Entry] = {}
     for entry in entries:
         if entry.kind == "revealed":
@@ -130,17 +137,17 @@ def history(entries: Sequence[Entry]) -> list[Scored]:
 
 @dataclass(slots=True)
 class Progress:
-    """A lesson as far as the learner has come."""
+    """The learner's progress in one lesson."""
 
     finished: str | None = None  # the date on which it last ran to its end
-    claims: dict[str, str] = field(default_factory=dict)  # the verdicts it gave then, by claim
-    errors: dict[str, float | None] = field(default_factory=dict)  # by key: of the guess that counted; None: no guess
-    exercises: dict[str, str] = field(default_factory=dict)  # by key: the best status
-    questions: dict[str, bool | None] = field(default_factory=dict)  # by key: is the first choice right? None: open
+    claims: dict[str, str] = field(default_factory=dict)  # {claim id: verdict} of that run
+    errors: dict[str, float | None] = field(default_factory=dict)  # {key: error of the guess that counted, or None}
+    exercises: dict[str, str] = field(default_factory=dict)  # {key: best status}
+    questions: dict[str, bool | None] = field(default_factory=dict)  # {key: was the first choice right}; None: open
 
 
 def progress(entries: Sequence[Entry]) -> dict[str, Progress]:
-    """How far the learner has come in each lesson of which anything is known, in the order of their names."""
+    """Return the progress in each lesson that has entries, in the order of the lessons' names."""
     lessons: dict[str, Progress] = {}
     for entry in entries:
         lesson, content = lessons.setdefault(entry.lesson, Progress()), entry.content
@@ -148,8 +155,8 @@ def progress(entries: Sequence[Entry]) -> dict[str, Progress]:
             case "finished":
                 lesson.finished, lesson.claims = entry.date, content["claims"]
             case "revealed" if entry.key not in lesson.errors:
-                said, measured = content["guess"], content["measured"]
-                lesson.errors[entry.key] = None if said is None else off(said, measured)
+                guessed, measured = content["guess"], content["measured"]
+                lesson.errors[entry.key] = None if guessed is None else off(guessed, measured)
             case "exercise":
                 statuses = (lesson.exercises.get(entry.key, "not attempted"), content["status"])
                 lesson.exercises[entry.key] = max(statuses, key=STATUSES.index)

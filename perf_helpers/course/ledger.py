@@ -1,4 +1,4 @@
-"""The ledger: every statement of the guides about memory and speed, from claims.toml, and the rule that decides it."""
+"""The ledger: every claim of the guides about memory and speed, read from claims.toml, and the rule that decides it."""
 
 import functools
 import math
@@ -14,12 +14,12 @@ from trainmem.core.task import PROFILES
 from trainmem.texts import number_text
 
 LEDGER = Path(__file__).with_name("claims.toml")
-WHERE = hardware.FEATURES  # what a claim may need of a machine
+WHERE = hardware.FEATURES  # hardware that a claim may need
 GPU_PROFILES = tuple(name for name in PROFILES if name != "cpu")
 
 
 class Verdict(StrEnum):
-    """What a measurement says of a claim."""
+    """The result of testing a claim by a measurement."""
 
     HOLDS = "holds"
     SMALLER = "smaller than promised"
@@ -30,38 +30,39 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Guide:
-    """What the guides say, and where."""
+    """The guides' figure for a claim, and its source."""
 
     source: str
-    value: float | None = None  # in the unit of the claim's quantity; None where the guides give no figure
+    value: float | None = None  # in the unit of the claim's quantity; None if the guides give no figure
     text: str | None = None  # the figure in the guides' own words
-    hardware: str | None = None  # on which they measured it
+    hardware: str | None = None  # the machine on which the guides measured it
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """One row of the ledger. The header of claims.toml explains the fields to whoever writes a row."""
+    """One row of the ledger. The header of claims.toml explains the fields for authors of claims."""
 
     id: str
     section: str
     lesson: str  # two digits
     says: str  # the statement, paraphrased
-    where: str  # the machine it needs, one of WHERE
+    where: str  # the hardware it needs, one of WHERE
     guide: Guide
-    quantity: str | None = None  # what is measured, over what, in which unit; None for a text claim, as in what follows
+    # A text claim has none of the following fields.
+    quantity: str | None = None  # the measured quantity, its reference and its unit
     decided_by: str | None = None  # "memory", "time" or "values"
     direction: str | None = None  # "below", "above", "between" or "equal"
     threshold: float | Sequence[float] | None = None  # in the unit of the quantity; [low, high] for "between"
     tolerance: float | None = None  # for "equal": a share of the threshold, or the distance itself around 0
-    no_effect: float | None = None  # the quantity where the technique does nothing; None: there is no such value
-    predicted: str | None = None  # from which measurements of the same run the quantity follows, and how
+    no_effect: float | None = None  # the quantity if the technique does nothing; None: there is no such value
+    predicted: str | None = None  # how the quantity follows from other measurements of the same run
     expected: dict[str, tuple[Verdict, ...]] = field(default_factory=dict)  # by "cpu", "cuda" or one of GPU_PROFILES
-    reason: str | None = None  # why it does not hold today
+    reason: str | None = None  # why the claim does not hold today
     since: str | None = None  # the version that changed it
-    thread: str | None = None  # where that was discussed
+    thread: str | None = None  # a link to the discussion
 
     def window(self) -> tuple[float, float]:
-        """Between which values of the quantity the claim holds, in its unit; an open end is infinite."""
+        """Return (low, high): the claim holds between these values of the quantity. An open end is infinite."""
         match self.direction:
             case "between":
                 return tuple(self.threshold)
@@ -74,13 +75,15 @@ class Claim:
                 return self.threshold, math.inf
 
     def expected_on(self, kind: str, profile: str) -> tuple[Verdict, ...]:
-        """What is expected on a kind of machine ("cpu" or "cuda") at a profile's sizes; nothing, where its quantity is
-        predicted and it does not say."""
+        """Return the expected verdicts on a kind of machine ("cpu" or "cuda") at the sizes of a profile.
+
+        The tuple is empty if the quantity is predicted and the ledger lists no verdict.
+        """
         expected = self.expected.get(kind, () if self.predicted else (Verdict.NOT_TESTABLE,))
         return self.expected.get(profile, expected) if kind == "cuda" and profile in GPU_PROFILES else expected
 
     def threshold_text(self) -> str:
-        """The rule in words, e.g. "below 0.9; 1 is no effect"; empty for a text claim."""
+        """Return the rule in words, e.g. "below 0.9; 1 is no effect"; empty for a text claim."""
         if not self.direction:
             return ""
         if self.direction == "between":
@@ -95,12 +98,12 @@ class Claim:
 
 @functools.cache
 def load() -> Mapping[str, Claim]:
-    """The claims of the ledger (claims.toml) by id, in the order of the file."""
+    """Return {id: claim} of the ledger (claims.toml), in the order of the file."""
     return MappingProxyType(read(LEDGER.read_text(encoding="utf-8")))
 
 
 def read(text: str) -> dict[str, Claim]:
-    """The claims of a ledger's text by id. That its fields are right is tested (tests/course/ledger_rules.py)."""
+    """Return {id: claim} of the text of a ledger. It is not validated here: tests/course/ledger_rules.py does that."""
     return {table["id"]: _claim(table) for table in tomllib.loads(text)["claim"]}
 
 
@@ -110,11 +113,14 @@ def _claim(table: dict) -> Claim:
 
 
 def decide(claim: Claim, value: float | tuple[float, float] | None, machine_supports: bool) -> Verdict:
-    """The verdict on one measured value, a number or an interval (low, high) in the unit of `claim.quantity`.
+    """Return the verdict on one measured value.
 
-    It is that of every value in the interval, or "too small to tell" where they differ: a value inside the window
-    holds; one between it and `no_effect` is smaller than promised; any other is refuted. Without the machine it needs,
-    nothing is decided whatever the value.
+    A value inside the claim's window holds; a value between the window and `no_effect` is smaller than promised; any
+    other value is refuted. An interval whose values get different verdicts is "too small to tell".
+
+    Args:
+        value: a number or an interval (low, high), in the unit of `claim.quantity`.
+        machine_supports: whether the machine has the hardware that the claim needs; if not, it is not testable.
     """
     if not machine_supports or claim.where == "text":
         return Verdict.NOT_TESTABLE

@@ -1,10 +1,13 @@
-"""One lesson, executed in a process of its own and judged by what it left.
+"""Execute one lesson in a process of its own, and judge it by the files that it wrote.
 
-Notable: the process is marked in its environment, and what it starts inherits the mark. So all of it can be found and
-ended, also what outlived a killed kernel; its temporary files go with it. papermill's word is not trusted: a killed
-kernel leaves cells that never ran marked as completed, and an error in a widget's callback leaves the notebook green.
-So each executed notebook is read again, and a lesson is ok only if every cell ran, nothing raised, and its results are
-there, complete and its own. As a module this is papermill's command, with a client that hears of each reply (`asking`).
+An environment variable marks the process and, by inheritance, all processes that it starts. They can therefore all be
+found and ended, even those that outlive a killed kernel. The lesson's temporary files are deleted with them.
+
+papermill's exit code is not enough: after a killed kernel, cells that never ran are marked as completed, and an error
+in a widget's callback is not reported. Each executed notebook is therefore read, and a lesson is ok only if every cell
+ran, nothing raised, and the lesson wrote complete results of its own.
+
+Run as a module, this file is papermill's command line, with a client that polls for replies (`polling`).
 """
 
 import ast
@@ -30,23 +33,23 @@ from perf_helpers.course.ledger import Verdict
 from perf_helpers.course.results import NEEDED
 from trainmem.measure.forked import COURSE_SERVER
 
-PARAMETERS = {"profile", "strict", "out"}  # what papermill sets in a lesson
-LONG_SECONDS = 60  # a cell that runs so long is told
-WATCH_SECONDS = 10  # how often it is looked for
-STOP_SECONDS = 0.5  # how soon a lesson hears that the course was interrupted
-MARKER = "PERF_HELPERS_COURSE"  # environment variable, with a value of its own for each executed lesson
-ASK_SECONDS = 1.0  # how long a reply of the kernel may lie in the socket unheard of
+PARAMETERS = {"profile", "strict", "out"}  # the variables that papermill sets in a lesson
+LONG_SECONDS = 60  # a cell that runs this long is reported
+WATCH_SECONDS = 10  # interval between checks for such a cell
+STOP_SECONDS = 0.5  # a lesson ends within this time after the course was interrupted
+MARKER = "PERF_HELPERS_COURSE"  # environment variable with a unique value for each executed lesson
+POLL_SECONDS = 1.0  # longest delay before a reply of the kernel is read
 WIDGETS = "application/vnd.jupyter.widget-state+json"
 
-Cell = dict[str, Any]  # as nbformat has it
+Cell = dict[str, Any]  # as in nbformat
 
 
 class Judgement(NamedTuple):
-    """What became of a lesson."""
+    """The outcome of an executed lesson."""
 
     status: str  # "ok", "failed", "crashed" or "timed out"
-    message: str  # what went wrong, and where; empty if it is ok
-    record: dict[str, Any]  # the lesson's own JSON if it is complete and its own, also where it then failed; else {}
+    message: str  # what went wrong and in which cell; empty if the lesson is ok
+    record: dict[str, Any]  # the JSON that the lesson wrote, even if it failed afterwards; {} if it cannot be used
 
 
 def run_lesson(
@@ -61,9 +64,10 @@ def run_lesson(
     """Execute the lesson at `source` into the folder `out` and judge it.
 
     Args:
-        timeout: seconds after which the lesson is ended.
-        environment: variables that it gets beside those of this process.
-        stopped: ends the lesson, as its timeout would, once it is set.
+        profile, strict, out: the lesson's parameters.
+        timeout: seconds after which the lesson is killed.
+        environment: environment variables in addition to those of this process.
+        stopped: an event that, once set, kills the lesson as its timeout would.
     """
     import nbformat
 
@@ -86,8 +90,10 @@ def run_lesson(
 
 
 def code_of(source: Path) -> str | None:
-    """A short digest of a lesson's code: where it is another one, its functions measure something else. None for what
-    is no notebook."""
+    """Return a short digest of a lesson's code, or None if the file is not a notebook.
+
+    If the digests of two runs differ, the lesson's functions may measure different things.
+    """
     try:
         cells = json.loads(source.read_text(encoding="utf-8"))["cells"]
         code = [cell["source"] for cell in cells if cell["cell_type"] == "code"]
@@ -97,7 +103,7 @@ def code_of(source: Path) -> str | None:
 
 
 def judge(name: str, folder: Path, code: int | None, timeout: float = 0) -> Judgement:
-    """Judge an executed lesson by what it left in its folder: <name>.ipynb, <name>.json and <name>.log.
+    """Judge an executed lesson by the files in its folder: <name>.ipynb, <name>.json and <name>.log.
 
     `code` is papermill's exit code; None if it was killed after `timeout` seconds.
     """
@@ -105,7 +111,7 @@ def judge(name: str, folder: Path, code: int | None, timeout: float = 0) -> Judg
     try:
         notebook = json.loads((folder / f"{name}.ipynb").read_text(encoding="utf-8"))
         cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code" and "".join(cell["source"]).strip()]
-    except (OSError, ValueError, LookupError):  # not there, or cut off
+    except (OSError, ValueError, LookupError):  # missing, or cut off
         notebook, cells = None, []
     if code is None:
         where = _first_line(cell) if (cell := _running(cells)) else "no cell"
@@ -129,13 +135,16 @@ def judge(name: str, folder: Path, code: int | None, timeout: float = 0) -> Judg
 
 
 def widget_errors(notebook: dict[str, Any]) -> list[str]:
-    """What the callbacks of an executed notebook's widgets raised, from the state that is kept in it."""
+    """Return the errors that callbacks of widgets raised, from the widget state in an executed notebook."""
     widgets = notebook["metadata"].get("widgets", {}).get(WIDGETS, {}).get("state", {}).values()
     return [error for widget in widgets for error in _errors(widget.get("state", {}).get("outputs", ()))]
 
 
 def _parameters(notebook) -> set[str]:
-    """The names that the one cell tagged parameters assigns: papermill ignores a misspelt one and exits 0."""
+    """Return the names that the cell tagged "parameters" assigns; empty unless there is exactly one such cell.
+
+    They are checked because papermill ignores a parameter that the notebook does not assign, and exits with 0.
+    """
     cells = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
     try:
         nodes = ast.walk(ast.parse(cells[0].source)) if len(cells) == 1 else ()
@@ -145,9 +154,10 @@ def _parameters(notebook) -> set[str]:
 
 
 class _Watch:
-    """Says which cell of a lesson has been running for long: papermill writes the notebook when a cell begins.
+    """Report a cell of a lesson that has been running for long.
 
-    Called now and then; a cell is told once, and again whenever the time it has run has doubled.
+    Call the object every few seconds. It reads the notebook, which papermill writes when a cell begins. It reports a
+    cell once, and again whenever its running time has doubled.
     """
 
     def __init__(self, target: Path):
@@ -156,18 +166,18 @@ class _Watch:
     def __call__(self) -> None:
         try:
             cell = _running(json.loads(self._target.read_text(encoding="utf-8"))["cells"])
-        except (OSError, ValueError, LookupError):  # not there yet, or half written
+        except (OSError, ValueError, LookupError):  # missing, or partly written
             return
         now = time.monotonic()
         if cell and cell["id"] != self._cell:
             self._cell, self._since, self._next = cell["id"], now, LONG_SECONDS
         elif cell and now - self._since >= self._next:
             self._next = 2 * (now - self._since)
-            say(f"        running for {now - self._since:.0f} s in this cell: {_first_line(cell)}")
+            notify(f"        running for {now - self._since:.0f} s in this cell: {_first_line(cell)}")
 
 
-def say(text: str) -> None:
-    """Tell how far the course is."""
+def notify(text: str) -> None:
+    """Print a line about the progress of the course on standard error."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -179,14 +189,22 @@ def _execute(
     environment: Mapping[str, str],
     stopped: threading.Event,
 ) -> int | None:
-    """Run papermill for at most `timeout` seconds, what it prints goes into `log`; nothing that it started survives it.
+    """Run papermill for at most `timeout` seconds, then end every process that it started.
 
-    `watch` is called every few seconds meanwhile. Returns the exit code, None if it was killed.
+    Args:
+        command: papermill's arguments.
+        log: file for the output.
+        watch: called every few seconds.
+        environment: environment variables in addition to those of this process.
+        stopped: an event that, once set, ends the run.
+
+    Returns:
+        papermill's exit code; None if it was killed.
     """
     marker = f"{os.getpid()}-{secrets.token_hex(8)}"
     code = None
     with log.open("wb") as stream, tempfile.TemporaryDirectory("-lesson", ignore_cleanup_errors=True) as folder:
-        # The kernel is this environment's own, and shows pictures whatever backend the shell is set to.
+        # Use the kernel of this environment, and matplotlib's notebook backend whatever the shell sets.
         own = {MARKER: marker, "TMPDIR": folder, "JUPYTER_PREFER_ENV_PATH": "1", "MPLBACKEND": ""}
         own = {**os.environ, **environment, **own}
         process = course_server.python_module(__name__, command, own, stream.fileno(), os.getcwd())
@@ -201,14 +219,14 @@ def _execute(
         finally:
             if code is None:
                 with suppress(OSError):
-                    os.killpg(process.pid, signal.SIGKILL)  # which ends a kernel that the course's server has forked
+                    os.killpg(process.pid, signal.SIGKILL)  # also ends a kernel that the course's server has forked
             _end(marker, grace_seconds=0 if code is None else 3)
             process.wait()
     return code
 
 
 def _end(marker: str, grace_seconds: float) -> None:
-    """Kill every process that carries the marker, whoever its parent is now; first let it end by itself."""
+    """Kill every process with the marker in its environment, whatever its parent; first wait `grace_seconds`."""
     import psutil
 
     def marked(process: psutil.Process) -> bool:
@@ -216,7 +234,7 @@ def _end(marker: str, grace_seconds: float) -> None:
             return process.environ().get(MARKER) == marker
         return False
 
-    for _ in range(5):  # one that was forked meanwhile is found in the next round
+    for _ in range(5):  # a process that was forked during one round is found in the next
         if not (processes := [process for process in psutil.process_iter() if marked(process)]):
             return
         _, alive = psutil.wait_procs(processes, timeout=grace_seconds)
@@ -228,9 +246,13 @@ def _end(marker: str, grace_seconds: float) -> None:
 
 
 def _record(name: str, path: Path) -> tuple[dict[str, Any], str]:
-    """The lesson's own JSON, and why it cannot be used ({} then) or decides nothing; "" where all is well."""
+    """Return the JSON that the lesson wrote, and a problem with it; "" if there is none.
+
+    The JSON is {} if it cannot be used.
+    """
     try:
-        record = json.loads(path.read_text(encoding="utf-8"), parse_constant=str)  # "NaN": a diverged loss, not unknown
+        # A NaN stays the text "NaN": it is a diverged loss, not an unknown value.
+        record = json.loads(path.read_text(encoding="utf-8"), parse_constant=str)
         complete, lesson, runs = record["complete"], record["lesson"], record["runs"]
         rows = [{field: claim[field] for field in NEEDED["claims"]} for claim in record["claims"]]
         decided = [row["id"] for row in rows if row["verdict"] != Verdict.NOT_TESTABLE]
@@ -240,12 +262,12 @@ def _record(name: str, path: Path) -> tuple[dict[str, Any], str]:
         return {}, f"{path.name} is damaged ({type(error).__name__}: {error})"
     if not complete or lesson != name or not isinstance(runs, list):
         return {}, f"{path.name} is {f'that of {lesson}' if complete else 'not complete'}: in the lesson, Lab({name!r})"
-    rehearsed = record.get("machine", {}).get("rehearsed")  # by memory alone, and some lessons have no such claim
+    rehearsed = record.get("machine", {}).get("rehearsed")  # decides memory only; some lessons have no such claim
     return record, "" if decided or rehearsed else "it decided no claim"
 
 
 def _running(cells: list[Cell]) -> Cell | None:
-    """The cell that was running when papermill last wrote the notebook; it does when a cell begins."""
+    """Return the cell that was running when papermill last wrote the notebook, which it does when a cell begins."""
     return next((cell for cell in cells if cell["metadata"].get("papermill", {}).get("status") == "running"), None)
 
 
@@ -263,28 +285,31 @@ def _errors(outputs: list[dict]) -> list[str]:
     return [f"{o.get('ename')}: {o.get('evalue')}" for o in outputs if o.get("output_type") == "error"]
 
 
-def asking(get_msg: Callable) -> Callable:
-    """The `get_msg` of Jupyter's channels, made to look into its socket every second, whatever it has been told of.
+def polling(get_msg: Callable) -> Callable:
+    """Wrap `get_msg` of Jupyter's channels so that it reads its socket every `POLL_SECONDS`.
 
-    ZeroMQ tells an event loop of a message once, and whoever sends on the same socket takes that news along
+    ZeroMQ notifies an event loop of a message only once, and sending on the same socket can consume the notification
     (https://github.com/jupyter/nbclient/issues/312). nbclient sends whenever an Output widget shows something, and then
-    waits, now and then, for ever: for a reply that lies in the socket. On a busy machine two of eighty toy lessons with
-    such a widget hung so.
+    sometimes waits forever for a reply that is already in the socket. On a busy machine this hung two of eighty toy
+    lessons with such a widget.
     """
 
     async def ask(channel, timeout: float | None = None, *args, **options) -> dict[str, Any]:
         end = float("inf") if timeout is None else time.monotonic() + timeout
-        while (left := end - time.monotonic()) > ASK_SECONDS:
+        while (left := end - time.monotonic()) > POLL_SECONDS:
             with suppress(Empty):
-                return await get_msg(channel, ASK_SECONDS, *args, **options)
+                return await get_msg(channel, POLL_SECONDS, *args, **options)
         return await get_msg(channel, max(0.0, left), *args, **options)
 
     return ask
 
 
 def forking(launch_kernel: Callable) -> Callable:
-    """The `launch_kernel` of Jupyter's local provisioner, made to fork the kernel from the course's server, if there is
-    one: it has imported torch, matplotlib and the rest, which a kernel of its own does for some eight seconds."""
+    """Wrap `launch_kernel` of Jupyter's local provisioner so that it forks the kernel from the course's server.
+
+    The server has imported torch, matplotlib and other libraries already; a new kernel needs about eight seconds for
+    that. Without a server, the kernel is launched as usual.
+    """
 
     def launch(cmd: list[str], *args, env: Mapping[str, str] | None = None, cwd: str | None = None, **options) -> Any:
         if not env or COURSE_SERVER not in env or "-m" not in cmd:
@@ -300,6 +325,6 @@ if __name__ == "__main__":
     from jupyter_client.provisioning import local_provisioner
     from papermill.cli import papermill
 
-    AsyncZMQSocketChannel.get_msg = asking(AsyncZMQSocketChannel.get_msg)
+    AsyncZMQSocketChannel.get_msg = polling(AsyncZMQSocketChannel.get_msg)
     local_provisioner.launch_kernel = forking(local_provisioner.launch_kernel)
     papermill(prog_name="papermill")

@@ -1,25 +1,25 @@
-"""Speed ratios that the course has on record, for `advise`: of the recorded machine most like this one, or the guides'.
+"""Speed ratios for `advise`: those recorded on the machine most like this one, or the guides' figures.
 
-They are read from `results/`, which a checkout has and an installed wheel lacks: then only the guides' figures remain.
+Recorded ratios are read from `results/`. An installed wheel has no such folder, so only the guides' figures remain.
 """
 
 from pathlib import Path
 from typing import Any
 
 from perf_helpers.course.ledger import load
-from perf_helpers.course.results import decided_anew, recorded
+from perf_helpers.course.results import decided_again, recorded
 from trainmem.core.hardware import Machine
 from trainmem.records import Ratio
 
 RECORDED = Path(__file__).resolve().parents[2] / "results"
-_WITHOUT_INTERVAL = 1.1  # a figure that was published without an interval counts as 1 within this factor
+_WITHOUT_INTERVAL = 1.1  # a figure that was published without an interval is assumed right within this factor
 
 
 def published(machine: Machine | None, kind: str, capability: tuple[int, int]) -> dict[str, tuple[Ratio, str]]:
-    """Return the ratio on record of each claim, by the claim's id, with its source in words.
+    """Return {claim id: (ratio, its source in words)} of every claim with a recorded or published ratio.
 
     Args:
-        machine: None: the device is elsewhere.
+        machine: this machine; None: the device is in another machine.
         kind: "cpu" or "cuda".
         capability: compute capability of the GPU.
     """
@@ -31,7 +31,7 @@ def published(machine: Machine | None, kind: str, capability: tuple[int, int]) -
             found[claim.id] = ratio, source
     if nearest := nearest_recorded(machine, kind, capability):
         name, date = nearest["machine"]["name"], nearest["date"][:10]
-        for claim in decided_anew(nearest["claims"]):
+        for claim in decided_again(nearest["claims"]):
             if claim["value"] is not None:
                 low, high = claim.get("interval") or (claim["value"], claim["value"])
                 source = f"recorded on {name}, lesson {claim['lesson'][:2]}, {date}"
@@ -40,8 +40,10 @@ def published(machine: Machine | None, kind: str, capability: tuple[int, int]) -
 
 
 def nearest_recorded(machine: Machine | None, kind: str, capability: tuple[int, int]) -> dict[str, Any] | None:
-    """The newest recorded course run of a machine, or of the one most like it that has such a device; None where there
-    is none. No `machine`: the device stands elsewhere, and only the compute capability of a GPU tells what is like it.
+    """Return the newest recorded course run of a machine, or of the most similar machine with such a device.
+
+    Without `machine`, the GPU's compute capability alone decides which machine is similar. Return None if no recorded
+    machine has such a device.
     """
 
     def likeness(results: dict[str, Any]) -> tuple[bool, int, bool, str]:

@@ -1,6 +1,6 @@
-"""The pages of a course run: index.html and one page a lesson for people, junit.xml for CI.
+"""Make the pages of a course run: index.html and one page per lesson for people, junit.xml for CI.
 
-Notable: they are made from results.json and the executed notebooks alone, so they can be made again.
+The pages are made from results.json and the executed notebooks only, so they can be made again at any time.
 """
 
 import re
@@ -14,22 +14,24 @@ from perf_helpers.course.results import AXES, failures, load_results, measured_t
 from perf_helpers.templates import template
 from trainmem.records import write_whole
 
-MOST_BYTES = 5_000_000  # of index.html, which is sent around and archived
-# Of junit.xml: class, name, seconds, "failure", "error", "skipped" or None, and what is to be said of it.
+MOST_BYTES = 5_000_000  # limit of index.html, which is mailed and archived
+# A test case of junit.xml: class, name, seconds, outcome ("failure", "error", "skipped" or None), message.
 Case = tuple[str, str, float, str | None, str]
-# What a terminal may print and XML forbids: colours, and characters that are none.
+# Characters that XML forbids but a terminal's output may contain: colour codes and control characters.
 _NO_XML = re.compile(r"\x1b\[[0-9;]*m|[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def report(directory: str | Path, pages: Mapping[str, dict[str, Any]] | None = None) -> Path:
-    """Make index.html, junit.xml and the lessons' pages from a folder's results.json and executed notebooks; with what
-    changed since its baseline, where it has one. Returns the path of index.html.
+    """Make index.html, junit.xml and the lessons' pages of a course run; return the path of index.html.
+
+    If the run has a baseline, the report lists the changes since then.
 
     Args:
-        pages: what `lesson_page` returned, by lesson, of pages that have been made already.
+        directory: folder with results.json and the executed notebooks.
+        pages: {lesson: what `lesson_page` returned} of pages that have been made already.
 
     Raises:
-        ValueError: no results.json in the folder, or a damaged one.
+        ValueError: results.json is missing or damaged.
     """
     directory = Path(directory)
     data = load_results(directory)
@@ -41,7 +43,7 @@ def report(directory: str | Path, pages: Mapping[str, dict[str, Any]] | None = N
     data["lessons"] = [lesson | (page or lesson_page(directory, lesson["name"])) for lesson, page in shown_lessons]
     count = Counter(claim["verdict"] for claim in data["claims"])
     facts = {"failures": failures(data), "to_send": to_send(data), "count": count, "verdicts": list(Verdict)}
-    for shown in (4, 2, 1, 0):  # pictures of each lesson; the executed lesson has them all
+    for shown in (4, 2, 1, 0):  # pictures per lesson; the executed lesson has them all
         page = template("course/report.html.j2").render(data | facts | {"shown": shown})
         if len(page.encode()) <= MOST_BYTES:
             break
@@ -61,20 +63,20 @@ def lesson_page(directory: Path, name: str) -> dict[str, Any]:
             if cell.cell_type == "markdown" and (headings := re.findall(r"^#+ +(.+)$", cell.source, re.MULTILINE)):
                 heading, title = headings[-1], title or headings[0]
             for data in (output.get("data", {}) for output in cell.get("outputs", [])):
-                if "text/html" in data:  # on a page the widget beside it could only be looked at
+                if "text/html" in data:  # a static page shows the HTML, because widgets do not work there
                     data.pop("application/vnd.jupyter.widget-view+json", None)
                 if png := data.get("image/png"):
                     pictures.append((png.replace("\n", ""), f"Picture of lesson {name}: {heading}"))
         layout = Path(__file__).with_name("lesson.html.j2").read_text(encoding="utf-8")
         html, _ = HTMLExporter(raw_template=layout).from_notebook_node(notebook, {"metadata": {"name": name}})
-    except (OSError, ValueError, LookupError, AttributeError):  # not there, or cut off when its lesson was killed
+    except (OSError, ValueError, LookupError, AttributeError):  # missing, or cut off when the lesson was killed
         return {"title": name, "page": None, "pictures": []}
     write_whole(directory / f"{name}.html", html)
     return {"title": title or name, "page": f"{name}.html", "pictures": pictures}
 
 
 def _cases(data: dict[str, Any]) -> list[Case]:
-    """One a lesson and one a claim: what is not as expected fails, what is not testable here is skipped."""
+    """Return a test case per lesson and per claim: unexpected verdicts fail, claims not testable here are skipped."""
     cases = []
     for lesson in data["lessons"]:
         outcome = {"ok": None, "failed": "failure"}.get(lesson["status"], "error")
@@ -88,7 +90,10 @@ def _cases(data: dict[str, Any]) -> list[Case]:
 
 
 def change_cases(changes: Sequence[dict[str, Any]], fail_on: Iterable[str]) -> list[Case]:
-    """One for each of `AXES`, and one for each change on it (a `compare.Change`); what is worse fails on some axes."""
+    """Return a test case per axis of `AXES` and per change on it; changes for the worse fail on the `fail_on` axes.
+
+    `changes` has the fields of `compare.Change`.
+    """
     cases = []
     for axis in AXES:
         on_it = [change for change in changes if change["axis"] == axis]
@@ -101,6 +106,6 @@ def change_cases(changes: Sequence[dict[str, Any]], fail_on: Iterable[str]) -> l
 
 
 def junit(date: str, cases: Sequence[Case]) -> str:
-    """Test cases as CI reads them."""
+    """Return test cases as JUnit XML, without characters that XML forbids."""
     count = Counter(outcome for *_, outcome, _ in cases)
     return _NO_XML.sub("", template("course/junit.xml.j2").render(date=date, cases=cases, count=count))

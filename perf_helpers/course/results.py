@@ -1,8 +1,9 @@
-"""results.json: what a course run leaves for machines, checked when it is read.
+"""Read results.json, the machine-readable result of a course run, and check it.
 
-{"schema", "date", "machine", "versions", "profile", "strict", "lessons", "claims", "runs"}: `NEEDED` says what a lesson
-has at least, and a claim, which is a row of `claims.Decision.to_dict`. A run is `Run.to_dict` with its lesson, for
-`Run.from_dict` to read. A night (`perf_helpers.compare`) adds "paces", "fail_on" and "baseline".
+Its keys are "schema", "date", "machine", "versions", "profile", "strict", "lessons", "claims" and "runs". `NEEDED`
+lists the least fields of a lesson and of a claim; a claim is what `claims.Decision.to_dict` returns. A run is what
+`Run.to_dict` returns, with "lesson" added; `Run.from_dict` reads it. A nightly run (`perf_helpers.compare`) adds
+"paces", "fail_on" and "baseline".
 """
 
 import json
@@ -13,19 +14,19 @@ from typing import Any
 from perf_helpers.course.ledger import Verdict, decide, load
 from trainmem.texts import number_text, shown
 
-SCHEMA = 1  # of results.json; raise it with a reader for the older ones
-AXES = ("memory", "verdict", "speed")  # in what a night can be worse than its baseline
-NEEDED = {  # of each lesson and of each claim, at least
+SCHEMA = 1  # version of results.json; if you raise it, add a reader for older versions
+AXES = ("memory", "verdict", "speed")  # the kinds of changes in which a run can be worse than its baseline
+NEEDED = {  # the least fields of each lesson and each claim
     "lessons": ("name", "status", "seconds", "message"),
     "claims": ("id", "lesson", "verdict", "as_expected", "value"),
 }
 
 
 def load_results(path: str | Path) -> dict[str, Any]:
-    """Read results.json (or that of a folder).
+    """Read results.json; `path` is the file or its folder.
 
     Raises:
-        ValueError: there is none, or what is wrong with it.
+        ValueError: the file is missing or damaged.
     """
     path = Path(path)
     path = path / "results.json" if path.is_dir() else path
@@ -36,7 +37,7 @@ def load_results(path: str | Path) -> dict[str, Any]:
         for part, names in NEEDED.items():
             [item[name] for item in data[part] for name in names]
         if paths := [name for lesson in data["lessons"] if Path(name := lesson["name"]).name != name]:
-            raise ValueError(f"a lesson is called {shown(paths[0])}")  # its pages are files of that name
+            raise ValueError(f"a lesson is called {shown(paths[0])}")  # the lesson's files get this name
         return data | {"date": str(data["date"]), "machine": dict(data["machine"]), "versions": dict(data["versions"])}
     except FileNotFoundError:
         raise ValueError(f"no results in {path}: name a results.json, or the folder of a course run") from None
@@ -46,20 +47,25 @@ def load_results(path: str | Path) -> dict[str, Any]:
 
 
 def recorded(folder: str | Path) -> dict[str, dict[str, Any]]:
-    """The newest of `course_runs` of each machine, by the name of its folder."""
+    """Return {machine's folder name: its newest course run} of the course runs in a folder, see `course_runs`."""
     return {data["file"].parent.name: data for data in course_runs(folder)}
 
 
 def course_runs(folder: str | Path) -> list[dict[str, Any]]:
-    """Every measured course run in a folder, as <machine>/<date>.json, of each machine the oldest first, with the file
-    under "file". What was rehearsed is left out. Raises ValueError where a file is not a course's results."""
+    """Return every measured course run in a folder, by machine, the oldest first. Rehearsed runs are left out.
+
+    The files are <machine>/<date>.json; the path is added to each run as "file". Raises ValueError for a file that is
+    not the results of a course.
+    """
     found = (load_results(path) | {"file": path} for path in sorted(Path(folder).glob("*/*.json")))
     return [data for data in found if not data["machine"].get("rehearsed")]
 
 
-def decided_anew(claims: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The claims of a recorded run with the verdicts that today's ledger gives to what was measured then. One that asks
-    for another quantity today is left out."""
+def decided_again(claims: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the claims of a recorded run with the verdicts that today's ledger gives to the values measured then.
+
+    A claim whose quantity has changed since is left out.
+    """
     ledger, rows = load(), []
     for row in claims:
         if (claim := ledger.get(row["id"])) and row["quantity"] == claim.quantity:
@@ -70,19 +76,22 @@ def decided_anew(claims: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def failures(data: dict[str, Any]) -> list[str]:
-    """What went wrong in a run (the content of results.json), whatever its verdicts are; one line each."""
+    """Return one line per failed lesson of a course run, and one if no claim was decided; verdicts do not matter."""
     lines = [f"{x['name']} {x['status']}: {x['message']}" for x in data["lessons"] if x["status"] != "ok"]
     undecided = all(claim["verdict"] == Verdict.NOT_TESTABLE for claim in data["claims"])
     return [*lines, "no claim was decided"] if undecided else lines
 
 
 def problems(data: dict[str, Any]) -> list[str]:
-    """What keeps a run from being ok: its failures, and the verdicts that are not expected; one line each."""
+    """Return one line per problem of a course run: failures and unexpected verdicts."""
     return failures(data) + unexpected(data["claims"])
 
 
 def to_send(data: dict[str, Any]) -> list[str]:
-    """The few lines that tell the authors how this machine differs from those they know; none where it does not."""
+    """Return the lines to report to the authors if verdicts are unexpected: machine, versions, verdicts.
+
+    Without an unexpected verdict the list is empty.
+    """
     lines, machine, versions = unexpected(data["claims"]), data["machine"], data["versions"]
     if not lines:
         return []
@@ -94,7 +103,7 @@ def to_send(data: dict[str, Any]) -> list[str]:
 
 
 def unexpected(claims: list[dict[str, Any]]) -> list[str]:
-    """The rows of claims whose verdict the ledger does not expect, one line each."""
+    """Return one line per claim whose verdict the ledger does not expect."""
     lines = []
     for claim in claims:
         if not claim["as_expected"]:
@@ -106,18 +115,18 @@ def unexpected(claims: list[dict[str, Any]]) -> list[str]:
 
 
 def expectation_text(verdicts: Sequence[str] | None, predicted: Sequence[float] | None) -> str:
-    """What was expected of a claim: its verdicts, or the range that this machine's own measurements predict."""
+    """Return in words what was expected of a claim: verdicts, or the range that other measurements predict."""
     if predicted:
         return f"other measurements of this machine predict {interval_text(predicted)}"
     return f"expected {' or '.join(verdicts or ['a prediction'])}"
 
 
 def interval_text(ends: Sequence[float]) -> str:
-    """ "0.55 to 0.61"."""
+    """Return an interval in words, e.g. "0.55 to 0.61"."""
     return " to ".join(map(number_text, ends))
 
 
 def measured_text(claim: dict[str, Any]) -> str:
-    """What a claim measured, with its interval if that has a width: "0.58 [0.55, 0.61]", or "not measured"."""
+    """Return a claim's value as text, with its interval unless it is a point: "0.58 [0.55, 0.61]", "not measured"."""
     low, high = claim.get("interval") or (None, None)
     return number_text(claim["value"]) + (f" [{number_text(low)}, {number_text(high)}]" if low != high else "")

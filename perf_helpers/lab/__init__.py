@@ -1,7 +1,7 @@
 """The laboratory of a lesson: `Lab`, which runs and compares experiments, the doctor, rooflines and slow links.
 
-Not covered: how an experiment is measured (`trainmem.measure`), what is said of it without running it
-(`trainmem.estimate`), and whether a statement holds (`perf_helpers.course`).
+Not covered: how an experiment is measured (`trainmem.measure`), how its memory is predicted without running it
+(`trainmem.estimate`), and whether a claim holds (`perf_helpers.course`).
 """
 
 from perf_helpers.lab.lab import Lab

@@ -17,9 +17,9 @@ from trainmem.core.releases import COURSE, DISTRIBUTION, NEWEST_TORCH, is_untest
 from trainmem.texts import bytes_text
 
 LITTLE_BYTES, SMALL_SHM_BYTES, SMALL_DISK_BYTES = 4_000_000_000, 500_000_000, 1_000_000_000
-LONG_TEMPORARY = 56  # 107, of a socket's name, less a lesson's own folder and "/pymp-xxxxxxxx/listener-xxxxxxxx"
+LONG_TEMPORARY = 56  # 107 bytes of a socket's path, less a lesson's folder and "/pymp-xxxxxxxx/listener-xxxxxxxx"
 
-# What to type or do, by words of a reason; the first that fits counts.
+# {words that a reason may contain: its remedy}; the first entry whose words occur in the reason is used.
 REMEDIES = {
     "CUDA_VISIBLE_DEVICES": "Type `unset CUDA_VISIBLE_DEVICES` and start again.",
     "container": "Start the container with `docker run --gpus all ...`; the host needs the NVIDIA Container Toolkit.",
@@ -37,9 +37,9 @@ class Finding:
     """One result of the doctor."""
 
     level: str  # "ok", "note", "warning" or "error"
-    subject: str  # what it is about: "GPU 0", "memory", a package
+    subject: str  # e.g. "GPU 0", "memory" or a package's name
     text: str  # one sentence
-    remedy: str = ""  # what to type or do, if anything
+    remedy: str = ""  # the command to type or the step to take; empty if nothing is wrong
 
 
 def diagnose(machine: Machine, installed: dict[str, str | None] | None = None) -> list[Finding]:
@@ -55,7 +55,7 @@ def diagnose(machine: Machine, installed: dict[str, str | None] | None = None) -
 
 
 def about_rehearsal() -> Finding:
-    """Return whether a training can be rehearsed here on a GPU that this machine lacks, and what that needs."""
+    """Return whether this machine can rehearse a training for a GPU that it lacks; if not, the finding says why."""
     from trainmem.rehearsal import build  # imports torch, which may be broken
 
     if hardware.is_rehearsal():
@@ -153,14 +153,14 @@ def _about_host(machine: Machine) -> Iterator[Finding]:
 
 
 def _about_folders() -> Iterator[Finding]:
-    """Where runs and temporary files go: whether they can, and whether there is room."""
+    """Check that the folders for runs and for temporary files can be written to and have room."""
     kept = ("PERF_HELPERS_HOME", cache_folder, "runs, guesses and progress are not saved")
     for name, find, lost in (kept, ("TMPDIR", tempfile.gettempdir, "no experiment can run")):
         try:
             folder = Path(find()).absolute()
             there = next(path for path in (folder, *folder.parents) if path.exists())
             free = shutil.disk_usage(there).free if os.access(there, os.W_OK) else 0
-        except FileNotFoundError:  # of none of the folders for temporary files
+        except FileNotFoundError:  # tempfile found no folder that it can write to
             there, free = "Every folder for temporary files", 0
         if free < SMALL_DISK_BYTES:
             text = f"has only {_amount(free)} free:" if free else "cannot be written to:"
@@ -176,7 +176,7 @@ def _about_folders() -> Iterator[Finding]:
 
 
 def _about_imports() -> Iterator[Finding]:
-    """What Python imports in place of a library that is installed, and what was installed after it was loaded."""
+    """Report files that hide an installed library, and libraries whose version changed after they were imported."""
     for package in filter(version_of, PACKAGES):
         record, spec = importlib.metadata.distribution(package), importlib.util.find_spec(package)
         file, home = spec and spec.origin, Path(record.locate_file("")).absolute()
@@ -197,9 +197,9 @@ def _about_imports() -> Iterator[Finding]:
 
 def _about_packages(installed: dict[str, str | None]) -> Iterator[Finding]:
     ranges, of_course = {}, set()
-    with suppress(ImportError):  # a PackageNotFoundError is one: run from a checkout, there is no range to compare with
+    with suppress(ImportError):  # PackageNotFoundError: a checkout that is not installed has no version ranges
         needed = requirements()
-        # The findings about GPUs say what is missing without nvidia-ml-py.
+        # nvidia-ml-py is left out: the findings about GPUs report it if it is missing.
         ranges = {each.name: each.specifier for each in needed if each.name != "nvidia-ml-py"}
         of_course = {each.name for each in needed if each.marker}
     for package in {**installed, **ranges}:
@@ -217,7 +217,10 @@ def _about_packages(installed: dict[str, str | None]) -> Iterator[Finding]:
 
 
 def _about_torch(version: str, oldest: list[str]) -> Finding:
-    """Whether this release of torch was tried. `oldest`: the oldest that pip admits; empty if it is not known."""
+    """Return whether this project was tested with this torch.
+
+    `oldest` is the oldest version that pip would install, or empty if it is not known.
+    """
     tested = f"{' '.join([*oldest, 'to']) if oldest else 'up to'} {NEWEST_TORCH}"
     other = "To estimate CUDA memory of another release: `perf-helpers estimate --torch RELEASE`."
     if not is_untested_torch(version):

@@ -1,4 +1,4 @@
-"""The lab of a lesson: a runner that also compares its runs, and asks for estimates that may fail."""
+"""The lab of a lesson: a runner that also compares its runs, and calls estimates without failing if they fail."""
 
 import contextlib
 import os
@@ -23,17 +23,17 @@ from trainmem.unknown import NeedsValues, RunFailed, Unknown
 
 Answer = TypeVar("Answer")
 
-# In CPU time and inside one process the noise is smaller; a comparison measures how large it is.
+# The smallest noise floor of a comparison inside one process, in CPU time; a comparison measures its own noise.
 LEAST_FLOOR = 1.05
-PROCESSES = 4  # of a comparison on a CPU
-PATIENCE_SECONDS = 120  # that a lab waits for estimates that fail, all together
+PROCESSES = 4  # subprocesses per comparison on a CPU
+PATIENCE_SECONDS = 120  # time limit of all failed estimates of a lab together
 
 
 class Lab(Runner):
     """Run experiments, each in a fresh subprocess, and compare them.
 
     Args:
-        profile: "cpu", "t4" or "gpu": the default task and how long to measure; "auto" chooses by this machine.
+        profile: "cpu", "t4" or "gpu": sets the default task and how long to measure. "auto" picks one for this machine.
         strict: let `Claims.finish` raise when a verdict is not the expected one.
         out: folder for results; empty: runs are kept in the user's cache folder and nothing else is written.
         lesson: name of the lesson, e.g. "05_gradient_accumulation".
@@ -58,10 +58,10 @@ class Lab(Runner):
         arguments_of_kind(Lab.__init__, locals())
         super().__init__(profile, out=out, executor=executor, timeout=timeout)
         self.strict, self.lesson = strict, lesson
-        self.guess_units: dict[str, str] = {}  # by the key of each guess that the lesson asked for
-        self._patience = PATIENCE_SECONDS
-        self._has_rehearsed_turns = False  # once is enough to see that they run
-        plots.give_words()
+        self.guess_units: dict[str, str] = {}  # {key of a guess in the lesson: its unit}
+        self._patience = PATIENCE_SECONDS  # what is left of them
+        self._has_rehearsed_turns = False  # a rehearsal only checks that interleaved runs work, so it does one
+        plots.add_alternative_texts()
 
     def compare(
         self,
@@ -78,18 +78,18 @@ class Lab(Runner):
         interval is a bootstrap over processes and pairs, widened to the noise floor: how much the baseline differed
         from itself, at least a factor of 1.05. `wall_ratio` is the same ratio in wall-clock seconds. On GPUs, and with
         several ranks, each of the two runs has its own process, the wall clock decides, and the floor is the runs'
-        `noise_floor`. A failed comparison is not raised: its ratios are unknown and
-        say why; deciding by one raises `trainmem.unknown.RunFailed`.
+        `noise_floor`. A failed comparison does not raise here: its ratios are unknown and hold the reason. Code that
+        branches on such a ratio raises `trainmem.unknown.RunFailed`.
 
         Args:
             baseline: the run that the others are compared with.
             others: one run gives a comparison, several give a list of comparisons.
-            turns: turns per run; on a CPU they are divided among the subprocesses. None: the profile's.
-            steps_per_turn: optimizer steps per turn, of which the fastest counts.
-            timeout: seconds for all interleaved runs together; None: the lab's, times the number of other runs.
+            turns: turns per run (default: the profile's); on a CPU they are divided among the subprocesses.
+            steps_per_turn: optimizer steps per turn; the fastest of them counts.
+            timeout: seconds for all interleaved runs together (default: the lab's, times the number of other runs).
 
         Raises:
-            ValueError: a run of another lab, no other run, or a number out of range.
+            ValueError: a run belongs to another lab, no other run is given, or a number is out of range.
         """
         for run in (baseline, *others):
             of_kind("a run to compare", run, Run)
@@ -118,22 +118,22 @@ class Lab(Runner):
         return found if len(others) > 1 else found[0]
 
     def noise_floor(self, *runs: Run) -> float:
-        """Return the factor within which speeds of these runs count as equal; without runs, the machine's."""
+        """Return the factor within which speeds of these runs count as equal (default: that of this machine)."""
         return NOISE_FLOOR["cpu" if self._on_cpu(*runs) else "cuda"]
 
     def ratio(self, pairs: Sequence[float], *runs: Run) -> Ratio:
         """Return the ratio of interleaved pairs: their median and bootstrap interval, widened to `noise_floor(*runs)`.
 
-        If a pair is unknown, so is the ratio. Raises ValueError for fewer than 3 pairs.
+        If a pair is unknown, the ratio is unknown too. Raises ValueError for fewer than 3 pairs.
         """
         return Ratio.of_pairs(pairs, self.noise_floor(*runs))
 
     def foresee(self, question: Callable[..., Answer], *arguments, seconds: float = 60, **options) -> Answer | None:
         """Call a function that predicts without training, e.g. `lab.foresee(estimate, task, bf16=True)`.
 
-        If it fails or takes longer than `seconds`, print one line and return None, so that a lesson goes on. All failed
-        calls of a lab together take two minutes at most; later ones are skipped. A strict lab raises instead, if the
-        installed packages are supported ones.
+        If the call fails or takes longer than `seconds`, print one line and return None, so that the lesson goes on.
+        All failed calls of a lab together take two minutes at most; later calls are skipped. A strict lab raises
+        instead, unless an installed package is outside the supported versions.
 
         Args:
             question: the function; it is called with `arguments` and `options`.
@@ -158,11 +158,11 @@ class Lab(Runner):
             return None
 
     def quiet(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context for a notebook that times something itself: a course's other lessons wait meanwhile."""
+        """Return a context in which a notebook may time code itself: other lessons of the same course run wait."""
         return quiet.experiment(quiet.Need.MACHINE)
 
     def __getitem__(self, name: str) -> Run:
-        """Return the latest run of that name. Raises KeyError if there is none."""
+        """Return the latest run called `name`. Raises KeyError if there is none."""
         for run in reversed(self.runs):
             if run.name == name:
                 return run
@@ -171,10 +171,10 @@ class Lab(Runner):
     def _speeds(
         self, baseline: Run, others: Sequence[Run], turns: int, steps_per_turn: int, timeout: float | None
     ) -> list["_Speed"]:
-        """Measure how fast each of the others is against the baseline; all of them take turns together."""
+        """Measure the speed of each other run against the baseline; all runs are interleaved with each other."""
         if not others or (self.machine.rehearsed and self._has_rehearsed_turns):
             return [_Speed(Ratio.unknown(NO_TIME))] * len(others)
-        if self.machine.rehearsed:  # one turn shows that they run, which is all that can be seen
+        if self.machine.rehearsed:  # there are no times, so one turn is enough to check that the runs work
             self._has_rehearsed_turns, turns, steps_per_turn = True, 1, 1
         name = f"{baseline.name} and {others[0].name if len(others) == 1 else f'{len(others)} others'} in turns"
         timeout = self.timeout * len(others) if timeout is None else timeout
@@ -190,12 +190,14 @@ class Lab(Runner):
         return [self._speed_apart(baseline, *each, seconds[0]) for each in zip(others, seconds[1:], strict=True)]
 
     def _interleaved(self, name: str, runs: list[Run], turns: int, steps_per_turn: int, timeout: float) -> Outcome:
-        """Let runs take turns. The outcome's value has the `Seconds` of each turn, per process and run; inside one
-        process the first run takes part a second time, as the last one."""
+        """Interleave runs. The outcome's value is a list of `Seconds`, one per turn, for each process and run.
+
+        Inside one process the first run takes part a second time, as the last one.
+        """
         players, inside_one = self._players(runs), self._is_inside_one(*runs)
         if inside_one:
             players, turns = [*players, players[0]], -(-turns // PROCESSES)
-        done, count = (1, 1) if quiet.is_untimed() else (turns, PROCESSES)  # there one turn shows that they run
+        done, count = (1, 1) if quiet.is_untimed() else (turns, PROCESSES)  # untimed: only check that the runs work
         total = len(players) * (done + 1) * (count if inside_one else 1)
         with (
             progress.bar(name, total, "turn", quiet=self._is_unwatched) as bar,
@@ -213,7 +215,7 @@ class Lab(Runner):
         return outcome.replace(value=taken * (PROCESSES // count) if inside_one else taken)
 
     def _players(self, runs: list[Run]) -> list[Experiment]:
-        """Return the experiments of runs without an end of their own, on a CPU on one thread."""
+        """Return the experiments of runs, without a limit on steps or epochs and, on a CPU, on one thread."""
         changes: dict[str, Any] = {"threads": 1 if self._on_cpu(*runs) else None}
         if self.machine.rehearsed:
             changes["warmup_steps"] = 1
@@ -222,7 +224,7 @@ class Lab(Runner):
         return [each.replace(arguments=given, **changes) for each, given in zip(experiments, endless, strict=True)]
 
     def _speed_inside_one(self, baseline: Run, run: Run, triples: list[list[list[Seconds]]]) -> "_Speed":
-        """Return the speed of a run that took turns inside one process, several times.
+        """Return the speed of a run that was interleaved with the baseline inside each of several processes.
 
         Args:
             triples: per process the turns of the baseline, of the run, and of the baseline again.
@@ -233,29 +235,34 @@ class Lab(Runner):
         return _Speed(*ratios, (_fastest(first, CPU), _fastest(second, CPU)))
 
     def _speed_apart(self, baseline: Run, run: Run, of_run: list[Seconds], of_baseline: list[Seconds]) -> "_Speed":
-        """Return the speed of a run whose turns, and those of the baseline, were in processes of their own."""
+        """Return the speed of a run that alternated with the baseline, each in its own process."""
         samples = self._samples_ratio(baseline, run)
         pairs = [a[WALL] / b[WALL] * samples for a, b in zip(of_baseline, of_run, strict=True)]
         fastest = _fastest([of_baseline], WALL), _fastest([of_run], WALL)
         return _Speed(self.ratio(pairs, baseline, run), step_seconds=fastest)
 
     def _samples_ratio(self, baseline: Run, run: Run) -> float:
-        """Return the samples per step of a run over those of the baseline; 1 if they are not known."""
+        """Return the samples per step of a run divided by those of the baseline; 1 if either is unknown."""
         samples = [self._experiments[each.id].samples_per_step for each in (run, baseline)]
         return samples[0] / samples[1] if all(samples) else 1.0
 
     def _is_inside_one(self, *runs: Run) -> bool:
-        """Whether these runs take turns inside one process."""
+        """Return whether these runs are interleaved inside one process."""
         return self._on_cpu(*runs) and not self.machine.rehearsed and max(run.processes for run in runs) == 1
 
     @property
     def _error(self) -> type[RuntimeError]:
-        """What a ratio raises that is unknown because a run failed. A rehearsal leaves out whatever needs a ratio."""
+        """Return the exception class of a ratio that is unknown because a run failed.
+
+        In a rehearsal it is NeedsValues, so that statements that need the ratio are skipped.
+        """
         return NeedsValues if self.machine.rehearsed else RunFailed
 
     def _on_cpu(self, *runs: Run) -> bool:
-        """Return whether one of these runs computed on the CPU, also on a machine with a GPU: by `use_cpu`, or because
-        there are fewer GPUs than ranks, which then communicate by gloo. A function that leaves its GPU idle is missed.
+        """Return whether one of these runs computed on the CPU.
+
+        On a machine with a GPU that is so under `use_cpu`, and if there are fewer GPUs than ranks, which then
+        communicate by gloo. A function that leaves its GPU idle is not recognized.
         """
         gpus = max(1, len(self.machine.gpus)) if self.machine.kind == "cuda" else 0
         return not gpus or any(run.arguments.get("use_cpu") or run.processes > gpus for run in runs)
@@ -263,7 +270,7 @@ class Lab(Runner):
 
 @dataclass(frozen=True, slots=True)
 class _Speed:
-    """How fast a run is against the baseline, as a `Comparison` has it."""
+    """The speed of a run against the baseline; the fields are those of `Comparison`."""
 
     ratio: Ratio
     wall_ratio: Ratio | None = None
@@ -271,5 +278,5 @@ class _Speed:
 
 
 def _fastest(processes: Sequence[list[Seconds]], clock: int) -> float:
-    """Return the seconds of the fastest turn of a run, in any of its processes."""
-    return min((turn[clock] for turns in processes for turn in turns), key=float)  # unknown in a rehearsal
+    """Return the seconds of the fastest turn of a run, over all of its processes; unknown in a rehearsal."""
+    return min((turn[clock] for turns in processes for turn in turns), key=float)

@@ -1,9 +1,8 @@
-"""What bounds the time of an operation: the ceilings of a device, measured, and a model's arithmetic, counted; and what
-16-bit products can therefore gain.
+"""Measure a device's two speed limits, count a model's FLOPs, and predict the gain of 16-bit matmuls from them.
 
-The roofline model is that of Williams, Waterman and Patterson, "Roofline: an insightful visual performance model for
-multicore architectures", CACM 52(4), 2009: an operation takes at least its arithmetic at the rate of matrix products,
-and at least its bytes at the rate of memory.
+The roofline model says how long an operation takes at least: the longer of its arithmetic at the device's matmul rate
+and its bytes at the memory's rate. Source: Williams, Waterman and Patterson, "Roofline: an insightful visual
+performance model for multicore architectures", CACM 52(4), 2009.
 """
 
 from collections.abc import Callable
@@ -18,47 +17,47 @@ from trainmem.records import CPU, WALL, Ratio
 from trainmem.unknown import NeedsValues, RunFailed
 
 TRIES = {"product": 15, "copy": 6}
-# Large enough that starting costs nothing; small enough for two seconds of one CPU core.
-SIDE = {"cpu": 1024, "cuda": 8192}  # of the square matrices
-COPIED_BYTES = {"cpu": 2**28, "cuda": 2**30}  # at least; no cache holds the copy
-OTHER_WORK = 0.5, 2.0  # what is no product takes so many times its fp32 seconds: casts are added, or bytes are halved
-SMALL_PRODUCTS = 1.3  # some of a model's products are smaller than the one measured: all take so much longer at most
-TRAINER_SECONDS = 0.005  # that the Trainer's loop adds to a step at most
+# Large enough that the cost of a launch does not matter; small enough for two seconds of one CPU core.
+SIDE = {"cpu": 1024, "cuda": 8192}  # rows and columns of the square matrices
+COPIED_BYTES = {"cpu": 2**28, "cuda": 2**30}  # at least, so that no cache holds the copy
+OTHER_WORK = 0.5, 2.0  # 16-bit over fp32 seconds of all but matmuls: bytes may halve, casts may be added
+SMALL_PRODUCTS = 1.3  # a model also has smaller matmuls than the measured ones: together they take at most this factor
+TRAINER_SECONDS = 0.005  # the Trainer's loop adds at most this to a step
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")  # Linux
 
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """The two rates of a device, each the best of several tries."""
+    """The matmul rate and the copy rate of a device, each the best of several tries."""
 
-    flops_per_second: float  # of a large matrix product in `dtype`: a multiplication and an addition are two
-    bytes_per_second: float  # of a large copy, bytes read and bytes written together
+    flops_per_second: float  # of a large matmul in `dtype`; a multiplication and an addition are two operations
+    bytes_per_second: float  # of a large copy; bytes read plus bytes written
     dtype: str
     device: str  # "cpu" or "cuda"
-    threads: int | None  # of the CPU; None on a GPU
+    threads: int | None  # CPU threads; None on a GPU
 
     @property
     def ridge(self) -> float:
-        """FLOPs a byte at which the two ceilings meet: an operation with fewer is bound by bandwidth."""
+        """Return the FLOPs per byte at which the two limits meet; an operation with fewer is bound by bandwidth."""
         return self.flops_per_second / self.bytes_per_second
 
     def seconds(self, flops: float, moved_bytes: float) -> float:
-        """The least that an operation can take by the roofline model."""
+        """Return the seconds that an operation takes at least, by the roofline model."""
         return max(flops / self.flops_per_second, moved_bytes / self.bytes_per_second)
 
 
 def ceilings(dtype: str = "float32", device: str | None = None) -> Ceilings:
-    """Measure both, in this process, with the threads that torch has here. To be called in a clean process (`Lab.run`).
+    """Measure both rates in this process, with torch's current threads. Call it in a fresh subprocess (`Lab.run`).
 
-    The fastest of several tries counts: by the seconds computed on one thread of a CPU, which other load disturbs
-    least, else by the clock.
+    The fastest of several tries counts. With one CPU thread the clock is CPU time, which other load disturbs least;
+    otherwise it is the wall clock.
 
     Args:
-        dtype: of the matrix product: "float32" (on a GPU with whatever tf32 setting is on), "bfloat16", "float16".
-        device: "cpu" or "cuda"; None: the GPU if there is one.
+        dtype: type of the matmul: "float32" (on a GPU under the current tf32 setting), "bfloat16" or "float16".
+        device: "cpu" or "cuda" (default: the GPU if there is one).
 
     Raises:
-        NeedsValues: in a rehearsal.
+        NeedsValues: in a rehearsal, which has no times.
     """
     import torch
 
@@ -82,22 +81,26 @@ def ceilings(dtype: str = "float32", device: str | None = None) -> Ceilings:
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """How fast a device multiplies in 16 bits against fp32, and how much of a training step its products are."""
+    """The rate of 16-bit matmuls against fp32 ones, and the share of a training step that matmuls take."""
 
     dtype: str  # "bfloat16" or "float16"
     ratio: Ratio  # rate in `dtype` / rate in fp32; unknown in a rehearsal
-    flops_per_second: float | None = None  # in fp32; one thread of a CPU
-    shares: tuple[float, float] = (0.0, 1.0)  # of a training step in fp32 that its products take, at least and at most
+    flops_per_second: float | None = None  # in fp32; on a CPU with one thread
+    shares: tuple[float, float] = (0.0, 1.0)  # least and greatest share of an fp32 training step that matmuls take
 
     @property
     def usable(self) -> bool:
-        """Whether 16 bits are worth a training here: emulated, products take ten times as long. Unknown: True."""
+        """Return whether a training in 16 bits is worth a try; True if the ratio is unknown.
+
+        Emulated matmuls take about ten times as long as fp32 ones.
+        """
         return not self.ratio.known or self.ratio.value > 0.2
 
     @property
     def step_speed(self) -> tuple[float, float]:
-        """Between which factors mixed precision changes the speed of that step, by Amdahl's law: products go by the
-        ratio of their rates, anything else by `OTHER_WORK`.
+        """Return (least, greatest) factor by which mixed precision changes the speed of the step.
+
+        By Amdahl's law: matmuls speed up by `ratio`, the time of all other work changes by a factor in `OTHER_WORK`.
 
         Source: Amdahl, "Validity of the single processor approach", AFIPS 1967.
         """
@@ -109,8 +112,10 @@ class Products:
 
     @property
     def half_speed(self) -> tuple[float, float]:
-        """The same of a model wholly in 16 bits against mixed precision: their products are equal, so only the rest of
-        what was left of the step can change."""
+        """Return (least, greatest) speed of a model wholly in 16 bits, relative to mixed precision.
+
+        Their matmuls are equally fast, so only the other work of the step can change.
+        """
         if not self.ratio.known:
             return self.ratio.low, self.ratio.high
         rests = [(1 - share) / (1 - share + share / self.ratio.value) for share in self.shares]
@@ -126,14 +131,16 @@ class Products:
 
 
 def products(lab, dtype: str, task: Task, batch_size: int, use_cpu: bool = False) -> Products:
-    """Measure the rates of products in `dtype` and fp32, and a training step of the task in fp32, in three clean
-    processes of the lab, on one thread of a CPU. The products are the three of a feed-forward layer in training: where
-    16 bits are emulated, one with its left or right matrix transposed can be five times as fast as the plain one.
+    """Measure the matmul rates in `dtype` and fp32, and the fp32 training step of a task, in three fresh subprocesses.
+
+    On a CPU one thread computes. The matmuls are the three of a feed-forward layer in training: on a CPU that emulates
+    16 bits, a matmul with a transposed left or right matrix can be five times as fast as the plain one.
 
     Args:
+        lab: runs the subprocesses.
         dtype: "bfloat16" or "float16".
-        task, batch_size: of the step; forward, backward and an update by AdamW.
-        use_cpu: the CPU, although there is a GPU.
+        task, batch_size: model and samples of the step, which is forward, backward and an AdamW update.
+        use_cpu: measure the CPU even if there is a GPU.
     """
 
     def in_one_process(task: Task) -> list[list[tuple[float, float]]]:
@@ -176,8 +183,10 @@ def products(lab, dtype: str, task: Task, batch_size: int, use_cpu: bool = False
 
 
 def _copied_bytes(device: str) -> int:
-    """Bytes to copy: as many as the largest cache has, for source and target together are twice that. No more than an
-    eighth of the memory that is free."""
+    """Return how many bytes to copy: the size of the largest cache, but at most an eighth of the free memory.
+
+    Source and target together then take twice the cache. The result is never below `COPIED_BYTES`.
+    """
     least = COPIED_BYTES[device]
     if device == "cuda":
         return least
@@ -187,17 +196,17 @@ def _copied_bytes(device: str) -> int:
 
 
 def model_flops(task: Task, samples: int = 1, *, training: bool = True) -> int:
-    """Floating-point operations of the matrix products that a model needs for some samples: its *model FLOPs*.
+    """Return the *model FLOPs* of some samples: the floating-point operations of all matmuls that they need.
 
-    Counted by torch's FlopCounterMode over one forward and, for training, one backward pass on fake tensors: nothing is
-    computed. Attention counts as the products it is made of, whatever kernel takes it. What is recomputed by
-    checkpointing is not counted, and what is no product (norms, activations, dropout, the optimizer) neither, as in the
-    "model FLOPs utilization" of PaLM (Chowdhery et al. 2022, appendix B), where a decoder's are 6 a parameter and token
-    and 12 x layers x width x length a token for attention.
+    torch's FlopCounterMode counts them over one forward pass and, for training, one backward pass on fake tensors, so
+    nothing is computed. Attention counts as the matmuls it consists of, whichever kernel runs it. Recomputation by
+    checkpointing is not counted, nor is any operation but a matmul (norms, activations, dropout, the optimizer). This
+    is the definition of "model FLOPs utilization" in PaLM (Chowdhery et al. 2022, appendix B): a decoder needs 6 FLOPs
+    per parameter and token, plus 12 x layers x width x length per token for attention.
 
     Raises:
-        ValueError: a model whose products torch's counter does not see (grouped products of experts), or that needs
-            values.
+        ValueError: torch's counter misses the model's matmuls (grouped matmuls of experts), or the model's forward pass
+            depends on values.
     """
     import torch
     from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
@@ -209,7 +218,7 @@ def model_flops(task: Task, samples: int = 1, *, training: bool = True) -> int:
         raise ValueError(
             f"{task.model}: torch's FLOP counter ignores grouped matmuls of experts. Choose a model without experts"
         )
-    # The counter knows the products that plain attention is made of, and not every fused kernel.
+    # The counter knows the matmuls of plain attention, but not every fused kernel.
     with FakeTensorMode(allow_non_fake_inputs=True), sdpa_kernel(SDPBackend.MATH), torch.set_grad_enabled(training):
         model, batch = task.build_model(), task.batch(samples)
         with FlopCounterMode(display=False) as counter:

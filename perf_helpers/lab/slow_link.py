@@ -1,10 +1,9 @@
-"""Two hosts on one machine, joined by a link of a chosen speed: what a slow interconnect does, without a second
-machine.
+"""Simulate two hosts on one machine, with a link of a chosen speed and delay between them.
 
-Each host is a network namespace of Linux, and the link a pair of virtual Ethernet devices with a token bucket in front
-of either end; for a delay a thread of ours holds frames back in a third namespace (few kernels have netem). A namespace
-lives as long as a process in it: here a `cat` that reads from this process and so ends with it. Nothing has a name
-outside, and nothing is left.
+Each host is a Linux network namespace. The link is a pair of virtual Ethernet devices with a token bucket at each end.
+For a delay, a thread of this process holds frames back in a third namespace, because few kernels have netem. A
+namespace lives as long as a process in it: here a `cat` that reads from this process and therefore ends with it. The
+namespaces have no names, so nothing has to be removed afterwards.
 """
 
 import contextlib
@@ -23,43 +22,43 @@ from dataclasses import dataclass
 
 from trainmem.texts import positive
 
-_DEVICE, _PORT, _ADDRESSES = "link0", 29400, ("10.0.0.1", "10.0.0.2")  # they exist in the namespaces only
+_DEVICE, _PORT, _ADDRESSES = "link0", 29400, ("10.0.0.1", "10.0.0.2")  # they exist inside the namespaces only
 _CLONE_NEWNET = 0x40000000
 
 
 class Unavailable(OSError):
-    """This machine, or this user, cannot make a link; the text says what is missing."""
+    """This machine or this user cannot make a link; the message names what is missing."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """Two hosts and what joins them."""
+    """Two hosts that a link connects."""
 
-    holders: tuple[int, int]  # ids of the processes that keep the hosts' namespaces
+    holders: tuple[int, int]  # ids of the processes that keep the two hosts' namespaces alive
 
     def join(self) -> None:
-        """Move this rank to its host (even ranks to the first one, odd ranks to the second), to meet the others there.
+        """Move this process to the host of its rank: even ranks to the first host, odd ranks to the second.
 
-        Call it in a rank that torch's launcher started, before `init_process_group`. The process stays there.
+        Call it before `init_process_group` in a rank that torch's launcher started. The process stays on its host.
         """
         rank = int(os.environ["RANK"])
         with open(f"/proc/{self.holders[rank % 2]}/ns/net") as namespace:
             _enter(namespace.fileno())
         os.environ |= {"MASTER_ADDR": _ADDRESSES[0], "MASTER_PORT": str(_PORT), "GLOO_SOCKET_IFNAME": _DEVICE}
-        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # the launcher's own meeting point is on no host
+        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # no host can reach the launcher's store
 
 
 @contextlib.contextmanager
 def link(megabits_per_second: float | None = None, delay_seconds: float | None = None) -> Iterator[Link]:
-    """Two hosts with a link between them, until the end of the `with`.
+    """Yield two hosts with a link between them; they end with the `with` block.
 
     Args:
-        megabits_per_second: speed in either direction, 10^6 bits a second; None: as fast as the machine can copy.
-        delay_seconds: how much later at least each frame arrives, however many are under way; None: at once.
+        megabits_per_second: speed in each direction, in 10^6 bits per second; None: as fast as the machine can copy.
+        delay_seconds: least delay of each frame, however many frames are under way; None: no delay.
 
     Raises:
-        Unavailable: this needs Linux, root, and the commands of util-linux and iproute2.
-        ValueError: the speed or the delay is no positive number.
+        Unavailable: the machine is not Linux, the user is not root, or util-linux or iproute2 is missing.
+        ValueError: the speed or the delay is not a positive number.
     """
     rate = megabits_per_second
     for name, value in {"megabits_per_second": rate, "delay_seconds": delay_seconds}.items():
@@ -88,7 +87,7 @@ def link(megabits_per_second: float | None = None, delay_seconds: float | None =
 
 @functools.cache
 def missing() -> str | None:
-    """What is missing to make a link here, in words; None where one could be made (one is, and is gone again)."""
+    """Return in words what is missing to make a link here; None if a trial link could be made."""
     try:
         with link(100):
             return None
@@ -97,8 +96,11 @@ def missing() -> str | None:
 
 
 def bytes_sent() -> int | None:
-    """Bytes, headers included, that this rank's network device has sent so far, the one through which it talks to the
-    others: seen from the namespace that the process is in. None if the system does not report it."""
+    """Return the bytes, headers included, that the network device of this rank has sent so far.
+
+    The device is the one through which gloo connects to the other ranks, in the namespace of this process. Return None
+    if the system does not report it.
+    """
     device = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     with contextlib.suppress(OSError, StopIteration), open("/proc/thread-self/net/dev") as file:
         return int(next(line.split(":")[1].split() for line in file if line.strip().startswith(f"{device}:"))[8])
@@ -116,23 +118,23 @@ def _lacking() -> str | None:
 
 @contextlib.contextmanager
 def _namespace() -> Iterator[int]:
-    """A process in a network namespace of its own: its id. It ends when its input does."""
+    """Yield the id of a process in a network namespace of its own. The process ends with its standard input."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     command = ["unshare", "--net", "sh", "-c", "echo ready && exec cat"]
-    with subprocess.Popen(command, **pipes, start_new_session=True) as holder:  # leaving it closes the pipes and waits
+    with subprocess.Popen(command, **pipes, start_new_session=True) as holder:  # its end closes the pipes and waits
         if not holder.stdout.readline():
             raise Unavailable(_reason("unshare", holder.communicate()[1]))
         yield holder.pid
 
 
 def _hold_back(middle, delay):
-    """Hand each frame on to the other end `delay` seconds later, until the hosts, and so their devices, are gone."""
+    """Forward each frame to the other end `delay` seconds later, until the hosts and with them their devices end."""
     with open(f"/proc/{middle}/ns/net") as namespace:
-        _enter(namespace.fileno())  # this thread alone
+        _enter(namespace.fileno())  # moves only this thread
     ends, waiting = [socket.socket(socket.AF_PACKET, socket.SOCK_RAW) for _ in range(2)], []
     for number, end in enumerate(ends):
-        for option in (15, 23):  # PACKET_VNET_HDR: frames pass as they are, unfinished checksums too; IGNORE_OUTGOING
-            end.setsockopt(263, option, 1)  # SOL_PACKET; all from linux/if_packet.h
+        for option in (15, 23):  # PACKET_VNET_HDR passes unfinished checksums on; PACKET_IGNORE_OUTGOING
+            end.setsockopt(263, option, 1)  # SOL_PACKET; these numbers are in linux/if_packet.h
         end.bind((f"end{number}", 3))  # ETH_P_ALL
     with contextlib.suppress(OSError):
         while True:
@@ -157,7 +159,7 @@ def _reason(name: str, errors: bytes) -> str:
 
 
 def _enter(descriptor: int) -> None:
-    """setns(2), which Python 3.11 has not."""
+    """Enter the namespace of a file descriptor by setns(2), which Python 3.11 lacks."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.setns(descriptor, _CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

@@ -1,7 +1,7 @@
 """Run a training for every combination of a grid of arguments, on one or several workers.
 
-Covers the plan and its file, Dask's workers as an executor for any lab, and the sweep that hands them its rows.
-Not covered: how one row is measured, and the store that keeps it (`perf_helpers.lab`).
+Covers the plan and its file, Dask's workers as an executor for any lab, and the sweep that sends its rows to them.
+Not covered: how one row is measured and stored (`perf_helpers.lab`).
 """
 
 from perf_helpers.sweep.dask_workers import Workers, connected

@@ -1,8 +1,8 @@
-"""Dask's workers as an executor for any lab, and where they come from.
+"""Use Dask's workers as an executor for any lab; connect to a cluster, or start workers on this machine.
 
 One experiment runs per device at a time. If its worker is killed, it runs once more on another worker. The client sends
-each call to a free device itself: if Dask had all calls at once, it would count a worker's death against every call
-that waited there, and silently rerun the one that ran (`distributed.scheduler.allowed-failures`).
+each call to a free device itself. If Dask had all calls at once, it would count a worker's death against every call
+that waits there, and would silently rerun the call that ran (`distributed.scheduler.allowed-failures`).
 """
 
 import asyncio
@@ -32,15 +32,16 @@ from trainmem.measure.forkserver import SERVER
 from trainmem.records import now
 from trainmem.texts import positive, whole_number
 
-RESOURCE = "device"  # that a worker offers once per experiment that it may run at a time
+RESOURCE = "device"  # a worker offers one per experiment that it may run at a time
 INSTALL = "pip install 'perf-helpers[cluster]'"
-PATIENCE_SECONDS = 20  # until a scheduler answers
-TELLING = ("python", "torch", "transformers", "accelerate", "bitsandbytes", "datasets", "numpy")  # they decide figures
-_ROUND_SECONDS = 0.3  # between two looks at the workers
+PATIENCE_SECONDS = 20  # time limit for a scheduler to answer
+# The packages whose versions change results.
+DECISIVE_PACKAGES = ("python", "torch", "transformers", "accelerate", "bitsandbytes", "datasets", "numpy")
+_ROUND_SECONDS = 0.3  # between two queries of the list of workers
 
 
 class Killed(BrokenExecutor):
-    """Both workers that ran a call were killed; `attempts` as in `records.Run.attempts`."""
+    """Two workers were killed while they ran a call; `attempts` has the fields of `records.Run.attempts`."""
 
     def __init__(self, message: str, attempts: tuple[dict[str, Any], ...]):
         super().__init__(message)
@@ -48,14 +49,14 @@ class Killed(BrokenExecutor):
 
 
 class Displaced(RuntimeError):
-    """A call reached a worker that has taken the address of the one it was sent to."""
+    """A call reached another worker, which has taken over the address of the intended one."""
 
 
 @dataclass
 class _Worker:
-    """A worker as it describes itself, and the calls that it runs."""
+    """A worker's description of itself, and the calls that it runs."""
 
-    id: str  # never used again, unlike the address
+    id: str  # unique, unlike the address, which a later worker may get
     name: str
     address: str
     devices: int  # experiments that it may run at a time
@@ -77,34 +78,37 @@ class Workers(Executor):
     Args:
         client: a `distributed.Client`; it stays open.
         patience: seconds to wait while there is no worker.
-        tell: called with a line for people, e.g. about a worker that was killed, or whose packages differ.
+        tell: called with a line of text for people, e.g. that a worker was killed or has other package versions.
     """
 
     def __init__(self, client, *, patience: float = 600, tell: Callable[[str], Any] = lambda line: None):
         self._client, self._patience = client, patience
         self._tell, self._tell_once = tell, functools.cache(tell)
-        self._workers: dict[str, _Worker] = {}  # by address: those that can be used
-        self._known: set[str] = set()  # addresses, also of workers that cannot be used
-        self._calls: set[asyncio.Task] = set()  # that have no outcome yet
+        self._workers: dict[str, _Worker] = {}  # {address: worker} of the usable ones
+        self._known: set[str] = set()  # addresses of all workers, including unusable ones
+        self._calls: set[asyncio.Task] = set()  # calls without an outcome yet
         self._change = asyncio.Event()  # see `_wake`
-        self._closed, self._failure = False, None  # the failure: why no call runs any more
+        self._closed, self._failure = False, None  # the failure: the error that stopped all calls
         self._watching = self._begin(self._watch())
 
     def submit(self, function: Callable, /, *arguments, **options) -> Future:
-        """Run a call, as any executor does. The future raises `Killed` if two workers were killed while they ran it,
-        and ValueError if no worker can be had."""
+        """Run a call on a worker and return its future, as any executor does.
+
+        The future raises `Killed` if two workers were killed while they ran the call, and ValueError if there is no
+        worker.
+        """
         if self._closed:
             raise self._failure or RuntimeError("these workers were shut down")
         return self._begin(self._performed(cloudpickle.dumps((function, arguments, options))))
 
     def seen(self) -> list[tuple[Machine, dict[str, str | None]]]:
-        """Return machine and packages of each worker."""
+        """Return (machine, package versions) of each worker."""
         return [(worker.machine, worker.versions) for worker in [*self._workers.values()]]
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Take no more calls; wait for those that run, or end them and their processes with `cancel_futures`."""
+        """Refuse further calls, and wait for those that run; with `cancel_futures` end them and their processes."""
         self._closed = True
-        if self._client.loop.asyncio_loop.is_running():  # otherwise the client was closed, which ended everything
+        if self._client.loop.asyncio_loop.is_running():  # otherwise the client was closed, which ended all calls
             ended = self._begin(self._stop(cancel_futures))
             if wait:
                 ended.result()
@@ -112,7 +116,7 @@ class Workers(Executor):
     def __exit__(self, kind, *_) -> None:
         self.shutdown(cancel_futures=kind is not None)
 
-    # ---- in the thread of the client's event loop, so without locks
+    # ---- these run in the thread of the client's event loop, and therefore need no locks
 
     def _begin(self, work: Coroutine) -> Future:
         return asyncio.run_coroutine_threadsafe(work, self._client.loop.asyncio_loop)
@@ -124,7 +128,7 @@ class Workers(Executor):
         self._watching.cancel()
 
     async def _watch(self) -> None:
-        """Keep `_workers` up to date; if that fails, so does every call."""
+        """Keep `_workers` up to date; if that fails, let every call fail with the same error."""
         alone_since = time.monotonic()
         try:
             while True:
@@ -141,15 +145,14 @@ class Workers(Executor):
             self._wake()
 
     async def _look(self) -> None:
-        """Drop workers that left and introduce those that came. Raises ValueError if none that came can be used, and
-        there is no other."""
+        """Remove workers that left and add those that came. Raises ValueError if there is none but unusable ones."""
         there = set(await self._ask(self._client.nthreads))
         for worker in [worker for address, worker in self._workers.items() if address not in there]:
             await self._gone(worker)
         came, self._known, refused = [*(there - self._known)], there, []
         answers = await self._ask(self._client.run, introduce, workers=came, on_error="return") if came else {}
         for address, answer in answers.items():
-            if isinstance(answer, OSError):  # the worker left meanwhile, or cannot be reached yet
+            if isinstance(answer, OSError):  # the worker has left, or cannot be reached yet
                 self._known.discard(address)
             elif isinstance(answer, Exception):
                 why = f"cannot run perf_helpers ({type(answer).__name__}: {answer}): install this version there"
@@ -173,28 +176,28 @@ class Workers(Executor):
         self._wake()
 
     async def _gone(self, worker: _Worker) -> None:
-        """Forget a worker and cancel what it was running, so that `_performed` goes on."""
+        """Remove a worker and cancel the calls that it runs, so that `_performed` continues."""
         if self._workers.get(worker.address) is worker:
             del self._workers[worker.address]
-        with contextlib.suppress(Exception):  # of a client that is closed, whose futures are cancelled already
+        with contextlib.suppress(Exception):  # a closed client raises; its futures are cancelled already
             await self._client.cancel([*worker.running])
 
     def _wake(self) -> None:
-        """Let every call that waits for a device look again."""
+        """Wake every call that waits for a device, so that it checks the workers again."""
         self._change.set()
         self._change = asyncio.Event()
 
     async def _ask(self, question: Callable, *arguments, **options) -> Any:
-        """Return the scheduler's answer; raise ValueError if it does not answer any more."""
+        """Return the scheduler's answer. Raises ValueError if the scheduler no longer answers."""
         try:
             return await question(*arguments, **options)
-        except Exception as error:  # of many kinds
+        except Exception as error:  # Dask raises many types
             raise ValueError(
                 f"the scheduler stopped answering ({error}): restart it, then run the sweep again"
             ) from error
 
     async def _performed(self, content: bytes) -> Any:
-        """Return the value of a call; `content` is its pickled function with the arguments."""
+        """Run a call on a worker and return its value; `content` is its pickled function with the arguments."""
         self._calls.add(call := asyncio.current_task())
         call.add_done_callback(self._calls.discard)
         number, attempts = uuid.uuid4().hex, []  # the failed attempts, as in `records.Run.attempts`
@@ -206,20 +209,20 @@ class Workers(Executor):
             worker.running.add(future)
             result = asyncio.ensure_future(future.result())
             try:
-                value = await asyncio.shield(result)  # Dask may fetch results of other calls together with it
+                value = await asyncio.shield(result)  # Dask may fetch several results at once: cancel none of them
                 if isinstance(value, Outcome) and value.attempts:
                     value = value.replace(attempts=(*attempts, value.attempts[-1] | {"sharing": sharing}))
                 return value
-            except asyncio.CancelledError:  # nobody waits for it any more: its processes end too
+            except asyncio.CancelledError:  # the caller gave up: end the call's processes too
                 await self._client.cancel([future])
                 await asyncio.gather(result, return_exceptions=True)
                 await self._client.run(end, number, workers=[worker.address], wait=False, on_error="ignore")
                 raise
-            except Exception as error:  # of the call itself, unless its worker is gone
+            except Exception as error:  # the call itself failed, unless its worker is gone
                 if future.status == "error" and type(error).__name__ not in ("Displaced", "KilledWorker"):
                     raise
                 await self._gone(worker)
-                await self._ask(self._client.nthreads)  # it may be the scheduler that is gone
+                await self._ask(self._client.nthreads)  # raises if it is the scheduler that is gone
             finally:
                 worker.running.discard(future)
                 self._wake()
@@ -232,7 +235,7 @@ class Workers(Executor):
         raise Killed(f"{both}; the row is not tried a third time", tuple(attempts))
 
     async def _free(self, lost_by: set[str]) -> _Worker:
-        """Wait for a worker with a free device; after a loss for another one than lost the call, if there is any."""
+        """Wait for a worker with a free device; avoid the workers named in `lost_by` if there are others."""
         while not self._failure:
             others = [worker for worker in self._workers.values() if worker.name not in lost_by]
             for worker in others or self._workers.values():
@@ -242,7 +245,7 @@ class Workers(Executor):
         raise self._failure
 
     def _sharing(self, worker: _Worker) -> int:
-        """Return how many experiments share the cores that this worker's experiments run on."""
+        """Return how many experiments may share the cores of this worker's host; 1 for a worker with a GPU."""
         if worker.machine.kind != "cpu":
             return 1
         near = [other for other in self._workers.values() if other.host == worker.host and other.machine.kind == "cpu"]
@@ -252,7 +255,7 @@ class Workers(Executor):
         return sharing
 
 
-# ---- where workers come from
+# ---- connecting to workers, or starting them
 
 
 @contextlib.contextmanager
@@ -262,12 +265,13 @@ def connected(
     patience: float = 600,
     tell: Callable[[str], Any] = lambda line: None,
 ) -> Iterator[Workers | None]:
-    """Yield the workers of a scheduler, or workers on this machine that end with the context; None, if Dask is not
-    installed and no argument needs it.
+    """Yield the workers of a scheduler, or workers on this machine that end with the context.
+
+    Yield None if Dask is not installed and neither `scheduler` nor `workers` is given.
 
     Args:
-        scheduler: address, e.g. "tcp://192.0.2.1:8786"; empty: this machine.
-        workers: how many on this machine; None: one per GPU, or one if there is no GPU.
+        scheduler: address, e.g. "tcp://192.0.2.1:8786"; empty: start workers on this machine.
+        workers: number of workers on this machine (default: one per GPU, or one if there is no GPU).
         patience, tell: as in `Workers`.
 
     Raises:
@@ -296,7 +300,10 @@ def connected(
 
 @contextlib.contextmanager
 def _own_cluster(distributed, count: int | None) -> Iterator:
-    """Workers on this machine, each a process that sees one GPU; one worker if there is no GPU."""
+    """Yield a cluster on this machine: one process per worker, each of which sees one GPU if there are GPUs.
+
+    `count` is the number of workers; None or 0: one per GPU, or one if there is no GPU.
+    """
     import dask
 
     machine = hardware.describe()
@@ -322,20 +329,25 @@ def _own_cluster(distributed, count: int | None) -> Iterator:
 
 
 def _gpu_names(gpus) -> list[str]:
-    """Return what names each GPU in CUDA_VISIBLE_DEVICES: its UUID if known, because numbers count visible GPUs."""
+    """Return the name of each GPU for CUDA_VISIBLE_DEVICES: its UUID if known, otherwise its number.
+
+    A UUID is safer, because numbers count visible GPUs only.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     numbers = visible if len(visible) == len(gpus) and all(visible) else [str(gpu.index) for gpu in gpus]
     return [gpu.uuid or number for gpu, number in zip(gpus, numbers, strict=True)]
 
 
-# ---- inside a worker
+# ---- these run inside a worker
 
-_attended: set[str] = set()  # the calls that this process runs just now
+_attended: set[str] = set()  # the calls that this process runs now
 
 
 def dask_setup(worker) -> None:
-    """Ignore a terminal's Ctrl-C, which reaches this machine's own workers too; Dask calls this when one starts. The
-    process that started the worker ends it after its calls."""
+    """Ignore Ctrl-C in a worker of this machine; Dask calls this function when the worker starts.
+
+    A terminal sends Ctrl-C to workers too, but the process that started a worker ends it after its calls.
+    """
     signal.signal(signal.SIGINT, lambda *_: None)
 
 
@@ -354,14 +366,16 @@ def introduce(dask_worker) -> _Worker:
 
 
 def _versions() -> dict[str, str | None]:
-    """Return the versions here of all that decides figures, and of this package."""
+    """Return the versions, in this process, of `DECISIVE_PACKAGES` and of this package."""
     found = hardware.versions()
-    return {name: found[name] for name in TELLING} | {"perf_helpers": perf_helpers.__version__}
+    return {name: found[name] for name in DECISIVE_PACKAGES} | {"perf_helpers": perf_helpers.__version__}
 
 
 def without_dasks_settings() -> None:
-    """Undo what Dask's nanny sets for its own tasks: one thread for every library, and an allocator that returns memory
-    at once. Experiments would run at another speed than anywhere else."""
+    """Undo Dask's environment variables, under which experiments would run at another speed than elsewhere.
+
+    Dask's nanny sets one thread for every library, and an allocator that returns memory to the system at once.
+    """
     config = sys.modules.get("dask.config")
     settings = config.get("distributed.nanny.pre-spawn-environ", None) if config else None
     for name, value in (settings or {}).items():
@@ -370,15 +384,16 @@ def without_dasks_settings() -> None:
 
 
 def attend(worker_id: str, number: str, sharing: int, content: bytes) -> Any:
-    """Run a call on the worker that it was sent to.
+    """Run a call in this worker, and return its value.
 
     Args:
-        number: names the call.
-        sharing: experiments that share this machine's CPU, each on an equal part of the cores.
+        worker_id: id of the worker that the call was sent to.
+        number: id of the call.
+        sharing: number of experiments that share this machine's CPU; each gets an equal part of the cores.
         content: the pickled function with its arguments.
 
     Raises:
-        Displaced: another worker has that one's address now; nothing was run.
+        Displaced: this is another worker, at the same address; the call was not run.
     """
     from distributed import get_worker
 
@@ -400,7 +415,7 @@ def _on_its_part(experiment: Experiment, sharing: int) -> Experiment:
 
 
 async def end(number: str) -> None:
-    """End the processes of a call, and any that it goes on to start, unless this worker runs another call too."""
+    """End the processes of a call, including any that it still starts, unless this worker runs another call too."""
     while _attended == {number}:
         SERVER.end_forks()
         await asyncio.sleep(0.1)

@@ -1,4 +1,4 @@
-"""Sweeps: the trainings of a plan, run on all available workers and kept in the lab's store, so that they can continue.
+"""Run the trainings of a plan on all available workers; the lab's store keeps the runs, so that a sweep can continue.
 
 A plan is a grid of arguments, or a list of rows, read from TOML. Names, values, the model and its sequence length are
 checked when the plan is made, before anything runs.
@@ -16,7 +16,7 @@ from typing import Any
 
 from perf_helpers import plots
 from perf_helpers.lab.lab import Lab
-from perf_helpers.sweep.dask_workers import TELLING
+from perf_helpers.sweep.dask_workers import DECISIVE_PACKAGES
 from trainmem.core import arguments
 from trainmem.core.arguments import Arguments
 from trainmem.core.outcomes import Outcome
@@ -27,23 +27,23 @@ from trainmem.records import Run
 from trainmem.texts import check_known, positive, reading, shown, text_of, whole_number
 
 METERS = ("memory", "time")
-OF_THE_TASK = ("model", "seq_len", "dataset_size", "architecture", "data", "config")
-OF_THE_PLAN = ("task", "arguments", "grid", "rows", "measure", "steps", "processes", "timeout")
-MOST_ROWS = 10_000  # a grid with more of them is a slip: at ten seconds each it would take more than a day
+TASK_FIELDS = ("model", "seq_len", "dataset_size", "architecture", "data", "config")
+PLAN_FIELDS = ("task", "arguments", "grid", "rows", "measure", "steps", "processes", "timeout")
+MOST_ROWS = 10_000  # a larger grid is probably a mistake: at ten seconds per row it would take more than a day
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The trainings of a sweep, and how each is measured."""
+    """The trainings of a sweep, and how to measure each."""
 
-    rows: tuple[Experiment, ...]  # but for their lengths
+    rows: tuple[Experiment, ...]  # `run` sets how many steps each takes
     measure: tuple[str, ...] = METERS
-    steps: int | None = None  # optimizer steps that are timed; None: the profile's
-    timeout: float | None = None  # seconds that one training may take; None: the profile's
+    steps: int | None = None  # timed optimizer steps; None: the profile's
+    timeout: float | None = None  # seconds per training; None: the profile's
 
     @classmethod
     def read(cls, path: str | PathLike) -> "Plan":
-        """Read a plan from a TOML file, see `of`.
+        """Read a plan from a TOML file with the tables that `of` describes.
 
         Raises:
             ValueError: the file cannot be read, is not TOML, or is not a plan; the message begins with its name.
@@ -56,41 +56,41 @@ class Plan:
             raise ValueError(f"{path}: {error}") from None
 
     @classmethod
-    def of(cls, told: Mapping[str, Any]) -> "Plan":
+    def of(cls, tables: Mapping[str, Any]) -> "Plan":
         """Make a plan from the tables of a plan file.
 
         Args:
-            told: `measure` ("memory", "time" or both), `steps`, `processes` and `timeout` (seconds); the tables `task`
-                (fields of `Task`), `arguments` (training arguments of every row) and `grid` (a list of values per name;
-                every combination is a row); and the list of tables `rows` (one row each, with an optional `name`).
-                `grid` and `rows` may set fields of the task too, except `config`.
+            tables: `measure` ("memory", "time" or both), `steps`, `processes` and `timeout` (seconds); the tables
+                `task` (fields of `Task`), `arguments` (training arguments of every row) and `grid` (a list of values
+                per name; every combination is a row); and the list of tables `rows` (one row each, with an optional
+                `name`). `grid` and `rows` may set fields of the task too, except `config`.
 
         Raises:
             ValueError: an unknown name, with the nearest known one; an invalid value; no rows; a repeated row. The
                 message names the table.
         """
-        check_known("a plan", told, OF_THE_PLAN)
-        task, fixed, grid = (_table(told, name) for name in ("task", "arguments", "grid"))
-        check_known("[task]", task, OF_THE_TASK)
+        check_known("a plan", tables, PLAN_FIELDS)
+        task, fixed, grid = (_table(tables, name) for name in ("task", "arguments", "grid"))
+        check_known("[task]", task, TASK_FIELDS)
         fixed = {name: _value("[arguments]", name, value, in_task=False) for name, value in fixed.items()}
-        combinations = [*_combinations(grid, {*task, *fixed}), *_as_they_stand(_rows(told))]
+        combinations = [*_combinations(grid, {*task, *fixed}), *_listed(_rows(tables))]
         if not combinations:
             raise ValueError("the plan has no rows: give lists of values under [grid], or each row under [[rows]]")
-        processes = whole_number("processes", told.get("processes", 1))
+        processes = whole_number("processes", tables.get("processes", 1))
         rows = tuple(_row(name, task, fixed, changes, processes) for name, changes in combinations)
         _check(rows)
         kinds = {"steps": whole_number, "timeout": positive}
-        lengths = {name: check(name, told[name]) for name, check in kinds.items() if told.get(name) is not None}
-        return cls(rows, _measure(told.get("measure", METERS)), **lengths)
+        lengths = {name: check(name, tables[name]) for name, check in kinds.items() if tables.get(name) is not None}
+        return cls(rows, _measure(tables.get("measure", METERS)), **lengths)
 
 
 @dataclass(frozen=True)
 class Sweep:
     """The results of a plan's rows."""
 
-    runs: tuple[Run, ...]  # one a row, in the plan's order
-    reused: frozenset[str]  # ids of runs that were in the store before
-    store: str  # the file that has them all
+    runs: tuple[Run, ...]  # one per row, in the plan's order
+    reused: frozenset[str]  # ids of runs that were in the store before the sweep
+    store: str  # path of the file that keeps the runs
 
     @property
     def ok(self) -> bool:
@@ -112,7 +112,7 @@ class Sweep:
         return f"{worker}{times}{' (earlier)' * (run.id in self.reused)}"
 
     def failures(self) -> list[str]:
-        """Return a line per row that did not train, with the reason."""
+        """Return one line per row that did not train: its name, status and reason."""
         return [f"{run.name}: {run.status}, {run.message}" for run in self.runs if not run.ok]
 
     def __repr__(self) -> str:
@@ -122,7 +122,7 @@ class Sweep:
         return self.table()._repr_html_()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return every run as in the store, and whether it was reused, for JSON."""
+        """Return the sweep for JSON: every run as the store has it, with "reused" added."""
         runs = [run.to_dict() | {"reused": run.id in self.reused} for run in self.runs]
         return {"status": "ok" if self.ok else "failed", "store": self.store, "reused": len(self.reused), "runs": runs}
 
@@ -133,14 +133,14 @@ def run(
     *,
     tell: Callable[[str], Any] = lambda line: None,
 ) -> Sweep:
-    """Run the rows of a plan: with the lab's executor as many at once as it can, without one row by row.
+    """Run the rows of a plan: in parallel if the lab has an executor, otherwise one by one.
 
     A row is not repeated if the lab's store has a run of the same task, arguments and versions, on a machine that is
-    available now; so an interrupted sweep continues. This process stores each run as soon as it ends: workers need no
-    common folder.
+    available now. An interrupted sweep therefore continues when it is run again. This process stores each run as soon
+    as it ends, so workers need no common folder.
 
     Args:
-        lab: where to run; `Lab(executor=Workers(client))` for a cluster. The sweep's runs are added to `lab.runs`.
+        lab: runs the rows; use `Lab(executor=Workers(client))` for a cluster. `lab.runs` gets the sweep's runs.
         plan: a `Plan`, the path of a plan file (`Plan.read`), or its tables (`Plan.of`).
         tell: called with a line of text about the progress.
 
@@ -159,7 +159,7 @@ def run(
     missing = {number: each for number, each in enumerate(experiments) if number not in known}
     try:
         for number, outcome in _outcomes(lab, plan, missing):
-            if outcome.status in ("invalid", "needs values"):  # an exception for who asks for one training
+            if outcome.status in ("invalid", "needs values"):  # a single training raises an exception for these
                 outcome = outcome.replace(status="refused")
             found[number] = run = lab.keep(experiments[number], outcome)
             tell(f"{len(found)}/{len(experiments)} {run!r}")
@@ -172,32 +172,34 @@ def run(
 
 
 def _outcomes(lab: Lab, plan: Plan, experiments: dict[int, Experiment]) -> Iterator[tuple[int, Outcome]]:
-    """(number of the row, outcome), each as soon as it is known."""
+    """Yield (number of the row, outcome) as soon as each row ends."""
     timeout = plan.timeout or lab.timeout
     if lab.executor is None:
         for number, experiment in experiments.items():
             yield number, executors.measure(experiment, plan.measure, timeout)
         return
-    asked = (plan.measure, timeout)
+    how = (plan.measure, timeout)
     futures = {
-        executors.submit(lab.executor, executors.measure, each, *asked): number for number, each in experiments.items()
+        executors.submit(lab.executor, executors.measure, each, *how): number for number, each in experiments.items()
     }
     try:
         for future in as_completed(futures):
             yield futures[future], executors.outcome_of(future)
-    finally:  # interrupted, or no workers can be had: what nobody waits for is ended
+    finally:  # after an interrupt, or if there are no workers, end the calls that have not finished
         for future in futures:
             future.cancel()
 
 
 def _known(lab: Lab, plan: Plan, experiments: list[Experiment]) -> dict[int, Run]:
-    """Return, by the number of the row, the latest run in the store that has what the row asks for; one that has the
-    row's name comes first."""
+    """Return {number of a row: the latest run in the store that has its measurements}.
+
+    A run with the row's name is preferred.
+    """
     places_here = getattr(lab.executor, "seen", lambda: [(lab.machine, lab.versions)])()
-    here = {(machine.name, _telling(versions)) for machine, versions in places_here}
-    stored: dict[str, dict[str, Run]] = {}  # by experiment and name, the latest run last
+    here = {(machine.name, _decisive_versions(versions)) for machine, versions in places_here}
+    stored: dict[str, dict[str, Run]] = {}  # {experiment: {name: run}}, the latest run last
     for run in lab.store.read():
-        if run.ok and (run.machine.get("name"), _telling(run.versions)) in here:
+        if run.ok and (run.machine.get("name"), _decisive_versions(run.versions)) in here:
             runs = stored.setdefault(run.experiment, {})
             runs.pop(run.name, None)
             runs[run.name] = run
@@ -211,36 +213,36 @@ def _known(lab: Lab, plan: Plan, experiments: list[Experiment]) -> dict[int, Run
     return found
 
 
-def _telling(versions: Mapping[str, str | None]) -> tuple[str | None, ...]:
-    return tuple(versions.get(name) for name in TELLING)
+def _decisive_versions(versions: Mapping[str, str | None]) -> tuple[str | None, ...]:
+    return tuple(versions.get(name) for name in DECISIVE_PACKAGES)
 
 
 def _has(run: Run, plan: Plan, experiment: Experiment) -> bool:
-    """Whether a run has all that the row is measured for, over as many steps."""
-    told = {"max_steps", "num_train_epochs"} & experiment.arguments.given.keys()  # these say how many
-    as_long = run.timing and (told or run.timing.steps == experiment.steps)
+    """Return whether a run has all measurements that the plan requests, over the requested number of steps."""
+    sets_length = {"max_steps", "num_train_epochs"} & experiment.arguments.given.keys()
+    as_long = run.timing and (sets_length or run.timing.steps == experiment.steps)
     return bool(("memory" not in plan.measure or run.memory) and ("time" not in plan.measure or as_long))
 
 
 # --------------------------------------------------------------------------------------------------- reading a plan
 
 
-def _table(told: Mapping[str, Any], name: str) -> dict[str, Any]:
-    table = told.get(name, {})
+def _table(tables: Mapping[str, Any], name: str) -> dict[str, Any]:
+    table = tables.get(name, {})
     if not isinstance(table, Mapping):
         raise ValueError(f"{name}={shown(table)} is not a table: write it as [{name}]")
     return dict(table)
 
 
-def _rows(told: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    rows = told.get("rows", [])
+def _rows(tables: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    rows = tables.get("rows", [])
     if not isinstance(rows, list) or not all(isinstance(row, Mapping) for row in rows):
         raise ValueError("rows is not a list of tables: write each row under its own [[rows]]")
     return rows
 
 
 def _combinations(grid: dict[str, Any], taken: set[str]) -> list[tuple[str, dict[str, Any]]]:
-    """(name, what changes) of every combination of the grid's values, the last name's values changing fastest."""
+    """Return (name, changed settings) for every combination of the grid's values; the last setting varies fastest."""
     for name, values in grid.items():
         if name == "config":
             raise ValueError("[grid] cannot have 'config': move it to [task]")
@@ -258,11 +260,12 @@ def _combinations(grid: dict[str, Any], taken: set[str]) -> list[tuple[str, dict
     return [(_name({name: each[name] for name in changing}), each) for each in made]
 
 
-def _as_they_stand(rows: list[Mapping[str, Any]]) -> Iterable[tuple[str, dict[str, Any]]]:
+def _listed(rows: list[Mapping[str, Any]]) -> Iterable[tuple[str, dict[str, Any]]]:
+    """Yield (name, changes) of each row under [[rows]]."""
     for number, row in enumerate(rows, start=1):
         where, changes = f"[[rows]] {number}", {name: value for name, value in row.items() if name != "name"}
         changes = {name: _value(where, name, value) for name, value in changes.items()}
-        name = row.get("name", _name(changes) or "as it stands")
+        name = row.get("name", _name(changes) or "no changes")
         if not isinstance(name, str) or not name:
             raise ValueError(f"{where}: name={shown(name)}: give a text")
         yield name, changes
@@ -273,18 +276,17 @@ def _name(changes: Mapping[str, Any]) -> str:
 
 
 def _value(where: str, name: str, value: Any, in_task: bool = True) -> Any:
-    """The value of a training argument, of a text as transformers' own parser takes it; that of a field of the task as
-    it is."""
-    if name in OF_THE_TASK:
+    """Check a value of a plan and return it. transformers' parser converts the text of a training argument."""
+    if name in TASK_FIELDS:
         if in_task and name != "config":
             return value
         raise ValueError(f"{where}: {name!r} is not a training argument: give it under [task]")
-    if name in OF_THE_PLAN:  # in TOML, what comes after a table's head belongs to that table
+    if name in PLAN_FIELDS:  # in TOML, a key below a table's header belongs to that table
         raise ValueError(f"{where}: {name!r} does not belong here: give it at the top of the file, before any [table]")
     if name == "output_dir":
         raise ValueError(f"{where}: output_dir cannot be set, each training has its own folder: leave it out")
     try:
-        arguments.check_names([name], also=OF_THE_TASK)
+        arguments.check_names([name], also=TASK_FIELDS)
         if not isinstance(value, str):
             return Arguments.of({name: value}).given.get(name)
         read = arguments.parse([f"--{name}={value}"]).given.get(name)
@@ -294,8 +296,8 @@ def _value(where: str, name: str, value: Any, in_task: bool = True) -> Any:
 
 
 def _row(name: str, task: dict[str, Any], fixed: dict[str, Any], changes: dict[str, Any], processes: int) -> Experiment:
-    of_task = task | {key: value for key, value in changes.items() if key in OF_THE_TASK}
-    of_training = fixed | {key: value for key, value in changes.items() if key not in OF_THE_TASK}
+    of_task = task | {key: value for key, value in changes.items() if key in TASK_FIELDS}
+    of_training = fixed | {key: value for key, value in changes.items() if key not in TASK_FIELDS}
     if "model" not in of_task:
         raise ValueError("[task] has no model: name one, e.g. model = 'bert-tiny'")
     try:
@@ -305,7 +307,7 @@ def _row(name: str, task: dict[str, Any], fixed: dict[str, Any], changes: dict[s
 
 
 def _check(rows: Iterable[Experiment]) -> None:
-    """Refuse an unknown model, a length that it cannot take, and a training that appears twice."""
+    """Raise ValueError for an unknown model, a length that the model does not support, or a repeated training."""
     tasks, names = {}, {}
     for row in rows:
         task = repr(row.task)
@@ -318,8 +320,8 @@ def _check(rows: Iterable[Experiment]) -> None:
         task.length()
 
 
-def _measure(told: Any) -> tuple[str, ...]:
-    meters = (told,) if isinstance(told, str) else tuple(told) if isinstance(told, list | tuple) else ()
+def _measure(value: Any) -> tuple[str, ...]:
+    meters = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list | tuple) else ()
     if not meters or set(map(str, meters)) - set(METERS) or len(set(meters)) < len(meters):
-        raise ValueError(f"measure={shown(told)}: choose 'memory', 'time' or both, e.g. measure = ['memory', 'time']")
+        raise ValueError(f"measure={shown(value)}: choose 'memory', 'time' or both, e.g. measure = ['memory', 'time']")
     return meters

@@ -1,7 +1,7 @@
-"""What a learner clicks on: guesses, questions, exercises, explorers and the monitor, each thin over plain functions.
+"""The widgets of a lesson: guesses, questions, exercises, explorers and the monitor.
 
-Covers what is shown in a notebook and what a learner answers. Not covered: pictures that only show
-(`perf_helpers.plots`) and what is kept of the answers (`perf_helpers.course.learner_log`).
+Each is a thin layer over plain functions. Not covered: static pictures (`perf_helpers.plots`), and the journal that
+keeps the answers (`perf_helpers.course.learner_log`).
 """
 
 from perf_helpers.widgets.exercises import progress

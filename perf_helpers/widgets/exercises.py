@@ -1,8 +1,8 @@
-"""Questions, exercises and challenges: what a learner answers, the feedback on it, and what was done so far.
+"""Questions, exercises and challenges: a learner's answer, the feedback on it, and the progress so far.
 
-Nothing that a learner answers stops Run All, and no measurement that failed does: an answer that needs it is neither
-right nor wrong. What an author got wrong stops it: a check that fails by itself, a question whose right answer is none
-of its options.
+No answer of a learner stops Run All. A failed measurement does not stop it either: an answer that needs it is neither
+right nor wrong. An author's mistake does stop it, e.g. a check that raises without an answer, or a question whose right
+answer is not among its options.
 """
 
 import html
@@ -26,10 +26,10 @@ from trainmem.records import Run
 from trainmem.texts import bytes_text
 from trainmem.unknown import Missing, NeedsValues, RunFailed, Unknown, is_measured
 
-# True while `prove` runs: the answers judged then are the author's, and nothing of them is kept. A context variable,
-# for a check reaches its lab through a closure, past `prove`; it is set back when the proof ends, also by an error.
+# True while `prove` runs: it judges the author's answers, which the journal must not keep. This is a context variable
+# because a check gets its lab from a closure, not from `prove`. It is reset when the proof ends, even by an error.
 _is_author: ContextVar[bool] = ContextVar("is_author", default=False)
-_SIGNS = {  # of each status; told by sign and words as well as by colour, which is the theme's
+_SIGNS = {  # {status: (sign, colour of the theme)}; the sign and the words say the same as the colour
     "not attempted": ("○", "var(--jp-border-color1, #8a8a8a)"),
     "wrong": ("✗", "var(--jp-error-color1, #d9534f)"),
     "right": ("✓", "var(--jp-success-color1, #388e3c)"),
@@ -41,11 +41,11 @@ _SIGNS = {  # of each status; told by sign and words as well as by colour, which
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """What is said to an answer or a guess."""
+    """The feedback on an answer or a guess."""
 
-    status: str  # of an exercise "not attempted", "wrong", "right", "not measured"; of a guess "no guess", "guess"
+    status: str  # of an exercise "not attempted", "wrong", "right" or "not measured"; of a guess "no guess" or "guess"
     text: str  # words between backticks are code
-    picture: str = ""  # HTML to show under it, if any
+    picture: str = ""  # HTML to show below the text
 
     def __repr__(self) -> str:
         return f"{_SIGNS[self.status][0]} {self.status}: {self.text}"
@@ -70,18 +70,20 @@ def right(text: str) -> Feedback:
 
 
 def not_measured(why: str) -> Feedback:
-    """An answer that cannot be judged, because what it is held against is unknown. It is not kept in the journal."""
+    """Return feedback on an answer that cannot be judged, because its reference is unknown; the journal skips it."""
     return Feedback("not measured", why)
 
 
 def run_failed(run: Run) -> Feedback:
-    """The feedback on an answer whose run failed. It is wrong, unless the run timed out or was killed: a busy or full
-    machine may be why."""
+    """Return the feedback on an answer whose run failed: "wrong" with the failure.
+
+    It is "not measured" if the run timed out or was killed, because a busy or full machine may be the cause.
+    """
     return (not_measured if run.status in ("timed out", "killed") else wrong)(run.failure)
 
 
 def prose_html(text: str) -> str:
-    """Plain text as HTML; words between backticks become code."""
+    """Return plain text as HTML; words between backticks become code."""
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text))
 
 
@@ -89,17 +91,17 @@ def prose_html(text: str) -> str:
 
 
 def question(lab: Lab, key: str, text: str, options: Mapping[str, str], right: str) -> None:
-    """Ask a quick question: each option has a button that shows its explanation. The choice is kept in the journal.
+    """Ask a quick question: each option has a button that shows its explanation. The journal keeps the choice.
 
-    Without a front end: a list, the explanations folded. In all texts, words between backticks are code.
+    Without a front end, show a list with folded explanations. In all texts, words between backticks are code.
 
     Args:
         key: names the question within the lesson.
-        options: for each option its explanation, the wrong ones included.
-        right: the option that is right.
+        options: {option: its explanation}; wrong options need one too.
+        right: the right option.
 
     Raises:
-        ValueError: fewer than two options, one without an explanation, or `right` is none of them.
+        ValueError: there are fewer than two options, one has no explanation, or `right` is not an option.
     """
     import ipywidgets
 
@@ -110,12 +112,12 @@ def question(lab: Lab, key: str, text: str, options: Mapping[str, str], right: s
     answers = {option: Feedback("right" if option == right else "wrong", why) for option, why in options.items()}
     chosen = learner_log.choice(learner_log.of(lab).read(), lab.lesson, key)
     if chosen is None:
-        learner_log.keep(lab, "question", key, choice=None, right=None)  # asked: the progress panel counts it
+        learner_log.keep(lab, "question", key, choice=None, right=None)  # so that `progress` counts an open question
 
     letters = dict(zip(answers, string.ascii_lowercase, strict=False))
     head = f"<div style='line-height:1.4'><b>Question</b>: {prose_html(text)}</div>"
     lines = "".join(f"<div>{letter}) {prose_html(option)}</div>" for option, letter in letters.items())
-    asked = ipywidgets.HTML(f"{head}<div style='line-height:1.6'>{lines}</div>")
+    shown = ipywidgets.HTML(f"{head}<div style='line-height:1.6'>{lines}</div>")
     answer, output, buttons = ipywidgets.HTML(), ipywidgets.Output(), []
 
     def show(option: str) -> None:
@@ -126,7 +128,7 @@ def question(lab: Lab, key: str, text: str, options: Mapping[str, str], right: s
         show(option)
         learner_log.keep(lab, "question", key, choice=option, right=option == right)
 
-    for option, letter in letters.items():  # buttons rather than radio buttons, where moving by the arrow keys chooses
+    for option, letter in letters.items():  # not radio buttons: there, moving by the arrow keys already chooses
         buttons.append(ipywidgets.Button(description=letter, tooltip=option, layout={"width": "4em"}))
         buttons[-1].on_click(output.capture()(partial(choose, option)))
     if chosen in answers:
@@ -137,21 +139,23 @@ def question(lab: Lab, key: str, text: str, options: Mapping[str, str], right: s
         for option, feedback in answers.items()
     )
     plain = "\n".join([f"Question: {text}", *(f"{letter}) {option}" for option, letter in letters.items())])
-    parts, static = [asked, ipywidgets.HBox(buttons, layout=ROW), answer, output], f"{head}<ol type='a'>{folded}</ol>"
+    parts, static = [shown, ipywidgets.HBox(buttons, layout=ROW), answer, output], f"{head}<ol type='a'>{folded}</ol>"
     place(("question", lab.lesson, key), parts, static, plain)
 
 
 def prove(check: Callable[[Any], Feedback], *, solution: Any, mistake: Any) -> Feedback:
-    """Hold a lesson's check against its own solution and a plausible mistake. This runs wherever the lesson runs.
+    """Prove that a lesson's check accepts its solution and rejects a plausible mistake; runs with the lesson.
 
-    Nothing of it goes into the learner's journal, and what is said of the solution is shown folded.
-    Where what they are held against is unknown here, neither is proved.
+    The learner's journal keeps nothing of it, and the feedback on the solution is shown folded. If the reference of the
+    check is unknown on this machine, nothing is proved.
 
     Args:
         check: takes an answer (None: not attempted) and returns its feedback.
+        solution: an answer that the check must call right.
+        mistake: an answer that the check must call wrong.
 
     Raises:
-        RuntimeError: the check takes the mistake for right, the solution for wrong, or None for an attempt.
+        RuntimeError: the check calls the mistake right, the solution wrong, or None anything but not attempted.
     """
     token = _is_author.set(True)
     try:
@@ -174,10 +178,10 @@ def check(lab: Lab, key: str, judge: Callable[[Any], Feedback], answer: Any) -> 
     Args:
         key: names the exercise within the lesson.
         judge: takes the answer (None: not attempted) and returns its feedback, as for `prove`. If it raises, the answer
-            is wrong, and the feedback says what was raised; on None, where nothing is the learner's, it raises here.
+            is wrong and the feedback has the error. On None the error is the author's and is raised here.
 
     Raises:
-        TypeError: the check returned something else than a Feedback.
+        TypeError: `judge` did not return a Feedback.
     """
     try:
         feedback = _judgement(judge, answer)
@@ -192,7 +196,7 @@ def check(lab: Lab, key: str, judge: Callable[[Any], Feedback], answer: Any) -> 
 
 
 def _judgement(judge: Callable[[Any], Feedback], answer: Any) -> Feedback:
-    """What a check says of an answer; "not measured" if it needs a value that is unknown, or a run that failed."""
+    """Return the feedback of a check on an answer; "not measured" if it needs an unknown value or a failed run."""
     try:
         return judge(answer)
     except (NeedsValues, RunFailed) as reason:
@@ -200,16 +204,16 @@ def _judgement(judge: Callable[[Any], Feedback], answer: Any) -> Feedback:
 
 
 def _keep(lab: Lab, kind: str, key: str, **content) -> None:
-    """Keep an outcome in the journal: the learner's only, and only one that was decided."""
+    """Keep an outcome in the journal, unless it is "not measured" or the author's (see `prove`)."""
     if not _is_author.get() and content.get("status") != "not measured":
         learner_log.keep(lab, kind, key, **content)
 
 
 class Hints:
-    """Hints to an exercise, each folded into the one before; the last is close to the solution. No kernel is needed.
+    """Hints to an exercise, each folded into the one before; the last is close to the solution. They need no kernel.
 
     Raises:
-        ValueError: no hint, or an empty one.
+        ValueError: there is no hint, or an empty one.
     """
 
     def __init__(self, *steps: str):
@@ -244,21 +248,21 @@ def challenge(
     limit_bytes: float | None = None,
     at_least_speed: float | None = None,
 ) -> Feedback:
-    """Train with the learner's own recipe, in a clean process, and hold it against a measured target.
+    """Train with the learner's own recipe in a fresh subprocess, and compare the result with a target.
 
-    A recipe that meets the target is kept in the journal. A recipe that was tried already is not run again.
+    The journal keeps a recipe that meets the target. A recipe that was tried before is not run again. If a target is
+    unknown, because its measurement failed, no recipe is judged.
 
     Args:
         key: names the challenge within the lesson.
         answer: the recipe, a dict of training arguments (as for `lab.train`), or None.
-        baseline: a run of `lab.train` in this lab. Its task is trained; its effective batch must be kept.
-        limit_bytes: the peak may not be above it.
-        at_least_speed: samples per second, as a share of the baseline's. By `lab.compare`; a recipe fails it only if
-            it is too slow beyond the noise, i.e. the whole interval lies below. Where a target is unknown, because it
-            comes from a measurement that failed, no recipe is judged.
+        baseline: a run of `lab.train` in this lab. The recipe trains its task and must keep its effective batch.
+        limit_bytes: the largest peak that is allowed.
+        at_least_speed: least samples per second, as a share of the baseline's, measured by `lab.compare`. A recipe
+            fails only if it is too slow beyond the noise, i.e. its whole interval is below.
 
     Raises:
-        ValueError: the challenge itself makes no sense: no target, a baseline that failed.
+        ValueError: the challenge has no target, or its baseline failed.
     """
     targets = {"limit_bytes": limit_bytes, "at_least_speed": at_least_speed}
     if limit_bytes is None and at_least_speed is None:
@@ -285,7 +289,7 @@ def challenge(
 
 
 def _recipe_problem(answer: Any, baseline: Run) -> str | None:
-    """Why a recipe is not even tried, or None."""
+    """Return why a recipe is refused without a run, or None."""
     if not isinstance(answer, Mapping) or not all(isinstance(name, str) for name in answer):
         return f"{answer!r} is not a dict of training arguments: give e.g. {{'per_device_train_batch_size': 1}}"
     try:
@@ -311,33 +315,33 @@ def _measured_feedback(
     again = {"task": Task.from_dict(baseline.task), "processes": baseline.processes, "measure": ("memory",)}
     try:
         run = next(before, None) or lab.train(name, **again, **recipe)
-    except ValueError as error:  # a value that the library refuses
+    except ValueError as error:  # the library refuses a value
         return wrong(str(error))
     if not run.ok:
         return run_failed(run)
     if run.memory.kind != baseline.memory.kind:
         return wrong(f"it was measured on another device than {baseline.name}: train where the baseline trained")
-    said = f"the peak is {bytes_text(run.peak_bytes)}"
+    text = f"the peak is {bytes_text(run.peak_bytes)}"
     if limit_bytes is not None:
         if run.peak_bytes > limit_bytes:
             over = f"{bytes_text(run.peak_bytes - limit_bytes)} ({run.peak_bytes / limit_bytes - 1:.1%})"
-            return wrong(f"{said}, {over} over the limit of {bytes_text(limit_bytes)}")
-        said += f", the limit {bytes_text(limit_bytes)}"
+            return wrong(f"{text}, {over} over the limit of {bytes_text(limit_bytes)}")
+        text += f", the limit {bytes_text(limit_bytes)}"
     if at_least_speed is not None:
         ratio = lab.compare(baseline, run).speed_ratio
         if not ratio.known:
-            return not_measured(f"{said}; {ratio.value.why}")
-        said += f"; {ratio} x the speed of {baseline.name}, where {at_least_speed:g} x is wanted"
+            return not_measured(f"{text}; {ratio.value.why}")
+        text += f"; {ratio} x the speed of {baseline.name}, where {at_least_speed:g} x is wanted"
         if ratio.high < at_least_speed:
-            return wrong(f"{said}: too slow by {1 - ratio.value / at_least_speed:.0%}")
+            return wrong(f"{text}: too slow by {1 - ratio.value / at_least_speed:.0%}")
         if ratio.low < at_least_speed:
-            said += " (it may be less: within the noise)"
+            text += " (it may be less: within the noise)"
     _keep(lab, "board", key, peak_bytes=run.peak_bytes, arguments=recipe)
-    return right(said)
+    return right(text)
 
 
 def board(lab: Lab, key: str) -> plots.Table:
-    """List the recipes with which the learner met the target of a challenge of this lesson, the smallest peak first."""
+    """Return a table of the learner's recipes that met the target of a challenge, the smallest peak first."""
     peaks = {}
     for entry in learner_log.of(lab).read():
         if entry.about == ("board", lab.lesson, key):
@@ -347,12 +351,14 @@ def board(lab: Lab, key: str) -> plots.Table:
     return plots.Table(["peak memory", "recipe"], rows, "" if rows else "No recipe has met the target yet.")
 
 
-# ---- what was done so far
+# ---- progress
 
 
 def progress(lab: Lab) -> plots.Table:
-    """What the learner has done so far, from the journal on this machine. A static table, one row for each lesson in
-    the working folder and any other that the journal knows."""
+    """Return a table of the learner's progress from the journal on this machine.
+
+    It has one row per lesson in the working folder, and one for each other lesson in the journal.
+    """
     known = learner_log.progress(learner_log.of(lab).read())
     here = {path.stem for path in Path.cwd().glob("[0-9][0-9]_*.ipynb")}
     lessons = sorted(here | {name for name in known if name})
@@ -361,7 +367,7 @@ def progress(lab: Lab) -> plots.Table:
 
 
 def _cells(lesson: learner_log.Progress | None) -> list[str]:
-    """All cells of a lesson's row but its name; None: the journal knows nothing of it."""
+    """Return the cells of a lesson's row after its name; None: the journal has no entry of the lesson."""
     if lesson is None:
         return ["not begun", "", "", "", ""]
     decided = sum(verdict != "not testable here" for verdict in lesson.claims.values())

@@ -1,16 +1,17 @@
-"""Explorers: pictures of memory and speed that follow their controls, each in a module of its own; and `explore`, for a
-picture that a lesson's own function draws.
+"""Explorers: pictures of memory and speed that change with their controls, each in a module of its own.
 
-The contract of an explorer, beside that of `frame`:
+`explore` makes one of a function in a lesson that draws a picture.
 
-- It is one public function, which takes a lab or runs, shows itself with `frame.place` and returns None. It raises
-  ValueError where there is nothing to explore, before anything is shown.
-- What is shown is computed by plain functions, which tests call without a widget, and drawn by `svg`. A move of a
-  control answers within 150 ms, with a greyed picture if a thread has to compute first. The picture says its values
-  and units in words too.
-- Without a front end a static picture or table of where it started stays, from `plots`.
-- What takes longer than a glance is done by one thread in the background. It begins when a control is first moved,
-  waits while an experiment is measured (`SERVER.measuring`), and ends with its widget (`at_end` of `place`).
+The contract of an explorer, in addition to that of `frame`:
+
+- It is one public function, which takes a lab or runs, shows itself with `frame.place` and returns None. If there is
+  nothing to explore, it raises ValueError before it shows anything.
+- Plain functions compute the content, so that tests call them without a widget, and `svg` draws it. The picture answers
+  a move of a control within 150 ms, greyed out if a thread has to compute first. It has its values and units in words
+  too.
+- Without a front end, a static picture or table of the first position remains, drawn by `plots`.
+- Slow work is done by one background thread. The thread begins when a control is first moved, waits while an experiment
+  is measured (`SERVER.measuring`), and ends with its widget (`at_end` of `place`).
 """
 
 from collections.abc import Callable, Sequence
@@ -29,19 +30,19 @@ __all__ = ["explore", "memory", "recipes", "timeline"]
 
 
 def explore(draw: Callable[..., Any], **choices: Sequence[Any]) -> "VBox":
-    """Show `draw(first choice of each)` as a picture, and under it a control for each choice that draws anew.
+    """Show the picture that `draw` makes, and below it a control per keyword; a move of a control redraws the picture.
 
-    Without a front end the first picture stays.
+    Without a front end only the first picture is shown.
 
     Args:
-        draw: takes one value of each choice, draws on axes of its own and returns them (or anything that displays).
-        choices: for each keyword of `draw`, the values offered, the one to start with first.
+        draw: takes one value per keyword, draws on new axes and returns them (or anything that can be displayed).
+        choices: {keyword of `draw`: the values on offer, beginning with the first one to show}.
 
     Returns:
         The box of controls, already displayed.
 
     Raises:
-        ValueError: a choice without values.
+        ValueError: a keyword has no values.
     """
     import ipywidgets
     from IPython.display import display
@@ -61,7 +62,7 @@ def explore(draw: Callable[..., Any], **choices: Sequence[Any]) -> "VBox":
 
     observe(controls.values(), redraw, output)
     box = ipywidgets.VBox([*controls.values(), output], layout={"max_width": "100%"})
-    code = getattr(draw, "__code__", None)  # of the same cell, if it is run again
+    code = getattr(draw, "__code__", None)  # its file and line are the same if the cell is run again
     where = getattr(code, "co_filename", ""), getattr(code, "co_firstlineno", repr(draw)), *choices
     take(where, partial(close_widget, box))
     display(box)
@@ -69,7 +70,7 @@ def explore(draw: Callable[..., Any], **choices: Sequence[Any]) -> "VBox":
 
 
 def _show(result: Any) -> None:
-    """Display a picture and close its figure, or display anything else but None."""
+    """Display a picture and close its figure; display any other result unless it is None."""
     import matplotlib.pyplot as plt
     from IPython.display import display
 

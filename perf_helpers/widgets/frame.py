@@ -1,13 +1,13 @@
-"""The one contract of everything in a lesson that can be moved or clicked.
+"""The contract of everything in a lesson that can be moved or clicked.
 
-- It stands at a *place*, named by what it is and whose: `("predict", lesson, key)`. What comes to a place closes what
-  stood there, its callbacks and threads with it, so that a cell that is run again leaves nothing twice: `take`.
-- It is shown as three things at once: its widgets for a front end, HTML for a page without one, and text for a
-  terminal: `place`.
-- No error of a callback is lost: an Output widget that is one of its parts captures what each displays, prints or
-  raises (`observe`, `Output.capture`). Its state is kept in the notebook, where the course run finds the error. Outside
-  IPython an error is raised on, to whoever changed the widget.
-- It is never wider than its cell: `WHOLE_WIDTH`, `html_box`.
+- An interactive element has a *place*, a key such as `("predict", lesson, key)`. A new element at the same place closes
+  the old one with its callbacks and threads, so that running a cell again leaves no second copy: `take`.
+- An element is shown in three forms at once: widgets for a front end, HTML for a static page, and text for a terminal:
+  `place`.
+- No error of a callback is lost: an Output widget, which is part of the element, captures everything that a callback
+  displays, prints or raises (`observe`, `Output.capture`). The notebook stores its state, where the course run finds
+  the error. Outside IPython the error is raised in the code that changed the widget.
+- An element is never wider than its cell: `WHOLE_WIDTH`, `html_box`.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from ipywidgets import HTML, Output, Widget
 
 WHOLE_WIDTH = {"width": "auto", "max_width": "100%"}
-ROW = {"display": "flex", "flex_flow": "row wrap", **WHOLE_WIDTH}  # of a Box whose children go to the next line
+ROW = {"display": "flex", "flex_flow": "row wrap", **WHOLE_WIDTH}  # layout of a Box whose children wrap
 
 
-STANDING: dict[Hashable, Callable[[], None]] = {}  # what ends that which this kernel shows, by its place
+OPEN: dict[Hashable, Callable[[], None]] = {}  # {place: the function that closes the element shown there}
 
 
 def take(where: Hashable, close: Callable[[], None]) -> None:
-    """Stand at a place, after what stood there before is closed; `close` is called when something else comes."""
-    close_before = STANDING.pop(where, None)
-    STANDING[where] = close
+    """Close the element at a place and register `close`, which the next element at this place will call."""
+    close_before = OPEN.pop(where, None)
+    OPEN[where] = close
     if close_before:
         close_before()
 
@@ -34,11 +34,12 @@ def take(where: Hashable, close: Callable[[], None]) -> None:
 def place(
     where: Hashable, parts: "Sequence[Widget]", static: str, plain: str, at_end: Callable[[], None] | None = None
 ) -> None:
-    """Display parts under each other where there is a front end, `static` (HTML) or `plain` (text) where there is none.
+    """Display widgets below each other; a static page shows `static` (HTML) instead, and a terminal `plain` (text).
 
     Args:
-        where: names the place among all of this kernel; what stands there is closed.
-        at_end: called before these parts are closed, e.g. to end a thread.
+        where: the place, unique within this kernel; an element that is already there is closed.
+        parts: the widgets.
+        at_end: called before these widgets are closed, e.g. to end a thread.
     """
     import ipywidgets
     from IPython.display import display
@@ -55,12 +56,12 @@ def place(
 
 
 def view(widget: "Widget") -> dict[str, Any]:
-    """What a front end is told to show a widget."""
+    """Return the MIME bundle that makes a front end show a widget."""
     return {"application/vnd.jupyter.widget-view+json": widget.get_view_spec()}
 
 
 def close_widget(widget: "Widget") -> None:
-    """Close a widget, all that it contains, and their layouts and styles, which are widgets too."""
+    """Close a widget and its children, with their layouts and styles, which are widgets too."""
     for child in getattr(widget, "children", ()):
         close_widget(child)
     for part in (getattr(widget, "layout", None), getattr(widget, "style", None), widget):
@@ -69,7 +70,10 @@ def close_widget(widget: "Widget") -> None:
 
 
 def observe(controls: "Iterable[Widget]", function: Callable[[Any], None], output: "Output") -> Callable[..., None]:
-    """Call a function, captured by `output`, whenever one of these controls changes its value. Returns the callback."""
+    """Call a function whenever one of the controls changes its value; `output` captures what it shows or raises.
+
+    Returns the callback.
+    """
     callback = output.capture()(function)
     for control in controls:
         control.observe(callback, names="value")
@@ -77,7 +81,7 @@ def observe(controls: "Iterable[Widget]", function: Callable[[Any], None], outpu
 
 
 def html_box() -> "HTML":
-    """A widget for HTML that is never wider than its cell."""
+    """Return a widget for HTML that is never wider than its cell."""
     import ipywidgets
 
     return ipywidgets.HTML(layout={**WHOLE_WIDTH, "min_width": "0", "overflow": "hidden"})

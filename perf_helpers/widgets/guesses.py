@@ -1,4 +1,4 @@
-"""Guesses: a number that a learner commits before an experiment, and what became of it."""
+"""Guesses: numbers that a learner commits before an experiment, and their comparison with the measurement."""
 
 import html
 import math
@@ -18,16 +18,16 @@ _COLOURS = {"your guess": plots.SERIES[4], "the estimate": plots.SERIES[5], "mea
 
 
 def predict(lab: Lab, key: str, question: str, unit: str, low: float, high: float) -> None:
-    """Ask for a guess before an experiment: a slider and a number field, bound together, and a button that commits it.
+    """Ask for a guess before an experiment: show a slider, a linked number field, and a button that commits the guess.
 
-    The guess is kept in the journal, and stands here again when the cell is run again. Without a front end: the
-    question alone. A guess that is committed after `revealed` was called is kept too, but does not count.
+    The journal keeps the guess, and running the cell again shows it. Without a front end, only the question is shown. A
+    guess that is committed after the call of `revealed` is kept too, but does not count.
 
     Args:
         key: names the question within the lesson.
         question: plain text; words between backticks are code.
-        unit: the one a person would use, e.g. "MB", "%", "x".
-        low, high: what can be guessed, in that unit.
+        unit: unit of the guess, e.g. "MB", "%", "x".
+        low, high: smallest and largest possible guess, in this unit.
 
     Raises:
         ValueError: `low` is not below `high`.
@@ -40,7 +40,7 @@ def predict(lab: Lab, key: str, question: str, unit: str, low: float, high: floa
     start = min(max((low + high) / 2 if kept is None else kept, low), high)
     limits = {"min": low, "max": high, "value": start, "style": {"description_width": "initial"}}
     limits["layout"] = {"flex": "1 1 14em", "max_width": "100%"}
-    fine = round_step((high - low) / 2500)  # the slider moves what is typed to its nearest step: fine ones hardly do
+    fine = round_step((high - low) / 2500)  # the slider rounds a typed number to its steps, so these must be fine
     slider = ipywidgets.FloatSlider(**limits, step=fine, readout=False, description="your guess")
     field = ipywidgets.BoundedFloatText(**limits, step=round_step((high - low) / 250), description=f"in {unit}")
     ipywidgets.link((slider, "value"), (field, "value"))
@@ -62,17 +62,17 @@ def predict(lab: Lab, key: str, question: str, unit: str, low: float, high: floa
 
 
 def revealed(lab: Lab, key: str, measured: float | None, estimate: float | None = None) -> Feedback:
-    """What became of a guess: the guess, the estimate's figure and the measured one in one picture, and a score.
+    """Return the feedback on a guess: its error, and a picture of guess, estimate and measured value.
 
-    Only a guess that was committed before the first call counts. Without one, and without a front end, it says so.
+    Only a guess that was committed before the first call counts. If there is none, the feedback says so.
 
     Args:
-        key: as given to `predict`.
-        measured: in the unit given to `predict`; None where nothing could be measured.
-        estimate: the figure of `trainmem.estimate.estimate`, in that unit; None or unknown: none is shown.
+        key: the key that was given to `predict`.
+        measured: the measured value, in the unit of `predict`; None or unknown: it could not be measured.
+        estimate: the value of `trainmem.estimate.estimate` in the same unit; None or unknown: it is not shown.
 
     Raises:
-        ValueError: no guess was asked for in this lab under that key.
+        ValueError: this lab has not asked for a guess with this key.
     """
     if key not in lab.guess_units:
         raise ValueError(f"key={key!r}: no guess was made yet. Run the cell with predict(lab, {key!r}, ...) first")
@@ -80,45 +80,45 @@ def revealed(lab: Lab, key: str, measured: float | None, estimate: float | None 
     estimate = estimate if is_measured(estimate) and math.isfinite(estimate) else None
     kept, counted = _guesses(lab, key)
     if not is_measured(measured) or not math.isfinite(measured):
-        return Feedback("no guess", "nothing was measured to hold a guess against")
+        return Feedback("no guess", "nothing was measured, so a guess cannot be scored")
     measured = float(measured)
     learner_log.keep(lab, "revealed", key, guess=counted, measured=measured, estimate=estimate, unit=unit)
     text = f"measured {number_text(measured, unit)}"
     if counted is None:
         text += "; next time, put a number first"
     else:
-        text = f"you said {number_text(counted, unit)}, {text}: {learner_log.off(counted, measured):.0%} off"
+        text = f"your guess was {number_text(counted, unit)}, {text}: {learner_log.off(counted, measured):.0%} off"
     if estimate is not None:
-        text += f". The estimate said {number_text(estimate, unit)}: {learner_log.off(estimate, measured):.0%} off"
+        text += f". The estimate was {number_text(estimate, unit)}: {learner_log.off(estimate, measured):.0%} off"
     if kept != counted:
         text += f". Your {number_text(kept, unit)} came after the fact and does not count"
     figures = {"your guess": counted, "the estimate": estimate, "measured": measured}
-    known = {name: value for name, value in figures.items() if value is not None}  # the others have no bar
+    known = {name: value for name, value in figures.items() if value is not None}  # only these get a bar
     about = f"data-revealed={quoteattr(key)} data-unit={quoteattr(unit)} data-measured={measured}"
     return Feedback("no guess" if counted is None else "guess", text, f"<div {about}>{_bars_html(known, unit)}</div>")
 
 
 def _guesses(lab: Lab, key: str) -> tuple[float | None, float | None]:
-    """The latest guess, and the latest that counts: they differ where the measurement was out before the former."""
+    """Return the latest guess, and the latest guess that counts, i.e. that came before the measurement was revealed."""
     entries = learner_log.of(lab).read()
     return learner_log.guess(entries, lab.lesson, key), learner_log.counted_guess(entries, lab.lesson, key)
 
 
 def _state_html(lab: Lab, key: str, unit: str) -> str:
-    """What is known of the learner's guess, in words."""
+    """Return the state of the learner's guess in words: none yet, kept, or too late to count."""
     kept, counted = _guesses(lab, key)
     if kept is None:
         return "<div>No guess yet. Commit one before you run on.</div>"
-    late = ", after the fact: the measurement is out, so it is not scored."
+    late = ", after the fact: the measurement was already revealed, so this guess is not scored."
     text = f"● Your guess: {number_text(kept, unit)}{'. It is kept.' if kept == counted else late}"
     return f"<div role='status'>{html.escape(text)}</div>"
 
 
 def _bars_html(values: Mapping[str, float], unit: str) -> str:
-    """Figures of one quantity as bars, an <img> that a screen reader can read out."""
+    """Return a bar chart of values by name as an <img> with an alternative text."""
     from matplotlib.figure import Figure
 
-    # Small with large letters: on a narrow page it is scaled down, and has to stay readable.
+    # A small figure with large letters stays readable when a narrow page scales it down.
     figure = Figure(figsize=(4.6, 0.9 + 0.4 * len(values)), dpi=110, layout="constrained")
     ax, texts = figure.subplots(), {name: number_text(value, unit) for name, value in values.items()}
     bars = ax.barh(list(values), list(values.values()), color=[_COLOURS[name] for name in values], height=0.62)

@@ -1,4 +1,4 @@
-"""The memory explorer: the peak of any model and recipe, against the memory of common cards and of this machine."""
+"""The memory explorer: the peak of any model and recipe, compared with the memory of common cards and this machine."""
 
 import html
 import threading
@@ -21,7 +21,7 @@ from trainmem.texts import bytes_text, parts_text, shown
 if TYPE_CHECKING:
     from ipywidgets import DOMWidget
 
-# What the controls offer. The type of the weights is always given, because a model's own may be another.
+# The values of the controls. The type of the weights is always given, because a model's default may be another.
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _LENGTHS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _PRECISIONS = {"fp32": {"dtype": "float32"}} | {
@@ -35,36 +35,37 @@ _WEIGHTS = {
     "8 bits": {"dtype": "bfloat16", "load_in_8bit": True},
     "4 bits": {"dtype": "bfloat16", "load_in_4bit": True},
 }
-# In an answer; 0: one forward pass. Each token is a pass to trace: 64 of a model with 32 layers take some 20 s.
+# Generated tokens; 0: one forward pass. Each token is another pass to trace: 64 tokens of a model with 32 layers take
+# about 20 s.
 _NEW_TOKENS = (0, 2, 16, 64)
-# The controls that only a training has, and those that only inference has.
+# The controls of a training only, and of inference only.
 _OWN = {
     "training": ("precision", "checkpointing", "accumulation", "optimizer"),
     "inference": ("weights", "new_tokens", "beams"),
 }
-_CONTEXT_BYTES = context_bytes((7, 0))  # that of the guide's V100
-_REST_SECONDS = 0.3  # without a move, before a position is traced
+_CONTEXT_BYTES = context_bytes((7, 0))  # of the guide's V100
+_REST_SECONDS = 0.3  # a position is traced if no control was moved for this time
 
-Position = tuple[tuple[str, Any], ...]  # the name and the value of each control that is shown
+Position = tuple[tuple[str, Any], ...]  # (name, value) of each visible control
 
 
 def memory(
     lab: Lab, task: Task | None = None, *, of: str = "training", card: str | None = None, device: str | None = None
 ) -> None:
-    """Show the peak of any model and recipe, by category, against the memory of common cards and of this machine: of a
-    training, or of inference, with the key value cache if it generates tokens.
+    """Show the peak of any model and recipe by category, next to the memory of common cards and of this machine.
 
-    Each position of the controls is answered by `estimate`. The picture is grey while a new position is traced; a
+    The controls offer training and inference; inference that generates tokens includes the key value cache. `estimate`
+    calculates the peak for each position of the controls. The picture is grey while a new position is traced, and a
     position that was visited before is shown at once.
 
     Args:
-        task: the model to start with; None: the lab's.
+        task: the model to start with (default: the lab's).
         of: "training" or "inference", to start with.
-        card: a GPU by its name in `cards.CARDS`, e.g. "t4", whose compute capability counts.
-        device: "cpu" or "cuda", to start with; None: the card's, else this machine's.
+        card: a GPU by its name in `cards.CARDS`, e.g. "t4"; the estimate uses its compute capability.
+        device: "cpu" or "cuda", to start with (default: the card's device, otherwise this machine's).
 
     Raises:
-        ValueError: an unknown card, or a model that cannot be traced on fake tensors.
+        ValueError: the card is unknown, or the model cannot be traced on fake tensors.
     """
     if of not in _OWN:
         raise ValueError(f"of={shown(of)}: choose 'training' or 'inference'")
@@ -83,21 +84,21 @@ def memory(
 def estimate_at(
     task: Task, values: Mapping[str, Any], compute_capability: tuple[int, int] | None = None
 ) -> MemoryEstimate:
-    """Return the estimate that the values of the controls ask for.
+    """Return the estimate for the values of the controls.
 
     Args:
-        task: the explorer's first task; if the values name another model, that model's own task counts.
-        values: by the name of the control; those of a training are not needed for inference, and the other way round.
+        task: the explorer's first task; if the values name another model, a default task of that model is used.
+        values: {name of a control: its value}; controls of a training are not needed for inference, and vice versa.
         compute_capability: of the GPU.
 
     Raises:
-        ValueError: as `estimate` does.
+        ValueError: `estimate` refuses the model or an argument.
     """
     model, is_training, micro_batch = values["model"].strip(), values["of"] == "training", values["micro_batch"]
     task = task if model == task.model else Task(model)
     task = task.with_padded_vocabulary(values["vocabulary"]).replace(
         seq_len=None if task.family() == "vision" else values["seq_len"],
-        dataset_size=4 * micro_batch * values.get("accumulation", 1),  # enough for every step that is traced
+        dataset_size=4 * micro_batch * values.get("accumulation", 1),  # enough samples for every traced step
         lengths=(),
     )
     arguments = {"attn_implementation": values["attention"]}
@@ -118,11 +119,11 @@ def estimate_at(
 
 
 class _MemoryExplorer:
-    """The controls, the picture, and the answer at each position that was visited.
+    """The controls, the picture, and the estimate at each visited position.
 
-    The front end's thread moves the controls and draws. If a position has no answer yet, one other thread traces it
-    and then draws. That thread reads the position only when it is about to trace, so only the newest one is traced,
-    however many were passed.
+    The front end's thread moves the controls and draws. If a position has no estimate yet, one other thread traces it
+    and then draws. That thread reads the position just before it traces, so positions that were only passed on the way
+    are not traced.
     """
 
     def __init__(
@@ -137,7 +138,7 @@ class _MemoryExplorer:
 
         self._task, self._machine, self._capability = task, lab.machine, compute_capability
         self._controls = _controls(start)
-        self._visited: dict[Position, MemoryEstimate | str] = {self._position(): first}  # str: why there is none
+        self._visited: dict[Position, MemoryEstimate | str] = {self._position(): first}  # str: why estimating failed
         self._lock, self._wake, self._closed = threading.Lock(), threading.Event(), False
         self._thread: threading.Thread | None = None
         self._picture, self._note, self._output = html_box(), html_box(), ipywidgets.Output()
@@ -147,7 +148,7 @@ class _MemoryExplorer:
         self._draw()
 
     def close(self) -> None:
-        """End the thread, after what it is doing."""
+        """Let the thread end after the position that it is tracing."""
         self._closed = True
         self._wake.set()
 
@@ -168,7 +169,7 @@ class _MemoryExplorer:
             while not self._closed:
                 self._wake.wait()
                 self._wake.clear()  # before the position is read: a later move wakes this thread again
-                if self._wake.wait(_REST_SECONDS):  # the controls do not rest yet
+                if self._wake.wait(_REST_SECONDS):  # a control was moved again
                     continue
                 while SERVER.measuring and not self._closed:
                     time.sleep(0.2)
@@ -176,13 +177,13 @@ class _MemoryExplorer:
                 if position not in self._visited and not self._closed:
                     self._visited[position] = self._traced(position)
                     self._draw()
-        except Exception as error:  # nobody sees what is raised in a thread
+        except Exception as error:  # an exception in a thread would not be shown
             kind = type(error).__name__
             output = {"ename": kind, "evalue": str(error), "traceback": [f"{kind}: {error}"]}
             self._output.outputs = (*self._output.outputs, {"output_type": "error"} | output)
 
     def _traced(self, position: Position) -> MemoryEstimate | str:
-        """The estimate of a position, or why there is none."""
+        """Return the estimate of a position, or the message of its error."""
         try:
             return estimate_at(self._task, dict(position), self._capability)
         except ValueError as error:
@@ -191,7 +192,7 @@ class _MemoryExplorer:
     # ---- the picture
 
     def _draw(self) -> None:
-        """Show the answer at the controls' position; if it has none yet, grey the picture and have it traced."""
+        """Show the estimate at the current position; if there is none yet, grey the picture out and start tracing."""
         with self._lock:  # both threads draw: an older answer must not be drawn over a newer one
             if self._closed:
                 return
@@ -219,7 +220,7 @@ class _MemoryExplorer:
 
 
 def _start(task: Task, of: str, device: str, micro_batch: int) -> dict[str, Any]:
-    """The values that the controls begin with: the plain recipe of the model, in the type that it loads in."""
+    """Return the first values of the controls: the model's recipe without techniques, in the type that it loads in."""
     dtype = task.weights().dtype
     return {
         "model": task.model,
@@ -240,7 +241,7 @@ def _start(task: Task, of: str, device: str, micro_batch: int) -> dict[str, Any]
 
 
 def _controls(start: Mapping[str, Any]) -> dict[str, "DOMWidget"]:
-    """The controls by name, with the values that they begin with."""
+    """Return {name: control}, set to the first values."""
     import ipywidgets
 
     menu, slider = ipywidgets.Dropdown, ipywidgets.SelectionSlider
@@ -272,19 +273,19 @@ def _controls(start: Mapping[str, Any]) -> dict[str, "DOMWidget"]:
 
 
 def _precisions(device: str) -> list[str]:
-    """The precisions that a device has: on a CPU the Trainer ignores fp16."""
+    """Return the precisions to offer for a device; not fp16 on a CPU, where the Trainer ignores it."""
     return [name for name in _PRECISIONS if name != FP16.name or device == "cuda"]
 
 
 def _offer(controls: dict[str, "DOMWidget"]) -> None:
-    """Show the controls of what is chosen, a training or inference."""
+    """Show the controls of the chosen mode, training or inference, and hide those of the other."""
     for of, names in _OWN.items():
         for name in names:
             controls[name].layout.display = None if of == controls["of"].value else "none"
 
 
 def _verdict(answer: MemoryEstimate, parts: dict[str, int], own: dict[str, int]) -> str:
-    """What is needed, where the peak is, and on which cards and on which of the learner's `own` devices it fits."""
+    """Say in words how much memory is needed, where the peak is, and on which cards and `own` devices it fits."""
     needed = sum(parts.values())
     where = html.escape(f"in {answer.memory.peak_phase}, at {answer.memory.peak_operation}")
     smallest = next((name for name, size in SIZES.items() if size >= needed), None)

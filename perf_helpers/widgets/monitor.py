@@ -1,4 +1,4 @@
-"""A live monitor: what the GPU does while a block runs (NVML), or the CPU and memory if there is no GPU.
+"""A live monitor of the GPU while a block of code runs (by NVML), or of CPU and memory if there is no GPU.
 
 A background thread takes samples and draws them. A figure that the machine does not report is None, never 0.
 """
@@ -18,13 +18,13 @@ from perf_helpers.widgets.frame import view
 from trainmem.core import hardware
 from trainmem.texts import bytes_text, bytes_unit, number_text, seconds_text
 
-CLOSE_SECONDS = 20  # a broken driver can hold a query for ever; the block must end
-DRAWN = 240  # samples in the picture, the latest; the summary covers all
+CLOSE_SECONDS = 20  # a broken driver can block a query forever, but the block of code must end
+DRAWN = 240  # latest samples that the picture shows; the summary covers all
 # The figures of a sample, by name, with their units.
 GPU_FIGURES = {"device memory used": "B", "GPU utilisation": "%", "power": "W", "clock of the cores": "MHz"}
 OWN, CHILDREN = "memory of this process", "memory of its experiments"
 HOST_FIGURES = {"CPU utilisation": "%", "memory available": "B", OWN: "B", CHILDREN: "B"}
-_CLOCK_OF_THE_CORES = 1  # NVML's number of it
+_CLOCK_OF_THE_CORES = 1  # NVML's number for this clock
 
 Figures = dict[str, float | None]  # of one sample, by name
 
@@ -66,7 +66,7 @@ class Monitor:
             from IPython.display import display
 
             self._widget = ipywidgets.HTML("The monitor starts ...")
-            # Not display(widget): ipywidgets 7 then publishes it itself, without the id by which it is replaced.
+            # Not display(widget): ipywidgets 7 would publish it without the id that `update` needs.
             self._display = display({"text/plain": "the live monitor"} | view(self._widget), raw=True, display_id=True)
         self._thread.start()
         return self
@@ -121,7 +121,7 @@ class Monitor:
             self._error = error
 
 
-live = Monitor  # as it is called in a lesson
+live = Monitor  # its name in lessons
 
 
 def _text(value: float | None, unit: str) -> str:
@@ -129,7 +129,7 @@ def _text(value: float | None, unit: str) -> str:
     return bytes_text(value) if unit == "B" else number_text(value, unit, digits=2)
 
 
-# ---- one look at the machine
+# ---- reading one sample
 
 
 @contextmanager
@@ -154,7 +154,7 @@ def reader(gpu: hardware.Gpu | None) -> Iterator[Callable[[], Figures]]:
 
 
 def _host_reader() -> Callable[[], Figures]:
-    """Return a function that reads the figures of the CPU and the memory; one that is refused is None."""
+    """Return a function that reads the figures of CPU and memory; a figure that cannot be read is None."""
     process = psutil.Process()
     with suppress(psutil.Error, OSError):
         psutil.cpu_percent()  # the first sample reports the time since this call

@@ -1,4 +1,4 @@
-"""The recipe explorer: every run and estimate so far as memory against speed, with the arguments to paste."""
+"""The recipe explorer: a picture of memory against speed for all runs and estimates, with arguments to copy."""
 
 import html
 import math
@@ -19,21 +19,21 @@ from trainmem.texts import bytes_text, number_text
 
 
 def recipes(lab: Lab) -> None:
-    """Every run and estimate so far as memory against throughput, with the arguments of the one selected, to paste.
+    """Show memory against throughput for all runs and estimates so far, with the arguments of the selected one.
 
-    What has no speed, or no memory, stands apart from that axis. Throughputs of different days are never in one
-    picture: the earlier runs of this machine are offered by day.
+    A run without a speed or a memory is drawn outside the corresponding axis. Throughputs of different days are never
+    in one picture; a menu offers the earlier runs of this machine by day.
 
     Raises:
         ValueError: nothing is measured so far.
-        RunFailed: nothing is, and a run failed.
+        RunFailed: nothing is measured so far, and a run failed.
     """
     import ipywidgets
 
     groups = _groups(lab)
     if not groups:
         text = "no run has its memory or its speed measured yet: train something first"
-        raise plots.nothing_of(lab.runs, text)
+        raise plots.no_data_error(lab.runs, text)
     wide = {"layout": {**WHOLE_WIDTH, "flex": "1 1 18em"}}
     group = ipywidgets.Dropdown(options=list(groups), description="runs of", **wide)
     card = ipywidgets.Dropdown(options=[("any", 0), *SIZES.items()], description="fits on", **wide)
@@ -71,9 +71,9 @@ def recipes(lab: Lab) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recipe(svg.Point):
-    """A run or an estimate as a point of the picture, with what is needed to train it again."""
+    """A run or an estimate as a point of the picture, with the arguments and the task to train it again."""
 
-    arguments: dict[str, Any]  # of the training
+    arguments: dict[str, Any]  # training arguments
     task: str  # in words
 
     @classmethod
@@ -88,15 +88,16 @@ class Recipe(svg.Point):
         return f"{self.name} ({self.kind})"
 
     def line(self, is_best: bool) -> str:
-        """How it stands in the list to select from."""
+        """Return the recipe's line in the list to select from; a star marks one of the best."""
         return f"{self.memory_text}, {self.speed_text}: {self.label}{' ★' if is_best else ''}"
 
 
 def _groups(lab: Lab) -> dict[str, list[Recipe]]:
-    """What may stand in one picture, of one task and one session or day, by its label; this lab's task first.
+    """Return {label: recipes that one picture may show}: those of one task and one session or day.
 
-    In a group the smallest recipe comes first, those without a measured memory last; of two with one name and kind the
-    later one counts. What has neither a memory nor a speed is left out.
+    The group of this lab's task comes first. In a group the smallest recipe comes first, and those without a measured
+    memory last. Of two recipes with the same name and kind, the later one is kept. Runs with neither memory nor speed
+    are left out.
     """
     session, machine = {run.id for run in lab.runs}, lab.machine
     here = [run for run in lab.runs if run.ok]
@@ -119,7 +120,7 @@ def _size(recipe: Recipe) -> float:
 
 
 def _table(recipes: Sequence[Recipe]) -> plots.Table:
-    """What stays without a front end."""
+    """Return the table that is shown without a front end."""
     best, rows = svg.best_of_both(recipes), []
     for recipe in recipes:
         arguments = ", ".join(f"{name}={value!r}" for name, value in recipe.arguments.items())

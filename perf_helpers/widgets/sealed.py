@@ -1,22 +1,24 @@
-"""Cells whose source is not in sight, in any front end: questions with their keys, solutions, planted faults.
+"""Seal cells that contain answers, so that no front end shows their source: questions, solutions, planted faults.
 
-JupyterLab and Colab fold a cell by the notebook's own metadata, VS Code does not (microsoft/vscode issue 158716).
-notebooks/build.py seals such cells, and the kernel opens them before it runs them: errors have their lines.
+JupyterLab and Colab fold a cell if the notebook's metadata say so, VS Code does not (microsoft/vscode issue 158716).
+notebooks/build.py therefore encodes such cells. The kernel decodes them before it runs them, so that errors show the
+right lines.
 """
 
 import base64
 import html
 
 MAGIC = "%%sealed"
-_SHOWN = {"solution": "The solution", "code": "Code that holds an answer"}  # folded below; of a question nothing
+_SHOWN = {"solution": "The solution", "code": "Code that holds an answer"}  # titles of the folded source, by kind
 
 
 def seal(source: str, kind: str, where: str) -> str:
-    """Return a cell's source as one that nobody reads by chance.
+    """Return a cell's source encoded, so that a learner does not read it by accident.
 
     Args:
+        source: the plain source.
         kind: "question", "solution" or "code".
-        where: the file that has it in plain text.
+        where: the file that has the source in plain text.
     """
     return f"{MAGIC} {kind}: run this cell; in plain text: {where}\n{base64.b64encode(source.encode()).decode()}"
 
@@ -28,13 +30,13 @@ def opened(cell: str) -> str:
 
 
 def load_ipython_extension(shell) -> None:
-    """`%load_ext perf_helpers.widgets.sealed`: from now on the kernel opens sealed cells."""
+    """Let the kernel run sealed cells from now on; `%load_ext perf_helpers.widgets.sealed` calls this function."""
     shell.input_transformers_cleanup.append(lambda lines: opened("".join(lines)).splitlines(keepends=True))
     shell.events.register("post_run_cell", _show)
 
 
 def _show(result) -> None:
-    """Let a learner who ran a sealed cell unfold its source."""
+    """Show the folded source of a sealed solution or code cell after the learner ran it."""
     from IPython.display import display
 
     head, _, _ = result.info.raw_cell.partition("\n")

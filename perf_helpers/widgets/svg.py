@@ -1,8 +1,7 @@
-"""Pictures made of HTML and SVG, for what is drawn anew while a slider moves: quick, and in the theme's colours.
+"""Draw pictures as HTML and SVG, which are redrawn quickly while a slider moves and have the theme's colours.
 
-Each function decides what is to be seen and on which scale, and returns a string of HTML; drawings.html.j2 puts it in
-its place. A picture is as wide as its cell, and a screen reader reads out its words. What is not measured is never
-drawn as 0.
+Each function chooses content and scale and returns HTML; the markup is in drawings.html.j2. A picture is as wide as its
+cell, and has a text for screen readers. A value that was not measured is never drawn as 0.
 """
 
 import functools
@@ -15,14 +14,18 @@ from perf_helpers.templates import template
 from trainmem.texts import bytes_text, bytes_unit, number_text, parts_text
 from trainmem.unknown import is_measured
 
-_SIGNS = ("●", "■", "▲", "◆", "▼", "★")  # of kinds of points, which differ in shape as well as in colour
-_FAR = 8  # a limit so many times larger than what is shown does not stretch the axis
+_SIGNS = ("●", "■", "▲", "◆", "▼", "★")  # kinds of points differ in shape as well as in colour
+_FAR = 8  # a limit more than this many times larger than the values does not stretch the axis
 
 
 def bar(title: str, parts: Mapping[str, int], limits: Mapping[str, int]) -> str:
-    """Draw bytes by category as one stacked bar with a legend, and the limits (bytes by name: cards) as lines across
-    it. Sizes are in GiB, as those of cards are. The title says what these bytes are, e.g. "Peak"; it is only read
-    out."""
+    """Draw bytes by category as one stacked bar with a legend, and limits as lines across it. Sizes are in GiB.
+
+    Args:
+        title: the name of the bar, e.g. "Peak", for screen readers.
+        parts: {category: bytes}.
+        limits: {name, e.g. of a card: bytes}.
+    """
     total = sum(parts.values())
     above = min((size for size in limits.values() if size >= total), default=total)
     end = 1.08 * max(total, above if above < _FAR * total else total)
@@ -31,14 +34,14 @@ def bar(title: str, parts: Mapping[str, int], limits: Mapping[str, int]) -> str:
 
 
 def timeline(steps: Timeline, top: float, index: int, title: str) -> str:
-    """Live bytes by category through one step.
+    """Draw live bytes by category through one step.
 
     Args:
-        top: bytes at the upper end of the axis: the same for two pictures that are to be compared.
-        index: of the stretch of operations at which a line stands.
+        top: bytes at the upper end of the axis; give two pictures the same value to compare them.
+        index: index into `steps` at which a vertical line is drawn.
     """
     end, heights, areas = 1.25 * top, [0] * len(steps), {}
-    for category in steps.shown():  # from the ground up to its own upper edge: the ones below it are drawn over it
+    for category in steps.shown():  # each area reaches down to 0, and the lower categories are drawn over it
         heights = [height + max(0, size) for height, size in zip(heights, steps.series[category], strict=True)]
         stairs = (f"V{1000 - 1000 * height / end:.1f}H{right}" for right, height in enumerate(heights, start=1))
         areas[category] = f"M0 1000{''.join(stairs)}V1000Z"
@@ -46,7 +49,7 @@ def timeline(steps: Timeline, top: float, index: int, title: str) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Rows of text; a row whose first word is a category has its colour."""
+    """Draw a table of text; a row whose first cell is a category has the category's colour."""
     return _draw("table", header=header, rows=rows)
 
 
@@ -55,7 +58,7 @@ class Point:
     """A recipe in the picture of memory against speed."""
 
     name: str
-    kind: str  # how its memory was found, e.g. "counted": each kind has its sign
+    kind: str  # of its memory, e.g. "counted"; each kind has its sign
     peak_bytes: int | None  # None or unknown: not measured
     samples_per_second: float | None  # None or unknown: not measured
 
@@ -77,8 +80,10 @@ class Point:
 
 
 def best_of_both(points: Sequence[Point]) -> list[Point]:
-    """The points for which no other is both smaller and faster, the smallest first; none whose memory or speed is not
-    measured, and none is beaten by such a one."""
+    """Return the points that no other point beats in both memory and speed (the Pareto front), the smallest first.
+
+    Points without a measured memory or speed are ignored.
+    """
     costs = {p: (p.peak_bytes, -p.samples_per_second) for p in points if p.is_sized and p.is_timed}
 
     def is_beaten(size: float, slowness: float) -> bool:
@@ -88,10 +93,15 @@ def best_of_both(points: Sequence[Point]) -> list[Point]:
 
 
 def scatter(points: Sequence[Point], chosen: Point | None, limits: Mapping[str, float]) -> str:
-    """Memory across, samples per second up; the best of both joined by a line, limits (bytes by name) as lines.
+    """Draw points with memory on the x axis and samples per second on the y axis; a line joins the Pareto front.
 
-    A point without a speed stands in a strip below the others, one without a memory in a strip on their left: at its
-    memory or its speed, and at no place of the other axis. A point without either is not drawn.
+    Points without a speed are in a strip below the plot, points without a memory in a strip on its left. Points without
+    either are not drawn.
+
+    Args:
+        points: the recipes.
+        chosen: the point to highlight.
+        limits: {name, e.g. of a card: bytes}, drawn as vertical lines.
     """
     best, both = best_of_both(points), [point for point in points if point.is_sized and point.is_timed]
     untimed = [point for point in points if point.is_sized and not point.is_timed]
@@ -106,7 +116,7 @@ def scatter(points: Sequence[Point], chosen: Point | None, limits: Mapping[str, 
         "end": 1.12 * max([largest, *(size for size in limits.values() if size < _FAR * largest)]),  # bytes
         "fastest": 1.2 * max((point.samples_per_second for point in points if point.is_timed), default=0),
     }
-    both.sort(key=lambda point: point is chosen)  # it is drawn over the others
+    both.sort(key=lambda point: point is chosen)  # drawn last, over the others
     plot |= {"best": best, "both": both, "untimed": untimed, "unsized": unsized, "chosen": chosen, "limits": limits}
     return _draw("scatter", words="; ".join(words), plot=plot)
 
@@ -115,12 +125,12 @@ def panel(title: str, unit: str, points: Sequence[tuple[float, float]], span: tu
     """Draw a line over time as SVG, with its latest value in words.
 
     Args:
-        unit: of the values.
-        points: (seconds, value) of each sample that has the value.
-        span: seconds at the left and the right end of the axis.
+        unit: unit of the values.
+        points: (seconds, value) of each sample that has a value.
+        span: seconds at the left and right end of the axis.
     """
     highest = 100.0 if unit == "%" else 1.15 * max((value for _, value in points), default=0) or 1.0
-    left, right, top, bottom = 46, 320, 42, 122  # pixels; the axes have the same ones in the markup
+    left, right, top, bottom = 46, 320, 42, 122  # pixels; drawings.html.j2 uses the same numbers
     across, up = (right - left) / (span[1] - span[0]), (bottom - top) / highest
     line = " ".join(f"{left + (at - span[0]) * across:.1f},{bottom - value * up:.1f}" for at, value in points)
     latest = number_text(points[-1][1], unit, digits=2) if points else "not available"
@@ -128,26 +138,29 @@ def panel(title: str, unit: str, points: Sequence[tuple[float, float]], span: tu
 
 
 def round_step(least: float) -> float:
-    """The smallest number that is no less and 1, 2 or 5 times a power of ten: a step of an axis, or of a slider."""
+    """Return the smallest number >= `least` that is 1, 2 or 5 times a power of ten, as a step of an axis or slider."""
     power = math.floor(math.log10(least))
     steps = (float(f"{factor}e{power}") for factor in (1, 2, 5, 10))
     return next(step for step in steps if step >= least * (1 - 1e-9))
 
 
 def _ticks(end: float, parts: int, unit: str = "", top: float | None = None) -> dict[str, float]:
-    """Round numbers on an axis from 0 to `end`, about `parts` of them up to `top`: their places as shares of it."""
+    """Return {label: position as a share of the axis} of about `parts` round numbers up to `top`.
+
+    The axis goes from 0 to `end`; `top` is `end` by default.
+    """
     top = top or end
     step = round_step(top / parts)
     return {f"{step * i:,g} {unit}".strip(): step * i / end for i in range(int(top / step) + 1)}
 
 
 def _draw(picture: str, **facts) -> str:
-    """A macro of drawings.html.j2, filled in."""
+    """Return the HTML of a macro in drawings.html.j2."""
     return str(getattr(_markup(), picture)(**facts))
 
 
 @functools.cache
 def _markup():
-    """The macros of drawings.html.j2, with what they need of this module."""
+    """Return the macros of drawings.html.j2, with the names of this module that they use."""
     given = {"PALETTE": PALETTE, "SERIES": SERIES, "SIGNS": _SIGNS}
     return template("widgets/drawings.html.j2").make_module(given | {"ticks": _ticks, "bytes_unit": bytes_unit})

@@ -1,4 +1,4 @@
-"""The timeline explorer: live memory through one step, of one run or of two under each other."""
+"""The timeline explorer: live memory through one training step, of one run or of two, one above the other."""
 
 from collections.abc import Sequence
 
@@ -11,21 +11,21 @@ from trainmem.texts import bytes_text
 
 
 def timeline(*runs: Run | MemoryEstimate) -> None:
-    """Live memory by category through one step, a slider over its operations, and a second run under the first.
+    """Show live memory by category through one step, with a slider over its operations and a second run below.
 
     Args:
-        runs: those on offer, the first two shown; each measured with its memory.
+        runs: the runs on offer, measured with measure="memory"; the first two are shown.
 
     Raises:
-        ValueError: none of them has a timeline.
-        RunFailed: none has, and one of them failed.
+        ValueError: none of the runs has a timeline.
+        RunFailed: none of the runs has a timeline, and one of them failed.
     """
     import ipywidgets
 
-    followed = {run.name: run for run in runs if run.memory and run.memory.timeline}
-    if not followed:
-        raise plots.nothing_of(runs, "none of these runs has a timeline: run them with measure='memory'")
-    steps = {name: plots.Timeline(run.memory.timeline) for name, run in followed.items()}
+    usable = {run.name: run for run in runs if run.memory and run.memory.timeline}
+    if not usable:
+        raise plots.no_data_error(runs, "none of these runs has a timeline: run them with measure='memory'")
+    steps = {name: plots.Timeline(run.memory.timeline) for name, run in usable.items()}
     names, last = list(steps), max(map(len, steps.values())) - 1
     wide = {**WHOLE_WIDTH, "flex": "1 1 18em"}
     upper = ipywidgets.Dropdown(options=names, value=names[0], description="above", layout=wide)
@@ -50,12 +50,12 @@ def timeline(*runs: Run | MemoryEstimate) -> None:
     to_the_peak()
     top = ipywidgets.Box([upper, lower, button] if len(names) > 1 else [button], layout=ROW)
     words = {name: f"{name}: peak {steps[name].text(steps[name].peak)}" for name in names[:2]}
-    static = "".join(plots.picture_html(plots.timeline(followed[name]), text) for name, text in words.items())
+    static = "".join(plots.picture_html(plots.timeline(usable[name]), text) for name, text in words.items())
     place(("timeline", *names), [top, slider, picture, output], static, "\n".join(words.values()))
 
 
 def _picture(shown: Sequence[tuple[str, plots.Timeline]], share: float) -> str:
-    """One or two timelines, by name, on one scale, and in words what is at this share of their length."""
+    """Draw one or two named timelines on one scale, and a table of the operation at `share` of their length."""
     top = max(steps.highest_bytes for _, steps in shown)
     indices = [round(share * (len(steps) - 1)) for _, steps in shown]
     pictures, columns = "", []

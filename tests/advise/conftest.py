@@ -1,4 +1,4 @@
-"""A formula in place of the estimate, so that a search can be held against every answer, and runs with speeds."""
+"""A formula that replaces the estimate, so that a search can be compared with every answer, and runs with speeds."""
 
 import dataclasses
 from pathlib import Path
@@ -43,7 +43,7 @@ def formula(task):
 
 @pytest.fixture
 def machine():
-    """Whose advice is asked for: never the machine that the tests run on."""
+    """The machine that advice is for: never the one that the tests run on."""
     return hardware.Machine("a CPU, 2 cores", "cpu", cpu_cores=2, cpu_features=("avx2",))
 
 
@@ -56,7 +56,7 @@ def native(machine):
 
 @pytest.fixture
 def followed(monkeypatch):
-    """The formula in place of the estimate, no recorded runs; the arguments that were asked for."""
+    """Replace the estimate by the formula, without recorded runs; return the requested arguments."""
     asked = []
 
     def estimate(task, **options):
@@ -84,8 +84,8 @@ def attending(monkeypatch, followed):
 
 @pytest.fixture
 def ask(task, machine, followed):
-    """`advise` with what the tests have in common: 1 GB of memory, all of it, and 64 samples a step unless told
-    otherwise."""
+    """`advise` with what the tests have in common: 1 GB of memory, all of it, and by default
+    64 samples per step."""
     default = {"memory": 10**9, "effective_batch": 64, "device": "cpu", "runs": [], "machine": machine, "margin": 0}
     default["published"] = published_speedups.published
     return lambda **options: advise(options.pop("task", task), **default | options)

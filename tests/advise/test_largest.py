@@ -1,5 +1,5 @@
-"""The largest model of a kind and the longest sequence that fit, held against every answer of a formula; and adapters,
-which are offered to who allows them."""
+"""The largest model of a kind and the longest sequence that fit, compared with every answer of a formula; and adapters,
+which are offered to users who allow them."""
 
 import contextlib
 import dataclasses

@@ -161,7 +161,7 @@ def test_if_nothing_fits_the_smallest_is_named_and_what_helps(large):
 
 @pytest.mark.nightly
 def test_more_cards_divide_all_but_what_is_said(large):
-    """Of 2 cards and of 8: the rest of the peak is that of any number of cards."""
+    """On 2 cards and on 8: the rest of the peak does not depend on the number of cards."""
     few, many = (by_name(large[name])["FSDP"] for name in ("hopeless", "one host"))
     assert few.undivided_bytes == pytest.approx(many.undivided_bytes, rel=0.05)
     assert many.estimate.peak_bytes > many.undivided_bytes

@@ -1,4 +1,4 @@
-"""The search: what is chosen among, the largest size that fits, by few looks, and what would help where none does."""
+"""The search: its choices, the largest size that fits, found with few estimates, and advice if none fits."""
 
 import contextlib
 import math

@@ -1,4 +1,4 @@
-"""A lesson that stands for a night of the course: a few runs and claims, tiny, in which a regression must show."""
+"""A lesson that simulates a nightly run of the course: a few tiny runs and claims in which a regression must show."""
 
 import contextlib
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from toys import write_lesson
 
-from perf_helpers.compare.compare import run_night
+from perf_helpers.compare.compare import run_nightly
 from perf_helpers.course import course
 
 NAME = "05_night"
@@ -71,7 +71,7 @@ def night(folder: Path, sabotage: str = "", speeds: bool = False) -> dict:
     write_lesson(folder / "lessons", NAME, RUNS, GRADIENT, CLAIMS)
     with sabotaged(sabotage), pytest.MonkeyPatch.context() as patch:
         patch.setattr(course, "LESSONS", folder / "lessons")
-        return run_night(folder / "out", speeds=speeds, profile="cpu", timeout_per_lesson=300)[0]
+        return run_nightly(folder / "out", speeds=speeds, profile="cpu", timeout_per_lesson=300)[0]
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Two course runs: verdicts, bytes, values and speeds that changed, what of it is worse, and what is not compared."""
+"""Two course runs: changed verdicts, bytes, values and speeds, which changes are worse, and what is not compared."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""The steps of recipes then and now: one that moved, all that moved, noise that hides it, and nights without any."""
+"""Old and new step times: one recipe changed, all changed, noise hides a change, and course runs without times."""
 
 import copy
 import re

@@ -1,4 +1,4 @@
-"""What a night tells a shell: exit codes, the page, the file for CI and JSON, of `compare`, `history` and `course`."""
+"""A nightly run in a shell: exit codes, page, CI file and JSON of `compare`, `history` and `course`."""
 
 import json
 import sys

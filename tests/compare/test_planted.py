@@ -1,4 +1,4 @@
-"""Regressions planted in the libraries, and what the comparison with the night before says of each."""
+"""Regressions planted in the libraries are reported by the comparison with the previous nightly run."""
 
 import pytest
 from nights import NAME, night

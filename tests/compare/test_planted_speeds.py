@@ -1,6 +1,6 @@
-"""Steps that a planted regression makes longer, and what the comparison with the night before says of them.
+"""Steps that a planted regression makes longer are reported by the comparison with the previous nightly run.
 
-They are timed: nothing else may run beside these tests, which beside the others made the usual steps the slower ones.
+These tests measure time, so nothing else may run at the same time: under load the normal steps were the slower ones.
 """
 
 import json
@@ -24,7 +24,7 @@ def usual(tmp_path_factory):
 def test_steps_that_take_40_percent_longer_are_worse(usual, sabotage):
     """The steps are timed in a Python of their own: this one's fork server knows the libraries as they are."""
     with sabotaged(sabotage, slower=0.4):
-        code = "import json; from perf_helpers.compare import step_times; print(json.dumps(step_times.tonight('cpu')))"
+        code = "import json; from perf_helpers.compare import step_times as t; print(json.dumps(t.measure_here('cpu')))"
         done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
     slow = usual | {"paces": json.loads(done.stdout.splitlines()[-1])}
     told = [change["text"] for change in compare(usual, slow).worse(("speed",))]

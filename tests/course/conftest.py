@@ -1,4 +1,4 @@
-"""What the tests of this room share."""
+"""Fixtures for the tests of the course."""
 
 import json
 from types import SimpleNamespace

@@ -57,7 +57,7 @@ def _check_statement(table: dict, need: Need) -> None:
 
 
 def _check_names(given: dict, kind: type, texts: list[str], prefix: str, need: Need) -> None:
-    """What is given are fields of that kind of record, and the named ones hold a text."""
+    """Check that all fields belong to that kind of record, and that the named ones have a text."""
     known = [item.name for item in fields(kind)]
     for name in given:
         need(name in known, prefix + name, f"unknown; the fields are {', '.join(known)}")

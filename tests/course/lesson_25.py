@@ -26,10 +26,10 @@ def functions(lab=None):
 
 
 def measured(lab, chosen=MEASURES, replaced=()):
-    """What cells of the lesson find of memory, by claim, without their pictures.
+    """Return the memory results of the lesson's cells, by claim, without their pictures.
 
     Args:
-        replaced: pairs of texts, what stands in one of these cells and what is to stand there.
+        replaced: pairs of texts: the old text in one of these cells, and the new one.
     """
     lesson = functions(lab)
     text = SOURCE.read_text("utf-8")

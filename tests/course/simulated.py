@@ -1,8 +1,8 @@
-"""CPUs that differ in what decides speed, and what each timed claim of the course comes out as on them.
+"""Simulated CPUs with different speeds, and the result of each timed claim of the course on them.
 
 A step is arithmetic at the rate of products (which few rows do not reach), other bytes at the rate of memory or of a
 cache, calls at what each costs, and an update that reads and writes every parameter. `AMD` has the rates recorded on
-that machine, and what the model says of it is held against what was recorded there (test_simulated_machines.py).
+that machine, and the model's results for it are compared with the recorded ones (test_simulated_machines.py).
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ CLOCK, WALL = 1.05, 1.3  # noise floors of the lab
 
 @dataclass(frozen=True)
 class Cpu:
-    """One thread of it, unless said otherwise."""
+    """One thread of a CPU by default."""
 
     name: str
     fp32: float  # FLOP/s of a large product
@@ -108,7 +108,7 @@ def step(cpu: Cpu, samples: int, tokens: int, layers: int = 4, steps: int = 1, v
 
 
 def products_of(cpu: Cpu, samples: int, tokens: int, layers: int = 4, vocabulary: int = 8000) -> Products:
-    """What `roofline.products` measures there."""
+    """Return the result of `roofline.products` on this CPU."""
     seconds = 3 * layers * 24 * samples * tokens * HIDDEN**2 / cpu.fp32
     whole = step(cpu, samples, tokens, layers, vocabulary=vocabulary)
     shares = seconds / (whole + TRAINER_SECONDS), min(1.0, seconds / whole * SMALL_PRODUCTS)
@@ -120,7 +120,7 @@ def within(value: float, floor: float = CLOCK) -> Ratio:
 
 
 def _by_parts(value: float) -> tuple[float, float]:
-    """What lesson 05 predicts from passes and updates that it times one by one."""
+    """Return lesson 05's prediction from passes and updates that it times separately."""
     return value / 1.2, value * 1.2
 
 
@@ -224,7 +224,7 @@ def _loader(cpu):
 
 
 def _zero(cpu):
-    """Of DDP's throughput, that of torch's stage 1: the sum, and after half of the update each rank's weights."""
+    """Return torch's stage 1 throughput as a share of DDP's: the sum, and after half the update each rank's weights."""
     numbers, passes = parameters(4, 2000), one_pass(cpu, 8, 32, 4) * max(1.0, 2 / cpu.cores)
     whole = passes + update(cpu, numbers) + 8 * numbers / cpu.link
     return within(whole / (passes + update(cpu, numbers) / 2 + 12 * numbers / cpu.link), WALL)
@@ -387,7 +387,7 @@ CLAIMS = {
 
 
 def simulated(id: str, cpu: Cpu) -> tuple[Ratio | None, tuple[float, float] | None]:
-    """What a right measurement of a claim gives on that CPU (None: the lesson leaves it out there), and the prediction
+    """Return a claim's correct measurement on a CPU (None: the lesson leaves it out there), and the prediction
     that its lesson would pass, if it passes one."""
     found = CLAIMS[id](cpu)
     return found if isinstance(found, tuple) else (found, None)

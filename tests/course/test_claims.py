@@ -1,4 +1,4 @@
-"""What a lesson says of its claims: each check is decided, and nothing passes unchecked."""
+"""A lesson's claims: each check is decided, and nothing passes unchecked."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""What lesson 20 found in libraries: these turn red the day a release mends or moves it."""
+"""Lesson 20's findings in libraries: these tests fail as soon as a release fixes or moves one."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What lesson 22 found in transformers' search: these turn red the day a release mends or moves it."""
+"""Lesson 22's findings in transformers' search: these tests fail as soon as a release fixes or moves one."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What lesson 23 found in libraries: these turn red the day a release mends or moves it."""
+"""Lesson 23's findings in libraries: these tests fail as soon as a release fixes or moves one."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def model():
 
 
 def trained(model, folder, **options):
-    """What the Trainer logs where every label is masked."""
+    """Return the Trainer's log if every label is masked."""
     rows = [{"input_ids": row, "labels": torch.full_like(row, -100)} for row in IDS]
     quiet = dict(use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True, logging_steps=1, max_steps=2)
     trainer = Trainer(model, TrainingArguments(str(folder), **quiet, **options), train_dataset=rows)

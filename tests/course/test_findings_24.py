@@ -1,4 +1,4 @@
-"""What lesson 24 found in libraries: these turn red the day a release mends or moves it."""
+"""Lesson 24's findings in libraries: these tests fail as soon as a release fixes or moves one."""
 
 import importlib.util
 from pathlib import Path

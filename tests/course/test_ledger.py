@@ -1,4 +1,4 @@
-"""The ledger says what the guides say, and a row that is wrong is refused with its claim and its field."""
+"""The ledger agrees with the guides, and a wrong row is refused with its claim and its field."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""What lessons 10 to 12 measure, tried on what is wrong in a way that a learner's or a library's code could be.
+"""Lessons 10 to 12 measure correctly: their checks reject mistakes that a learner's or a library's code could have.
 
 The functions are the lessons' own, taken out of their sources; the right one must hold, and each wrong one must turn
 the verdict.
@@ -40,7 +40,7 @@ HERE = SimpleNamespace(  # a lab that runs what it is given in this process
 
 
 def lesson(number, *names, **given):
-    """What a lesson's source defines under these names, made with what is given and with what the lessons import."""
+    """Return objects that a lesson's source defines under these names, with given values and the lessons' imports."""
     (path,) = SOURCES.glob(f"{number}_*.py")
     taken = [node for node in ast.parse(path.read_text("utf-8")).body if {*_defined(node)} & {*names}]
     assert {name for node in taken for name in _defined(node)} >= {*names}
@@ -63,7 +63,7 @@ def _defined(node):
 
 
 def tiles(q, k, v, mask, tile=64, keep_last=True, shrinks=True):
-    """Attention by an online softmax; with a mistake that is easily made, where asked for."""
+    """Compute attention by an online softmax, on request with a common mistake."""
     top = torch.full_like(q[..., :1], -math.inf)
     total, out = torch.zeros_like(top), torch.zeros_like(q)
     last = k.shape[-2] if keep_last else k.shape[-2] // tile * tile
@@ -105,7 +105,7 @@ def planted(function):
 
 @pytest.fixture(autouse=True)
 def _unregistered():
-    """What a test registers is the library's for the whole process."""
+    """Unregister after the test: a registration lasts for the whole process."""
     yield
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -226,7 +226,7 @@ def test_a_fused_update_that_is_no_faster_is_noticed(fused, expected):
 
 @pytest.mark.parametrize(("steps", "expected"), [(3, HOLDS), (12, REFUTED), (30, REFUTED)])
 def test_workers_beyond_four_help_where_four_do_not_keep_up(steps, expected):
-    """By the rules of the lesson: a reader of 3 steps is hidden by 4 workers, slower ones are not."""
+    """The lesson's rules: 4 workers hide a reader that takes 3 steps, but no slower one."""
     taken = lesson("12", "simulate", "total")
     four, sixteen = (taken.total(taken.simulate(steps, count, batches=200)[300:], "wait", "train") for count in (4, 16))
     value = four / sixteen

@@ -1,6 +1,6 @@
 """Every claim's check, tried on measurements that are wrong in a plausible way: the list is made from the ledger.
 
-The rule is not asked what it would say: what each mutant has to give follows from what it is a mutant of.
+The expected verdict of each mutant follows from its definition, not from the rule under test.
 """
 
 import pytest
@@ -28,7 +28,7 @@ def promised(claim):
 
 
 def mutants(claim):
-    """Of a claim: what is wrong with a measurement, the value that comes of it, and the verdict that this must give."""
+    """Yield (fault, measured value, expected verdict) for each wrong measurement of a claim."""
     good, none = promised(claim), claim.no_effect
     yield "nothing", good, HOLDS
     if none is not None:

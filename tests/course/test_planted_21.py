@@ -1,4 +1,4 @@
-"""Lesson 21's measurements with something wrong, or something mended, planted: the verdict must turn."""
+"""Lesson 21's measurements with something wrong, or something fixed, planted: the verdict must turn."""
 
 import ast
 import re

@@ -260,7 +260,7 @@ class TestVerdicts:
 
 
 class TestFragments:
-    """By the estimate, which follows the allocator's rules: no card is needed to see whether the claim can turn."""
+    """The estimate models the allocator's rules, so no card is needed to see whether the claim can turn."""
 
     @pytest.fixture
     def rest(self, lesson):

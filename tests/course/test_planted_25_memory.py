@@ -127,7 +127,7 @@ class Planted:
 
 
 class Wrapped:
-    """What is no part of a key."""
+    """An argument that is not part of a cache key."""
 
     def __init__(self, value):
         self.value = value
@@ -141,7 +141,7 @@ class Wrapped:
 
 @functools.cache
 def trained(key, fault, optimizer, wrapped):
-    """What a training took, with a fault; the same one is measured once for all tests."""
+    """Return the memory of a training with a fault; each is measured once for all tests."""
     experiment = wrapped.value
 
     def work(_):

@@ -45,7 +45,7 @@ def cells(lesson, *names, planted=()):
 
 
 def defines(node):
-    """Whether a statement imports, or defines a function, a class or a constant."""
+    """Return whether a statement imports, or defines a function, a class or a constant."""
     names = [name.id for name in ast.walk(node) if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)]
     constant = isinstance(node, ast.Assign) and all(name.isupper() for name in names)
     return constant or isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef)

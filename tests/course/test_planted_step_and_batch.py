@@ -1,5 +1,5 @@
 """Lessons 02 and 04 against devices, libraries and measurements that are wrong in ways a reader could meet: each turns
-a verdict. The lessons' own functions are taken out of their sources; what a device takes is told by a formula."""
+a verdict. The lessons' own functions are taken out of their sources; a formula gives the times of a device."""
 
 import ast
 import collections
@@ -31,7 +31,7 @@ TILES = [(256, 128), (128, 256), (128, 128), (256, 192), (192, 128), (128, 96)]
 
 
 def taken_from(lesson, *names, **given):
-    """What a lesson defines at its top level under these names, executed in their order among what is given."""
+    """Return objects that a lesson defines at its top level under these names, executed in order with given values."""
     space = {"math": math, "torch": torch, "statistics": statistics, "Ratio": Ratio, "CPU": CPU, "WALL": WALL} | given
     found = set()
     for node in ast.parse((SOURCES / f"{lesson}.py").read_text()).body:

@@ -1,4 +1,4 @@
-"""The pages of a course run, for people and for CI, made from what it left in its folder."""
+"""The pages of a course run, for people and for CI, made from the files in its folder."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""results.json is checked when it is read, each one that is recorded can be read."""
+"""results.json is checked when it is read, and each recorded one can be read."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 from toys import decision, results
 
 from perf_helpers.course.ledger import load
-from perf_helpers.course.results import decided_anew, load_results, recorded
+from perf_helpers.course.results import decided_again, load_results, recorded
 from trainmem.records import Run
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -35,7 +35,7 @@ def test_every_recorded_run_can_be_read_with_its_runs_and_its_claims():
             assert (run.status, run.peak_bytes or None) == (kept["status"], memory.get("peak_bytes"))
             assert (run.step_seconds or None) == timing.get("step_seconds")
             assert "samples_per_step" not in run.arguments, "schema 1 of a run kept it there"
-        decided = decided_anew(data["claims"])
+        decided = decided_again(data["claims"])
         assert len(decided) > 10 and all(claim["quantity"] == load()[claim["id"]].quantity for claim in decided)
 
 
@@ -48,9 +48,9 @@ def test_what_was_recorded_is_decided_by_the_ledger_of_today():
         then | {"quantity": "another"},
         then | {"id": "no-such-claim"},
     ]
-    assert [row["verdict"] for row in decided_anew(rows)] == ["smaller than promised", "not testable here"]
+    assert [row["verdict"] for row in decided_again(rows)] == ["smaller than promised", "not testable here"]
     wide = then | {"interval": [0.5, 1.5]}
-    assert decided_anew([wide])[0]["verdict"] == "too small to tell"
+    assert decided_again([wide])[0]["verdict"] == "too small to tell"
 
 
 def test_the_newest_measured_run_of_each_machine_is_found(tmp_path):

@@ -1,5 +1,5 @@
-"""The ledger played against CPUs that differ in what decides speed: what is measured rightly is expected on each of
-them, what is measured wrongly is not."""
+"""The ledger on simulated CPUs of different speeds: correct measurements get an expected verdict on each of
+them, wrong measurements do not."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import pytest
 from simulated import AMD, CLAIMS, CPUS, simulated, within
 
 from perf_helpers.course.ledger import Verdict, load
-from perf_helpers.course.results import decided_anew, load_results
+from perf_helpers.course.results import decided_again, load_results
 from trainmem.records import Ratio
 
 LEDGER = load()
@@ -19,7 +19,7 @@ RECORD = Path(__file__).resolve().parents[2] / "results" / "amd-epyc-2-cores" / 
 
 
 def checked(claims, id, value, predicted=None):
-    """What a lesson does on a CPU with a value and a prediction."""
+    """Check a value and a prediction on a CPU, as a lesson does."""
     if LEDGER[id].predicted:
         predicted = predicted or Ratio.unknown("nobody measured the parts")
         return claims.check(id, value, predicted=predicted, missing=None if value else "16 bits are emulated")
@@ -34,7 +34,7 @@ def test_every_timed_claim_that_a_cpu_can_decide_is_simulated():
 
 @pytest.mark.parametrize("id", CLAIMS)
 def test_the_simulated_amd_gives_what_was_recorded_on_it(id):
-    rows = {claim["id"]: claim for claim in decided_anew(load_results(RECORD)["claims"])}
+    rows = {claim["id"]: claim for claim in decided_again(load_results(RECORD)["claims"])}
     if id not in rows:
         pytest.skip("its claim, or its quantity, is newer than the record")
     value, _ = simulated(id, AMD)

@@ -28,8 +28,8 @@ def ordered(events):
 
 
 def events(changes):
-    """Of (which block, its bytes, negative where it is given back): its bytes, and ~n for the n-th given back. What
-    was there before is left out."""
+    """Turn (block, bytes, negative for a free) into bytes, and ~n for the free of the n-th block. Blocks that
+    existed before are left out."""
     numbers, found, born = {}, [], itertools.count()
     for which, size in changes:
         if size > 0:
@@ -114,7 +114,7 @@ def softmax_backward():
 
 
 def images(order, count=4, dtype=F32):
-    """Of 32 channels and 28 x 28 points, whose elements lie as a memory format says or, "turned", as none does."""
+    """Return a tensor of 32 channels and 28 x 28 points in a memory format or, if "turned", in none of them."""
     if order == "turned":
         return zeros(count, 28, 32, 28, dtype=dtype).transpose(1, 2)
     return zeros(count, 32, 28, 28, dtype=dtype).contiguous(memory_format=getattr(torch, order))
@@ -140,7 +140,7 @@ def patches_backward():
 
 
 def turned(function, *shape, dtype=F32, **options):
-    """Of a tensor whose first two dimensions were exchanged."""
+    """Return a tensor whose first two dimensions were exchanged."""
     tensor = zeros(*shape, dtype=dtype).transpose(0, 1)
     return lambda: function(tensor, **options)
 

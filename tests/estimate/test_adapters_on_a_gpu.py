@@ -1,4 +1,4 @@
-"""What peft and bitsandbytes do otherwise on a GPU than on a CPU, as the estimate follows it."""
+"""The estimate models how peft and bitsandbytes differ on a GPU from a CPU."""
 
 import pytest
 

@@ -1,6 +1,6 @@
 """The caching allocator's segments against those counted by hand, and the workspaces and contexts that are known.
 
-Against torch's own it is held in rehearsals: `benchmarks/measure_allocator.py`, whose record is checked here.
+`benchmarks/measure_allocator.py` compares it with torch's own in rehearsals; this file checks its record.
 """
 
 import importlib.metadata
@@ -39,7 +39,7 @@ def large_segments(memory):
 
 
 def requested(memory):
-    """Bytes that were asked for, of all blocks in use."""
+    """Return the requested bytes of all blocks in use."""
     return sum(block.requested for segment in memory.segments() for block in segment.blocks)
 
 
@@ -48,7 +48,7 @@ def reserved(*sizes):
 
 
 def reserved_after(log):
-    """Bytes reserved after (key, bytes, +1 at birth or -1 at death), one after the other."""
+    """Return the reserved bytes after a series of (key, bytes, +1 for an allocation or -1 for a free)."""
     memory = CachingAllocator()
     for key, size, sign in log:
         if sign > 0:
@@ -156,7 +156,7 @@ TIES = {"2.10": "a", "2.11": "a", "2.12": "b", "2.13": "c", "2.14": "c", "2.15":
 @pytest.mark.parametrize("torch_version", allocator_settings.RELEASES)
 def test_of_equal_blocks_each_release_takes_its_own(torch_version):
     """Three free blocks of 4 MiB: `a` in the youngest segment, which lies lowest; `b` made before both others; `c` in
-    the oldest segment, cut anew since."""
+    the oldest segment, split again since."""
     memory = filled("", 4, 16, 4, 16, 4, 16, rules=release(torch_version))
     lies = {"c": address(memory, 0), "b": address(memory, 2), "a": address(memory, 4)}
     assert lies["a"] < lies["b"] < lies["c"]
@@ -171,7 +171,7 @@ def test_of_equal_blocks_each_release_takes_its_own(torch_version):
 
 
 def test_where_the_lowest_address_is_taken_the_same_training_reserves_more():
-    """What stays in the older segment keeps it from being joined: a tie costs a segment."""
+    """A block that stays in the older segment prevents a merge: a tie costs a segment."""
     reserved = {}
     for torch_version in ("2.11", "2.13"):
         memory = filled("", 9, 10, 9, 10, rules=release(torch_version))

@@ -1,4 +1,4 @@
-"""A log of births and deaths on the allocator: peaks from the first forward on, phases, a card that is too small."""
+"""A log of allocations and frees on the allocator: peaks since the first forward pass, phases, too small a card."""
 
 import numpy as np
 import pytest

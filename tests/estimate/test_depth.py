@@ -1,4 +1,4 @@
-"""What a deep model takes, told from two shallow ones, against all of its layers followed."""
+"""The memory of a deep model, extrapolated from two shallow ones, against a trace of all its layers."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What lies on the device, and from when on: the host's tensors count only once they are sent."""
+"""Tensors on the device, and since when: the host's tensors count only once they are sent."""
 
 import contextlib
 import os
@@ -181,7 +181,7 @@ def test_the_two_bounds_of_a_clamp_are_joined_in_place():
 
 
 def changes(follows_each, options, tell):
-    """The births and deaths of two steps of six micro-batches, in bytes, with what they are, the ends of phases, and
+    """The allocations and frees of two steps of six micro-batches, in bytes with their labels, the ends of phases, and
     where the cache was emptied."""
     from trainmem.estimate import trace
 

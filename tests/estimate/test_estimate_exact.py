@@ -243,7 +243,7 @@ def configurations(tmp_path_factory):
 def both(request, configurations, tmp_path_factory):
     """Function (pair, training) -> (what the lab counted, what was estimated).
 
-    All pairs that will be asked for are begun at once, as many at a time as there are cores.
+    All pairs that tests will request are started at once, as many at a time as there are cores.
     """
     lab = Lab("cpu", out=tmp_path_factory.mktemp("lab"))
 

@@ -1,4 +1,4 @@
-"""The estimate: what it says, what it refuses, and what it remembers. Exactness has its own file."""
+"""The estimate: its answers, its refusals, and its memory of earlier answers. Exactness has its own file."""
 
 import importlib.metadata
 import json

@@ -1,4 +1,4 @@
-"""What CUDA's kernels ask for, by rules; `tests/rehearsal/test_kernels_rehearsed.py` asks torch's own CUDA build."""
+"""Memory requests of CUDA's kernels by rules; `tests/rehearsal/test_kernels_rehearsed.py` has torch's own requests."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from trainmem.measure import processes
 
 
 def asked(names, capability, torch_version=None, tell=None):
-    """What each case asks for as it is followed, {name: events}; to be called in a clean process."""
+    """Return {case: events} of the traced cases; call it in a fresh process."""
     found = {}
     for name in names:
         tracker = DeviceTracker(capability, rules=release(torch_version))
@@ -34,7 +34,7 @@ CHANGED = [each for each in RELEASES if any(each in case for case in SEEN.values
 
 @pytest.fixture(scope="module", params=CHANGED)
 def seen_and_followed(request):
-    """What torch of one release was seen to ask for, and what is followed by its rules, by case."""
+    """Return, by case, the recorded requests of one torch release, and those traced by its rules."""
     seen = {}
     for name, case in SEEN.items():
         for since, events in case.items():

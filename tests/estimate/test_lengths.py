@@ -1,4 +1,4 @@
-"""The worst batch of a data set: against trainings on all of it, and what is said of lengths that are none."""
+"""The worst batch of a data set: against trainings on all of it, and messages about invalid lengths."""
 
 import random
 
@@ -47,7 +47,7 @@ def test_packed_batches_too(passes):
 
 
 def shapes_trained_on(task, **options):
-    """What a Trainer with a collator of its user's gives to the model, in the first epoch."""
+    """Return the shapes that a Trainer with a custom collator passes to the model in the first epoch."""
     import tempfile
 
     import torch

@@ -1,6 +1,6 @@
-"""What releases of transformers and torch changed that matters for memory: docs/releases.md names these tests.
+"""Changes in transformers and torch releases that affect memory; docs/releases.md names these tests.
 
-Each test holds under every supported release: it asks what the installed one does.
+Each test passes under every supported release: it tests the behaviour of the installed one.
 """
 
 import json
@@ -110,7 +110,7 @@ LAZY = pytest.param({"lazy_bucket_allocation": True}, 2, marks=pytest.mark.skipi
 @pytest.mark.daily(1)
 @pytest.mark.parametrize(("options", "sets"), [({}, 3), ({"gradient_as_bucket_view": True}, 2), LAZY], ids=str)
 def test_buckets_of_ddp_are_a_set_of_gradients_unless_they_are_views_or_freed(lab, options, sets):
-    """Of weights, gradients and buckets, each 4 bytes a parameter. All three switches are off by default."""
+    """Weights, gradients and buckets take 4 bytes per parameter each. All three switches are off by default."""
     task = Task("bert-tiny", seq_len=8)
     run = lab.run(partial(in_buckets, **options), task=task, processes=2, measure=("memory",), use_cpu=True)
     assert run.ok, run.message

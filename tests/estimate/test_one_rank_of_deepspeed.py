@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO: one rank followed on fake tensors, against what the lab measures of both."""
+"""DeepSpeed's ZeRO: one rank traced on fake tensors, against the lab's measurement of both ranks."""
 
 import subprocess
 import sys
@@ -25,7 +25,7 @@ def zero(stage, **more):
 @pytest.fixture
 def offered(monkeypatch, tmp_path):
     """Only here: an offered DeepSpeed would be imported in every training of the tests after this one. A compile was
-    killed before: who compiles DeepSpeed's own sums anew waits for its lock for ever."""
+    killed before: the next compilation of DeepSpeed's sums would wait for its lock forever."""
     (tmp_path / "deepspeed_shm_comm").mkdir()
     (tmp_path / "deepspeed_shm_comm" / "lock").touch()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))

@@ -1,4 +1,4 @@
-"""What operations hide: run at their own size where that is affordable, never guessed from chance, always ending."""
+"""Operator workspace: measured at an operation's real size if possible, never guessed, always in finite time."""
 
 import random
 

@@ -41,7 +41,7 @@ def exported(tmp_path_factory):
 
 
 def births_and_deaths(trace):
-    """(address, bytes asked for, +1 or -1) of a trace."""
+    """Return (address, requested bytes, +1 or -1) of each event of a trace."""
     signs = {"alloc": 1, "free_completed": -1}
     return [(entry["addr"], entry["size"], signs[entry["action"]]) for entry in trace if entry["action"] in signs]
 

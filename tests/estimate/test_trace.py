@@ -1,4 +1,4 @@
-"""A training followed on fake tensors: what is carried out and what is not, and the bytes at each operation."""
+"""A training traced on fake tensors: which operations run and which do not, and the bytes at each operation."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Operations without their data: what makes two alike, and how one is put together again."""
+"""Operations without their data: when two are equal, and how one is rebuilt."""
 
 import torch
 

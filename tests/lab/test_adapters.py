@@ -1,4 +1,4 @@
-"""What learns and how the rest is kept: the models that are built, what is told apart, and what is refused."""
+"""Trained and frozen parts of models with adapters: models that are built, differences, and refusals."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What a training is told: names and values that are right, whatever the library calls them."""
+"""Training arguments: correct names and values, whatever the library calls them."""
 
 import pickle
 

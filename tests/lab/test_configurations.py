@@ -1,4 +1,4 @@
-"""The type of a model's weights: what `from_pretrained` loads, what presets are published in, and who is informed."""
+"""The type of a model's weights: what `from_pretrained` loads, the published types of presets, and messages."""
 
 import dataclasses
 import json
@@ -392,7 +392,7 @@ def printed(monkeypatch, capsys):
     """Function (words) -> what the command prints on standard output."""
 
     def run(words):
-        monkeypatch.setattr(cli, "_WITH_CLEAN_PROCESSES", ())
+        monkeypatch.setattr(cli, "_STARTS_SUBPROCESSES", ())
         monkeypatch.setattr(sys, "argv", ["perf-helpers", *words])
         with pytest.raises(SystemExit) as caught:
             cli.main()

@@ -1,4 +1,4 @@
-"""What the doctor says of machines that tests bring along."""
+"""The doctor's findings on machines that tests define."""
 
 import importlib.metadata
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Set-ups that are broken for real, and what the command `perf-helpers doctor` says of each, in its own process."""
+"""Set-ups that are really broken, and the output of `perf-helpers doctor` for each, in its own process."""
 
 import contextlib
 import importlib.metadata
@@ -34,7 +34,7 @@ int cuDeviceGetAttribute(int *value, int which, int device) { *value = which == 
 
 
 def doctor(*python, shell="", folder=None, **environment):
-    """What the command says, as (level, subject, text, remedy), and its exit code; first runs what `shell` says."""
+    """Run a `shell` command, then the doctor; return its findings (level, subject, text, remedy) and its exit code."""
     kept = {name: text for name, text in os.environ.items() if name not in UNSET}
     kept |= {"PYTHONPATH": str(ROOT)} | environment
     command = ["sh", "-ec", f'{shell}\nexec "$@"', "sh", *(python or (sys.executable, "-P", *COMMAND))]
@@ -121,7 +121,7 @@ def test_an_installation_that_was_interrupted(installed):
 
 
 def test_a_kernel_that_was_not_restarted_after_an_installation(installed):
-    """In the order that a notebook has it: a library is imported, pip changes it, and the doctor is asked."""
+    """In a notebook's order: a library is imported, pip changes it, and the doctor runs."""
     python = installed(numpy=importlib.metadata.version("numpy"))
     code = f"import sys, numpy; sys.path.append({str(ROOT / 'tests')!r}); import environments; "
     code += "environments.record(sys.executable, 'numpy', '2.0.0'); sys.argv = ['perf-helpers', 'doctor']; "

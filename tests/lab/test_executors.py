@@ -1,4 +1,4 @@
-"""Where experiments are performed: the machine is that of the place, and whoever ends there is told."""
+"""Executors: a run has the machine of the place where it ran, and an experiment that ends there is reported."""
 
 from concurrent.futures import BrokenExecutor, Future, ThreadPoolExecutor
 

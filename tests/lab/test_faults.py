@@ -31,7 +31,7 @@ MARK = f"FAULTS={uuid.uuid4().hex}"  # in the environment of whatever these test
 
 
 def wait_for(condition, seconds=120):
-    """What the condition gives, as soon as it is true; else what it gave last."""
+    """Wait until a condition is true; return its last value."""
     until = time.monotonic() + seconds
     while not (found := condition()) and time.monotonic() < until:
         time.sleep(0.05)

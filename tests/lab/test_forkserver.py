@@ -1,4 +1,4 @@
-"""Clean processes: each experiment has one of its own, and nothing of it survives."""
+"""Fresh subprocesses: each experiment has its own, and nothing of it survives."""
 
 import os
 import signal
@@ -154,7 +154,7 @@ def test_a_hang_is_ended_with_everything_it_started(lab, tmp_path):
 
 
 def _gone(pid):
-    """Whether a process ends, or is a zombie that nobody collects here. Waits for it, up to the test's own limit."""
+    """Wait up to the test's limit, and return whether a process ended, or is a zombie that no parent collects."""
     while psutil.pid_exists(pid):
         with_status = psutil.Process(pid)
         if with_status.status() == psutil.STATUS_ZOMBIE:

@@ -1,5 +1,5 @@
 """The machine as it is described where its own libraries fail: an NVML that refuses everything, one that is not there,
-a CUDA driver that finds nothing. They are libraries of this machine's linker, asked through the real bindings."""
+a CUDA driver that finds nothing. They are real shared libraries, called through the real bindings."""
 
 import json
 import os

@@ -17,7 +17,7 @@ BERT |= {"num_hidden_layers": 1, "intermediate_size": 64, "vocab_size": 100}
 
 @pytest.fixture(autouse=True)
 def offline_in_a_small_memory(monkeypatch):
-    """What would allocate by a size of the file ends here, and what would download has no network."""
+    """Limit memory, so that an allocation by a size in the file fails, and cut off the network."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     limits = resource.getrlimit(resource.RLIMIT_DATA)
     Task("bert-tiny").build_model(device="meta")  # what is imported once is none of theirs
@@ -110,7 +110,7 @@ def test_a_name_that_is_no_path_is_refused_in_words(model):
 
 
 def test_a_file_or_a_path_is_not_taken_for_a_name_on_the_hub(tmp_path, monkeypatch):
-    """Nobody is asked for what cannot be a name there, and a file that is there is looked into."""
+    """The Hub is not queried for a text that cannot be a name there, and an existing file is read."""
     monkeypatch.setattr("trainmem.core.configurations.hub_answers", lambda: pytest.fail("the Hub was asked"))
     folder = tmp_path / "mein Modell"
     folder.mkdir()

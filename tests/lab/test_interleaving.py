@@ -1,4 +1,4 @@
-"""Turns: of functions, by planted clocks; of experiments, in threads of one process and in processes of their own."""
+"""Interleaved runs: functions with planted clocks; experiments in threads of one process and in own processes."""
 
 import platform
 import tempfile

@@ -1,4 +1,4 @@
-"""The lab as a user sees it: mistakes refused before anything is built, runs kept, comparisons in turns."""
+"""The lab as a user sees it: mistakes refused before anything is built, runs kept, interleaved comparisons."""
 
 import json
 import time
@@ -180,7 +180,7 @@ def test_a_comparison_whose_turns_fail_is_unknown_and_says_why(lab, monkeypatch,
 
 @pytest.fixture
 def with_gpus(tmp_path):
-    """A function: a lab on a machine that says it has GPUs, and what its processes were asked, for none is started."""
+    """Return a lab on a machine with pretended GPUs, and the requests to its processes, none of which is started."""
 
     def make(count=1):
         lab = Lab("cpu", out=tmp_path)

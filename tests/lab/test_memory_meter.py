@@ -166,7 +166,7 @@ def test_a_function_of_the_users_is_counted_to_the_byte(lab):
 
 
 def test_memory_that_no_operation_made_is_counted_and_stands_inside_operations(lab):
-    """So is what autograd does in place as long as nobody watches: the total is that of a pass that is not followed."""
+    """Autograd works in place only without a tracker: the total is that of a pass without one."""
 
     def train(held):
         def loop(task):

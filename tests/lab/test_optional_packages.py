@@ -1,4 +1,4 @@
-"""Packages in folders of their own: found when they are offered, and told how to get where they are not there."""
+"""Packages in folders of their own: found when they are offered, otherwise a message says how to install them."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What is done in clean processes, and for how long."""
+"""Work in fresh subprocesses, and its time limits."""
 
 import os
 import time

@@ -20,7 +20,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def terminal(monkeypatch):
-    """What the bars take for the terminal of errors; pytest has its own in place of sys.stderr."""
+    """Give the bars a terminal for errors, because pytest replaces sys.stderr."""
     system = SimpleNamespace(modules={}, stderr=Terminal())
     monkeypatch.setattr(progress, "sys", system)
     return system.stderr

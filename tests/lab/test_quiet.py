@@ -1,4 +1,4 @@
-"""What reads a clock has the machine alone while a course runs several lessons at once."""
+"""Code that measures time has the machine for itself while a course runs several lessons at once."""
 
 import itertools
 import os

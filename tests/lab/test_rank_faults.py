@@ -1,4 +1,4 @@
-"""Ranks that die, hang, disagree or have no room: what a run says of each, and that it leaves nothing behind."""
+"""Ranks that die, hang, disagree or have no room: each run reports it and leaves nothing behind."""
 
 import contextlib
 import gc
@@ -161,7 +161,7 @@ def test_ranks_whose_tensors_differ_in_size_are_told_so(provoke):
 
 @pytest.mark.nightly
 def test_what_gloo_does_not_notice_torch_tells_where_it_is_asked_to(provoke, monkeypatch):
-    """Of one size and two dtypes: without the check both ranks go on, one of them with other numbers."""
+    """One size and two dtypes: without the check both ranks continue, one of them with other numbers."""
 
     def disagree(rank):
         import torch

@@ -17,7 +17,7 @@ needs_link = pytest.mark.skipif(slow_link.missing() is not None, reason=f"this m
 
 
 def within(link, host, *command):
-    """What a command prints on one of the two hosts."""
+    """Return the output of a command on one of the two hosts."""
     entered = ["nsenter", "--target", str(link.holders[host]), "--net", *command]
     return subprocess.run(entered, capture_output=True, text=True, check=True).stdout
 
@@ -109,7 +109,7 @@ def test_what_is_missing_is_said_in_words(monkeypatch):
 
 
 def test_a_namespace_that_is_forbidden_is_said_in_words(monkeypatch, tmp_path):
-    """What a container without the right to make a namespace answers."""
+    """A container may not have the permission to make a namespace."""
     fake = tmp_path / "unshare"
     fake.write_text("#!/bin/sh\necho 'unshare: unshare failed: Operation not permitted' >&2\nexit 1\n")
     fake.chmod(0o755)

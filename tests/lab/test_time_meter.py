@@ -1,4 +1,4 @@
-"""Seconds of steps, as the lab tells them."""
+"""Seconds of steps, as the lab reports them."""
 
 import pytest
 import torch

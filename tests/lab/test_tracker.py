@@ -1,4 +1,4 @@
-"""What the tracker follows: weights that are divided, on real ranks and on one that has no others; other threads;
+"""The tracker follows sharded weights, on real ranks and on one without others; other threads;
 storages that are resized."""
 
 import pytest

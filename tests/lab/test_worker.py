@@ -1,4 +1,4 @@
-"""The worker: what is refused before it starts, and several ranks, of which a run says which one ended and how."""
+"""The worker: refusals before it starts, and several ranks, for which a run says which one ended and how."""
 
 import os
 import signal

@@ -34,7 +34,7 @@ NAMES = [
 
 
 def found(name):
-    """What an import path names; AttributeError or ImportError if there is none."""
+    """Return the object at an import path. Raises AttributeError or ImportError if there is none."""
     parts = name.split(".")
     for count in range(len(parts), 0, -1):
         try:
@@ -104,7 +104,7 @@ def at(file, place):
 
 
 def passes_on(function):
-    """Whether it takes any argument, and gives those that it does not know to the function that it calls with such."""
+    """Return whether a function accepts any argument and passes unknown ones on."""
     taken = function.args
     if not taken.vararg or not taken.kwarg:
         return False
@@ -148,7 +148,7 @@ def used(tree):
                 if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names}  # fmt: skip
 
     def is_foreign(node):
-        """Whether an owner belongs to another library, as far as its first word tells."""
+        """Return whether an owner belongs to another library, judged by its first word."""
         while isinstance(node, ast.Attribute | ast.Call | ast.Subscript):
             node = node.func if isinstance(node, ast.Call) else node.value
         word = getattr(node, "id", "")

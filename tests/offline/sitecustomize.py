@@ -1,4 +1,4 @@
-"""Put on PYTHONPATH: every Python process started there can reach this machine alone, and tells who tried to go
+"""On PYTHONPATH, this module lets every Python process reach only this machine, and records attempts to go
 further.
 
 Each attempt is appended to the file that OFFLINE_ATTEMPTS names, and refused.

@@ -1,4 +1,4 @@
-"""What rehearsed tests share."""
+"""Fixtures for rehearsed tests."""
 
 import importlib.util
 import sys

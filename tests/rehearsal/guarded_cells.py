@@ -1,4 +1,4 @@
-"""Guards the cells of a lesson in a rehearsal: a statement that needs values is skipped and reported; others run."""
+"""Guard the cells of a lesson in a rehearsal: a statement that needs values is skipped and reported; others run."""
 
 import ast
 import contextlib
@@ -16,7 +16,7 @@ class _NoAttributeKnown(NeedsValues, AttributeError):
 
 
 class Unassigned(Unknown):
-    """What a skipped statement would have assigned: unknown, and maybe not even a number."""
+    """The value that a skipped statement would have assigned: unknown, and perhaps not even a number."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""Runs the course's lessons on rehearsed GPUs, two machines at a time.
+"""Run the course's lessons on rehearsed GPUs, two machines at a time.
 
     python tests/rehearsal/rehearse_lessons.py              every lesson on every machine of MACHINES
     python tests/rehearsal/rehearse_lessons.py core         what CI runs: each machine's `core`

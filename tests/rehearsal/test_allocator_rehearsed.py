@@ -1,4 +1,4 @@
-"""The double of torch's caching allocator against the allocator itself, in rehearsals: some of what
+"""Our model of torch's caching allocator against the allocator itself, in rehearsals: a part of what
 benchmarks/measure_allocator.py compares."""
 
 import re
@@ -23,7 +23,7 @@ if build.problem() or build.interpreter() is None:
 
 
 def newer_than(release_of_torch):
-    """Whether a release is newer than the one that is installed."""
+    """Return whether a release is newer than the installed one."""
     here, other = ([*map(int, each.split(".")[:2])] for each in (hardware.versions()["torch"], release_of_torch))
     return other > here
 
@@ -135,7 +135,7 @@ def test_options_of_other_releases_are_refused_where_this_torch_refuses_them(mea
 
 
 def test_every_option_that_this_torch_names_is_known():
-    """By the names in its libraries: an option that is new is accepted, or refused with a reason of its own."""
+    """Option names come from torch's libraries: a new option is accepted, or refused with its own reason."""
     libraries = build._site_packages(build.interpreter()) / "torch" / "lib"
     named = b"".join((libraries / name).read_bytes() for name in ("libc10.so", "libc10_cuda.so"))
     like = rb"\0((?:pinned|expandable_segments|max_|large_segment|roundup|release_lock|graph_capture)_?[a-z0-9_]+)\0"

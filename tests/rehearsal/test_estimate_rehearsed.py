@@ -1,4 +1,4 @@
-"""The estimate for CUDA against torch's own allocator, over trainings of a set that is not the recorded one."""
+"""The estimate for CUDA against torch's own allocator, on another set of trainings than the recorded one."""
 
 import functools
 import itertools
@@ -119,7 +119,7 @@ def test_cublaslts_workspace_is_its_own_or_shared_as_the_variable_says(shared, m
 @pytest.mark.nightly
 @pytest.mark.parametrize("more", [{}, {"pad_to_multiple_of": 64}, {"packed": True}], ids=str)
 def test_unequal_lengths_take_what_torchs_allocator_says(more):
-    """Of whole sequences of steps: also what blocks of one shape leave behind for the next."""
+    """Compare whole sequences of steps, including the effect of blocks of one shape on the next."""
     task = Task(
         "llama-2-7b", config=LLAMA | {"vocab_size": 5000}, lengths=(170, 30, 90, 12, 250, 41, 8, 260, 77), **more
     )
@@ -131,7 +131,7 @@ def test_unequal_lengths_take_what_torchs_allocator_says(more):
 
 
 def loop_that_empties(task):
-    """Two steps, and torch is told to give back what is free before each."""
+    """Run two steps and empty torch's cache before each."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, batch = task.build_model().to(device), task.batch(2, device)
     optimizer = torch.optim.AdamW(model.parameters())

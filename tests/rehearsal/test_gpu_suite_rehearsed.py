@@ -21,7 +21,7 @@ import build as build_page
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
-    """Of two parts, and of as many trainings beside the estimate as begin within some seconds."""
+    """Rehearse two parts, and as many trainings for the estimate as begin within some seconds."""
     out = tmp_path_factory.mktemp("gpu")
     common = ["--tiny", "--rehearse", "a100", "--out", str(out)]
     assert measure_gpu.main([*common, "--part", "ten", "--part", "tf32"]) == 0

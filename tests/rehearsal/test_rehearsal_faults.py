@@ -1,4 +1,4 @@
-"""A rehearsal that is killed, and one whose caller is: what is said of it, and that nothing is left."""
+"""A rehearsal that is killed, and one whose caller is killed: its message, and that nothing is left."""
 
 import os
 import signal

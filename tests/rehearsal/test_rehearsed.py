@@ -381,7 +381,7 @@ def test_small_whole_numbers_reach_the_other_ranks():
 
 
 def exchanged(task):
-    """What each collective gives to a rank, of numbers that all ranks have alike."""
+    """Return the result of each collective on a rank, if all ranks have the same numbers."""
     import torch
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""FSDP2 through the Trainer: what the estimate follows on one rank, against torch's own allocator on two and more."""
+"""FSDP2 through the Trainer: the estimate's trace of one rank, against torch's own allocator on two and more."""
 
 import pytest
 

@@ -29,8 +29,8 @@ def trace_of(file):
 
 
 def sizes(trace):
-    """What was allocated and freed, in order. The estimate of the Trainer's sum of losses in place has a birth and a
-    death of 4 bytes too much."""
+    """Return the allocated and freed sizes in order. The estimate of the Trainer's in-place loss sum has an allocation
+    and a free of 4 bytes too many."""
     entries = [entry for entry in trace if entry["action"] in ("alloc", "free_completed")]
     in_place = [("aten.add_.Tensor", 4)]
     return [
@@ -41,7 +41,7 @@ def sizes(trace):
 
 
 def with_deaths_sorted(events):
-    """Deaths between two births in the order of their sizes: autocast's cache is emptied in that of a hash table."""
+    """Sort the frees between two allocations by size: autocast's cache is emptied in the order of a hash table."""
     runs = itertools.groupby(events, key=lambda event: event[0])
     return [event for action, run in runs for event in (run if action == "alloc" else sorted(run))]
 

@@ -1,4 +1,4 @@
-"""DeepSpeed through the Trainer: one rank, followed by the estimate, against torch's own allocator on two and more."""
+"""DeepSpeed through the Trainer: one rank, traced by the estimate, against torch's own allocator on two and more."""
 
 import sys
 

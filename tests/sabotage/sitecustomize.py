@@ -1,13 +1,13 @@
-"""Goes on PYTHONPATH: in every Python started there, what the variable SABOTAGE names fails in one module.
+"""On PYTHONPATH, this module plants the fault that the variable SABOTAGE names in every Python process.
 
-"failed_comparison": no two runs can take turns, as on a machine where a comparison takes longer than it may.
-"refused_estimate": no training can be followed on fake tensors, as on a library that nobody has tried yet.
+"failed_comparison": no two runs can be interleaved, as if a comparison took longer than its time limit.
+"refused_estimate": no training can be traced on fake tensors, as with an untested library.
 "ignored_checkpointing": a transformers that accepts gradient checkpointing and silently does nothing about it.
 "fp32_states": a bitsandbytes whose 8-bit optimizers keep their states in fp32.
 "summed_gradients": a Trainer that counts the labels of one micro-batch as those of the whole accumulation.
-"slow_step": optimizer steps of which each takes longer by the share of a training step that SLOWER says, computing.
-"sleeping_step": the same, waiting.
-"leaked_activation": a BERT of which each forward leaves an activation behind.
+"slow_step": each optimizer step computes longer, by the share of a training step in SLOWER.
+"sleeping_step": each optimizer step waits longer, by the same share.
+"leaked_activation": a BERT whose forward passes each leave an activation behind.
 "plain_attention": a torch whose fused attention is plain arithmetic.
 "copied_batches": a DataLoader that keeps a copy of each batch beside it.
 """

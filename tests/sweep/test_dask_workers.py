@@ -21,7 +21,7 @@ from trainmem.measure import executors
 
 
 def gone(pid):
-    """Whether a process ends, or is a zombie that nobody collects here. Waits for it, up to the test's own limit."""
+    """Wait up to the test's limit, and return whether a process ended, or is a zombie that no parent collects."""
     while psutil.pid_exists(pid):
         try:
             if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
@@ -33,7 +33,7 @@ def gone(pid):
 
 
 def spans(attempts):
-    """By worker, in order: when each call began and ended there."""
+    """Return, per worker, when each call began and ended, in order."""
     found = {}
     for attempt in sorted(attempts, key=lambda attempt: attempt["began"]):
         found.setdefault(attempt["address"], []).append((attempt["began"], attempt["ended"]))
@@ -227,7 +227,7 @@ def test_dasks_own_executor_trains_and_compares_and_a_run_has_the_machine_that_p
 
 @pytest.fixture
 def in_this_process():
-    """A function: a client of so many workers in this process; without the resource, unless it is told."""
+    """Return a function that makes a client with so many workers in this process, by default without the resource."""
     distributed = pytest.importorskip("distributed", reason="pip install perf-helpers[cluster]")
     made = []
 

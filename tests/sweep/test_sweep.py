@@ -1,4 +1,4 @@
-"""A sweep as a user has it: rows on several workers, kept, gone on with; and the command."""
+"""A sweep as a user sees it: rows on several workers, stored runs, continued sweeps; and the command."""
 
 import dataclasses
 import itertools
@@ -34,7 +34,7 @@ FOUR = {
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Rows take no time and yield a peak; a function that is told before each what the row is called."""
+    """Make rows take no time and yield a peak; call a function with each row's name before it."""
 
     def replace(before=lambda name: None):
         def measure(experiment, meters, timeout):

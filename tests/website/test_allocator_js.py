@@ -1,4 +1,4 @@
-"""The page's allocator against the package's, on the random traces on which that was held to torch's own."""
+"""The page's allocator against the package's, on the random traces of its comparison with torch's."""
 
 import itertools
 import json

@@ -1,6 +1,6 @@
 """The calculator in a browser: its numbers are the estimate's, it works by keyboard, on a phone, light and dark.
 
-The tables of a small model are made here, as those of the site are. Those of the site are asked by night:
+The tables of a small model are made here, as those of the site are. Those of the site are tested nightly:
 
 CHOICES=1000 python -m pytest -m nightly -s tests/website/test_calculator.py    more choices than 300
 """
@@ -89,7 +89,7 @@ def page(chromium, request):
 
 
 def shown(page, address, choice, done="answer"):
-    """What the page answers to a choice: bytes, and whether it fits."""
+    """Return the page's answer to a choice: bytes, and whether it fits."""
     words = "&".join(f"{name}={value}" for name, value in choice.items())
     page.goto(f"{address}#{words}")
     page.wait_for_function(ANSWERED, arg=[words, done])

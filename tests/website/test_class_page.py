@@ -1,5 +1,5 @@
-"""The class's page in a browser: what 30 files of learners come to, what is refused and why, by keyboard, and from
-hostile files. The files are written by the project's own code, and the numbers counted by it, too."""
+"""The class's page in a browser: results of 30 learners' files, refused files with reasons, use by keyboard, and
+hostile files. The project's own code writes the files and counts the numbers."""
 
 import json
 import random
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def write_journal(path, number):
-    """What learner `number` did in two lessons: some guess not at all, late, twice, or by a power of ten too much."""
+    """Write a learner's journal of two lessons: some guess not at all, late, twice, or by a power of ten too much."""
     chance, store = random.Random(number), Store(path.with_name("runs.jsonl"))
     for lesson, key, unit, measured in ((LESSON, "peak", "%", 60.0), (OTHER, "largest", "MB", 1983.0)):
         lab = SimpleNamespace(lesson=lesson, store=store)
@@ -123,7 +123,7 @@ def page(chromium, address):
 
 
 def drop(page, *paths, state):
-    """Drop files or folders as a person does, and wait until this is said of them."""
+    """Drop files or folders as a person does, and wait until the page shows a text about them."""
     box = page.locator("#class-drop").bounding_box()
     data = {"items": [], "files": [str(path) for path in paths], "dragOperationsMask": 1}
     session = page.context.new_cdp_session(page)
@@ -162,7 +162,7 @@ def journals(files):
 
 
 def guess_lines(entries, lesson, key, unit):
-    """What the page says of a guess."""
+    """Return the page's lines about a guess."""
     asked = [[entry for entry in one if (entry.lesson, entry.key) == (lesson, key)] for one in entries.values()]
     scored = [score for one in asked for score in learner_log.history(one)]
     late = sum(any(entry.kind == "guess" for entry in one) and not learner_log.history(one) for one in asked)

@@ -1,4 +1,4 @@
-"""Tables of events: what is a sum of powers, and what is refused."""
+"""Tables of events: sizes that are a sum of powers, and refusals."""
 
 import shutil
 import sys

@@ -1,4 +1,4 @@
-"""What the page takes kernels to need, and what it makes of a table, against the package."""
+"""The page's workspace of kernels, and its events of a table, against the package."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""website/: what becomes of a recorded lesson and of the repository's pages; and the site as a whole, as its reader has
+"""website/: how a recorded lesson and the repository's pages become a site; and the site as a whole, as its reader sees
 it."""
 
 import base64
@@ -25,7 +25,7 @@ claim_history, lesson_pages, pictures, recorded_lessons, site_pages = map(
 PICTURES = ("report", "lesson", "calculator")
 
 WIDGET = {"application/vnd.jupyter.widget-view+json": {"model_id": "1"}}
-NO_GUESS = "<div><b>○ no guess</b>: measured 3.1 MB; next time, put a number first. The estimate said 3 MB</div>"
+NO_GUESS = "<div><b>○ no guess</b>: measured 3.1 MB; next time, put a number first. The estimate was 3 MB</div>"
 CARD = '<div role="group" aria-label="weights-cost: holds" style="x">\n<strong>✓ holds</strong>\n</div>\n'
 
 
@@ -83,7 +83,7 @@ def test_a_recorded_lesson_becomes_a_page(tmp_path):
     assert question.metadata.tags == ["remove-input"]
     html = [output.data["text/html"] for output in shown.outputs]
     (file,) = (tmp_path / "pictures").iterdir()
-    assert html[0] == "<div>Measured 3.1 MB. The estimate said 3 MB</div>", "the page's reader may have guessed"
+    assert html[0] == "<div>Measured 3.1 MB. The estimate was 3 MB</div>", "the page's reader may have guessed"
     assert html[1] == f'<img alt="a plot" src="pictures/{file.name}">'
     assert html[2] == f"{CARD}<p>elsewhere</p>"
 

@@ -12,15 +12,15 @@ from machines import GOOD, PLAIN, fake_nvml
 from watched import FIGURES, GPU, threads
 
 from perf_helpers.widgets import monitor
-from perf_helpers.widgets.frame import STANDING
+from perf_helpers.widgets.frame import OPEN
 from trainmem.core import hardware
 from trainmem.core.task import PROFILES
 from trainmem.records import Store
 
 
 def _close_all():
-    while STANDING:
-        STANDING.popitem()[1]()
+    while OPEN:
+        OPEN.popitem()[1]()
     for widget in list(alive().values()):
         widget.close()
 

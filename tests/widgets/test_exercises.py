@@ -1,4 +1,4 @@
-"""Feedback on what a learner answers: what is right, what is wrong and by how much, and what an author got wrong."""
+"""Feedback on a learner's answers: right, wrong and by how much; and an author's mistakes."""
 
 import re
 from html.parser import HTMLParser

@@ -1,4 +1,4 @@
-"""The contract of what is shown: one thing at a place, and callbacks that lose no error. Under ipywidgets 8, and under
+"""The contract of widgets: one element per place, and callbacks that lose no error. Under ipywidgets 8, and under
 7.7.1, which Colab has.
 """
 
@@ -14,7 +14,7 @@ from kernel import VIEW, alive, commit
 
 from perf_helpers import exercises, learner_log, widgets
 from perf_helpers.course import course
-from perf_helpers.widgets.frame import STANDING, place, take
+from perf_helpers.widgets.frame import OPEN, place, take
 
 SEVEN = Path(__file__).resolve().parents[2] / "build" / "ipywidgets7"
 ON_BOTH = ("frame", "guesses", "questions", "explorers", "learner_progress", "*_explorer")  # versions of ipywidgets
@@ -29,7 +29,7 @@ def test_what_comes_to_a_place_closes_what_stood_there():
     take("there", lambda: closed.append("other"))
     assert closed == []
     take("here", lambda: closed.append("second"))
-    assert (list(STANDING), closed) == (["there", "here"], ["first"])
+    assert (list(OPEN), closed) == (["there", "here"], ["first"])
 
 
 def test_a_box_is_ended_and_closed_with_all_that_it_contains(shown):

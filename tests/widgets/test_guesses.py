@@ -1,4 +1,4 @@
-"""Guesses: values are set, the button is clicked, cells are run again; and what stands there without a front end."""
+"""Guesses: values are set, the button is clicked, cells are run again; and what is shown without a front end."""
 
 import html
 import re
@@ -8,7 +8,7 @@ import pytest
 from kernel import alive, commit, latest, state
 
 from perf_helpers import learner_log, widgets
-from perf_helpers.widgets.frame import STANDING
+from perf_helpers.widgets.frame import OPEN
 from trainmem.unknown import Unknown
 
 LESSON = "05_gradient_accumulation"
@@ -53,7 +53,7 @@ def test_a_committed_guess_is_scored_and_drawn_beside_the_estimate_and_the_measu
     commit(shown, 40)
     feedback = widgets.revealed(lab, "peak", 60.0, estimate=70)
     assert feedback.status == "guess"
-    assert "you said 40 %, measured 60 %: 33% off. The estimate said 70 %: 17% off" in feedback.text
+    assert "your guess was 40 %, measured 60 %: 33% off. The estimate was 70 %: 17% off" in feedback.text
     assert pictured(feedback) == "your guess 40 %; the estimate 70 %; measured 60 %"
     (scored,) = learner_log.history(learner_log.of(lab).read())
     assert (scored.guess, scored.measured, scored.estimate, scored.unit) == (40, 60, 70, "%")
@@ -126,7 +126,7 @@ def test_a_second_guess_after_the_fact_leaves_the_first_one_scored(lab, shown):
     widgets.revealed(lab, "peak", 60)
     commit(shown, 60)
     feedback = widgets.revealed(lab, "peak", 60)
-    assert "you said 40 %" in feedback.text and "60 % came after the fact" in feedback.text
+    assert "your guess was 40 %" in feedback.text and "60 % came after the fact" in feedback.text
 
 
 def test_a_key_that_nobody_asked_for_is_an_error(lab, shown):
@@ -143,7 +143,7 @@ def test_a_cell_run_again_shows_the_kept_guess_and_one_widget(lab, shown):
     assert len(alive()) == before
     assert latest(shown, ipywidgets.FloatSlider)[0].value == 40 and "40 %" in state(shown)
     assert old.comm is None  # closed: no front end can click it
-    STANDING.pop(("predict", LESSON, "peak"))()  # a new kernel
+    OPEN.pop(("predict", LESSON, "peak"))()  # a new kernel
     ask(lab, low=50)
     assert latest(shown, ipywidgets.FloatSlider)[0].value == 50 and "40 %" in state(shown)
 

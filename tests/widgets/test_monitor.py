@@ -200,12 +200,12 @@ def cells():
     from jupyter_client.channels import AsyncZMQSocketChannel
     from nbclient import NotebookClient
 
-    from perf_helpers.course.lesson_process import asking
+    from perf_helpers.course.lesson_process import polling
 
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in CELLS])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JUPYTER_PREFER_ENV_PATH", "1")
-        patch.setattr(AsyncZMQSocketChannel, "get_msg", asking(AsyncZMQSocketChannel.get_msg))
+        patch.setattr(AsyncZMQSocketChannel, "get_msg", polling(AsyncZMQSocketChannel.get_msg))
         NotebookClient(notebook, kernel_name="python3", allow_errors=True, timeout=120).execute()
     return [cell.outputs for cell in notebook.cells]
 

@@ -1,4 +1,4 @@
-"""Pictures of HTML and SVG: what they say in words, where things stand, and that the unknown is not drawn as 0."""
+"""Pictures of HTML and SVG: their words, the positions of elements, and that the unknown is not drawn as 0."""
 
 import re
 from xml.etree import ElementTree

@@ -1,4 +1,4 @@
-"""What the tests of the monitor share."""
+"""Helpers of the tests of the monitor."""
 
 import threading
 from types import SimpleNamespace

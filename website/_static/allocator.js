@@ -1,33 +1,33 @@
 /**
- * torch's CUDA caching allocator, as `perf_helpers/estimate/allocator.py` has it: the segments that
- * births and deaths of blocks take from the device, under the rules of torch 2.13 and 2.14, on one stream.
+ * torch's CUDA caching allocator, a copy of `trainmem/estimate/allocator.py`: it lays out allocations and frees
+ * in segments of the device's memory, by the rules of torch 2.13 and 2.14, on one stream.
  *
- * Not covered: options other than expandable segments. `tests/website/test_allocator_js.py` holds it to the Python one.
+ * Not covered: options other than expandable segments. `tests/website/test_allocator_js.py` compares both.
  */
 
 const MIB = 1024 ** 2;
 const BLOCK_BYTES = 512; // blocks are multiples of it
-const SEGMENT_BYTES = 2 * MIB; // the smallest segment, and what larger ones are multiples of
+const SEGMENT_BYTES = 2 * MIB; // the smallest segment; larger ones are multiples of it
 const LARGE_SEGMENT_BYTES = 20 * MIB; // the segment for more than 1 MiB and less than 10 MiB
-const SPACE_BYTES = 4096 * 1024 ** 3; // addresses of an expandable segment where the device has no limit
+const SPACE_BYTES = 4096 * 1024 ** 3; // addresses of an expandable segment if the device has no limit
 const TOP_ADDRESS = 0x7f0000000000; // where the first segment ends
 
 const nextMultiple = (size, unit) => Math.ceil(size / unit) * unit;
 
-/** Bytes of the block that holds `size` bytes. */
+/** Return the bytes of the block for a request of `size` bytes. */
 export const rounded = (size) => nextMultiple(size, BLOCK_BYTES);
 
-/** The card does not hold the bytes asked for, whatever is freed of the cache. */
+/** The card has no room for the requested bytes, even if the whole cache is freed. */
 export class OutOfMemory extends Error {}
 
-/** A part of a segment, linked with its neighbours: a block in use, or what is free. */
+/** A part of a segment, in use or free, linked with the parts before and after it. */
 class Part {
   constructor(pool, address, size, base, order) {
     this.pool = pool;
     this.address = address;
     this.size = size;
     this.base = base; // the segment's first address
-    this.order = order; // how many segments were taken up to this one
+    this.order = order; // number of segments that were taken before this one, and this one
     this.previous = null;
     this.next = null;
     this.isMapped = true; // false: addresses without memory, in an expandable segment
@@ -38,12 +38,12 @@ class Part {
     return this.previous === null && this.next === null;
   }
 
-  /** Bytes, with those of the unmapped addresses behind it. */
+  /** Return the bytes of this part and of the unmapped addresses behind it. */
   reach() {
     return this.size + (this.next !== null && !this.next.isMapped ? this.next.size : 0);
   }
 
-  /** Keep the first `size` bytes; the rest, a part of its own. */
+  /** Keep the first `size` bytes and return the rest as a new part. */
   cut(size) {
     const rest = new Part(this.pool, this.address + size, this.size - size, this.base, this.order);
     rest.isMapped = this.isMapped;
@@ -55,7 +55,7 @@ class Part {
     return rest;
   }
 
-  /** Grow by the next part, which is none any more. */
+  /** Merge the next part into this one. */
   takeIn(behind) {
     this.size += behind.size;
     this.next = behind.next;
@@ -66,7 +66,7 @@ class Part {
 const bySize = (a, b) => a.size - b.size || a.order - b.order || a.address - b.address;
 const byAddress = (a, b) => a.address - b.address;
 
-/** How many of the sorted `parts` come before `wanted`. */
+/** Return how many of the sorted `parts` come before `wanted`. */
 function position(parts, wanted, compare) {
   let low = 0;
   let high = parts.length;
@@ -99,7 +99,7 @@ class Pool {
     else this.unmapped.splice(position(this.unmapped, part, byAddress), 1);
   }
 
-  /** Add a free part, joined with its neighbours if they are as free and as mapped; what became of it. */
+  /** Add a free part, merged with free neighbours of the same mapping; return the merged part. */
   join(part) {
     if (joins(part, part.next)) {
       this.remove(part.next);
@@ -119,25 +119,25 @@ class Pool {
 /** The segments and blocks of torch's CUDA allocator. */
 export class CachingAllocator {
   /**
-   * @param {{expandable?: boolean, capacity?: number}} options whether segments expand; bytes that the device has for
-   *   segments, its context taken off, without which there is no limit
+   * @param {{expandable?: boolean, capacity?: number}} options whether segments expand; the device's bytes for
+   *   segments, without its context (default: no limit)
    */
   constructor({ expandable = false, capacity = Infinity } = {}) {
-    this.allocatedBytes = 0; // of all blocks in use
-    this.reservedBytes = 0; // of all segments
+    this.allocatedBytes = 0; // all blocks in use
+    this.reservedBytes = 0; // all segments
     this.peakReservedBytes = 0;
     this._pools = [new Pool(true, SEGMENT_BYTES), new Pool(false, LARGE_SEGMENT_BYTES)];
     this._used = []; // by key
     this._taken = []; // ranges of addresses, [first, the one behind the last], from the top down
     this._order = 0;
-    this._deviceBytes = 0; // taken of the device: segments in its pages
+    this._deviceBytes = 0; // taken from the device: segments, rounded up to its pages
     this._expands = expandable;
     this._capacity = capacity;
     this._space = capacity === Infinity ? SPACE_BYTES : capacity + Math.floor(capacity / 8);
   }
 
   /**
-   * Place `size` bytes under the name `key`. Throws OutOfMemory where there is no room, whatever is freed of the cache.
+   * Allocate `size` bytes under the name `key`. Throws OutOfMemory if there is no room even after freeing the cache.
    * @param {number} key
    * @param {number} size bytes
    */
@@ -153,7 +153,7 @@ export class CachingAllocator {
     this.allocatedBytes += block.size;
   }
 
-  /** Give the block back, joined with its free neighbours. A key that holds no bytes is passed over. */
+  /** Free a block, and merge it with its free neighbours. A key without bytes is ignored. */
   free(key) {
     const block = this._used[key];
     if (block === undefined) return;
@@ -163,7 +163,7 @@ export class CachingAllocator {
     block.pool.join(block);
   }
 
-  /** Give segments without a block in use back to the device, and such pages of expandable ones. */
+  /** Return unused segments, and unused pages of expandable segments, to the device. */
   emptyCache() {
     for (const pool of [this._pools[1], this._pools[0]]) {
       for (const block of [...pool.free]) {
@@ -173,24 +173,24 @@ export class CachingAllocator {
     }
   }
 
-  /** Peaks count from what there is now. */
+  /** Reset the peaks to the current values. */
   resetPeaks() {
     this.peakReservedBytes = this.reservedBytes;
   }
 
-  /** The smallest free block that holds so much, no longer in its pool. */
+  /** Take the smallest free block that is large enough out of its pool. */
   _cached(pool, size) {
     const free = pool.free;
     let index = position(free, size, (part, wanted) => part.size - wanted);
     if (index === free.length) return null;
     if (this._expands) {
-      // A block counts with the addresses behind it, into which it can grow.
+      // The size of a block includes the addresses behind it, into which it can grow.
       while (index + 1 < free.length && free[index + 1].reach() < free[index].reach()) index += 1;
     }
     return free.splice(index, 1)[0];
   }
 
-  /** A block of memory that is taken now. */
+  /** Return a block of memory newly taken from the device. */
   _new(pool, size) {
     let block = this._takenNow(pool, size);
     if (block === null) {
@@ -201,7 +201,7 @@ export class CachingAllocator {
     return block;
   }
 
-  /** A block of a new segment, or of one that grows; null where there is no room. */
+  /** Return a block of a new or a growing segment; null if there is no room. */
   _takenNow(pool, size) {
     if (this._expands) return this._expanded(pool, size);
     const isOwn = size <= MIB || size >= 10 * MIB;
@@ -211,7 +211,7 @@ export class CachingAllocator {
     return this._newSegment(pool, segment);
   }
 
-  /** A segment in the highest range of addresses that is free. */
+  /** Return a new segment in the highest free range of addresses. */
   _newSegment(pool, size) {
     let end = TOP_ADDRESS;
     let place = 0;
@@ -227,7 +227,7 @@ export class CachingAllocator {
     this.peakReservedBytes = Math.max(this.peakReservedBytes, this.reservedBytes);
   }
 
-  /** Give a segment back that is one free block. */
+  /** Return a segment that is one free block to the device. */
   _release(block) {
     block.pool.remove(block);
     this._giveAddresses(block);
@@ -240,7 +240,7 @@ export class CachingAllocator {
 
   // ---- expandable segments: addresses are reserved once, and memory is mapped to them page by page
 
-  /** A free block that has grown to hold so much, no longer in its pool. */
+  /** Return a free block that was grown to the requested size and taken out of its pool. */
   _expanded(pool, size) {
     let block = this._expandable(pool, size);
     if (!block.isMapped) block = this._map(block, Math.min(block.size, size));
@@ -251,7 +251,7 @@ export class CachingAllocator {
     return block;
   }
 
-  /** The lowest block that can grow to so much. */
+  /** Return the block with the lowest address that can grow to the requested size. */
   _expandable(pool, size) {
     for (let block of pool.unmapped) {
       if (block.previous !== null && block.previous.isFree) block = block.previous;
@@ -265,7 +265,7 @@ export class CachingAllocator {
     return block;
   }
 
-  /** Map memory to the first addresses of an unmapped block; the free block that holds it, or null. */
+  /** Map memory to the first addresses of an unmapped block; return the free block with this memory, or null. */
   _map(block, size) {
     size = nextMultiple(size, block.pool.page);
     if (this._deviceBytes + size > this._capacity) return null;
@@ -276,7 +276,7 @@ export class CachingAllocator {
     return block.pool.join(block);
   }
 
-  /** Give the whole pages of a free block back, and its segment where nothing is left of it. */
+  /** Return the whole pages of a free block to the device, and its segment if nothing is left of it. */
   _unmap(block) {
     const { page } = block.pool;
     const begin = nextMultiple(block.address - block.base, page) + block.base;
@@ -300,14 +300,14 @@ export class CachingAllocator {
 }
 
 /**
- * The births and deaths of a training laid out by the allocator.
+ * Replay the allocations and frees of a training on the allocator.
  * @param {{sizes: ArrayLike<number>, events: ArrayLike<number>, start: number, emptied: number[]}} log bytes of each
- *   block; n is the birth of block n and ~n its death; how many events are before the first forward, and before each
- *   time that what is free is given back
- * @param {{expandable?: boolean, capacity?: number}} options as of `CachingAllocator`
+ *   block; n is the allocation of block n and ~n its free; the number of events before the first forward pass, and
+ *   before each time that the cache is freed
+ * @param {{expandable?: boolean, capacity?: number}} options see `CachingAllocator`
  * @returns {{allocated: Float64Array, reservedPeak: number, isTooLarge: boolean}} bytes in use before the first event
- *   and after each; the most that was reserved from the first forward on; whether it was too large for the capacity,
- *   where these are the figures without one
+ *   and after each; the most reserved bytes since the first forward pass; whether the training was too large for the
+ *   capacity, in which case these are the figures without a limit
  */
 export function replay(log, { expandable = false, capacity = Infinity } = {}) {
   const allocator = new CachingAllocator({ expandable, capacity });

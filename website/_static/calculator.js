@@ -1,4 +1,4 @@
-/** The page that answers whether a training fits a card: its controls, and what it shows of the answer. */
+/** The page that answers whether a training fits a card: its controls, and the parts of its answer. */
 
 import { nearest } from "./configs.js";
 import { element, fold, tableOf } from "./elements.js";
@@ -38,7 +38,7 @@ const QUESTIONS = ["method", "precision", "optimizer", "checkpointing", "accumul
 const SEGMENTS = ["default", "expandable"];
 const LETTER = 8; // pixels of one letter in the names of the cards' lines
 const LINES = " Dotted lines: the memory that torch can use of cards sold with this size.";
-const TOO_THIN = 0.002; // of the peak: a category that never has more is left out of pictures
+const TOO_THIN = 0.002; // pictures leave out a category whose share of the peak never exceeds this
 const FITS = { yes: "Fits", no: "Does not fit", edge: "May not fit" };
 const SIGNS = { yes: "✓", no: "✗", edge: "?" };
 
@@ -47,12 +47,12 @@ const byName = (one, other) => one.localeCompare(other, "en", { numeric: true })
 const sum = (sizes) => sizes.reduce((one, other) => one + other, 0);
 const percent = (share) => `${(100 * share).toFixed(3)}%`;
 
-// By digits behind the point. They are kept, for to make one takes longer than to lay a layer out.
+// By digits after the point. They are kept, because making a formatter is slow.
 const numbers = [0, 1, 2].map(
   (digits) => new Intl.NumberFormat("en", { minimumFractionDigits: digits, maximumFractionDigits: digits }),
 );
 
-/** Bytes in a readable unit, binary as the memory of cards is: the package's `bytes_text(size, binary=True)`. */
+/** Format bytes in a readable binary unit, as for the memory of cards: `trainmem.texts.bytes_text(size, binary=True)`. */
 function bytesText(size) {
   const units = [[2 ** 30, "GiB", 2], [2 ** 20, "MiB", 1], [2 ** 10, "KiB", 1]];
   const [scale, unit, digits] = units.find(([least]) => Math.abs(size) >= least) ?? [1, "B", 0];
@@ -68,7 +68,7 @@ class Calculator {
     this.cards = new Map(index.cards.map((card) => [card.key, card]));
     this.cardsByName = [...index.cards].sort((one, other) => byName(one.name, other.name));
     this.tables = new Map(); // promises of recipes' tables, by their addresses
-    this.turn = 0; // how many changes there were: what belongs to an earlier one is given up
+    this.turn = 0; // number of changes so far; work for an earlier change is abandoned
     this.controls = {};
     for (const name of Object.keys(LABELS)) this._addControl(name);
     const versions = Object.entries(index.versions).filter(([, version]) => version);
@@ -108,7 +108,7 @@ class Calculator {
     control.value = options.some(([value]) => value === wanted) ? wanted : options[0][0];
   }
 
-  /** Set the controls to a choice, as the page's address carries it; what is not on offer becomes what is. */
+  /** Set the controls to the choice in the page's address; a value that is not on offer is replaced by one that is. */
   read(wanted) {
     const { models } = this.index;
     const names = Object.keys(models).sort(byName);
@@ -129,7 +129,7 @@ class Calculator {
     }
   }
 
-  /** Choose the model that a config.json describes, or say what is nearest to it. */
+  /** Choose the model that a config.json describes, or name the nearest one. */
   _paste(text) {
     const say = (...words) => part("pasted").replaceChildren(...(text.trim() ? words : []));
     let found;
@@ -149,12 +149,12 @@ class Calculator {
     return say(`In memory this is the same as ${name}, which is now chosen above.`);
   }
 
-  /** What is chosen, by the names of the controls. */
+  /** Return the current choice by the names of the controls. */
   get choice() {
     return Object.fromEntries(Object.entries(this.controls).map(([name, control]) => [name, control.value]));
   }
 
-  /** The content of a recipe's table; null where there is none for that card. */
+  /** Return the content of a recipe's table; null if there is none for this card. */
   async recipe(choice) {
     const kernels = choice.precision === "fp32" ? "any" : this.index.kernels[this.cards.get(choice.card).capability[0]];
     const key = [...QUESTIONS.map((name) => choice[name]), kernels].join(".");
@@ -170,7 +170,7 @@ class Calculator {
     return memoryOf(recipe, sizes, this.cards.get(choice.card));
   }
 
-  /** Answer what the controls say: the answer at once, then what follows from other questions. */
+  /** Show the answer to the current choice at once, and the parts that need further calculations afterwards. */
   async update() {
     const turn = ++this.turn;
     this.read(new URLSearchParams(this.choice));
@@ -191,7 +191,7 @@ class Calculator {
     const { peakBytes: peak, reservedBytes: reserved, fits } = memory;
     Object.assign(part("answer").dataset, { peak, reserved, fits, choice: address, done: "answer" });
     const goesOn = async () => {
-      await new Promise((resolve) => setTimeout(resolve)); // the page hears its visitor first
+      await new Promise((resolve) => setTimeout(resolve)); // let the page handle the visitor's input first
       if (turn !== this.turn) throw new Superseded();
     };
     await new Promise((resolve) => requestAnimationFrame(resolve)); // the answer is painted before all else
@@ -225,7 +225,7 @@ class Calculator {
     this._showCommands(choice);
   }
 
-  /** The type of the chosen weights, and that in which the model is published, as `from_pretrained` loads it. */
+  /** Return the type of the chosen weights, and the type of the published model, in which `from_pretrained` loads it. */
   _weights(choice) {
     const { dtype } = this.index.questions.precision[choice.precision];
     const published = this.index.models[choice.model].dtype;
@@ -278,9 +278,9 @@ class Calculator {
   }
 
   /**
-   * The cards' memories as lines across a bar that ends at so many bytes: the chosen card's, and a dotted one for each
-   * size in which cards are sold, at the least that torch can use of them. A line says on hover and focus which cards
-   * it stands for.
+   * Draw the cards' memory as lines across a bar that ends at so many bytes: the chosen card's, and a dotted line for
+   * each size in which cards are sold, at the least that torch can use of them. On hover and focus a line names its
+   * cards.
    */
   _lines(chosen, end) {
     const bySize = new Map();
@@ -293,7 +293,7 @@ class Calculator {
     const lines = chosen.memory > end ? [] : [[chosen.name, chosen.memory / end, [chosen]]];
     lines.push(...sold.sort(([, one], [, other]) => other - one)); // the largest gets its name first
     const width = part("peak").clientWidth;
-    const taken = []; // from where to where there is a name, in pixels
+    const taken = []; // [left, right] of each name, in pixels
     return lines.flatMap(([name, place, cards], number) => {
       const isChosen = cards[0] === chosen && number === 0;
       const list = cards.map((card) => `${card.name}: ${bytesText(card.memory)}`);
@@ -357,13 +357,13 @@ class Calculator {
     part("formulas").replaceChildren(tableOf(caption, ["source", "estimate", "compared with this page"], [own, ...rows]));
   }
 
-  /** The training arguments of a choice. */
+  /** Return the training arguments of a choice. */
   arguments(choice) {
     const answers = QUESTIONS.map((name) => this.index.questions[name][choice[name]]);
     return Object.assign({ per_device_train_batch_size: Number(choice.batch) }, ...answers);
   }
 
-  /** The command that answers a choice. */
+  /** Return the command that answers a choice. */
   command(choice) {
     const words = [`perf-helpers estimate --model ${choice.model} --seq-len ${choice.length} --card ${choice.card}`];
     const samples = 4 * Number(choice.batch) * Number(choice.accumulation);
@@ -448,7 +448,7 @@ class Calculator {
   }
 }
 
-/** An element, and after it a hint that is shown while it is pointed at or has the focus, until Escape is pressed. */
+/** Return an element followed by a hint, which is shown on hover and focus until Escape is pressed. */
 function hinted(tag, attributes, text, hint) {
   const label = text ? `${text} (${hint})` : hint;
   const own = { ...attributes, class: `calculator-hinted ${attributes.class ?? ""}`, tabindex: "0", "aria-label": label };
@@ -457,13 +457,13 @@ function hinted(tag, attributes, text, hint) {
   return [made, element("span", { class: "calculator-hint", "aria-hidden": "true" }, hint)];
 }
 
-/** Another choice was made meanwhile. */
+/** Thrown if the visitor has made another choice meanwhile. */
 class Superseded extends Error {}
 
 async function fetched(address) {
   const response = await fetch(address);
   if (!response.ok) throw new Error(`${address}: ${response.status}`);
-  const isPlain = response.headers.get("content-encoding") === "gzip"; // where a server says so, a browser unpacks it
+  const isPlain = response.headers.get("content-encoding") === "gzip"; // if the server says so, the browser unpacks it
   const body = isPlain ? response.body : response.body.pipeThrough(new DecompressionStream("gzip"));
   return new Response(body).json();
 }

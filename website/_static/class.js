@@ -1,24 +1,24 @@
 /**
- * The class's page: reads the files that learners bring from their course, and counts what stands in them.
+ * The class's page: read the files of the learners' courses, and count their guesses, answers and verdicts.
  *
- * Notable: the files are strangers'. What they hold becomes texts, which name nothing to load, and keys of Maps, never
- * of objects; only the fields that are counted are kept. A guess counts by the rule of
- * perf_helpers/course/learner_log.py: if its line stands before the one that revealed the measurement.
+ * The files are not trusted. Their contents become texts, which load nothing, and keys of Maps, never of objects; only
+ * the fields that are counted are kept. A guess counts by the rule of perf_helpers/course/learner_log.py: its line must
+ * be above the line that revealed the measurement.
  */
 
 import { element, fold, tableOf } from "./elements.js";
 
-const MOST = { bytes: 20e6, entries: 5000, claims: 2000 }; // of a file; a whole course makes 3 MB, some 200 and 200
+const MOST = { bytes: 20e6, entries: 5000, claims: 2000 }; // limits per file; a whole course makes 3 MB, about 200 and 200
 const UNTESTED = "not testable here";
 const UNKNOWN_MACHINE = "machine not known";
 const OTHER = "no journal, results.json or saved class";
-const STATUSES = ["not attempted", "wrong", "right"]; // of an exercise, from the least
+const STATUSES = ["not attempted", "wrong", "right"]; // of an exercise, the best last
 
 const isText = (value) => typeof value === "string";
 const isNumber = (value) => Number.isFinite(value) && Math.abs(value) < 1e15;
 const isObject = (value) => typeof value === "object" && value !== null;
 
-// What an entry of each kind holds, by field.
+// The fields of an entry of each kind.
 const KINDS = {
   guess: { guess: isNumber, unit: isText },
   revealed: { measured: isNumber, unit: isText },
@@ -31,12 +31,12 @@ const KINDS = {
   board: {},
 };
 
-// ---- what files hold
+// ---- reading files
 
-/** JSON as Python writes it: NaN and infinities, which JSON lacks, become null. Undefined where it is damaged. */
+/** Parse JSON as Python writes it: NaN and infinities, which JSON lacks, become null. Undefined if it is damaged. */
 function parsed(text) {
   const known = (part) => (part[0] === '"' ? part : "null");
-  const stringOrNumber = /"(?:[^"\\]|\\[^])*"?|-?(?:NaN|Infinity)/g; // also a string without an end: looked at once
+  const stringOrNumber = /"(?:[^"\\]|\\[^])*"?|-?(?:NaN|Infinity)/g; // also a string without an end, so that it is scanned only once
   try {
     return JSON.parse(/NaN|Infinity/.test(text) ? text.replace(stringOrNumber, known) : text);
   } catch {
@@ -44,7 +44,7 @@ function parsed(text) {
   }
 }
 
-/** An entry of a journal with the fields that are counted; null for what is none. */
+/** Return an entry of a journal with the fields that are counted; null if it is not an entry. */
 function entryOf(value) {
   const fields = isObject(value) && Object.hasOwn(KINDS, value.kind) ? Object.entries(KINDS[value.kind]) : null;
   if (!fields || ![value.lesson, value.key, value.date].every(isText) || !isObject(value.content)) return null;
@@ -77,7 +77,7 @@ function results(learner, data) {
   return { learner, kind: "results", date: data.date, schema: 1, machine, lessons: [], claims: data.claims.map(kept) };
 }
 
-/** Whose a file is: its folder's where it is called as a run, or a record of one, calls it. */
+/** Return the learner of a file: its name, or its folder's name if the file has the name that a course run gives it. */
 function learnerOf(path) {
   const parts = path.split("/");
   const stem = parts.pop().replace(/\.jsonl?$/i, "");
@@ -85,11 +85,11 @@ function learnerOf(path) {
 }
 
 /**
- * What a file holds: a journal, the results of a run, or both of a saved class.
- * @param {string} path its name, with the folders in which it lies
+ * Read a file: a journal, the results of a run, or a saved class, which has both.
+ * @param {string} path its name, with its folders
  * @param {string} text
  * @returns {object[]} each with its learner, kind and date
- * @throws {Error} why it cannot be taken
+ * @throws {Error} the reason why the file is refused
  */
 function read(path, text) {
   const lines = () => text.split(/\r?\n/).filter((line) => line.trim());
@@ -104,10 +104,10 @@ function read(path, text) {
 }
 
 /**
- * Keep what a file holds, unless the same learner's newer one is there. A journal without an answer, as a run by the
- * command leaves, is older than any other.
+ * Keep the content of a file, unless there is a newer one of the same learner. A journal without an answer, as the
+ * command writes it, counts as older than any other.
  * @param {Map<string, object>} kept
- * @returns {string} what is to be said of it; empty where nothing is
+ * @returns {string} a message about the file, or an empty text
  */
 function keep(kept, file) {
   const key = JSON.stringify([file.learner, file.kind]);
@@ -122,7 +122,7 @@ function keep(kept, file) {
 
 // ---- what a class found
 
-/** Lists of the items that have one key, which may be anything that JSON holds. */
+/** Group items by a key, which may be any JSON value; return the lists. */
 function grouped(items, keyOf) {
   const groups = new Map();
   for (const item of items) {
@@ -133,7 +133,7 @@ function grouped(items, keyOf) {
   return [...groups.values()];
 }
 
-/** How often each text is there, the most frequent first. */
+/** Count how often each text occurs, the most frequent first. */
 function counts(texts) {
   return grouped(texts, (text) => text).map((all) => [all[0], all.length]).sort((a, b) => b[1] - a[1]);
 }
@@ -144,7 +144,7 @@ function median(values) {
   return (sorted[(sorted.length - 1) >> 1] + sorted[sorted.length >> 1]) / 2;
 }
 
-/** What one learner's entries about one guess, question or exercise come to. */
+/** Return the outcome of one learner's entries about one guess, question or exercise. */
 function outcome(entries) {
   const [{ kind, content }] = entries;
   if (kind === "question") return (entries.find((entry) => entry.content.choice !== null) ?? entries[0]).content;
@@ -157,7 +157,7 @@ function outcome(entries) {
 }
 
 /**
- * The outcomes of all learners, one list for each guess, question, exercise and claim, in the order of the lessons.
+ * Return the outcomes of all learners: one list per guess, question, exercise and claim, in the order of the lessons.
  * @param {Map<string, object>} kept
  * @returns {{guess: object[][], question: object[][], exercise: object[][], claim: object[][]}}
  */
@@ -174,7 +174,7 @@ function found(kept) {
       const [kind, lesson, key] = about(mine[0]);
       const machine = run?.machine.name ?? UNKNOWN_MACHINE;
       if (kind !== "finished" && kind !== "board") outcomes.push({ kind, lesson, key, machine, ...outcome(mine) });
-      // A journal tells no machine: what the same learner's run decided stands in its place.
+      // A journal does not name a machine; the results of the same learner's run do.
       for (const [id, verdict] of kind === "finished" ? Object.entries(mine.at(-1).content.claims) : []) {
         if (run?.claims.some((claim) => claim.id === id)) continue;
         outcomes.push({ kind: "claim", lesson, key: id, says: id, verdict, machine: UNKNOWN_MACHINE });
@@ -188,39 +188,39 @@ function found(kept) {
   return all;
 }
 
-/** Did learners whose machines could test a claim come to different verdicts? */
+/** Return whether learners whose machines could test a claim got different verdicts. */
 function isSplit(claim) {
   return new Set(claim.map(({ verdict }) => verdict).filter((verdict) => verdict !== UNTESTED)).size > 1;
 }
 
-// ---- how it is shown
+// ---- showing outcomes
 
 const short = (text, most = 80) => (text.length > most ? `${text.slice(0, most)}…` : text);
 const titled = ([{ lesson, key }]) => `${short(lesson.replaceAll("_", " "))}: ${short(key)}`;
 const plural = (count, word, words = `${word}s`) => `${count} ${count === 1 ? word : words}`;
 
-/** A number in four digits, written out to the whole: as perf_helpers has it. */
+/** Format a number with four digits, or as a whole number, like `trainmem.texts.number_text`. */
 function numberText(value, unit = "") {
   const rounded = Math.abs(value) < 1000 ? Number(value.toPrecision(4)) : Math.round(value).toLocaleString("en");
   return `${rounded} ${short(unit, 30)}`.trim();
 }
 
-/** The median, with the range where the values differ: "57 % (55 to 61)". */
+/** Format the median, with the range if the values differ: "57 % (55 to 61)". */
 function spreadText(values, unit) {
   const [low, high] = [numberText(Math.min(...values)), numberText(Math.max(...values))];
   return numberText(median(values), unit) + (low === high ? "" : ` (${low} to ${high})`);
 }
 
-/** A table in a box that scrolls, also by keyboard. */
+/** Return a table in a box that scrolls, also by keyboard. */
 function table(caption, columns, rows) {
   const box = { class: "class-table", tabindex: 0, role: "region", "aria-label": caption };
   return element("div", box, tableOf(caption, columns, rows));
 }
 
 /**
- * An axis for values, by powers of ten where they span more than one and a half of them.
+ * Return an axis for values; it is logarithmic if they span more than one and a half powers of ten.
  * @param {number[]} values
- * @returns {{ticks: number[], at: (value: number) => number}} round numbers, and where a value stands, from 0 to 1
+ * @returns {{ticks: number[], at: (value: number) => number}} round numbers, and the position of a value from 0 to 1
  */
 function axis(values) {
   const [least, most] = [Math.min(...values), Math.max(...values)];
@@ -238,7 +238,7 @@ function axis(values) {
   return { ticks: ticks.map(tick), at: (value) => (place(value) - first) / (last - first) };
 }
 
-/** Guesses as piles of dots above the axis, measured values as strokes under it; medians as a line and as a diamond. */
+/** Draw guesses as piles of dots above an axis, measured values as strokes below it, medians as a line and a diamond. */
 function dotPlot(guesses, measured, name) {
   const [left, width, dot] = [22, 316, 9];
   const { ticks, at } = axis([...guesses, ...measured]);
@@ -246,7 +246,7 @@ function dotPlot(guesses, measured, name) {
   const pile = (value) => Math.round(x(value) / dot);
   const piles = grouped(guesses, pile);
   const tallest = Math.max(1, ...piles.map(({ length }) => length));
-  const rise = Math.min(dot, 90 / tallest); // a tall pile's dots lie over each other
+  const rise = Math.min(dot, 90 / tallest); // the dots of a tall pile overlap
   const floor = 14 + rise * tallest;
   const path = (sign, d) => element("path", { class: sign, d });
   const middle = (values, draw) => (values.length ? [draw(x(median(values)))] : []);
@@ -321,7 +321,7 @@ function verdictTable(caption, claims, machines) {
   return table(caption, ["claim", ...machines.map((machine) => short(machine))], rows);
 }
 
-/** What was found on one lesson, or on all where none is named. */
+/** Return the outcomes of one lesson, or of all lessons if none is named. */
 function sections(all, lesson) {
   const [guesses, questions, exercises, claims] = [all.guess, all.question, all.exercise, all.claim].map((groups) =>
     groups.filter(([one]) => !lesson || one.lesson === lesson),
@@ -345,7 +345,7 @@ function sections(all, lesson) {
 
 // ---- the page
 
-/** All files in what was dropped, with their paths; a file is null where it cannot be read. */
+/** Return all dropped files with their paths; a file that cannot be read is null. */
 async function filesIn(entry) {
   const path = entry.fullPath.slice(1);
   if (entry.isFile) return [{ path, file: await new Promise((take) => entry.file(take, () => take(null))) }];
@@ -359,7 +359,7 @@ async function filesIn(entry) {
 const part = (name) => document.getElementById(`class-${name}`);
 const [state, remarks, lesson] = [part("state"), part("remarks"), part("lesson")];
 const kept = new Map();
-let said = []; // of each file: its path and what is to be said of it
+let messages = []; // [path, message] of each file
 let passed = 0; // other files in folders
 let turn = Promise.resolve();
 
@@ -369,10 +369,10 @@ async function take({ path, file }) {
     if (!file) throw new Error("it cannot be read");
     if (file.size > MOST.bytes) throw new Error(`too large: ${Math.round(file.size / 1e6)} MB`);
     const notes = read(path, await file.text()).map((one) => keep(kept, one));
-    said.push([path, [...new Set(notes)].filter(Boolean).join("; ")]);
+    messages.push([path, [...new Set(notes)].filter(Boolean).join("; ")]);
   } catch (error) {
     if (error.message === OTHER && path.includes("/")) passed += 1;
-    else said.push([path, `refused: ${error.message}`]);
+    else messages.push([path, `refused: ${error.message}`]);
   }
 }
 
@@ -384,18 +384,18 @@ function show() {
   lesson.replaceChildren(...names.map(option));
   lesson.value = chosen;
   const learners = new Set([...kept.values()].map(({ learner }) => learner)).size;
-  const refused = said.filter(([, what]) => what.startsWith("refused")).length;
+  const refused = messages.filter(([, what]) => what.startsWith("refused")).length;
   const counted = `${plural(kept.size, "file")} of ${plural(learners, "learner")} counted, ${refused} refused`;
   state.textContent = `${counted}, ${passed} of other kinds in folders passed over.`;
   const line = ([path, what]) => element("li", {}, short(path, 120), what && `: ${what}`);
   const list = (files) => element("ul", {}, ...files.map(line));
-  const [told, plain] = [said.filter(([, what]) => what), said.filter(([, what]) => !what)];
-  remarks.replaceChildren(list(told), fold("Files taken", list(plain)));
-  part("controls").hidden = !said.length;
+  const [remarkable, plain] = [messages.filter(([, what]) => what), messages.filter(([, what]) => !what)];
+  remarks.replaceChildren(list(remarkable), fold("Files taken", list(plain)));
+  part("controls").hidden = !messages.length;
   part("results").replaceChildren(...sections(all, chosen));
 }
 
-/** Take files after all that were given before. */
+/** Read files after those that were given before. */
 function add(given) {
   turn = turn.then(async () => {
     state.textContent = "Reading …";
@@ -419,7 +419,7 @@ part("drop").addEventListener("drop", (event) => {
 lesson.addEventListener("change", show);
 part("remove").addEventListener("click", () => {
   kept.clear();
-  [said, passed] = [[], 0];
+  [messages, passed] = [[], 0];
   show();
   part("files").focus();
 });

@@ -1,11 +1,11 @@
-/** Which of the page's models a config.json is: where the two differ in what decides about memory. */
+/** Find the page's model that a config.json describes: compare the fields that decide about memory. */
 
-const REFUSED = ["quantization_config", "auto_map"]; // weights of fewer bits, and code of one's own
+const REFUSED = ["quantization_config", "auto_map"]; // quantized weights, and custom code
 
 /**
- * What differs, as [field, there, here]; empty where a training takes the same bytes.
+ * Return the differences as [field, there, here]; empty if a training takes the same bytes.
  * @param {object} given a config.json's content
- * @param {object} model of the index: its `config`, and of what its type has where a file is silent, `defaults`
+ * @param {object} model an entry of the index: its `config`, and its type's `defaults` for fields that a file lacks
  */
 export function differences(given, { config, defaults }) {
   const there = { ...defaults, ...given };
@@ -18,8 +18,8 @@ export function differences(given, { config, defaults }) {
 }
 
 /**
- * The nearest of the models of the same type, by name, with what differs.
- * @throws {SyntaxError} where the text is no config.json of a type that the page has
+ * Return the name of the nearest model of the same type, with the differences.
+ * @throws {SyntaxError} if the text is not a config.json of a type that the page has
  */
 export function nearest(text, models) {
   const given = JSON.parse(text);

@@ -1,8 +1,8 @@
-/** What the pages' scripts make of their answers: elements, tables and folds. Texts stay texts, whatever they hold. */
+/** Make elements, tables and folds for the pages' scripts. Texts are never read as HTML. */
 
 const SVG = ["svg", "circle", "path", "text"];
 
-/** An element with attributes, and children that are elements or texts. */
+/** Return an element with attributes, and with children that are elements or texts. */
 export function element(tag, attributes = {}, ...children) {
   const space = SVG.includes(tag) ? "http://www.w3.org/2000/svg" : "http://www.w3.org/1999/xhtml";
   const made = document.createElementNS(space, tag);
@@ -11,7 +11,7 @@ export function element(tag, attributes = {}, ...children) {
   return made;
 }
 
-/** A table with a caption, whose first column names its rows. */
+/** Return a table with a caption; its first column has the headers of the rows. */
 export function tableOf(caption, columns, rows) {
   const line = ([first, ...cells]) =>
     element("tr", {}, element("th", { scope: "row" }, first), ...cells.map((cell) => element("td", {}, cell)));
@@ -20,7 +20,7 @@ export function tableOf(caption, columns, rows) {
   return element("table", {}, ...parts);
 }
 
-/** What is out of sight until its summary is opened. */
+/** Return content that is hidden until its summary is opened. */
 export function fold(summary, ...content) {
   return element("details", {}, element("summary", {}, summary), ...content);
 }

@@ -1,15 +1,15 @@
 /**
- * The births and deaths of a training's blocks at a micro-batch and a length, from its table (`event_tables.py`).
+ * The allocations and frees of a training at a micro-batch and a length, from its table (`event_tables.py`).
  *
- * What sums and embeddings' gradients take while they run follows no power of the sizes: it is computed as
- * `perf_helpers/estimate/reduction_scratch.py` and `kernels.py` do. `tests/website/test_events_js.py` compares.
+ * The workspace of sums and of embedding gradients is not a power of the sizes: it is calculated as in
+ * `trainmem/estimate/reduction_scratch.py` and `kernels.py`. `tests/website/test_events_js.py` compares both.
  */
 
 const MIB = 1024 ** 2;
 const WORD = 8; // bytes of an index
-const CUB_BYTES = 256; // the parts of what CUB takes are multiples of it
-const MADE = "made"; // in a program: now the result is made
-const WORKSPACE = "workspace"; // the program of what cuBLAS keeps
+const CUB_BYTES = 256; // parts of CUB's workspace are multiples of it
+const MADE = "made"; // in a program: the result is allocated now
+const WORKSPACE = "workspace"; // the program for cuBLAS's workspace
 export const LENGTH_UNIT = 128; // tokens; a table's lengths are multiples of it
 
 const ceil = (size, unit) => Math.floor((size + unit - 1) / unit);
@@ -20,7 +20,7 @@ const bits = (number) => Math.floor(Math.log2(number)) + 1;
 const gcd = (a, b) => (b ? gcd(b, a % b) : a);
 
 /**
- * What decides on a GPU how kernels share out their work.
+ * The properties of a GPU that decide how kernels divide their work.
  * @param {[number, number]} capability compute capability
  */
 export function gpuOf([major, minor]) {
@@ -35,7 +35,7 @@ export function gpuOf([major, minor]) {
   };
 }
 
-/** [size, stride] of dimensions, the fastest first, those joined that lie behind each other. */
+/** Return [size, stride] of the dimensions, the fastest first; contiguous dimensions are merged. */
 function joined(dims) {
   const found = [];
   for (const [size, step] of dims.filter(([length]) => length !== 1).sort((a, b) => a[1] - b[1])) {
@@ -47,7 +47,7 @@ function joined(dims) {
 }
 
 /**
- * The blocks that reducing some dimensions of a tensor takes besides its result: `reduction_scratch.scratch_bytes`.
+ * Return the workspace blocks of a reduction over some dimensions of a tensor: `reduction_scratch.scratch_bytes`.
  * @param {number[]} shape
  * @param {number[]} stride in elements
  * @param {number[]} reduced dimensions
@@ -99,12 +99,12 @@ function sortBytes(count, largest, gpu) {
 const freed = (index) => ({ freed: index });
 
 /**
- * What the gradient of an embedding takes, in order: `Kernels._embedding_backward` without copies.
- * @param {number} count of indices
- * @param {number} weights rows
- * @param {number} width of a row
- * @param {boolean} isHalf whether gradients are of 16 bits
- * @returns {(number|string|{freed: number})[]} bytes that are held, the result, what of the held is given back
+ * Return the allocations of an embedding's gradient in order: `Kernels._embedding_backward` without copies.
+ * @param {number} count number of indices
+ * @param {number} weights rows of the embedding
+ * @param {number} width elements per row
+ * @param {boolean} isHalf whether gradients have 16 bits
+ * @returns {(number|string|{freed: number})[]} bytes of an allocation, the result, or which allocation is freed
  */
 export function embeddingProgram(count, weights, width, isHalf, gpu) {
   if (count <= 3072) return [MADE];
@@ -123,7 +123,7 @@ export function embeddingProgram(count, weights, width, isHalf, gpu) {
   return steps;
 }
 
-/** The steps of a program of a table at a point. */
+/** Return the steps of a table's program at a point. */
 function stepsOf([rule, constants, numbers], valueOf, gpu) {
   const values = numbers.map(valueOf);
   const copies = values.splice(values.length - constants.at(-1));
@@ -140,7 +140,7 @@ function stepsOf([rule, constants, numbers], valueOf, gpu) {
 
 const orders = new WeakMap(); // by table
 
-/** The blocks of a table and their order at any size: of each its class, and the events as `replay` takes them. */
+/** Return the class of each block of a table, and the events in the form that `replay` reads; they fit any size. */
 function orderOf(table) {
   if (!orders.has(table)) {
     const living = table.classes.map(() => []);
@@ -161,15 +161,15 @@ function orderOf(table) {
 }
 
 /**
- * The events of a training.
+ * Return the allocations and frees of a training.
  * @param {object} table as `event_tables.table` makes it
  * @param {number} batch micro-batch
  * @param {number} length tokens, a multiple of `LENGTH_UNIT`
  * @param {[number, number]} capability the card's
  * @returns {{sizes: number[], labels: number[], shown: number, events: number[], marks: [string, number][],
- *   start: number, emptied: number[]}} of each block its bytes and the number of its label in the table; how many of
- *   them, the first, tensors may show, for those behind lie inside operations; the events as `replay` takes them; how
- *   many are before each mark, before the first forward, and before each time that what is free is given back
+ *   start: number, emptied: number[]}} bytes and label number of each block; how many blocks, the first ones, belong to
+ *   tensors (the others are operator workspace); the events in the form that `replay` reads; how many events are before
+ *   each mark, before the first forward pass, and before each time that the cache is freed
  */
 export function logOf(table, batch, length, capability) {
   const gpu = gpuOf(capability);

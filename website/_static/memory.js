@@ -5,23 +5,23 @@
 import { replay, rounded } from "./allocator.js";
 import { logOf } from "./events.js";
 
-const STRETCHES = 200; // of events, into which a step is divided for its picture
+const STRETCHES = 200; // a step's picture divides its events into so many parts
 
 /**
  * @typedef {{key: string, name: string, capability: [number, number], memory: number, limit: number, capacity: number,
- *   context: number}} Card sizes in bytes: of the card, what of it may be used, what the allocator can have, and what
- *   the CUDA context takes
+ *   context: number}} Card sizes in bytes: the card's memory, its usable part, the allocator's part, and the CUDA
+ *   context
  * @typedef {{batch: number, length: number, expandable: boolean}} Sizes micro-batch and tokens; whether the allocator's
  *   segments expand
  */
 
 /**
- * What a training takes on a card.
+ * Return the memory of a training on a card.
  * @param {object} recipe the content of a table's file
  * @param {Sizes} sizes
  * @param {Card} card
  * @returns {object} in bytes `allocated` after each event, `peakBytes`, `reservedBytes`, and `neededBytes` with the
- *   context; `fits`: "yes", "no" or "edge"; and what `breakdown` and `timeline` want to know
+ *   context; `fits`: "yes", "no" or "edge"; and the fields that `breakdown` and `timeline` read
  */
 export function memoryOf(recipe, { batch, length, expandable }, card) {
   const table = recipe.parts.findLast((part) => part.least <= batch);
@@ -40,7 +40,7 @@ export function memoryOf(recipe, { batch, length, expandable }, card) {
   return { table, log, allocated, peak, peakBytes, reservedBytes: laidOut.reservedPeak, neededBytes, fits };
 }
 
-/** Bytes by category after so many events, at ascending positions; what no tensor shows is the last category. */
+/** Return the bytes by category after so many events, at ascending positions; operator workspace is the last category. */
 function byCategory({ table, log, allocated }, positions, categories) {
   const live = new Array(categories - 1).fill(0);
   let done = 0;
@@ -56,7 +56,7 @@ function byCategory({ table, log, allocated }, positions, categories) {
   });
 }
 
-/** Phase, operation and module of the event before a position. */
+/** Return phase, operation and module of the event before a position. */
 function whereAt({ table, log }, position) {
   const event = log.events[Math.max(position - 1, 0)];
   const [, phase, operation, module] = table.labels[log.labels[event < 0 ? ~event : event]];
@@ -64,7 +64,7 @@ function whereAt({ table, log }, position) {
 }
 
 /**
- * The peak by category, in the order of `categories`, and where it is.
+ * Return the peak by category, in the order of `categories`, and where it is.
  * @param {object} memory as `memoryOf` returns it
  * @param {number} categories how many there are
  */
@@ -73,7 +73,7 @@ export function breakdown(memory, categories) {
 }
 
 /**
- * Bytes by category through the step that has the peak: one entry for each stretch of events, where it is highest.
+ * Return the bytes by category through the step with the peak: one entry per part of the events, where it is highest.
  * @param {object} memory as `memoryOf` returns it
  * @param {number} categories how many there are
  * @returns {{parts: number[][], phases: string[], peak: number}} the index of the peak among them
@@ -102,8 +102,8 @@ export function timeline(memory, categories) {
 }
 
 /**
- * The largest of 1 to `most` that is right, if what is smaller is right too; 0 where none is. Waits for `pause` before
- * each question.
+ * Return the largest number from 1 to `most` for which `isRight`, or 0. All smaller numbers must be right too. Waits for
+ * `pause` before each call.
  * @param {number} most
  * @param {(number: number) => boolean} isRight
  * @param {() => Promise<void>} pause

@@ -61,7 +61,7 @@ const NAMES = {
 };
 
 /**
- * The plain name of an operation: "matrix product" for "aten.mm.default".
+ * Return the plain name of an operation: "matrix product" for "aten.mm.default".
  * @param {string} operation as torch calls it; any other text is returned unchanged
  */
 export function operationText(operation) {

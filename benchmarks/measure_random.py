@@ -1,10 +1,10 @@
-"""The estimate for CUDA against torch's own allocator, over configurations that nobody chose: odd sizes of heads, odd
-lengths, vocabularies that no multiple pads, one layer or many, tied or not, windows; all drawn by a seed.
+"""Compare the estimate for CUDA with torch's own allocator, over random configurations drawn from a seed: odd head
+sizes and lengths, unpadded vocabularies, one layer or many, tied weights or not, sliding windows.
 
-    python benchmarks/measure_strangers.py [--count 1000] [--seed 3] [--minutes 60]
-    python benchmarks/measure_strangers.py --shrink NUMBER [--seed 3]   # the simplest training that misses as that does
+    python benchmarks/measure_random.py [--count 1000] [--seed 3] [--minutes 60]
+    python benchmarks/measure_random.py --shrink NUMBER [--seed 3]   # the simplest training that misses as that does
 
-Exit code 1 where a byte is missed, allocated or reserved. A miss is shrunk, kept as a test and mended.
+Exit code 1 if an estimate differs by a byte, allocated or reserved. Shrink such a case, keep it as a test, and fix it.
 """
 
 import itertools
@@ -25,16 +25,16 @@ from runner import Measurement, carry_modules, read_record, rehearsing
 from perf_helpers.lab import Lab
 from trainmem.rehearsal import card
 
-KINDS = FACTS["strangers"]
+KINDS = FACTS["random"]
 NAMES = "hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size"
-HEADS = (8, 16, 20, 24, 36, 40, 48, 56, 64, 72, 80, 96, 112, 128, 144, 160, 192, 256)  # sizes of one
+HEADS = (8, 16, 20, 24, 36, 40, 48, 56, 64, 72, 80, 96, 112, 128, 144, 160, 192, 256)  # sizes of a head
 WIDEST = 1100
-MOST_TOKENS = 6000  # of a micro-batch
+MOST_TOKENS = 6000  # per micro-batch
 WITHOUT_TORCHAO = [name for name in OPTIMIZERS if not name.endswith(("_torch_8bit", "_torch_4bit"))]
 
 
 def configuration(kind: str, draw: random.Random) -> dict:
-    """A config.json of that kind."""
+    """Return a random config.json of a kind."""
     given = dict(KINDS[kind])
     names, grouped, free = given.pop("names", NAMES), given.pop("grouped", False), given.pop("free", False)
     size = draw.choice(HEADS)
@@ -50,8 +50,8 @@ def configuration(kind: str, draw: random.Random) -> dict:
     return sizes | ({"head_dim": size} if free else {}) | {name: drawn(value, draw) for name, value in given.items()}
 
 
-def stranger(number: int, seed: int) -> Training:
-    """The training of that number in the set of that seed; each kind has its turn."""
+def random_training(number: int, seed: int) -> Training:
+    """Return training `number` in the set of a seed; kinds take turns."""
     draw = random.Random(f"stranger {seed} {number}")
     kind = [*KINDS][number % len(KINDS)]
     config = configuration(kind, draw)
@@ -66,30 +66,30 @@ def stranger(number: int, seed: int) -> Training:
 
 
 def compare(lab: Lab, one: Training, folder: Path) -> dict:
-    """What is kept of a training: the estimate is made while it is rehearsed."""
+    """Return the record of a training; it is estimated while it is rehearsed."""
     row = one.to_dict()
     with tempfile.TemporaryDirectory() as own, ThreadPoolExecutor(1) as beside:  # both write the configuration
-        asked = beside.submit(one.estimated, Path(own))
+        pending = beside.submit(one.estimated, Path(own))
         try:
             run = lab.run(rehearsed(one.experiment(folder)), measure="none")
-        except ValueError as error:  # a configuration that transformers refuses
+        except ValueError as error:  # transformers refuses the configuration
             return row | {"left_out": str(error)[-200:]}
     if not run.ok:
         return row | {"left_out": run.message[-200:]}
     row["rehearsed"] = run.value
     try:
-        said = asked.result().memory
+        predicted = pending.result().memory
     except ValueError as error:
         return row | {"missed": {"refused": str(error)[:300]}}
     off = {
-        "allocated": said.peak_bytes - run.value["allocated"],
-        "reserved": said.reserved_bytes - run.value["reserved"],
+        "allocated": predicted.peak_bytes - run.value["allocated"],
+        "reserved": predicted.reserved_bytes - run.value["reserved"],
     }
     return row | ({"missed": off} if any(off.values()) else {})
 
 
 def simpler(one: Training) -> Iterator[Training]:
-    """Trainings with one thing less: an argument; layers, words, tokens and samples, few or half of them."""
+    """Yield simpler trainings: without one argument, or with fewer layers, words, tokens or samples."""
     size = "per_device_train_batch_size"
     for name in one.arguments.keys() - {size}:
         yield replace(one, arguments={key: value for key, value in one.arguments.items() if key != name})
@@ -106,18 +106,18 @@ def simpler(one: Training) -> Iterator[Training]:
 
 
 def shrink(one: Training, misses: Callable[[Training], bool]) -> Training:
-    """The last of ever simpler trainings that still misses."""
+    """Simplify a training as long as its estimate is still wrong; return the last such training."""
     while (found := next(filter(misses, simpler(one)), None)) is not None:
         one = found
     return one
 
 
 def cases(options) -> dict[str, Training]:
-    return {str(number): stranger(number, options.seed) for number in range(options.count)}
+    return {str(number): random_training(number, options.seed) for number in range(options.count)}
 
 
 def measure(cases, options):
-    """Until the time is over, the cards in turns."""
+    """Compare trainings until the time is over; cards take turns."""
     end, left = time.monotonic() + 60 * options.minutes, [*cases.values()]
     with tempfile.TemporaryDirectory() as name:
         for first, capability in itertools.product(range(0, len(left), 90), CAPABILITIES):
@@ -131,7 +131,7 @@ def measure(cases, options):
 
 def conclude(rows: list[dict], options) -> dict:
     tried, missed = (sum(what in row for row in rows) for what in ("rehearsed", "missed"))
-    what = "the estimate for CUDA beside torch's own allocator in a rehearsal, over configurations that nobody chose"
+    what = "the estimate for CUDA beside torch's own allocator in a rehearsal, over random configurations"
     return {"what": what, "seed": options.seed, "tried": tried, "missed": missed}
 
 
@@ -140,15 +140,15 @@ def line(row: dict) -> str:
 
 
 OPTIONS = {"count": 1000, "seed": 3, "minutes": 60, "shrink": -1}
-STRANGERS = Measurement(__doc__, "strangers.json", cases, measure, conclude, OPTIONS, line=line, rehearsed=True)
+RANDOM = Measurement(__doc__, "random.json", cases, measure, conclude, OPTIONS, line=line, rehearsed=True)
 
 
 def main() -> int:
-    options = STRANGERS.parsed(None)
+    options = RANDOM.parsed(None)
     if options.shrink < 0:
-        return STRANGERS.main() or int(read_record(options.out)["missed"] > 0)
+        return RANDOM.main() or int(read_record(options.out)["missed"] > 0)
     carry_modules()
-    one = stranger(options.shrink, options.seed)
+    one = random_training(options.shrink, options.seed)
     with tempfile.TemporaryDirectory() as name, rehearsing(card(None, one.capability, MEMORY)) as lab:
         print(json.dumps(shrink(one, lambda other: "missed" in compare(lab, other, Path(name))).to_dict(), indent=1))
     return 0

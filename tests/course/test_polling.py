@@ -1,4 +1,4 @@
-"""The client that executes lessons hears of each reply."""
+"""The client that executes lessons receives each reply."""
 
 import asyncio
 import time
@@ -12,11 +12,11 @@ from jupyter_client.channels import AsyncZMQSocketChannel
 from jupyter_client.session import Session
 from nbclient import NotebookClient
 
-from perf_helpers.course.lesson_process import ASK_SECONDS, asking
+from perf_helpers.course.lesson_process import POLL_SECONDS, polling
 
 
 class Channel(AsyncZMQSocketChannel):
-    get_msg = asking(AsyncZMQSocketChannel.get_msg)
+    get_msg = polling(AsyncZMQSocketChannel.get_msg)
 
 
 async def heard(channel_class, timeout):
@@ -44,12 +44,12 @@ async def heard(channel_class, timeout):
 
 def test_a_reply_that_came_while_sending_is_heard_a_second_later():
     kind, seconds = asyncio.run(heard(Channel, timeout=None))
-    assert kind == "execute_reply" and seconds < 3 * ASK_SECONDS
+    assert kind == "execute_reply" and seconds < 3 * POLL_SECONDS
 
 
 @pytest.mark.nightly
 def test_jupyters_own_channel_hears_it_only_when_its_time_is_over():
-    """Should this fail, Jupyter has mended it: `asking` can go."""
+    """If this fails, Jupyter has fixed the fault, and `polling` can be removed."""
     _, seconds = asyncio.run(heard(AsyncZMQSocketChannel, timeout=6.0))
     assert seconds > 3
 
