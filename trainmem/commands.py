@@ -57,6 +57,10 @@ Card = Annotated[
 Capability = Annotated[str | None, typer.Option(help="Compute capability of the GPU, e.g. 9.0 (default: the card's).")]
 
 
+# The options of `rehearse` that count for a command of the user's.
+_BEFORE_A_COMMAND = ("--card", "--compute-capability", "--device-memory", "--processes", "--assume", "--json")
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Invocation:
     """What a command gets beside its options, as the `obj` of its context."""
@@ -251,6 +255,14 @@ def rehearse(
     processes: Processes = 1,
     inference: Inference = False,
     snapshot: Snapshot = None,
+    assume: Annotated[
+        bool,
+        typer.Option(
+            "--assume",
+            help="Answer questions about unknown values by rule, e.g. comparisons with false, so that a command of "
+            "yours runs to its end; prints how often.",
+        ),
+    ] = False,
     json_output: Json = False,
 ) -> int:
     """Run a training dry on a GPU you do not have, and print the memory that torch's own CUDA allocator takes.
@@ -260,6 +272,9 @@ def rehearse(
     Exit code 1: the training does not fit, or failed.
 
     To rehearse a command of yours, put it after `--`: perf-helpers rehearse --card t4 -- python train.py
+    At its end, whatever the end, this prints the peaks of each process to standard error.
+    Exit code 0: it came to its end. 3: it needed a value, or a library that the stub does not have; see --assume.
+    4: it ran out of memory. Otherwise: the program's own exit code.
     """
     from trainmem import rehearsal
 
@@ -267,12 +282,24 @@ def rehearse(
     on = rehearsal.card(card, _capability(compute_capability), device_memory, processes)
     typed = _invocation(context).words
     if "--" in typed:
+        before, words = typed[: typed.index("--")], typed[typed.index("--") + 1 :]
         if snapshot is not None:
             raise ValueError(
                 "--snapshot needs --model or --function: in a command of yours call torch.cuda.memory._dump_snapshot"
             )
+        if ignored := [word for word in before if word.startswith("--") and not word.startswith(_BEFORE_A_COMMAND)]:
+            raise ValueError(
+                f"{ignored[0]} does not apply to a command of yours: put it after --, where the command is"
+            )
         with _rehearsing():
-            return rehearsal.run(typed[typed.index("--") + 1 :], on)
+            program = rehearsal.run(words, on, assumes=assume, output=2 if json_output else None)
+        if json_output:
+            answer(program.to_dict())
+        else:
+            typer.echo(repr(program), err=True)
+        return program.exit_code
+    if assume:
+        raise ValueError("--assume needs a command of yours: put it after --, e.g. -- python train.py")
     given = _given(context, context.args)
     if function is None and model is None:
         raise ValueError("nothing to rehearse: give --model, --function, or a command after --")

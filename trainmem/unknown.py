@@ -1,6 +1,7 @@
 """Figures that are not known: `Unknown`, a number without a value, and `Missing`, whatever a failed run does not have.
 
 Both carry the reason, `why`. Neither can decide a verdict: whatever needs the value raises an error with the reason.
+(`Assumed` is for a rehearsed program that has to reach its end: it answers in a stated way instead of raising.)
 
 |                                        | `Unknown`                  | `Missing`         |
 |----------------------------------------|----------------------------|-------------------|
@@ -10,10 +11,13 @@ Both carry the reason, `why`. Neither can decide a verdict: whatever needs the v
 | arithmetic, `round(value, digits)`     | is unknown again           | raises            |
 | `if value`                             | raises                     | is false          |
 | `<`, `==`, `int(value)`                | raises                     | raises            |
+| `value != value`                       | is true, as of NaN         | is false          |
 
 `is_measured` asks for a value without an error.
 """
 
+import collections
+from numbers import Number
 from typing import NoReturn
 
 
@@ -21,13 +25,17 @@ class NeedsValues(RuntimeError):
     """A value was needed that is unknown, e.g. in a rehearsal, where no kernel computes."""
 
 
+class NeedsLibrary(RuntimeError):
+    """A rehearsal would need a library of CUDA whose memory it does not know, e.g. cuFFT."""
+
+
 class RunFailed(RuntimeError):
     """A figure or a value was used that a run does not have because its experiment failed."""
 
 
 def is_measured(value: "float | Missing | None") -> bool:
-    """Return whether a value is a number: not None, unknown, or missing because a run failed."""
-    return value is not None and not isinstance(value, _WithoutValue)
+    """Return whether a value is a number: not None, unknown, assumed, or missing because a run failed."""
+    return value is not None and not isinstance(value, _WithoutValue | Assumed)
 
 
 class _WithoutValue:
@@ -72,6 +80,10 @@ class Unknown(_WithoutValue, float):
     __str__ = __repr__
     __hash__ = object.__hash__
 
+    def __ne__(self, other) -> bool:
+        """Return True for itself: `json` finds NaN by this comparison."""
+        return other is self or self._refuse()
+
     def _unknown_again(self, *_) -> "Unknown":
         return self
 
@@ -81,6 +93,50 @@ class Unknown(_WithoutValue, float):
 
     def __round__(self, digits: int | None = None) -> "Unknown":
         return self._refuse() if digits is None else self
+
+
+class Assumed(float):
+    """A number that a rehearsal assumes in place of an unknown one: 1 to libraries and in files, shown as "assumed".
+
+    Arithmetic gives an assumed number again, and every comparison with a number is false.
+
+    Args:
+        answers: counts how often a comparison was answered.
+    """
+
+    __slots__ = ("answers",)
+
+    def __new__(cls, answers: collections.Counter | None = None):
+        self = super().__new__(cls, 1)
+        self.answers = collections.Counter() if answers is None else answers
+        return self
+
+    def __reduce__(self):
+        return type(self), ()
+
+    def __repr__(self) -> str:
+        return "assumed"
+
+    def __format__(self, spec: str) -> str:
+        return str(self)
+
+    def _is_false(self, other) -> bool:
+        if not isinstance(other, Number):
+            return NotImplemented
+        self.answers["comparisons of an assumed number, false"] += 1
+        return False
+
+    def _assumed_again(self, *_) -> "Assumed":
+        return self
+
+    def __round__(self, digits: int | None = None) -> "Assumed | int":
+        return 1 if digits is None else self
+
+    __str__, __hash__ = __repr__, object.__hash__
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _is_false
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _assumed_again
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = _assumed_again
+    __neg__ = __pos__ = __abs__ = _assumed_again
 
 
 class Missing(_WithoutValue):

@@ -7,14 +7,19 @@ point stays unknown, but for single numbers that the host has written, and but f
 assumption: a test for NaN or infinity finds none.
 
 Code that reads an unknown value gets an `Unknown` where it asks for a float, and otherwise `NeedsValues`, at once.
+`Values(assumes=True)` answers instead, so that a program reaches its end: a floating-point number is 1 and a comparison
+is false; whole numbers are 0, and the positions that sorting gives are in order. It counts its answers.
 
 This is a function mode and no dispatch mode: it sees what Python calls and leaves alone what autograd does inside.
 """
 
+import collections
 import contextlib
 import ctypes
 import functools
 import json
+import math
+import os
 import sys
 import threading
 import warnings
@@ -27,7 +32,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from trainmem.unknown import NeedsValues, Unknown
+from trainmem.rehearsal import process_recorder
+from trainmem.unknown import Assumed, NeedsLibrary, NeedsValues, Unknown
 
 WHY = "a rehearsal computes no floating-point values"
 MASKS = {torch.bool, torch.uint8}
@@ -48,6 +54,8 @@ _FACTORIES = {"zeros", "ones", "full", "arange", "tensor", "as_tensor", "eye", "
 _FACTORIES |= {"zeros_like", "ones_like", "full_like", "randint_like", "scalar_tensor", "tril_indices", "triu_indices"}
 _FACTORIES |= {"new_zeros", "new_ones", "new_full", "new_tensor"}
 _OF_ONE_VALUE = {"zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}
+_IN_ORDER = {"topk": 2, "sort": 1, "argsort": 1, "multinomial": None}  # and which argument is their dimension
+_CHOICES = {torch.bool, torch.int16, torch.int32, torch.int64}  # types of masks and positions, not of packed weights
 _FINITE = {"isnan": False, "isinf": False, "isneginf": False, "isposinf": False, "isfinite": True}
 _RANDOM_FILLS = {"normal_", "uniform_", "trunc_normal_", "kaiming_uniform_", "kaiming_normal_", "xavier_uniform_"}
 _RANDOM_FILLS |= {"xavier_normal_", "orthogonal_", "bernoulli_"}
@@ -60,10 +68,16 @@ _KEEP_SIGN |= {"where"}
 
 
 class Values(TorchFunctionMode):
-    """Follows which tensors hold known values; on while it is entered, in threads too (see `install`)."""
+    """Follows which tensors hold known values; on while it is entered, in threads too (see `install`).
 
-    def __init__(self):
+    Args:
+        assumes: answer what depends on an unknown value, instead of raising `NeedsValues`.
+    """
+
+    def __init__(self, assumes: bool = False):
         super().__init__()
+        self.assumes = assumes
+        self.answers: collections.Counter[str] = collections.Counter()  # that were assumed, by kind
         # Storages of which something is noted, by their address, while they live: whether their values are known (of
         # others the host's are, the device's are not), and whether they are of a norm. No other is asked for: its
         # object in Python is a second reference, and autograd adds to a gradient in place where it has the only one.
@@ -78,6 +92,17 @@ class Values(TorchFunctionMode):
             if self.is_known(tensor) != known:
                 self._remember(tensor).is_known = known
 
+    def is_unknown_block(self, address: int) -> bool:
+        """Return whether a storage that begins at this address is noted as unknown."""
+        return not getattr(self._storages.get(address), "is_known", True)
+
+    def note_copy(self, source: torch.UntypedStorage, copied: torch.UntypedStorage) -> None:
+        """Note that a storage of the host is a copy of a device's."""
+        noted = self._storages.get(source.data_ptr())
+        if not getattr(noted, "is_known", not source.is_cuda) and copied.data_ptr():
+            self._storages[copied.data_ptr()] = copied
+            copied.is_known = False
+
     def _noted(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
         """Its storage, if something is noted of it; another one may have lain there before it was resized."""
         storage = self._storages.get(_address(tensor))
@@ -91,7 +116,12 @@ class Values(TorchFunctionMode):
         kwargs, name = kwargs or {}, getattr(function, "__name__", "")
         if name == "__get__":
             return function(*args, **kwargs)
-        given = _tensors((args, kwargs))
+        leaves = tree_leaves((args, kwargs))
+        given = _tensors(leaves)
+        if any(isinstance(leaf, Unknown) for leaf in leaves) and name not in _READS:
+            made = function(*args, **kwargs)
+            self._mark(False, *(_tensors(made) or given[:1]))
+            return made
         on_device = any(tensor.is_cuda for tensor in given)
         is_random = name in _RANDOM_FILLS and len(given) == 1 and given[0].numel() >= LARGE_WEIGHT
         if is_random and not on_device and torch.cuda.is_available():  # nobody will see the values of these weights
@@ -108,7 +138,10 @@ class Values(TorchFunctionMode):
             return self._sized_by_values(function, args, kwargs, given)
         if name == "histc" and kwargs.get("min", 0) == kwargs.get("max", 0):  # it would look for them in the values
             kwargs = {**kwargs, "max": kwargs.get("min", 0) + 1}
-        made = function(*args, **kwargs)
+        try:
+            made = function(*args, **kwargs)
+        except RuntimeError as error:
+            raise _explained(error) from error
         if name == "broadcast" and function.__module__.startswith("torch.distributed"):
             self._broadcast(given[0], **{option: kwargs.get(option) for option in ("src", "group", "group_src")})
         else:
@@ -152,6 +185,7 @@ class Values(TorchFunctionMode):
         if computable and _compute(function, args, kwargs, fresh):
             return self._mark(True, *fresh, *given[:whole])
         if not all(map(self.is_known, given)):
+            fresh = [tensor for tensor in fresh if not (self.assumes and self._choose(name, args, kwargs, tensor))]
             self._mark(False, *(tensor for tensor in fresh if not tensor.is_cuda))
         several = name.startswith(("_foreach", "_fused")) or isinstance(function, torch._ops.OpOverload)
         if several:
@@ -201,9 +235,50 @@ class Values(TorchFunctionMode):
         tensor = args[0]
         if name in ("__repr__", "__format__"):
             return f"tensor(unknown in a rehearsal, size={tuple(tensor.shape)}, dtype={tensor.dtype}, {tensor.device})"
+        if self.assumes:
+            return self._answer(function, name, args, kwargs)
         if tensor.dtype not in EXACT and name in ("item", "tolist"):
             return _nested(() if name == "item" else tensor.shape)
         raise NeedsValues(WHY)
+
+    def _answer(self, function, name, args, kwargs):
+        """Return what reading an unknown value gives under `assumes`."""
+        tensor, is_float = args[0], args[0].dtype not in EXACT
+        if name in _COMPARES:
+            self.answers["comparisons of tensors, false"] += 1
+            function(*args, **kwargs)  # for what it allocates
+            return False
+        self.answers["floating-point values read, 1" if is_float else "whole numbers and masks read, 0"] += 1
+        if name not in ("numpy", "__array__"):
+            read = _on_cpu(function, args, kwargs, self._assumed)
+            return tree_map_only(float, lambda _: Assumed(self.answers), read) if name in ("item", "tolist") else read
+        if not tensor.is_cuda:  # otherwise torch's own error is right
+            whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+            self._fill(whole, self._assumed(whole))
+        return function(*args, **kwargs)
+
+    def _assumed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor's values on the CPU; 1 or 0 if they are unknown."""
+        if self.is_known(tensor):
+            return _memory(tensor)
+        return torch.full((), tensor.dtype not in EXACT, dtype=tensor.dtype).expand(tensor.shape)
+
+    def _choose(self, name: str, args: tuple, kwargs: dict, made: torch.Tensor) -> bool:
+        """Let a mask, or positions, that were made of unknown values be known from now on: all further answers agree.
+
+        A mask is false, a position the first one; `topk` and the other functions that sort give positions in order.
+        """
+        if made.dtype not in _CHOICES or not 0 < made.numel() <= LARGEST:
+            return False
+        chosen: torch.Tensor | int = 0
+        if name in _IN_ORDER and made.dim():
+            place = _IN_ORDER[name]
+            dim = kwargs.get("dim", args[place] if place and len(args) > place else -1)
+            count = args[0].shape[dim] if args else made.shape[dim]
+            chosen = (torch.arange(made.shape[dim]) % count).view([-1, *[1] * (made.dim() - 1 - dim % made.dim())])
+        self.answers["masks of a comparison, false" if made.dtype == torch.bool else "positions chosen, the first"] += 1
+        self._fill(made, chosen)
+        return True
 
     def _sized_by_values(self, function, args, kwargs, given):
         """The result of a function whose size depends on values: computed on the CPU, and taken to the device."""
@@ -219,14 +294,21 @@ class Values(TorchFunctionMode):
                 return made
             if function.__name__ == "repeat_interleave":
                 return function(*args, **kwargs, output_size=int(_memory(exact[0]).sum()))
-        raise NeedsValues(WHY)
+        if not self.assumes:
+            raise NeedsValues(WHY)
+        self.answers["sizes that depend on values, as if masks were false"] += 1
+        device = next((tensor.device for tensor in given if tensor.is_cuda), torch.device("cpu"))
+        made = _on_cpu(function, args, kwargs, self._assumed)
+        return tree_map_only(torch.Tensor, lambda tensor: self._arrive(tensor, device), made)
 
     def positions(self, mask: torch.Tensor) -> torch.Tensor:
         """What `aten.nonzero` makes on the device, which whatever chooses by a mask asks for, autograd too."""
         if not self.is_known(mask):
-            raise NeedsValues(WHY)
+            if not self.assumes:
+                raise NeedsValues(WHY)
+            self.answers["sizes that depend on values, as if masks were false"] += 1
         with _out_of_sight():
-            positions = _memory(mask).nonzero()
+            positions = (self._assumed(mask) if self.assumes else _memory(mask)).nonzero()
         return self._arrive(positions.t().contiguous(), mask.device).t()
 
     def _arrive(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -288,13 +370,13 @@ def _memory(tensor: torch.Tensor) -> torch.Tensor:
     return alias.set_(raw.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
-def _on_cpu(function: Callable, args: tuple, kwargs: dict) -> Any:
-    """What a function returns for the same values on the CPU."""
+def _on_cpu(function: Callable, args: tuple, kwargs: dict, values_of: Callable = _memory) -> Any:
+    """What a function returns for the same values on the CPU, or for those that `values_of` gives for a tensor."""
 
     def moved(value: Any) -> Any:
         if isinstance(value, torch.device) or (isinstance(value, str) and value.partition(":")[0] == "cuda"):
             return torch.device("cpu")
-        return _memory(value) if isinstance(value, torch.Tensor) and _is_plain(value) else value
+        return values_of(value) if isinstance(value, torch.Tensor) and _is_plain(value) else value
 
     options = {key: value for key, value in kwargs.items() if key != "pin_memory"}
     if "device" in options or getattr(function, "__name__", "") in _FACTORIES:
@@ -328,12 +410,26 @@ def _nested(shape: tuple[int, ...]) -> Any:
     return [_nested(shape[1:]) for _ in range(shape[0])] if shape else Unknown(WHY)
 
 
+# Libraries of CUDA in messages of torch; the stub answers for them only as answers.toml and libraries.cpp say.
+_LIBRARIES = {"cudnn": "cuDNN", "cufft": "cuFFT", "cusolver": "cuSOLVER", "cusparse": "cuSPARSE", "cublas": "cuBLAS"}
+
+
+def _explained(error: RuntimeError) -> RuntimeError:
+    """Return an error that names the library, if `error` is the stub's refusal to answer for it."""
+    text = str(error).lower()
+    if not (found := next((name for word, name in _LIBRARIES.items() if word in text), None)):
+        found = "the CUDA runtime" if "not answered in a rehearsal" in text else None
+    if not found or isinstance(error, NeedsLibrary | torch.OutOfMemoryError):
+        return error
+    return NeedsLibrary(f"a rehearsal does not know the memory that {found} takes here ({str(error).splitlines()[0]})")
+
+
 def install() -> None:
     """Follow values in this process from now on, in all its threads and in autograd's.
 
     torch calls it once it is imported, as the entry point of a backend (inside/perf_helpers_rehearsal.dist-info).
     """
-    mode, assert_close = Values(), torch.testing.assert_close
+    mode, assert_close = Values(assumes="REHEARSAL_ASSUMES" in os.environ), torch.testing.assert_close
 
     def entered(function: Callable) -> Callable:
         @functools.wraps(function)
@@ -342,6 +438,23 @@ def install() -> None:
                 return function(*args, **kwargs)
 
         return run
+
+    def explaining(function: Callable) -> Callable:
+        @functools.wraps(function)
+        def run(*args, **kwargs):
+            try:
+                return function(*args, **kwargs)
+            except RuntimeError as error:
+                if (explained := _explained(error)) is error:
+                    raise
+                raise explained from error
+
+        return run
+
+    def finite(name: str, answer: bool) -> Callable:
+        """One rule for tensors and numbers: an unknown number is finite."""
+        plain = getattr(math, name)
+        return functools.wraps(plain)(lambda number: answer if isinstance(number, Unknown) else plain(number))
 
     @functools.wraps(assert_close)
     def close(*args, **kwargs):
@@ -368,6 +481,20 @@ def install() -> None:
             _memory(found).zero_()
         return found
 
+    is_in = torch.isin
+
+    def is_in_tokens(*args, **kwargs):
+        """Generation asks whether a token ends its sequence. An assumed one does not, so that it runs to its limit."""
+        found = is_in(*args, **kwargs)
+        if sys._getframe(1).f_globals.get("__name__") == "transformers.generation.stopping_criteria":
+            mode.answers["tokens that might end a generation, no"] += 1
+            mode._fill(found, False)
+        return found
+
+    if mode.assumes:
+        torch.isin = is_in_tokens
+    for name, answer in (("isfinite", True), ("isnan", False), ("isinf", False)):
+        setattr(math, name, finite(name, answer))
     with warnings.catch_warnings(action="ignore"):  # that a kernel is replaced
         mode.library = torch.library.Library("aten", "IMPL")  # as long as it lives
         mode.library.impl("nonzero", mode.positions, "CUDA")
@@ -377,6 +504,8 @@ def install() -> None:
     torch.testing.assert_close = close
     threading.Thread.run = entered(threading.Thread.run)
     # A mode is off while it handles a call, and `Tensor.backward` is one: what is recomputed inside should see it.
-    torch.autograd.graph._engine_run_backward = entered(torch.autograd.graph._engine_run_backward)
+    torch.autograd.graph._engine_run_backward = entered(explaining(torch.autograd.graph._engine_run_backward))
     torch.autograd._engine_run_backward = torch.autograd.graph._engine_run_backward
+    if folder := os.environ.get("REHEARSAL_REPORT"):  # a program of the user's, see `process_recorder`
+        process_recorder.install(mode, folder)
     mode.__enter__()

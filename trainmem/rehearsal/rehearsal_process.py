@@ -8,6 +8,7 @@ import select
 import subprocess
 import tempfile
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor, Future, ThreadPoolExecutor
@@ -25,7 +26,8 @@ from trainmem.estimate.allocator_replay import place
 from trainmem.measure import forked
 from trainmem.measure.runner import Runner
 from trainmem.records import Run
-from trainmem.rehearsal import build
+from trainmem.rehearsal import build, program_report
+from trainmem.rehearsal.program_report import ProgramRun
 from trainmem.texts import arguments_of_kind, positive, whole_number
 
 
@@ -72,21 +74,30 @@ def rehearse(
         return runner.train(str(what), task=what, measure="memory", processes=processes, **arguments)
 
 
-def run(words: list[str], on: Card) -> int:
-    """Run a command where it meets the card; its exit code. "python" is the one that rehearses.
+def run(words: list[str], on: Card, *, assumes: bool = False, output: int | None = None) -> ProgramRun:
+    """Run a command where it meets the card. "python" is the one that rehearses.
+
+    Args:
+        words: the command.
+        assumes: answer what depends on an unknown value by rule, so that the program goes on.
+        output: the file that gets what the program prints; None: standard output.
 
     Raises:
         ValueError: no command, or one that is not found.
     """
     if not words:
         raise ValueError("no command follows --: give one, e.g. -- python train.py")
-    with command(on) as (python, environment):
+    with command(on) as (python, environment), tempfile.TemporaryDirectory(prefix="perf_helpers-report-") as folder:
         if words[0] in ("python", "python3"):
             words = [str(python), *words[1:]]
+        about = {"REHEARSAL_REPORT": folder, "REHEARSAL_BEGAN": str(time.time())}
+        about |= {"REHEARSAL_ASSUMES": "1"} if assumes else {}
+        about |= {name: "disabled" for name in ("WANDB_MODE", "COMET_MODE") if name not in os.environ}
         try:
-            return subprocess.run(words, env=environment).returncode
+            code = subprocess.run(words, env=environment | about, stdout=output).returncode
         except FileNotFoundError as error:
             raise ValueError(f"command {words[0]!r} was not found: give one that is on PATH, or its path") from error
+        return program_report.read(folder, code, on, assumes)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,209 @@
+"""Rehearses programs of other projects, unmodified, and records how each ends.
+
+    .venv/bin/python benchmarks/measure_programs.py              all of benchmarks/programs.toml
+    .venv/bin/python benchmarks/measure_programs.py --rows run_clm
+
+Sources and packages are fetched into build/programs: a release by pip, a repository by git. If a fetch fails, the row
+says so; a checkout in build/programs/OWNER+NAME is taken as it is. None of the programs' code is in the record. Models,
+tokenizers and data are made here: tiny ones, for which no Hub is needed.
+"""
+
+import argparse
+import contextlib
+import functools
+import importlib.metadata
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from runner import HERE, Measurement, Named
+
+from trainmem import rehearsal
+from trainmem.rehearsal.program_report import peaks_of
+
+FOLDER = HERE.parent / "build" / "programs"
+INPUTS, PACKAGES = FOLDER / "inputs", FOLDER / "packages"
+SECONDS = 600  # that fetching may take
+
+
+def cases(_) -> Named:
+    return tomllib.loads(Path(__file__).with_name("programs.toml").read_text(encoding="utf-8"))["programs"]
+
+
+def measure(programs: Named, options: argparse.Namespace) -> Iterable[tuple[str, dict]]:
+    inputs(INPUTS)
+    for name, program in programs.items():
+        yield name, row(name, program, options)
+
+
+def row(name: str, program: dict, options: argparse.Namespace) -> dict:
+    """Rehearse a program; how it ended, its versions and its peaks."""
+    about = {"name": name, "card": options.card}
+    about |= {key: program[key] for key in ("source", "packages", "command") if key in program}
+    try:
+        about["version"], source = fetched(program)
+    except (subprocess.SubprocessError, OSError) as error:
+        return about | {"status": "not fetched", "message": str(error).splitlines()[0][:200]}
+    out = FOLDER / "runs" / name
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    for each in program.get("beside", ()):
+        target = out / Path(each).name
+        (shutil.copytree if (source / each).is_dir() else shutil.copy)(source / each, target)
+    places = {"source": source, "inputs": INPUTS, "out": out, "packages": PACKAGES}
+    words = [word.format(**places) for word in program["command"]]
+    with surroundings(out, [PACKAGES, *(source / each for each in program.get("paths", ()))]):
+        for setup in program.get("setup", ()):
+            subprocess.run([sys.executable, *(word.format(**places) for word in setup)], check=True, timeout=SECONDS)
+        began = time.monotonic()
+        with (out / "output.txt").open("w") as output:
+            run = rehearsal.run(words, rehearsal.CARDS[options.card], assumes=not options.plain, output=output.fileno())
+    (out / "report.txt").write_text(repr(run))
+    print(repr(run), file=sys.stderr)
+    found = about | {"status": run.status, "code": run.code, "minutes": round((time.monotonic() - began) / 60, 1)}
+    used = [each for each in run.processes if each["phases"]]
+    if used:
+        first = used[0]
+        found |= {"processes": len(used), "steps": first["steps"], "phases": first["phases"], "peaks": peaks_of(first)}
+        found |= {"answers": first["answers"], "compiled": first["compiled"], "saved": len(first["saved"])}
+    if errors := [each["error"] for each in run.processes if each["error"]]:
+        place = re.sub(r"^.*/(?=[^/]+, line)|: .*$", "", errors[0]["line"])  # no line of another project's code
+        found |= {"message": errors[0]["message"], "line": place}
+    return found
+
+
+@contextlib.contextmanager
+def surroundings(folder: Path, paths: list[Path]) -> Iterator[None]:
+    """Let programs run in a folder of their own, find these paths, and look for nothing on the Hub."""
+    before, old = Path.cwd(), dict(os.environ)
+    path = os.pathsep.join([*map(str, paths), *filter(None, [old.get("PYTHONPATH")])])
+    os.environ.update(PYTHONPATH=path, HF_HUB_OFFLINE="1", HF_HOME=str(FOLDER / "hub"), TOKENIZERS_PARALLELISM="false")
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+        os.environ.clear()
+        os.environ.update(old)
+
+
+def fetched(program: dict) -> tuple[str, Path]:
+    """Fetch a program's packages and source, if they are not there yet; its version and the folder of the source."""
+    for package in program.get("packages", ()):
+        install(package)
+    kind, _, name = program["source"].partition(":")
+    if kind == "pip":
+        return install(name), PACKAGES
+    name, _, revision = name.partition("@")
+    folder = FOLDER / name.replace("/", "+")
+    if not folder.exists():
+        words = ["git", "clone", "--quiet", "--depth", "1", *(["--branch", revision] if revision else [])]
+        address = f"https://github.com/{name}"
+        subprocess.run([*words, address, folder], check=True, timeout=SECONDS, capture_output=True)
+    described = ["git", "-C", folder, "describe", "--tags", "--always"]
+    done = subprocess.run(described, capture_output=True, text=True)
+    return done.stdout.strip() or revision, folder
+
+
+@functools.cache
+def install(package: str) -> str:
+    """Install a package without what it depends on, which programs.toml lists; return its version."""
+    name = re.split(r"[=<>~!]", package)[0]
+    if not (found := version_of(name)):
+        words = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", PACKAGES, package]
+        subprocess.run(words, check=True, timeout=SECONDS)
+        found = version_of(name)
+    return found or ""
+
+
+def version_of(name: str) -> str | None:
+    found = [*importlib.metadata.distributions(name=name, path=[str(PACKAGES)])]
+    return found[0].version if found else None
+
+
+def inputs(folder: Path) -> None:
+    """Make texts, pairs, pictures, a tokenizer and tiny models, all by one seed."""
+    if (folder / "complete").exists():
+        return
+    import tokenizers
+    import transformers
+
+    random.seed(0)
+    folder.mkdir(parents=True, exist_ok=True)
+    words = ["".join(random.choices("aeioulmnrst", k=random.randint(2, 7))) for _ in range(400)]
+    lines = [" ".join(random.choices(words, k=random.randint(20, 60))) for _ in range(2000)]
+    (folder / "words.txt").write_text("\n".join(lines))
+    short = [" ".join(line.split()[:12]) for line in lines]
+    some = [*zip(short, lines, strict=True)][:300]
+    rows = {
+        "classes.json": [{"sentence": text, "label": number % 2} for number, text in enumerate(lines[:400])],
+        "pairs.json": [{"sentence1": a, "sentence2": b, "label": 0.5} for a, b in some],
+        "sft/train.json": [{"text": text} for text in lines[:400]],
+        "grpo/train.json": [{"prompt": text} for text in short[:200]],
+        "dpo/train.json": [{"prompt": a, "chosen": b, "rejected": a} for a, b in some],
+        "alpaca.json": [{"instruction": a, "input": "", "output": b} for a, b in some],
+    }
+    for name, content in rows.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        text = json.dumps(content) if name == "alpaca.json" else "\n".join(map(json.dumps, content))
+        (folder / name).write_text(text)
+    (folder / "wikitext").mkdir()
+    for part in ("train", "valid", "test"):
+        (folder / "wikitext" / f"{part}.txt").write_text("\n".join(lines[:300]))
+    special = ["<pad>", "<unk>", "<s>", "</s>", "<mask>", "[CLS]", "[SEP]"]
+    trained = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
+    trained.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trained.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=2000, special_tokens=special, initial_alphabet=alphabet)
+    trained.train_from_iterator(lines, trainer)
+    named = {"pad_token": "<pad>", "unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    named |= {"mask_token": "<mask>", "cls_token": "[CLS]", "sep_token": "[SEP]", "model_max_length": 512}
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=trained, **named)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    size = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+    size |= {"vocab_size": len(tokenizer), "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
+    for name, config in {"llama": transformers.LlamaConfig(**size), "bert": transformers.BertConfig(**size)}.items():
+        kind = transformers.LlamaForCausalLM if name == "llama" else transformers.BertForMaskedLM
+        kind(config).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    with contextlib.suppress(ImportError):
+        from PIL import Image
+
+        for part, kind, number in [(p, k, n) for p in ("train", "val") for k in ("a", "b") for n in range(32)]:
+            path = folder / "pictures" / part / kind / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.effect_noise((64, 64), 50 + number).convert("RGB").save(path)
+    (folder / "complete").touch()
+
+
+def conclude(rows: list[dict], _) -> dict:
+    ends = [row["status"] for row in rows]
+    return {"programs": len(ends)} | {f"{end}": ends.count(end) for end in sorted({*ends})}
+
+
+def line(row: dict) -> str:
+    return f"{row['status']}, {row.get('steps', 0)} steps; {row.get('message', '')} {row.get('line', '')}"
+
+
+MEASUREMENT = Measurement(
+    __doc__,
+    "programs.json",
+    cases,
+    measure,
+    conclude,
+    {"card": "a100", "plain": False},
+    name_of=lambda number, row: row["name"],
+    line=line,
+)
+
+if __name__ == "__main__":
+    sys.exit(MEASUREMENT.main())

@@ -1,0 +1,77 @@
+"""What is printed of a rehearsed program, from the files of its processes; no torch is needed."""
+
+import json
+
+import pytest
+
+from trainmem.rehearsal import CARDS, program_report
+
+GIB = 1 << 30
+PROCESS = {
+    "pid": 7,
+    "rank": "1",
+    "arguments": ["train.py"],
+    "devices": 1,
+    "steps": 3,
+    "phases": {"set-up": [GIB, 2 * GIB], "backward pass": [3 * GIB, 4 * GIB]},
+    "ended": True,
+    "error": None,
+    "answers": {},
+    "compiled": [],
+    "saved": [],
+    "kept": [],
+}
+
+
+def read(folder, code, *processes, assumes=False):
+    for number, process in enumerate(processes):
+        (folder / f"{number}.json").write_text(json.dumps(PROCESS | {"pid": number} | process))
+    return program_report.read(folder, code, CARDS["a100"], assumes)
+
+
+def error(kind):
+    return {"kind": kind, "message": "NeedsValues: none", "line": "train.py, line 3, in main: if loss < best:"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "status", "exit_code"),
+    [
+        (None, 0, "finished", 0),
+        ("needs values", 1, "needs values", 3),
+        ("needs a library", 1, "needs a library", 3),
+        ("out of memory", 1, "out of memory", 4),
+        ("failed", 7, "failed", 7),
+        (None, -9, "failed", 137),
+        ("needs values", 0, "finished", 0),  # it went on by itself
+    ],
+)
+def test_each_end_has_its_exit_code_and_the_peaks_are_there_whatever_the_end(tmp_path, kind, code, status, exit_code):
+    run = read(tmp_path, code, {"error": kind and error(kind)})
+    assert (run.status, run.exit_code) == (status, exit_code)
+    text = repr(run)
+    assert all(words in text for words in ("A100", "3.00 GiB allocated, 4.00 GiB reserved", "set-up", "3 optimizer"))
+    assert ("train.py, line 3" in text) == bool(kind)
+    assert ("--assume" in text) == (status == "needs values")
+
+
+def test_the_rank_that_ran_out_of_memory_decides_over_those_that_followed(tmp_path):
+    run = read(tmp_path, 1, {"error": error("failed")}, {"error": error("out of memory")}, {"ended": False})
+    assert run.status == "out of memory" and "killed" in repr(run)
+
+
+def test_assumed_answers_and_uncompiled_code_are_named(tmp_path):
+    two = {"answers": {"floating-point values read, 1": 4}}, {"answers": {"floating-point values read, 1": 5}}
+    text = repr(read(tmp_path, 0, *two, {"compiled": ["GPT"]}, assumes=True))
+    assert "floating-point values read, 1: 9" in text and "--assume" in text and "torch.compile ran GPT" in text
+
+
+def test_files_of_weights_without_values_are_removed(tmp_path):
+    weights, older = tmp_path / "model.safetensors", tmp_path / "older.pt"
+    weights.touch(), older.touch()
+    run = read(tmp_path, 0, {"saved": [str(weights), str(tmp_path / "gone.pt")], "kept": [str(older)]})
+    assert not weights.exists() and older.exists()
+    assert "removed" in repr(run) and str(older) in repr(run)
+
+
+def test_a_command_that_uses_no_card_says_so(tmp_path):
+    assert "No process" in repr(read(tmp_path, 0))

@@ -1,0 +1,229 @@
+"""Whole programs under `rehearsal.run`: they need torch's CUDA build (make wheel), and a compiler."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from trainmem import rehearsal
+from trainmem.rehearsal import CARDS, Rehearsal, build
+
+if build.problem() or build.interpreter() is None:
+    pytest.skip("torch's CUDA build is not here: make wheel", allow_module_level=True)
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch, capfd):
+    """Rehearse a program's text, in a folder of its own, and return its run and what it printed."""
+    monkeypatch.chdir(tmp_path)
+
+    def rehearsed(text, *words, card="t4", **options):
+        (tmp_path / "program.py").write_text(text)
+        run = rehearsal.run(["python", "program.py", *words], CARDS[card], **options)
+        return run, capfd.readouterr()
+
+    return rehearsed
+
+
+TRAINING = """
+import torch
+model = torch.nn.Linear(1024, 1024).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(2):
+    model(torch.randn(256, 1024, device="cuda")).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    before = torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    assert torch.cuda.max_memory_allocated() < before
+with torch.no_grad():
+    loss = model(torch.randn(512, 1024, device="cuda")).mean()
+print("peak", before)
+"""
+
+
+def test_a_program_that_needs_a_value_ends_with_its_peaks_and_its_line(program):
+    run, printed = program(TRAINING + "if loss > 0:\n    print('never')\n")
+    assert (run.status, run.exit_code) == ("needs values", 3)
+    (process,) = run.processes
+    assert process["steps"] == 2 and process["error"]["line"].endswith("line 15, in <module>: if loss > 0:")
+    assert [*process["phases"]] == [
+        "set-up",
+        "forward pass",
+        "backward pass",
+        "optimizer update",
+        "between steps",
+        "evaluation and generation",
+    ]
+    (own,) = (int(line.split()[1]) for line in printed.out.splitlines() if line.startswith("peak"))
+    assert max(allocated for allocated, _ in process["phases"].values()) == own
+
+
+ANSWERED = """
+import json, math, numpy, torch
+scores = torch.randn(4, 50, device="cuda")
+loss = scores.mean()
+found = [loss.item() < 1, loss.item() > 1, bool(loss > 1), not (loss != loss), bool(torch.isnan(loss)), float(loss)]
+assert found == [False, False, False, True, False, 1.0], found
+assert math.isfinite(loss.item()) and math.exp(loss) == math.e and int(loss) == 1
+assert torch.isfinite(torch.tensor(loss.item())) and numpy.isfinite(loss.cpu().numpy())
+assert scores.argmax(-1).tolist() == [0] * 4 and scores.topk(3).indices.tolist() == [[0, 1, 2]] * 4
+assert scores.sort(dim=0).indices[:, 7].tolist() == [0, 1, 2, 3]
+assert (scores > 0).sum().item() == 0 and (~(scores > 0)).sum().item() == 200, "answers agree with each other"
+assert scores[scores > 0].shape == (0,) and torch.nonzero(scores).shape == (0, 2)
+assert (scores.argmax(1) == torch.zeros(4, dtype=torch.long, device="cuda")).sum().item() == 4
+assert not torch.equal(scores, scores) and not torch.allclose(scores, scores) and 3.0 not in scores
+assert len(scores.tolist()) == 4 and scores.cpu().numpy().shape == (4, 50)
+assert float(f"{float(loss):.4f}") == 1 and json.loads(json.dumps({"loss": loss.item()}, indent=2)) == {"loss": 1.0}
+assert torch.multinomial(scores.softmax(-1), 1).flatten().tolist() == [0] * 4
+best = float("inf")
+if loss.item() < best:
+    raise AssertionError("a comparison with an assumed number is false")
+print("to its end")
+"""
+
+
+def test_with_assumed_values_a_program_reaches_its_end_and_the_answers_are_counted(program):
+    run, printed = program(ANSWERED, assumes=True)
+    assert run.status == "finished" and "to its end" in printed.out, repr(run)
+    (process,) = run.processes
+    for kind in ("floating-point values read", "comparisons of an assumed number", "positions chosen", "sizes that"):
+        assert sum(count for name, count in process["answers"].items() if kind in name) > 0, kind
+    assert "--assume" in repr(run)
+
+
+def test_one_rule_says_whether_an_unknown_number_is_finite(program):
+    text = "import math, torch\nloss = torch.randn(9, device='cuda').mean()\n"
+    text += "assert math.isfinite(loss.item()) and not math.isnan(loss.item()) and torch.isfinite(loss)\n"
+    text += "stored = torch.tensor([loss.item(), 1.0])\nprint('yes' if stored.max() > 3 else 'no')"
+    run, printed = program(text)
+    assert run.status == "needs values" and "stored.max()" in run.processes[0]["error"]["line"], printed.err
+
+
+SAVING = """
+import os, sys, torch
+from safetensors.torch import save_file, load_file
+model = torch.nn.Linear(1024, 1024).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+model(torch.randn(2, 1024, device="cuda")).sum().backward()
+optimizer.step()
+torch.save({"model": model.state_dict(), "step": torch.tensor(7), "random": torch.get_rng_state()}, "new.tmp")
+os.replace("new.tmp", "new.pt")
+torch.save(model.state_dict(), "old.pt")
+save_file(model.state_dict(), "new.safetensors", {"format": "pt"})
+save_file(model.state_dict(), "old.safetensors")
+torch.save({"epoch": 3}, "plain.pt")
+loaded = torch.load("new.pt")
+assert loaded["step"] == 7 and loaded["model"]["weight"].shape == (1024, 1024)
+torch.set_rng_state(loaded["random"].cpu())
+model.load_state_dict(load_file("new.safetensors"))
+assert sum(os.stat(name).st_blocks for name in ("new.pt", "new.safetensors")) * 512 < 1 << 20, "written as holes"
+"""
+
+
+def test_saving_writes_no_weights_and_keeps_the_files_that_were_there(program, tmp_path):
+    for name in ("old.pt", "old.safetensors"):
+        (tmp_path / name).write_text("mine")
+    run, printed = program(SAVING)
+    assert run.status == "finished", printed.err
+    assert {path.name for path in tmp_path.iterdir()} == {"program.py", "old.pt", "old.safetensors", "plain.pt"}
+    assert (tmp_path / "old.pt").read_text() == (tmp_path / "old.safetensors").read_text() == "mine"
+    assert "not overwritten" in repr(run)
+
+
+def test_uploads_are_refused_and_the_exit_code_is_the_programs_own(program):
+    text = "import httpx, torch\ntorch.ones(1).cuda()\nhttpx.post('https://localhost.invalid/api/repos/create')"
+    run, _ = program(text)
+    assert (run.status, run.exit_code) == ("failed", 1) and "push_to_hub" in run.processes[0]["error"]["message"]
+    run, _ = program("import sys, torch\ntorch.ones(1).cuda()\nsys.exit(9)")
+    assert (run.status, run.exit_code) == ("failed", 9) and run.processes[0]["phases"]
+
+
+@pytest.mark.nightly
+def test_what_does_not_fit_ends_with_its_peaks_and_names_uncompiled_code(program):
+    text = "import torch\ndouble = torch.compile(lambda x: x * 2)\nkept = [torch.empty(1 << 30, device='cuda')]\n"
+    run, _ = program(text + "while True:\n    kept.append(double(kept[0]))\n")
+    assert (run.status, run.exit_code) == ("out of memory", 4)
+    assert "torch.compile ran" in repr(run) and max(run.processes[0]["phases"]["set-up"]) >= 12 << 30
+
+
+@pytest.mark.nightly
+def test_ranks_that_a_program_starts_are_reported_each(program):
+    text = """
+import torch, torch.multiprocessing as mp
+def main(rank):
+    torch.cuda.set_device(0)
+    torch.ones(1 << (20 + rank), device="cuda")
+    if rank == 1:
+        torch.randn(4, device="cuda").sum() > 0 or print("never")
+if __name__ == "__main__":
+    mp.spawn(main, nprocs=2)
+"""
+    run, _ = program(text)
+    assert run.status == "needs values" and len([each for each in run.processes if each["phases"]]) == 2
+
+
+LIBRARIES = {
+    "cuDNN": ["torch.nn.LSTM(8, 8).cuda()", "torch.nn.GRU(8, 8).cuda()(x.float())"],
+    "cuFFT": ["torch.fft.rfft(x)", "torch.stft(x.flatten(), 8, return_complex=True)"],
+    "cuSOLVER": [
+        "torch.linalg.svd(x)",
+        "torch.linalg.qr(x)",
+        "torch.linalg.cholesky(x)",
+        "torch.nn.init.orthogonal_(x)",
+    ],
+    "cuSPARSE": ["torch.eye(8).to_sparse().cuda() @ x", "torch.eye(8).to_sparse_csr().cuda() @ x"],
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_library_that_the_stub_does_not_have_is_named_and_no_process_dies(program, library):
+    for line in LIBRARIES[library]:
+        run, printed = program(f"import torch\nx = torch.randn(8, 8, device='cuda')\n{line}\n", assumes=True)
+        assert (run.status, run.exit_code) == ("needs a library", 3), (line, run, printed.err)
+        assert library in repr(run) and line in repr(run)
+
+
+GENERATION = """
+import torch, transformers
+config = transformers.LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+                                  num_attention_heads=2, eos_token_id=0, pad_token_id=1)
+model = transformers.LlamaForCausalLM(config).cuda()
+made = model.generate(torch.full((1, 3), 5, device="cuda"), max_new_tokens=9, do_sample=True)
+assert made.shape == (1, 12), made.shape
+"""
+
+
+@pytest.mark.nightly
+def test_an_assumed_token_never_ends_a_generation(program):
+    run, printed = program(GENERATION, assumes=True)
+    assert run.status == "finished" and "evaluation and generation" in repr(run), printed.err
+
+
+def command(*words):
+    words = [sys.executable, "-m", "perf_helpers.cli", "rehearse", "--card", "t4", *words]
+    return subprocess.run(words, capture_output=True, text=True)
+
+
+@pytest.mark.nightly
+def test_the_command_line_reports_a_program_and_refuses_options_that_do_not_apply(tmp_path):
+    (tmp_path / "mine.py").write_text("import torch\nprint('mine')\nprint(float(torch.randn(9).cuda().mean()))")
+    done = command("--", "python", str(tmp_path / "mine.py"))
+    assert done.returncode == 3 and done.stdout == "mine\n" and "--assume" in done.stderr and "T4" in done.stderr
+    done = command("--assume", "--json", "--", "python", str(tmp_path / "mine.py"))
+    assert done.returncode == 0 and json.loads(done.stdout)["status"] == "finished"
+    for words in (["--seq-len", "9", "--", "python"], ["--bf16", "--", "python"], ["--assume", "--model", "bert-tiny"]):
+        done = command(*words)
+        assert done.returncode == 2 and words[0] in done.stderr
+
+
+def test_values_are_only_assumed_where_that_was_asked_for():
+    def read():
+        import torch
+
+        return type(torch.randn(3, device="cuda").sum().item()).__name__
+
+    with Rehearsal(CARDS["t4"]) as stage:
+        assert stage.submit(read).result() == "Unknown"

@@ -1,0 +1,235 @@
+"""In a process of a rehearsed program: what it takes, phase by phase, how it ends, and what must not leave it.
+
+Each process with a device writes a file of JSON, after each optimizer step and at its end. `program_report` reads it:
+
+    pid, rank, arguments     of the process
+    devices, steps           how many devices it uses; optimizer updates so far
+    phases                   {phase: [allocated, reserved]}, the peaks in bytes on the fullest device
+    ended, error             whether it came to its end; the error that ended it: {kind, message, line}
+    answers, compiled        counts of assumed answers; the functions that torch.compile was called with
+    saved, kept              files of weights without values; existing files that were not overwritten
+
+The peaks count from the first use of the device, whatever the program resets. What the program itself reads is what it
+would read on a card.
+"""
+
+import atexit
+import contextlib
+import functools
+import importlib
+import importlib.util
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from trainmem.core import stack_dumps
+from trainmem.rehearsal import unwritten_files
+from trainmem.unknown import NeedsLibrary, NeedsValues
+
+KINDS = {NeedsValues: "needs values", NeedsLibrary: "needs a library", torch.OutOfMemoryError: "out of memory"}
+SET_UP, FORWARD, BACKWARD, UPDATE = "set-up", "forward pass", "backward pass", "optimizer update"
+BETWEEN, INFERENCE = "between steps", "evaluation and generation"
+# Methods by which HTTP changes something elsewhere, and addresses of the Hub that only ask by such a method.
+_CHANGES, _ASKS = {"POST", "PUT", "PATCH", "DELETE"}, ("/paths-info/", "/objects/batch", "localhost", "127.0.0.1")
+
+
+class Uploads(PermissionError):
+    """A rehearsed program was about to send something to another machine."""
+
+
+class Recorder:
+    """Takes the peaks of this process's devices at each change of phase, and writes its file."""
+
+    def __init__(self, folder: str, values):
+        self.folder, self.values = folder, values
+        self.read, self.reset = torch._C._cuda_memoryStats, torch._C._cuda_resetPeakMemoryStats
+        self.compiled: list[str] = []
+        self.files = unwritten_files.Files()
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin with nothing recorded; a forked process does so, too."""
+        self.path = Path(self.folder, f"{os.getpid()}.json")
+        self.phase, self.steps, self.forwards, self.backwards, self.ended = SET_UP, 0, 0, 0, False
+        self.phases: dict[str, list[int]] = {}
+        self.seen: dict[int, dict] = {}  # device -> torch's statistics since the program's own last reset
+        self.devices: set[int] = set()
+
+    def turn(self, phase: str) -> None:
+        """Take the peaks of the phase that ends, and begin another."""
+        if torch.cuda.is_initialized():
+            for device in range(torch.cuda.device_count()):
+                found = self.read(device)
+                self.seen[device] = _largest(self.seen.get(device), found)
+                peaks = [found[name]["all"]["peak"] for name in ("allocated_bytes", "reserved_bytes")]
+                if peaks[1]:
+                    self.devices.add(device)
+                    self.phases[self.phase] = [*map(max, peaks, self.phases.get(self.phase, peaks))]
+                self.reset(device)
+        self.phase = phase
+
+    def statistics(self, device: int) -> dict:
+        """Return what torch's own function returns, with peaks since the program's last reset."""
+        return _largest(self.seen.get(device), self.read(device))
+
+    def forget(self, device: int) -> None:
+        """Let the program's peaks begin anew, as its reset does on a card."""
+        self.turn(self.phase)
+        self.seen.pop(device, None)
+
+    def before_forward(self, *_) -> None:
+        if not self.backwards and not self.forwards:
+            self.turn(FORWARD if torch.is_grad_enabled() else INFERENCE)
+        self.forwards += not self.backwards
+
+    def after_forward(self, *_) -> None:
+        self.forwards -= not self.backwards
+
+    def backward(self, plain: Callable, *args, **kwargs) -> Any:
+        if not self.backwards:
+            self.turn(BACKWARD)
+        self.backwards += 1
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            self.backwards -= 1
+            self.forwards = 0 if not self.backwards else self.forwards
+
+    def before_update(self, *_) -> None:
+        self.turn(UPDATE)
+
+    def after_update(self, *_) -> None:
+        self.turn(BETWEEN)
+        self.steps += 1
+        self.write()
+
+    def end(self) -> None:
+        if not self.ended:
+            self.ended = True
+            self.turn(self.phase)
+            self.write()
+
+    def write(self) -> None:
+        error = getattr(sys, "last_value", None) if self.ended else None
+        if not self.phases and error is None:
+            return
+        found = {
+            "pid": os.getpid(),
+            "rank": os.environ.get("RANK"),
+            "arguments": sys.argv,
+            "devices": len(self.devices),
+            "steps": self.steps,
+            "phases": self.phases,
+            "ended": self.ended,
+            "error": error and described(error),
+            "answers": self.values.answers,
+            "compiled": self.compiled,
+            "saved": [*self.files.saved],
+            "kept": [*self.files.kept],
+        }
+        with contextlib.suppress(OSError):  # the folder goes with the rehearsal
+            self.path.write_text(json.dumps(found))
+
+
+def described(error: BaseException) -> dict[str, str]:
+    """Return the kind, message and line of an error, or of the first in its chain that has one of `KINDS`."""
+    chain, cause = [], error
+    while cause is not None and cause not in chain:
+        chain.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    kinds = [(each, kind) for each in chain for of, kind in KINDS.items() if isinstance(each, of)]
+    kinds += [(each, KINDS[NeedsLibrary]) for each in chain if "not answered in a rehearsal" in str(each)]
+    cause, kind = kinds[0] if kinds else (error, "failed")
+    message = (str(cause).splitlines() or [""])[0][:500]
+    return {"kind": kind, "message": f"{type(cause).__name__}: {message}", "line": _line([*chain][::-1])}
+
+
+def _line(chain: list[BaseException]) -> str:
+    """Return the program's own line, innermost first, in which an error was raised."""
+    frames = [frame for each in chain for frame in reversed(traceback.extract_tb(each.__traceback__))]
+    own = (frame for frame in frames if not stack_dumps.is_library(frame.filename))
+    frame = next(own, None) or next((frame for frame in frames if not _is_below(frame.filename)), None)
+    return f"{frame.filename}, line {frame.lineno}, in {frame.name}: {frame.line}" if frame else ""
+
+
+def _is_below(file: str) -> bool:
+    """Return whether a file is torch's or this package's."""
+    return file.startswith((os.path.dirname(torch.__file__), str(Path(__file__).parents[1]), "<frozen"))
+
+
+def _largest(seen: Any, new: Any) -> Any:
+    """Return statistics of an allocator as they are now, with the larger of two peaks."""
+    if not isinstance(new, dict) or not seen:
+        return new
+    return {
+        key: max(value, seen[key]) if key == "peak" else _largest(seen.get(key), value) for key, value in new.items()
+    }
+
+
+def install(values, folder: str) -> None:
+    """Record this process, whose values `values` follows, in `folder`."""
+    recorder = Recorder(folder, values)
+    modules = torch.nn.modules.module
+    modules.register_module_forward_pre_hook(recorder.before_forward)
+    modules.register_module_forward_hook(recorder.after_forward, always_call=True)
+    register_optimizer_step_pre_hook(recorder.before_update)
+    register_optimizer_step_post_hook(recorder.after_update)
+    for name in ("_cuda_memoryStats", "_accelerator_getDeviceStats"):
+        _replace(torch._C, name, lambda plain, device: recorder.statistics(device))
+    for name in ("_cuda_resetPeakMemoryStats", "_accelerator_resetPeakStats"):
+        _replace(torch._C, name, lambda plain, device: recorder.forget(device))
+    _replace(torch.autograd.graph, "_engine_run_backward", recorder.backward)
+    torch.autograd._engine_run_backward = torch.autograd.graph._engine_run_backward
+
+    def compile_nothing(plain, model=None, *args, **kwargs):
+        if model is not None:
+            recorder.compiled.append(getattr(model, "__qualname__", type(model).__name__))
+        return plain(model, *args, **kwargs)
+
+    _replace(torch, "compile", compile_nothing)
+    _refuse_uploads()
+    unwritten_files.install(recorder.files, values)
+    os.register_at_fork(after_in_child=recorder.begin)
+    atexit.register(recorder.end)
+
+    def leave(plain, code):
+        recorder.end()
+        plain(code)
+
+    _replace(os, "_exit", leave)
+
+
+def _replace(owner: Any, name: str, replacement: Callable) -> None:
+    """Let `replacement` be called with the function that it replaces and its arguments."""
+    if plain := getattr(owner, name, None):
+        setattr(owner, name, functools.wraps(plain)(functools.partial(replacement, plain)))
+
+
+def _refuse_uploads() -> None:
+    """Let requests that change something on another machine fail, with the remedy."""
+    for module, kinds in {"requests": ["Session"], "httpx": ["Client", "AsyncClient"]}.items():
+        if importlib.util.find_spec(module):
+            for kind in kinds:
+                owner = getattr(importlib.import_module(module), kind)
+                owner.send = _asking_only(owner.send)
+
+
+def _asking_only(plain: Callable) -> Callable:
+    @functools.wraps(plain)
+    def send(client, request, *args, **kwargs):
+        address = str(request.url)
+        if request.method in _CHANGES and not any(words in address for words in _ASKS):
+            raise Uploads(
+                f"a rehearsal sends nothing to other machines ({request.method} {address}): leave uploads out, e.g. "
+                "push_to_hub and report_to"
+            )
+        return plain(client, request, *args, **kwargs)
+
+    return send

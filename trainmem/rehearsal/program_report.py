@@ -1,0 +1,122 @@
+"""What a rehearsed program took and how it ended, from the files of its processes (`process_recorder` writes them)."""
+
+import contextlib
+import json
+import os
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from trainmem.cards import Card
+from trainmem.texts import bytes_text
+
+# How a program ended, and the exit code of its rehearsal; a program's own error has the program's own code.
+CODES = {"finished": 0, "needs values": 3, "needs a library": 3, "out of memory": 4}
+_ENDS = {
+    "finished": "it came to its end",
+    "needs values": "it needed a value, and a rehearsal computes none",
+    "needs a library": "it needed a library of CUDA that a rehearsal does not answer for",
+    "out of memory": "it ran out of memory",
+    "failed": "the program failed",
+}
+_REMEDIES = {
+    "needs values": "to go on: add --assume, which answers such questions in a stated way, or leave this line out",
+    "needs a library": "to go on: use another operation or run it on the CPU; for recurrent networks, "
+    "torch.backends.cudnn.enabled = False rehearses torch's own kernels",
+    "out of memory": "to go on: take a larger card, a smaller batch, or `perf-helpers advise`",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramRun:
+    """A rehearsed program.
+
+    Args:
+        status: "finished", "needs values", "needs a library", "out of memory" or "failed".
+        code: the program's own exit code; negative for a signal.
+        processes: those that used a device or failed, as `process_recorder` describes them.
+        assumptions: one sentence each.
+    """
+
+    status: str
+    code: int
+    card: str
+    processes: tuple[dict[str, Any], ...]
+    assumptions: tuple[str, ...]
+
+    @property
+    def exit_code(self) -> int:
+        own = 128 - self.code if self.code < 0 else self.code
+        return CODES.get(self.status, own or 1)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"rehearsed": True, **asdict(self)}
+
+    def __repr__(self) -> str:
+        lines = [f"Rehearsed on {self.card}, not measured: {_ENDS[self.status]} (exit code {self.code})"]
+        for each in self.processes:
+            lines += _lines(each)
+        if self.status in _REMEDIES:
+            lines.append(_REMEDIES[self.status])
+        if not any(each["phases"] for each in self.processes):
+            lines.append("No process allocated memory on a card.")
+        return "\n".join([*lines, *(f"- {each}" for each in self.assumptions)])
+
+
+def _lines(process: dict[str, Any]) -> list[str]:
+    """Return what one process took and how it ended, in lines."""
+    who = f"Process {process['pid']}" + (f", rank {process['rank']}" if process["rank"] else "")
+    steps = f"{process['steps']} optimizer update{'s' * (process['steps'] != 1)}"
+    lines = [f"{who}, {steps}: {peaks_text(peaks_of(process))}"] if process["phases"] else [who]
+    lines += [f"  {phase:<26} {peaks_text(peaks)}" for phase, peaks in process["phases"].items()]
+    if process["devices"] > 1:
+        lines.append(f"  of {process['devices']} devices, the fullest")
+    if error := process["error"]:
+        lines += [f"  ended by {error['message']}", *([f"  in {error['line']}"] if error["line"] else [])]
+    elif not process["ended"]:
+        lines.append("  killed, or ended without a word: the figures are those after its last optimizer update")
+    return lines
+
+
+def peaks_of(process: dict[str, Any]) -> list[int]:
+    """Return a process's peaks, allocated and reserved, in bytes."""
+    return [*map(max, zip(*process["phases"].values(), strict=True))]
+
+
+def peaks_text(peaks: list[int]) -> str:
+    allocated, reserved = (bytes_text(size, binary=True) for size in peaks)
+    return f"peak {allocated} allocated, {reserved} reserved"
+
+
+def read(folder: str | os.PathLike, code: int, card: Card, assumes: bool) -> ProgramRun:
+    """Return the run of a program that ended with `code`, and remove its files of weights without values."""
+    processes = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
+    kinds = {error["kind"] for each in processes if (error := each["error"])}
+    ends = ("out of memory", "needs values", "needs a library")
+    status = "finished" if code == 0 else next((end for end in ends if end in kinds), "failed")
+    saved = sorted({name for each in processes for name in each["saved"]})
+    kept = sorted({name for each in processes for name in each["kept"]})
+    for name in saved:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+    assumptions = tuple(_assumptions(processes, card, assumes, saved, kept))
+    return ProgramRun(status, code, card.name, tuple(processes), assumptions)
+
+
+def _assumptions(processes: list[dict], card: Card, assumes: bool, saved: list[str], kept: list[str]) -> list[str]:
+    found = [f"a CUDA context of {bytes_text(card.context_bytes, binary=True)}, no workspace for cuDNN's convolutions"]
+    answers = sum((Counter(each["answers"]) for each in processes), Counter())
+    if assumes:
+        given = "; ".join(f"{kind}: {count:,}" for kind, count in answers.most_common()) or "none was needed"
+        found.append(f"values (--assume), answered by rule and not computed: {given}")
+    if compiled := {name: None for each in processes for name in each["compiled"]}:
+        names = ", ".join([*compiled][:5]) + (", ..." if len(compiled) > 5 else "")
+        found.append(
+            f"torch.compile ran {names} uncompiled: compiled code, flex attention above all, may take far less memory"
+        )
+    if saved:
+        found.append(f"{len(saved)} files of weights have no values and were removed, e.g. {saved[0]}")
+    if kept:
+        found.append(f"{len(kept)} existing files of weights were not overwritten, e.g. {kept[0]}")
+    return [f"assumed: {found[0]}", *found[1:]]

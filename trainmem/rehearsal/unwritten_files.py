@@ -1,0 +1,135 @@
+"""Files of weights that a rehearsed program saves: they have their names, shapes and sizes, but no values.
+
+There are no values to write. Such a file is a hole on the disk that reads as zeros, so that the program can load it
+again; `program_report` removes it at the end. A file that existed before the rehearsal is left as it was. What holds
+only known values, such as a scheduler's state, is written as always.
+"""
+
+import functools
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# torch's names of dtypes, as safetensors hands them to its writer, and those in a file.
+_DTYPES = {"bool": "BOOL", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
+_LETTERS = {"float": "F", "int": "I", "uint": "U"}
+
+
+class Files:
+    """The files of weights that this process was asked to save."""
+
+    def __init__(self):
+        self.began = float(os.environ.get("REHEARSAL_BEGAN", "inf"))
+        self.saved: set[str] = set()  # written without values
+        self.kept: set[str] = set()  # left as they were
+        self.has_holes = False  # of the file that is being saved
+
+    def keeps(self, path: Any) -> bool:
+        """Return whether a file is older than the rehearsal, and note that it is kept."""
+        name = os.path.abspath(os.fspath(path))
+        if name in self.saved or not os.path.isfile(name) or os.path.getmtime(name) >= self.began:
+            return False
+        self.kept.add(name)
+        return True
+
+    def note(self, path: Any) -> None:
+        self.saved.add(os.path.abspath(os.fspath(path)))
+
+    def move(self, plain: Callable, source: Any, target: Any, *args, **kwargs) -> Any:
+        """Rename, link or copy a file, or a folder of files, and note its new name; an older file is kept."""
+        if not isinstance(source, str | os.PathLike) or not isinstance(target, str | os.PathLike):
+            return plain(source, target, *args, **kwargs)
+        old, new = (os.path.abspath(os.fspath(path)) for path in (source, target))
+        if old in self.saved and self.keeps(new):
+            return target
+        self.saved |= {new + name[len(old) :] for name in self.saved if name == old or name.startswith(old + os.sep)}
+        return plain(source, target, *args, **kwargs)
+
+
+class _Records:
+    """torch's writer of a file, which leaves holes for storages whose values are unknown."""
+
+    def __init__(self, writer, values):
+        self.writer, self.values, self.holes = writer, values, 0
+
+    def __getattr__(self, name: str):
+        return getattr(self.writer, name)
+
+    def write_record(self, name: str, data: Any, size: int) -> None:
+        if isinstance(data, torch.UntypedStorage) and self.values.is_unknown_block(data.data_ptr()):
+            self.holes += 1
+            return self.writer.write_record_metadata(name, size)
+        return self.writer.write_record(name, data, size)
+
+
+def install(files: Files, values) -> None:
+    """Let torch.save and safetensors write no unknown values; `values` knows which are."""
+    write, save, copy = torch.serialization._save, torch.save, torch.UntypedStorage.cpu
+
+    @functools.wraps(write)
+    def write_known(obj, zip_file, *args, **kwargs):
+        records = _Records(zip_file, values)
+        write(obj, records, *args, **kwargs)
+        files.has_holes = records.holes > 0
+
+    @functools.wraps(save)
+    def save_known(obj, f, *args, **kwargs):
+        path = f if isinstance(f, str | os.PathLike) else getattr(f, "name", None)
+        if path is f and files.keeps(path):
+            return
+        files.has_holes = False
+        save(obj, f, *args, **kwargs)
+        if files.has_holes and isinstance(path, str | os.PathLike):
+            files.note(path)
+
+    @functools.wraps(copy)
+    def copied(storage):
+        there = copy(storage)
+        values.note_copy(storage, there)
+        return there
+
+    torch.serialization._save, torch.save, torch.UntypedStorage.cpu = write_known, save_known, copied
+    torch.serialization.save = save_known
+    for owner, name in ((os, "rename"), (os, "replace"), (os, "link"), (shutil, "copyfile")):
+        plain_move = getattr(owner, name)
+        setattr(owner, name, functools.wraps(plain_move)(functools.partial(files.move, plain_move)))
+    try:
+        import safetensors
+    except ImportError:
+        return
+    plain = safetensors.serialize_file
+
+    @functools.wraps(plain)
+    def serialize_known(tensors, filename, metadata=None):
+        if files.keeps(filename):
+            return
+        if not any(values.is_unknown_block(getattr(each, "data_ptr", 0)) for each in tensors.values()):
+            return plain(tensors, filename, metadata=metadata)
+        write_header(tensors, filename, metadata)
+        files.note(filename)
+
+    safetensors.serialize_file = serialize_known
+
+
+def write_header(tensors: dict, filename: str | os.PathLike, metadata: dict | None) -> None:
+    """Write a file of safetensors whose tensors are a hole."""
+    header, end = {"__metadata__": dict(metadata)} if metadata else {}, 0
+    for name, each in tensors.items():
+        header[name] = {"dtype": _dtype(each.dtype), "shape": [*each.shape], "data_offsets": [end, end + each.data_len]}
+        end += each.data_len
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with Path(filename).open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + end)
+
+
+def _dtype(name: str) -> str:
+    word = name.rstrip("0123456789")
+    return _DTYPES.get(name) or _LETTERS[word] + name[len(word) :]
