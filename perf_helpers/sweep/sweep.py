@@ -28,6 +28,7 @@ from trainmem.texts import check_known, positive, reading, shown, text_of, whole
 
 METERS = ("memory", "time")
 OF_THE_TASK = ("model", "seq_len", "dataset_size", "architecture", "data", "config")
+OF_THE_TASK += ("image_size", "audio_seconds", "objective")
 OF_THE_PLAN = ("task", "arguments", "grid", "rows", "measure", "steps", "processes", "timeout")
 MOST_ROWS = 10_000  # a grid with more of them is a slip: at ten seconds each it would take more than a day
 
