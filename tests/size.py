@@ -16,13 +16,13 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 # (part, patterns of its files, lines at most, files at most)
 BUDGETS = (
-    ("trainmem", ["trainmem/**/*.py"], 10_020, 71),
-    ("  core", ["trainmem/core/*.py"], 1_548, 12),
-    ("  measure", ["trainmem/measure/*.py"], 2_013, 14),
+    ("trainmem", ["trainmem/**/*.py"], 10_400, 72),
+    ("  core", ["trainmem/core/*.py"], 1_860, 13),
+    ("  measure", ["trainmem/measure/*.py"], 2_015, 14),
     ("  estimate", ["trainmem/estimate/*.py"], 3_738, 25),
     ("  rehearsal", ["trainmem/rehearsal/**/*.py"], 603, 5),
     ("  advise", ["trainmem/advise/*.py"], 1_087, 7),
-    ("  what all share", ["trainmem/*.py"], 1_015, 8),
+    ("  what all share", ["trainmem/*.py"], 1_045, 8),
     ("perf_helpers", ["perf_helpers/**/*.py"], 4_100, 38),
     ("  lab", ["perf_helpers/lab/*.py"], 614, 5),
     ("  course", ["perf_helpers/course/*.py"], 1_040, 10),

@@ -39,6 +39,24 @@ Architecture = Annotated[
     str | None,
     typer.Option(help="Model class of transformers, e.g. LlamaForCausalLM (default: the one the config names)."),
 ]
+ImageSize = Annotated[
+    int | None,
+    typer.Option(
+        "--image-size",
+        "--image_size",
+        help="Height and width of images in pixels, e.g. 448 (default: the model's); 0: text only.",
+    ),
+]
+AudioSeconds = Annotated[
+    float | None,
+    typer.Option("--audio-seconds", "--audio_seconds", help="Seconds of audio per sample, e.g. 10 (default: 10)."),
+]
+Objective = Annotated[
+    str,
+    typer.Option(
+        help="Loss over pairs: contrastive (embeddings) or preference (a reward model) (default: the model's own)."
+    ),
+]
 DatasetSize = Annotated[int, typer.Option(help="Samples in the generated data set, e.g. 64.")]
 Processes = Annotated[int, typer.Option(help="Number of ranks, e.g. 2; they use gloo on a CPU, nccl on CUDA.")]
 Inference = Annotated[
@@ -74,6 +92,9 @@ def measure(
     model: Model,
     seq_len: SeqLen = None,
     architecture: Architecture = None,
+    image_size: ImageSize = None,
+    audio_seconds: AudioSeconds = None,
+    objective: Objective = "",
     dataset_size: DatasetSize = 512,
     steps: Annotated[
         int | None, typer.Option(help="Optimizer steps to time, e.g. 10 (default: 3 on a CPU, 20 or 30 on a GPU).")
@@ -90,7 +111,7 @@ def measure(
     Exit code 0: it trained. 1: the training failed. 2: an argument is wrong.
     """
     given = _given(context, context.args)
-    task = Task(model, seq_len, dataset_size, architecture)
+    task = Task(model, seq_len, dataset_size, architecture, **_data(context))
     runner = Runner(timeout=3600)
     if inference:
         run = runner.infer(model, task=task, **given)
@@ -107,6 +128,9 @@ def estimate(
     model: Model,
     seq_len: SeqLen = None,
     architecture: Architecture = None,
+    image_size: ImageSize = None,
+    audio_seconds: AudioSeconds = None,
+    objective: Objective = "",
     dataset_size: DatasetSize = 512,
     processes: Processes = 1,
     device: Device = None,
@@ -169,7 +193,7 @@ def estimate(
     if multiple != 1:
         raise ValueError(f"--pad-to-multiple-of={multiple} has no effect without --lengths: add --lengths FILE")
     estimated = estimate_package.estimate(
-        Task(model, seq_len, dataset_size, architecture),
+        Task(model, seq_len, dataset_size, architecture, **_data(context)),
         processes=processes,
         training=not inference,
         allocator_settings=allocator_settings,
@@ -198,6 +222,9 @@ def explain(
     model: Model,
     seq_len: SeqLen = None,
     architecture: Architecture = None,
+    image_size: ImageSize = None,
+    audio_seconds: AudioSeconds = None,
+    objective: Objective = "",
     dataset_size: DatasetSize = 512,
     processes: Processes = 1,
     device: Device = None,
@@ -224,7 +251,7 @@ def explain(
     place = words.index("--then")
     first, both = (_given(context, each) for each in (words[:place], words[:place] + words[place + 1 :]))
     found = explanation.explain(
-        Task(model, seq_len, dataset_size, architecture),
+        Task(model, seq_len, dataset_size, architecture, **_data(context)),
         first,
         both,
         card=card,
@@ -251,6 +278,9 @@ def rehearse(
     ] = None,
     seq_len: SeqLen = None,
     architecture: Architecture = None,
+    image_size: ImageSize = None,
+    audio_seconds: AudioSeconds = None,
+    objective: Objective = "",
     dataset_size: DatasetSize = 512,
     processes: Processes = 1,
     inference: Inference = False,
@@ -303,7 +333,7 @@ def rehearse(
     given = _given(context, context.args)
     if function is None and model is None:
         raise ValueError("nothing to rehearse: give --model, --function, or a command after --")
-    task = Task(model or "bert-tiny", seq_len, dataset_size, architecture)
+    task = Task(model or "bert-tiny", seq_len, dataset_size, architecture, **_data(context))
     what = task if function is None else _function(function)
     with _rehearsing():
         settings = {"processes": processes, "inference": inference, "snapshot": snapshot}
@@ -331,6 +361,9 @@ def advise(
     card: Card = None,
     seq_len: SeqLen = None,
     architecture: Architecture = None,
+    image_size: ImageSize = None,
+    audio_seconds: AudioSeconds = None,
+    objective: Objective = "",
     must: Annotated[
         list[str] | None, typer.Option(help="Training argument to keep, e.g. optim=adafactor; may be repeated.")
     ] = None,
@@ -370,7 +403,7 @@ def advise(
 
     stored = context.with_resource(answers.stored())
     advice = advise_package.advise(
-        Task(model, seq_len, architecture=architecture),
+        Task(model, seq_len, architecture=architecture, **_data(context)),
         effective_batch=effective_batch,
         memory=memory,
         card=card,
@@ -401,6 +434,11 @@ def _rehearsing() -> Iterator[None]:
 
 def _invocation(context: typer.Context) -> Invocation:
     return context.obj or Invocation()
+
+
+def _data(context: typer.Context) -> dict[str, Any]:
+    """Return the options that describe the data of a task, beside its lengths."""
+    return {name: context.params[name] for name in ("image_size", "audio_seconds", "objective")}
 
 
 def _given(context: typer.Context, words: list[str]) -> dict[str, Any]:

@@ -28,7 +28,8 @@ from trainmem import cards
 from trainmem import recipes as known
 from trainmem.core import hardware, optional_packages
 from trainmem.core.arguments import Arguments
-from trainmem.core.task import PRESETS, Task, positions
+from trainmem.core.families import positions
+from trainmem.core.task import PRESETS, Task
 from trainmem.core.training import Experiment
 from trainmem.estimate import peak_memory
 from trainmem.estimate.api import target

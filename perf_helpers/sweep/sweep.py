@@ -28,6 +28,7 @@ from trainmem.texts import check_known, positive, reading, shown, text_of, whole
 
 METERS = ("memory", "time")
 TASK_FIELDS = ("model", "seq_len", "dataset_size", "architecture", "data", "config")
+TASK_FIELDS += ("image_size", "audio_seconds", "objective")
 PLAN_FIELDS = ("task", "arguments", "grid", "rows", "measure", "steps", "processes", "timeout")
 MOST_ROWS = 10_000  # a larger grid is probably a mistake: at ten seconds per row it would take more than a day
 

@@ -97,7 +97,7 @@ def estimate_at(
     model, is_training, micro_batch = values["model"].strip(), values["of"] == "training", values["micro_batch"]
     task = task if model == task.model else Task(model)
     task = task.with_padded_vocabulary(values["vocabulary"]).replace(
-        seq_len=None if task.family() == "vision" else values["seq_len"],
+        seq_len=values["seq_len"] if task.has_tokens else None,
         dataset_size=4 * micro_batch * values.get("accumulation", 1),  # enough samples for every traced step
         lengths=(),
     )
@@ -227,7 +227,7 @@ def _start(task: Task, of: str, device: str, micro_batch: int) -> dict[str, Any]
         "of": of,
         "device": device,
         "micro_batch": micro_batch,
-        "seq_len": _LENGTHS[0] if task.family() == "vision" else task.length(),
+        "seq_len": task.length() if task.has_tokens else _LENGTHS[0],
         "precision": BF16_WEIGHTS.name if dtype == "bfloat16" else "fp32",  # training in plain fp16 is not offered
         "checkpointing": False,
         "accumulation": 1,

@@ -172,11 +172,12 @@ PUBLISHED = {
         "smollm2-1.7b tinyllama-1.1b codellama-7b yi-6b deepseek-coder-1.3b deepseek-llm-7b mistral-7b mistral-7b-v0.3 "
         "mistral-nemo-12b qwen2.5-0.5b qwen2.5-1.5b qwen2.5-3b qwen2.5-7b qwen2.5-14b qwen2.5-32b "
         "deepseek-r1-distill-qwen-1.5b qwen3-0.6b qwen3-1.7b qwen3-4b qwen3-8b qwen3-14b mixtral-8x7b mixtral-8x22b "
-        "qwen3-30b-a3b gpt-oss-20b gpt-oss-120b phi-3-mini phi-4 gemma-2b gemma-7b smollm3-3b"
+        "qwen3-30b-a3b gpt-oss-20b gpt-oss-120b phi-3-mini phi-4 gemma-2b gemma-7b smollm3-3b qwen2.5-vl-3b "
+        "qwen2.5-vl-7b gemma-3-4b smolvlm-256m skywork-reward-llama-3.1-8b skywork-reward-v2-qwen3-0.6b"
     ),
     "float16": (
         "llama-2-7b llama-2-13b opt-125m opt-350m opt-1.3b opt-6.7b pythia-70m pythia-160m pythia-410m pythia-1b "
-        "pythia-1.4b pythia-6.9b bloom-560m phi-1.5 phi-2 stablelm-2-1.6b"
+        "pythia-1.4b pythia-6.9b bloom-560m phi-1.5 phi-2 stablelm-2-1.6b llava-1.5-7b"
     ),
     "float32": (
         "bert-tiny bert-small bert-base-uncased bert-large-uncased bert-base-cased bert-base-multilingual-cased "
@@ -185,7 +186,8 @@ PUBLISHED = {
         "distilroberta-base gpt2 gpt2-medium gpt2-large gpt2-xl distilgpt2 t5-small t5-base t5-3b vit-base "
         "xlm-roberta-base xlm-roberta-large camembert-base electra-base-discriminator electra-small-discriminator "
         "albert-base-v2 mpnet-base deberta-v3-base deberta-v3-small modernbert-base gemma-2-2b gemma-2-9b olmo-2-1b "
-        "olmo-2-7b gpt-neo-125m"
+        "olmo-2-7b gpt-neo-125m whisper-tiny whisper-large-v2 wav2vec2-base wav2vec2-xls-r-300m segformer-b0 "
+        "segformer-b1 yolos-tiny rtdetr-r50 all-minilm-l6-v2 bge-small-en-v1.5"
     ),
 }
 

@@ -179,7 +179,8 @@ def test_a_vocabulary_is_padded_as_the_library_pads_it():
 
 def test_every_preset_has_data():
     for preset in PRESETS:
-        assert Task(preset).family() and Task(preset).length() == 512
+        task = Task(preset)
+        assert task.family() and (task.length() == 512 or task.family() in ("image-text", "speech", "ctc"))
 
 
 @pytest.mark.parametrize(("model", "parameters"), PUBLISHED.items())

@@ -33,7 +33,8 @@ from trainmem.rehearsal import build, rehearse
 from trainmem.tables import Table
 from trainmem.texts import arguments_of_kind, bytes_text, shown, whole_number
 
-_FROM_VOCABULARY = {"causal", "masked", "sequence to sequence"}  # families with a product as wide as the vocabulary
+# Families with a product as wide as the vocabulary.
+_FROM_VOCABULARY = {"causal", "masked", "sequence to sequence", "image-text", "speech"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -426,6 +427,6 @@ def _padding(search: RecipeSearch, best: Candidate, multiple: int) -> list[str]:
             there = search.estimate(padded, search.choices.arguments(best)).peak_bytes
             line += f", and the peak changes by {(there - search.estimates[best].peak_bytes) / 1e6:+.3g} MB"
         lines.append(f"{line}.")
-    if task.family() != "vision" and task.length() % 8:
+    if task.has_tokens and task.length() % 8:
         lines.append(f"{task.length()} tokens are not a multiple of 8: pad to {-(-task.length() // 8) * 8}.")
     return lines

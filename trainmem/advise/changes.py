@@ -35,9 +35,11 @@ def helpful_changes(search: RecipeSearch, smallest: Candidate) -> tuple[Change, 
 def _shorter(search: RecipeSearch, smallest: Candidate) -> Change | None:
     """The longest sequence that fits; None where a task has no length to shorten."""
     task = search.task
-    if task.family() == "vision" or task.length() <= _STEP:
+    if not task.has_tokens or task.length() <= _STEP:
         return None
-    lengths = range(_STEP, task.length(), _STEP)
+    lengths = range(-(-task.shortest() // _STEP) * _STEP, task.length(), _STEP)
+    if not lengths:
+        return None
     length, needed = search.furthest(smallest, lengths, lambda length: task.replace(seq_len=length), task.length() // 2)
     text = f"seq_len={length} instead of {task.length()}, the longest multiple of {_STEP} that fits"
     if not length:

@@ -6,7 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from trainmem import recipes as known
 from trainmem.advise.search import Candidate, RecipeSearch, ahead, largest_that_fits
-from trainmem.core.task import PRESETS, Task, positions
+from trainmem.core.families import positions
+from trainmem.core.task import PRESETS, Task
 from trainmem.estimate.depth import layers_of, parameters
 from trainmem.texts import bytes_text
 
@@ -58,10 +59,10 @@ def _of_the_next(search: RecipeSearch, candidate: Candidate, task: Task) -> str:
 
 def _sequence(search: RecipeSearch) -> Found:
     task, candidate = search.task, _leanest(search)
-    if task.family() == "vision":
+    if not task.has_tokens:
         raise ValueError(f"largest='sequence': {task.model} takes images, not sequences. Use largest='model'")
     most = min(positions(task.build_config()) or _MOST_TOKENS, _MOST_TOKENS)
-    lengths = range(min(_STEP, most), most + 1, _STEP)
+    lengths = range(min(max(_STEP, -(-task.shortest() // _STEP) * _STEP), most), most + 1, _STEP)
     found, _ = search.furthest(candidate, lengths, lambda n: task.replace(seq_len=n), task.length())
     note = f"Tried lengths in steps of {_STEP} tokens"
     note += f"; {task.model} has no more positions." if found == lengths[-1] else "."

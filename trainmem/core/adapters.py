@@ -22,6 +22,9 @@ _TASK_TYPES = {
     "sequence classification": "SEQ_CLS",
     "token classification": "TOKEN_CLS",
     "question answering": "QUESTION_ANS",
+    "image-text": "CAUSAL_LM",
+    "contrastive": "FEATURE_EXTRACTION",
+    "preference": "SEQ_CLS",
 }
 
 
@@ -191,7 +194,7 @@ def _check_cache_is_known(peft, model, name: str, family: str, generates: bool) 
         )
 
 
-_CLASSIFIES = {"sequence classification", "token classification", "question answering"}  # families
+_CLASSIFIES = {"sequence classification", "token classification", "question answering", "preference"}  # families
 _IN_THE_CACHE = {"PREFIX_TUNING", "CARTRIDGE"}  # learn keys and values
 _BEFORE_THE_TOKENS = {"PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "CPT", "SHADOW"}
 

@@ -12,26 +12,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainmem.core import adapters, configurations, hardware
+from trainmem.core import adapters, configurations, families, hardware
 from trainmem.core.configurations import Weights
+from trainmem.core.families import positions
 from trainmem.records import Record
 from trainmem.texts import arguments_of_kind, nearest_text, shown, whole_number
 
 PRESETS = tomllib.loads(Path(__file__).with_name("presets.toml").read_text(encoding="utf-8"))
 _ALIASES = {short: name for name, preset in PRESETS.items() for short in preset.get("also", ())}
 
-# What the data of a task looks like, by the family of its class in transformers' own registry. A class that is in
-# several families (Bart's is registered as masked too) belongs to the first.
-_FAMILIES = {
-    "sequence to sequence": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
-    "sequence classification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
-    "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
-    "masked": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
-    "token classification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
-    "question answering": "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES",
-    "vision": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
-}
 _OF_LENGTHS = ("lengths", "pad_to_multiple_of", "packed")
+_SECONDS = 10.0  # of audio
+_NO_DATA = "cannot generate data for {name}: name a class with architecture=, for one of {families}"
+_OPTIONAL = ("image_size", "audio_seconds", "objective")  # not in older records
 
 
 @dataclass(frozen=True)
@@ -40,7 +33,8 @@ class Task(Record):
 
     Args:
         model: a preset (`PRESETS`), a config.json or a model folder, or the name of a model on the Hub.
-        seq_len: tokens in a sequence (ignored for images). None: 512, or what the model can take if that is less.
+        seq_len: tokens in a sequence (ignored for images), those of its image included. None: 512, or what the model
+            can take if that is less.
         dataset_size: sequences in the generated data set.
         architecture: class of transformers, for a configuration that names none or for another head.
         config: fields of the configuration that differ, e.g. {"num_hidden_layers": 2}.
@@ -50,6 +44,11 @@ class Task(Record):
         lengths: tokens in each sequence, in place of `seq_len` and `dataset_size`. A batch is padded to its longest,
             or to the next multiple of `pad_to_multiple_of`, or where it is `packed` laid out in one row without
             padding, as `DataCollatorWithFlattening` does. Meter and estimate follow all batches, in place of two.
+        image_size: height and width of images in pixels, after the processor has resized them. None: the model's own,
+            or a usual one; 0: no images, for an image-text model that is trained on text only.
+        audio_seconds: of speech, e.g. 10, the default; Whisper always takes 30.
+        objective: "contrastive" (embeddings of pairs of texts), "preference" (a reward model, on pairs of answers);
+            empty: the loss of the model's own class, or of the preset.
     """
 
     model: str = "bert-small"
@@ -62,6 +61,9 @@ class Task(Record):
     lengths: tuple[int, ...] = ()
     pad_to_multiple_of: int = 1
     packed: bool = False
+    image_size: int | None = None
+    audio_seconds: float | None = None
+    objective: str = ""
 
     def __post_init__(self):
         arguments_of_kind(type(self), vars(self))
@@ -75,6 +77,12 @@ class Task(Record):
         for name in ("seq_len", "dataset_size", "pad_to_multiple_of"):
             if getattr(self, name) is not None:
                 whole_number(name, getattr(self, name))
+        if self.image_size is not None:
+            whole_number("image_size", self.image_size, 0, 10_000)
+        if self.audio_seconds is not None and not 0.1 <= self.audio_seconds <= 3600:
+            raise ValueError(f"audio_seconds={shown(self.audio_seconds)}: give seconds from 0.1 to 3600")
+        if self.objective not in ("", *families.OBJECTIVES):
+            raise ValueError(f"objective={shown(self.objective)}: choose one of {', '.join(families.OBJECTIVES)}")
 
     def replace(self, **changes) -> "Task":
         """The same task with other sizes; `config` is merged with the present one."""
@@ -86,9 +94,11 @@ class Task(Record):
         return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
-        """As records have it: without the fields of unequal lengths if all are equal, as in older records."""
+        """As records have it: without fields that older records do not have, unless they are given."""
         content = super().to_dict()
-        return content if self.lengths else {name: content[name] for name in content if name not in _OF_LENGTHS}
+        left_out = {name for name in _OPTIONAL if not content[name] and content[name] != 0}
+        left_out |= set() if self.lengths else {*_OF_LENGTHS}
+        return {name: content[name] for name in content if name not in left_out}
 
     def identity(self) -> str:
         """The task as text, with the content of the configuration file that it names: the file may be edited."""
@@ -148,15 +158,24 @@ class Task(Record):
             config = configurations.made(str(file), fields.pop("model_type"), fields)
         else:
             config = self._config_of_hub()
-        if getattr(config, "pad_token_id", None) is None:
-            config.pad_token_id = 0  # classification heads of decoders refuse batches without one
+        for part in (config, families.text_of(config)):
+            if getattr(part, "pad_token_id", None) is None:
+                part.pad_token_id = 0  # classification heads of decoders refuse batches without one
         if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
             config.decoder_start_token_id = config.pad_token_id  # a hub's configuration says so; a plain one does not
         return config
 
+    @property
+    def loss_objective(self) -> str:
+        """`objective`, or the preset's; empty: the loss of the model's own class."""
+        preset = PRESETS.get(_ALIASES.get(self.model, self.model), {})
+        return self.objective or (preset.get("objective", "") if not self.architecture else "")
+
     def _own_fields(self) -> dict[str, Any]:
         """`config`, with the type of the weights by its current name: that counts where a file has both."""
         own = dict(self.config)
+        if self.loss_objective == "preference":
+            own.setdefault("num_labels", 1)
         return own | {"dtype": own.pop("torch_dtype")} if own.get("torch_dtype") and not own.get("dtype") else own
 
     def _config_of_hub(self):
@@ -174,28 +193,45 @@ class Task(Record):
             raise ValueError(f"{shown(self.model)} is not a preset, a file or a folder, and {where}") from None
 
     def model_class(self, config=None) -> type:
-        """The class of transformers: `architecture`, else the configuration's own, else the usual one for its type."""
+        """The class of transformers: `architecture`, else the configuration's own, else the usual one for its type.
+
+        Raises:
+            ValueError: there is no such class, or there are no data for the one that the configuration names.
+        """
         import transformers
 
         config = config or self.build_config()
         name = self.architecture or next(iter(config.architectures or []), None)
-        if not self.architecture and (name is None or not _families_of_classes().get(name)):
-            name = _usual_class(config)
+        known = families.of_classes()
+        if not self.architecture and (objective := self.loss_objective):
+            if name is None or known.get(name) != "sequence classification" or objective != "preference":
+                name = families.usual_class(config, objective)
+        elif not self.architecture and (name is None or families.is_bare(name)) and name not in known:
+            name = families.usual_class(config)
         found = getattr(transformers, name, None)
         if found is None:
-            near = nearest_text(name, _families_of_classes())
-            raise ValueError(f"transformers has no class {shown(name)}: name another with architecture=. {near}")
+            raise ValueError(
+                f"transformers has no class {shown(name)}: name another with architecture=. {nearest_text(name, known)}"
+            )
+        if not self.architecture and not self.loss_objective and name not in known:
+            raise ValueError(_NO_DATA.format(name=name, families=", ".join(families.FAMILIES)))
         return found
 
     def family(self) -> str:
-        """Which data the model takes: one of `_FAMILIES`."""
+        """Which data the model takes: one of `families.FAMILIES` or `families.OBJECTIVES`. Raises ValueError if there
+        are no data for its class."""
+        if self.loss_objective:
+            return self.loss_objective
         name = self.model_class().__name__
-        family = _families_of_classes().get(name)
+        family = families.of_classes().get(name)
         if family is None:
-            raise ValueError(
-                f"cannot generate data for {name}: name a class for {', '.join(_FAMILIES)} with architecture="
-            )
-        return family
+            raise ValueError(_NO_DATA.format(name=name, families=", ".join(families.FAMILIES)))
+        return "causal" if family == "image-text" and self.image_size == 0 else family
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether the examples are sequences, so that `seq_len` matters."""
+        return self.family() not in families.WITHOUT_TOKENS
 
     def weights(self, dtype: Any = None, quantization: Mapping[str, Any] | None = None) -> Weights:
         """The type in which `from_pretrained` loads this model, and what decides it.
@@ -232,12 +268,13 @@ class Task(Record):
         return configurations.dtype_of_files(cached.parent) if (cached := self._cached_file()) else None
 
     def _config_of_class(self):
-        """The configuration that the class takes: of a composite one the text's part for a class of text alone."""
+        """The configuration that the class takes: of a composite one the part for a class of that part alone."""
         config = self.build_config()
-        text = config.sub_configs.get("text_config")
-        if text is None or self.model_class(config).config_class is not text:
+        wanted = self.model_class(config).config_class
+        parts = (getattr(config, name, None) for name in config.sub_configs)
+        part = None if isinstance(config, wanted) else next((each for each in parts if isinstance(each, wanted)), None)
+        if part is None:
             return config
-        part = config.get_text_config()
         if quantization := getattr(config, "quantization_config", None):
             part.quantization_config = quantization
         return part
@@ -259,7 +296,9 @@ class Task(Record):
         torch.manual_seed(self.seed)
         try:
             with torch.device(device or "cpu"):
-                model = self.model_class(whole)._from_config(config, **options).train()
+                kind = self.model_class(whole)
+                kind = families.with_objective(kind, self.loss_objective) if self.loss_objective else kind
+                model = kind._from_config(config, **options).train()
         except (ArithmeticError, LookupError, TypeError, AttributeError, AssertionError) as error:
             raise ValueError(
                 f"{self.model}: transformers cannot build this configuration ({error!r}): correct it"
@@ -284,53 +323,52 @@ class Task(Record):
     def length(self, config=None) -> int:
         """Tokens in a sequence: `seq_len`, checked against the positions that the model has."""
         config = config or self.build_config()
-        limit = positions(config)
+        limit, family = positions(config), None
         if config.model_type in ("t5", "mt5", "umt5"):
             limit = None  # relative positions
         if limit and "roberta" in config.model_type:
             limit -= (config.pad_token_id or 0) + 1  # positions are numbered from the padding token on
+        if config.model_type in families.OF_SPECIAL_LENGTH:
+            family = self.family()
+        if family == "ctc":
+            limit = families.frames(config, self.audio_seconds or _SECONDS)
         if self.seq_len is None:
-            return min(512, limit or 512)
+            usual = 512
+            if family == "ctc":
+                usual = max(limit // 4, 1)  # characters in as many outputs
+            elif family == "image-text":
+                usual = max(512, families.image_tokens(config, self.image_size) + 128)
+            return min(usual, limit or usual)
         if limit and self.seq_len > limit:
             raise ValueError(f"seq_len={self.seq_len} is too large: {self.model} has positions for {limit} tokens")
         return self.seq_len
 
-    def arrays(self, size: int | None = None) -> dict[str, Any]:
-        """`size` (default `dataset_size`) examples as numpy arrays: what the model's forward takes, labels included."""
-        import numpy as np
+    def shortest(self) -> int:
+        """The least `seq_len`: an image needs room for its tokens."""
+        is_with_image = self.family() == "image-text"
+        return families.image_tokens(self.build_config(), self.image_size) + 2 if is_with_image else 1
 
+    def arrays(self, size: int | None = None) -> dict[str, Any]:
+        """`size` (default `dataset_size`) examples by column: numpy arrays of what the model's forward takes, labels
+        included, or lists of them where a batch is a list.
+
+        Raises:
+            ValueError: the sizes do not go together, such as an image of more tokens than `seq_len`.
+        """
         config, family = self.build_config(), self.family()
-        size = self.dataset_size if size is None else size
-        rng = np.random.default_rng(self.seed)
-        classes = getattr(config, "num_labels", None) or 2
-        if family == "vision":
-            side = getattr(config, "image_size", None)
-            side = side[0] if isinstance(side, list | tuple) else side
-            side = side or 224  # what nearly all image processors make
-            pixels = rng.standard_normal((size, getattr(config, "num_channels", 3), side, side), dtype=np.float32)
-            return {"pixel_values": pixels, "labels": rng.integers(0, classes, size)}
-        length = self.length(config)
-        vocabulary = getattr(config.get_text_config(), "vocab_size", 1000)
-        first = min(100, vocabulary // 4)  # clear of the special tokens
-        last = first + 32 if self.data == "learnable" else vocabulary
-        ids = rng.integers(first, min(last, vocabulary), (size, length))
-        match family:
-            case "sequence classification":
-                labels = rng.integers(0, classes, size)
-                if self.data == "learnable":
-                    marked = (rng.random(ids.shape) < 0.1) & (labels == 1)[:, None]
-                    ids[ids == first] = first + 1
-                    ids[marked] = first
-                return {"input_ids": ids, "labels": labels}
-            case "causal" | "masked" | "sequence to sequence":
-                if self.data == "learnable":
-                    ids[:, length - length // 2 :] = ids[:, : length // 2]
-                return {"input_ids": ids, "labels": ids.copy()}
-            case "token classification":
-                return {"input_ids": ids, "labels": ids % classes}
-            case "question answering":
-                ends = rng.integers(0, length, size)
-                return {"input_ids": ids, "start_positions": ends, "end_positions": ends.copy()}
+        if self.lengths and family not in families.OF_UNEQUAL_LENGTHS:
+            raise ValueError(f"lengths are for sequences of text, not for {family}: give seq_len")
+        return families.Data(
+            config,
+            family,
+            self.dataset_size if size is None else size,
+            self.length(config) if family not in families.WITHOUT_TOKENS else 0,
+            self.seed,
+            self.data == "learnable",
+            self.lengths,
+            self.image_size,
+            self.audio_seconds or _SECONDS,
+        ).arrays()
 
     def dataset(self):
         """A `datasets.Dataset` of `dataset_size` examples in torch format. The data lie in Arrow, not in tensors."""
@@ -342,9 +380,10 @@ class Task(Record):
         return Dataset.from_dict(arrays).with_format("torch")
 
     def collator(self) -> Callable[[list[dict]], dict] | None:
-        """What makes a batch of examples of `lengths`; None where all are equally long: the Trainer's own."""
+        """What makes a batch of examples of `lengths`, or of lists; None for all others: the Trainer's own."""
         if not self.lengths:
-            return None
+            names = families.LISTED.get(self.family())
+            return functools.partial(families.listed, names=names) if names else None
         if self.packed:
             from transformers import DataCollatorWithFlattening
 
@@ -355,7 +394,12 @@ class Task(Record):
         """`size` examples as one batch of tensors: (size, seq_len) token ids and their labels."""
         import torch
 
-        return {name: torch.tensor(array, device=device) for name, array in self.arrays(size).items()}
+        def sent(value):
+            if isinstance(value, dict):
+                return {name: sent(each) for name, each in value.items()}
+            return [sent(each) for each in value] if isinstance(value, list) else torch.tensor(value, device=device)
+
+        return sent(self.arrays(size))
 
     def __str__(self) -> str:
         return f"{self.model}, {self.dataset_size} x {self.seq_len or 'model length'} ({self.data})"
@@ -373,37 +417,6 @@ def _padded(examples: list[dict], multiple: int) -> dict[str, Any]:
         return torch.nn.functional.pad(row, (0, width - len(row)), value=value) if row.dim() else row
 
     return {name: torch.stack([filled(row, -100 * (name == "labels")) for row in columns[name]]) for name in columns}
-
-
-def positions(config) -> int | None:
-    """How many positions a configuration has; None for no limit, which XLNet's calls -1."""
-    count = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
-    return count if count and count > 0 else None
-
-
-@functools.cache
-def _families_of_classes() -> dict[str, str]:
-    from transformers.models.auto import modeling_auto
-
-    registry = {}
-    for family, mapping in _FAMILIES.items():
-        for names in getattr(modeling_auto, mapping).values():
-            for name in (names,) if isinstance(names, str) else names:
-                registry.setdefault(name, family)
-    return registry
-
-
-def _usual_class(config) -> str:
-    from transformers.models.auto import modeling_auto
-
-    order = ["vision", "sequence to sequence"] if getattr(config, "is_encoder_decoder", False) else ["vision"]
-    masked = getattr(modeling_auto, _FAMILIES["masked"])
-    order += ["sequence classification", "causal"] if config.model_type in masked else ["causal"]
-    for family in [*order, "sequence classification"]:
-        names = getattr(modeling_auto, _FAMILIES[family]).get(config.model_type)
-        if names:
-            return names if isinstance(names, str) else names[0]
-    raise ValueError(f"{config.model_type!r} has no class with a known training loss: name one with architecture=")
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ from typing import Any
 from trainmem.core import adapters, optional_packages
 from trainmem.core.arguments import Arguments
 from trainmem.core.configurations import Weights
+from trainmem.core.families import OF_UNEQUAL_LENGTHS, positions
 from trainmem.core.outcomes import Invalid
-from trainmem.core.task import Task, positions
+from trainmem.core.task import Task
 from trainmem.texts import shown, whole_number
 
 _OF_QUANTIZED = "a model in {bits} bits{by} can be trained with adapters only: add them, e.g. peft={{'r': 8}}"
@@ -186,9 +187,9 @@ def infer(experiment: Experiment, passes: int = 2, on_pass: Callable[[], None] =
         batch = experiment.task.batch(size, device)
     except (ValueError, ImportError) as error:
         raise Invalid(str(error)) from error
-    labels = batch.pop("labels", None)
-    if model.config.is_encoder_decoder and not generation:
-        batch["decoder_input_ids"] = labels
+    if experiment.task.family() in ("sequence to sequence", "speech") and not generation:
+        batch["decoder_input_ids"] = batch["labels"]
+    batch = {name: column for name, column in batch.items() if "label" not in name}
     half = torch.bfloat16 if settings.get("bf16") else torch.float16 if settings.get("fp16") else None
     with torch.no_grad(), torch.autocast(device.type, half, enabled=half is not None):
         for _ in range(passes):
@@ -203,6 +204,8 @@ def _check_room(task: Task, new: int) -> None:
     """Raises ValueError where a model does not write, or has no positions for the prompt and `new` tokens."""
     config = task.build_config()
     kind, length, room = task.model_class(config), task.length(config), positions(config)
+    if (family := task.family()) not in OF_UNEQUAL_LENGTHS:
+        raise ValueError(f"max_new_tokens: generation is known of models that take text, not of {family}: leave it out")
     if not kind.can_generate():
         raise ValueError(
             f"max_new_tokens: {kind.__name__} cannot generate text. Name a class that can, "

@@ -15,7 +15,8 @@ from typing import Any
 
 from trainmem import cards
 from trainmem.core.arguments import Arguments
-from trainmem.core.task import Task, positions
+from trainmem.core.families import positions
+from trainmem.core.task import Task
 from trainmem.estimate.api import estimate
 from trainmem.estimate.memory_estimate import Fits, MemoryEstimate
 from trainmem.measure import processes

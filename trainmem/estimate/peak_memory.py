@@ -30,9 +30,11 @@ from trainmem.estimate.memory_estimate import Device, MemoryEstimate
 from trainmem.estimate.trace_records import Log, Trace, highest
 from trainmem.measure import worker
 from trainmem.records import TENSOR_CATEGORIES, Memory, explain
+from trainmem.texts import bytes_text
 
 if TYPE_CHECKING:
     from trainmem.estimate.operator_workspaces import Probe
+    from trainmem.estimate.trace import Routing
 
 
 def estimate_experiment(
@@ -150,12 +152,40 @@ def _trace_one(experiment: Experiment) -> tuple[Trace, dict[tuple, Any]]:
 
 
 def trace_of(experiment: Experiment, device: Device, known: dict[tuple, Any] | None = None) -> Trace:
-    """Return the trace of an experiment. To be called in a fresh subprocess: it replaces parts of torch."""
+    """Return the trace of an experiment. To be called in a fresh subprocess: it replaces parts of torch.
+
+    If tokens choose their experts by values, their routing is taken as balanced, and traced as one-sided as well.
+    """
+    from trainmem.estimate.trace import DependsOnValues, Routing
+
+    try:
+        return _traced(experiment, device, known)
+    except (DependsOnValues, RuntimeError) as error:
+        if not _has_experts(experiment):
+            raise
+        try:
+            balanced, one_sided = (_traced(experiment, device, known, routing) for routing in Routing)
+        except (DependsOnValues, RuntimeError):
+            raise error from None
+    return replace(balanced, one_sided=one_sided)
+
+
+def _has_experts(experiment: Experiment) -> bool:
+    """Return whether the model may be a mixture of experts; whatever a function builds may be one."""
+    return experiment.function is not None or "expert" in str(experiment.task.build_config().to_dict())
+
+
+def _traced(
+    experiment: Experiment, device: Device, known: dict[tuple, Any] | None, routing: "Routing | None" = None
+) -> Trace:
+    """Return the trace of an experiment with a certain routing of tokens to experts."""
     from trainmem.estimate import trace
     from trainmem.estimate.operation_cache import OperationCache
 
     if device.kind == "cpu":
-        return trace.follow(experiment, trace.FakeTracker(OperationCache(known, "cpu")))
+        tracker = trace.FakeTracker(OperationCache(known, "cpu"))
+        tracker.routing = routing
+        return trace.follow(experiment, tracker)
     from trainmem.estimate import cuda
     from trainmem.estimate.device import DeviceTracker, NotSent, Placement
 
@@ -164,6 +194,7 @@ def trace_of(experiment: Experiment, device: Device, known: dict[tuple, Any] | N
     paged, is_function = str(experiment.arguments.get("optim", "")).startswith("paged"), experiment.function is not None
     for from_the_start in (False, True):  # again only a loop that never sends its model
         tracker = DeviceTracker(capability, is_function, from_the_start, cache, rules)
+        tracker.routing = routing
         with contextlib.suppress(NotSent), cuda.emulated(capability, rules), tracker.emulated(paged):
             found = trace.follow(experiment, tracker)
             if tracker.weights is Placement.DEVICE or not is_function:
@@ -173,19 +204,39 @@ def trace_of(experiment: Experiment, device: Device, known: dict[tuple, Any] | N
 def _with_totals(experiment: Experiment, trace: Trace, device: Device, probe: "Probe") -> TracedExperiment:
     """Return an experiment's trace with its totals, which on a CPU include operator workspaces, and the assumptions."""
     assumptions = _rank_assumptions(experiment.arguments, device.kind == "cuda") if experiment.processes > 1 else []
+    if experiment.training and not experiment.function and _drops_layers(experiment.task.build_config().to_dict()):
+        assumptions.append(_OF_LAYERDROP)
     if device.kind == "cuda":
         from trainmem.estimate import cuda
 
         assumptions += [*cuda.assumptions(), _rules_assumption(device.rules or release())]
+        if trace.one_sided:
+            peaks = [int(each.high.max()) for each in (trace, trace.one_sided)]
+            assumptions.append(_OF_ROUTING.format(*(bytes_text(peak, binary=True) for peak in peaks)))
         return TracedExperiment(trace, trace.high, tuple(assumptions))
     totals, unsure = _with_workspaces(trace, probe.under(worker.threads_of(experiment)))
+    if trace.one_sided:
+        other, _ = _with_workspaces(trace.one_sided, probe)
+        peaks = [int(each.max()) for each in (totals, other)]
+        assumptions.append(_OF_ROUTING.format(*map(bytes_text, peaks)))
     return TracedExperiment(trace, totals, (*assumptions, *unsure))
 
 
+_OF_ROUTING = (
+    "experts: which tokens choose which depends on values; balanced routing is assumed, of which the tensors peak at "
+    "{}; if all tokens choose the same experts, at {}"
+)
+_OF_LAYERDROP = "layerdrop: no layer is left out; the training leaves out each with the configured probability"
 _OF_REPLICAS = "DistributedDataParallel: one rank is traced, with the reducer's buckets, without network buffers"
 _OF_SHARDS = "FSDP2: one rank is traced, as accelerate and torch shard and gather weights, without network buffers"
 _OF_ZERO = "DeepSpeed: one rank is traced, as ZeRO shards, flattens and gathers; on a GPU with room for a flat copy"
 _NOT_TAKEN_UP = "fsdp: on a CPU accelerate ignores it and trains with DistributedDataParallel"
+
+
+def _drops_layers(fields: dict[str, Any]) -> bool:
+    """Return whether layers are left out at random, by a configuration's fields and those of its parts."""
+    own = any("layerdrop" in str(name) and value for name, value in fields.items())
+    return own or any(_drops_layers(part) for part in fields.values() if isinstance(part, dict))
 
 
 def _rank_assumptions(arguments: Arguments, on_cuda: bool) -> list[str]:

@@ -16,6 +16,7 @@ import math
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from enum import Enum
 from unittest.mock import patch
 
 import numpy as np
@@ -30,6 +31,7 @@ from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data._utils import fetch
 
+from trainmem.core.families import LISTED
 from trainmem.core.outcomes import Invalid
 from trainmem.core.training import Experiment, infer, train
 from trainmem.estimate.allocator_settings import WORKSPACES
@@ -53,6 +55,10 @@ _CHOOSE |= {aten.index_put_.default, aten._index_put_impl_.default}
 _REPEATED = 32  # micro-batches of a step: beyond these, time is saved
 _LARGE = 2**24  # elements of a real tensor beyond which results are fake
 _PLAIN = (int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)  # arguments kept as they are
+
+
+class DependsOnValues(Invalid):
+    """The result of an operation depends on values, which an estimate does not have."""
 
 
 def follow(experiment: Experiment, tracker: "FakeTracker") -> Trace:
@@ -79,6 +85,8 @@ def follow(experiment: Experiment, tracker: "FakeTracker") -> Trace:
         if experiment.processes > 1 and experiment.arguments.get("fsdp"):
             stack.enter_context(fsdp_taken_up(functools.partial(tracker.send, category=Category.WEIGHTS)))
         weights = experiment.weights
+        stack.enter_context(_matched())
+        tracker.checks_hold = not experiment.function and experiment.task.family() in LISTED
         tracker.sends_weights = bool(deepspeed or (weights and weights.quantization))
         if deepspeed:
             tracker.empties_weights = True
@@ -108,6 +116,8 @@ class FakeTracker(Tracker):
 
     def __init__(self, cache: OperationCache | None = None):
         super().__init__()
+        self.checks_hold = False  # whether what is said of all elements is true, as checks of boxes say it
+        self.routing: Routing | None = None  # of tokens to experts; None: no value of it is known
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.cache = cache or OperationCache()
         self.collates = False  # whether a data loader gathers a batch: its data are real, and on the host
@@ -138,10 +148,14 @@ class FakeTracker(Tracker):
             kind = tensors[0].dtype
             return getattr(tensors[0], "uniform", False if kind is torch.bool else 1.0 if kind.is_floating_point else 1)
         if not any_fake and self._is_carried_out(function, args, tensors):
+            if function.overloadpacket is aten.rand:
+                function = aten.ones.default  # decides whether a layer is left out: none is
             return function(*args, **kwargs)
         ask = functools.partial(self._fake_result, function, args, kwargs, operation)
         is_kept = any_fake or not tensors  # real tensors may be shared, or changed in place
         result = self.cache.result(operation, function, args, tensors, self.fake, ask) if is_kept else ask()
+        if self.routing and any_fake and function in (aten.topk.default, aten.argmax.default):
+            result = self.routing.replaced(function, args, kwargs, result)
         if function is aten._amp_foreach_non_finite_check_and_unscale_.default:
             if self.places_modules and any(gradient.dtype is torch.bfloat16 for gradient in args[0]):
                 raise Invalid(OF_SCALER.format(why="CUDA has no kernel that unscales gradients in bfloat16"))
@@ -151,6 +165,8 @@ class FakeTracker(Tracker):
                 tensor.__dict__.pop("uniform", None)  # it may have been overwritten
         elif any_fake and isinstance(result, FakeTensor):
             value = uniform_value(operation, leaves, self._any_uniform)
+            if value is None and self.checks_hold and function is aten.all.default:
+                value = True
             if value is not None:
                 result.uniform, self._any_uniform = value, True
         return result
@@ -234,6 +250,8 @@ class FakeTracker(Tracker):
             return True  # for a decision, as whether a layer is left out
         if function is aten.empty.memory_format and not args[0] and self.phase in (Phase.SETUP, Phase.BEFORE):
             return True  # for a seed, which a loader draws before a sampler draws its order
+        if function is aten.scalar_tensor.default and self.phase == Phase.FORWARD:
+            return True  # a mask's, which others look at
         if function.overloadpacket in _REAL_IN_FORWARD:
             return (self.phase == Phase.FORWARD or self.collates) and np.prod(args[0], dtype=np.int64) <= _LARGE
         # Numbers alone where tensors could be, as in torch.div(length, 2): the result may be the length of something.
@@ -246,13 +264,15 @@ class FakeTracker(Tracker):
             with self.fake:
                 return self.as_kernels_do(function, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
-            raise Invalid(
+            raise DependsOnValues(
                 f"the result of {operation.name} in {self.modules.here() or 'the training'} depends on tensor values, "
                 "which an estimate does not have: measure it instead"
             ) from None
 
     def as_kernels_do(self, function, args, kwargs):
         """What an operation makes of fake tensors, corrected where torch is wrong about this device's kernels."""
+        if function is aten._ctc_loss.Tensor and not isinstance(args[3], FakeTensor):
+            return _alignments(*args[:4])
         if function is aten._grouped_mm.default:
             return grouped_product(*args, **kwargs)
         result = function(*args, **kwargs)
@@ -293,10 +313,58 @@ def _operation(function, args, leaves: list, structure: tuple) -> Operation:
     return Operation(name_of(function), tuple(kept), structure, takes_list)
 
 
+def _alignments(log_probabilities, _, __, lengths) -> tuple:
+    """What CTC keeps: a loss per sequence, and the probabilities of the alignments with as many states as twice the
+    longest transcript and one. Its `lengths` are data, so they are known."""
+    steps, batch, _ = log_probabilities.shape
+    with _disable_current_modes():
+        states = 2 * int(lengths.max()) + 1
+    return log_probabilities.new_empty(batch), log_probabilities.new_empty(batch, steps, states)
+
+
+class Routing(Enum):
+    """Which experts the tokens choose: what is drawn by values is replaced by known numbers."""
+
+    BALANCED = "balanced"  # each expert has as many tokens
+    ONE_SIDED = "one-sided"  # all tokens choose the same
+
+    def replaced(self, function, args, kwargs, result):
+        """Return the result of a choice, `topk` or `argmax`, with known numbers of what is chosen."""
+        is_topk = function is aten.topk.default
+        names = ("self", "k", "dim") if is_topk else ("self", "dim")
+        given = dict(zip(names, args, strict=False)) | kwargs
+        dim, choices = given.get("dim", -1 if is_topk else None), result[1] if is_topk else result
+        if dim is None or not given["self"].dim():
+            return result
+        experts, each = given["self"].shape[dim], choices.shape[dim] if is_topk else 1
+        numbers = torch.arange(choices.numel()) % (experts if self is Routing.BALANCED else each)
+        if is_topk:
+            last = choices.transpose(dim, -1).shape
+            numbers = numbers.view(last).transpose(dim, -1).contiguous()
+        numbers = numbers.view(choices.shape)
+        return (result[0], numbers) if is_topk else numbers
+
+
 WEIGHT_OF_NORM = {aten.native_layer_norm.default: 2, aten.native_batch_norm.default: 1}  # index of that argument
 
 
 # ---- what is replaced while a training is followed
+
+
+@contextlib.contextmanager
+def _matched() -> Iterator[None]:
+    """Detection matches objects with queries by values, on the host; how many are matched does not depend on them."""
+
+    def matched(plain, cost, *args, **kwargs):
+        pairs = np.arange(min(cost.shape)) if isinstance(cost, FakeTensor) else None
+        return plain(cost, *args, **kwargs) if pairs is None else (pairs, pairs.copy())
+
+    name = "linear_sum_assignment"
+    with contextlib.ExitStack() as stack:
+        for module in [each for key, each in sys.modules.items() if key.startswith("transformers.")]:
+            if plain := vars(module).get(name):
+                stack.enter_context(patch.object(module, name, functools.partial(matched, plain)))
+        yield
 
 
 @contextlib.contextmanager

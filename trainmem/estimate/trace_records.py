@@ -151,4 +151,5 @@ class Trace:
     last_step: tuple[int, int]  # the operations of the last training step, as (first, last + 1)
     begins: np.ndarray  # (operations + 1,): events of the log before each, and all of them
     log: Log | None = None  # of births and deaths, where a device's memory is followed
+    one_sided: "Trace | None" = None  # the same with another routing of tokens to experts, where values decide it
     witnessed: Any = None  # what `explanation.Witness` adds

@@ -249,7 +249,7 @@ def _in_place(function, target: Any, other: Any) -> bool:
 
 @contextlib.contextmanager
 def watched(tracker: Watcher) -> Iterator[dict[int, torch.Tensor]]:
-    """Let a watcher or a tracker see a training inside this context; yield its parameters and buffers, by id.
+    """Let a watcher or a tracker see a training inside this context; yield its parameters, by id.
 
     Works for any code that calls modules, `backward` and an optimizer's `step`: a Trainer, an Accelerate loop. All
     hooks and replaced functions of torch are installed here, and removed at the end.
@@ -314,7 +314,7 @@ class TrainingHooks:
 
     def __init__(self, tracker: Watcher):
         self.tracker = tracker
-        self.parameters: dict[int, torch.Tensor] = {}  # and buffers, by id
+        self.parameters: dict[int, torch.Tensor] = {}  # by id
         self._forwards = 0  # nested modules whose forward runs
         self._backwards = 0  # nested backward passes that run: checkpointing starts one inside another
 
@@ -407,7 +407,8 @@ class TrainingHooks:
         weights = [*weights]
         any_trainable = any(weight.requires_grad for weight in weights)
         for weight in weights:
-            self.parameters[id(weight)] = weight
+            if isinstance(weight, torch.nn.Parameter) or weight.requires_grad:  # a buffer may be replaced and freed
+                self.parameters[id(weight)] = weight
             is_frozen = any_trainable and isinstance(weight, torch.nn.Parameter) and not weight.requires_grad
             category = Category.FROZEN_WEIGHTS if is_frozen else Category.WEIGHTS
             self.tracker.tag(weight, category, keep=(Category.QUANTIZED_WEIGHTS,))

@@ -15,6 +15,7 @@ from datetime import timedelta
 from typing import Any
 
 from trainmem.core import hardware, outcomes, stack_dumps
+from trainmem.core.families import bytes_of
 from trainmem.core.outcomes import Invalid, Outcome
 from trainmem.core.training import Experiment, infer, train
 from trainmem.measure import forked, quiet
@@ -168,7 +169,7 @@ def _refusal_of_workers(experiment: Experiment, free: int | None) -> str | None:
     task, of_trainer = experiment.task, experiment.arguments
     workers, size = of_trainer.get("dataloader_num_workers", 0), of_trainer.get("per_device_train_batch_size", 8)
     samples = min(task.dataset_size, workers * (of_trainer.get("dataloader_prefetch_factor") or 2) * size)
-    if not samples or free is None or (needed := sum(each.nbytes for each in task.arrays(samples).values())) <= free:
+    if not samples or free is None or (needed := bytes_of(task.arrays(samples))) <= free:
         return None
     return (
         f"dataloader_num_workers={workers}: prefetched batches take {bytes_text(needed)} of /dev/shm, but only "

@@ -1,0 +1,182 @@
+"""Families beside text, nested configurations and mixtures of experts: the estimate on a CPU equals the lab's count."""
+
+import dataclasses
+import json
+import warnings
+
+import pytest
+
+from perf_helpers import Lab
+from trainmem.core.task import Task
+from trainmem.estimate import estimate
+
+_TEXT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+_DECODER = _TEXT | {"num_key_value_heads": 1, "vocab_size": 300, "head_dim": 16}
+_VISION = _TEXT | {"image_size": 64, "patch_size": 16}
+_MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
+_MARKS = {"image_token_id": 9, "video_token_id": 8, "vision_start_token_id": 7, "vision_end_token_id": 6}
+_QWEN = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 32}
+_STACKS = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2}
+_STACKS |= {"decoder_attention_heads": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
+_AUDIO = _TEXT | {"layerdrop": 0.0, "conv_dim": [32, 32], "conv_kernel": [10, 8], "conv_stride": [5, 64]}
+_AUDIO |= {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2, "mask_time_length": 4}
+_LLAMA = {"model_type": "llama"} | _DECODER
+_CLIP = {"model_type": "clip_vision_model"} | _VISION
+
+# {name: (fields of a config.json, class, fields of the task)}
+CASES = {
+    "qwen2.5-vl": (
+        {"model_type": "qwen2_5_vl", "text_config": _DECODER | _MROPE, "vision_config": _QWEN} | _MARKS,
+        None,
+        {"seq_len": 32, "image_size": 112},
+    ),
+    "gemma3": (
+        {
+            "model_type": "gemma3",
+            "text_config": _DECODER,
+            "vision_config": {"model_type": "siglip_vision_model"} | _VISION,
+            "mm_tokens_per_image": 4,
+            "image_token_index": 9,
+        },
+        None,
+        {"seq_len": 32},
+    ),
+    "whisper": (
+        {"model_type": "whisper", "vocab_size": 300, "max_source_positions": 50, "num_mel_bins": 16}
+        | {"pad_token_id": 0, "eos_token_id": 2, "bos_token_id": 1, "decoder_start_token_id": 3}
+        | _STACKS,
+        None,
+        {"seq_len": 16},
+    ),
+    "wav2vec2": ({"model_type": "wav2vec2"} | _AUDIO, "Wav2Vec2ForCTC", {"audio_seconds": 0.5}),
+    "segformer": (
+        {"model_type": "segformer", "depths": [1] * 4, "hidden_sizes": [8, 16, 24, 32], "decoder_hidden_size": 16},
+        "SegformerForSemanticSegmentation",
+        {"image_size": 64},
+    ),
+    "yolos": (
+        {"model_type": "yolos", "num_detection_tokens": 10} | _VISION | {"image_size": [64, 48]},
+        "YolosForObjectDetection",
+        {},
+    ),
+    "multiple choice": ({"model_type": "bert", "vocab_size": 300} | _TEXT, "BertForMultipleChoice", {"seq_len": 16}),
+    "contrastive": ({"model_type": "bert", "vocab_size": 300} | _TEXT, None, {"objective": "contrastive"}),
+    "preference": (_LLAMA, None, {"objective": "preference"}),
+    # An image size, a vocabulary, labels and end tokens that nested or other fields give.
+    "clip": (
+        {"model_type": "clip", "vision_config": _VISION, "text_config": _TEXT | {"vocab_size": 300}},
+        "CLIPForImageClassification",
+        {},
+    ),
+    "bart classifies": ({"model_type": "bart", "vocab_size": 300} | _STACKS, "BartForSequenceClassification", {}),
+    "llava": (
+        {"model_type": "llava", "text_config": _LLAMA, "vision_config": _CLIP, "image_token_index": 9},
+        None,
+        {"seq_len": 32},
+    ),
+    "qwen3-vl": (
+        {
+            "model_type": "qwen3_vl",
+            "text_config": _DECODER | _MROPE,
+            "vision_config": _QWEN | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+        }
+        | _MARKS,
+        None,
+        {"seq_len": 32, "image_size": 96},
+    ),
+    "smolvlm": (
+        {
+            "model_type": "smolvlm",
+            "text_config": _LLAMA,
+            "vision_config": _VISION,
+            "image_token_id": 9,
+            "pad_token_id": 0,
+        },
+        None,
+        {"seq_len": 32, "image_size": 128},
+    ),
+    "qwen3.5": (
+        {
+            "model_type": "qwen3_5",
+            "text_config": _DECODER
+            | {"linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 16}
+            | {"linear_value_head_dim": 16, "layer_types": ["linear_attention", "full_attention"]},
+            "vision_config": _QWEN | {"num_position_embeddings": 16},
+        },
+        "Qwen3_5ForCausalLM",
+        {"seq_len": 32},
+    ),
+    "llama4": (
+        {
+            "model_type": "llama4",
+            "text_config": _DECODER | {"intermediate_size_mlp": 64, "num_local_experts": 2},
+            "vision_config": _VISION,
+        },
+        "Llama4ForCausalLM",
+        {},
+    ),
+    "emu3": (
+        {"model_type": "emu3", "text_config": _DECODER | {"pad_token_id": 0}, "vocabulary_map": {"<image>": 9}},
+        "Emu3ForCausalLM",
+        {},
+    ),
+    "m2m_100": (
+        {"model_type": "m2m_100", "vocab_size": 300, "max_position_embeddings": 40, "pad_token_id": 9}
+        | {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}
+        | _STACKS,
+        None,
+        {"seq_len": 40},
+    ),
+    "longformer": (
+        {"model_type": "longformer", "vocab_size": 300, "attention_window": 16, "max_position_embeddings": 80} | _TEXT,
+        "LongformerForSequenceClassification",
+        {"seq_len": 64},
+    ),
+}
+
+
+@pytest.fixture
+def both(tmp_path):
+    """Function (fields, class, fields of the task) -> (count, estimate) of a training on the CPU."""
+
+    def compare(fields, architecture, about, **given):
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(fields))
+        task = dataclasses.replace(Task(str(path), 16, 16, architecture), **about)
+        given = {"per_device_train_batch_size": 2} | given
+        with warnings.catch_warnings(action="ignore"):
+            run = Lab("cpu", out=tmp_path).train("t", task=task, measure="memory", **given)
+        assert run.ok, run.message
+        return run.memory, estimate(task, device="cpu", **given)
+
+    return compare
+
+
+@pytest.mark.daily(6)
+@pytest.mark.parametrize("name", CASES)
+def test_a_family_is_exact(name, both):
+    counted, estimated = both(*CASES[name])
+    assert (estimated.peak_bytes, estimated.memory.breakdown) == (counted.peak_bytes, counted.breakdown)
+
+
+_ROUTED = {"vocab_size": 300, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+MIXTURES = {
+    "jetmoe": {"model_type": "jetmoe", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    | {"num_key_value_heads": 2, "kv_channels": 16}
+    | _ROUTED,
+    "switch_transformers": {"model_type": "switch_transformers", "d_model": 32, "d_kv": 16, "d_ff": 64, "num_heads": 2}
+    | {"num_layers": 2, "num_decoder_layers": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
+    | _ROUTED,
+    "dbrx": {"model_type": "dbrx", "vocab_size": 300, "d_model": 32, "n_heads": 2, "n_layers": 2}
+    | {"attn_config": {"kv_n_heads": 1, "clip_qkv": 8, "rope_theta": 10_000.0}}
+    | {"ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32}},
+}
+
+
+@pytest.mark.daily(1)
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_mixture_that_routes_by_values_has_an_answer_and_a_named_band(name, both):
+    counted, estimated = both(MIXTURES[name], None, {})
+    (text,) = [each for each in estimated.assumptions if each.startswith("experts")]
+    assert "balanced" in text
+    assert estimated.peak_bytes == pytest.approx(counted.peak_bytes, rel=0.03)

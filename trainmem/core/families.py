@@ -1,0 +1,416 @@
+"""Families of models by the data that they train on: which class belongs to which, and generated data for each.
+
+A family is a set of columns, of which a task generates random examples. Sizes come from the model's configuration.
+"""
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+# Families by their lists in transformers' own registry. A class that is in several (Bart's is registered as masked
+# too) belongs to the first.
+FAMILIES = {
+    "sequence to sequence": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "sequence classification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    "image-text": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+    "speech": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
+    "ctc": "MODEL_FOR_CTC_MAPPING_NAMES",
+    "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "masked": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "token classification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
+    "question answering": "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES",
+    "multiple choice": "MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES",
+    "vision": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+    "semantic segmentation": "MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES",
+    "object detection": "MODEL_FOR_OBJECT_DETECTION_MAPPING_NAMES",
+    "mask segmentation": "MODEL_FOR_UNIVERSAL_SEGMENTATION_MAPPING_NAMES",
+}
+# Losses that transformers' classes do not have, and the registry of the classes that train on them.
+OBJECTIVES = {
+    "contrastive": "MODEL_MAPPING_NAMES",
+    "preference": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+}
+WITHOUT_TOKENS = {"vision", "semantic segmentation", "object detection", "mask segmentation"}
+OF_IMAGES = WITHOUT_TOKENS | {"image-text"}
+OF_UNEQUAL_LENGTHS = {  # families whose examples may have lengths of their own
+    "sequence to sequence",
+    "sequence classification",
+    "causal",
+    "masked",
+    "token classification",
+    "question answering",
+}
+CHOICES, OBJECTS = 4, 7  # of a question; in an image, as on average in COCO
+_SAMPLING_RATE = 16_000  # of audio, per second
+_FRAMES = 100  # of a spectrogram, per second
+_SIDE = {"vision": 224, "semantic segmentation": 512, "object detection": 640, "mask segmentation": 512}
+_SIDE_OF_PATCHES = 448  # where a model takes images of any size
+
+
+def _merged(config, patches: int) -> int:
+    return patches // config.vision_config.spatial_merge_size**2
+
+
+# Tokens that an image takes, from the configuration and the number of patches. Only these types are known.
+_IMAGE_TOKENS: dict[str, Callable[[Any, int], int]] = {
+    "aya_vision": lambda config, patches: patches // config.downsample_factor**2,
+    "cohere2_vision": lambda config, patches: patches // config.downsample_factor**2,
+    "gemma3": lambda config, patches: config.mm_tokens_per_image,
+    "idefics3": lambda config, patches: patches // config.scale_factor**2,
+    "internvl": lambda config, patches: int(patches * config.downsample_ratio**2),
+    "llava": lambda config, patches: patches + (config.vision_feature_select_strategy == "full"),
+    "paligemma": lambda config, patches: patches,
+    "smolvlm": lambda config, patches: patches // config.scale_factor**2,
+    "vipllava": lambda config, patches: patches,
+} | dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _merged)
+_IN_TILES = {"smolvlm", "idefics3"}  # an image larger than the tower's is cut, and there is a smaller one of the whole
+
+# The column of a speech model and the shape of an example, from the configuration and seconds of audio.
+_SPEECH: dict[str, Callable[[Any, float], tuple[str, tuple[int, ...]]]] = {
+    "moonshine": lambda config, seconds: ("input_values", (int(seconds * _SAMPLING_RATE),)),
+    "speech_to_text": lambda config, seconds: (
+        "input_features",
+        (int(seconds * _FRAMES), config.input_feat_per_channel * config.input_channels),
+    ),
+    # Always 30 seconds: shorter audio is padded.
+    "whisper": lambda config, seconds: ("input_features", (config.num_mel_bins, 2 * config.max_source_positions)),
+}
+_OF_SAMPLES = {"data2vec-audio", "hubert", "sew", "sew-d", "unispeech", "unispeech-sat", "wav2vec2"}
+_OF_SAMPLES |= {"wav2vec2-conformer", "wavlm"}  # CTC on the samples themselves
+_KNOWN_TYPES = {
+    "image-text": _IMAGE_TOKENS.keys(),
+    "speech": _SPEECH.keys(),
+    "ctc": _OF_SAMPLES,
+    "mask segmentation": {"maskformer", "mask2former", "eomt"},
+}
+
+OF_SPECIAL_LENGTH = {*_IMAGE_TOKENS, *_OF_SAMPLES}  # types whose sequences follow from images or audio
+
+
+@functools.cache
+def of_classes() -> dict[str, str]:
+    """Return the family of each class whose data are known."""
+    from transformers.models.auto import modeling_auto
+
+    registry: dict[str, str] = {}
+    for family, mapping in FAMILIES.items():
+        for kind, names in getattr(modeling_auto, mapping).items():
+            if kind not in _KNOWN_TYPES.get(family, {kind}):
+                continue
+            for name in (names,) if isinstance(names, str) else names:
+                registry.setdefault(name, family)
+    return registry
+
+
+def usual_class(config, objective: str = "") -> str:
+    """Return the class that a configuration which names none is trained with. Raises ValueError if there is none."""
+    from transformers.models.auto import modeling_auto
+
+    if objective:
+        order = [OBJECTIVES[objective]]
+    else:
+        of_text = ["causal", "image-text"]
+        if config.model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+            of_text = ["sequence classification", "causal"]
+        stacks = ["sequence to sequence", "speech"] * bool(getattr(config, "is_encoder_decoder", False))
+        detects = ["object detection", "mask segmentation", "semantic segmentation"]
+        families = ["vision", *detects, *stacks, "ctc", *of_text, "sequence classification"]
+        order = [
+            FAMILIES[family]
+            for family in families
+            if config.model_type in _KNOWN_TYPES.get(family, {config.model_type})
+        ]
+    for mapping in order:
+        if names := getattr(modeling_auto, mapping).get(config.model_type):
+            return names if isinstance(names, str) else names[0]
+    raise ValueError(f"{config.model_type!r} has no class with a known training loss: name one with architecture=")
+
+
+def is_bare(name: str) -> bool:
+    """Whether a class is a model without a head and without a loss, as CLIP's has one of its own."""
+    import transformers
+    from transformers.models.auto import modeling_auto
+
+    names = modeling_auto.MODEL_MAPPING_NAMES.values()
+    if not any(name == each or (not isinstance(each, str) and name in each) for each in names):
+        return False
+    return "return_loss" not in inspect.signature(getattr(transformers, name).forward).parameters
+
+
+# ---- sizes
+
+
+def text_of(config):
+    """Return the part of a configuration that describes the text: the vocabulary and the positions."""
+    try:
+        return config.get_text_config()
+    except ValueError:  # it has several
+        return config
+
+
+def positions(config) -> int | None:
+    """Return how many positions a configuration has; None for no limit, which XLNet's calls -1."""
+    text = text_of(config)
+    names = ("max_position_embeddings", "n_positions", "max_target_positions")
+    count = next(filter(None, (getattr(text, name, None) for name in names)), None)
+    return count if count and count > 0 else None
+
+
+def sides(config, family: str, image_size: int | None) -> tuple[int, int]:
+    """Return height and width of an image: `image_size`, else the model's own, else a usual one."""
+    vision = getattr(config, "vision_config", None) or config
+    own = getattr(vision, "image_size", None) or _SIDE.get(family, _SIDE_OF_PATCHES)
+    side = image_size or own
+    return (side[0], side[-1]) if isinstance(side, list | tuple) else (side, side)
+
+
+def _patch(config) -> int:
+    size = config.vision_config.patch_size
+    return size[0] if isinstance(size, list | tuple) else size
+
+
+def _has_any_size(config) -> bool:
+    """Whether images are cut into patches before they reach the model."""
+    return _IMAGE_TOKENS[config.model_type] is _merged
+
+
+def _grid(config, image_size: int | None) -> tuple[int, int]:
+    """Return how many patches an image has in a row, and how many tiles there are.
+
+    Raises:
+        ValueError: the vision tower takes no such size.
+    """
+    patch, (side, _) = _patch(config), sides(config, "image-text", image_size)
+    if _has_any_size(config):
+        unit = patch * config.vision_config.spatial_merge_size
+        return max(round(side / unit), 1) * unit // patch, 1
+    own, _ = sides(config, "image-text", None)
+    if config.model_type in _IN_TILES:
+        return own // patch, math.ceil(side / own) ** 2 + 1 if side > own else 1
+    if side != own:
+        raise ValueError(f"image_size={side}: the vision tower of {config.model_type} takes {own} pixels: leave it out")
+    return own // patch, 1
+
+
+def image_tokens(config, image_size: int | None) -> int:
+    """Return how many tokens an image takes in a sequence. Raises ValueError as `_grid` does."""
+    rows, tiles = _grid(config, image_size)
+    return tiles * _IMAGE_TOKENS[config.model_type](config, rows * rows)
+
+
+def frames(config, seconds: float) -> int:
+    """Return how many outputs a model with convolutions over samples has, of which each may be a token."""
+    count = int(seconds * _SAMPLING_RATE)
+    for kernel, stride in zip(config.conv_kernel, config.conv_stride, strict=True):
+        count = (count - kernel) // stride + 1
+    return count // getattr(config, "squeeze_factor", 1)
+
+
+# ---- data
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """What is generated: the sizes of a task's examples, of a configuration and a family."""
+
+    config: Any
+    family: str
+    size: int  # examples
+    length: int  # tokens
+    seed: int
+    learnable: bool = False
+    lengths: tuple[int, ...] = ()
+    image_size: int | None = None
+    audio_seconds: float = 10
+
+    def arrays(self) -> dict[str, Any]:
+        """Return the examples as numpy arrays by column, or lists of them where a batch is a list."""
+        import numpy as np
+
+        draw = np.random.default_rng(self.seed)
+        classes = getattr(self.config, "num_labels", None) or 2
+        if self.family in WITHOUT_TOKENS:
+            return self._images(draw) | self._labels_of_images(draw, classes)
+        ids = self._ids(draw)
+        match self.family:
+            case "sequence classification":
+                labels = draw.integers(0, classes, self.size)
+                if self.learnable:
+                    first = self._first()
+                    marked = (draw.random(ids.shape) < 0.1) & (labels == 1)[:, None]
+                    ids[ids == first] = first + 1
+                    ids[marked] = first
+                return {"input_ids": self._ended(ids), "labels": labels}
+            case "causal" | "masked" | "sequence to sequence":
+                if self.learnable:
+                    ids[:, self.length - self.length // 2 :] = ids[:, : self.length // 2]
+                return {"input_ids": ids, "labels": ids.copy()}
+            case "token classification":
+                return {"input_ids": ids, "labels": ids % classes}
+            case "question answering":
+                ends = draw.integers(0, self.length, self.size)
+                return {"input_ids": ids, "start_positions": ends, "end_positions": ends.copy()}
+            case "multiple choice":
+                return {"input_ids": np.stack([ids] * CHOICES, 1), "labels": draw.integers(0, CHOICES, self.size)}
+            case "contrastive":
+                columns = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
+                return columns | {f"pair_{name}": column.copy() for name, column in columns.items()}
+            case "preference":
+                both = np.stack([self._ended(ids), self._ended(ids)], 1)
+                return {"input_ids": both, "attention_mask": np.ones_like(both)}
+            case "image-text":
+                return self._with_images(draw, ids)
+            case "speech" | "ctc":
+                return self._audio(draw) | {"labels": ids}
+        raise ValueError(f"there are no data for {self.family}")
+
+    def _vocabulary(self) -> int:
+        return getattr(text_of(self.config), "vocab_size", None) or getattr(self.config, "vocab_size", None) or 1000
+
+    def _first(self) -> int:
+        return min(100, self._vocabulary() // 4)  # clear of the special tokens
+
+    def _ids(self, draw):
+        """Return random token ids, without the tokens that mark images."""
+        first = self._first()
+        last = first + 32 if self.learnable else self._vocabulary()
+        ids = draw.integers(first, min(last, self._vocabulary()), (self.size, self.length))
+        marks = {v for k, v in self.config.to_dict().items() if k.endswith(("_token_id", "_token_index"))}
+        if self.family == "image-text":
+            plain = next(token for token in range(first, self._vocabulary()) if token not in marks)
+            for mark in marks - {None}:
+                ids[ids == mark] = plain
+        return ids
+
+    def _ended(self, ids):
+        """Return token ids of which each example has one end token, its last, where a model looks for it."""
+        end = getattr(self.config, "eos_token_id", None)
+        if not isinstance(end, int) or not getattr(self.config, "is_encoder_decoder", False):
+            return ids
+        ids[ids == end] = end - 1 if end else 1
+        ends = [length - 1 for length in self.lengths] if len(self.lengths) == len(ids) else [-1] * len(ids)
+        ids[range(len(ids)), ends] = end
+        return ids
+
+    def _images(self, draw, *more: int) -> dict[str, Any]:
+        import numpy as np
+
+        channels = getattr(getattr(self.config, "vision_config", None) or self.config, "num_channels", 3)
+        shape = (self.size, *more, channels, *sides(self.config, self.family, self.image_size))
+        return {"pixel_values": draw.standard_normal(shape, dtype=np.float32)}
+
+    def _labels_of_images(self, draw, classes: int) -> dict[str, Any]:
+        import numpy as np
+
+        if self.family == "vision":
+            return {"labels": draw.integers(0, classes, self.size)}
+        height, width = sides(self.config, self.family, self.image_size)
+        if self.family == "semantic segmentation":
+            return {"labels": draw.integers(0, classes, (self.size, height, width))}
+        kinds = [draw.integers(0, classes, OBJECTS) for _ in range(self.size)]
+        if self.family == "mask segmentation":
+            masks = draw.integers(0, 2, (self.size, OBJECTS, height, width)).astype(np.float32)
+            return {"mask_labels": [*masks], "class_labels": kinds}
+        boxes = draw.uniform(0.2, 0.6, (self.size, OBJECTS, 4)).astype(np.float32)
+        return {"labels": [{"class_labels": a, "boxes": b} for a, b in zip(kinds, boxes, strict=True)]}
+
+    def _with_images(self, draw, ids) -> dict[str, Any]:
+        """Return sequences that begin with one image each, whose tokens have no labels."""
+        import numpy as np
+
+        config, kind, token = self.config, self.config.model_type, self.config.image_token_id
+        rows, tiles = _grid(config, self.image_size)
+        count = image_tokens(config, self.image_size)
+        if count + 2 > self.length:
+            raise ValueError(
+                f"seq_len={self.length} is too short: an image takes {count} tokens of {kind}. Give "
+                f"{count + 2} or more, or a smaller image_size; image_size=0 trains on text only"
+            )
+        if token >= self._vocabulary() and kind not in ("gemma3", "paligemma"):
+            raise ValueError(f"image_token_id={token} is not in the vocabulary of {self._vocabulary()}: correct one")
+        ids[:, 1 : count + 1] = token
+        is_image = ids == token
+        found = {"input_ids": ids, "labels": np.where(is_image, -100, ids)}
+        if _has_any_size(config):
+            vision, patch = config.vision_config, _patch(config)
+            channels = getattr(vision, "in_channels", None) or getattr(vision, "in_chans", 3)
+            values = channels * vision.temporal_patch_size * patch * patch
+            pixels = draw.standard_normal((self.size, rows * rows, values), dtype=np.float32)
+            found |= {"pixel_values": pixels, "image_grid_thw": np.array([[1, rows, rows]] * self.size)}
+            return found | {"mm_token_type_ids": is_image.astype(np.int64)}
+        # A tile has the size of the tower's own images.
+        plain = Data(config, self.family, self.size, self.length, self.seed)
+        found |= plain._images(draw, *[tiles] * (kind in _IN_TILES))
+        if kind in _IN_TILES:
+            pixels = found["pixel_values"].shape
+            found["pixel_attention_mask"] = np.ones((*pixels[:2], *pixels[3:]), dtype=np.int64)
+        if kind in ("gemma3", "paligemma"):  # 1: tokens of the image, tokens of the answer
+            found["token_type_ids"] = (is_image if kind == "gemma3" else ~is_image).astype(np.int64)
+        return found
+
+    def _audio(self, draw) -> dict[str, Any]:
+        import numpy as np
+
+        name, shape = "input_values", (int(self.audio_seconds * _SAMPLING_RATE),)
+        if self.family == "speech":
+            name, shape = _SPEECH[self.config.model_type](self.config, self.audio_seconds)
+        return {name: draw.standard_normal((self.size, *shape), dtype=np.float32)}
+
+
+def bytes_of(columns: Any) -> int:
+    """Return the bytes of numpy arrays in nested dictionaries and lists."""
+    parts = columns.values() if isinstance(columns, dict) else columns if isinstance(columns, list) else None
+    return columns.nbytes if parts is None else sum(map(bytes_of, parts))
+
+
+def listed(examples: list[dict], names: Iterable[str]) -> dict[str, Any]:
+    """Return a batch whose columns of these names are lists, as detection has its labels; the others are stacked."""
+    import torch
+
+    columns = {name: [example[name] for example in examples] for name in examples[0]}
+    return {name: column if name in names else torch.stack(column) for name, column in columns.items()}
+
+
+LISTED = {"object detection": ("labels",), "mask segmentation": ("mask_labels", "class_labels")}  # columns by family
+
+
+# ---- losses
+
+
+def with_objective(kind: type, objective: str) -> type:
+    """Return a class of transformers with a loss that it does not have itself, see `OBJECTIVES`."""
+    return type(kind.__name__, (_LOSSES[objective], kind), {"accepts_loss_kwargs": False})
+
+
+class _Contrastive:
+    """Embeddings of pairs, each near its own partner and far from all others of the batch, as sentence-transformers'
+    MultipleNegativesRankingLoss computes it from means over the tokens."""
+
+    def forward(self, input_ids, attention_mask, pair_input_ids, pair_attention_mask, **_):
+        import torch
+
+        vectors = []
+        for ids, mask in ((input_ids, attention_mask), (pair_input_ids, pair_attention_mask)):
+            states = super().forward(input_ids=ids, attention_mask=mask).last_hidden_state
+            mask = mask.unsqueeze(-1).expand(states.size()).to(states.dtype)
+            vectors.append(torch.sum(states * mask, 1) / torch.clamp(mask.sum(1), min=1e-9))
+        first, second = (torch.nn.functional.normalize(each, p=2, dim=1) for each in vectors)
+        scores = 20.0 * torch.mm(first, second.transpose(0, 1))
+        return {"loss": torch.nn.functional.cross_entropy(scores, torch.arange(len(scores), device=scores.device))}
+
+
+class _Preference:
+    """Rewards of pairs of answers, the first better than the second, as TRL's RewardTrainer has its loss."""
+
+    def forward(self, input_ids, attention_mask, **_):
+        import torch
+
+        both = super().forward(input_ids=input_ids.flatten(0, 1), attention_mask=attention_mask.flatten(0, 1))
+        chosen, rejected = both.logits.squeeze(-1).view(-1, 2).unbind(1)
+        return {"loss": -torch.nn.functional.logsigmoid(chosen - rejected).mean(), "logits": both.logits}
+
+
+_LOSSES = {"contrastive": _Contrastive, "preference": _Preference}
