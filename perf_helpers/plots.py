@@ -35,6 +35,7 @@ PALETTE = {
     "optimizer_states": "#E69F00",
     "activations": "#009E73",
     "key_value_cache": "#882255",
+    "predictions": "#661100",
     "inputs": "#000000",
     "temporaries": "#CC79A7",
     "inside_operations": "#999999",

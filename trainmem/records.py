@@ -10,7 +10,7 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -35,6 +35,7 @@ class Category(StrEnum):
     OPTIMIZER_STATES = "optimizer_states"
     ACTIVATIONS = "activations"  # made in forward while gradients are recorded
     KEY_VALUE_CACHE = "key_value_cache"  # of the tokens that inference has read or written
+    PREDICTIONS = "predictions"  # that an evaluation keeps until all batches are done, with their labels and losses
     INPUTS = "inputs"  # batches
     TEMPORARIES = "temporaries"
     INSIDE_OPERATIONS = "inside_operations"  # what no tensor shows: workspaces
@@ -60,6 +61,9 @@ class Phase(StrEnum):
     STEP = "step"
     REDUCER = "reducer"  # DistributedDataParallel makes its buckets, FSDP2 scatters gradients
     GATHER = "gathering"  # FSDP2 gathers weights
+    EVALUATION = "evaluation"  # by the Trainer, between steps or after the last
+    SAVING = "saving"  # the Trainer writes a checkpoint
+    LOADING = "loading"  # the Trainer reads the best checkpoint
 
     __repr__ = str.__repr__
 
@@ -69,6 +73,25 @@ class Phase(StrEnum):
         if self in (Phase.SETUP, Phase.BEFORE, Phase.AFTER_FORWARD):
             return Phase.FORWARD.value
         return Phase.STEP.value if self is Phase.AFTER_BACKWARD else self.value
+
+
+APART = (Phase.EVALUATION, Phase.SAVING, Phase.LOADING)  # phases beside the steps: of these the peak is recorded
+BEGIN = "begin "  # prefix of the mark where one of these begins; the mark at its end has its name
+
+
+def is_end(label: str) -> bool:
+    """Return whether a mark is the end of a phase of a step."""
+    return label != "start" and label not in APART and not label.startswith(BEGIN)
+
+
+def stretches(labels: Iterable[str]) -> Iterator[tuple[Phase, int, int]]:
+    """Yield each phase of `APART` with the numbers of the marks at its beginning and at its end; `labels`: of marks."""
+    begin = 0
+    for number, label in enumerate(labels):
+        if label.startswith(BEGIN):
+            begin = number
+        elif label in APART:
+            yield Phase(label), begin, number
 
 
 class Record:
@@ -116,7 +139,9 @@ class Memory(Record):
     peak_operation: str | None = None  # e.g. "aten.mm.default"
     peak_module: str | None = None  # by its name in the model; in backward the one whose forward is undone
     breakdown: dict[str, int] | None = None  # of `peak_bytes` by `Category`; sums to it
-    phases: dict[str, int] | None = None  # live at the end of each phase of the last step recorded
+    # Live at the end of each phase of the last step recorded; of evaluation, saving and loading the peak, if that
+    # is more than was live before.
+    phases: dict[str, int] | None = None
     phase_breakdowns: dict[str, dict[str, int]] | None = None  # of these, by `Category`
     # The last step recorded as a series: {"phase": [...], "operation": [...], "module": [...], "weights": [bytes, ...],
     # ...}, one entry for each of some 200 stretches of operations, taken where the stretch is highest.

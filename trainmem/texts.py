@@ -49,7 +49,8 @@ def bytes_text(size: float | None, binary: bool = False) -> str:
 
 def phase_text(phase: str | None) -> str:
     """Return when a peak is, e.g. "during the backward pass"; `phase` as in `records.Memory.peak_phase`."""
-    names = {"step": "the optimizer update", None: "an unknown phase"}
+    names = {"step": "the optimizer update", None: "an unknown phase", "evaluation": "evaluation"}
+    names |= {"saving": "the saving of a checkpoint", "loading": "the loading of the best checkpoint"}
     names |= {each: f"the {each} pass" for each in ("forward", "backward")}
     return f"during {names.get(phase, phase)}"
 

@@ -3,6 +3,7 @@
 The same code is measured (on real tensors) and estimated (on fake ones).
 """
 
+import contextlib
 import dataclasses
 import importlib
 import os
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainmem.core import adapters, optional_packages
+from trainmem.core import adapters, evaluation, hardware, optional_packages
 from trainmem.core.arguments import Arguments
 from trainmem.core.configurations import Weights
 from trainmem.core.families import OF_UNEQUAL_LENGTHS, positions
@@ -98,7 +99,8 @@ class Experiment:
 def train(experiment: Experiment, folder: str, steps: int, keep_losses: bool = True) -> list[float]:
     """The Trainer, with the task's model and data and the experiment's arguments. Returns the loss of each step.
 
-    `steps` optimizer steps, unless losses are kept and the arguments say `max_steps` or `num_train_epochs`.
+    `steps` optimizer steps, unless losses are kept and the arguments say `max_steps` or `num_train_epochs`. Without
+    losses the training evaluates and saves after the last of them, if the arguments say so.
     """
     import cloudpickle
     from transformers import PrinterCallback, Trainer
@@ -106,8 +108,11 @@ def train(experiment: Experiment, folder: str, steps: int, keep_losses: bool = T
     arguments = experiment.arguments
     if not keep_losses:  # the memory pass needs no more than its steps, whatever the arguments say
         arguments = arguments.replace(max_steps=min(arguments.get("max_steps", steps), steps))
+        arguments = evaluation.once(arguments, arguments.get("max_steps"))
     elif not {"max_steps", "num_train_epochs"} & arguments.training.keys():
         arguments = arguments.replace(max_steps=steps)
+    if keep_losses:
+        arguments = evaluation.never(arguments)
     if arguments.get("deepspeed"):  # one process has no launcher that says so, and DeepSpeed would ask MPI
         if why := optional_packages.missing("deepspeed"):
             raise Invalid(why)
@@ -139,10 +144,13 @@ def train(experiment: Experiment, folder: str, steps: int, keep_losses: bool = T
             return loss
 
     kind = LossKeeper if keep_losses else Trainer
-    collator = experiment.task.collator()
-    trainer = kind(model=model, args=args, train_dataset=dataset, data_collator=collator, optimizers=(optimizer, None))
-    trainer.remove_callback(PrinterCallback)
-    trainer.train()
+    options = {"data_collator": experiment.task.collator(), "optimizers": (optimizer, None)}
+    if evaluation.evaluates(arguments):
+        options |= {"eval_dataset": dataset, "compute_metrics": evaluation.metrics(arguments)}
+    with evaluation.unknown_values() if hardware.is_rehearsal() else contextlib.nullcontext():
+        trainer = kind(model=model, args=args, train_dataset=dataset, **options)
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
     return [sum(loss.item() for loss in step) for step in losses]
 
 

@@ -22,7 +22,7 @@ import numpy as np
 from trainmem.estimate.allocator import CachingAllocator, OutOfMemory, rounded
 from trainmem.estimate.allocator_settings import Release, Settings
 from trainmem.estimate.trace_records import Label, Log
-from trainmem.records import TENSOR_CATEGORIES, Memory, Phase, explain
+from trainmem.records import BEGIN, TENSOR_CATEGORIES, Memory, Phase, explain, is_end, stretches
 from trainmem.texts import name_text, shown
 
 _ESTIMATED = "estimated by perf-helpers: nothing was run"
@@ -47,7 +47,12 @@ class Replay:
 
     def memory(self) -> Memory:
         """As a lab measures it."""
-        positions = {label: position for label, position in self.log.marks if label != "start"}
+        positions = {label: position for label, position in self.log.marks if is_end(label)}
+        for phase, *marks in stretches(label for label, _ in self.log.marks):
+            begin, end = (self.log.marks[mark][1] for mark in marks)
+            top = begin + int(self.allocated[begin : end + 1].argmax())
+            if self.allocated[top] > max(self.allocated[begin], self.allocated[positions.get(phase, begin)]):
+                positions[phase.value] = top
         events = self.log.events[: self.peak] or [0]
         label = self.log.blocks[events[-1] if events[-1] >= 0 else ~events[-1]][1]
         return Memory(
@@ -159,6 +164,7 @@ def snapshot(log: Log, settings: str = "", capacity: int | None = None, rules: R
         "external_annotations": [
             {"stage": stage, "name": name, "device": 0, "time_us": time}
             for (_, begin), (name, end) in itertools.pairwise(marks)
+            if not name.startswith(BEGIN)
             for stage, time in (("START", begin), ("END", end))
         ],
     }

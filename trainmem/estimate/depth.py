@@ -114,11 +114,11 @@ def _shallow(
 
 def _places(trace: Trace, totals: "np.ndarray", layers: int) -> Places:
     """First and last layer are places of their own; those between them are one. What runs in no module is left out,
-    but for the optimizer's: at what time it runs may differ with the depth."""
+    but for the optimizer's and predictions: at what time it runs may differ with the depth."""
     places: Places = {}
     names = {"0": "first", str(layers - 1): "last"}
     for phase, operation, module, total in zip(trace.phases, trace.operations, trace.modules, totals, strict=True):
-        if not module and phase is not Phase.STEP:
+        if not module and phase not in (Phase.STEP, Phase.EVALUATION):
             continue
         layer = re.sub(r"\d+", lambda found: names.get(found[0], "between"), module, count=1)
         place = phase.shown, operation.name, layer

@@ -191,7 +191,7 @@ class DeviceTracker(FakeTracker):
         elif self._requested and not self._from_the_start:
             return self._requested
         else:
-            is_there = self._from_the_start or self.phase in _OF_MODEL
+            is_there = self._from_the_start or self.moment in _OF_MODEL
         return Placement.DEVICE if is_there else Placement.HOST
 
     def execute(self, function, args, kwargs):

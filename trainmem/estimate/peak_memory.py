@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainmem import cards
+from trainmem.core import evaluation
 from trainmem.core.arguments import Arguments
 from trainmem.core.outcomes import Invalid
 from trainmem.core.training import Experiment
@@ -126,7 +127,7 @@ def _as_traced(experiment: Experiment, device: Device) -> Experiment:
         arguments = arguments.without(*(f"dataloader_{name}" for name in _OF_WORKERS))
     if device.kind == "cpu" or processes == 1:  # accelerate ignores them
         arguments = arguments.without(*(name for name in arguments.given if name.startswith("fsdp")))
-    if experiment.training and not experiment.function:
+    if experiment.training and not experiment.function and not evaluation.evaluates(arguments):
         task = task.replace(dataset_size=min(task.dataset_size, enough_samples(arguments, processes)))
     return experiment.replace(arguments=arguments, task=task)
 
@@ -304,6 +305,11 @@ def memory_of(traced: TracedExperiment) -> Memory:
     trace, totals = traced.trace, traced.totals
     peak = int(totals.argmax())  # the index of the operation
     marks = {label: _by_category(live) for label, live in trace.marks.items()}
+    phases = {label: sum(parts.values()) for label, parts in marks.items()}
+    for phase, before, (first, last) in trace.apart:
+        top = max(range(first, last), key=totals.__getitem__, default=None)
+        if top is not None and totals[top] > max(before, phases.get(phase, 0)):
+            marks[phase.value], phases[phase.value] = _by_category(trace.live[top]), int(totals[top])
     return Memory(
         peak_bytes=int(totals[peak]),
         kind="estimated",
@@ -311,8 +317,8 @@ def memory_of(traced: TracedExperiment) -> Memory:
         peak_operation=trace.operations[peak].name,
         peak_module=trace.modules[peak],
         breakdown=explain(_by_category(trace.live[peak]), int(totals[peak])),
-        phases={label: sum(parts.values()) for label, parts in marks.items()},
-        phase_breakdowns={label: explain(parts, sum(parts.values())) for label, parts in marks.items()},
+        phases=phases,
+        phase_breakdowns={label: explain(parts, phases[label]) for label, parts in marks.items()},
         timeline=_timeline(trace, totals),
         parameters=trace.parameters,
         trainable_parameters=trace.trainable,

@@ -29,8 +29,10 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data._utils import fetch
 
+from trainmem.core import evaluation
 from trainmem.core.families import LISTED
 from trainmem.core.outcomes import Invalid
 from trainmem.core.training import Experiment, infer, train
@@ -42,7 +44,7 @@ from trainmem.estimate.trace_records import Label, Log, Operation, Spec, Trace, 
 from trainmem.measure import forked
 from trainmem.measure.tracker import RESIZE, Tracker, counted, local, name_of, watched
 from trainmem.measure.watcher import Block
-from trainmem.records import CATEGORIES, TENSOR_CATEGORIES, Category, Phase
+from trainmem.records import CATEGORIES, TENSOR_CATEGORIES, Category, Phase, is_end, stretches
 
 aten = torch.ops.aten
 
@@ -80,6 +82,7 @@ def follow(experiment: Experiment, tracker: "FakeTracker") -> Trace:
             # On one GPU; with others something is sent after the last.
             alike = tracker.places_modules and experiment.processes == 1 and not deepspeed
             stack.enter_context(_few_micro_batches(tracker, alike))
+        stack.enter_context(_few_batches(tracker))
         if experiment.processes > 1 or deepspeed:
             stack.enter_context(one_rank_of(experiment.processes))
         if experiment.processes > 1 and experiment.arguments.get("fsdp"):
@@ -97,7 +100,8 @@ def follow(experiment: Experiment, tracker: "FakeTracker") -> Trace:
                 cloudpickle.loads(experiment.function)(experiment.task)
             elif experiment.training:
                 steps = experiment.steps_on_a_gpu if tracker.places_modules else experiment.metered_steps
-                train(experiment, folder, steps, keep_losses=False)
+                with evaluation.unknown_values():
+                    train(experiment, folder, steps, keep_losses=False)
             else:
                 infer(experiment)
         numbers = counted(parameters.values())
@@ -179,16 +183,19 @@ class FakeTracker(Tracker):
         """Send a module to the device, and return it."""
         return module
 
-    def repeated(self, span: tuple) -> FakeTensor | None:
-        """What happened in a micro-batch happens again: gradients that there are none of are new ones, and so is the
-        loss. None where anything else was left behind, but for workspaces, which a thread keeps, or anything was given
-        back that was there before. `span`: lengths of the log and of the operations, before it and after, and what it
-        left: the loss, then gradients, as (weight that has it or None, how to make such a tensor, block)."""
+    def repeated(self, span: tuple) -> list[FakeTensor] | None:
+        """Repeat a micro-batch, or a batch of an evaluation, and return what it left: the loss, then
+        gradients where there are none, or predictions. None where anything else was left behind, but for workspaces,
+        which a thread keeps, or anything was given back that was there before. `span`: lengths of the log and of the
+        operations, before it and after, and what it left, as (weight whose gradient it is or None, how to make such a
+        tensor, block)."""
         (start, first), (end, last), left = span
         entries, kept = self.log[start:end], {id(block) for *_, block in left}
         born, dead = ({id(block): block for block, sign in entries if sign == which} for which in (1, -1))
         workspaces = {key for key in born.keys() - dead.keys() - kept if born[key].operation in WORKSPACES}
-        if born.keys() ^ dead.keys() ^ workspaces != kept or any(owner.grad is not None for owner, *_ in left[1:]):
+        if born.keys() ^ dead.keys() ^ workspaces != kept or len(kept) < len(left):
+            return None
+        if any(owner.grad is not None for owner, *_ in left if owner is not None):
             return None
         twins, made = {}, []
         for owner, like, block in left:
@@ -213,8 +220,7 @@ class FakeTracker(Tracker):
             (label, places[length - start], count - last + len(self.operations)) for label, length, count in ends
         ]
         self.emptied += [places[length - start] for length in self.emptied if start < length <= end]
-        self.phase = Phase.AFTER_BACKWARD
-        return made[0]
+        return made
 
     @contextlib.contextmanager
     def collating(self) -> Iterator[None]:
@@ -248,12 +254,12 @@ class FakeTracker(Tracker):
             return True  # to be set on a storage, as where a number is copied
         if function.overloadpacket is aten.rand and math.prod(args[0]) == 1:
             return True  # for a decision, as whether a layer is left out
-        if function is aten.empty.memory_format and not args[0] and self.phase in (Phase.SETUP, Phase.BEFORE):
+        if function is aten.empty.memory_format and not args[0] and self.moment in (Phase.SETUP, Phase.BEFORE):
             return True  # for a seed, which a loader draws before a sampler draws its order
-        if function is aten.scalar_tensor.default and self.phase == Phase.FORWARD:
+        if function is aten.scalar_tensor.default and self.moment == Phase.FORWARD:
             return True  # a mask's, which others look at
         if function.overloadpacket in _REAL_IN_FORWARD:
-            return (self.phase == Phase.FORWARD or self.collates) and np.prod(args[0], dtype=np.int64) <= _LARGE
+            return (self.moment == Phase.FORWARD or self.collates) and np.prod(args[0], dtype=np.int64) <= _LARGE
         # Numbers alone where tensors could be, as in torch.div(length, 2): the result may be the length of something.
         numbers_alone = any("Tensor" in str(argument.type) for argument in function._schema.arguments)
         return numbers_alone or function.overloadpacket in _ALWAYS_REAL
@@ -345,6 +351,10 @@ class Routing(Enum):
         return (result[0], numbers) if is_topk else numbers
 
 
+def spec_of(tensor: torch.Tensor) -> Spec:
+    return Spec(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
 WEIGHT_OF_NORM = {aten.native_layer_norm.default: 2, aten.native_batch_norm.default: 1}  # index of that argument
 
 
@@ -426,18 +436,59 @@ def _few_micro_batches(tracker: FakeTracker, alike: bool) -> contextlib.Abstract
             is_between = 1 < number < last
             is_left_out = is_between and not (tracker.places_modules and number < _REPEATED)
             again = None if is_left_out else tracker.repeated(seen[place])
-            if again is not None or is_between:
-                return torch.zeros((), dtype=seen[place][-1][0][1].dtype) if again is None else again
+            if again is not None:
+                tracker.phase = Phase.AFTER_BACKWARD
+                return again[0]
+            if is_between:
+                return torch.zeros((), dtype=seen[place][-1][0][1].dtype)
         begin = len(tracker.log), len(tracker.operations)
         learned = [weight for weight in model.parameters() if weight.requires_grad and weight.grad is None]
         loss = plain(trainer, model, inputs, *rest, **options)
         end = len(tracker.log), len(tracker.operations)
         made = [(None, loss), *((weight, weight.grad) for weight in learned if weight.grad is not None)]
-        left = [(weight, Spec(tuple(t.shape), t.stride(), t.dtype), tracker.block(t)) for weight, t in made]
+        left = [(weight, spec_of(t), tracker.block(t)) for weight, t in made]
         seen[place] = begin, end, left
         return loss
 
     return patch.object(Trainer, "training_step", training_step)
+
+
+_MADE = " "  # in the place of an input's name
+
+
+def _few_batches(tracker: FakeTracker) -> contextlib.AbstractContextManager:
+    """Of an evaluation's batches of one shape only the first two are traced; each later one repeats the second, and the
+    Trainer then keeps its predictions as those of any other."""
+    from transformers import Trainer
+
+    plain, seen = Trainer.prediction_step, collections.defaultdict(list)
+
+    def prediction_step(trainer, model, inputs, *rest, **options):
+        given = {name: each for name, each in inputs.items() if isinstance(each, torch.Tensor)}
+        known = seen[id(model), repr(rest), *((name, spec_of(each)) for name, each in given.items())]
+        if len(known) > 1:
+            span, structure, places = known[-1]
+            if span and (made := tracker.repeated(span)) is not None:
+                leaves = [made.pop(0) if place is _MADE else place and given[place].detach() for place in places]
+                return tree_unflatten(leaves, structure)
+        begin = len(tracker.log), len(tracker.operations)
+        result = plain(trainer, model, inputs, *rest, **options)
+        end = len(tracker.log), len(tracker.operations)
+        leaves, structure = tree_flatten(result)
+        own = {id(block) for block, sign in tracker.log[begin[0] : end[0]] if sign > 0}
+        names = {(each.untyped_storage()._cdata, *spec_of(each)): name for name, each in given.items()}
+        places, left = [], []  # labels are the batch's own tensors
+        for leaf in leaves:
+            if leaf is not None and id(block := tracker.block(leaf)) in own:
+                left.append((None, spec_of(leaf), block))
+                places.append(_MADE)
+            else:
+                places.append(leaf if leaf is None else names.get((leaf.untyped_storage()._cdata, *spec_of(leaf)), ""))
+        span = None if "" in places else (begin, end, left)
+        known.append((span, structure, places))
+        return result
+
+    return patch.object(Trainer, "prediction_step", prediction_step)
 
 
 # ---- the trace
@@ -457,17 +508,23 @@ def _traced(tracker: FakeTracker, parameters: int, trainable: int) -> Trace:
     ends = np.array([length for length, *_ in tracker.operations[first:]])
     born = births[ends] - births[begins[:-1]]
     ends_of_steps = [operations for label, _, operations in tracker.marks if label == "step"]
+    apart = [
+        (phase, int(total[tracker.marks[begin][1]]), tuple(tracker.marks[mark][2] - first for mark in (begin, end)))
+        for phase, begin, end in stretches(label for label, *_ in tracker.marks)
+    ]
+    last = next((begin for *_, (begin, _) in apart if ends_of_steps and begin >= ends_of_steps[-1] - first), len(ends))
     return Trace(
         operations=[*_shared(zip((operation for _, operation in tracker.begun[first:]), born.tolist(), strict=True))],
         phases=[phase for _, phase, *_ in tracker.operations[first:]],
         modules=[module for *_, module in tracker.operations[first:]],
         live=live[ends],
         high=highest(total, begins),
-        marks={label: live[length] for label, length, _ in tracker.marks if label != "start"},
+        marks={label: live[length] for label, length, _ in tracker.marks if is_end(label)},
         parameters=parameters,
         trainable=trainable,
-        last_step=(max(ends_of_steps[-2] - first, 0) if len(ends_of_steps) > 1 else 0, len(ends)),
+        last_step=(max(ends_of_steps[-2] - first, 0) if len(ends_of_steps) > 1 else 0, last),
         begins=begins,
+        apart=tuple(apart),
         log=recorded(tracker) if tracker.places_modules else None,
     )
 

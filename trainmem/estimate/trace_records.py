@@ -145,11 +145,13 @@ class Trace:
     modules: list[str]  # to which each belongs, by its name in the model; "" outside of all
     live: np.ndarray  # (operations, categories): what lives when it has ended
     high: np.ndarray  # (operations,): the highest total until the next one begins
-    marks: dict[str, np.ndarray]  # {phase: (categories,)}: what lives at the phase's last end
+    marks: dict[str, np.ndarray]  # {phase: (categories,)}: what lives at the phase's last end, if it is of a step
     parameters: int  # numbers in the model's weights
     trainable: int  # of these
     last_step: tuple[int, int]  # the operations of the last training step, as (first, last + 1)
     begins: np.ndarray  # (operations + 1,): events of the log before each, and all of them
+    # Phases beside the steps: (phase, bytes that lived before, its operations as in `last_step`).
+    apart: tuple[tuple[Phase, int, tuple[int, int]], ...] = ()
     log: Log | None = None  # of births and deaths, where a device's memory is followed
     one_sided: "Trace | None" = None  # the same with another routing of tokens to experts, where values decide it
     witnessed: Any = None  # what `explanation.Witness` adds

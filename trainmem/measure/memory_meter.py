@@ -14,7 +14,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from trainmem.core import hardware
 from trainmem.measure.tracker import Tracker, counted, name_of, watched
 from trainmem.measure.watcher import MARK, Watcher
-from trainmem.records import CATEGORIES, Memory, explain
+from trainmem.records import APART, BEGIN, CATEGORIES, Memory, explain, is_end, stretches
 
 COLLECTIVES = "c10d."  # how the names of their operations begin
 
@@ -93,7 +93,8 @@ class MemoryMeter:
             return None
         account = tracker.account() if self._cuda else self._replay(self._profile, tracker)
         totals = {mark[0]: total for mark, total in zip(tracker.marks, account.at_marks, strict=True)}
-        totals.pop("start", None)
+        totals = {label: total for label, total in totals.items() if is_end(label)}
+        totals |= {phase: size for phase, (size, _) in account.apart.items()}
         parameters, trainable = counted(self._parameters.values())
         memory = Memory(
             peak_bytes=account.peak_bytes,
@@ -101,7 +102,7 @@ class MemoryMeter:
             phases=totals,
             parameters=parameters,
             trainable_parameters=trainable,
-            reserved_bytes=torch.cuda.max_memory_reserved() if self._cuda else None,
+            reserved_bytes=account.reserved_bytes,
             device_used_bytes=self._device_used,
             context_bytes=self._context_bytes,
             rss_bytes=peak_rss_bytes(),
@@ -110,6 +111,7 @@ class MemoryMeter:
             return memory
         length, phase, name, module = tracker.operations[account.peak_operation]
         at = {label: position for label, position, _ in tracker.marks}
+        at |= {phase: tracker.operations[operation][0] for phase, (_, operation) in account.apart.items()}
         return dataclasses.replace(
             memory,
             peak_phase=phase.shown,
@@ -146,6 +148,8 @@ class _Account:
     peak_operation: int  # index of the operation it fell in; -1: before the first
     at_marks: list[int]  # the total at each mark
     at_operations: list[int]  # the highest total during each operation
+    apart: dict[str, tuple[int, int]]  # of phases beside the steps: the peak, and the operation it fell in
+    reserved_bytes: int | None = None  # the most that a CUDA allocator held
 
 
 class _Change(NamedTuple):
@@ -162,6 +166,19 @@ class _Ran(NamedTuple):
     begin: int
     end: int
     thread: int
+
+
+def _apart(tracker: Watcher, at_marks: list[int], highest: Callable) -> dict[str, tuple[int, int]]:
+    """The peak of each phase beside the steps, and the operation it fell in, if it is above what was live before.
+
+    `highest`: the two of the stretch between two marks, by their numbers.
+    """
+    found = {}
+    for phase, begin, end in stretches(label for label, *_ in tracker.marks):
+        peak = highest(begin, end)
+        if peak[0] > max(at_marks[begin], found.get(phase, (0,))[0]):
+            found[phase.value] = peak
+    return found
 
 
 def profiled() -> torch.profiler.profile:
@@ -200,9 +217,18 @@ def _replayed(profile: torch.profiler.profile, tracker: Watcher) -> _Account:
     for begin, end in itertools.pairwise([*begins, float("inf")]):
         first, last = bisect.bisect_left(times, begin), bisect.bisect_left(times, end)
         at_operations.append(max(totals[first + 1 : last + 1], default=totals[first]))
-    operation = bisect.bisect_right(begins, times[peak - 1]) - 1 if peak else -1
+
+    def operation(change: int) -> int:
+        return bisect.bisect_right(begins, times[change - 1]) - 1 if change else -1
+
+    def highest(begin: int, end: int) -> tuple[int, int]:
+        first, last = (bisect.bisect_right(times, mark_times[number]) for number in (begin, end))
+        top = max(range(first, last + 1), key=totals.__getitem__)
+        return totals[top], operation(top)
+
     at_marks = [totals[bisect.bisect_right(times, when)] for when in mark_times]
-    return _Account(totals[peak], operation, at_marks, at_operations)
+    apart = _apart(tracker, at_marks, highest)
+    return _Account(totals[peak], operation(peak), at_marks, at_operations, apart)
 
 
 def _replayed_by_tensors(profile: torch.profiler.profile, tracker: "_CpuTracker") -> _Account:
@@ -224,7 +250,14 @@ def _replayed_by_tensors(profile: torch.profiler.profile, tracker: "_CpuTracker"
     start = next((count for label, _, count in tracker.marks if label == "start"), 0)
     peak = max(range(start, len(at_operations)), key=at_operations.__getitem__, default=-1)
     at_marks = [live[length] for _, length, _ in tracker.marks]
-    return _Account(at_operations[peak] if peak >= 0 else 0, peak, at_marks, at_operations)
+
+    def highest(begin: int, end: int) -> tuple[int, int]:
+        first, last = (tracker.marks[number][2] for number in (begin, end))
+        top = max(range(first, last), key=at_operations.__getitem__, default=-1)
+        return (at_operations[top], top) if top >= 0 else (0, top)
+
+    apart = _apart(tracker, at_marks, highest)
+    return _Account(at_operations[peak] if peak >= 0 else 0, peak, at_marks, at_operations, apart)
 
 
 class _CpuTracker(Tracker):
@@ -271,20 +304,35 @@ def _is_gloo_at_work(thread: Path) -> bool:
 
 
 class _CudaWatcher(Watcher):
-    """Asks the CUDA allocator for its peak, and at each mark for its total."""
+    """Asks the CUDA allocator for its peak, also of each phase beside the steps, and at each mark for its total."""
 
     def __init__(self, **options):
         super().__init__(**options)
         self._at_marks: list[int] = []
+        self._at_operations: list[int] = []
+        self._peak, self._peak_operation = 0, -1  # since the last border
+        self._peaks: list[tuple[int, int, int, int]] = []  # (marks before its end, allocated, operation, reserved)
 
     def mark(self, label):
         super().mark(label)
-        if label == "start":
+        if label == "start" or label in APART or label.startswith(BEGIN):
+            self._close()
+            self._peaks = self._peaks * (label != "start")
             torch.cuda.reset_peak_memory_stats()
+            self._peak, self._peak_operation = 0, -1
         self._at_marks.append(torch.cuda.memory_allocated())
 
+    def _close(self) -> None:
+        peaks = torch.cuda.max_memory_allocated(), self._peak_operation, torch.cuda.max_memory_reserved()
+        self._peaks.append((len(self.marks), *peaks))
+
     def account(self) -> _Account:
-        return _Account(torch.cuda.max_memory_allocated(), -1, self._at_marks, [])
+        self._close()
+        ends = {number: (size, operation) for number, size, operation, _ in self._peaks}
+        apart = _apart(self, self._at_marks, lambda _, end: ends[end + 1])
+        reserved = max(size for *_, size in self._peaks)
+        highest = max(ends.values(), key=lambda peak: peak[0])
+        return _Account(*highest, self._at_marks, self._at_operations, apart, reserved)
 
 
 class _CudaTracker(_CudaWatcher, Tracker):
@@ -292,8 +340,6 @@ class _CudaTracker(_CudaWatcher, Tracker):
 
     def __init__(self):
         super().__init__(granularity=512, device="cuda")
-        self._peak, self._peak_operation = 0, -1
-        self._at_operations: list[int] = []
 
     def execute(self, function, args, kwargs):
         result = function(*args, **kwargs)
@@ -310,15 +356,6 @@ class _CudaTracker(_CudaWatcher, Tracker):
     def resized(self, storage):
         super().resized(storage)
         self._at_operations.append(torch.cuda.memory_allocated())
-
-    def mark(self, label):
-        super().mark(label)
-        if label == "start":
-            self._peak = 0
-
-    def account(self) -> _Account:
-        plain = super().account()
-        return dataclasses.replace(plain, peak_operation=self._peak_operation, at_operations=self._at_operations)
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_iter
 
 from trainmem.core import adapters
 from trainmem.measure.watcher import Block, Watcher
-from trainmem.records import TENSOR_CATEGORIES, Category, Phase
+from trainmem.records import APART, BEGIN, TENSOR_CATEGORIES, Category, Phase
 
 # What autograd does in place, unless a dispatch mode is on: the sum of two gradients, and writing into fresh zeros.
 _IN_PLACE = {
@@ -56,10 +56,11 @@ class Tracker(Watcher, TorchDispatchMode):
     - before a forward: an input
     - in DistributedDataParallel's reducer, and while FSDP2 scatters gradients: a gradient
     - while FSDP2 gathers weights: a weight copy
+    - in an evaluation inside a module: an activation; between the modules: an input
     - otherwise (in backward, or in the optimizer's step): a temporary
 
-    `TrainingHooks` changes the category of weights, of gradients, of optimizer states, and of keys and values that a
-    cache keeps while no gradients are recorded.
+    `TrainingHooks` changes the category of weights, of gradients, of optimizer states, of keys and values that a
+    cache keeps while no gradients are recorded, and of predictions that an evaluation keeps.
 
     Args:
         granularity: the allocator rounds each storage up to a multiple of these bytes.
@@ -163,18 +164,25 @@ class Tracker(Watcher, TorchDispatchMode):
             # Otherwise the allocator does not own the memory: numpy, a mapped file or another process does.
             self._add_block(storage, self._category_at_allocation(function, args), name_of(function))
 
+    @property
+    def moment(self) -> Phase:
+        """The phase; in an evaluation whether a batch goes forward or is made."""
+        if self.phase != Phase.EVALUATION:
+            return self.phase
+        return Phase.FORWARD if self.modules.here() else Phase.BEFORE
+
     def _category_at_allocation(self, function, args) -> Category:
         """Return the category of what an operation allocates in this phase, as the class describes."""
         if self.phase in (Phase.REDUCER, Phase.GATHER):
             return Category.GRADIENTS if self.phase == Phase.REDUCER else Category.WEIGHT_COPIES
         recorded = torch.is_grad_enabled() and self.phase in (Phase.FORWARD, Phase.AFTER_FORWARD, Phase.BACKWARD)
-        if recorded or self.phase == Phase.FORWARD:
+        if recorded or self.moment == Phase.FORWARD:
             if function is torch.ops.aten._to_copy.default:
                 source = self.block(args[0])
                 if source is not None and source.category in WEIGHTS:
                     return Category.WEIGHT_COPIES
             return Category.ACTIVATIONS
-        return Category.INPUTS if self.phase in (Phase.SETUP, Phase.BEFORE) else Category.TEMPORARIES
+        return Category.INPUTS if self.moment in (Phase.SETUP, Phase.BEFORE) else Category.TEMPORARIES
 
     def _storage(self, tensor: torch.Tensor):
         """Return the tensor's storage, or None if it has none on the tracked device."""
@@ -275,9 +283,14 @@ def _replacements(hooks: "TrainingHooks") -> Iterator[tuple[Any, str, Callable]]
     """Yield (owner, name, method of the hooks that is called instead) for each function that is replaced."""
     yield torch.autograd, "backward", hooks.backward
     yield torch, "get_rng_state", hooks.get_rng_state
+    trainer = sys.modules.get("transformers.trainer")
+    for name, phase in _METHODS_APART.items() if trainer else ():
+        yield trainer.Trainer, name, functools.partial(hooks.run_apart, phase)
     if not isinstance(hooks.tracker, TorchDispatchMode):
         return  # the others only change what a tracker logs
     yield torch.UntypedStorage, "resize_", hooks.resize
+    if trainer:
+        yield trainer.EvalLoopContainer, "add", hooks.keep_predictions
     if caches := sys.modules.get("transformers.cache_utils"):
         yield caches.Cache, "update", hooks.update_cache
         yield caches.Cache, "reorder_cache", hooks.update_cache
@@ -293,6 +306,14 @@ def _replacements(hooks: "TrainingHooks") -> Iterator[tuple[Any, str, Callable]]
         yield FSDPParamGroup, name, functools.partial(hooks.run_in, Phase.GATHER)
     yield FSDPParamGroup, "post_backward", hooks.scatter_gradients
     yield ShardingPropagator, "_propagate_tensor_meta_non_cached", hooks.run_untracked
+
+
+# Methods of the Trainer that run beside the steps.
+_METHODS_APART = {
+    "evaluate": Phase.EVALUATION,
+    "_save_checkpoint": Phase.SAVING,
+    "_load_best_model": Phase.LOADING,
+}
 
 
 def calling(replacement: Callable, plain: Callable) -> Callable:
@@ -314,7 +335,8 @@ class TrainingHooks:
 
     def __init__(self, tracker: Watcher):
         self.tracker = tracker
-        self.parameters: dict[int, torch.Tensor] = {}  # by id
+        self.parameters: dict[int, torch.Tensor] = {}  # and buffers, by id
+        self._is_started = False  # whether anything was computed
         self._forwards = 0  # nested modules whose forward runs
         self._backwards = 0  # nested backward passes that run: checkpointing starts one inside another
 
@@ -323,12 +345,12 @@ class TrainingHooks:
         if self._backwards:
             return  # checkpointing repeats a forward
         if not self._forwards:
-            if self.tracker.phase == Phase.SETUP:
-                self.tracker.mark("start")
+            self._start()
             self._tag_weights(itertools.chain(module.parameters(), module.buffers()))
             for weight, kept in adapters.constants(module):
                 self.tracker.tag([weight, *kept], Category.QUANTIZED_WEIGHTS)
-            self.tracker.phase = Phase.FORWARD
+            if self.tracker.phase not in APART:
+                self.tracker.phase = Phase.FORWARD
         self._forwards += 1
 
     def after_forward(self, module, _, __):
@@ -336,9 +358,29 @@ class TrainingHooks:
         if self._backwards:
             return
         self._forwards -= 1
-        if not self._forwards:
+        if not self._forwards and self.tracker.phase not in APART:
             self.tracker.mark("forward")
             self.tracker.phase = Phase.AFTER_FORWARD
+
+    def _start(self) -> None:
+        if not self._is_started:
+            self._is_started = True
+            self.tracker.mark("start")
+
+    def run_apart(self, phase: Phase, plain, *args, **kwargs):
+        """Run a method of the Trainer beside the steps: the forwards in an evaluation are no step's."""
+        if self.tracker.phase in APART:
+            return plain(*args, **kwargs)  # of one among several data sets
+        self._start()
+        self.tracker.mark(f"{BEGIN}{phase}")
+        try:
+            return self.run_in(phase, plain, *args, **kwargs)
+        finally:
+            self.tracker.mark(phase.value)
+
+    def keep_predictions(self, plain, container, *args, **kwargs):
+        plain(container, *args, **kwargs)
+        self.tracker.tag(container.tensors, Category.PREDICTIONS)
 
     def before_step(self, optimizer, *_):
         self._tag_weights(weight for group in optimizer.param_groups for weight in group["params"])

@@ -1,0 +1,97 @@
+"""Evaluation and checkpoints of a training whose memory is measured or estimated: once, after its last step.
+
+The Trainer's own methods evaluate, save and load. Where no values are known, in an estimate and in a rehearsal, the
+arrays that it makes of predictions are `without_values`.
+"""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from trainmem.core.arguments import Arguments
+
+_EVERY = ("eval_steps", "save_steps")
+_EVALUATION = ("eval_strategy", "eval_on_start", "eval_delay", "load_best_model_at_end")
+
+
+def evaluates(arguments: Arguments) -> bool:
+    """Return whether a training evaluates at all."""
+    return _strategy(arguments, "eval_strategy") != "no" or bool(arguments.get("eval_on_start"))
+
+
+def _strategy(arguments: Arguments, name: str) -> str:
+    chosen = arguments.get(name) or "no"
+    return str(getattr(chosen, "value", chosen))
+
+
+def once(arguments: Arguments, steps: int) -> Arguments:
+    """Return arguments with which a training of so many steps evaluates and saves after the last one only."""
+    if not evaluates(arguments) and _strategy(arguments, "save_strategy") == "no":
+        return arguments
+    return arguments.without("eval_delay").replace(**dict.fromkeys(_EVERY, steps))
+
+
+def never(arguments: Arguments) -> Arguments:
+    """Return arguments with which a training does not evaluate."""
+    return arguments.without(*_EVALUATION) if evaluates(arguments) else arguments
+
+
+def metrics(arguments: Arguments) -> Callable | None:
+    """Return a `compute_metrics` for the Trainer, which keeps predictions for it; None: only the loss is computed.
+
+    Metrics are computed with `prediction_loss_only=False`, and where another argument needs them.
+    """
+    best = (arguments.get("metric_for_best_model") or "loss").removeprefix("eval_")
+    needed = best != "loss" or bool(arguments.get("batch_eval_metrics"))
+    if arguments.get("prediction_loss_only", not needed):
+        return None
+
+    def compute(predictions: Any, compute_result: bool = True) -> dict[str, float]:
+        return {} if best == "loss" else {best: 0.0}
+
+    return compute
+
+
+@contextlib.contextmanager
+def unknown_values():
+    """Let the Trainer's predictions become arrays `without_values`."""
+    from transformers import trainer_pt_utils
+
+    joined, numpified = trainer_pt_utils.nested_concat, trainer_pt_utils.nested_numpify
+
+    def numpify(tensors: Any) -> Any:
+        return without_values(tensors) if hasattr(tensors, "untyped_storage") else numpified(tensors)
+
+    def join(arrays: Any, more: Any, padding_index: int = -100) -> Any:
+        if not isinstance(arrays, Predictions):
+            return joined(arrays, more, padding_index)
+        widths = np.maximum(arrays.shape, more.shape)[1:]
+        return _shaped((len(arrays) + len(more), *widths), arrays.dtype)
+
+    with (
+        patch.object(trainer_pt_utils, "nested_numpify", numpify),
+        patch.object(trainer_pt_utils, "nested_concat", join),
+    ):
+        yield
+
+
+class Predictions(np.ndarray):
+    """An array of a tensor's shape that takes no memory. On a CPU it shares the tensor's, which it keeps alive."""
+
+    tensor: Any = None
+
+
+def without_values(tensor: Any) -> Predictions:
+    host = tensor.cpu()
+    if "bfloat16" in str(host.dtype):
+        host = host.float()
+    array = _shaped(tuple(host.shape), np.dtype(str(host.dtype).removeprefix("torch.")))
+    array.tensor = host
+    return array
+
+
+def _shaped(shape: tuple[int, ...], dtype: np.dtype) -> Predictions:
+    return np.broadcast_to(np.ones((), dtype), shape).view(Predictions)
