@@ -17,6 +17,7 @@ import os
 import random
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import time
@@ -55,12 +56,14 @@ def row(name: str, program: dict, options: argparse.Namespace) -> dict:
     out = FOLDER / "runs" / name
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
-    for each in program.get("beside", ()):
-        target = out / Path(each).name
-        (shutil.copytree if (source / each).is_dir() else shutil.copy)(source / each, target)
+    for there, each in program.get("beside", {}).items():
+        kept, target = (FOLDER if each.startswith("inputs/") else source) / each, out / there
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(kept, target, dirs_exist_ok=True) if kept.is_dir() else shutil.copy(kept, target)
     places = {"source": source, "inputs": INPUTS, "out": out, "packages": PACKAGES}
     words = [word.format(**places) for word in program["command"]]
-    with surroundings(out, [PACKAGES, *(source / each for each in program.get("paths", ()))]):
+    variables = {name: value.format(**places) for name, value in program.get("variables", {}).items()}
+    with surroundings(out, [PACKAGES, *(source / each for each in program.get("paths", ()))], variables):
         for setup in program.get("setup", ()):
             subprocess.run([sys.executable, *(word.format(**places) for word in setup)], check=True, timeout=SECONDS)
         began = time.monotonic()
@@ -81,11 +84,12 @@ def row(name: str, program: dict, options: argparse.Namespace) -> dict:
 
 
 @contextlib.contextmanager
-def surroundings(folder: Path, paths: list[Path]) -> Iterator[None]:
+def surroundings(folder: Path, paths: list[Path], variables: Named) -> Iterator[None]:
     """Let programs run in a folder of their own, find these paths, and look for nothing on the Hub."""
     before, old = Path.cwd(), dict(os.environ)
     path = os.pathsep.join([*map(str, paths), *filter(None, [old.get("PYTHONPATH")])])
     os.environ.update(PYTHONPATH=path, HF_HUB_OFFLINE="1", HF_HOME=str(FOLDER / "hub"), TOKENIZERS_PARALLELISM="false")
+    os.environ.update(variables)
     os.chdir(folder)
     try:
         yield
@@ -133,6 +137,7 @@ def inputs(folder: Path) -> None:
     """Make texts, pairs, pictures, a tokenizer and tiny models, all by one seed."""
     if (folder / "complete").exists():
         return
+    import pyarrow.parquet
     import tokenizers
     import transformers
 
@@ -145,17 +150,30 @@ def inputs(folder: Path) -> None:
     some = [*zip(short, lines, strict=True)][:300]
     rows = {
         "classes.json": [{"sentence": text, "label": number % 2} for number, text in enumerate(lines[:400])],
-        "pairs.json": [{"sentence1": a, "sentence2": b, "label": 0.5} for a, b in some],
         "sft/train.json": [{"text": text} for text in lines[:400]],
         "grpo/train.json": [{"prompt": text} for text in short[:200]],
         "dpo/train.json": [{"prompt": a, "chosen": b, "rejected": a} for a, b in some],
+        **{
+            f"stsb/{part}.json": [{"sentence1": a, "sentence2": b, "score": len(a) / len(b)} for a, b in some]
+            for part in ("train", "validation", "test")
+        },
         "alpaca.json": [{"instruction": a, "input": "", "output": b} for a, b in some],
     }
     for name, content in rows.items():
         (folder / name).parent.mkdir(exist_ok=True)
         text = json.dumps(content) if name == "alpaca.json" else "\n".join(map(json.dumps, content))
         (folder / name).write_text(text)
-    (folder / "wikitext").mkdir()
+    for name in ("wikitext", "tokens", "nanochat/base_data_climbmix", "MNIST/raw"):
+        (folder / name).mkdir(parents=True)
+    for part in ("train", "val"):
+        (folder / "tokens" / f"{part}.bin").write_bytes(random.randbytes(1 << 17))
+    for number in range(2):
+        table = pyarrow.table({"text": lines[number * 1000 : number * 1000 + 1000]})
+        pyarrow.parquet.write_table(table, folder / "nanochat/base_data_climbmix" / f"shard_0000{number}.parquet")
+    for part, count in {"train": 2048, "t10k": 512}.items():
+        pictures, labels = (folder / "MNIST/raw" / f"{part}-{kind}-ubyte" for kind in ("images-idx3", "labels-idx1"))
+        pictures.write_bytes(struct.pack(">4I", 2051, count, 28, 28) + random.randbytes(count * 784))
+        labels.write_bytes(struct.pack(">2I", 2049, count) + bytes(number % 10 for number in range(count)))
     for part in ("train", "valid", "test"):
         (folder / "wikitext" / f"{part}.txt").write_text("\n".join(lines[:300]))
     special = ["<pad>", "<unk>", "<s>", "</s>", "<mask>", "[CLS]", "[SEP]"]

@@ -71,7 +71,7 @@ assert torch.isfinite(torch.tensor(loss.item())) and numpy.isfinite(loss.cpu().n
 assert scores.argmax(-1).tolist() == [0] * 4 and scores.topk(3).indices.tolist() == [[0, 1, 2]] * 4
 assert scores.sort(dim=0).indices[:, 7].tolist() == [0, 1, 2, 3]
 assert (scores > 0).sum().item() == 0 and (~(scores > 0)).sum().item() == 200, "answers agree with each other"
-assert scores[scores > 0].shape == (0,) and torch.nonzero(scores).shape == (0, 2)
+assert scores[scores > 0].shape == (0,) and torch.nonzero(scores > 0).shape == (0, 2)
 assert (scores.argmax(1) == torch.zeros(4, dtype=torch.long, device="cuda")).sum().item() == 4
 assert not torch.equal(scores, scores) and not torch.allclose(scores, scores) and 3.0 not in scores
 assert len(scores.tolist()) == 4 and scores.cpu().numpy().shape == (4, 50)

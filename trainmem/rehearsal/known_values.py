@@ -296,7 +296,7 @@ class Values(TorchFunctionMode):
                 return function(*args, **kwargs, output_size=int(_memory(exact[0]).sum()))
         if not self.assumes:
             raise NeedsValues(WHY)
-        self.answers["sizes that depend on values, as if masks were false"] += 1
+        self.answers["sizes that depend on values"] += 1
         device = next((tensor.device for tensor in given if tensor.is_cuda), torch.device("cpu"))
         made = _on_cpu(function, args, kwargs, self._assumed)
         return tree_map_only(torch.Tensor, lambda tensor: self._arrive(tensor, device), made)
@@ -306,7 +306,7 @@ class Values(TorchFunctionMode):
         if not self.is_known(mask):
             if not self.assumes:
                 raise NeedsValues(WHY)
-            self.answers["sizes that depend on values, as if masks were false"] += 1
+            self.answers["sizes that depend on values"] += 1
         with _out_of_sight():
             positions = (self._assumed(mask) if self.assumes else _memory(mask)).nonzero()
         return self._arrive(positions.t().contiguous(), mask.device).t()
@@ -421,7 +421,7 @@ def _explained(error: RuntimeError) -> RuntimeError:
         found = "the CUDA runtime" if "not answered in a rehearsal" in text else None
     if not found or isinstance(error, NeedsLibrary | torch.OutOfMemoryError):
         return error
-    return NeedsLibrary(f"a rehearsal does not know the memory that {found} takes here ({str(error).splitlines()[0]})")
+    return NeedsLibrary(f"a rehearsal does not know the memory that {found} takes here ({str(error).partition('. ')[0]})")
 
 
 def install() -> None:

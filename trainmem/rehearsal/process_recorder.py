@@ -1,6 +1,6 @@
 """In a process of a rehearsed program: what it takes, phase by phase, how it ends, and what must not leave it.
 
-Each process with a device writes a file of JSON, after each optimizer step and at its end. `program_report` reads it:
+Each process with a device writes a file of JSON, at each change of phase and at its end. `program_report` reads it:
 
     pid, rank, arguments     of the process
     devices, steps           how many devices it uses; optimizer updates so far
@@ -73,7 +73,9 @@ class Recorder:
                     self.devices.add(device)
                     self.phases[self.phase] = [*map(max, peaks, self.phases.get(self.phase, peaks))]
                 self.reset(device)
-        self.phase = phase
+        if phase != self.phase:
+            self.phase = phase
+            self.write()
 
     def statistics(self, device: int) -> dict:
         """Return what torch's own function returns, with peaks since the program's last reset."""
@@ -106,9 +108,8 @@ class Recorder:
         self.turn(UPDATE)
 
     def after_update(self, *_) -> None:
-        self.turn(BETWEEN)
         self.steps += 1
-        self.write()
+        self.turn(BETWEEN)
 
     def end(self) -> None:
         if not self.ended:

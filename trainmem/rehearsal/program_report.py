@@ -54,7 +54,8 @@ class ProgramRun:
         return {"rehearsed": True, **asdict(self)}
 
     def __repr__(self) -> str:
-        lines = [f"Rehearsed on {self.card}, not measured: {_ENDS[self.status]} (exit code {self.code})"]
+        how = f"signal {-self.code}; its stack is above" if self.code < 0 else f"exit code {self.code}"
+        lines = [f"Rehearsed on {self.card}, not measured: {_ENDS[self.status]} ({how})"]
         for each in self.processes:
             lines += _lines(each)
         if self.status in _REMEDIES:
@@ -75,7 +76,7 @@ def _lines(process: dict[str, Any]) -> list[str]:
     if error := process["error"]:
         lines += [f"  ended by {error['message']}", *([f"  in {error['line']}"] if error["line"] else [])]
     elif not process["ended"]:
-        lines.append("  killed, or ended without a word: the figures are those after its last optimizer update")
+        lines.append("  killed, or ended without a word: the figures are those before its last phase")
     return lines
 
 

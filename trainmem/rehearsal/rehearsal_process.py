@@ -90,7 +90,7 @@ def run(words: list[str], on: Card, *, assumes: bool = False, output: int | None
     with command(on) as (python, environment), tempfile.TemporaryDirectory(prefix="perf_helpers-report-") as folder:
         if words[0] in ("python", "python3"):
             words = [str(python), *words[1:]]
-        about = {"REHEARSAL_REPORT": folder, "REHEARSAL_BEGAN": str(time.time())}
+        about = {"REHEARSAL_REPORT": folder, "REHEARSAL_BEGAN": str(time.time()), "PYTHONFAULTHANDLER": "1"}
         about |= {"REHEARSAL_ASSUMES": "1"} if assumes else {}
         about |= {name: "disabled" for name in ("WANDB_MODE", "COMET_MODE") if name not in os.environ}
         try:

@@ -16,11 +16,6 @@ from typing import Any
 
 import torch
 
-# torch's names of dtypes, as safetensors hands them to its writer, and those in a file.
-_DTYPES = {"bool": "BOOL", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
-_LETTERS = {"float": "F", "int": "I", "uint": "U"}
-
-
 class Files:
     """The files of weights that this process was asked to save."""
 
@@ -121,7 +116,7 @@ def write_header(tensors: dict, filename: str | os.PathLike, metadata: dict | No
     """Write a file of safetensors whose tensors are a hole."""
     header, end = {"__metadata__": dict(metadata)} if metadata else {}, 0
     for name, each in tensors.items():
-        header[name] = {"dtype": _dtype(each.dtype), "shape": [*each.shape], "data_offsets": [end, end + each.data_len]}
+        header[name] = {"dtype": str(each.dtype), "shape": [*each.shape], "data_offsets": [end, end + each.data_len]}
         end += each.data_len
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -129,7 +124,3 @@ def write_header(tensors: dict, filename: str | os.PathLike, metadata: dict | No
         file.write(struct.pack("<Q", len(text)) + text)
         file.truncate(8 + len(text) + end)
 
-
-def _dtype(name: str) -> str:
-    word = name.rstrip("0123456789")
-    return _DTYPES.get(name) or _LETTERS[word] + name[len(word) :]
