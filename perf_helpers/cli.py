@@ -14,7 +14,7 @@ import typer
 from perf_helpers.course.published_speedups import published
 from perf_helpers.lab import Lab
 from trainmem import commands
-from trainmem.commands import Invocation, Json, answer
+from trainmem.command_options import Invocation, Json, answer
 from trainmem.core import hardware, optional_packages
 from trainmem.measure.forkserver import SERVER
 from trainmem.texts import nearest_text

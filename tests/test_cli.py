@@ -16,7 +16,7 @@ import pytest
 import typer
 
 from perf_helpers import cli
-from trainmem import commands
+from trainmem import command_options, commands
 from trainmem.records import Memory
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -326,13 +326,13 @@ def test_compare_and_report_read_a_recorded_run(tmp_path):
 
 def test_what_is_reserved_is_a_total_in_the_same_column_as_the_categories():
     memory = Memory(3 * 2**30, "estimated", reserved_bytes=2**32, breakdown={"weights": 2**30, "activations": 2**31})
-    lines = commands._sizes(memory, binary=True)
+    lines = command_options.size_lines(memory, binary=True)
     assert len({len(line) for line in lines}) == 1
     assert [line.split() for line in lines[-2:]] == [
         ["total", "allocated", "3.00", "GiB"],
         ["total", "reserved", "4.00", "GiB"],
     ]
-    assert commands._sizes(Memory(3, "counted")) == commands._sizes(None) == []
+    assert command_options.size_lines(Memory(3, "counted")) == commands._sizes(None) == []
 
 
 @pytest.mark.nightly

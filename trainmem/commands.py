@@ -4,87 +4,47 @@
 """
 
 import contextlib
-import dataclasses
 import itertools
-import json
-import runpy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
+from trainmem.command_options import (
+    Architecture,
+    AudioSeconds,
+    Capability,
+    Card,
+    DatasetSize,
+    Device,
+    ImageSize,
+    Inference,
+    Json,
+    Model,
+    Objective,
+    Processes,
+    SeqLen,
+    Snapshot,
+    answer,
+    capability,
+    exit_code,
+    function_of,
+    invocation,
+    memory_json,
+    run_json,
+    size_lines,
+    task_fields,
+    training_arguments,
+)
 from trainmem.core import arguments, hardware
 from trainmem.core.task import Task
 from trainmem.measure.runner import Runner
-from trainmem.records import Memory, Run
 from trainmem.tables import table
-from trainmem.texts import bytes_text, name_text, phase_text, whole_number
-
-if TYPE_CHECKING:
-    from trainmem.advise.measured_speedups import Published
-
-# Options that several commands have. A command returns its exit code, or None for 0.
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object to standard output and nothing else.")]
-Model = Annotated[
-    str, typer.Option(help="Model: a preset, a config.json, a model folder or a name on the Hub, e.g. bert-tiny.")
-]
-SeqLen = Annotated[
-    int | None,
-    typer.Option(
-        "--seq-len", "--seq_len", help="Tokens per sequence, e.g. 128 (default: 512, or the model's limit if smaller)."
-    ),
-]
-Architecture = Annotated[
-    str | None,
-    typer.Option(help="Model class of transformers, e.g. LlamaForCausalLM (default: the one the config names)."),
-]
-ImageSize = Annotated[
-    int | None,
-    typer.Option(
-        "--image-size",
-        "--image_size",
-        help="Height and width of images in pixels, e.g. 448 (default: the model's); 0: text only.",
-    ),
-]
-AudioSeconds = Annotated[
-    float | None,
-    typer.Option("--audio-seconds", "--audio_seconds", help="Seconds of audio per sample, e.g. 10 (default: 10)."),
-]
-Objective = Annotated[
-    str,
-    typer.Option(
-        help="Loss over pairs: contrastive (embeddings) or preference (a reward model) (default: the model's own)."
-    ),
-]
-DatasetSize = Annotated[int, typer.Option(help="Samples in the generated data set, e.g. 64.")]
-Processes = Annotated[int, typer.Option(help="Number of ranks, e.g. 2; they use gloo on a CPU, nccl on CUDA.")]
-Inference = Annotated[
-    bool, typer.Option("--inference", help="Run forward passes only; with --max_new_tokens N, generate N tokens.")
-]
-Device = Annotated[str | None, typer.Option(help="Device type: cpu or cuda (default: this machine's).")]
-Snapshot = Annotated[
-    Path | None,
-    typer.Option(
-        help="Memory snapshot to write, e.g. oom.pickle, for the viewer at docs.pytorch.org/memory_viz (CUDA only)."
-    ),
-]
-Card = Annotated[
-    str | None, typer.Option(help="GPU model, e.g. t4, 'RTX 4090' or a100-80gb; this machine need not have one.")
-]
-Capability = Annotated[str | None, typer.Option(help="Compute capability of the GPU, e.g. 9.0 (default: the card's).")]
-
+from trainmem.texts import bytes_text, phase_text, whole_number
 
 # The options of `rehearse` that count for a command of the user's.
 _BEFORE_A_COMMAND = ("--card", "--compute-capability", "--device-memory", "--processes", "--assume", "--json")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Invocation:
-    """What a command gets beside its options, as the `obj` of its context."""
-
-    words: list[str] = dataclasses.field(default_factory=list)  # of the command line, as they were typed
-    published: "Published | None" = None  # speed ratios for `advise`
 
 
 def measure(
@@ -110,8 +70,8 @@ def measure(
     Examples: --bf16, --per_device_train_batch_size 4, --gradient_checkpointing True, --optim adafactor.
     Exit code 0: it trained. 1: the training failed. 2: an argument is wrong.
     """
-    given = _given(context, context.args)
-    task = Task(model, seq_len, dataset_size, architecture, **_data(context))
+    given = training_arguments(context, context.args)
+    task = Task(model, seq_len, dataset_size, architecture, **task_fields(context))
     runner = Runner(timeout=3600)
     if inference:
         run = runner.infer(model, task=task, **given)
@@ -119,8 +79,8 @@ def measure(
         meters = ("memory",) if memory_only else ("memory", "time")
         run = runner.train(model, task=task, measure=meters, steps=steps, processes=processes, **given)
     caption = "; ".join(filter(None, [f"{task}, {runner.machine.name}", run.weights]))
-    answer(_run_json(run) if json_output else [repr(table([run], caption)), *_sizes(run.memory)])
-    return _code(run)
+    answer(run_json(run) if json_output else [repr(table([run], caption)), *size_lines(run.memory)])
+    return exit_code(run)
 
 
 def estimate(
@@ -172,8 +132,8 @@ def estimate(
     from trainmem.estimate import answers
 
     stored = context.with_resource(answers.stored())
-    given = _given(context, context.args)
-    target_device = {"card": card, "device": device, "compute_capability": _capability(compute_capability)}
+    given = training_arguments(context, context.args)
+    target_device = {"card": card, "device": device, "compute_capability": capability(compute_capability)}
     if lengths is not None:
         conflicts = {
             "--inference": inference,
@@ -193,7 +153,7 @@ def estimate(
     if multiple != 1:
         raise ValueError(f"--pad-to-multiple-of={multiple} has no effect without --lengths: add --lengths FILE")
     estimated = estimate_package.estimate(
-        Task(model, seq_len, dataset_size, architecture, **_data(context)),
+        Task(model, seq_len, dataset_size, architecture, **task_fields(context)),
         processes=processes,
         training=not inference,
         allocator_settings=allocator_settings,
@@ -206,13 +166,13 @@ def estimate(
     if json_output:
         about = {name: value for name, value in estimated.to_dict().items() if name not in ("name", "memory")}
         about |= fits[0].to_dict() if fits else {}
-        answer({"status": "ok"} | about | _memory_json(memory) | {"versions": hardware.versions()})
+        answer({"status": "ok"} | about | memory_json(memory) | {"versions": hardware.versions()})
         return
     on_gpu = estimated.device == "cuda"
     peak = f"peak {bytes_text(memory.peak_bytes, on_gpu)}, {phase_text(memory.peak_phase)}"
     lines = [f"{model} on {card or estimated.device}: {peak}; {estimated.weights}"]
     how = stored.note or f"estimated in {estimated.seconds:.1f} s"
-    lines += [*_sizes(memory, on_gpu), *map(repr, fits), how]
+    lines += [*size_lines(memory, on_gpu), *map(repr, fits), how]
     lines += ["assumptions:"] if estimated.assumptions else []
     answer([*lines, *(f"- {text}" for text in estimated.assumptions)])
 
@@ -245,18 +205,18 @@ def explain(
     if words.count("--then") != 1 or words[-1] == "--then":
         raise ValueError("--then must be given once, followed by training arguments of recipe B, e.g. --then --bf16")
     own = {name for parameter in context.command.params for name in parameter.opts} - {"--json"}
-    typed = _invocation(context).words  # `words` lacks the command's own options
+    typed = invocation(context).words  # `words` lacks the command's own options
     if late := own & {word.partition("=")[0] for word in itertools.dropwhile("--then".__ne__, typed)}:
         raise ValueError(f"{min(late)} applies to both recipes: give it before --then")
     place = words.index("--then")
-    first, both = (_given(context, each) for each in (words[:place], words[:place] + words[place + 1 :]))
+    first, both = (training_arguments(context, each) for each in (words[:place], words[:place] + words[place + 1 :]))
     found = explanation.explain(
-        Task(model, seq_len, dataset_size, architecture, **_data(context)),
+        Task(model, seq_len, dataset_size, architecture, **task_fields(context)),
         first,
         both,
         card=card,
         device=device,
-        compute_capability=_capability(compute_capability),
+        compute_capability=capability(compute_capability),
         processes=processes,
     )
     lines = [repr(found), *([stored.note] if stored.note else [])]
@@ -309,8 +269,8 @@ def rehearse(
     from trainmem import rehearsal
 
     whole_number("processes", processes, most=16)
-    on = rehearsal.card(card, _capability(compute_capability), device_memory, processes)
-    typed = _invocation(context).words
+    on = rehearsal.card(card, capability(compute_capability), device_memory, processes)
+    typed = invocation(context).words
     if "--" in typed:
         before, words = typed[: typed.index("--")], typed[typed.index("--") + 1 :]
         if snapshot is not None:
@@ -330,11 +290,11 @@ def rehearse(
         return program.exit_code
     if assume:
         raise ValueError("--assume needs a command of yours: put it after --, e.g. -- python train.py")
-    given = _given(context, context.args)
+    given = training_arguments(context, context.args)
     if function is None and model is None:
         raise ValueError("nothing to rehearse: give --model, --function, or a command after --")
-    task = Task(model or "bert-tiny", seq_len, dataset_size, architecture, **_data(context))
-    what = task if function is None else _function(function)
+    task = Task(model or "bert-tiny", seq_len, dataset_size, architecture, **task_fields(context))
+    what = task if function is None else function_of(function)
     with _rehearsing():
         settings = {"processes": processes, "inference": inference, "snapshot": snapshot}
         run = rehearsal.rehearse(what, on=on, task=task, **settings, **given)
@@ -345,10 +305,10 @@ def rehearse(
     lines = [f"{function or model} rehearsed on {on.name}: {run.status}{weights}"]
     if memory := run.memory:
         peak = f"  peak {bytes_text(memory.peak_bytes, binary=True)} allocated, {phase_text(memory.peak_phase)}"
-        lines += [peak, *_sizes(memory, binary=True)]
-    figures = {"rehearsed": True, "card": on.name, "assumptions": [assumed], **_run_json(run)}
+        lines += [peak, *size_lines(memory, binary=True)]
+    figures = {"rehearsed": True, "card": on.name, "assumptions": [assumed], **run_json(run)}
     answer(figures if json_output else [*lines, f"- {assumed}"])
-    return _code(run)
+    return exit_code(run)
 
 
 def advise(
@@ -403,7 +363,7 @@ def advise(
 
     stored = context.with_resource(answers.stored())
     advice = advise_package.advise(
-        Task(model, seq_len, architecture=architecture, **_data(context)),
+        Task(model, seq_len, architecture=architecture, **task_fields(context)),
         effective_batch=effective_batch,
         memory=memory,
         card=card,
@@ -412,10 +372,10 @@ def advise(
         may=may or [],
         largest=largest,
         device=device,
-        compute_capability=_capability(compute_capability),
+        compute_capability=capability(compute_capability),
         context_memory=context_memory,
         processes=processes,
-        published=_invocation(context).published,
+        published=invocation(context).published,
     )
     with _rehearsing():
         verified = advise_package.verify(advice) if verify and advice.recipes else None
@@ -430,78 +390,3 @@ def _rehearsing() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise ValueError(f"cannot be rehearsed: {error}") from error
-
-
-def _invocation(context: typer.Context) -> Invocation:
-    return context.obj or Invocation()
-
-
-def _data(context: typer.Context) -> dict[str, Any]:
-    """Return the options that describe the data of a task, beside its lengths."""
-    return {name: context.params[name] for name in ("image_size", "audio_seconds", "objective")}
-
-
-def _given(context: typer.Context, words: list[str]) -> dict[str, Any]:
-    """Parse the training arguments in `words`; the suggestions for a misspelt one include the command's options."""
-    own = [name.lstrip("-") for parameter in context.command.params for name in parameter.opts]
-    return arguments.parse(words, also=own).given
-
-
-def _function(text: str) -> Callable[[Task], Any]:
-    """Return the function that "file.py:name" names. Raises ValueError if there is none."""
-    file, _, name = text.rpartition(":")
-    if not (file.endswith(".py") and Path(file).is_file()):
-        raise ValueError(f"--function {text}: no such file; give file.py:function of an existing file")
-    found = runpy.run_path(file).get(name)
-    if not callable(found):
-        raise ValueError(f"--function {text}: {file} has no function {name!r}; name one that it defines")
-    return found
-
-
-def _capability(text: str | None) -> tuple[int, int] | None:
-    """Return the compute capability that e.g. "9.0" names, as (9, 0)."""
-    if text is None:
-        return None
-    major, dot, minor = text.partition(".")
-    if not (dot and major.isdigit() and minor.isdigit()):
-        raise ValueError(f"compute_capability={text!r}: give it as major.minor, e.g. 9.0 for an H100")
-    return int(major), int(minor)
-
-
-def _sizes(memory: Memory | None, binary: bool = False) -> list[str]:
-    """Return a line per category of the peak, if they are known, and the totals that are allocated and reserved.
-
-    `binary` is that of `bytes_text`.
-    """
-    sizes = {name_text(category): size for category, size in ((memory and memory.breakdown) or {}).items() if size}
-    if memory and memory.reserved_bytes:  # an allocator on CUDA
-        sizes |= {"total allocated": memory.peak_bytes, "total reserved": memory.reserved_bytes}
-    return [f"  {name:<18} {bytes_text(size, binary):>12}" for name, size in sizes.items()]
-
-
-def _run_json(run: Run) -> dict[str, Any]:
-    """Return a run's figures by name, in bytes and seconds; None means not measured."""
-    record = run.to_dict()  # which has null for what is unknown
-    timing = record["timing"] or {}
-    about = ("status", "message", "weights", "arguments", "task", "processes", "losses", "machine", "versions", "date")
-    figures = {name: record[name] for name in about} | _memory_json(run.memory)
-    figures |= {name: timing.get(name) for name in ("step_seconds", "steps", "samples_per_second")}
-    return figures | {"step_seconds_spread": timing.get("spread_seconds")}
-
-
-def _memory_json(memory: Memory | None) -> dict[str, Any]:
-    """Return a memory's fields, its kind as "peak_kind"; None means not measured."""
-    record = memory.to_dict() if memory else dict.fromkeys(item.name for item in dataclasses.fields(Memory))
-    return {"peak_kind": record.pop("kind")} | record
-
-
-def _code(run: Run) -> int:
-    """Return a run's exit code, 0 or 1; if it failed, print why to standard error."""
-    if not run.ok:
-        typer.echo(f"{run.status}: {run.message}", err=True)
-    return int(not run.ok)
-
-
-def answer(content: dict[str, Any] | list[str]) -> None:
-    """Print one JSON object, or lines, to standard output."""
-    typer.echo(json.dumps(content, default=str) if isinstance(content, dict) else "\n".join(content))

@@ -23,7 +23,8 @@ from trainmem.estimate import kernels, quantized_kernels, trl_kernels
 from trainmem.estimate.allocator_settings import Release, release
 from trainmem.estimate.one_rank import DeviceName
 from trainmem.estimate.operation_cache import OperationCache
-from trainmem.estimate.trace import WEIGHT_OF_NORM, FakeTracker, to_of
+from trainmem.estimate.replacements import to_of
+from trainmem.estimate.trace import WEIGHT_OF_NORM, FakeTracker
 from trainmem.measure.tracker import calling, name_of
 from trainmem.measure.watcher import Block
 from trainmem.records import Category, Phase

@@ -421,7 +421,9 @@ def _explained(error: RuntimeError) -> RuntimeError:
         found = "the CUDA runtime" if "not answered in a rehearsal" in text else None
     if not found or isinstance(error, NeedsLibrary | torch.OutOfMemoryError):
         return error
-    return NeedsLibrary(f"a rehearsal does not know the memory that {found} takes here ({str(error).partition('. ')[0]})")
+    return NeedsLibrary(
+        f"a rehearsal does not know the memory that {found} takes here ({str(error).partition('. ')[0]})"
+    )
 
 
 def install() -> None:

@@ -1,0 +1,151 @@
+"""The options that commands share, and the way commands read arguments and print results."""
+
+import dataclasses
+import json
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trainmem.core import arguments
+from trainmem.core.task import Task
+from trainmem.records import Memory, Run
+from trainmem.texts import bytes_text, name_text
+
+if TYPE_CHECKING:
+    from trainmem.advise.measured_speedups import Published
+
+# Options that several commands have. A command returns its exit code, or None for 0.
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object to standard output and nothing else.")]
+Model = Annotated[
+    str, typer.Option(help="Model: a preset, a config.json, a model folder or a name on the Hub, e.g. bert-tiny.")
+]
+SeqLen = Annotated[
+    int | None,
+    typer.Option(
+        "--seq-len", "--seq_len", help="Tokens per sequence, e.g. 128 (default: 512, or the model's limit if smaller)."
+    ),
+]
+Architecture = Annotated[
+    str | None,
+    typer.Option(help="Model class of transformers, e.g. LlamaForCausalLM (default: the one the config names)."),
+]
+ImageSize = Annotated[
+    int | None,
+    typer.Option(
+        "--image-size",
+        "--image_size",
+        help="Height and width of images in pixels, e.g. 448 (default: the model's); 0: text only.",
+    ),
+]
+AudioSeconds = Annotated[
+    float | None,
+    typer.Option("--audio-seconds", "--audio_seconds", help="Seconds of audio per sample, e.g. 10 (default: 10)."),
+]
+Objective = Annotated[
+    str,
+    typer.Option(
+        help="Loss over pairs: contrastive (embeddings) or preference (a reward model) (default: the model's own)."
+    ),
+]
+DatasetSize = Annotated[int, typer.Option(help="Samples in the generated data set, e.g. 64.")]
+Processes = Annotated[int, typer.Option(help="Number of ranks, e.g. 2; they use gloo on a CPU, nccl on CUDA.")]
+Inference = Annotated[
+    bool, typer.Option("--inference", help="Run forward passes only; with --max_new_tokens N, generate N tokens.")
+]
+Device = Annotated[str | None, typer.Option(help="Device type: cpu or cuda (default: this machine's).")]
+Snapshot = Annotated[
+    Path | None,
+    typer.Option(
+        help="Memory snapshot to write, e.g. oom.pickle, for the viewer at docs.pytorch.org/memory_viz (CUDA only)."
+    ),
+]
+Card = Annotated[
+    str | None, typer.Option(help="GPU model, e.g. t4, 'RTX 4090' or a100-80gb; this machine need not have one.")
+]
+Capability = Annotated[str | None, typer.Option(help="Compute capability of the GPU, e.g. 9.0 (default: the card's).")]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Invocation:
+    """What a command gets beside its options, as the `obj` of its context."""
+
+    words: list[str] = dataclasses.field(default_factory=list)  # of the command line, as they were typed
+    published: "Published | None" = None  # speed ratios for `advise`
+
+
+def invocation(context: typer.Context) -> Invocation:
+    return context.obj or Invocation()
+
+
+def task_fields(context: typer.Context) -> dict[str, Any]:
+    """Return the options that describe the data of a task, beside its lengths."""
+    return {name: context.params[name] for name in ("image_size", "audio_seconds", "objective")}
+
+
+def training_arguments(context: typer.Context, words: list[str]) -> dict[str, Any]:
+    """Parse the training arguments in `words`; the suggestions for a misspelt one include the command's options."""
+    own = [name.lstrip("-") for parameter in context.command.params for name in parameter.opts]
+    return arguments.parse(words, also=own).given
+
+
+def function_of(text: str) -> Callable[[Task], Any]:
+    """Return the function that "file.py:name" names. Raises ValueError if there is none."""
+    file, _, name = text.rpartition(":")
+    if not (file.endswith(".py") and Path(file).is_file()):
+        raise ValueError(f"--function {text}: no such file; give file.py:function of an existing file")
+    found = runpy.run_path(file).get(name)
+    if not callable(found):
+        raise ValueError(f"--function {text}: {file} has no function {name!r}; name one that it defines")
+    return found
+
+
+def capability(text: str | None) -> tuple[int, int] | None:
+    """Return the compute capability that e.g. "9.0" names, as (9, 0)."""
+    if text is None:
+        return None
+    major, dot, minor = text.partition(".")
+    if not (dot and major.isdigit() and minor.isdigit()):
+        raise ValueError(f"compute_capability={text!r}: give it as major.minor, e.g. 9.0 for an H100")
+    return int(major), int(minor)
+
+
+def size_lines(memory: Memory | None, binary: bool = False) -> list[str]:
+    """Return a line per category of the peak, if they are known, and the totals that are allocated and reserved.
+
+    `binary` is that of `bytes_text`.
+    """
+    sizes = {name_text(category): size for category, size in ((memory and memory.breakdown) or {}).items() if size}
+    if memory and memory.reserved_bytes:  # an allocator on CUDA
+        sizes |= {"total allocated": memory.peak_bytes, "total reserved": memory.reserved_bytes}
+    return [f"  {name:<18} {bytes_text(size, binary):>12}" for name, size in sizes.items()]
+
+
+def run_json(run: Run) -> dict[str, Any]:
+    """Return a run's figures by name, in bytes and seconds; None means not measured."""
+    record = run.to_dict()  # which has null for what is unknown
+    timing = record["timing"] or {}
+    about = ("status", "message", "weights", "arguments", "task", "processes", "losses", "machine", "versions", "date")
+    figures = {name: record[name] for name in about} | memory_json(run.memory)
+    figures |= {name: timing.get(name) for name in ("step_seconds", "steps", "samples_per_second")}
+    return figures | {"step_seconds_spread": timing.get("spread_seconds")}
+
+
+def memory_json(memory: Memory | None) -> dict[str, Any]:
+    """Return a memory's fields, its kind as "peak_kind"; None means not measured."""
+    record = memory.to_dict() if memory else dict.fromkeys(item.name for item in dataclasses.fields(Memory))
+    return {"peak_kind": record.pop("kind")} | record
+
+
+def exit_code(run: Run) -> int:
+    """Return a run's exit code, 0 or 1; if it failed, print why to standard error."""
+    if not run.ok:
+        typer.echo(f"{run.status}: {run.message}", err=True)
+    return int(not run.ok)
+
+
+def answer(content: dict[str, Any] | list[str]) -> None:
+    """Print one JSON object, or lines, to standard output."""
+    typer.echo(json.dumps(content, default=str) if isinstance(content, dict) else "\n".join(content))
