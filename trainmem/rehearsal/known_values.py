@@ -15,7 +15,6 @@ This is a function mode and no dispatch mode: it sees what Python calls and leav
 
 import collections
 import contextlib
-import ctypes
 import functools
 import json
 import math
@@ -24,15 +23,15 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trainmem.rehearsal import process_recorder
+from trainmem.rehearsal.host_memory import FACTORIES, address, compute, memory, on_cpu, out_of_sight, tensors
 from trainmem.unknown import Assumed, NeedsLibrary, NeedsValues, Unknown
 
 WHY = "a rehearsal computes no floating-point values"
@@ -42,17 +41,14 @@ LARGEST, LARGEST_FLOAT = 1 << 22, 16  # elements of a tensor that is computed: o
 LARGEST_SENT = 1 << 12  # elements of a tensor whose values other ranks receive, or whose sign is followed
 LARGE_WEIGHT = 1 << 20  # elements of a host tensor that is not filled with random numbers
 
-# Functions of torch by name: those that read values, whose result's size depends on values, that make a tensor of
-# nothing, that test for what is not finite (and what they find), that fill with random numbers, and that overwrite
+# Functions of torch by name: those that read values, whose size of result depends on values, that test for what is not
+# finite (and what they find), that fill with random numbers, and that overwrite
 # whatever lay there before.
 _READS = {"item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__", "__index__", "__complex__"}
 _READS |= {"is_nonzero", "__contains__", "equal", "allclose", "__repr__", "__format__"}
 _COMPARES = {"__contains__", "equal", "allclose"}  # of these, those that make tensors on the way
 _SIZED_BY_VALUES = {"nonzero", "argwhere", "unique", "unique_consecutive", "unique_dim", "masked_select", "bincount"}
 _SIZED_BY_VALUES |= {"repeat_interleave", "where", "one_hot", "_unique2"}
-_FACTORIES = {"zeros", "ones", "full", "arange", "tensor", "as_tensor", "eye", "linspace", "randint", "randperm"}
-_FACTORIES |= {"zeros_like", "ones_like", "full_like", "randint_like", "scalar_tensor", "tril_indices", "triu_indices"}
-_FACTORIES |= {"new_zeros", "new_ones", "new_full", "new_tensor"}
 _OF_ONE_VALUE = {"zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}
 _IN_ORDER = {"topk": 2, "sort": 1, "argsort": 1, "multinomial": None}  # and which argument is their dimension
 _CHOICES = {torch.bool, torch.int16, torch.int32, torch.int64}  # types of masks and positions, not of packed weights
@@ -105,11 +101,11 @@ class Values(TorchFunctionMode):
 
     def _noted(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
         """Its storage, if something is noted of it; another one may have lain there before it was resized."""
-        storage = self._storages.get(_address(tensor))
+        storage = self._storages.get(address(tensor))
         return storage if storage is not None and storage._cdata == tensor.untyped_storage()._cdata else None
 
     def _remember(self, tensor: torch.Tensor) -> torch.UntypedStorage:
-        storage = self._storages[_address(tensor)] = tensor.untyped_storage()
+        storage = self._storages[address(tensor)] = tensor.untyped_storage()
         return storage
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
@@ -117,10 +113,10 @@ class Values(TorchFunctionMode):
         if name == "__get__":
             return function(*args, **kwargs)
         leaves = tree_leaves((args, kwargs))
-        given = _tensors(leaves)
+        given = tensors(leaves)
         if any(isinstance(leaf, Unknown) for leaf in leaves) and name not in _READS:
             made = function(*args, **kwargs)
-            self._mark(False, *(_tensors(made) or given[:1]))
+            self._mark(False, *(tensors(made) or given[:1]))
             return made
         on_device = any(tensor.is_cuda for tensor in given)
         is_random = name in _RANDOM_FILLS and len(given) == 1 and given[0].numel() >= LARGE_WEIGHT
@@ -150,19 +146,19 @@ class Values(TorchFunctionMode):
 
     def _note_arrivals(self, function, name, args, kwargs, given, made) -> None:
         """Note what is on the device now though nothing given was: it was copied there, or made there of nothing."""
-        for tensor in _tensors(made):
+        for tensor in tensors(made):
             copied = len(given) == 1 and given[0].shape == tensor.shape
-            known = tensor.is_cuda and _is_small(tensor, name) and (copied or (name in _FACTORIES and not given))
-            if known and _compute(function, args, kwargs, [tensor]):
+            known = tensor.is_cuda and _is_small(tensor, name) and (copied or (name in FACTORIES and not given))
+            if known and compute(function, args, kwargs, [tensor]):
                 self._mark(True, tensor)
 
     def _note_results(self, function, name, args, kwargs, given, made) -> None:
         """Compute what can be computed, and note what is known of the results."""
-        results = _tensors(made)
+        results = tensors(made)
         if not results and name != "__setitem__":
             return
-        old = {*map(_address, given)}
-        fresh = [tensor for tensor in results if _address(tensor) not in old]
+        old = {*map(address, given)}
+        fresh = [tensor for tensor in results if address(tensor) not in old]
         in_place = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or "out" in kwargs
         in_place = (in_place or name == "__setitem__") and name not in ("__invert__", "__index__")
         if name in _FINITE and len(fresh) == 1 and fresh[0].is_cuda and fresh[0].numel() <= LARGEST:
@@ -180,9 +176,9 @@ class Values(TorchFunctionMode):
             return  # views
         small = all(tensor.numel() <= LARGEST for tensor in given) and all(_is_small(tensor, name) for tensor in fresh)
         whole = small and name in _OVERWRITES and len(given[0].untyped_storage()) == given[0].nbytes
-        sources = [] if name in _FACTORIES else given[1:] if whole else given
+        sources = [] if name in FACTORIES else given[1:] if whole else given
         computable = small and all(map(self.is_known, sources))
-        if computable and _compute(function, args, kwargs, fresh):
+        if computable and compute(function, args, kwargs, fresh):
             return self._mark(True, *fresh, *given[:whole])
         if not all(map(self.is_known, given)):
             fresh = [tensor for tensor in fresh if not (self.assumes and self._choose(name, args, kwargs, tensor))]
@@ -191,7 +187,7 @@ class Values(TorchFunctionMode):
         if several:
             self._mark(False, *(tensor for tensor in given if tensor.dtype not in EXACT))
         elif in_place:
-            self._mark(False, *_tensors((args[:1], kwargs.get("out"))))
+            self._mark(False, *tensors((args[:1], kwargs.get("out"))))
 
     def _broadcast(self, tensor: torch.Tensor, src: int | None, group, group_src: int | None) -> None:
         """Hand small whole numbers to the group's other ranks, by its store: the stand-in for NCCL moves what every
@@ -202,8 +198,8 @@ class Values(TorchFunctionMode):
         number = self._sent[group.group_name] = self._sent.get(group.group_name, 0) + 1
         store, key = torch.distributed.distributed_c10d._get_default_store(), f"{group.group_name}, broadcast {number}"
         if group.rank() == (torch.distributed.get_group_rank(group, src) if group_src is None else group_src):
-            with _out_of_sight():
-                numbers = _memory(tensor).flatten().tolist() if self.is_known(tensor) else None
+            with out_of_sight():
+                numbers = memory(tensor).flatten().tolist() if self.is_known(tensor) else None
             store.set(key, json.dumps(numbers))
         elif (numbers := json.loads(store.get(key))) is not None:
             self._fill(tensor, torch.tensor(numbers, dtype=tensor.dtype).view(tensor.shape))
@@ -213,25 +209,25 @@ class Values(TorchFunctionMode):
         numbers = [leaf for leaf in tree_leaves(given) if isinstance(leaf, int | float)]
         if any(isinstance(number, Unknown) or number < 0 for number in numbers):
             return False
-        return all(map(self._is_not_negative, _tensors(given)))
+        return all(map(self._is_not_negative, tensors(given)))
 
     def _is_not_negative(self, tensor: torch.Tensor) -> bool:
         if tensor.numel() > LARGEST_SENT or tensor.is_complex():
             return False
         if getattr(self._noted(tensor), "is_norm", False):
             return True
-        with _out_of_sight():
-            return self.is_known(tensor) and bool((_memory(tensor) >= 0).all())
+        with out_of_sight():
+            return self.is_known(tensor) and bool((memory(tensor) >= 0).all())
 
     def _is_all_false(self, mask: torch.Tensor) -> bool:
-        with _out_of_sight():
-            return self.is_known(mask) and not _memory(mask).any()
+        with out_of_sight():
+            return self.is_known(mask) and not memory(mask).any()
 
     def _read(self, function, name, args, kwargs, given):
         if all(map(self.is_known, given)):  # on the CPU: what shows a tensor calculates with it
             if name in _COMPARES:  # the allocator is asked as on a device, whose answer is not known
                 function(*args, **kwargs)
-            return _on_cpu(function, args, kwargs)
+            return on_cpu(function, args, kwargs)
         tensor = args[0]
         if name in ("__repr__", "__format__"):
             return f"tensor(unknown in a rehearsal, size={tuple(tensor.shape)}, dtype={tensor.dtype}, {tensor.device})"
@@ -250,7 +246,7 @@ class Values(TorchFunctionMode):
             return False
         self.answers["floating-point values read, 1" if is_float else "whole numbers and masks read, 0"] += 1
         if name not in ("numpy", "__array__"):
-            read = _on_cpu(function, args, kwargs, self._assumed)
+            read = on_cpu(function, args, kwargs, self._assumed)
             return tree_map_only(float, lambda _: Assumed(self.answers), read) if name in ("item", "tolist") else read
         if not tensor.is_cuda:  # otherwise torch's own error is right
             whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
@@ -260,7 +256,7 @@ class Values(TorchFunctionMode):
     def _assumed(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor's values on the CPU; 1 or 0 if they are unknown."""
         if self.is_known(tensor):
-            return _memory(tensor)
+            return memory(tensor)
         return torch.full((), tensor.dtype not in EXACT, dtype=tensor.dtype).expand(tensor.shape)
 
     def _choose(self, name: str, args: tuple, kwargs: dict, made: torch.Tensor) -> bool:
@@ -284,7 +280,7 @@ class Values(TorchFunctionMode):
         """The result of a function whose size depends on values: computed on the CPU, and taken to the device."""
         if all(map(self.is_known, given)):
             device = next(tensor.device for tensor in given if tensor.is_cuda)
-            made = _on_cpu(function, args, kwargs)
+            made = on_cpu(function, args, kwargs)
             return tree_map_only(torch.Tensor, lambda tensor: self._arrive(tensor, device), made)
         exact = [tensor for tensor in given if tensor.dtype in EXACT]
         if exact and all(map(self.is_known, exact)):  # floats, chosen by what is known
@@ -293,12 +289,12 @@ class Values(TorchFunctionMode):
                 self._mark(False, made)
                 return made
             if function.__name__ == "repeat_interleave":
-                return function(*args, **kwargs, output_size=int(_memory(exact[0]).sum()))
+                return function(*args, **kwargs, output_size=int(memory(exact[0]).sum()))
         if not self.assumes:
             raise NeedsValues(WHY)
         self.answers["sizes that depend on values"] += 1
         device = next((tensor.device for tensor in given if tensor.is_cuda), torch.device("cpu"))
-        made = _on_cpu(function, args, kwargs, self._assumed)
+        made = on_cpu(function, args, kwargs, self._assumed)
         return tree_map_only(torch.Tensor, lambda tensor: self._arrive(tensor, device), made)
 
     def positions(self, mask: torch.Tensor) -> torch.Tensor:
@@ -307,8 +303,8 @@ class Values(TorchFunctionMode):
             if not self.assumes:
                 raise NeedsValues(WHY)
             self.answers["sizes that depend on values"] += 1
-        with _out_of_sight():
-            positions = (self._assumed(mask) if self.assumes else _memory(mask)).nonzero()
+        with out_of_sight():
+            positions = (self._assumed(mask) if self.assumes else memory(mask)).nonzero()
         return self._arrive(positions.t().contiguous(), mask.device).t()
 
     def _arrive(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -318,27 +314,9 @@ class Values(TorchFunctionMode):
         return there
 
     def _fill(self, tensor: torch.Tensor, value: torch.Tensor | bool) -> None:
-        with _out_of_sight():
-            _memory(tensor).copy_(torch.as_tensor(value))
+        with out_of_sight():
+            memory(tensor).copy_(torch.as_tensor(value))
         self._mark(True, tensor)
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    """The tensors among arguments or results that have memory behind them: no fake, meta, sparse or functorch ones."""
-    return [each for each in tree_leaves(values) if isinstance(each, torch.Tensor) and _is_plain(each)]
-
-
-def _address(tensor: torch.Tensor) -> int:
-    """Where its storage begins."""
-    if is_traceable_wrapper_subclass(tensor) or not (there := tensor.data_ptr()):
-        return tensor.untyped_storage()._cdata  # it has no memory of its own
-    return there - tensor.storage_offset() * tensor.element_size()
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    if isinstance(tensor, torch._subclasses.FakeTensor) or tensor.is_meta or tensor.layout != torch.strided:
-        return False
-    return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def _is_sized_by_values(name: str, args: tuple, kwargs: dict) -> bool:
@@ -356,53 +334,6 @@ def _is_sized_by_values(name: str, args: tuple, kwargs: dict) -> bool:
 def _is_small(tensor: torch.Tensor, made_by: str) -> bool:
     """Whether the values of a result are worth computing: a float tensor of one value may become a mask."""
     return tensor.numel() <= (LARGEST if tensor.dtype in EXACT or made_by in _OF_ONE_VALUE else LARGEST_FLOAT)
-
-
-def _memory(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a tensor of the CPU."""
-    if not tensor.is_cuda:
-        return tensor.detach()
-    storage = tensor.untyped_storage()
-    if not storage.nbytes():
-        return torch.empty(tensor.shape, dtype=tensor.dtype)
-    raw = torch.frombuffer((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr()), dtype=torch.uint8)
-    alias = torch.empty(0, dtype=tensor.dtype)
-    return alias.set_(raw.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
-
-
-def _on_cpu(function: Callable, args: tuple, kwargs: dict, values_of: Callable = _memory) -> Any:
-    """What a function returns for the same values on the CPU, or for those that `values_of` gives for a tensor."""
-
-    def moved(value: Any) -> Any:
-        if isinstance(value, torch.device) or (isinstance(value, str) and value.partition(":")[0] == "cuda"):
-            return torch.device("cpu")
-        return values_of(value) if isinstance(value, torch.Tensor) and _is_plain(value) else value
-
-    options = {key: value for key, value in kwargs.items() if key != "pin_memory"}
-    if "device" in options or getattr(function, "__name__", "") in _FACTORIES:
-        options["device"] = "cpu"
-    with _out_of_sight():
-        args, options = tree_map(moved, (args, options))
-        return function(*args, **options)
-
-
-def _compute(function: Callable, args: tuple, kwargs: dict, fresh: list[torch.Tensor]) -> bool:
-    """Do on the CPU what the device was asked for, in the memory of the results; False where that does not work."""
-    try:
-        made = _on_cpu(function, args, kwargs)
-        with _out_of_sight():
-            for tensor, value in zip(fresh, _tensors(made) if fresh else [], strict=True):
-                _memory(tensor).copy_(value)
-    except Exception:
-        return False
-    return True
-
-
-@contextlib.contextmanager
-def _out_of_sight() -> Iterator[None]:
-    """Where no dispatch mode sees what is computed on the CPU, nor autograd."""
-    with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
-        yield
 
 
 def _nested(shape: tuple[int, ...]) -> Any:
@@ -480,7 +411,7 @@ def install() -> None:
         none."""
         found = any_of(tensor, *args, **kwargs)
         if tensor.is_cuda and sys._getframe(1).f_globals.get("__name__") == "bitsandbytes.backends.cuda.ops":
-            _memory(found).zero_()
+            memory(found).zero_()
         return found
 
     is_in = torch.isin
