@@ -42,8 +42,7 @@ LARGEST_SENT = 1 << 12  # elements of a tensor whose values other ranks receive,
 LARGE_WEIGHT = 1 << 20  # elements of a host tensor that is not filled with random numbers
 
 # Functions of torch by name: those that read values, whose size of result depends on values, that test for what is not
-# finite (and what they find), that fill with random numbers, and that overwrite
-# whatever lay there before.
+# finite (and what they find), that fill with random numbers, and that overwrite what was there before.
 _READS = {"item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__", "__index__", "__complex__"}
 _READS |= {"is_nonzero", "__contains__", "equal", "allclose", "__repr__", "__format__"}
 _COMPARES = {"__contains__", "equal", "allclose"}  # of these, those that make tensors on the way
