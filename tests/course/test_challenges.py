@@ -1,6 +1,7 @@
 """The challenges of lessons 19 to 25: what each refuses beside the mistake that the lesson itself proves wrong."""
 
 import ast
+import copy
 import re
 import tempfile
 from functools import partial
@@ -63,11 +64,12 @@ def in_half():
     seconds = {}
 
     def in_turns(works, turns):
+        seconds["dtype"] = works[1].args[0].dtype
         return [[(each, each)] * 3 for each in (1.0, seconds.get("answer", 1.0), 1.0)]
 
     scope = dict(LlamaConfig=LlamaConfig, LlamaForCausalLM=LlamaForCausalLM, Trainer=Trainer, Ratio=Ratio, CPU=1)
     scope |= dict(TrainingArguments=TrainingArguments, PrinterCallback=PrinterCallback, in_turns=in_turns, turns=3)
-    scope |= dict(tempfile=tempfile, Path=Path, partial=partial, lab=LAB)
+    scope |= dict(tempfile=tempfile, Path=Path, partial=partial, lab=LAB, copy=copy)
     scope["SIZES"] = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
     scope["SIZES"] |= dict(vocab_size=256)
     scope["QUIET"] = dict(report_to="none", save_strategy="no", disable_tqdm=True, logging_steps=1)
@@ -79,6 +81,7 @@ def in_half():
 @pytest.mark.nightly
 def test_19_an_fp16_checkpoint_is_trained_in_fp32_and_given_back_in_fp16(in_half):
     assert in_half.check(in_half.through_fp32).status == "right"
+    assert in_half.seconds["dtype"] == torch.float32, "timed in the type that it was trained in, not returned in"
     in_half.seconds["answer"] = 2.0
     assert is_wrong(in_half.check(in_half.through_fp32), "Too slow")
 
