@@ -42,7 +42,7 @@ def test_the_summary_is_that_of_the_rows():
             assert found == measure_card.against([row for row in RECORD["rows"] if row["kind"] == kind], said)
 
 
-def test_what_programs_ask_for_was_said_to_the_byte_and_the_rest_nearly():
+def test_what_programs_ask_for_was_predicted_to_the_byte_and_the_rest_nearly():
     """Which of several free blocks is taken depends on the driver's addresses: so a few differ, and by little."""
     found = measure_card.against(RECORD["rows"], "rehearsed")
     assert found["requested"][0] >= found["trainings"] - 1 and found["requested"][1] < 1e-6

@@ -56,7 +56,7 @@ def test_the_estimate_answers_every_training_and_is_nearest(report):
         assert all(row["worst_error"] < other["worst_error"] for other in table.values())
 
 
-def test_every_tool_that_can_be_asked_was(report, pypi):
+def test_every_tool_that_can_be_queried_was(report, pypi):
     others = {*pypi.tools.ABOUT["published"]["tools"]}  # asked for published trainings only
     assert {*pypi.TOOLS} - others <= {row["tool"] for row in report["table"]}
     assert all(row["version"] for row in report["table"] if row["tool"] in pypi.TOOLS)
@@ -84,7 +84,7 @@ def asked(pypi):
     )
 
 
-def test_a_tool_is_asked_by_its_name_for_an_optimizer_and_refuses_what_it_has_none_for(pypi, asked):
+def test_a_tool_is_queried_by_its_name_for_an_optimizer_and_refuses_what_it_has_none_for(pypi, asked):
     assert asked.named("sgd", adamw="adam") == "adam" and asked.named("adamw", "sgd") == "adamw"
     assert asked.words(batch="size", context="length") == {"batch": 2, "context": 64}
     other = dataclasses.replace(asked, optimizer="adafactor")

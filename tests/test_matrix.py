@@ -223,7 +223,7 @@ def test_a_set_that_pip_refuses_is_recorded_with_the_reason_and_stops_no_other(r
     assert run()[0] == 0, "what was refused is tried again"
 
 
-def test_a_set_whose_course_leaves_nothing_and_a_lesson_that_fails_are_told(run, made, page):
+def test_a_set_whose_course_leaves_nothing_and_a_lesson_that_fails_are_reported(run, made, page):
     made.silent["oldest"] = f"the course ended with exit code 2: no results in {ROOT}/build"
     made.found["newest"] = results([claim(MEMORY)], status="failed", message="In [3]: TypeError: renamed argument")
     code, record = run()
@@ -244,7 +244,7 @@ def test_where_nothing_can_be_rehearsed_the_reason_stands_there(run, made, page)
     assert "| BERT | 0.00 / 2.00 | 0.00 / 2.00 | not rehearsed | 0.00 / 2.00 |" in text
 
 
-def test_a_rehearsal_that_crashed_is_told_with_its_message(run, made, page, monkeypatch):
+def test_a_rehearsal_that_crashed_is_reported_with_its_message(run, made, page, monkeypatch):
     crashed = training("BERT") | {
         "lesson": "rehearsal",
         "status": "crashed",
@@ -259,7 +259,7 @@ def test_a_rehearsal_that_crashed_is_told_with_its_message(run, made, page, monk
     assert "- **oldest**, rehearsal/BERT crashed: ImportError: x" in text and "| BERT | crashed | 0.00 / 2.00 |" in text
 
 
-def test_a_set_is_run_again_only_if_something_changed_or_it_is_asked_for(run, made, matrix, monkeypatch):
+def test_a_set_is_run_again_only_if_something_changed_or_it_is_requested(run, made, matrix, monkeypatch):
     run()
     run()
     assert made.calls == ["oldest", "between", "tested", "newest"]
@@ -326,7 +326,7 @@ def test_the_tree_is_what_decides_what_is_measured(matrix, tmp_path):
         (tmp_path / name).write_text("1")
 
 
-def test_an_environment_is_made_anew_when_its_list_changes_and_brought_up_to_date_when_nothing_pins_it(
+def test_an_environment_is_made_again_when_its_list_changes_and_brought_up_to_date_when_nothing_pins_it(
     matrix, tmp_path, monkeypatch
 ):
     called = []

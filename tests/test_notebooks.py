@@ -194,7 +194,7 @@ def test_the_lint_bites(name):
     assert any(words in problem for problem in build.lint(broken)), build.lint(broken)
 
 
-def test_an_estimate_that_is_asked_for_by_foresee_is_fine():
+def test_an_estimate_that_is_requested_by_foresee_is_fine():
     fine = notebook(source())
     rewrite("claim", "lab.foresee(estimate, task)\nlab.foresee(lambda: 2 * estimate(task).peak_bytes)")(fine.cells)
     assert build.lint(fine) == []

@@ -78,12 +78,12 @@ def test_ours_answers_every_row_and_is_nearest_in_the_median(report):
         assert ours[figure]["median"] <= min(row[figure].get("median", 1) for row in others[2:])
 
 
-def test_every_tool_that_can_be_asked_was(report, tools):
+def test_every_tool_that_can_be_queried_was(report, tools):
     assert {*tools.PUBLISHED_TOOLS.cases(None)} == {row["tool"] for row in report["table"]}
     assert all(row["version"] for row in report["table"])
 
 
-def test_a_row_is_asked_as_it_was_trained(tools, tmp_path):
+def test_a_row_is_queried_as_it_was_trained(tools, tmp_path):
     found = {row.name: row for row in tools.rows()}
     assert len(found) == 43
     row = found["SmolLM2-135M, eager, 2 x 512"]

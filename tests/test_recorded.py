@@ -118,7 +118,7 @@ def copied(build, tmp_path, monkeypatch):
 
 @pytest.mark.daily(1)
 @pytest.mark.parametrize("stale", ["README.md", "docs/estimate.md", "docs/rehearsal.md", "results/README.md"])
-def test_a_stale_page_is_named_and_building_makes_it_anew(build, stale, copied, capsys):
+def test_a_stale_page_is_named_and_building_makes_it_again(build, stale, copied, capsys):
     assert build.main([]) == build.main(["--check"]) == 0
     made = (copied / stale).read_text()
     within = made.rfind("<!-- end of ") if "<!-- end of " in made else len(made)
@@ -175,7 +175,7 @@ def test_every_reference_run_has_its_picture_on_the_page_and_its_column(build):
         assert (RESULTS / picture).exists() and f"on {name}]({picture})" in page
 
 
-def test_what_the_time_meter_costs_is_told_as_it_was_recorded():
+def test_what_the_time_meter_costs_is_reported_as_it_was_recorded():
     recorded = json.loads((RESULTS / "overhead.json").read_text())
     told = (ROOT / "docs" / "trust.md").read_text()
     assert f"{100 * recorded['share_inside_the_meter']:.2f} % of a step" in told and recorded["date"][:10] in told

@@ -80,7 +80,7 @@ def test_rows_of_other_options_are_not_taken_over(runner, squares):
 
 
 @pytest.mark.nightly
-def test_some_rows_are_measured_anew_and_without_a_name_it_only_concludes(runner, squares, monkeypatch):
+def test_some_rows_are_measured_again_and_without_a_name_it_only_concludes(runner, squares, monkeypatch):
     squares().main([])
     squares.asked.clear()
     squares().main(["--times", "3", "--rows", "2", "3*"])
@@ -100,6 +100,6 @@ def test_rows_that_are_new_among_the_cases_are_measured_too(runner, squares):
     assert squares.asked == [2, 3] and record(runner)["sum"] == 14
 
 
-def test_a_function_is_asked_in_a_python_of_its_own(runner):
+def test_a_function_is_called_in_a_python_of_its_own(runner):
     assert runner.elsewhere("os", "getpid") != runner.elsewhere("os", "getpid")
     assert runner.elsewhere("os", "getenv", "ASKED", ASKED="yes") == "yes"

@@ -67,7 +67,7 @@ def problems(words):
     return ""
 
 
-def test_every_command_of_a_night_is_one_that_make_and_the_command_line_take():
+def test_every_command_of_a_nightly_run_is_one_that_make_and_the_command_line_take():
     texts = [SCRIPT.read_text(), *(step["run"] for step in steps()[0] if "run" in step)]
     found = [words for text in texts for words in commands(text)]
     assert {words[0] for words in found} == {"make", "perf-helpers"} and len(found) >= 4
@@ -126,7 +126,7 @@ class Box:
             path.write_text(stub)
             path.chmod(0o755)
         (folder / "benchmarks" / "nightly.sh").chmod(0o755)
-        # Nights of one second are told apart by a clock that is made up.
+        # A made-up clock distinguishes nightly runs of one second.
         clock = folder / "bin" / "date"
         clock.write_text(
             f'#!/usr/bin/env bash\necho x >> {folder}/nights\nprintf "2026-11-%02d" "$(wc -l < {folder}/nights)"\n'
@@ -151,7 +151,7 @@ def box(tmp_path):
     return Box(tmp_path)
 
 
-def test_the_first_night_is_held_against_nothing_and_the_next_against_it(box):
+def test_the_first_nightly_run_is_compared_with_nothing_and_the_next_with_it(box):
     done, asked = box.night("05", "--profile", "cpu")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert asked == "perf-helpers course --strict --out build/nights/2026-11-01 05 --profile cpu"
@@ -163,7 +163,7 @@ def test_the_first_night_is_held_against_nothing_and_the_next_against_it(box):
 
 
 @pytest.mark.parametrize("code", [1, 2])
-def test_a_bad_night_is_printed_for_mail_with_its_exit_code(box, code):
+def test_a_bad_nightly_run_is_printed_for_mail_with_its_exit_code(box, code):
     box.night()
     done, _ = box.night(code=code)
     assert done.returncode == code and f"exit code {code}, held against build/nights/2026-11-01" in done.stdout
@@ -171,7 +171,7 @@ def test_a_bad_night_is_printed_for_mail_with_its_exit_code(box, code):
     assert "worse than" in (box.folder / "build/nights/2026-11-02/night.log").read_text()
 
 
-def test_a_night_that_broke_off_is_no_baseline(box):
+def test_an_interrupted_nightly_run_is_no_baseline(box):
     box.night()
     box.silent.touch()
     box.night(code=2)
@@ -179,7 +179,7 @@ def test_a_night_that_broke_off_is_no_baseline(box):
     assert box.night()[1].endswith("--baseline build/nights/2026-11-01/results.json")
 
 
-def test_two_nights_never_overlap(box):
+def test_two_nightly_runs_never_overlap(box):
     box.night()
     with open(box.folder / "build/nights/lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -188,7 +188,7 @@ def test_two_nights_never_overlap(box):
     assert box.night()[0].returncode == 0
 
 
-def test_an_environment_that_cannot_be_set_up_is_no_night(box):
+def test_an_environment_that_cannot_be_set_up_is_no_nightly_run(box):
     (box.folder / "bin" / "make").write_text("#!/usr/bin/env bash\necho no network\nexit 1\n")
     done, asked = box.night()
     assert (done.returncode, asked) == (2, None) and "no network" in done.stdout

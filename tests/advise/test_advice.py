@@ -169,7 +169,7 @@ def test_a_mistake_is_named(ask, followed, options, hint):
         ({"context_memory": 0}, 0, "0 MiB .*as given"),
     ],
 )
-def test_what_is_kept_for_the_context_is_told_and_is_not_the_allocators(ask, followed, options, context, source):
+def test_what_is_kept_for_the_context_is_reported_and_is_not_the_allocators(ask, followed, options, context, source):
     advice = ask(memory=4 * 10**9, device="cuda", **options)
     assert advice.context_bytes == context and re.search(
         source, next(note for note in advice.notes if "CUDA context" in note)
@@ -308,13 +308,13 @@ def said(advice, word):
 @pytest.mark.parametrize(
     ("kernels", "words"), [(("flash",), "flash kernel"), ((), "no fused kernel"), (("cuDNN", "flash"), "and flash")]
 )
-def test_attentions_kernel_is_told(ask, attending, kernels, words):
+def test_attentions_kernel_is_reported(ask, attending, kernels, words):
     attending(*kernels)
     (line,) = said(ask(), "Attention")
     assert words in line
 
 
-def test_compiled_code_is_told_once_it_was_measured_with_its_memory(ask, pairs):
+def test_compiled_code_is_reported_once_it_was_measured_with_its_memory(ask, pairs):
     (line,) = said(ask(runs=pairs(13.0, torch_compile=True)), "torch.compile")
     assert "cannot be estimated" in line, "the runs have no memory"
 

@@ -53,7 +53,7 @@ def test_many_cores_look_ahead_and_find_the_same(ask, followed, monkeypatch, mem
     assert len(threads) > 1
 
 
-def test_the_best_recipe_so_far_is_told_while_others_are_looked_at(ask, followed, monkeypatch):
+def test_the_best_recipe_so_far_is_reported_while_others_are_looked_at(ask, followed, monkeypatch):
     bar = Mock()
     monkeypatch.setattr(advice.progress, "bar", lambda *_, **__: contextlib.nullcontext(bar))
     names = [recipe.name for recipe in ask(memory=400 * MB).recipes]

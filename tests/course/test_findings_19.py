@@ -63,7 +63,7 @@ def test_the_flags_of_older_pages_are_gone(tmp_path, flag):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("ranks", "given", "expected"), [(2, None, "1"), (1, None, ""), (2, "3", "3")])
-def test_torchrun_gives_each_of_several_processes_one_thread_unless_told(tmp_path, ranks, given, expected):
+def test_torchrun_gives_each_of_several_processes_one_thread_by_default(tmp_path, ranks, given, expected):
     (path := tmp_path / "script.py").write_text("import os; print(f\"<{os.environ.get('OMP_NUM_THREADS', '')}>\")")
     unset = {name: text for name, text in os.environ.items() if name != "OMP_NUM_THREADS"}
     options = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(ranks)]

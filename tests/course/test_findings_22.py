@@ -27,7 +27,7 @@ def test_after_one_evaluation_the_objective_is_a_time_and_the_remedy_is_the_loss
     assert right.objective == min(trial.value for trial in trials) > 1
 
 
-def test_with_metrics_the_worst_trial_is_returned_unless_the_direction_is_said(lesson):
+def test_with_metrics_the_worst_trial_is_returned_unless_a_direction_is_given(lesson):
     best, trials = lesson.search(lesson.trainer_of(metrics=lesson.accuracy, num_train_epochs=1), lesson.rates_of, 4)
     values = [trial.value for trial in trials]
     assert best.objective == min(values) < max(values)

@@ -49,7 +49,9 @@ def test_a_lesson_has_to_decide_a_claim_but_for_a_rehearsal(tmp_path):
         assert judge("20_inference", tmp_path, 0).status == status
 
 
-def test_a_cell_that_runs_for_long_is_told_once_and_when_its_time_has_doubled(tmp_path, monkeypatch, capsys, copied):
+def test_a_cell_that_runs_for_long_is_reported_once_and_when_its_time_has_doubled(
+    tmp_path, monkeypatch, capsys, copied
+):
     target, clock = tmp_path / "05.ipynb", iter([0, 30, 60, 100, 125, 200, 300])
     monkeypatch.setattr(lesson_process, "time", copied(lesson_process.time, monotonic=lambda: next(clock)))
     watch = lesson_process._Watch(target)

@@ -80,7 +80,7 @@ def test_a_pruner_that_stops_the_best_saves_nothing(steps, as_good, expected):
 @pytest.mark.parametrize(
     ("options", "expected"), [({}, REFUTED), ({"compute_objective": lambda metrics: metrics["eval_loss"]}, HOLDS)]
 )
-def test_an_objective_that_is_said_is_the_loss(searching, options, expected):
+def test_an_objective_that_is_given_is_the_loss(searching, options, expected):
     by = {}
     for told in (options, {"compute_objective": lambda metrics: metrics["eval_loss"]}):
         made = searching.trainer_of(num_train_epochs=1)
@@ -91,7 +91,7 @@ def test_an_objective_that_is_said_is_the_loss(searching, options, expected):
 
 
 @pytest.mark.parametrize(("options", "expected"), [({}, REFUTED), ({"direction": "maximize"}, HOLDS)])
-def test_a_direction_that_is_said_returns_the_best(searching, options, expected):
+def test_a_direction_that_is_given_returns_the_best(searching, options, expected):
     made = searching.trainer_of(metrics=searching.accuracy, num_train_epochs=1)
     best, trials = searching.search(made, searching.rates_of, 3, **options)
     assert verdict("hpo-default-direction", best.objective / max(trial.value for trial in trials)) is expected

@@ -95,7 +95,7 @@ class TestFaultsOfOtherPlaces:
         root = partial(lesson.with_module, layer=0, made=lesson.Root)
         assert diagnosed(lesson, data=data, build=root)[0] == "NaN made in backward"
 
-    def test_a_fault_that_begins_late_is_told_with_its_step(self, lesson):
+    def test_a_fault_that_begins_late_is_reported_with_its_step(self, lesson):
         class Late(lesson.Root):
             calls = 0
 

@@ -126,7 +126,7 @@ def test_torchs_limit_or_its_default_would_hide_compilations(limit, options, exp
 
 
 @pytest.mark.parametrize(("by_size", "expected"), [(False, REFUTED), (True, HOLDS)])
-def test_sizes_that_are_all_marked_static_would_make_the_default_compile_anew(by_size, expected):
+def test_sizes_that_are_all_marked_static_would_make_the_default_recompile(by_size, expected):
     with torch._dynamo.config.patch(automatic_dynamic_shapes=not by_size):
         count = functions().graphs(LENGTHS, 65)
     assert verdict("shapes-recompile-default", count / len(LENGTHS)) is expected

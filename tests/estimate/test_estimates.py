@@ -54,7 +54,7 @@ def test_an_estimate_says_what_a_run_would_and_how_it_was_made():
         ({"device": "cuda", "torch_compile_backend": "aot_eager"}, "leave torch_compile out"),
     ],
 )
-def test_a_mistake_is_named_before_anything_is_followed(options, message, monkeypatch):
+def test_a_mistake_is_named_before_anything_is_traced(options, message, monkeypatch):
     monkeypatch.setattr(processes, "call", lambda *_, **__: pytest.fail("something was followed"))
     with pytest.raises(ValueError, match=message):
         predicted(**options)
@@ -70,11 +70,11 @@ def test_a_mistake_is_named_before_anything_is_followed(options, message, monkey
         ({"device": "cpu"}, ()),  # its fused kernel takes no dropout
     ],
 )
-def test_the_kernel_that_attention_takes_is_told(options, kernels):
+def test_the_kernel_that_attention_takes_is_reported(options, kernels):
     assert estimate(TINY, **options).attention == kernels
 
 
-def test_what_cannot_be_followed_is_refused_by_name():
+def test_what_cannot_be_traced_is_refused_by_name():
     def lost(task):
         raise RuntimeError("no such kernel")
 
@@ -100,7 +100,7 @@ def test_an_edited_configuration_is_another_model(tmp_path):
     assert peaks[0] < peaks[1]
 
 
-def test_a_loop_of_ones_own_is_followed_too():
+def test_a_loop_of_ones_own_is_traced_too():
     def loop(task):
         import torch
 
@@ -194,7 +194,7 @@ def test_a_card_is_its_capability_and_its_memory_less_a_context():
 
 
 @pytest.mark.nightly
-def test_under_a_torch_that_nobody_has_tried_the_newest_rules_answer_and_everybody_says_so(monkeypatch):
+def test_under_an_untested_torch_the_newest_rules_answer_and_everybody_says_so(monkeypatch):
     """A pretended torch 2.99: the estimate, its JSON and the advice name the rules, and that they are untested."""
     plain = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.99.0a0+git" if name == "torch" else plain(name))
@@ -255,7 +255,7 @@ def test_where_no_gpu_is_named_and_none_is_there_the_default_one_is_meant(monkey
     assert estimate(TINY, **options) == estimate(TINY, **options, compute_capability=DEFAULT_CAPABILITY)
 
 
-# ---- what clean processes learn is stored for the next ones; their failures are told in words
+# ---- what clean processes learn is stored for the next ones; their failures are reported in words
 
 
 @pytest.mark.parametrize("options", [{"device": "cpu"}, {"card": "t4"}], ids=["cpu", "cuda"])

@@ -143,7 +143,7 @@ def test_lengths_come_from_files_columns_and_rows(tmp_path):
             read(wrong)
 
 
-def test_what_a_model_cannot_take_is_said_before_anything_is_followed():
+def test_what_a_model_cannot_take_is_reported_before_anything_is_traced():
     with pytest.raises(ValueError, match=r"seq_len=576 .*\b512 tokens"):
         worst_batch(BERT, [513], pad_to_multiple_of=64)
     with pytest.raises(ValueError, match=r"pad_to_multiple_of=0: .*at least 1"):

@@ -53,7 +53,7 @@ def test_a_rank_takes_on_a_cpu_what_is_measured(offered, tmp_path, stage, recipe
 
 @pytest.mark.nightly
 @needs_deepspeed
-def test_the_second_training_in_a_process_is_followed_as_if_it_were_alone(offered):
+def test_the_second_training_in_a_process_is_traced_as_if_it_were_alone(offered):
     recipe = zero(3) | {"processes": 2, "device": "cuda", "compute_capability": (8, 0), "max_steps": 2}
     shallow = depth.line(TASK, **recipe)  # of two layers, then of four
     alone = estimate(TASK.replace(config={"num_hidden_layers": 4}), **recipe)
@@ -107,7 +107,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.nightly
-def test_without_deepspeed_one_is_told_how_to_get_it(tmp_path):
+def test_without_deepspeed_a_message_says_how_to_install_it(tmp_path):
     """In a process of its own: that of the tests may have been offered it."""
     if not optional_packages.missing("deepspeed"):
         pytest.skip("DeepSpeed is installed")

@@ -75,7 +75,7 @@ def test_cuda_is_modelled_and_says_so():
 
 
 @pytest.mark.nightly
-def test_workers_of_a_loader_and_data_that_are_never_reached_are_not_followed():
+def test_workers_of_a_loader_and_data_that_are_never_reached_are_not_traced():
     def sizes(found):  # a timeline was once cut at other operations, with the same sizes
         return dataclasses.replace(found.memory, timeline=None)
 
@@ -100,7 +100,7 @@ def learn_twice(tell):
     return [memory_of(first), memory_of(second)], told, learned
 
 
-def test_a_clean_process_leaves_what_it_learned_to_the_next_and_nothing_twice(monkeypatch, tmp_path):
+def test_a_fresh_process_leaves_what_it_learned_to_the_next_and_nothing_twice(monkeypatch, tmp_path):
     monkeypatch.setenv("PERF_HELPERS_HOME", str(tmp_path))
     # In a clean process, for forks of one that has run a backward cannot run another.
     (one, other), told, (learned, again) = processes.call(learn_twice, timeout=300)
@@ -109,7 +109,7 @@ def test_a_clean_process_leaves_what_it_learned_to_the_next_and_nothing_twice(mo
     assert not {key for key in again if key[1].startswith("aten.") and key[0] == "cpu"}
 
 
-def test_a_model_that_there_is_not_is_named_before_anything_is_followed(monkeypatch):
+def test_a_model_that_there_is_not_is_named_before_anything_is_traced(monkeypatch):
     monkeypatch.setattr(peak_memory, "_trace_one", lambda *_: pytest.fail("something was followed"))
     with pytest.raises(Invalid, match="'no_such_class': name another with architecture="):
         trace_all([experiment(TINY.replace(architecture="no_such_class"))], Device("cpu"), Probe(), print)

@@ -121,7 +121,7 @@ def test_what_was_replaced_to_follow_a_training_is_back_after_it():
     assert state() == before
 
 
-def test_a_tracker_is_recorded_until_its_last_birth_or_mark():
+def test_a_tracker_is_recorded_until_its_last_allocation_or_mark():
     one, other = (Block(size, "weights", "aten.empty") for size in (3, 5))
     log = recorded(
         SimpleNamespace(
@@ -178,7 +178,7 @@ def test_a_result_from_the_cache_is_the_one_that_torch_gives(work):
     assert (asked.count(1) > 0, asked.count(2)) == (True, NOT_KEPT.get(work, 0)), "what is known is not asked again"
 
 
-def test_views_of_what_was_never_followed_and_shared_results_are_not_kept():
+def test_views_of_what_was_never_traced_and_shared_results_are_not_kept():
     with FakeTensorMode() as mode:
         x, y = torch.empty(4), torch.empty(4)
     tracker = FakeTracker(cache=OperationCache())

@@ -18,7 +18,7 @@ def ended(error):
     return future
 
 
-def test_an_executor_is_asked_what_experiments_see_there(monkeypatch):
+def test_an_executor_is_queried_what_experiments_see_there(monkeypatch):
     with ThreadPoolExecutor(1) as executor:
         monkeypatch.setattr(hardware, "versions", lambda: {"torch": "there"})
         machine, versions = executors.seen_by(executor)

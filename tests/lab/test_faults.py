@@ -324,7 +324,7 @@ SMALL_SHM = """
 
 
 @pytest.mark.nightly
-def test_workers_that_find_no_room_in_shared_memory_are_told_and_none_are_needed(lab, tmp_path):
+def test_workers_that_find_no_room_in_shared_memory_are_reported_and_none_are_needed(lab, tmp_path):
     code = textwrap.dedent(SMALL_SHM).format(path=sys.path, out=str(tmp_path))
     words = ["unshare", "--mount", sys.executable, "-c", code]
     if os.geteuid() or subprocess.run(["unshare", "--mount", "true"]).returncode:

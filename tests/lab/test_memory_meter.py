@@ -264,7 +264,7 @@ def test_memory_takes_two_steps_however_long_the_training_is(lab):
 
 
 @pytest.mark.parametrize("reentrant", [None, False, True])
-def test_an_operation_is_told_with_its_module(lab, reentrant):
+def test_an_operation_is_reported_with_its_module(lab, reentrant):
     """In backward the module whose forward made the node; where a checkpoint runs the forward again, that one."""
 
     def train(_):

@@ -27,7 +27,7 @@ def test_experiments_and_comparisons_end_with_the_time_that_they_are_given_toget
     assert after.status == "timed out"
 
 
-def test_a_function_is_called_in_a_clean_process_with_what_it_may_tell():
+def test_a_function_is_called_in_a_fresh_process_with_what_it_may_tell():
     def tell_and_add(one, other, tell):
         tell(50)
         return {one + other: os.getpid()}

@@ -49,7 +49,7 @@ QWEN3 |= {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 8000
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("capability", [(7, 5), (9, 0)], ids=str)
-def test_a_training_has_one_peak_however_it_is_asked_for(capability, tmp_path):
+def test_a_training_has_one_peak_however_it_is_requested(capability, tmp_path):
     """Grouped queries in fp32 take plain attention, which adds its mask in place where no dispatch mode is on."""
     arguments = {"per_device_train_batch_size": 4, "optim": "adafactor"}
     one = measure_cuda.Training(0, "Qwen3", QWEN3, 192, arguments, capability, 1)

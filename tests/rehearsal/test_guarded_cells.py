@@ -59,7 +59,7 @@ def test_what_could_not_be_rehearsed_cannot_be_used(use):
         eval(use, {"x": Unassigned("x could not be rehearsed")})
 
 
-def test_what_could_not_be_rehearsed_travels_to_clean_processes_as_such():
+def test_what_could_not_be_rehearsed_travels_to_fresh_processes_as_such():
     x = pickle.loads(pickle.dumps(Unassigned("x could not be rehearsed")))
     with pytest.raises(NeedsValues):
         x["rate"]

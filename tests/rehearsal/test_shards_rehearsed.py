@@ -37,7 +37,7 @@ def test_a_rank_of_fsdp2_takes_what_torchs_allocator_says(task, recipe):
 
 
 @pytest.mark.nightly
-def test_what_accelerate_cannot_shard_is_said_by_both():
+def test_what_accelerate_cannot_shard_is_reported_by_both():
     """accelerate 1.15 divides the input embedding again, though BERT has it in a part that is divided already."""
     recipe = {"processes": 2, "fsdp": True, "per_device_train_batch_size": 2}
     bert = Task("bert-tiny", seq_len=16)

@@ -131,7 +131,7 @@ def test_another_worker_at_the_same_address_does_not_pass_for_the_one_before(cli
 
 
 @pytest.mark.nightly
-def test_what_nobody_waits_for_is_ended_with_its_processes(client, tmp_path):
+def test_an_abandoned_call_is_ended_with_its_processes(client, tmp_path):
     endless = Experiment("endless", TINY, steps=10**6)
 
     def attended():
@@ -252,12 +252,12 @@ def test_workers_that_offer_no_device_are_refused_with_what_to_do(in_this_proces
         executor.submit(print)
 
 
-def test_where_no_worker_comes_that_is_said(in_this_process):
+def test_where_no_worker_comes_that_is_reported(in_this_process):
     with Workers(in_this_process(0), patience=0.3) as executor, pytest.raises(ValueError, match="raise --wait"):
         executor.submit(print).result()
 
 
-def test_a_scheduler_that_ends_is_said_to_whoever_waits(in_this_process, tmp_path):
+def test_a_scheduler_that_ends_is_reported_to_whoever_waits(in_this_process, tmp_path):
     def long():
         (tmp_path / "began").touch()
         time.sleep(2)
@@ -272,7 +272,7 @@ def test_a_scheduler_that_ends_is_said_to_whoever_waits(in_this_process, tmp_pat
             future.result()
 
 
-def test_a_client_that_is_closed_leaves_nobody_waiting(in_this_process):
+def test_a_client_that_is_closed_leaves_no_one_waiting(in_this_process):
     client = in_this_process(0)
     executor = Workers(client)
     future = executor.submit(print)

@@ -215,7 +215,7 @@ class TestInABrowser:
         assert 10 < shown.count() < page.locator("#claims tbody tr").count()
         assert all("refuted" in text for text in shown.all_inner_texts())
 
-    def test_readmes_pictures_are_made_anew_in_the_same_size(self, site, tmp_path):
+    def test_readmes_pictures_are_made_again_in_the_same_size(self, site, tmp_path):
         with ThreadPoolExecutor(1) as apart:  # from the thread that has a browser open
             apart.submit(pictures.make, site[0], tmp_path).result()
         for path in (tmp_path / f"{name}.png" for name in PICTURES):
