@@ -256,10 +256,10 @@ def test_every_part_comes_to_an_end_and_no_row_is_done_twice(suite):
         "sdpa, cudnn, 2048",
         "sdpa, cudnn, 2048 against eager, 2048",
     ]
-    asked = len(lab.asked)
+    requested = len(lab.asked)
     for part in gpu_rows.PARTS:
         suite(lab).run(part)
-    assert len(lab.asked) == asked and len(lines(made)) == len(kept)
+    assert len(lab.asked) == requested and len(lines(made)) == len(kept)
 
 
 def test_the_batch_sweep_ends_at_what_does_not_fit(suite):

@@ -63,7 +63,9 @@ def declared():
 
 def lower_bounds(ranges):
     """{dependency: the version that its range begins with}"""
-    bounds = {name: [s.version for s in asked.specifier if s.operator == ">="] for name, asked in ranges.items()}
+    bounds = {
+        name: [s.version for s in requested.specifier if s.operator == ">="] for name, requested in ranges.items()
+    }
     return {name: Version(versions[0]) for name, versions in bounds.items() if versions}
 
 
@@ -363,9 +365,9 @@ def test_pip_in_an_environment_of_its_own_says_why_it_cannot(matrix, tmp_path, m
 
 
 def test_pips_reason_is_its_errors_without_addresses_and_folders(matrix):
-    told = f"WARNING: x\nERROR: Cannot install a==1 and b==2, see https://host.example/simple/a/ in {ROOT}/build\n"
-    told += "ERROR: ResolutionImpossible: for help visit https://host.example/\n"
-    assert matrix.pip_reason(told) == "Cannot install a==1 and b==2, see ... in ./build"
+    reported = f"WARNING: x\nERROR: Cannot install a==1 and b==2, see https://host.example/simple/a/ in {ROOT}/build\n"
+    reported += "ERROR: ResolutionImpossible: for help visit https://host.example/\n"
+    assert matrix.pip_reason(reported) == "Cannot install a==1 and b==2, see ... in ./build"
     assert matrix.pip_reason("") == "pip gave no reason"
     assert len(matrix.pip_reason("ERROR: " + "long " * 1000)) < 520
 

@@ -142,8 +142,8 @@ class Box:
         (self.folder / "code").write_text(str(code))
         self.calls.unlink(missing_ok=True)
         done = self.shell(f"benchmarks/nightly.sh {shlex.join(words)}")
-        asked = self.calls.read_text().splitlines() if self.calls.exists() else []
-        return done, next((line for line in asked if line.startswith("perf-helpers course")), None)
+        requested = self.calls.read_text().splitlines() if self.calls.exists() else []
+        return done, next((line for line in requested if line.startswith("perf-helpers course")), None)
 
 
 @pytest.fixture
@@ -152,12 +152,12 @@ def box(tmp_path):
 
 
 def test_the_first_nightly_run_is_compared_with_nothing_and_the_next_with_it(box):
-    done, asked = box.night("05", "--profile", "cpu")
+    done, requested = box.night("05", "--profile", "cpu")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    assert asked == "perf-helpers course --strict --out build/nights/2026-11-01 05 --profile cpu"
-    done, asked = box.night()
+    assert requested == "perf-helpers course --strict --out build/nights/2026-11-01 05 --profile cpu"
+    done, requested = box.night()
     before = "--baseline build/nights/2026-11-01/results.json"
-    assert done.returncode == 0 and asked == f"perf-helpers course --strict --out build/nights/2026-11-02 {before}"
+    assert done.returncode == 0 and requested == f"perf-helpers course --strict --out build/nights/2026-11-02 {before}"
     assert box.calls.read_text().splitlines()[-1] == "perf-helpers history build/nights --out build/nights/history.html"
     assert box.night()[1].endswith("--baseline build/nights/2026-11-02/results.json")
 
@@ -183,15 +183,15 @@ def test_two_nightly_runs_never_overlap(box):
     box.night()
     with open(box.folder / "build/nights/lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        done, asked = box.night()
-    assert (done.returncode, asked) == (2, None) and "still running" in done.stderr
+        done, requested = box.night()
+    assert (done.returncode, requested) == (2, None) and "still running" in done.stderr
     assert box.night()[0].returncode == 0
 
 
 def test_an_environment_that_cannot_be_set_up_is_no_nightly_run(box):
     (box.folder / "bin" / "make").write_text("#!/usr/bin/env bash\necho no network\nexit 1\n")
-    done, asked = box.night()
-    assert (done.returncode, asked) == (2, None) and "no network" in done.stdout
+    done, requested = box.night()
+    assert (done.returncode, requested) == (2, None) and "no network" in done.stdout
 
 
 @pytest.mark.parametrize("code", [0, 1])
@@ -205,8 +205,8 @@ def test_the_steps_of_the_workflow_run_one_after_the_other(box, code):
         assert codes == {"Set up": 0, "Tonight": code if night == 2 else 0, "What there is to see": 0}
         assert output.read_text() == f"folder=build/nights/2026-11-0{night}\n"
         assert "worse than the baseline" in summary.read_text()
-    asked = [line for line in box.calls.read_text().splitlines() if line.startswith("perf-helpers course")]
-    assert [line.endswith(" 05 06") for line in asked] == [True, True]
-    assert ["--baseline" in line for line in asked] == [False, True]
+    requested = [line for line in box.calls.read_text().splitlines() if line.startswith("perf-helpers course")]
+    assert [line.endswith(" 05 06") for line in requested] == [True, True]
+    assert ["--baseline" in line for line in requested] == [False, True]
     kept = steps()[0][-1]["with"]["path"]
     assert sorted(json.loads(path.read_text()) == {} for path in box.folder.glob(kept)) == [True, True]

@@ -63,8 +63,8 @@ def test_the_clock_counts_that_both_runs_have():
 def test_under_other_load_less_is_reported_and_it_says_how_much():
     found, notes = compare_steps(paces(), times(paces(NOISY), 1.4))
     assert not found and compare_steps(paces(), times(paces(), 1.4))[0]
-    told = (notes[0], compare_steps(paces(), paces())[1][0])
-    limits = [int(re.search(r"(\d+)% of one recipe", note)[1]) for note in told]
+    listed = (notes[0], compare_steps(paces(), paces())[1][0])
+    limits = [int(re.search(r"(\d+)% of one recipe", note)[1]) for note in listed]
     assert limits[0] > 40 > limits[1]
 
 

@@ -66,7 +66,7 @@ def test_a_misspelt_name_is_no_error_and_a_careful_space_makes_it_one(lesson):
 def test_a_value_is_cast_to_the_type_that_stands_there(lesson):
     assert TrainingArguments("unused").warmup_steps == 0
     assert [used for _, used, _ in lesson.warmed_up()] == [0, 0, 0]
-    assert all(asked == used for asked, used, _ in lesson.warmed_up(warmup_steps=0.0))
+    assert all(requested == used for requested, used, _ in lesson.warmed_up(warmup_steps=0.0))
     made = lesson.trainer_of()
     with pytest.raises(ValueError, match="would become 0"):
         lesson.search(made, lesson.careful(lesson.warmups_of, made.args), 1)

@@ -41,8 +41,8 @@ def test_an_older_driver_tells_temperatures_and_a_newer_one_margins():
 
 @pytest.mark.parametrize(("threshold", "expected"), [(1, HOLDS), (0, REFUTED)])
 def test_where_it_shuts_down_is_not_where_it_slows_down(threshold, expected):
-    told = {0: 95, 1: 87}
-    known = functions().told_by_driver(driver({1: told[threshold]}), "gpu")
+    reported = {0: 95, 1: 87}
+    known = functions().told_by_driver(driver({1: reported[threshold]}), "gpu")
     assert verdict("cooling", known["slowdown"]) is expected
 
 

@@ -170,8 +170,8 @@ class TestTwoHosts:
                 here = f"--rdzv-conf is_host={1 - host} --local-addr {address} {script}"
                 command = link.on(host, *python, *options.split(), *here.split())
                 started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
-            told = [process.communicate(timeout=120) for process in started]
-        gradients = [re.search(r'"gradient": ([^}]+)}', output)[1] for output, errors in told]
+            reported = [process.communicate(timeout=120) for process in started]
+        gradients = [re.search(r'"gradient": ([^}]+)}', output)[1] for output, errors in reported]
         assert len(gradients) == 2 and len(set(gradients)) == 1
 
 
@@ -187,7 +187,7 @@ class TestNvlink:
             )
             names = {"re": re, "subprocess": run, "gpus2": True, "contextlib": contextlib}
             exec(cell, names)
-            assert [told for told, _ in names["joined"]] == [entry, entry]
+            assert [reported for reported, _ in names["joined"]] == [entry, entry]
             return names["no_nvlink"]
 
         assert missing("NV2") is None

@@ -270,10 +270,10 @@ def test_trls_loss_takes_the_way_of_a_gpu_and_its_kernels_no_memory(trl):
         assert kernels._use_triton(device) and utils._use_triton(device)
         kernels._backward_kernel[(6, kernels.triton.cdiv(4, 1024))](tile)
         kernels._addmm_fp32(total, tile, weight)
-        asked = sizes(tracker)
+        requested = sizes(tracker)
         kernels._addmm_fp32(total, tile.float(), weight.float())
-    assert tracker._kernels.workspace_bytes in asked, "a product"
-    assert not {96, 128} & {*asked} and {96, 128} <= {*sizes(tracker)}, "no copies in fp32, and no other tile"
+    assert tracker._kernels.workspace_bytes in requested, "a product"
+    assert not {96, 128} & {*requested} and {96, 128} <= {*sizes(tracker)}, "no copies in fp32, and no other tile"
     assert not utils._use_triton(device) and kernels._forward_kernel(torch.ones(6, 4)).shape == (6, 4)
 
 

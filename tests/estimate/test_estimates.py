@@ -174,8 +174,10 @@ class TestCommandLine:
         assert result.exit_code == 0 and "- rounding: " in result.stdout and "optimizer states" not in result.stdout
 
     def test_a_card_has_a_capability_and_a_memory(self):
-        told = self.run("--card", "T4").stdout
-        assert "bert-tiny on T4: peak" in told and "bert-tiny: fits the T4 16 GiB: " in told and "margin of" in told
+        listed = self.run("--card", "T4").stdout
+        assert (
+            "bert-tiny on T4: peak" in listed and "bert-tiny: fits the T4 16 GiB: " in listed and "margin of" in listed
+        )
         words = ["estimate", "--model", "gpt2-large", "--card", "t4", "--per_device_train_batch_size", "2"]
         assert "gpt2-large: does not fit the T4 16 GiB: " in CliRunner().invoke(cli.app, words).stdout
         wrong = self.run("--card", "t5")
@@ -188,8 +190,8 @@ class TestCommandLine:
 
 def test_a_card_is_its_capability_and_its_memory_less_a_context():
     t4, options = CARDS["t4"], {"task": TINY, "per_device_train_batch_size": 2}
-    said = {"compute_capability": t4.capability, "device_memory": t4.memory_bytes - t4.context_bytes}
-    assert estimate(**options, card="t4").memory == estimate(**options, device="cuda", **said).memory
+    answer = {"compute_capability": t4.capability, "device_memory": t4.memory_bytes - t4.context_bytes}
+    assert estimate(**options, card="t4").memory == estimate(**options, device="cuda", **answer).memory
     assert estimate(**options, card="t4", device_memory=2**20).is_too_large
 
 
@@ -200,18 +202,18 @@ def test_under_an_untested_torch_the_newest_rules_answer_and_everybody_says_so(m
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.99.0a0+git" if name == "torch" else plain(name))
     monkeypatch.setattr(torch, "__version__", "2.99.0a0+git")
     allocator_settings._warn_of_untested.cache_clear()
-    told = allocator_settings.untested_text("2.99")
-    assert "2.99" in told and allocator_settings.newest() in told
+    listed = allocator_settings.untested_text("2.99")
+    assert "2.99" in listed and allocator_settings.newest() in listed
     options = {"device": "cuda", "compute_capability": (7, 5), "per_device_train_batch_size": 2}
-    with pytest.warns(UserWarning, match=re.escape(told)):
+    with pytest.warns(UserWarning, match=re.escape(listed)):
         untested = estimate(TINY, **options)
     known = estimate(TINY, **options, torch_version=allocator_settings.newest())
     assert untested.memory == known.memory
-    assert [each.assumptions[-1].startswith(told) for each in (untested, known)] == [True, False]
+    assert [each.assumptions[-1].startswith(listed) for each in (untested, known)] == [True, False]
     rules = [(each["torch_rules"], each["untested_torch"]) for each in (untested.to_dict(), known.to_dict())]
     assert rules == [(allocator_settings.newest(), "2.99"), (allocator_settings.newest(), None)]
     advised = advise(TINY, card="t4", effective_batch=2)
-    assert any(text.startswith(told) for text in advised.assumptions) and told in repr(advised)
+    assert any(text.startswith(listed) for text in advised.assumptions) and listed in repr(advised)
 
 
 def test_an_estimate_on_a_cpu_names_no_rules_of_cuda():

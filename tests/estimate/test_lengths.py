@@ -103,8 +103,12 @@ def test_the_largest_batch_and_length_that_fit_a_card(monkeypatch):
     assert worst_batch(BERT, [100, 50, 40], card="t4", per_device_train_batch_size=100).largest_length[0] == 128
     none = worst_batch(BERT, [500] * 3, card="1650", per_device_train_batch_size=64)
     assert none.largest_batch[0] == 4 and none.largest_length[0] == 32 and none.fits.answer is False
-    told = none.to_dict()
-    assert told["fits"] is False and told["largest_batch"]["size"] == 4 and "largest batch: 4; m: fits" in repr(none)
+    reported = none.to_dict()
+    assert (
+        reported["fits"] is False
+        and reported["largest_batch"]["size"] == 4
+        and "largest batch: 4; m: fits" in repr(none)
+    )
     edge = worst_batch(BERT, [room // 100 + 1] * 3, card="t4", per_device_train_batch_size=100)
     assert edge.to_dict()["fits"] is None and "UNKNOWN" in repr(edge)
 

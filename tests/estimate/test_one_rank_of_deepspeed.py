@@ -75,11 +75,11 @@ def test_one_process_needs_no_launcher(offered, tmp_path):
 def test_on_a_gpu_a_stage_keeps_its_share_and_a_copy_of_it(offered):
     parameters = TASK.parameters()
     for stage, weights, states in ((0, 4, 8), (1, 4 + 4 / 4, 8 / 4), (3, 4 / 4, 8 / 4)):
-        told = estimate(TASK, device="cuda", processes=4, **zero(stage, stage3_param_persistence_threshold=0))
-        after = told.memory.phase_breakdowns["backward"]
+        reported = estimate(TASK, device="cuda", processes=4, **zero(stage, stage3_param_persistence_threshold=0))
+        after = reported.memory.phase_breakdowns["backward"]
         assert after["weights"] / parameters == pytest.approx(weights, rel=0.05), stage
         assert after["optimizer_states"] / parameters == pytest.approx(states, rel=0.05), stage
-        assert any("DeepSpeed" in text for text in told.assumptions)
+        assert any("DeepSpeed" in text for text in reported.assumptions)
 
 
 @pytest.mark.daily(1)
@@ -113,5 +113,5 @@ def test_without_deepspeed_a_message_says_how_to_install_it(tmp_path):
         pytest.skip("DeepSpeed is installed")
     script = tmp_path / "without.py"
     script.write_text(WITHOUT)
-    said = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=tmp_path).stdout
-    assert said.count("needs deepspeed (") == said.count("make build/deepspeed") == 2, said
+    answer = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=tmp_path).stdout
+    assert answer.count("needs deepspeed (") == answer.count("make build/deepspeed") == 2, answer

@@ -129,9 +129,9 @@ def test_what_a_product_is_assumed_to_hide_is_reported_with_its_size(machine):
     machine(lambda one: one.bytes // 2 + len(str(one.bytes)) * 1000, bytes_a_second=1e6)
     asked, large = Probe(1), mm(8192, 4096, 8192)
     asked.run([large])
-    (told,) = operator_workspaces.assumptions([large], asked)
-    assert told.startswith("aten.mm.default is assumed to allocate up to ")
-    assert f"{asked[large].bytes / 1e6:,.1f} MB" in told
+    (reported,) = operator_workspaces.assumptions([large], asked)
+    assert reported.startswith("aten.mm.default is assumed to allocate up to ")
+    assert f"{asked[large].bytes / 1e6:,.1f} MB" in reported
 
 
 def test_a_product_that_hides_nothing_at_three_sizes_is_not_run_at_its_own(machine):
@@ -220,8 +220,8 @@ def test_an_operation_that_needs_its_data_is_unknown_and_told():
     asked = Probe(1)
     asked.run([gone])
     assert asked[gone] == Hidden(None, "unknown")
-    (told,) = operator_workspaces.assumptions([gone], asked)
-    assert "aten.embedding.default" in told and "0 bytes" in told
+    (reported,) = operator_workspaces.assumptions([gone], asked)
+    assert "aten.embedding.default" in reported and "0 bytes" in reported
 
 
 def test_an_operation_that_ends_its_process_is_unknown_and_the_others_are_measured(monkeypatch):

@@ -93,18 +93,18 @@ def experiment(model=TINY):
 
 def learn_twice(tell):
     """Return the answers of two generations of stored facts on one experiment, and the facts that each learned."""
-    told, learned, job = [], [], (trace_all, ([experiment()], Device("cpu")))
+    reported, learned, job = [], [], (trace_all, ([experiment()], Device("cpu")))
     save = Knowledge.save
     with patch.object(Knowledge, "save", lambda known: learned.append({*known.learned}) or save(known)):
-        (first,), (second,) = (with_known(*job, True, told.append) for _ in range(2))
-    return [memory_of(first), memory_of(second)], told, learned
+        (first,), (second,) = (with_known(*job, True, reported.append) for _ in range(2))
+    return [memory_of(first), memory_of(second)], reported, learned
 
 
 def test_a_fresh_process_leaves_what_it_learned_to_the_next_and_nothing_twice(monkeypatch, tmp_path):
     monkeypatch.setenv("PERF_HELPERS_HOME", str(tmp_path))
     # In a clean process, for forks of one that has run a backward cannot run another.
-    (one, other), told, (learned, again) = processes.call(learn_twice, timeout=300)
-    assert one == other and told == [80, 80]
+    (one, other), reported, (learned, again) = processes.call(learn_twice, timeout=300)
+    assert one == other and reported == [80, 80]
     assert {type(key[0]) for key in learned} == {str, int}, "what operations make, and what they hide"
     assert not {key for key in again if key[1].startswith("aten.") and key[0] == "cpu"}
 

@@ -161,21 +161,23 @@ def described(result):
 
 @pytest.mark.parametrize("work", WORK.values(), ids=WORK)
 def test_a_result_from_the_cache_is_the_one_that_torch_gives(work):
-    caches, seen, asked = [OperationCache()], [], []
+    caches, seen, requested = [OperationCache()], [], []
     for _ in range(2):
         known = Knowledge(json.loads(json.dumps(caches[-1].known.lasting())))
         tracker = FakeTracker(cache=OperationCache(known))
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             x, w = torch.empty(2, 3, 8), torch.empty(8, 5)
         tracker.fake, ask = mode, tracker._fake_result
-        tracker._fake_result = lambda *arguments, ask=ask: asked.append(len(caches)) or ask(*arguments)
+        tracker._fake_result = lambda *arguments, ask=ask: requested.append(len(caches)) or ask(*arguments)
         with tracker:
             seen.append(described(work(x, w)))
         seen[-1] += tuple((block.bytes, sign) for block, sign in tracker.log)
         caches.append(tracker.cache)
     assert seen[0] == seen[1]
     assert caches[1].known.learned and not caches[2].known.learned
-    assert (asked.count(1) > 0, asked.count(2)) == (True, NOT_KEPT.get(work, 0)), "what is known is not asked again"
+    assert (requested.count(1) > 0, requested.count(2)) == (True, NOT_KEPT.get(work, 0)), (
+        "what is known is not asked again"
+    )
 
 
 def test_views_of_what_was_never_traced_and_shared_results_are_not_kept():

@@ -470,10 +470,10 @@ def kernel(lab, tmp_path):
     process = subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
 
     def hangs():
-        told = tmp_path / "hangs"
-        assert wait_for(lambda: told.exists() or process.poll() is not None) and process.poll() is None
-        pids = [*map(int, told.read_text().split())]
-        told.unlink()
+        reported = tmp_path / "hangs"
+        assert wait_for(lambda: reported.exists() or process.poll() is not None) and process.poll() is None
+        pids = [*map(int, reported.read_text().split())]
+        reported.unlink()
         return pids
 
     yield process, hangs

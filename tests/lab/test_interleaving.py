@@ -205,10 +205,10 @@ def test_only_one_runs_at_a_time_and_all_in_one_process(tmp_path):
     with open(log) as file:
         lines = [line.split() for line in file]
     assert len({pid for pid, *_ in lines}) == 1
-    told = [line[1:] for line in lines]
+    reported = [line[1:] for line in lines]
     assert all(
         [begin, end] == [[begin[0], "begins"], [begin[0], "ends"]]
-        for begin, end in zip(told[::2], told[1::2], strict=True)
+        for begin, end in zip(reported[::2], reported[1::2], strict=True)
     )
 
 

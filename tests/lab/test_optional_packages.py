@@ -43,12 +43,12 @@ def test_what_is_offered_late_is_found_by_the_libraries_that_are_imported_again(
 
 def test_what_is_missing_is_reported_with_how_to_get_it(folder):
     before = [*sys.path]
-    told = optional_packages.offer("no_such_package")
-    assert "no_such_package" in told and "make build/no_such_package" in told
+    reported = optional_packages.offer("no_such_package")
+    assert "no_such_package" in reported and "make build/no_such_package" in reported
     assert sys.path == before
     missing = optional_packages.missing("deepspeed")  # None where it is installed, or was offered
     assert missing is None or "no-build-isolation" in missing
-    assert "no-build-isolation" not in told, "only DeepSpeed is built from source"
+    assert "no-build-isolation" not in reported, "only DeepSpeed is built from source"
 
 
 def test_what_is_installed_is_left_as_it_is(folder):

@@ -30,10 +30,10 @@ LLAMA = Task(
 def test_a_rank_of_fsdp2_takes_what_torchs_allocator_says(task, recipe):
     recipe = {"fsdp": True, "per_device_train_batch_size": 4} | recipe
     run = rehearse(task, on="a100", **recipe)
-    told = estimate(task, device="cuda", compute_capability=(8, 0), **recipe)
+    reported = estimate(task, device="cuda", compute_capability=(8, 0), **recipe)
     assert run.ok, run.message
-    assert told.peak_bytes == run.peak_bytes
-    assert told.memory.reserved_bytes == run.memory.reserved_bytes, "gathered and scattered on streams of their own"
+    assert reported.peak_bytes == run.peak_bytes
+    assert reported.memory.reserved_bytes == run.memory.reserved_bytes, "gathered and scattered on streams of their own"
 
 
 @pytest.mark.nightly

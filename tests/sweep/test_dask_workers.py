@@ -73,8 +73,8 @@ def test_a_killed_workers_experiment_is_made_once_more_elsewhere_and_leaves_noth
         draft.rename(mark)
         time.sleep(1000)
 
-    told, runs = [], []
-    with Workers(client, tell=told.append) as executor:
+    reported, runs = [], []
+    with Workers(client, tell=reported.append) as executor:
         lab = Lab("cpu", out=tmp_path, executor=executor)
         executor.submit(busy)
         thread = threading.Thread(target=lambda: runs.append(lab.run(experiment, "once", measure=("none",))))
@@ -96,7 +96,7 @@ def test_a_killed_workers_experiment_is_made_once_more_elsewhere_and_leaves_noth
     killed, done = run.attempts
     assert (killed["status"], done["status"]) == ("killed", "ok") and "was killed" in killed["message"]
     assert killed["worker"] != done["worker"] and killed["address"] != done["address"]
-    assert [line for line in told if "once more elsewhere" in line and killed["address"] in line]
+    assert [line for line in reported if "once more elsewhere" in line and killed["address"] in line]
     assert lab.store.read() == [run]
 
 
@@ -152,9 +152,9 @@ def test_an_abandoned_call_is_ended_with_its_processes(client, tmp_path):
 
 
 def test_a_run_has_the_machine_and_the_packages_of_where_it_ran(client, elsewhere, tmp_path):
-    told, one_elsewhere = [], min(client.nthreads())
+    reported, one_elsewhere = [], min(client.nthreads())
     elsewhere(one_elsewhere)
-    with Workers(client, tell=told.append) as executor:
+    with Workers(client, tell=reported.append) as executor:
         outcomes = [executors.outcome_of(executors.submit(executor, Outcome)) for _ in range(2)]
         while {outcome.attempts[0]["address"] for outcome in outcomes} < set(client.nthreads()):
             outcomes.append(executors.outcome_of(executors.submit(executor, lambda: time.sleep(0.1) or Outcome())))
@@ -165,7 +165,7 @@ def test_a_run_has_the_machine_and_the_packages_of_where_it_ran(client, elsewher
     for run in runs:
         there = run.attempts[-1]["address"] == one_elsewhere
         assert (run.machine["name"] == "another machine") == there == (run.versions["torch"] == "1.0")
-    (line,) = [line for line in told if "do not compare" in line]
+    (line,) = [line for line in reported if "do not compare" in line]
     assert "torch 1.0 (here" in line and "\n" not in line
 
 
@@ -175,15 +175,15 @@ def test_experiments_train_without_dasks_settings_each_on_its_part_of_the_cores(
 
         return [os.environ.get("OMP_NUM_THREADS"), os.environ.get("MALLOC_TRIM_THRESHOLD_"), torch.get_num_threads()]
 
-    told = []
-    with Workers(client, tell=told.append) as executor:
+    reported = []
+    with Workers(client, tell=reported.append) as executor:
         lab = Lab("cpu", out=tmp_path, executor=executor)
         client.wait_for_workers(2)
         while len(executor.seen()) < 2:
             time.sleep(0.05)
         run = lab.run(look, measure=("none",))
     assert run.value == [None, None, max(1, lab.machine.cpu_cores // 2)], run
-    assert run.attempts[-1]["sharing"] == 2 and [line for line in told if "share the cores" in line]
+    assert run.attempts[-1]["sharing"] == 2 and [line for line in reported if "share the cores" in line]
 
 
 def test_what_dask_sets_for_its_own_tasks_is_undone_and_what_a_user_sets_stays(monkeypatch):

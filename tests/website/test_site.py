@@ -104,8 +104,8 @@ def test_links_lead_somewhere_from_the_site(tmp_path):
         "[h](../website/class.md)"
     )
     with_none = site_pages.Sources(tmp_path / "a", None).linked(text, Path("docs"))
-    told = text.replace("../README.md", "../index.md").replace("[c](../environment.yml)", "c")
-    assert with_none == told.replace("../website/class.md", "../class.md")
+    reported = text.replace("../README.md", "../index.md").replace("[c](../environment.yml)", "c")
+    assert with_none == reported.replace("../website/class.md", "../class.md")
     assert (tmp_path / "a/notebooks/pictures/guess.png").exists()
     with_one = site_pages.Sources(tmp_path / "b", "me/course").linked(text, Path("docs"))
     assert "[c](https://github.com/me/course/blob/main/environment.yml)" in with_one
