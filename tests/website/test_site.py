@@ -119,6 +119,22 @@ def test_links_to_the_repository_lead_there_if_it_is_known_and_are_texts_otherwi
     assert known == text.replace("OWNER/perf-helpers", "me/course")
 
 
+def test_the_front_page_has_a_question_a_picture_two_doors_three_findings_and_then_the_scoreboard(tmp_path):
+    site_pages.Sources(tmp_path, "me/course").readme()
+    text = (tmp_path / "index.md").read_text("utf-8")
+    assert re.match(r"# [^\n]+\?\n", text)
+    order = (
+        "pictures/lesson.png",
+        'href="lessons.html"',
+        'href="calculator.html"',
+        "## Three findings",
+        "## Scoreboard",
+    )
+    places = [text.index(each) for each in order]
+    assert places == sorted(places) and text[places[3] : places[4]].count("\n- **") == 3
+    assert "](notebooks/00_start_here.ipynb)" in (tmp_path / "lessons.md").read_text("utf-8")
+
+
 def test_a_lesson_is_opened_elsewhere_only_where_the_repository_is_known(tmp_path):
     colab = "(https://colab.research.google.com/github/me/course/blob/main/notebooks/05_x.ipynb)"
     assert colab in site_pages.Sources(tmp_path / "a", "me/course").launch("05_x.ipynb")
