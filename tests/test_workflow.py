@@ -166,7 +166,7 @@ def test_the_first_nightly_run_is_compared_with_nothing_and_the_next_with_it(box
 def test_a_bad_nightly_run_is_printed_for_mail_with_its_exit_code(box, code):
     box.night()
     done, _ = box.night(code=code)
-    assert done.returncode == code and f"exit code {code}, held against build/nights/2026-11-01" in done.stdout
+    assert done.returncode == code and f"exit code {code}, compared with build/nights/2026-11-01" in done.stdout
     assert "worse than the baseline: memory 05/vanilla" in done.stdout and "build/nights/2026-11-02" in done.stdout
     assert "worse than" in (box.folder / "build/nights/2026-11-02/night.log").read_text()
 

@@ -139,7 +139,7 @@ def drop_all(page, files):
 def counted(files, learners, refused=0, passed=0):
     file, learner = "file" if files == 1 else "files", "learner" if learners == 1 else "learners"
     text = f"{files} {file} of {learners} {learner} counted, {refused} refused, "
-    return f"{text}{passed} of other kinds in folders passed over."
+    return f"{text}{passed} other files in folders ignored."
 
 
 def remarks(page):
