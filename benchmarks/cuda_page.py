@@ -80,16 +80,16 @@ def ranks() -> str:
         rows.append([row["setup"], row["model"], str(row["ranks"]), *parts, *sizes])
         if "estimated" in row:
             off = max(off, abs(row["estimated"]["allocated"] - row["rehearsed"]["allocated"]))
-    head = ["set-up", "model", "ranks", "weights + gradients + states, bytes a parameter", "by the formula"]
+    head = ["set-up", "model", "ranks", "weights + gradients + states, bytes per parameter", "by the formula"]
     head += ["allocated, MiB", "estimated", "reserved, MiB", "estimated"]
     lines = [
-        f"Rehearsed on {report['card'].upper()}s, a process for each ({versions(report, 'torch', 'transformers')}, "
-        f"accelerate {report['versions']['accelerate']}, {report['date'][:10]}); the fullest rank; after backward. The "
-        f"estimate follows one rank: allocated and reserved **equal to the byte in {report['equal']} of "
-        f"{report['followed']}**, the most that is off {off} B. Under DDP buckets are a second set of gradients. "
-        f"DeepSpeed {report['versions']['deepspeed']} keeps an fp32 copy of a rank's share of the weights, also where "
-        "they are fp32 (stage 3 counts it among the inputs here), and gradients in flight. What it keeps on the host "
-        "is rehearsed and not followed.",
+        f"Rehearsed on {report['card'].upper()}s, one process per card ({versions(report, 'torch', 'transformers')}, "
+        f"accelerate {report['versions']['accelerate']}, {report['date'][:10]}). The figures are of the fullest rank, "
+        "after backward. The estimate traces one rank: allocated and reserved **equal to the byte in "
+        f"{report['equal']} of {report['followed']}**, the largest difference {off} B. Under DDP, buckets are a second "
+        f"set of gradients. DeepSpeed {report['versions']['deepspeed']} keeps an fp32 copy of a rank's shard of the "
+        "weights, even if they are fp32 (stage 3 counts it among the inputs here), and gradients in flight. Its memory "
+        "on the host is rehearsed but not traced.",
         table(head, rows),
         "Not trained, in the rehearsal as in the estimate:",
         "\n".join(f"- {', '.join(dict.fromkeys(names))}: {error}" for error, names in failed.items()),
@@ -161,6 +161,6 @@ def published() -> str:
     head = ["measured", "quantity", "published", "predicted", "of it older rules", "rehearsed", "error"]
     about = f"{report['what']}. {versions(report, 'torch', 'transformers')}, {report['date'][:10]}."
     facts = "[published.toml](../benchmarks/published.toml)"
-    text = f"Sources, versions and set-ups stand in {facts}. In brackets, not like for like:"
+    text = f"Sources, versions and set-ups are in {facts}. In brackets, not like for like:"
     parts = [about, table(["like for like", "rows", "median", "95th percentile", "worst"], errors), text]
     return "\n\n".join([*parts, "\n".join(f"- {name}: {why}" for name, why in sorted(notes)), table(head, rows)])

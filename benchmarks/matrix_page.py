@@ -107,7 +107,7 @@ def _claims(record: dict) -> str:
         rows.append(
             [sides["lesson"][:2], f"`{id}`", by or "", *(verdict(sides.get(name), "not run") for name in names)]
         )
-    about = "The others are here. One decided by time was timed once in each set: it may differ by chance."
+    about = "The table has the others. A claim about time was timed once in each set, so it may differ by chance."
     return "\n\n".join([f"{text} {about}", table(["lesson", "claim", "decided by", *names], rows)])
 
 
@@ -116,7 +116,9 @@ def _memory(record: dict) -> str:
     compared, moved = record["runs"], _moved(record, "changes")
     if not moved:
         return f"Memory: no byte of {compared} runs differs between any two sets that ran." if compared else "No run."
-    text = f"Memory: {compared - len(record['memory'])} of {compared} runs hold the same bytes in every set. Moved:"
+    text = (
+        f"Memory: {compared - len(record['memory'])} of {compared} runs take the same bytes in every set. The others:"
+    )
     return "\n\n".join([text, table(["from", "to", "run", "what moved"], moved)])
 
 
@@ -127,7 +129,7 @@ def _rehearsed(record: dict) -> str:
     names, rows = [row["name"] for row in record["sets"]], []
     for id, sides in record["rehearsed"].items():
         rows.append([id.partition("/")[2], *(_allocated(sides.get(name)) for name in names)])
-    text = "Rehearsed, MiB that torch's own allocator hands out / reserves:"
+    text = "Rehearsed, MiB that torch's own allocator allocates / reserves:"
     parts = [text, table(["training", *names], rows)]
     if moved := _moved(record, "rehearsed"):
         parts += ["Moved:", table(["from", "to", "training", "what moved"], moved)]

@@ -73,7 +73,7 @@ def build(source: str, recorded: str = "", name: str = "NN_slug") -> str:
 
 
 def _answer_in(cell) -> str:
-    """What a cell holds that a learner is to find without it: a "question" (its key), a "solution", "code"; else ""."""
+    """Return which answer a cell contains: a "question" (its key), a "solution", "code", or "" if it contains none."""
     if cell.cell_type != "code":
         return ""
     if "solution" in tags(cell):
@@ -156,7 +156,7 @@ def _lint_code(cells):
 
 
 def _asks(cell) -> bool:
-    """Whether a cell asks a question: its source has the key and each explanation."""
+    """Return whether a cell asks a question: its source has the key and each explanation."""
     return cell.cell_type == "code" and QUESTION.search(cell.source) is not None
 
 

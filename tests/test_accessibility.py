@@ -67,12 +67,12 @@ def a_run(name, peak):
 
 def outputs(monkeypatch):
     """One of everything that a lesson shows, as the outputs of a cell."""
-    told = []
-    monkeypatch.setattr("IPython.display.display", lambda data, **_: told.append(data))
+    reported = []
+    monkeypatch.setattr("IPython.display.display", lambda data, **_: reported.append(data))
     lab = Lab("tiny", lesson="09_8bit_adam")
     exercises.question(lab, "why", f"Why {LONG}?", {LONG: LONG, "`weights`": "They stay."}, right=LONG)
     widgets.predict(lab, "peak", "The peak?", "MB", 0, 100)
-    shown = [data["text/html"] for data in told]
+    shown = [data["text/html"] for data in reported]
     plain = {
         "interval": None,
         "missing": None,

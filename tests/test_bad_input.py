@@ -205,14 +205,14 @@ def wrong(shell, words, names):
         return "it went through"
     except BaseException as error:
         return f"a traceback: {type(error).__name__}: {error}"
-    told = plain(errors)
+    reported = plain(errors)
     problems = {
         f"exit code {code}": code != 2,
         f"printed {out[:80]!r}": out,
         f"{len(errors.splitlines())} lines": len(errors.splitlines()) != 1,
         "too long": len(errors) > 1500,
         "no name of ours": not errors.startswith("perf-helpers: "),
-        f"{names} is not named": not any(name and plain(name) in told for name in names),
+        f"{names} is not named": not any(name and plain(name) in reported for name in names),
         "not said what is allowed": not ALLOWED.search(errors),
     }
     found = [problem for problem, is_so in problems.items() if is_so]
@@ -347,8 +347,8 @@ def test_a_value_of_another_kind_is_refused_by_name(shell, what):
                 function(**needed | {name: value})
             except ValueError as error:
                 text = str(error)
-                told = name in text or name.removesuffix("s") in text or any(word in text for word in others)
-                if not told or not ALLOWED.search(text) or len(text) > 900 or len(text.splitlines()) > 1:
+                reported = name in text or name.removesuffix("s") in text or any(word in text for word in others)
+                if not reported or not ALLOWED.search(text) or len(text) > 900 or len(text.splitlines()) > 1:
                     found.append(f"{name}, {place}: {text[:200]}")
             except BaseException as error:
                 found.append(f"{name}, {place}: {type(error).__name__} {str(error)[:100]}")

@@ -23,26 +23,26 @@ MEASURED = [row for row in RECORD["rows"] if "allocated" in row["measured"]]
 
 def test_what_was_predicted_before_is_what_it_is_held_against():
     kinds = {"cuda": "ordinary"}
-    said = {(kinds.get(row["set"], row["set"]), row["number"]): row.get("allocated") for row in BEFORE["rows"]}
+    answer = {(kinds.get(row["set"], row["set"]), row["number"]): row.get("allocated") for row in BEFORE["rows"]}
     assert len(MEASURED) >= 90
     for row in MEASURED:
-        assert said[row["kind"], row["number"]] == row["rehearsed"].get("allocated"), row["kind"]
+        assert answer[row["kind"], row["number"]] == row["rehearsed"].get("allocated"), row["kind"]
 
 
 def test_each_training_is_that_of_its_seed():
     for row in RECORD["rows"]:
         one = measure_card.KINDS[row["kind"]](row["number"], BEFORE["seed"])
-        told = json.loads(json.dumps([one.architecture, one.config, one.seq_len, one.arguments]))
-        assert told == [row[name] for name in ("architecture", "config", "seq_len", "arguments")]
+        reported = json.loads(json.dumps([one.architecture, one.config, one.seq_len, one.arguments]))
+        assert reported == [row[name] for name in ("architecture", "config", "seq_len", "arguments")]
 
 
 def test_the_summary_is_that_of_the_rows():
     for kind, by in RECORD["told"].items():
-        for said, found in by.items():
-            assert found == measure_card.against([row for row in RECORD["rows"] if row["kind"] == kind], said)
+        for answer, found in by.items():
+            assert found == measure_card.against([row for row in RECORD["rows"] if row["kind"] == kind], answer)
 
 
-def test_what_programs_ask_for_was_said_to_the_byte_and_the_rest_nearly():
+def test_what_programs_ask_for_was_predicted_to_the_byte_and_the_rest_nearly():
     """Which of several free blocks is taken depends on the driver's addresses: so a few differ, and by little."""
     found = measure_card.against(RECORD["rows"], "rehearsed")
     assert found["requested"][0] >= found["trainings"] - 1 and found["requested"][1] < 1e-6

@@ -128,8 +128,8 @@ def test_a_card_of_which_only_the_board_is_known_keeps_more_free():
     known = dataclasses.replace(T4, is_board=True)
     size = int(T4.memory_bytes * (1 - MARGIN) * OF_BOARD) - T4.context_bytes
     assert estimated(1, size).fits(known) and isinstance(estimated(1, size + 2).fits(known).answer, Unknown)
-    told = repr(estimated(1, size).fits(known))
-    assert "the board has" in told and "6%" in told
+    reported = repr(estimated(1, size).fits(known))
+    assert "the board has" in reported and "6%" in reported
     assert not any(each in repr(estimated(1).fits(T4)) for each in ("board", "6%"))
 
 

@@ -151,7 +151,7 @@ def test_a_file_of_lengths_gives_its_worst_batch(tmp_path):
 
 
 @pytest.mark.nightly
-def test_a_name_that_nobody_knows_is_not_tried_again_and_again():
+def test_a_name_that_is_unknown_is_not_tried_again_and_again():
     """Use an address without a server as the Hub."""
     done = run("measure", "--model", "bert-lrage", HF_ENDPOINT="http://127.0.0.1:9", HF_HUB_OFFLINE="")
     assert done.returncode == 2 and "Did you mean 'bert-large-uncased'" in done.stderr

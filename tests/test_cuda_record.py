@@ -72,9 +72,9 @@ def test_each_category_is_near():
 
 def test_the_summary_is_that_of_the_rows():
     found = measure_cuda.summary(RECORD["rows"])
-    said = found.pop("estimated")
+    answer = found.pop("estimated")
     assert found == {name: RECORD["summary"][name] for name in found}
-    assert said == {name: RECORD["summary"]["estimated"][name] for name in said}
+    assert answer == {name: RECORD["summary"]["estimated"][name] for name in answer}
 
 
 def test_a_wrong_estimate_would_show():

@@ -38,9 +38,9 @@ def test_the_truth_is_that_of_the_rehearsals(report, rehearsed):
 
 def test_each_row_is_made_of_its_answers(report):
     for row in report["table"]:
-        said = [(pair[row["tool"]], pair["allocated"]) for pair in report["pairs"]]
-        errors = [abs(bytes_ / truth - 1) for bytes_, truth in said if bytes_ is not None]
-        assert (row["asked"], row["answered"]) == (len(said), len(errors)), row["tool"]
+        message = [(pair[row["tool"]], pair["allocated"]) for pair in report["pairs"]]
+        errors = [abs(bytes_ / truth - 1) for bytes_, truth in message if bytes_ is not None]
+        assert (row["asked"], row["answered"]) == (len(message), len(errors)), row["tool"]
         assert math.isclose(row["median_error"], statistics.median(errors)), row["tool"]
         assert math.isclose(row["worst_error"], max(errors)), row["tool"]
         assert row["median_seconds"] > 0 and row["most_own_bytes"] > 0 and row["claims"] and row["cannot_express"]
@@ -56,7 +56,7 @@ def test_the_estimate_answers_every_training_and_is_nearest(report):
         assert all(row["worst_error"] < other["worst_error"] for other in table.values())
 
 
-def test_every_tool_that_can_be_asked_was(report, pypi):
+def test_every_tool_that_can_be_queried_was(report, pypi):
     others = {*pypi.tools.ABOUT["published"]["tools"]}  # asked for published trainings only
     assert {*pypi.TOOLS} - others <= {row["tool"] for row in report["table"]}
     assert all(row["version"] for row in report["table"] if row["tool"] in pypi.TOOLS)
@@ -84,23 +84,23 @@ def asked(pypi):
     )
 
 
-def test_a_tool_is_asked_by_its_name_for_an_optimizer_and_refuses_what_it_has_none_for(pypi, asked):
+def test_a_tool_is_queried_by_its_name_for_an_optimizer_and_refuses_what_it_has_none_for(pypi, asked):
     assert asked.named("sgd", adamw="adam") == "adam" and asked.named("adamw", "sgd") == "adamw"
     assert asked.words(batch="size", context="length") == {"batch": 2, "context": 64}
     other = dataclasses.replace(asked, optimizer="adafactor")
-    said = pypi.answer(lambda one: one.named("sgd", adamw="adam"), other)
-    assert said == {"refused": "cannot say the optimizer adafactor"}
-    said = pypi.answer(lambda one: (one.length, 0), dataclasses.replace(asked, tokens=None))
-    assert said == {"refused": "cannot say images"}
-    said = pypi.answer(pypi.deepspeed_zero2, dataclasses.replace(asked, method="lora", rank=8, trained=10))
-    assert said == {"refused": "cannot say LoRA"}
+    message = pypi.answer(lambda one: one.named("sgd", adamw="adam"), other)
+    assert message == {"refused": "cannot say the optimizer adafactor"}
+    message = pypi.answer(lambda one: (one.length, 0), dataclasses.replace(asked, tokens=None))
+    assert message == {"refused": "cannot say images"}
+    message = pypi.answer(pypi.deepspeed_zero2, dataclasses.replace(asked, method="lora", rank=8, trained=10))
+    assert message == {"refused": "cannot say LoRA"}
 
 
 def test_an_answer_may_be_one_figure_or_name_the_context(pypi, asked):
     names = ("bytes", "total_bytes", "context_bytes")
     for answer, figures in ((7, (7, 7, 0)), ((7, 9), (7, 9, 0)), ((7, 9, 1.5), (7, 9, 1))):
-        said = pypi.answer(lambda one, answer=answer: answer, asked)
-        assert tuple(said[name] for name in names) == figures
+        message = pypi.answer(lambda one, answer=answer: answer, asked)
+        assert tuple(message[name] for name in names) == figures
 
 
 def test_the_tools_that_can_say_lora_are_functions(pypi):
@@ -114,9 +114,9 @@ def test_weights_are_as_wide_as_they_are_stored(asked, mixed, precision, width):
 
 def test_an_answer_comes_from_a_process_of_its_own(pypi, asked):
     held = bytearray(64 << 20)  # of this process; a forked one counts what it touches itself
-    said = pypi.forked(lambda one: (one.parameters, os.getpid()), asked)
-    assert said["bytes"] == 1000 and said["total_bytes"] != os.getpid() and held[0] == 0
-    assert 0 <= said["seconds"] < 5 and said["own_bytes"] > 1 << 20
+    message = pypi.forked(lambda one: (one.parameters, os.getpid()), asked)
+    assert message["bytes"] == 1000 and message["total_bytes"] != os.getpid() and held[0] == 0
+    assert 0 <= message["seconds"] < 5 and message["own_bytes"] > 1 << 20
 
 
 def test_a_tool_that_raises_ends_or_hangs_gives_a_reason(pypi, asked, monkeypatch):

@@ -20,9 +20,9 @@ def test_each_cell_goes_on_or_says_how_its_run_failed(source, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     failed = failing_lessons.run(source, tmp_path)
     assert failing_lessons.problems(failed) == []
-    said = [str(error) for _, error in failed if isinstance(error, RunFailed)]
-    assert (not said) == (source.stem[:2] in GO_ON)
-    assert all(f"timed out: {MESSAGE}" in text and "timeout=" in text for text in said)
+    answer = [str(error) for _, error in failed if isinstance(error, RunFailed)]
+    assert (not answer) == (source.stem[:2] in GO_ON)
+    assert all(f"timed out: {MESSAGE}" in text and "timeout=" in text for text in answer)
 
 
 def test_a_lesson_that_trips_over_a_failed_run_is_found(tmp_path):

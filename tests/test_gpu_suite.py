@@ -199,7 +199,7 @@ def test_without_a_gpu_it_says_what_can_be_done(tmp_path, monkeypatch, capsys):
     assert "no GPU here (no NVIDIA driver): --tiny" in capsys.readouterr().err and not [*tmp_path.iterdir()]
 
 
-def test_what_is_missing_is_said_before_anything_begins(tmp_path, monkeypatch, capsys):
+def test_what_is_missing_is_reported_before_anything_begins(tmp_path, monkeypatch, capsys):
     there = importlib.util.find_spec
     absent = {"datasets", "bitsandbytes"}
     monkeypatch.setattr(measure_gpu.importlib.util, "find_spec", lambda name: None if name in absent else there(name))
@@ -256,10 +256,10 @@ def test_every_part_comes_to_an_end_and_no_row_is_done_twice(suite):
         "sdpa, cudnn, 2048",
         "sdpa, cudnn, 2048 against eager, 2048",
     ]
-    asked = len(lab.asked)
+    requested = len(lab.asked)
     for part in gpu_rows.PARTS:
         suite(lab).run(part)
-    assert len(lab.asked) == asked and len(lines(made)) == len(kept)
+    assert len(lab.asked) == requested and len(lines(made)) == len(kept)
 
 
 def test_the_batch_sweep_ends_at_what_does_not_fit(suite):
@@ -296,7 +296,7 @@ def test_a_call_stops_between_rows_and_the_next_one_goes_on(suite):
     assert names[:3] == done and len(names) == len({*names}) == 6
 
 
-def test_a_row_at_the_end_of_a_call_is_cut_off_and_begun_anew(suite, capsys):
+def test_a_row_at_the_end_of_a_call_is_cut_off_and_begun_again(suite, capsys):
     lab = SayingLab()
     (first := suite(lab, seconds=470, row_seconds=290)).run("ten")  # the second one may take 280 s
     assert [row.name for row in lines(first)] == ["vanilla"] and "accumulation: cut off" in capsys.readouterr().err
@@ -333,7 +333,7 @@ def test_out_of_memory_is_a_result(suite):
 
 
 @pytest.mark.parametrize("change", ["machine", "versions", "profile", "settings"])
-def test_what_was_measured_otherwise_is_measured_anew(suite, monkeypatch, change):
+def test_what_was_measured_otherwise_is_measured_again(suite, monkeypatch, change):
     (before := suite(SayingLab())).run("bf16")
     if change != "settings":
         before.run("tf32")  # no row of which belongs into the other's report

@@ -123,7 +123,7 @@ def test_every_training_argument_of_the_lessons_is_one_of_the_installed_transfor
     assert {lesson: refused(names) for lesson, names in found.items() if refused(names)} == {}
 
 
-def test_what_recorded_runs_were_told_is_known_too():
+def test_the_arguments_of_recorded_runs_are_known_too():
     """Recorded runs also have argument names that the sources do not show, e.g. names that a loop builds."""
     rows = [row for path in (ROOT / "results").glob("*/*.json") for row in json.loads(path.read_text())["runs"]]
     names = {name for row in rows for name in Run.from_dict(row).arguments}

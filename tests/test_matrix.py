@@ -63,7 +63,9 @@ def declared():
 
 def lower_bounds(ranges):
     """{dependency: the version that its range begins with}"""
-    bounds = {name: [s.version for s in asked.specifier if s.operator == ">="] for name, asked in ranges.items()}
+    bounds = {
+        name: [s.version for s in requested.specifier if s.operator == ">="] for name, requested in ranges.items()
+    }
     return {name: Version(versions[0]) for name, versions in bounds.items() if versions}
 
 
@@ -223,7 +225,7 @@ def test_a_set_that_pip_refuses_is_recorded_with_the_reason_and_stops_no_other(r
     assert run()[0] == 0, "what was refused is tried again"
 
 
-def test_a_set_whose_course_leaves_nothing_and_a_lesson_that_fails_are_told(run, made, page):
+def test_a_set_whose_course_leaves_nothing_and_a_lesson_that_fails_are_reported(run, made, page):
     made.silent["oldest"] = f"the course ended with exit code 2: no results in {ROOT}/build"
     made.found["newest"] = results([claim(MEMORY)], status="failed", message="In [3]: TypeError: renamed argument")
     code, record = run()
@@ -244,7 +246,7 @@ def test_where_nothing_can_be_rehearsed_the_reason_stands_there(run, made, page)
     assert "| BERT | 0.00 / 2.00 | 0.00 / 2.00 | not rehearsed | 0.00 / 2.00 |" in text
 
 
-def test_a_rehearsal_that_crashed_is_told_with_its_message(run, made, page, monkeypatch):
+def test_a_rehearsal_that_crashed_is_reported_with_its_message(run, made, page, monkeypatch):
     crashed = training("BERT") | {
         "lesson": "rehearsal",
         "status": "crashed",
@@ -259,7 +261,7 @@ def test_a_rehearsal_that_crashed_is_told_with_its_message(run, made, page, monk
     assert "- **oldest**, rehearsal/BERT crashed: ImportError: x" in text and "| BERT | crashed | 0.00 / 2.00 |" in text
 
 
-def test_a_set_is_run_again_only_if_something_changed_or_it_is_asked_for(run, made, matrix, monkeypatch):
+def test_a_set_is_run_again_only_if_something_changed_or_it_is_requested(run, made, matrix, monkeypatch):
     run()
     run()
     assert made.calls == ["oldest", "between", "tested", "newest"]
@@ -326,7 +328,7 @@ def test_the_tree_is_what_decides_what_is_measured(matrix, tmp_path):
         (tmp_path / name).write_text("1")
 
 
-def test_an_environment_is_made_anew_when_its_list_changes_and_brought_up_to_date_when_nothing_pins_it(
+def test_an_environment_is_made_again_when_its_list_changes_and_brought_up_to_date_when_nothing_pins_it(
     matrix, tmp_path, monkeypatch
 ):
     called = []
@@ -363,9 +365,9 @@ def test_pip_in_an_environment_of_its_own_says_why_it_cannot(matrix, tmp_path, m
 
 
 def test_pips_reason_is_its_errors_without_addresses_and_folders(matrix):
-    told = f"WARNING: x\nERROR: Cannot install a==1 and b==2, see https://host.example/simple/a/ in {ROOT}/build\n"
-    told += "ERROR: ResolutionImpossible: for help visit https://host.example/\n"
-    assert matrix.pip_reason(told) == "Cannot install a==1 and b==2, see ... in ./build"
+    reported = f"WARNING: x\nERROR: Cannot install a==1 and b==2, see https://host.example/simple/a/ in {ROOT}/build\n"
+    reported += "ERROR: ResolutionImpossible: for help visit https://host.example/\n"
+    assert matrix.pip_reason(reported) == "Cannot install a==1 and b==2, see ... in ./build"
     assert matrix.pip_reason("") == "pip gave no reason"
     assert len(matrix.pip_reason("ERROR: " + "long " * 1000)) < 520
 

@@ -130,10 +130,10 @@ def test_no_lesson_shows_an_answer_in_any_front_end():
         for _, plain in kinds:
             lines = [line.strip() for line in plain.splitlines() if len(line) > 40 and line.strip().startswith('"')]
             assert not any(json.dumps(line)[1:-1] in text for line in lines)
-        asked = text.replace(
+        requested = text.replace(
             'exercises.question(lab, f\\"patient {key}\\"', ""
         )  # of lesson 23, where the code is sealed
-        assert "exercises.question(" not in asked and "exercises.prove(" not in asked, path.stem
+        assert "exercises.question(" not in requested and "exercises.prove(" not in requested, path.stem
     kinds = [kind for kind, _ in found]
     assert kinds.count("question:") >= 40 and kinds.count("solution:") >= 35 and kinds.count("code:") >= 6
 
@@ -194,7 +194,7 @@ def test_the_lint_bites(name):
     assert any(words in problem for problem in build.lint(broken)), build.lint(broken)
 
 
-def test_an_estimate_that_is_asked_for_by_foresee_is_fine():
+def test_an_estimate_that_is_requested_by_foresee_is_fine():
     fine = notebook(source())
     rewrite("claim", "lab.foresee(estimate, task)\nlab.foresee(lambda: 2 * estimate(task).peak_bytes)")(fine.cells)
     assert build.lint(fine) == []

@@ -88,7 +88,7 @@ def test_what_is_unknown_is_shown_as_not_measured_and_never_as_a_number():
         plots.speed([])
 
 
-def test_a_series_that_nobody_measured_is_told_apart_from_one_that_cannot_be_seen():
+def test_a_series_without_a_measurement_is_distinguished_from_one_that_cannot_be_seen():
     def labels(axes):
         return [text.get_text() for text in axes.get_legend().get_texts()]
 

@@ -61,9 +61,9 @@ def test_like_for_like_the_median_error_is_within_a_fifth_of_a_per_cent(report, 
     assert len(errors) >= 15
     assert statistics.median(errors) <= 0.002
     assert high(errors) <= 0.01
-    said = report["like_for_like"][kind]
-    assert said["rows"] == len(errors) and said["median"] == pytest.approx(statistics.median(errors))
-    assert said["percentile_95"] == pytest.approx(high(errors)) and said["worst"] == pytest.approx(max(errors))
+    answer = report["like_for_like"][kind]
+    assert answer["rows"] == len(errors) and answer["median"] == pytest.approx(statistics.median(errors))
+    assert answer["percentile_95"] == pytest.approx(high(errors)) and answer["worst"] == pytest.approx(max(errors))
 
 
 def test_the_guides_table_is_reproduced(report):

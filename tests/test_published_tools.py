@@ -62,10 +62,10 @@ def test_each_row_is_made_of_its_answers(report):
     for row in report["table"]:
         for figure, what in WHAT.items():
             pairs = [pair for pair in report["pairs"] if figure in pair and pair["file"] != row["left_out"]]
-            said = [(pair["said"][row["tool"]][what], pair[figure]) for pair in pairs]
-            errors = [abs(size / truth - 1) for size, truth in said if size is not None]
+            answer = [(pair["said"][row["tool"]][what], pair[figure]) for pair in pairs]
+            errors = [abs(size / truth - 1) for size, truth in answer if size is not None]
             found = row[figure]
-            assert (found["answered"], found["asked"]) == (len(errors), len(said)), row["tool"]
+            assert (found["answered"], found["asked"]) == (len(errors), len(answer)), row["tool"]
             if errors:
                 assert found["median"] == pytest.approx(statistics.median(errors)), row["tool"]
                 assert found["worst"] == pytest.approx(max(errors)), row["tool"]
@@ -73,25 +73,29 @@ def test_each_row_is_made_of_its_answers(report):
 
 def test_ours_answers_every_row_and_is_nearest_in_the_median(report):
     ours, *others = report["table"]
-    for figure, asked in (("allocated", 37), ("reserved", 29)):
-        assert ours[figure]["answered"] == ours[figure]["asked"] == asked
+    for figure, requested in (("allocated", 37), ("reserved", 29)):
+        assert ours[figure]["answered"] == ours[figure]["asked"] == requested
         assert ours[figure]["median"] <= min(row[figure].get("median", 1) for row in others[2:])
 
 
-def test_every_tool_that_can_be_asked_was(report, tools):
+def test_every_tool_that_can_be_queried_was(report, tools):
     assert {*tools.PUBLISHED_TOOLS.cases(None)} == {row["tool"] for row in report["table"]}
     assert all(row["version"] for row in report["table"])
 
 
-def test_a_row_is_asked_as_it_was_trained(tools, tmp_path):
+def test_a_row_is_queried_as_it_was_trained(tools, tmp_path):
     found = {row.name: row for row in tools.rows()}
     assert len(found) == 43
     row = found["SmolLM2-135M, eager, 2 x 512"]
-    asked = tools.question(row.training, tmp_path) | row.more
-    told = {name: asked[name] for name in ("size", "tokens", "precision", "mixed", "flash", "checkpointing", "card")}
-    assert told == dict(size=2, tokens=512, precision="fp16", mixed=False, flash=False, checkpointing=True, card="T4")
+    requested = tools.question(row.training, tmp_path) | row.more
+    reported = {
+        name: requested[name] for name in ("size", "tokens", "precision", "mixed", "flash", "checkpointing", "card")
+    }
+    assert reported == dict(
+        size=2, tokens=512, precision="fp16", mixed=False, flash=False, checkpointing=True, card="T4"
+    )
     adapters = 30 * 32 * (2 * (576 + 576) + 2 * (576 + 192))  # layers, rank; q and o, k and v
-    assert (asked["parameters"], asked["rank"], asked["trained"]) == (134_515_008, 32, adapters)
+    assert (requested["parameters"], requested["rank"], requested["trained"]) == (134_515_008, 32, adapters)
     assert found["bert, 8 x 256"].training.arguments["bf16"] and found["bert, 8 x 256"].more["trained"] == 109_482_240
     assert found["fms-acceleration, Mistral-7B LoRA: per_device_train_batch_size 4"].more["rank"] == 16
     flash = {row.name: "attn_implementation" not in row.training.arguments for row in found.values()}

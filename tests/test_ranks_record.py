@@ -41,7 +41,7 @@ def test_a_rank_of_deepspeed_keeps_the_formulas_states_and_a_copy_of_its_share()
         assert weights == pytest.approx(by_formula + copy, rel=0.01)
 
 
-def test_what_is_kept_on_the_host_is_rehearsed_and_not_followed():
+def test_what_is_kept_on_the_host_is_rehearsed_and_not_traced():
     rows = [row for row in TRAINED if "estimated" not in row]
     assert rows and all("rehearse it" in row["estimate_error"] for row in rows)
     assert all(row["kept"][2] < 0.01 for row in rows)

@@ -118,7 +118,7 @@ def copied(build, tmp_path, monkeypatch):
 
 @pytest.mark.daily(1)
 @pytest.mark.parametrize("stale", ["README.md", "docs/estimate.md", "docs/rehearsal.md", "results/README.md"])
-def test_a_stale_page_is_named_and_building_makes_it_anew(build, stale, copied, capsys):
+def test_a_stale_page_is_named_and_building_makes_it_again(build, stale, copied, capsys):
     assert build.main([]) == build.main(["--check"]) == 0
     made = (copied / stale).read_text()
     within = made.rfind("<!-- end of ") if "<!-- end of " in made else len(made)
@@ -131,8 +131,8 @@ def test_a_stale_page_is_named_and_building_makes_it_anew(build, stale, copied, 
 def test_a_page_that_lost_a_marker_is_named(build, copied):
     page = copied / "docs/rehearsal.md"
     page.write_text(page.read_text().replace("<!-- end of rehearsed -->", ""))
-    told = r"rehearsal.md has 0 places for <!-- rehearsed: made by benchmarks/build.py -->"
-    with pytest.raises(ValueError, match=told):
+    reported = r"rehearsal.md has 0 places for <!-- rehearsed: made by benchmarks/build.py -->"
+    with pytest.raises(ValueError, match=reported):
         build.main(["--check"])
 
 
@@ -160,8 +160,12 @@ def test_readme_lists_every_lesson_with_its_minutes_and_where_to_open_it(build):
 
 def test_one_command_runs_the_course_keeps_it_and_makes_pictures_pages_and_lessons():
     done = subprocess.run(["make", "-n", "record"], cwd=ROOT, capture_output=True, text=True)
-    told = ["perf-helpers course --out build/course", "benchmarks/build.py --record build/course", "notebooks/build.py"]
-    places = [done.stdout.find(line) for line in told]
+    reported = [
+        "perf-helpers course --out build/course",
+        "benchmarks/build.py --record build/course",
+        "notebooks/build.py",
+    ]
+    places = [done.stdout.find(line) for line in reported]
     assert done.returncode == 0 and -1 not in places and places == sorted(places), done.stdout
 
 
@@ -175,10 +179,12 @@ def test_every_reference_run_has_its_picture_on_the_page_and_its_column(build):
         assert (RESULTS / picture).exists() and f"on {name}]({picture})" in page
 
 
-def test_what_the_time_meter_costs_is_told_as_it_was_recorded():
+def test_what_the_time_meter_costs_is_reported_as_it_was_recorded():
     recorded = json.loads((RESULTS / "overhead.json").read_text())
-    told = (ROOT / "docs" / "trust.md").read_text()
-    assert f"{100 * recorded['share_inside_the_meter']:.2f} % of a step" in told and recorded["date"][:10] in told
+    reported = (ROOT / "docs" / "trust.md").read_text()
+    assert (
+        f"{100 * recorded['share_inside_the_meter']:.2f} % of a step" in reported and recorded["date"][:10] in reported
+    )
     assert recorded["interval"][0] <= recorded["ratio"] <= recorded["interval"][1]
 
 

@@ -92,10 +92,10 @@ def test_a_damaged_line_is_reported_and_the_others_are_kept(tmp_path):
 
 def read_with_damage(store):
     """(ids of the records, the numbers of damaged lines)."""
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as reported:
         warnings.simplefilter("always")
         return [run.id for run in store.read()], [
-            int(str(each.message).partition(", line ")[2].split()[0]) for each in told
+            int(str(each.message).partition(", line ")[2].split()[0]) for each in reported
         ]
 
 

@@ -16,13 +16,13 @@ def runner(tmp_path, monkeypatch):
 @pytest.fixture
 def squares(runner):
     """A measurement of so many squares, and the numbers that it measured; it stops before those of `stops`."""
-    asked, stops = [], set()
+    requested, stops = [], set()
 
     def measure(cases, options):
         for name, number in cases.items():
             if number in stops:
                 raise KeyboardInterrupt
-            asked.append(number)
+            requested.append(number)
             yield name, {"square": number**2 * options.times}
 
     def made(**more):
@@ -31,7 +31,7 @@ def squares(runner):
         options = {"count": 4, "times": 1}
         return runner.Measurement("Squares.", "squares.json", cases, measure, conclude, options, **more)
 
-    made.asked, made.stops = asked, stops
+    made.asked, made.stops = requested, stops
     return made
 
 
@@ -51,10 +51,10 @@ def test_a_record_has_its_rows_what_is_concluded_and_what_it_stands_with(runner,
 def test_an_option_is_a_number_a_switch_or_several_words(runner):
     options = {"count": 4, "fast": False, "pythons": []}
     made = runner.Measurement("Squares.", "squares.json", dict, dict, dict, options)
-    asked = made.parsed(["--count", "3", "--fast", "--pythons", "bin/python", "old/bin/python"])
-    assert (asked.count, asked.fast, asked.pythons) == (3, True, ["bin/python", "old/bin/python"])
-    asked = made.parsed([])
-    assert (asked.count, asked.fast, asked.pythons) == (4, False, [])
+    requested = made.parsed(["--count", "3", "--fast", "--pythons", "bin/python", "old/bin/python"])
+    assert (requested.count, requested.fast, requested.pythons) == (3, True, ["bin/python", "old/bin/python"])
+    requested = made.parsed([])
+    assert (requested.count, requested.fast, requested.pythons) == (4, False, [])
 
 
 def test_what_was_stopped_goes_on_and_writes_no_record_before_its_end(runner, squares):
@@ -80,7 +80,7 @@ def test_rows_of_other_options_are_not_taken_over(runner, squares):
 
 
 @pytest.mark.nightly
-def test_some_rows_are_measured_anew_and_without_a_name_it_only_concludes(runner, squares, monkeypatch):
+def test_some_rows_are_measured_again_and_without_a_name_it_only_concludes(runner, squares, monkeypatch):
     squares().main([])
     squares.asked.clear()
     squares().main(["--times", "3", "--rows", "2", "3*"])
@@ -100,6 +100,6 @@ def test_rows_that_are_new_among_the_cases_are_measured_too(runner, squares):
     assert squares.asked == [2, 3] and record(runner)["sum"] == 14
 
 
-def test_a_function_is_asked_in_a_python_of_its_own(runner):
+def test_a_function_is_called_in_a_python_of_its_own(runner):
     assert runner.elsewhere("os", "getpid") != runner.elsewhere("os", "getpid")
     assert runner.elsewhere("os", "getenv", "ASKED", ASKED="yes") == "yes"

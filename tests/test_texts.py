@@ -27,7 +27,7 @@ def test_a_number_is_shown_in_four_digits_or_whole(value, unit, text):
     ("value", "text"),
     [(2.534, "2.53 W"), (75.34, "75.3 W"), (412.6, "413 W"), (1980.4, "1,980 W"), (0.04567, "0.0457 W")],
 )
-def test_a_number_has_as_many_digits_as_asked_for_or_is_whole(value, text):
+def test_a_number_has_as_many_digits_as_requested_or_is_whole(value, text):
     assert texts.number_text(value, "W", digits=3) == text
 
 

@@ -67,7 +67,7 @@ def problems(words):
     return ""
 
 
-def test_every_command_of_a_night_is_one_that_make_and_the_command_line_take():
+def test_every_command_of_a_nightly_run_is_one_that_make_and_the_command_line_take():
     texts = [SCRIPT.read_text(), *(step["run"] for step in steps()[0] if "run" in step)]
     found = [words for text in texts for words in commands(text)]
     assert {words[0] for words in found} == {"make", "perf-helpers"} and len(found) >= 4
@@ -126,7 +126,7 @@ class Box:
             path.write_text(stub)
             path.chmod(0o755)
         (folder / "benchmarks" / "nightly.sh").chmod(0o755)
-        # Nights of one second are told apart by a clock that is made up.
+        # A made-up clock distinguishes nightly runs of one second.
         clock = folder / "bin" / "date"
         clock.write_text(
             f'#!/usr/bin/env bash\necho x >> {folder}/nights\nprintf "2026-11-%02d" "$(wc -l < {folder}/nights)"\n'
@@ -142,8 +142,8 @@ class Box:
         (self.folder / "code").write_text(str(code))
         self.calls.unlink(missing_ok=True)
         done = self.shell(f"benchmarks/nightly.sh {shlex.join(words)}")
-        asked = self.calls.read_text().splitlines() if self.calls.exists() else []
-        return done, next((line for line in asked if line.startswith("perf-helpers course")), None)
+        requested = self.calls.read_text().splitlines() if self.calls.exists() else []
+        return done, next((line for line in requested if line.startswith("perf-helpers course")), None)
 
 
 @pytest.fixture
@@ -151,27 +151,27 @@ def box(tmp_path):
     return Box(tmp_path)
 
 
-def test_the_first_night_is_held_against_nothing_and_the_next_against_it(box):
-    done, asked = box.night("05", "--profile", "cpu")
+def test_the_first_nightly_run_is_compared_with_nothing_and_the_next_with_it(box):
+    done, requested = box.night("05", "--profile", "cpu")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    assert asked == "perf-helpers course --strict --out build/nights/2026-11-01 05 --profile cpu"
-    done, asked = box.night()
+    assert requested == "perf-helpers course --strict --out build/nights/2026-11-01 05 --profile cpu"
+    done, requested = box.night()
     before = "--baseline build/nights/2026-11-01/results.json"
-    assert done.returncode == 0 and asked == f"perf-helpers course --strict --out build/nights/2026-11-02 {before}"
+    assert done.returncode == 0 and requested == f"perf-helpers course --strict --out build/nights/2026-11-02 {before}"
     assert box.calls.read_text().splitlines()[-1] == "perf-helpers history build/nights --out build/nights/history.html"
     assert box.night()[1].endswith("--baseline build/nights/2026-11-02/results.json")
 
 
 @pytest.mark.parametrize("code", [1, 2])
-def test_a_bad_night_is_printed_for_mail_with_its_exit_code(box, code):
+def test_a_bad_nightly_run_is_printed_for_mail_with_its_exit_code(box, code):
     box.night()
     done, _ = box.night(code=code)
-    assert done.returncode == code and f"exit code {code}, held against build/nights/2026-11-01" in done.stdout
+    assert done.returncode == code and f"exit code {code}, compared with build/nights/2026-11-01" in done.stdout
     assert "worse than the baseline: memory 05/vanilla" in done.stdout and "build/nights/2026-11-02" in done.stdout
     assert "worse than" in (box.folder / "build/nights/2026-11-02/night.log").read_text()
 
 
-def test_a_night_that_broke_off_is_no_baseline(box):
+def test_an_interrupted_nightly_run_is_no_baseline(box):
     box.night()
     box.silent.touch()
     box.night(code=2)
@@ -179,19 +179,19 @@ def test_a_night_that_broke_off_is_no_baseline(box):
     assert box.night()[1].endswith("--baseline build/nights/2026-11-01/results.json")
 
 
-def test_two_nights_never_overlap(box):
+def test_two_nightly_runs_never_overlap(box):
     box.night()
     with open(box.folder / "build/nights/lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        done, asked = box.night()
-    assert (done.returncode, asked) == (2, None) and "still running" in done.stderr
+        done, requested = box.night()
+    assert (done.returncode, requested) == (2, None) and "still running" in done.stderr
     assert box.night()[0].returncode == 0
 
 
-def test_an_environment_that_cannot_be_set_up_is_no_night(box):
+def test_an_environment_that_cannot_be_set_up_is_no_nightly_run(box):
     (box.folder / "bin" / "make").write_text("#!/usr/bin/env bash\necho no network\nexit 1\n")
-    done, asked = box.night()
-    assert (done.returncode, asked) == (2, None) and "no network" in done.stdout
+    done, requested = box.night()
+    assert (done.returncode, requested) == (2, None) and "no network" in done.stdout
 
 
 @pytest.mark.parametrize("code", [0, 1])
@@ -205,8 +205,8 @@ def test_the_steps_of_the_workflow_run_one_after_the_other(box, code):
         assert codes == {"Set up": 0, "Tonight": code if night == 2 else 0, "What there is to see": 0}
         assert output.read_text() == f"folder=build/nights/2026-11-0{night}\n"
         assert "worse than the baseline" in summary.read_text()
-    asked = [line for line in box.calls.read_text().splitlines() if line.startswith("perf-helpers course")]
-    assert [line.endswith(" 05 06") for line in asked] == [True, True]
-    assert ["--baseline" in line for line in asked] == [False, True]
+    requested = [line for line in box.calls.read_text().splitlines() if line.startswith("perf-helpers course")]
+    assert [line.endswith(" 05 06") for line in requested] == [True, True]
+    assert ["--baseline" in line for line in requested] == [False, True]
     kept = steps()[0][-1]["with"]["path"]
     assert sorted(json.loads(path.read_text()) == {} for path in box.folder.glob(kept)) == [True, True]

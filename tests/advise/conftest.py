@@ -57,16 +57,16 @@ def native(machine):
 @pytest.fixture
 def followed(monkeypatch):
     """Replace the estimate by the formula, without recorded runs; return the requested arguments."""
-    asked = []
+    requests = []
 
     def estimate(task, **options):
-        asked.append(options)
+        requests.append(options)
         return synthetic(task, **options)
 
     monkeypatch.setattr("trainmem.advise.advice.estimate", estimate)
     monkeypatch.setattr("trainmem.advise.advice.hardware.this_machine", lambda: hardware.Machine("", "cpu"))
     monkeypatch.setattr(published_speedups, "RECORDED", Path("nowhere"))
-    return asked
+    return requests
 
 
 @pytest.fixture

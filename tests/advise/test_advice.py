@@ -70,10 +70,10 @@ def test_an_advice_is_not_verified_where_its_device_is_neither_there_nor_rehears
 
 
 def test_a_rehearsal_has_the_memory_the_context_and_the_capability_of_the_advice(ask, monkeypatch):
-    asked = []
+    requested = []
 
     def rehearse(task, *, on, **options):
-        asked.append((on, options))
+        requested.append((on, options))
         memory = Memory(options["per_device_train_batch_size"] * MB, "allocated")
         return Run("r", "ok", memory=memory, machine={"name": f"rehearsed {on.name}", "rehearsed": True})
 
@@ -82,7 +82,7 @@ def test_a_rehearsal_has_the_memory_the_context_and_the_capability_of_the_advice
     options = {"device": "cuda", "compute_capability": (8, 6), "context_memory": "300MiB", "processes": 2}
     advice = ask(memory="4GB", **options)
     found = verify(advice, SimpleNamespace(machine=hardware.Machine("a CPU", "cpu")))
-    ((on, options),) = asked
+    ((on, options),) = requested
     assert (on.capability, on.memory_bytes, on.context_bytes, on.devices) == ((8, 6), 4 * 10**9, 300 * 2**20, 2)
     assert options == {"processes": 2, **advice.recipes[0].arguments}
     assert found.is_rehearsed and found.to_dict()["rehearsed"] and "on a rehearsed GPU of compute" in repr(found)
@@ -108,8 +108,8 @@ def test_what_is_kept_for_the_context_is_what_published_messages_tell():
     taken = [(each["in_use_gib"] - each["allocated_gib"]) * 1024 - each["reserved_mib"] for each in alone]
     enough = sum(mebibytes <= CONTEXT_BYTES / 2**20 for mebibytes in taken)
     assert len({each["source"] for each in messages}) == len(messages)
-    told = f"enough for {enough} of {len(taken)} .* took {min(taken):.0f} to {max(taken):.0f}$"
-    assert re.search(told, CONTEXT_SOURCE) and enough / len(taken) > 0.75
+    reported = f"enough for {enough} of {len(taken)} .* took {min(taken):.0f} to {max(taken):.0f}$"
+    assert re.search(reported, CONTEXT_SOURCE) and enough / len(taken) > 0.75
     assert all(each["in_use_gib"] <= each["capacity_gib"] for each in messages)
 
 
@@ -169,12 +169,12 @@ def test_a_mistake_is_named(ask, followed, options, hint):
         ({"context_memory": 0}, 0, "0 MiB .*as given"),
     ],
 )
-def test_what_is_kept_for_the_context_is_told_and_is_not_the_allocators(ask, followed, options, context, source):
+def test_what_is_kept_for_the_context_is_reported_and_is_not_the_allocators(ask, followed, options, context, source):
     advice = ask(memory=4 * 10**9, device="cuda", **options)
     assert advice.context_bytes == context and re.search(
         source, next(note for note in advice.notes if "CUDA context" in note)
     )
-    assert {asked["device_memory"] for asked in followed} == {4 * 10**9 - context}
+    assert {requested["device_memory"] for requested in followed} == {4 * 10**9 - context}
     for recipe in advice.recipes:
         assert recipe.needed_bytes == recipe.peak_bytes + context == 4 * 10**9 - recipe.headroom_bytes
 
@@ -205,8 +205,8 @@ def test_a_margin_is_left_free_and_named(ask, followed):
 def test_who_names_a_card_or_its_memory_means_a_gpu(ask, followed, options, device, capability, assumed):
     advice = ask(**{"device": None} | options)
     assert (advice.device, advice.compute_capability) == (device, capability)
-    told = [note for note in advice.notes if note.startswith("Assumed")]
-    assert (assumed is None and not told) or assumed in told[0]
+    reported = [note for note in advice.notes if note.startswith("Assumed")]
+    assert (assumed is None and not reported) or assumed in reported[0]
     if options["memory"] is None:
         assert advice.memory_bytes == CARDS["t4"].memory_bytes
     assert ("--device" not in advice.notes[0]) and {each["device"] for each in followed} == {device}
@@ -220,7 +220,7 @@ def test_a_gpu_without_a_recorded_run_is_ranked_by_the_guides_or_not_at_all(ask,
 
 def test_nothing_fits_where_the_context_takes_all(ask, followed):
     assert ask(memory="400MB", device="cuda").status == "nothing fits"
-    assert {asked["device_memory"] for asked in followed} == {0}
+    assert {requested["device_memory"] for requested in followed} == {0}
 
 
 def test_earlier_runs_are_read_without_making_a_lab(ask, pairs, home, monkeypatch):
@@ -308,13 +308,13 @@ def said(advice, word):
 @pytest.mark.parametrize(
     ("kernels", "words"), [(("flash",), "flash kernel"), ((), "no fused kernel"), (("cuDNN", "flash"), "and flash")]
 )
-def test_attentions_kernel_is_told(ask, attending, kernels, words):
+def test_attentions_kernel_is_reported(ask, attending, kernels, words):
     attending(*kernels)
     (line,) = said(ask(), "Attention")
     assert words in line
 
 
-def test_compiled_code_is_told_once_it_was_measured_with_its_memory(ask, pairs):
+def test_compiled_code_is_reported_once_it_was_measured_with_its_memory(ask, pairs):
     (line,) = said(ask(runs=pairs(13.0, torch_compile=True)), "torch.compile")
     assert "cannot be estimated" in line, "the runs have no memory"
 
@@ -349,8 +349,8 @@ def test_a_length_is_padded_to_eight(ask):
 def test_plain_attention_and_unfused_adamw_are_for_who_asks(ask):
     names = {name for recipe in ask(memory=10**12, most=99).recipes for name in recipe.arguments.values()}
     assert not {"eager", "adamw_torch"} & names
-    asked = ask(memory=10**12, must={"attn_implementation": "eager", "optim": "adamw_torch"})
-    first = asked.recipes[0]
+    requested = ask(memory=10**12, must={"attn_implementation": "eager", "optim": "adamw_torch"})
+    first = requested.recipes[0]
     assert first.arguments["attn_implementation"] == "eager" and first.arguments["optim"] == "adamw_torch"
     assert any("length x length" in cost for cost in first.costs)
     assert any("foreach" in cost for cost in first.costs)

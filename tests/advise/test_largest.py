@@ -88,7 +88,7 @@ def test_the_largest_model_is_the_last_that_fits(ask, memory):
 
 
 @pytest.mark.nightly
-def test_what_shallow_models_tell_is_told_before_all_layers_are_followed(ask, told, monkeypatch):
+def test_the_answer_of_shallow_models_is_shown_before_all_layers_are_traced(ask, told, monkeypatch):
     seen, estimate = [], advice.estimate
     monkeypatch.setattr(advice, "estimate", lambda *task, **asked: seen.append("estimate") or estimate(*task, **asked))
     bar = Mock(set_postfix_str=seen.append)
@@ -117,7 +117,7 @@ def test_where_not_even_the_smallest_fits_it_says_by_how_much(ask):
     assert advice.smallest.needed_bytes > 0.2 * GB and "over" in repr(advice)
 
 
-def test_adapters_are_offered_to_who_allows_them_and_their_costs_are_told(ask):
+def test_adapters_are_offered_to_who_allows_them_and_their_costs_are_reported(ask):
     plain = ask(Task("llama-3-8b", seq_len=512), memory=400 * GB, most=99)
     assert plain.recipes and not any("peft" in recipe.arguments for recipe in plain.recipes)
     both = ask(Task("llama-3-8b", seq_len=512), memory=30 * GB, may=["lora", "QLoRA"], most=99)

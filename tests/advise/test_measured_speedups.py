@@ -69,7 +69,7 @@ def test_runs_whose_speed_says_nothing_are_left_out(by_name, pairs):
         assert by_name([dataclasses.replace(run, **change) for run in runs]) == SILENT, why
 
 
-def test_it_is_said_where_nobody_measured(ask):
+def test_it_is_reported_that_there_is_no_measurement(ask):
     (_, recipe, *_) = ask(memory=420 * MB, avoid=["adamw_bnb_8bit"]).recipes
     assert "checkpointing: not measured" in recipe.speed_source
 

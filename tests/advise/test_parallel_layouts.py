@@ -110,7 +110,7 @@ def test_deepspeed_sums_in_its_second_stage_after_each_pass(monkeypatch):
     assert [three[f"ZeRO {n}"] / weights for n in (1, 2, 3)] == pytest.approx([2, 4, 9], rel=0.01)
 
 
-def test_deepspeed_that_is_not_here_is_asked_for(monkeypatch):
+def test_deepspeed_that_is_not_here_is_required(monkeypatch):
     monkeypatch.setattr(optional_packages, "missing", lambda package: f"needs {package} (make build/{package})")
     with pytest.raises(ValueError, match=r"^sharding='deepspeed': needs deepspeed \(make build/deepspeed\)"):
         sent(sharding="deepspeed")
@@ -160,7 +160,7 @@ def test_if_nothing_fits_the_smallest_is_named_and_what_helps(large):
 
 
 @pytest.mark.nightly
-def test_more_cards_divide_all_but_what_is_said(large):
+def test_more_cards_divide_all_but_what_is_listed(large):
     """On 2 cards and on 8: the rest of the peak does not depend on the number of cards."""
     few, many = (by_name(large[name])["FSDP"] for name in ("hopeless", "one host"))
     assert few.undivided_bytes == pytest.approx(many.undivided_bytes, rel=0.05)

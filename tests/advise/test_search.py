@@ -53,28 +53,28 @@ def test_many_cores_look_ahead_and_find_the_same(ask, followed, monkeypatch, mem
     assert len(threads) > 1
 
 
-def test_the_best_recipe_so_far_is_told_while_others_are_looked_at(ask, followed, monkeypatch):
+def test_the_best_recipe_so_far_is_reported_while_others_are_looked_at(ask, followed, monkeypatch):
     bar = Mock()
     monkeypatch.setattr(advice.progress, "bar", lambda *_, **__: contextlib.nullcontext(bar))
     names = [recipe.name for recipe in ask(memory=400 * MB).recipes]
-    told = [call.args[0] for call in bar.set_postfix_str.call_args_list]
-    assert len(told) == len(names) > 1 and told[-1] == f"so far {names[0]}"
+    reported = [call.args[0] for call in bar.set_postfix_str.call_args_list]
+    assert len(reported) == len(names) > 1 and reported[-1] == f"so far {names[0]}"
     assert bar.update.call_count == len(followed)
 
 
 def looked_for(sizes, limit, first):
     """The largest size up to a limit, and the sizes looked at."""
-    asked = []
-    return search.largest_that_fits(sizes, lambda size: asked.append(size) or size <= limit, first), asked
+    requested = []
+    return search.largest_that_fits(sizes, lambda size: requested.append(size) or size <= limit, first), requested
 
 
 def test_the_largest_size_that_fits_is_found_by_halves_wherever_it_begins():
     for sizes in ([1], [1, 2, 4, 8, 16, 32, 64], range(1, 257)):
         for limit in (0, *sizes):
             for first in (0, 1, 3, 50, 1000):
-                found, asked = looked_for(sizes, limit, first)
+                found, requested = looked_for(sizes, limit, first)
                 assert found == max((size for size in sizes if size <= limit), default=0)
-                assert len(asked) == len(set(asked)) <= 3 + math.log2(len(sizes))
+                assert len(requested) == len(set(requested)) <= 3 + math.log2(len(sizes))
 
 
 def test_what_fitted_in_a_similar_case_is_looked_at_before_its_neighbours():

@@ -57,7 +57,7 @@ def test_a_byte_that_moved_is_named_with_its_category_and_the_operation_at_the_p
     assert back["worse"] is False
 
 
-def test_bytes_that_change_places_are_told_and_nobody_is_blamed():
+def test_bytes_that_change_places_are_reported_and_nobody_is_blamed():
     parts = MEMORY.breakdown | {"activations": 500, "temporaries": 100}
     (change,) = compared([a_run()], [a_run(dataclasses.replace(MEMORY, breakdown=parts))]).changes
     assert change["worse"] is None and "activations -100 B, temporaries +100 B" in change["text"]
@@ -78,14 +78,14 @@ def test_reserved_memory_counts_and_what_the_system_tells_does_not():
     assert change["worse"] and "reserved" in change["text"]
 
 
-def test_runs_of_one_name_are_told_apart_by_their_number():
+def test_runs_of_one_name_are_distinguished_by_their_number():
     twice = [a_run(), a_run(moved_by("gradients", 10))]
     assert not compared(twice, twice).changes
     (change,) = compared(twice, [a_run(), a_run(moved_by("gradients", 20))]).changes
     assert change["id"] == "00_a/vanilla (2)"
 
 
-def test_another_experiment_of_one_name_is_not_compared_and_said_so():
+def test_another_experiment_of_one_name_is_not_compared_which_is_reported():
     other = a_run(moved_by("activations", 5), arguments={"bf16": True})
     found = compared([a_run()], [other])
     assert not found.changes and any("experiment" in note and "00_a/vanilla" in note for note in found.notes)

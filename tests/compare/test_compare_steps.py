@@ -26,13 +26,13 @@ def times(night, factor, *names, clocks=("passed", "computed")):
     return slower
 
 
-def test_all_recipes_that_take_longer_are_told_once_with_the_factor():
+def test_all_recipes_that_take_longer_are_reported_once_with_the_factor():
     (change,), notes = compare_steps(paces(), times(paces(), 1.4))
     assert change["id"] == "all recipes" and change["worse"] and change["axis"] == "speed"
     assert change["text"].endswith("all recipes: a step takes 1.40 x as long") and "5 recipes" in notes[0]
 
 
-def test_one_recipe_that_takes_longer_is_told_by_its_name():
+def test_one_recipe_that_takes_longer_is_reported_by_its_name():
     (change,), _ = compare_steps(paces(), times(paces(), 1.4, "recipe 2"))
     assert (change["id"], change["old"], change["new"]) == ("recipe 2", "100 ms", "140 ms")
     assert change["text"].endswith("recipe 2: 100 ms -> 140 ms, a step takes 1.40 x as long")
@@ -45,7 +45,7 @@ def test_one_recipe_stays_behind_when_all_others_are_faster():
     assert [change["worse"] for change in changes] == [False, True]
 
 
-def test_the_clock_counts_that_both_nights_have():
+def test_the_clock_counts_that_both_runs_have():
     """Nights of before timed each step by two clocks; a system may not tell how long a thread waited for its core."""
     both, computed = times(paces(), 1.0), times(paces(), 1.0)
     for row in both["recipes"].values():
@@ -56,20 +56,20 @@ def test_the_clock_counts_that_both_nights_have():
     assert "takes 1.50 x" in change["text"] and not compare_steps(both, times(both, 1.5, clocks=("computed",)))[0]
     assert compare_steps(computed, times(computed, 1.5))[0] and not compare_steps(computed, computed)[0]
     assert "no recipe was timed in both" in compare_steps(paces(), computed)[1][0]
-    both["recipes"]["recipe 0"]["passed"] = (-0.1, 0.1)  # told to have waited for longer than the step took
+    both["recipes"]["recipe 0"]["passed"] = (-0.1, 0.1)  # the system reported more waiting than the step took
     assert not compare_steps(both, both)[0]
 
 
-def test_beside_a_busy_neighbour_less_is_told_and_it_says_how_much():
+def test_under_other_load_less_is_reported_and_it_says_how_much():
     found, notes = compare_steps(paces(), times(paces(NOISY), 1.4))
     assert not found and compare_steps(paces(), times(paces(), 1.4))[0]
-    told = (notes[0], compare_steps(paces(), paces())[1][0])
-    limits = [int(re.search(r"(\d+)% of one recipe", note)[1]) for note in told]
+    listed = (notes[0], compare_steps(paces(), paces())[1][0])
+    limits = [int(re.search(r"(\d+)% of one recipe", note)[1]) for note in listed]
     assert limits[0] > 40 > limits[1]
 
 
 @pytest.mark.parametrize("old", [None, paces(threads=2), paces(task={"model": "gpt2"}), paces(recipes=0)])
-def test_what_cannot_be_compared_is_said(old):
+def test_what_cannot_be_compared_is_reported(old):
     found, (note,) = compare_steps(old, paces())
     assert not found and note.startswith("speed not compared")
 

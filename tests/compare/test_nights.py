@@ -80,7 +80,7 @@ def test_the_page_the_file_for_ci_and_the_json_say_the_same(shell, nights):
     assert "1 changed for the worse" in html and "activations +1 B" in html and "<script" not in html
 
 
-def test_nothing_that_changed_is_said_too(shell, nights):
+def test_nothing_that_changed_is_reported_too(shell, nights):
     page = nights / "page.html"
     code, out, _ = shell("compare", nights / "usual.json", nights / "usual.json", "--html", page)
     assert code == 0 and out.splitlines()[-1] == "nothing changed"
@@ -156,7 +156,7 @@ def test_a_damaged_baseline_is_refused_before_anything_runs(shell, nights):
     assert code == 2 and "not the results of a course" in errors and not (nights / "out").exists()
 
 
-def test_the_pages_of_a_night_are_made_again_with_what_changed(shell, nights):
+def test_the_pages_of_a_nightly_run_are_made_again_with_what_changed(shell, nights):
     data = json.loads((nights / "larger.json").read_text())
     found = compare(nights / "usual.json", data).to_dict()
     (nights / "results.json").write_text(json.dumps(data | {"baseline": found, "fail_on": ["memory"]}))

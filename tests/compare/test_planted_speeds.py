@@ -27,6 +27,6 @@ def test_steps_that_take_40_percent_longer_are_worse(usual, sabotage):
         code = "import json; from perf_helpers.compare import step_times as t; print(json.dumps(t.measure_here('cpu')))"
         done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
     slow = usual | {"paces": json.loads(done.stdout.splitlines()[-1])}
-    told = [change["text"] for change in compare(usual, slow).worse(("speed",))]
-    assert any("all recipes: a step takes 1." in text for text in told), compare(usual, slow).to_text()
+    listed = [change["text"] for change in compare(usual, slow).worse(("speed",))]
+    assert any("all recipes: a step takes 1." in text for text in listed), compare(usual, slow).to_text()
     assert not compare(slow, usual).worse(("speed",)), "faster is not worse"

@@ -48,11 +48,11 @@ def test_it_is_settled_when_two_processes_agree():
 
 
 def test_recipes_are_timed_until_they_are_settled(monkeypatch):
-    asked = []
+    requested = []
 
     def execute(experiment, meter, timeout):
-        asked.append(experiment.name)
-        number = asked.count(experiment.name)
+        requested.append(experiment.name)
+        number = requested.count(experiment.name)
         restless = experiment.name == "vanilla"
         seconds = (1.0 / number if restless else 1.0,)
         return an_outcome(seconds, seconds, (0.0,))
@@ -61,7 +61,7 @@ def test_recipes_are_timed_until_they_are_settled(monkeypatch):
     monkeypatch.setattr(step_times.SERVER, "start", lambda: None)
     found = step_times.measure(Task("bert-tiny", seq_len=8, dataset_size=8))
     least, most = PROCESSES
-    assert {name: asked.count(name) for name in step_times.RECIPES} == dict.fromkeys(step_times.RECIPES, least) | {
+    assert {name: requested.count(name) for name in step_times.RECIPES} == dict.fromkeys(step_times.RECIPES, least) | {
         "vanilla": most
     }
     assert len(found["recipes"]["vanilla"]["passed"]) == most and found["threads"] == 1

@@ -372,7 +372,7 @@ CLAIMS = {
     "workers-not-beyond": _workers_not_beyond,
     "sdpa-speed": lambda cpu: within(
         step(cpu, 1, 1024, 1, vocabulary=1000, eager=True)
-        / (step(cpu, 1, 1024, 1, vocabulary=1000) + 2 * 1024**2 * HIDDEN / cpu.fp32)  # scores are computed anew
+        / (step(cpu, 1, 1024, 1, vocabulary=1000) + 2 * 1024**2 * HIDDEN / cpu.fp32)  # scores are recomputed
     ),
     "compile": _compiled,
     "compile-debugging": lambda cpu: _compiled(cpu, 1.0, 0.95),

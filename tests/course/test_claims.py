@@ -148,7 +148,7 @@ class TestCheck:
             ("checkpointing-cost", (0.7, 0.9), "not `predicted` in the ledger"),
         ],
     )
-    def test_a_prediction_is_asked_for_where_the_ledger_has_one_and_nowhere_else(self, claims, id, predicted, words):
+    def test_a_prediction_is_required_if_the_ledger_has_one_and_nowhere_else(self, claims, id, predicted, words):
         with pytest.raises(ValueError, match=f"'{id}'.*{words}"):
             claims.check(id, 0.8, predicted=predicted)
         assert not claims.decided
@@ -420,7 +420,7 @@ def test_a_finding_tells_why(claims):
         ("cooling", None, "–"),
     ],
 )
-def test_no_verdict_is_told_by_colour_alone(claims, id, value, sign):
+def test_no_verdict_is_reported_by_colour_alone(claims, id, value, sign):
     decision = claims.check(id, value)
     assert decision.headline().startswith(f"{sign} {decision.verdict}")
     assert decision.headline().split(" (")[0] in decision._repr_html_()

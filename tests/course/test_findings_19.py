@@ -30,8 +30,8 @@ def test_a_half_precision_checkpoint_stays_so_and_is_trained_so_without_a_word(t
     model = LlamaForCausalLM.from_pretrained(tmp_path / "half")
     types, _ = trained(tmp_path / "out", model)
     assert types == {torch.float16} == {weight.dtype for weight in model.parameters()}
-    told = [*map(str, (warning.message for warning in recwarn)), *caplog.messages]
-    assert not [text for text in told if re.search(r"fp16|float16|half|dtype", text)]
+    reported = [*map(str, (warning.message for warning in recwarn)), *caplog.messages]
+    assert not [text for text in reported if re.search(r"fp16|float16|half|dtype", text)]
     remedy = LlamaForCausalLM.from_pretrained(tmp_path / "half", dtype=torch.float32)
     assert trained(tmp_path / "out", remedy)[0] == {torch.float32}
 
@@ -44,8 +44,8 @@ def test_on_a_cpu_fp16_is_taken_and_dropped_and_bf16_is_obeyed(tmp_path, recwarn
     plain, fp16, bf16 = under(), under(fp16=True), under(bf16=True)
     assert fp16 == plain and plain[0] == {torch.float32}
     assert bf16[0] == {torch.bfloat16}
-    told = [*map(str, (warning.message for warning in recwarn)), *caplog.messages]
-    assert not [text for text in told if re.search(r"fp16|float16", text)]
+    reported = [*map(str, (warning.message for warning in recwarn)), *caplog.messages]
+    assert not [text for text in reported if re.search(r"fp16|float16", text)]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -63,7 +63,7 @@ def test_the_flags_of_older_pages_are_gone(tmp_path, flag):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("ranks", "given", "expected"), [(2, None, "1"), (1, None, ""), (2, "3", "3")])
-def test_torchrun_gives_each_of_several_processes_one_thread_unless_told(tmp_path, ranks, given, expected):
+def test_torchrun_gives_each_of_several_processes_one_thread_by_default(tmp_path, ranks, given, expected):
     (path := tmp_path / "script.py").write_text("import os; print(f\"<{os.environ.get('OMP_NUM_THREADS', '')}>\")")
     unset = {name: text for name, text in os.environ.items() if name != "OMP_NUM_THREADS"}
     options = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(ranks)]

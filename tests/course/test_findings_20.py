@@ -37,5 +37,5 @@ def test_a_static_cache_compiles_nothing_on_a_cpu_without_a_word(model, recwarn,
     prompt = torch.ones(1, 4, dtype=torch.long)
     model.generate(prompt, max_new_tokens=3, min_new_tokens=3, cache_implementation="static", do_sample=False)
     assert counters["stats"]["unique_graphs"] == 0
-    told = [*(str(each.message) for each in recwarn), *caplog.messages]
-    assert not [text for text in told if "compil" in text]
+    reported = [*(str(each.message) for each in recwarn), *caplog.messages]
+    assert not [text for text in reported if "compil" in text]

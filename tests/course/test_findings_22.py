@@ -27,7 +27,7 @@ def test_after_one_evaluation_the_objective_is_a_time_and_the_remedy_is_the_loss
     assert right.objective == min(trial.value for trial in trials) > 1
 
 
-def test_with_metrics_the_worst_trial_is_returned_unless_the_direction_is_said(lesson):
+def test_with_metrics_the_worst_trial_is_returned_unless_a_direction_is_given(lesson):
     best, trials = lesson.search(lesson.trainer_of(metrics=lesson.accuracy, num_train_epochs=1), lesson.rates_of, 4)
     values = [trial.value for trial in trials]
     assert best.objective == min(values) < max(values)
@@ -66,7 +66,7 @@ def test_a_misspelt_name_is_no_error_and_a_careful_space_makes_it_one(lesson):
 def test_a_value_is_cast_to_the_type_that_stands_there(lesson):
     assert TrainingArguments("unused").warmup_steps == 0
     assert [used for _, used, _ in lesson.warmed_up()] == [0, 0, 0]
-    assert all(asked == used for asked, used, _ in lesson.warmed_up(warmup_steps=0.0))
+    assert all(requested == used for requested, used, _ in lesson.warmed_up(warmup_steps=0.0))
     made = lesson.trainer_of()
     with pytest.raises(ValueError, match="would become 0"):
         lesson.search(made, lesson.careful(lesson.warmups_of, made.args), 1)

@@ -44,12 +44,14 @@ def test_only_complete_results_of_the_lesson_itself_count(tmp_path, text, words)
 def test_a_lesson_has_to_decide_a_claim_but_for_a_rehearsal(tmp_path):
     for rehearsed, status in ((True, "ok"), (False, "failed")):
         nbformat.write(nbformat.v4.new_notebook(), tmp_path / "20_inference.ipynb")
-        told = {"lesson": "20_inference", "claims": [], "machine": {"rehearsed": rehearsed}}
-        (tmp_path / "20_inference.json").write_text(json.dumps(RECORD | told))
+        reported = {"lesson": "20_inference", "claims": [], "machine": {"rehearsed": rehearsed}}
+        (tmp_path / "20_inference.json").write_text(json.dumps(RECORD | reported))
         assert judge("20_inference", tmp_path, 0).status == status
 
 
-def test_a_cell_that_runs_for_long_is_told_once_and_when_its_time_has_doubled(tmp_path, monkeypatch, capsys, copied):
+def test_a_cell_that_runs_for_long_is_reported_once_and_when_its_time_has_doubled(
+    tmp_path, monkeypatch, capsys, copied
+):
     target, clock = tmp_path / "05.ipynb", iter([0, 30, 60, 100, 125, 200, 300])
     monkeypatch.setattr(lesson_process, "time", copied(lesson_process.time, monotonic=lambda: next(clock)))
     watch = lesson_process._Watch(target)
@@ -69,8 +71,8 @@ def test_a_cell_that_runs_for_long_is_told_once_and_when_its_time_has_doubled(tm
     watch()
     target.write_text("{")  # half written
     watch()
-    told = capsys.readouterr().err.split("\n")
-    assert [line.strip() for line in told if line] == [
+    reported = capsys.readouterr().err.split("\n")
+    assert [line.strip() for line in reported if line] == [
         "running for 60 s in this cell: slow = 1",
         "running for 125 s in this cell: slow = 1",
     ]

@@ -158,7 +158,7 @@ class Model(torch.nn.Module):
     [({}, 0, 0, HOLDS), ({"breaks": True}, 1, 0, REFUTED), ({"notes": True}, 0, 1, HOLDS)],
     ids=["whole", "broken", "compiled again"],
 )
-def test_a_break_turns_the_verdict_and_compiling_again_is_told_apart(options, breaks, again, expected):
+def test_a_break_turns_the_verdict_and_compiling_again_is_distinguished(options, breaks, again, expected):
     task = SimpleNamespace(build_model=lambda: Model(**options), batch=lambda _: {"x": torch.ones(2, 4)})
     row = lesson("11", "captured", "looked_at").looked_at(task)
     assert (row["breaks"], row["second"]) == (breaks, again)

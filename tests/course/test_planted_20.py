@@ -126,7 +126,7 @@ def turns(**seconds):
 
 
 @pytest.mark.parametrize(("share", "expected"), [(16, REFUTED), (1, HOLDS)])
-def test_answers_that_nobody_counts_make_a_batch_look_slow(lesson, share, expected):
+def test_answers_that_are_not_counted_make_a_batch_look_slow(lesson, share, expected):
     lesson.scope["taken"] = turns(one=1.0, sixteen=2.3, again=1.0)
     assert verdict("batching-throughput", lesson.faster("one", "sixteen", "again", share)) is expected
 

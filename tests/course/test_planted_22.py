@@ -80,18 +80,18 @@ def test_a_pruner_that_stops_the_best_saves_nothing(steps, as_good, expected):
 @pytest.mark.parametrize(
     ("options", "expected"), [({}, REFUTED), ({"compute_objective": lambda metrics: metrics["eval_loss"]}, HOLDS)]
 )
-def test_an_objective_that_is_said_is_the_loss(searching, options, expected):
+def test_an_objective_that_is_given_is_the_loss(searching, options, expected):
     by = {}
-    for told in (options, {"compute_objective": lambda metrics: metrics["eval_loss"]}):
+    for reported in (options, {"compute_objective": lambda metrics: metrics["eval_loss"]}):
         made = searching.trainer_of(num_train_epochs=1)
         made.evaluate()
-        by[len(by)] = [trial.value for trial in searching.search(made, searching.rates_of, 2, **told)[1]]
+        by[len(by)] = [trial.value for trial in searching.search(made, searching.rates_of, 2, **reported)[1]]
     same = sum(math.isclose(a, b, rel_tol=1e-6) for a, b in zip(by[0], by[1], strict=True)) / 2
     assert verdict("hpo-objective-is-loss", same) is expected
 
 
 @pytest.mark.parametrize(("options", "expected"), [({}, REFUTED), ({"direction": "maximize"}, HOLDS)])
-def test_a_direction_that_is_said_returns_the_best(searching, options, expected):
+def test_a_direction_that_is_given_returns_the_best(searching, options, expected):
     made = searching.trainer_of(metrics=searching.accuracy, num_train_epochs=1)
     best, trials = searching.search(made, searching.rates_of, 3, **options)
     assert verdict("hpo-default-direction", best.objective / max(trial.value for trial in trials)) is expected
@@ -116,7 +116,7 @@ def test_what_lets_go_holds_nothing_and_settings_that_are_set_are_there(searchin
 @pytest.mark.parametrize(("settings", "expected"), [({}, REFUTED), ({"warmup_steps": 0.0}, HOLDS)])
 def test_a_fraction_that_stands_there_keeps_fractions(searching, settings, expected):
     rows = searching.warmed_up(**settings)
-    assert verdict("hpo-value-kept", sum(asked == used for asked, used, _ in rows) / len(rows)) is expected
+    assert verdict("hpo-value-kept", sum(requested == used for requested, used, _ in rows) / len(rows)) is expected
 
 
 @pytest.mark.parametrize(("guarded", "expected"), [(False, REFUTED), (True, HOLDS)])

@@ -95,7 +95,7 @@ class TestFaultsOfOtherPlaces:
         root = partial(lesson.with_module, layer=0, made=lesson.Root)
         assert diagnosed(lesson, data=data, build=root)[0] == "NaN made in backward"
 
-    def test_a_fault_that_begins_late_is_told_with_its_step(self, lesson):
+    def test_a_fault_that_begins_late_is_reported_with_its_step(self, lesson):
         class Late(lesson.Root):
             calls = 0
 
@@ -148,7 +148,7 @@ class TestVerdicts:
             "healthy": {},
         }
         found = {name: diagnosed(lesson, **options) for name, options in sick.items()}
-        return lesson.named_rightly({name: [name, name, *said] for name, said in found.items()})
+        return lesson.named_rightly({name: [name, name, *answer] for name, answer in found.items()})
 
     def test_a_tool_that_looks_only_at_the_end_of_the_chain_does_not_name_the_cause(self, lesson):
         assert verdict("troubleshooting", self.ward(lesson)) is HOLDS
@@ -168,8 +168,8 @@ class TestVerdicts:
             findall = lambda *given: re.findall(*given)[::-1]  # noqa: E731
             lesson.scope["re"] = SimpleNamespace(findall=findall)
         build = partial(lesson.filled, where=K_PROJ, value=3e4)
-        told = lesson.detector(partial(lesson.script, half=True, optim=lesson.sgd, build=build))
-        assert verdict("debug-overflow", float(told == (K_PROJ, 0))) is expected
+        reported = lesson.detector(partial(lesson.script, half=True, optim=lesson.sgd, build=build))
+        assert verdict("debug-overflow", float(reported == (K_PROJ, 0))) is expected
 
     @pytest.mark.parametrize(("mended", "expected"), [(False, REFUTED), (True, HOLDS)])
     def test_a_detector_that_looked_for_zeros_would_find_underflow(self, lesson, mended, expected):
@@ -190,16 +190,19 @@ class TestVerdicts:
             lesson.scope["DebugUnderflowOverflow"] = Zeros
         tiny = partial(lesson.filled, where="model.layers.0.mlp.up_proj", value=1e-6)
         sick = [dict(scale=1e-5), dict(build=tiny)]
-        told = [lesson.detector(partial(lesson.script, half=True, optim=lesson.sgd, **one)) for one in sick]
-        assert verdict("debug-underflow", sum(one is not None for one in told) / 2) is expected
+        reported = [lesson.detector(partial(lesson.script, half=True, optim=lesson.sgd, **one)) for one in sick]
+        assert verdict("debug-underflow", sum(one is not None for one in reported) / 2) is expected
 
     @pytest.mark.parametrize(("opens", "expected"), [(False, REFUTED), (True, HOLDS)])
     def test_a_detector_that_opens_dicts_finds_the_nan_loss_in_both_ways(self, lesson, opens, expected):
         if opens:
             lesson.scope["DebugUnderflowOverflow"] = lesson.Opening
         options = dict(watch=lesson.Opening) if opens else dict(debug="underflow_overflow")
-        told = [lesson.detector(partial(lesson.script, data=lesson.masked)) is not None, lesson.logged(2, **options)[2]]
-        assert verdict("debug-nan-loss", sum(told) / 2) is expected
+        reported = [
+            lesson.detector(partial(lesson.script, data=lesson.masked)) is not None,
+            lesson.logged(2, **options)[2],
+        ]
+        assert verdict("debug-nan-loss", sum(reported) / 2) is expected
 
     @pytest.mark.parametrize(("filters", "expected"), [(True, REFUTED), (False, HOLDS)])
     def test_without_its_filter_the_log_shows_every_nan(self, lesson, filters, expected):
@@ -208,9 +211,9 @@ class TestVerdicts:
         assert verdict("nan-is-logged", sum(line != line for line in lines) / nan) is expected
 
     def test_to_have_spoken_at_all_is_not_to_have_named_the_place(self, lesson):
-        told = lesson.detector(partial(lesson.script, build=partial(lesson.with_module, layer=0, made=lesson.Root)))
-        assert verdict("debug-backward", float(told == ("model.layers.0.mlp.act_fn.1", 0))) is REFUTED
-        assert verdict("debug-backward", float(told is not None)) is HOLDS  # the wrong question
+        reported = lesson.detector(partial(lesson.script, build=partial(lesson.with_module, layer=0, made=lesson.Root)))
+        assert verdict("debug-backward", float(reported == ("model.layers.0.mlp.act_fn.1", 0))) is REFUTED
+        assert verdict("debug-backward", float(reported is not None)) is HOLDS  # the wrong question
 
     @pytest.mark.parametrize(("is_on", "expected"), [(True, HOLDS), (False, REFUTED)])
     def test_anomaly_mode_that_is_off_names_nothing(self, lesson, monkeypatch, is_on, expected):
@@ -218,8 +221,8 @@ class TestVerdicts:
             monkeypatch.setattr(torch.autograd, "set_detect_anomaly", lambda _: contextlib.nullcontext())
         made = {lesson.Power: "PowBackward0", lesson.Share: "DivBackward0"}
         sick = {one: partial(lesson.script, build=partial(lesson.with_module, layer=0, made=one)) for one in made}
-        told = sum(lesson.anomaly(sick[one]) == name for one, name in made.items())
-        assert verdict("anomaly-names-it", told / 2) is expected
+        reported = sum(lesson.anomaly(sick[one]) == name for one, name in made.items())
+        assert verdict("anomaly-names-it", reported / 2) is expected
 
     @pytest.mark.parametrize(("keeps", "expected"), [(False, HOLDS), (True, REFUTED)])
     def test_a_loop_that_keeps_the_loaded_checkpoint_holds_the_weights_twice(self, lesson, keeps, expected):
@@ -255,8 +258,8 @@ class TestVerdicts:
             watch = None if forgets else lesson.DebugUnderflowOverflow
             watched = lesson.step_seconds(lambda model, _: watch(model) and None if watch else None)
         ratio = Ratio.of_pairs([watched / without] * 3, 1.05)
-        told = verdict("debug-cost", (ratio.low, ratio.high))
-        assert (told is HOLDS) is not forgets
+        reported = verdict("debug-cost", (ratio.low, ratio.high))
+        assert (reported is HOLDS) is not forgets
 
 
 class TestFragments:

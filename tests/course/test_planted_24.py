@@ -41,8 +41,8 @@ def test_an_older_driver_tells_temperatures_and_a_newer_one_margins():
 
 @pytest.mark.parametrize(("threshold", "expected"), [(1, HOLDS), (0, REFUTED)])
 def test_where_it_shuts_down_is_not_where_it_slows_down(threshold, expected):
-    told = {0: 95, 1: 87}
-    known = functions().told_by_driver(driver({1: told[threshold]}), "gpu")
+    reported = {0: 95, 1: 87}
+    known = functions().told_by_driver(driver({1: reported[threshold]}), "gpu")
     assert verdict("cooling", known["slowdown"]) is expected
 
 
@@ -126,7 +126,7 @@ def test_torchs_limit_or_its_default_would_hide_compilations(limit, options, exp
 
 
 @pytest.mark.parametrize(("by_size", "expected"), [(False, REFUTED), (True, HOLDS)])
-def test_sizes_that_are_all_marked_static_would_make_the_default_compile_anew(by_size, expected):
+def test_sizes_that_are_all_marked_static_would_make_the_default_recompile(by_size, expected):
     with torch._dynamo.config.patch(automatic_dynamic_shapes=not by_size):
         count = functions().graphs(LENGTHS, 65)
     assert verdict("shapes-recompile-default", count / len(LENGTHS)) is expected

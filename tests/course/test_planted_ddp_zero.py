@@ -56,7 +56,7 @@ class TestSameGradients:
         assert run.ok, run.message
         return run
 
-    def test_sums_that_nobody_divides_stop_the_lesson_though_the_losses_agree(self, lab):
+    def test_sums_that_are_not_divided_stop_the_lesson_though_the_losses_agree(self, lab):
         one, right = self.value(lab, 1, 0), self.value(lab, 2, 2)
         wrong = self.value(lab, 2, 2, ("mine = mine.div_(self.ranks)", "mine = mine"))
         text = next(
@@ -181,8 +181,8 @@ class TestTwoHosts:
                 on_host = sys.executable, "-c", ON_HOST, str(link.holders[host])
                 command = *on_host, *python, *options.split(), *here.split()
                 started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
-            told = [process.communicate(timeout=120) for process in started]
-        gradients = [re.search(r'"gradient": ([^}]+)}', output)[1] for output, errors in told]
+            reported = [process.communicate(timeout=120) for process in started]
+        gradients = [re.search(r'"gradient": ([^}]+)}', output)[1] for output, errors in reported]
         assert len(gradients) == 2 and len(set(gradients)) == 1
 
 
@@ -198,7 +198,7 @@ class TestNvlink:
             )
             names = {"re": re, "subprocess": run, "gpus2": True, "contextlib": contextlib}
             exec(cell, names)
-            assert [told for told, _ in names["joined"]] == [entry, entry]
+            assert [reported for reported, _ in names["joined"]] == [entry, entry]
             return names["no_nvlink"]
 
         assert missing("NV2") is None

@@ -159,7 +159,7 @@ def test_quality_that_no_dense_model_has_is_not_looked_up():
 
 
 @pytest.mark.parametrize("divided", [True, False])
-def test_experts_gradients_that_nobody_divides_are_noticed(divided):
+def test_experts_gradients_that_are_not_divided_are_noticed(divided):
     planted = [] if divided else [("part.grad /= ranks", "pass")]
     made = cells("18", "route", "Exchange", "in_parallel", "layer_step", planted=planted)
     lab, step = made["lab"], made["layer_step"]

@@ -174,7 +174,7 @@ def test_the_sweep_ends_at_the_largest_batch_that_fits():
 # ---- 04: how a training ends
 
 
-def test_a_loss_on_the_floor_is_told_from_one_above_it():
+def test_a_loss_on_the_floor_is_distinguished_from_one_above_it():
     task = Task("bert-tiny", seq_len=32, data="learnable", config={"vocab_size": 200}, seed=51)
     rule = taken_from(BATCH, "best_rule", learnable=task).best_rule(batch := task.batch(256))
     assert rule.sum(1).allclose(torch.ones(256)) and (rule[batch["labels"] == 1][:, 1] > 0).all()

@@ -55,7 +55,7 @@ def test_jupyters_own_channel_hears_it_only_when_its_time_is_over():
 
 
 @pytest.mark.parametrize("timeout", [0.0, 0.3, 1.3])
-def test_it_waits_as_long_as_it_is_told(timeout):
+def test_it_waits_as_long_as_requested(timeout):
     async def wait():
         context = zmq.asyncio.Context()
         with context.socket(zmq.DEALER) as socket:

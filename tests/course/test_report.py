@@ -49,8 +49,8 @@ def test_each_sign_on_the_page_is_one_that_it_has(ran, tmp_path):
 def test_the_numbers_at_its_head_are_those_of_its_rows(ran):
     result, out = ran
     page, verdicts = (out / "index.html").read_text(encoding="utf-8"), [c["verdict"] for c in result["claims"]]
-    told = {verdict: int(number) for number, verdict in re.findall(r"<b>(\d+)</b>.*? ([a-z ]+)</li>", page)}
-    assert {verdict: number for verdict, number in told.items() if number} == Counter(verdicts)
+    reported = {verdict: int(number) for number, verdict in re.findall(r"<b>(\d+)</b>.*? ([a-z ]+)</li>", page)}
+    assert {verdict: number for verdict, number in reported.items() if number} == Counter(verdicts)
     decided = len(verdicts) - verdicts.count("not testable here")
     assert f"{verdicts.count('holds')} of {decided} claims hold" in page
 

@@ -64,8 +64,8 @@ def test_what_is_measured_wrongly_is_not_expected_on_any_cpu(claims, id, cpu):
     right, predicted = simulated(id, cpu)
     if right is None:
         pytest.skip("its lesson measures nothing there")
-    told = {what: checked(claims, id, value, predicted).as_expected for what, value in wrong(id, right)}
-    assert not all(told.values()), told
+    reported = {what: checked(claims, id, value, predicted).as_expected for what, value in wrong(id, right)}
+    assert not all(reported.values()), reported
 
 
 @pytest.mark.parametrize("id", ["half-precision-faster-cpu", "table-half-speed"])

@@ -40,7 +40,7 @@ def test_the_unsplit_rest_of_a_block_is_allocated():
     assert allocator_replay.replayed(log).memory().peak_bytes == 30 * MIB
 
 
-def test_a_card_that_is_too_small_is_told_with_the_figures_of_a_large_one():
+def test_a_card_that_is_too_small_is_reported_with_the_figures_of_a_large_one():
     assert not allocator_replay.replayed(LOG, capacity=32 * MIB).is_too_large
     small = allocator_replay.replayed(LOG, capacity=31 * MIB)
     assert small.is_too_large and small.reserved_peak == allocator_replay.replayed(LOG).reserved_peak

@@ -105,7 +105,7 @@ def test_a_trainer_with_fp16_autocasts():
     assert seen.count == 3  # input, weight, and the output back to fp32
 
 
-def test_who_asks_of_autocast_is_told_of_cuda():
+def test_who_queries_autocast_gets_cudas_answer():
     """peft's layers over quantized weights ask, and cast what they are given where it is off."""
     own = torch.is_autocast_enabled
     with cuda.emulated():

@@ -214,7 +214,7 @@ def test_everything_is_as_before_after_it():
     assert inside != before
 
 
-def test_each_part_is_told():
-    told = cuda.assumptions()
-    assert "on an H100" in told[0]
-    assert len(told) == 1 + len(cuda.PARTS) and [line for line in told if "1 byte" in line]
+def test_each_part_is_reported():
+    reported = cuda.assumptions()
+    assert "on an H100" in reported[0]
+    assert len(reported) == 1 + len(cuda.PARTS) and [line for line in reported if "1 byte" in line]

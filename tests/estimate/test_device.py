@@ -99,7 +99,7 @@ def test_results_are_placed_by_the_weights_then_the_inputs_then_the_request_then
         assert place([sent], True) is Placement.NEITHER
 
 
-def test_a_tensor_of_tensors_is_followed_by_what_it_is_made_of(tracker):
+def test_a_tensor_of_tensors_is_traced_by_what_it_is_made_of(tracker):
     from torch.testing._internal.two_tensor import TwoTensor
 
     with tracker, tracker.emulated():
@@ -208,7 +208,7 @@ OF_ACCUMULATION = (
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("options", OF_ACCUMULATION, ids=str)
-def test_micro_batches_that_are_not_followed_ask_for_what_those_like_them_did(options):
+def test_micro_batches_that_are_not_traced_ask_for_what_those_like_them_did(options):
     # What they leave of the allocator's free blocks decides whether a later one is cut: GPT-2, 4 x 512 tokens, 512 B.
     few, all_ = (processes.call(changes, each, options, timeout=300) for each in (False, True))
     assert few == all_
@@ -270,10 +270,10 @@ def test_trls_loss_takes_the_way_of_a_gpu_and_its_kernels_no_memory(trl):
         assert kernels._use_triton(device) and utils._use_triton(device)
         kernels._backward_kernel[(6, kernels.triton.cdiv(4, 1024))](tile)
         kernels._addmm_fp32(total, tile, weight)
-        asked = sizes(tracker)
+        requested = sizes(tracker)
         kernels._addmm_fp32(total, tile.float(), weight.float())
-    assert tracker._kernels.workspace_bytes in asked, "a product"
-    assert not {96, 128} & {*asked} and {96, 128} <= {*sizes(tracker)}, "no copies in fp32, and no other tile"
+    assert tracker._kernels.workspace_bytes in requested, "a product"
+    assert not {96, 128} & {*requested} and {96, 128} <= {*sizes(tracker)}, "no copies in fp32, and no other tile"
     assert not utils._use_triton(device) and kernels._forward_kernel(torch.ones(6, 4)).shape == (6, 4)
 
 

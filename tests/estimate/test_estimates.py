@@ -53,7 +53,7 @@ def test_an_estimate_says_what_a_run_would_and_how_it_was_made():
         ({"device": "cuda", "torch_compile_backend": "aot_eager"}, "leave torch_compile out"),
     ],
 )
-def test_a_mistake_is_named_before_anything_is_followed(options, message, monkeypatch):
+def test_a_mistake_is_named_before_anything_is_traced(options, message, monkeypatch):
     monkeypatch.setattr(processes, "call", lambda *_, **__: pytest.fail("something was followed"))
     with pytest.raises(ValueError, match=message):
         predicted(**options)
@@ -69,11 +69,11 @@ def test_a_mistake_is_named_before_anything_is_followed(options, message, monkey
         ({"device": "cpu"}, ()),  # its fused kernel takes no dropout
     ],
 )
-def test_the_kernel_that_attention_takes_is_told(options, kernels):
+def test_the_kernel_that_attention_takes_is_reported(options, kernels):
     assert estimate(TINY, **options).attention == kernels
 
 
-def test_what_cannot_be_followed_is_refused_by_name():
+def test_what_cannot_be_traced_is_refused_by_name():
     def lost(task):
         raise RuntimeError("no such kernel")
 
@@ -99,7 +99,7 @@ def test_an_edited_configuration_is_another_model(tmp_path):
     assert peaks[0] < peaks[1]
 
 
-def test_a_loop_of_ones_own_is_followed_too():
+def test_a_loop_of_ones_own_is_traced_too():
     def loop(task):
         import torch
 
@@ -173,8 +173,10 @@ class TestCommandLine:
         assert result.exit_code == 0 and "- rounding: " in result.stdout and "optimizer states" not in result.stdout
 
     def test_a_card_has_a_capability_and_a_memory(self):
-        told = self.run("--card", "T4").stdout
-        assert "bert-tiny on T4: peak" in told and "bert-tiny: fits the T4 16 GiB: " in told and "margin of" in told
+        listed = self.run("--card", "T4").stdout
+        assert (
+            "bert-tiny on T4: peak" in listed and "bert-tiny: fits the T4 16 GiB: " in listed and "margin of" in listed
+        )
         words = ["estimate", "--model", "gpt2-large", "--card", "t4", "--per_device_train_batch_size", "2"]
         assert "gpt2-large: does not fit the T4 16 GiB: " in CliRunner().invoke(cli.app, words).stdout
         wrong = self.run("--card", "t5")
@@ -187,30 +189,30 @@ class TestCommandLine:
 
 def test_a_card_is_its_capability_and_its_memory_less_a_context():
     t4, options = CARDS["t4"], {"task": TINY, "per_device_train_batch_size": 2}
-    said = {"compute_capability": t4.capability, "device_memory": t4.memory_bytes - t4.context_bytes}
-    assert estimate(**options, card="t4").memory == estimate(**options, device="cuda", **said).memory
+    answer = {"compute_capability": t4.capability, "device_memory": t4.memory_bytes - t4.context_bytes}
+    assert estimate(**options, card="t4").memory == estimate(**options, device="cuda", **answer).memory
     assert estimate(**options, card="t4", device_memory=2**20).is_too_large
 
 
 @pytest.mark.nightly
-def test_under_a_torch_that_nobody_has_tried_the_newest_rules_answer_and_everybody_says_so(monkeypatch):
+def test_under_an_untested_torch_the_newest_rules_answer_and_everybody_says_so(monkeypatch):
     """A pretended torch 2.99: the estimate, its JSON and the advice name the rules, and that they are untested."""
     plain = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.99.0a0+git" if name == "torch" else plain(name))
     monkeypatch.setattr(torch, "__version__", "2.99.0a0+git")
     allocator_settings._warn_of_untested.cache_clear()
-    told = allocator_settings.untested_text("2.99")
-    assert "2.99" in told and allocator_settings.newest() in told
+    listed = allocator_settings.untested_text("2.99")
+    assert "2.99" in listed and allocator_settings.newest() in listed
     options = {"device": "cuda", "compute_capability": (7, 5), "per_device_train_batch_size": 2}
-    with pytest.warns(UserWarning, match=re.escape(told)):
+    with pytest.warns(UserWarning, match=re.escape(listed)):
         untested = estimate(TINY, **options)
     known = estimate(TINY, **options, torch_version=allocator_settings.newest())
     assert untested.memory == known.memory
-    assert [each.assumptions[-1].startswith(told) for each in (untested, known)] == [True, False]
+    assert [each.assumptions[-1].startswith(listed) for each in (untested, known)] == [True, False]
     rules = [(each["torch_rules"], each["untested_torch"]) for each in (untested.to_dict(), known.to_dict())]
     assert rules == [(allocator_settings.newest(), "2.99"), (allocator_settings.newest(), None)]
     advised = advise(TINY, card="t4", effective_batch=2)
-    assert any(text.startswith(told) for text in advised.assumptions) and told in repr(advised)
+    assert any(text.startswith(listed) for text in advised.assumptions) and listed in repr(advised)
 
 
 def test_an_estimate_on_a_cpu_names_no_rules_of_cuda():

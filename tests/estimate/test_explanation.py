@@ -79,7 +79,7 @@ def test_a_tensor_has_its_line_in_the_models_code_and_its_parameters_name():
 
 
 @pytest.mark.nightly
-def test_experts_that_stay_whole_and_norms_that_are_cast_are_told():
+def test_experts_that_stay_whole_and_norms_that_are_cast_are_reported():
     found = explain(MIXTURE, BATCH | {"dtype": "bfloat16"} | adapters(), QLORA | adapters(), card="t4")
     assert found.warnings["A"] == ()
     experts, head, cast = found.warnings["B"]
@@ -92,7 +92,7 @@ def test_experts_that_stay_whole_and_norms_that_are_cast_are_told():
     assert "A" not in repr(found).splitlines()[-1][:3] and repr(found).splitlines()[-1].startswith("B: prepare")
 
 
-def test_a_plain_model_has_no_experts_to_warn_of_and_copies_are_told():
+def test_a_plain_model_has_no_experts_to_warn_of_and_copies_are_reported():
     whole = adapters(modules_to_save=["lm_head"])
     uncast = QLORA | {"prepare_model_for_kbit_training": False}
     found = explain(LLAMA, uncast | adapters(), uncast | whole, card="t4")
@@ -104,7 +104,7 @@ def test_a_plain_model_has_no_experts_to_warn_of_and_copies_are_told():
 
 
 @pytest.mark.nightly
-def test_checkpointing_through_which_no_gradient_flows_is_told():
+def test_checkpointing_through_which_no_gradient_flows_is_reported():
     again = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
     frozen = BATCH | {"freeze": "embeddings"}  # of a text model transformers lets the embeddings' result require one
     found = explain(IMAGES, frozen, frozen | again, device="cpu")
@@ -133,6 +133,6 @@ def test_what_cannot_be_switched_alone_is_switched_with_the_next():
         (BATCH, BATCH | {"torch_compile": True}, "torch_compile"),
     ],
 )
-def test_what_cannot_be_compared_is_said_before_anything_is_followed(a, b, told):
+def test_what_cannot_be_compared_is_reported_before_anything_is_traced(a, b, told):
     with pytest.raises(ValueError, match=told):
         explain(LLAMA, a, b, timeout=0.01)

@@ -103,8 +103,12 @@ def test_the_largest_batch_and_length_that_fit_a_card(monkeypatch):
     assert worst_batch(BERT, [100, 50, 40], card="t4", per_device_train_batch_size=100).largest_length[0] == 128
     none = worst_batch(BERT, [500] * 3, card="1650", per_device_train_batch_size=64)
     assert none.largest_batch[0] == 4 and none.largest_length[0] == 32 and none.fits.answer is False
-    told = none.to_dict()
-    assert told["fits"] is False and told["largest_batch"]["size"] == 4 and "largest batch: 4; m: fits" in repr(none)
+    reported = none.to_dict()
+    assert (
+        reported["fits"] is False
+        and reported["largest_batch"]["size"] == 4
+        and "largest batch: 4; m: fits" in repr(none)
+    )
     edge = worst_batch(BERT, [room // 100 + 1] * 3, card="t4", per_device_train_batch_size=100)
     assert edge.to_dict()["fits"] is None and "UNKNOWN" in repr(edge)
 
@@ -143,7 +147,7 @@ def test_lengths_come_from_files_columns_and_rows(tmp_path):
             read(wrong)
 
 
-def test_what_a_model_cannot_take_is_said_before_anything_is_followed():
+def test_what_a_model_cannot_take_is_reported_before_anything_is_traced():
     with pytest.raises(ValueError, match=r"seq_len=576 .*\b512 tokens"):
         worst_batch(BERT, [513], pad_to_multiple_of=64)
     with pytest.raises(ValueError, match=r"pad_to_multiple_of=0: .*at least 1"):

@@ -120,10 +120,10 @@ def test_buckets_of_ddp_are_a_set_of_gradients_unless_they_are_views_or_freed(la
 def test_model_flops_do_not_depend_on_what_the_counter_knows_of_attention(monkeypatch):
     """Since torch 2.15 FlopCounterMode counts a CPU's fused attention, which was 0 before: both may not be counted."""
     task = Task("llama-3-8b", seq_len=16, config={**SMALL, "head_dim": 16})
-    asked, batch = roofline.model_flops(task), task.batch(1)
+    requested, batch = roofline.model_flops(task), task.batch(1)
     with FlopCounterMode(display=False) as fused:
         task.build_model(attn_implementation="sdpa")(**batch).loss.backward()
     with FlopCounterMode(display=False) as plain:
         task.build_model(attn_implementation="eager")(**batch).loss.backward()
-    assert plain.get_total_flops() == asked
-    assert (fused.get_total_flops() < asked) == (not SINCE_2_15)
+    assert plain.get_total_flops() == requested
+    assert (fused.get_total_flops() < requested) == (not SINCE_2_15)

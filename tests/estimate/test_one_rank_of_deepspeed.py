@@ -53,7 +53,7 @@ def test_a_rank_takes_on_a_cpu_what_is_measured(offered, tmp_path, stage, recipe
 
 @pytest.mark.nightly
 @needs_deepspeed
-def test_the_second_training_in_a_process_is_followed_as_if_it_were_alone(offered):
+def test_the_second_training_in_a_process_is_traced_as_if_it_were_alone(offered):
     recipe = zero(3) | {"processes": 2, "device": "cuda", "compute_capability": (8, 0), "max_steps": 2}
     shallow = depth.line(TASK, **recipe)  # of two layers, then of four
     alone = estimate(TASK.replace(config={"num_hidden_layers": 4}), **recipe)
@@ -75,11 +75,11 @@ def test_one_process_needs_no_launcher(offered, tmp_path):
 def test_on_a_gpu_a_stage_keeps_its_share_and_a_copy_of_it(offered):
     parameters = TASK.parameters()
     for stage, weights, states in ((0, 4, 8), (1, 4 + 4 / 4, 8 / 4), (3, 4 / 4, 8 / 4)):
-        told = estimate(TASK, device="cuda", processes=4, **zero(stage, stage3_param_persistence_threshold=0))
-        after = told.memory.phase_breakdowns["backward"]
+        reported = estimate(TASK, device="cuda", processes=4, **zero(stage, stage3_param_persistence_threshold=0))
+        after = reported.memory.phase_breakdowns["backward"]
         assert after["weights"] / parameters == pytest.approx(weights, rel=0.05), stage
         assert after["optimizer_states"] / parameters == pytest.approx(states, rel=0.05), stage
-        assert any("DeepSpeed" in text for text in told.assumptions)
+        assert any("DeepSpeed" in text for text in reported.assumptions)
 
 
 @pytest.mark.daily(1)
@@ -107,11 +107,11 @@ if __name__ == "__main__":
 
 
 @pytest.mark.nightly
-def test_without_deepspeed_one_is_told_how_to_get_it(tmp_path):
+def test_without_deepspeed_a_message_says_how_to_install_it(tmp_path):
     """In a process of its own: that of the tests may have been offered it."""
     if not optional_packages.missing("deepspeed"):
         pytest.skip("DeepSpeed is installed")
     script = tmp_path / "without.py"
     script.write_text(WITHOUT)
-    said = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=tmp_path).stdout
-    assert said.count("needs deepspeed (") == said.count("make build/deepspeed") == 2, said
+    answer = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=tmp_path).stdout
+    assert answer.count("needs deepspeed (") == answer.count("make build/deepspeed") == 2, answer

@@ -101,7 +101,7 @@ def factors(one):
     return tuple(leaf.shape for leaf in one.leaves[-2:])
 
 
-def test_what_a_machine_with_amx_hides_at_sizes_that_were_measured_is_what_is_said(machine):
+def test_what_a_machine_with_amx_hides_at_sizes_that_were_measured_is_what_is_estimated(machine):
     tables = {"aten.addmm.default": ADDMM, "aten.mm.default": MM}
     machine(lambda one: tables[one.name][factors(one)])
     for build, table in ((addmm, ADDMM), (mm, MM)):
@@ -125,13 +125,13 @@ def test_sizes_that_lie_on_no_line_are_measured_or_assumed_and_never_negative(ma
         assert hidden.bytes == round(max(shares) * large.bytes)
 
 
-def test_what_a_product_is_assumed_to_hide_is_told_with_its_size(machine):
+def test_what_a_product_is_assumed_to_hide_is_reported_with_its_size(machine):
     machine(lambda one: one.bytes // 2 + len(str(one.bytes)) * 1000, bytes_a_second=1e6)
     asked, large = Probe(1), mm(8192, 4096, 8192)
     asked.run([large])
-    (told,) = operator_workspaces.assumptions([large], asked)
-    assert told.startswith("aten.mm.default is assumed to allocate up to ")
-    assert f"{asked[large].bytes / 1e6:,.1f} MB" in told
+    (reported,) = operator_workspaces.assumptions([large], asked)
+    assert reported.startswith("aten.mm.default is assumed to allocate up to ")
+    assert f"{asked[large].bytes / 1e6:,.1f} MB" in reported
 
 
 def test_a_product_that_hides_nothing_at_three_sizes_is_not_run_at_its_own(machine):
@@ -140,7 +140,7 @@ def test_a_product_that_hides_nothing_at_three_sizes_is_not_run_at_its_own(machi
     assert len(seen.ran) == 3 and max(one.bytes for one in seen.ran) <= 2**20
 
 
-def test_three_sizes_on_a_line_are_followed_to_its_own(machine):
+def test_three_sizes_on_a_line_are_traced_to_its_own(machine):
     def hides(one):
         return one.leaves[0].shape[0] * 24 + 640
 
@@ -220,8 +220,8 @@ def test_an_operation_that_needs_its_data_is_unknown_and_told():
     asked = Probe(1)
     asked.run([gone])
     assert asked[gone] == Hidden(None, "unknown")
-    (told,) = operator_workspaces.assumptions([gone], asked)
-    assert "aten.embedding.default" in told and "0 bytes" in told
+    (reported,) = operator_workspaces.assumptions([gone], asked)
+    assert "aten.embedding.default" in reported and "0 bytes" in reported
 
 
 def test_an_operation_that_ends_its_process_is_unknown_and_the_others_are_measured(monkeypatch):
@@ -256,7 +256,7 @@ def test_what_is_known_for_some_threads_is_not_taken_for_others(machine):
     assert (one[mm(8, 8, 8)].bytes, four[mm(8, 8, 8)].bytes) == (100, 400)
 
 
-def test_on_this_machine_what_is_said_is_what_the_allocator_did():
+def test_on_this_machine_the_estimate_is_what_the_allocator_did():
     """Real products at sizes that were not cut, against a profile of the very operation."""
     operations = [
         build(rows, 128, 256, dtype) for build in (mm, addmm) for rows in (1, 64, 300) for dtype in (F32, BF16)

@@ -73,7 +73,7 @@ def test_cuda_is_modelled_and_says_so():
 
 
 @pytest.mark.nightly
-def test_workers_of_a_loader_and_data_that_are_never_reached_are_not_followed():
+def test_workers_of_a_loader_and_data_that_are_never_reached_are_not_traced():
     def sizes(found):  # a timeline was once cut at other operations, with the same sizes
         return dataclasses.replace(found.memory, timeline=None)
 
@@ -108,7 +108,7 @@ def test_facts_of_a_trace_are_known_to_the_next_one_with_the_same_probe():
     assert first == second
 
 
-def test_a_model_that_there_is_not_is_named_before_anything_is_followed(monkeypatch):
+def test_a_model_that_there_is_not_is_named_before_anything_is_traced(monkeypatch):
     monkeypatch.setattr(peak_memory, "_trace_one", lambda *_: pytest.fail("something was followed"))
     with pytest.raises(Invalid, match="'no_such_class': name another with architecture="):
         trace_all([experiment(TINY.replace(architecture="no_such_class"))], Device("cpu"), Probe(), print)

@@ -133,7 +133,7 @@ def test_an_expandable_segment_is_mapped():
         ({"device": "cuda", "snapshot": "no such folder/file"}, "a folder that can be written to"),
     ],
 )
-def test_a_snapshot_that_cannot_be_is_refused_before_anything_is_followed(options, message, tmp_path, monkeypatch):
+def test_a_snapshot_that_cannot_be_is_refused_before_anything_is_traced(options, message, tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "call", lambda *_, **__: pytest.fail("something was followed"))
     with pytest.raises(ValueError, match=message):
         estimate(TASK, **{"snapshot": tmp_path / "file"} | options)

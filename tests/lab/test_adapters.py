@@ -189,8 +189,8 @@ def test_the_command_line_offers_peft(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert not ended.value.code
-    said = json.loads(capsys.readouterr().out)
-    assert said["arguments"]["peft"] == {"r": 2} and 0 < said["trainable_parameters"] < said["parameters"] / 10
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["arguments"]["peft"] == {"r": 2} and 0 < answer["trainable_parameters"] < answer["parameters"] / 10
 
 
 BERT = Task("bert-tiny", seq_len=24)

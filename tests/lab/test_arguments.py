@@ -12,7 +12,7 @@ CHECKPOINTING = {"gradient_checkpointing", "activation_checkpointing"}
 
 def test_words_are_read_as_transformers_own_parser_reads_them():
     batch = ["--per_device_train_batch_size", "4"]
-    told = arguments.parse(["--bf16", "--fp16", "False", *batch, "--optim=adafactor", "--dtype", "bfloat16"])
+    reported = arguments.parse(["--bf16", "--fp16", "False", *batch, "--optim=adafactor", "--dtype", "bfloat16"])
     expected = {
         "bf16": True,
         "fp16": False,
@@ -20,8 +20,8 @@ def test_words_are_read_as_transformers_own_parser_reads_them():
         "optim": "adafactor",
         "dtype": "bfloat16",
     }
-    assert told.given == expected
-    assert told.model == {"dtype": "bfloat16"} and "dtype" not in told.training
+    assert reported.given == expected
+    assert reported.model == {"dtype": "bfloat16"} and "dtype" not in reported.training
     assert arguments.parse([]) == Arguments()
 
 
@@ -76,12 +76,12 @@ def test_samples_per_step_is_the_effective_batch():
 
 @pytest.mark.parametrize("typed", sorted(CHECKPOINTING))
 def test_an_argument_is_found_and_changed_by_any_of_its_names(typed):
-    told = Arguments.of({"bf16": True, typed: True})
+    reported = Arguments.of({"bf16": True, typed: True})
     (other,) = CHECKPOINTING - {typed}
-    assert told.get(other) is told.get(typed) is True
-    changed = told.replace(**{other: False})
-    assert changed.get(typed) is False and len(changed.given) == 2 and told.get(typed) is True
-    assert list(told.replace(bf16=False).given) == ["bf16", typed], "a value is changed where it stands"
+    assert reported.get(other) is reported.get(typed) is True
+    changed = reported.replace(**{other: False})
+    assert changed.get(typed) is False and len(changed.given) == 2 and reported.get(typed) is True
+    assert list(reported.replace(bf16=False).given) == ["bf16", typed], "a value is changed where it stands"
 
 
 def test_one_argument_under_two_names_is_refused():
@@ -90,10 +90,10 @@ def test_one_argument_under_two_names_is_refused():
 
 
 def test_arguments_travel_and_are_equal_where_they_say_the_same():
-    told = Arguments.of({"bf16": True})
-    assert told.training == {"bf16": True}  # remembered from here on
-    assert pickle.loads(pickle.dumps(told)) == told == Arguments({"bf16": True})
-    assert repr(told) == "Arguments(given={'bf16': True})"
+    reported = Arguments.of({"bf16": True})
+    assert reported.training == {"bf16": True}  # remembered from here on
+    assert pickle.loads(pickle.dumps(reported)) == reported == Arguments({"bf16": True})
+    assert repr(reported) == "Arguments(given={'bf16': True})"
 
 
 def test_they_are_shown_as_python_to_paste():
@@ -102,8 +102,8 @@ def test_they_are_shown_as_python_to_paste():
         "TrainingArguments(\n    bf16=True,\n)" in text and "from_pretrained(..., attn_implementation='eager')" in text
     )
     qlora = {"peft": {"r": 8}, "load_in_4bit": True}
-    asked = [Arguments(qlora | more).to_python() for more in ({}, {"prepare_model_for_kbit_training": False})]
-    assert ["# then prepare_model_for_kbit_training(model)\n# then get_peft_model" in text for text in asked] == [
+    requested = [Arguments(qlora | more).to_python() for more in ({}, {"prepare_model_for_kbit_training": False})]
+    assert ["# then prepare_model_for_kbit_training(model)\n# then get_peft_model" in text for text in requested] == [
         True,
         False,
     ]
@@ -120,5 +120,5 @@ def test_they_are_shown_as_python_to_paste():
     ],
 )
 def test_what_compiles_is_what_the_library_compiles(given, compiles, tmp_path):
-    told = Arguments.of(given)
-    assert told.compiles == told.build(str(tmp_path)).torch_compile == compiles
+    reported = Arguments.of(given)
+    assert reported.compiles == reported.build(str(tmp_path)).torch_compile == compiles

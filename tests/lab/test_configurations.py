@@ -263,13 +263,13 @@ def test_a_folder_saved_in_4_bits_is_loaded_in_4_bits(lab, quantized_folder):
     task = Task(str(folder), seq_len=16)
     assert str(task.weights()) == "weights in 4 bits (config.json), the rest loaded in bfloat16 (config.json)"
     given = {"per_device_eval_batch_size": 2}
-    run, told = lab.infer("i", task=task, **given), estimate(task, device="cpu", training=False, **given)
+    run, reported = lab.infer("i", task=task, **given), estimate(task, device="cpu", training=False, **given)
     assert run.ok, run.message
     built = adapters.quantized(task.build_model(), task.weights().quantization, "cpu")
     assert kept_by(built) == kept_by(real) and types(built) == types(real)
     assert built.get_memory_footprint() == real.get_memory_footprint()
-    assert (told.peak_bytes, told.memory.breakdown) == (run.memory.peak_bytes, run.memory.breakdown)
-    assert told.weights == run.weights == str(task.weights())
+    assert (reported.peak_bytes, reported.memory.breakdown) == (run.memory.peak_bytes, run.memory.breakdown)
+    assert reported.weights == run.weights == str(task.weights())
 
 
 @pytest.mark.nightly
@@ -290,16 +290,16 @@ def test_lora_on_a_folder_saved_quantized_is_exact(lab, quantized_folder, bits, 
     """As with the same quantization_config on the whole model."""
     folder = quantized_folder(bits)
     task, given = Task(str(folder), seq_len=16), LORA | given
-    run, told = lab.train("t", task=task, measure=("memory",), **given), estimate(task, device="cpu", **given)
+    run, reported = lab.train("t", task=task, measure=("memory",), **given), estimate(task, device="cpu", **given)
     assert run.ok, run.message
-    assert (told.peak_bytes, told.memory.breakdown) == (run.memory.peak_bytes, run.memory.breakdown)
+    assert (reported.peak_bytes, reported.memory.breakdown) == (run.memory.peak_bytes, run.memory.breakdown)
     file = json.loads((folder / "config.json").read_text())
     fields = {name: value for name, value in file.items() if name != "quantization_config"}
     whole = folder / "whole.json"
     whole.write_text(json.dumps(fields))
-    asked = given | {"quantization_config": file["quantization_config"]}
-    same = estimate(Task(str(whole), seq_len=16), device="cpu", **asked)
-    assert same.memory.breakdown == told.memory.breakdown
+    requests = given | {"quantization_config": file["quantization_config"]}
+    same = estimate(Task(str(whole), seq_len=16), device="cpu", **requests)
+    assert same.memory.breakdown == reported.memory.breakdown
     assert run.memory.breakdown["quantized_weights"] > 0
 
 
@@ -347,7 +347,7 @@ def test_a_training_in_bf16_weights_takes_half_the_bytes(tmp_path, lab):
 
 @pytest.mark.daily(1)
 @pytest.mark.parametrize(("dtype", "why"), [("bfloat16", "bfloat16"), ("float16", "FP16")])
-def test_fp16_on_weights_of_16_bits_is_told_as_the_training_s_failure(tmp_path, dtype, why):
+def test_fp16_on_weights_of_16_bits_is_reported_as_the_training_s_failure(tmp_path, dtype, why):
     """As a rehearsal on torch's CUDA build fails, in 2.13 to 2.15; on a CPU the Trainer ignores fp16."""
     task = Task(str(saved(tmp_path, dtype)), seq_len=16)
     with pytest.raises(ValueError, match=rf"{why}.*dtype='float32'"):
@@ -398,9 +398,9 @@ def printed(monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["perf-helpers", *words])
         with pytest.raises(SystemExit) as caught:
             cli.main()
-        told = capsys.readouterr()
-        assert not caught.value.code, told.err
-        return told.out
+        reported = capsys.readouterr()
+        assert not caught.value.code, reported.err
+        return reported.out
 
     return run
 
@@ -429,6 +429,6 @@ def test_the_first_line_names_the_type_of_the_weights(tmp_path, command, printed
 def test_the_worst_batch_names_the_type_of_the_weights(tmp_path, printed):
     folder, lengths = saved(tmp_path, "bfloat16"), tmp_path / "lengths.txt"
     lengths.write_text("8 9 12 16 5 3 7 8")
-    asked = ["estimate", "--device", "cpu", "--model", str(folder), "--lengths", str(lengths)]
-    first = printed([*asked, "--per_device_train_batch_size", "2"]).splitlines()[0]
+    requests = ["estimate", "--device", "cpu", "--model", str(folder), "--lengths", str(lengths)]
+    first = printed([*requests, "--per_device_train_batch_size", "2"]).splitlines()[0]
     assert "weights in bfloat16 (config.json)" in first

@@ -77,7 +77,7 @@ def test_versions_outside_of_the_packages_own_requirement_are_named(monkeypatch,
     assert all(finding.remedy == 'pip install "torch<2.16,>=2.11"' for finding in ranged)
 
 
-def test_a_torch_that_nobody_has_tried_is_not_refused_and_says_what_is_tested(monkeypatch):
+def test_an_untested_torch_is_not_refused_and_says_what_is_tested(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: ["torch>=2.11"])
     for version in ("2.99.0a0+git", "3.0.0"):
         (found,) = (each for each in doctor.diagnose(PLAIN, {"torch": version}) if each.subject == "torch")
@@ -89,7 +89,7 @@ def test_a_torch_that_nobody_has_tried_is_not_refused_and_says_what_is_tested(mo
         assert found.level == "ok" and f"2.11 to {releases.NEWEST_TORCH}" in found.text and "--torch" in found.text
 
 
-def test_verdicts_under_a_torch_that_nobody_has_tried_are_not_held_to_the_expected_ones(monkeypatch):
+def test_verdicts_under_an_untested_torch_are_not_held_to_the_expected_ones(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: ["torch>=2.11"])
     for version, supported in (("2.99.0", False), (f"{releases.NEWEST_TORCH}.0", True)):
         monkeypatch.setattr(doctor, "versions", lambda version=version: {"torch": version})

@@ -102,10 +102,14 @@ def test_a_package_that_is_missing_though_the_doctor_has_no_use_for_it(installed
 
 def test_nvml_s_bindings_are_missing(installed):
     found, code = doctor(installed(without=["nvidia-ml-py"]), "-P", *COMMAND)
-    told = [
+    reported = [
         each for each in found if "nvidia-ml-py is not installed" in each[2]
     ]  # with the GPU, or where there is none
-    assert code == 0 and told and {(each[0], each[3]) for each in told} == {("warning", "pip install nvidia-ml-py")}
+    assert (
+        code == 0
+        and reported
+        and {(each[0], each[3]) for each in reported} == {("warning", "pip install nvidia-ml-py")}
+    )
 
 
 def test_a_version_that_was_not_tested(installed):

@@ -18,7 +18,7 @@ def ended(error):
     return future
 
 
-def test_an_executor_is_asked_what_experiments_see_there(monkeypatch):
+def test_an_executor_is_queried_what_experiments_see_there(monkeypatch):
     with ThreadPoolExecutor(1) as executor:
         monkeypatch.setattr(hardware, "versions", lambda: {"torch": "there"})
         machine, versions = executors.seen_by(executor)
@@ -59,8 +59,10 @@ def test_an_interrupted_wait_cancels_what_was_waited_for():
 
 
 def test_after_a_meter_that_failed_no_other_is_tried(monkeypatch):
-    asked, memory = [], Memory(1, "counted")
-    monkeypatch.setattr(processes, "account", lambda *_: asked.append("memory") or Outcome(memory=memory))
-    monkeypatch.setattr(processes, "execute", lambda _, meter, *__: asked.append(meter) or Outcome("crashed", "why"))
+    requested, memory = [], Memory(1, "counted")
+    monkeypatch.setattr(processes, "account", lambda *_: requested.append("memory") or Outcome(memory=memory))
+    monkeypatch.setattr(
+        processes, "execute", lambda _, meter, *__: requested.append(meter) or Outcome("crashed", "why")
+    )
     outcome = executors.measure(Experiment("any", TINY), ("memory", "time", "none"), 9)
-    assert asked == ["memory", "time"] and (outcome.status, outcome.memory) == ("crashed", memory)
+    assert requested == ["memory", "time"] and (outcome.status, outcome.memory) == ("crashed", memory)

@@ -142,7 +142,7 @@ def test_a_failed_run_is_the_same_after_a_file_a_copy_and_a_pickle(tmp_path):
             again.value["losses"]
 
 
-def test_what_a_failed_run_has_is_kept_and_what_nobody_asked_for_is_none():
+def test_what_a_failed_run_has_is_kept_and_what_was_not_requested_is_none():
     half = Run("half", "timed out", losses=(1.0,), value=[2], ranks=({"value": 1},), processes=2)
     assert (half.losses, half.value, half.ranks) == ((1.0,), [2], ({"value": 1},))
     assert isinstance(half.memory, Missing) and isinstance(half.peak_bytes, Missing)

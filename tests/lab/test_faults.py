@@ -324,7 +324,7 @@ SMALL_SHM = """
 
 
 @pytest.mark.nightly
-def test_workers_that_find_no_room_in_shared_memory_are_told_and_none_are_needed(lab, tmp_path):
+def test_workers_that_find_no_room_in_shared_memory_are_reported_and_none_are_needed(lab, tmp_path):
     code = textwrap.dedent(SMALL_SHM).format(path=sys.path, out=str(tmp_path))
     words = ["unshare", "--mount", sys.executable, "-c", code]
     if os.geteuid() or subprocess.run(["unshare", "--mount", "true"]).returncode:
@@ -470,10 +470,10 @@ def kernel(lab, tmp_path):
     process = subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
 
     def hangs():
-        told = tmp_path / "hangs"
-        assert wait_for(lambda: told.exists() or process.poll() is not None) and process.poll() is None
-        pids = [*map(int, told.read_text().split())]
-        told.unlink()
+        reported = tmp_path / "hangs"
+        assert wait_for(lambda: reported.exists() or process.poll() is not None) and process.poll() is None
+        pids = [*map(int, reported.read_text().split())]
+        reported.unlink()
         return pids
 
     yield process, hangs

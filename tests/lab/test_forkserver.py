@@ -221,7 +221,7 @@ def test_a_killed_server_is_replaced(lab):
     assert lab.run(parent, measure=("none",)).value != server
 
 
-def test_a_clean_process_has_a_folder_that_ends_with_it_and_no_other_process_has_one(lab):
+def test_a_fresh_process_has_a_folder_that_ends_with_it_and_no_other_process_has_one(lab):
     def look(_):
         from trainmem.measure import forked
 

@@ -156,7 +156,7 @@ def test_gpus_without_cudas_library_are_no_gpus_and_named(use):
     assert "nvidia-smi" in doctor.diagnose(machine, INSTALLED)[0].remedy
 
 
-def test_cuda_is_asked_for_used_memory_only_where_it_already_runs(use, monkeypatch):
+def test_cuda_is_queried_for_used_memory_only_where_it_already_runs(use, monkeypatch):
     use(T4, refuse=["nvmlDeviceGetMemoryInfo"])
     running = SimpleNamespace(is_initialized=lambda: True, device_count=lambda: 1, mem_get_info=lambda index: (3, 10))
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=running))
@@ -185,7 +185,7 @@ def test_a_missing_nvidia_ml_py_is_named(monkeypatch):
     assert doctor.diagnose(machine, INSTALLED)[0].remedy == "pip install nvidia-ml-py"
 
 
-def test_a_container_without_its_gpus_is_told_apart_from_a_machine_without(use, monkeypatch, tmp_path):
+def test_a_container_without_its_gpus_is_distinguished_from_a_machine_without(use, monkeypatch, tmp_path):
     monkeypatch.setattr(hardware, "ROOT", tmp_path)
     version = tmp_path / "proc/driver/nvidia/version"
     version.parent.mkdir(parents=True)
@@ -235,7 +235,7 @@ def test_torch_is_read_from_its_version_file_alone(monkeypatch, tmp_path):
         ("0,,1", 1, "''.*named twice"),
     ],
 )
-def test_what_cuda_visible_devices_hides_is_told(value, shown, words):
+def test_what_cuda_visible_devices_hides_is_reported(value, shown, words):
     reason = hardware.hidden(value, shown)
     assert reason is None if words is None else re.search(words, reason)
     assert reason is None or "CUDA_VISIBLE_DEVICES" in reason
@@ -252,7 +252,7 @@ def test_hidden_gpus_mean_the_cpu_with_the_reason_and_the_remedy(use, monkeypatc
     assert finding.level == "warning" and "unset CUDA_VISIBLE_DEVICES" in finding.remedy
 
 
-def test_a_list_that_ends_early_is_told_and_the_rest_is_used(use, monkeypatch):
+def test_a_list_that_ends_early_is_reported_and_the_rest_is_used(use, monkeypatch):
     use(T4, H200, driver=[replace(T4, driver=None, free_bytes=None)])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,5")
     machine = hardware.describe()
@@ -283,7 +283,7 @@ def run_driver_script(monkeypatch, capsys, cu_init=0):
     return json.loads(capsys.readouterr().out)
 
 
-def test_the_driver_is_asked_without_a_context(monkeypatch, capsys):
+def test_the_driver_is_queried_without_a_context(monkeypatch, capsys):
     h200, t4 = run_driver_script(monkeypatch, capsys)
     assert h200["uuid"] == "GPU-" + "-".join("b" * length for length in (8, 4, 4, 4, 12))
     assert (h200["index"], h200["name"], h200["memory_bytes"]) == (0, "NVIDIA H200", 150)

@@ -68,7 +68,7 @@ def test_whatever_cuda_visible_devices_says_a_machine_without_gpus_is_a_cpu_with
 
 @pytest.mark.daily(2)
 @pytest.mark.parametrize("value", [None, "", "-1", "abc", "0,0", "GPU-00000000", "MIG-00000000"])
-def test_a_driver_that_shows_nothing_is_told_with_what_cuda_visible_devices_says(libraries, value):
+def test_a_driver_that_shows_nothing_is_reported_with_what_cuda_visible_devices_says(libraries, value):
     made = libraries(3, nvmlInit_v2=0) | ({} if value is None else {"CUDA_VISIBLE_DEVICES": value})
     kind, reason, _, texts = described(**made)
     assert (kind, "the CUDA driver reports: no device (cuInit: 100)" in reason) == ("cpu", True)

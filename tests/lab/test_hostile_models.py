@@ -125,5 +125,5 @@ def test_a_file_or_a_path_is_not_taken_for_a_name_on_the_hub(tmp_path, monkeypat
 )
 def test_a_name_that_cannot_be_fetched_gets_the_nearest_preset_and_another_way(name, near, monkeypatch):
     monkeypatch.setattr("trainmem.core.configurations.hub_answers", lambda: False)
-    said = refusal(name)
-    assert "does not answer" in said and near in said and said.endswith("config.json.")
+    printed = refusal(name)
+    assert "does not answer" in printed and near in printed and printed.endswith("config.json.")

@@ -72,7 +72,7 @@ def test_nobody_always_follows_the_same_one(clock, count):
     assert all(len(others - {number}) >= min(2, count - 1) for number, others in follows.items())
 
 
-def test_the_first_turn_is_not_told(clock):
+def test_the_first_turn_is_not_reported(clock):
     first = iter([10.0])
     taken = interleaving.in_turns([lambda: clock.work(next(first, 1.0))()], turns=3)
     assert taken == [[(1.0, 1.0)] * 3]
@@ -205,14 +205,14 @@ def test_only_one_runs_at_a_time_and_all_in_one_process(tmp_path):
     with open(log) as file:
         lines = [line.split() for line in file]
     assert len({pid for pid, *_ in lines}) == 1
-    told = [line[1:] for line in lines]
+    reported = [line[1:] for line in lines]
     assert all(
         [begin, end] == [[begin[0], "begins"], [begin[0], "ends"]]
-        for begin, end in zip(told[::2], told[1::2], strict=True)
+        for begin, end in zip(reported[::2], reported[1::2], strict=True)
     )
 
 
-def test_as_many_processes_as_told_are_there_at_once(tmp_path):
+def test_as_many_processes_as_requested_are_there_at_once(tmp_path):
     folder = str(tmp_path)
 
     def meet(number):
@@ -322,7 +322,7 @@ def test_the_interval_is_as_wide_as_processes_differ():
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no arenas")
-def test_threads_of_a_clean_process_have_their_memory_from_one_arena(lab):
+def test_threads_of_a_fresh_process_have_their_memory_from_one_arena(lab):
     def arenas(task):
         import ctypes
         import threading

@@ -306,7 +306,7 @@ def test_a_function_that_cannot_travel_says_what_to_do(lab):
         lab.run(lambda task: lock.locked(), measure=("none",))
 
 
-def test_fp16_on_a_cpu_is_said_to_be_ignored(lab):
+def test_fp16_on_a_cpu_is_reported_as_ignored(lab):
     with pytest.warns(UserWarning, match="ignores fp16"):
         run = lab.train("fp16", task=TINY, measure=("memory",), fp16=True, use_cpu=True)
     assert run.memory.breakdown["weight_copies"] == 0

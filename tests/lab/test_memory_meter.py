@@ -264,7 +264,7 @@ def test_memory_takes_two_steps_however_long_the_training_is(lab):
 
 
 @pytest.mark.parametrize("reentrant", [None, False, True])
-def test_an_operation_is_told_with_its_module(lab, reentrant):
+def test_an_operation_is_reported_with_its_module(lab, reentrant):
     """In backward the module whose forward made the node; where a checkpoint runs the forward again, that one."""
 
     def train(_):
@@ -289,14 +289,14 @@ def test_an_operation_is_told_with_its_module(lab, reentrant):
             optimizer.zero_grad()
 
     series = lab.run(train, measure="memory").memory.timeline
-    told = {name: set() for name in ("forward", "backward")}
+    reported = {name: set() for name in ("forward", "backward")}
     for phase, operation, module in zip(series["phase"], series["operation"], series["module"], strict=True):
-        if phase in told and operation in ("aten.addmm.default", "aten.mm.default"):
-            told[phase].add((operation.split(".")[1], module))
+        if phase in reported and operation in ("aten.addmm.default", "aten.mm.default"):
+            reported[phase].add((operation.split(".")[1], module))
     layers = "first", "second.0", "second.1"
-    assert told["forward"] == {("addmm", layer) for layer in layers}
+    assert reported["forward"] == {("addmm", layer) for layer in layers}
     again = {None: (), False: layers[1:2], True: layers[1:]}[reentrant]  # the newer way stops where it has all it needs
-    assert told["backward"] == {("mm", layer) for layer in layers} | {("addmm", layer) for layer in again}
+    assert reported["backward"] == {("mm", layer) for layer in layers} | {("addmm", layer) for layer in again}
 
 
 @pytest.mark.nightly

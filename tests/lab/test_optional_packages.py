@@ -33,7 +33,7 @@ def test_what_lies_in_its_folder_is_offered_to_this_process_and_to_clean_ones(fo
 
 
 @pytest.mark.nightly
-def test_what_is_offered_late_is_found_by_the_libraries_that_are_imported_anew(folder, tmp_path):
+def test_what_is_offered_late_is_found_by_the_libraries_that_are_imported_again(folder, tmp_path):
     lab = Lab("cpu", out=tmp_path / "out", lesson="tests")
     servers = [lab.run(lambda task: __import__("os").getppid(), "before", measure=("none",)).value for _ in range(2)]
     assert optional_packages.offer("some_extra") is None
@@ -41,14 +41,14 @@ def test_what_is_offered_late_is_found_by_the_libraries_that_are_imported_anew(f
     assert servers[0] == servers[1] != servers[2], "they look for their extras when they are imported"
 
 
-def test_what_is_missing_is_told_with_how_to_get_it(folder):
+def test_what_is_missing_is_reported_with_how_to_get_it(folder):
     before = [*sys.path]
-    told = optional_packages.offer("no_such_package")
-    assert "no_such_package" in told and "make build/no_such_package" in told
+    reported = optional_packages.offer("no_such_package")
+    assert "no_such_package" in reported and "make build/no_such_package" in reported
     assert sys.path == before
     missing = optional_packages.missing("deepspeed")  # None where it is installed, or was offered
     assert missing is None or "no-build-isolation" in missing
-    assert "no-build-isolation" not in told, "only DeepSpeed is built from source"
+    assert "no-build-isolation" not in reported, "only DeepSpeed is built from source"
 
 
 def test_what_is_installed_is_left_as_it_is(folder):

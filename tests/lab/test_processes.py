@@ -27,14 +27,14 @@ def test_experiments_and_comparisons_end_with_the_time_that_they_are_given_toget
     assert after.status == "timed out"
 
 
-def test_a_function_is_called_in_a_clean_process_with_what_it_may_tell():
+def test_a_function_is_called_in_a_fresh_process_with_what_it_may_tell():
     def tell_and_add(one, other, tell):
         tell(50)
         return {one + other: os.getpid()}
 
-    told = []
-    (added,) = processes.call(tell_and_add, 1, 2, timeout=60, on_percent=told.append).items()
-    assert added[0] == 3 and added[1] != os.getpid() and told == [50]
+    reported = []
+    (added,) = processes.call(tell_and_add, 1, 2, timeout=60, on_percent=reported.append).items()
+    assert added[0] == 3 and added[1] != os.getpid() and reported == [50]
 
 
 def _refuse(tell):
@@ -62,14 +62,14 @@ def test_a_function_without_an_answer_says_why(function, error, message):
 def test_who_fits_beside_others_only_by_giving_back_is_out_of_memory(monkeypatch):
     import torch
 
-    stats, told = {"num_alloc_retries": 0}, []
+    stats, reported = {"num_alloc_retries": 0}, []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda: stats)
     monkeypatch.setattr(processes.worker, "perform", lambda experiment, measure, on_step: on_step(1) or Outcome())
-    assert processes._in_what_is_left(None, told.append).ok and told == [1]
+    assert processes._in_what_is_left(None, reported.append).ok and reported == [1]
     stats["num_alloc_retries"] = 1
     with pytest.raises(MemoryError):
-        processes._in_what_is_left(None, told.append)
+        processes._in_what_is_left(None, reported.append)
 
 
 def test_each_rank_has_the_breakdown_of_the_second_pass(monkeypatch):

@@ -209,11 +209,11 @@ ASKED = {  # what a lesson asks of the lock, in order
 def test_only_what_is_timed_has_the_machine_for_itself(variables):
     code = "from perf_helpers import Lab; from trainmem.measure.interleaving import in_turns; lab = Lab('tiny')\n"
     code += "\n".join(f"{line}; print('next', flush=True); input()" for line in ASKED)
-    asked = []
+    requested = []
 
     class Lock(quiet.QuietLock):
         def take(self, lesson, need, cores=1):
-            asked.append(need)
+            requested.append(need)
             super().take(lesson, need, cores)
 
     lock, found = Lock(), []
@@ -223,8 +223,8 @@ def test_only_what_is_timed_has_the_machine_for_itself(variables):
         with subprocess.Popen([sys.executable, "-c", code], env=environment, **pipes) as lesson:
             for _ in ASKED:
                 assert lesson.stdout.readline() == "next\n"
-                found.append([*asked])
-                asked.clear()
+                found.append([*requested])
+                requested.clear()
                 print(file=lesson.stdin, flush=True)
     if variables:
         assert found and {*itertools.chain(*found)} == {SHARE}, "no time means anything, so nobody waits"

@@ -111,7 +111,7 @@ def test_a_rank_that_ends_is_named_with_its_reason(provoke, fault, status, messa
 
 
 @pytest.mark.nightly
-def test_a_rank_that_hangs_and_the_one_that_waits_for_it_are_told_with_their_lines(provoke, tmp_path):
+def test_a_rank_that_hangs_and_the_one_that_waits_for_it_are_reported_with_their_lines(provoke, tmp_path):
     def hang(rank):
         (tmp_path / f"reached {rank}").touch()
         if rank == 1:
@@ -148,7 +148,7 @@ def test_an_interrupted_run_tells_where_its_ranks_were(provoke, lab, tmp_path, m
     assert caught.value.__notes__[0].endswith("of hang, 'time.sleep(600)'")
 
 
-def test_ranks_whose_tensors_differ_in_size_are_told_so(provoke):
+def test_ranks_whose_tensors_differ_in_size_are_reported(provoke):
     def disagree(rank):
         import torch
 
@@ -160,7 +160,7 @@ def test_ranks_whose_tensors_differ_in_size_are_told_so(provoke):
 
 
 @pytest.mark.nightly
-def test_what_gloo_does_not_notice_torch_tells_where_it_is_asked_to(provoke, monkeypatch):
+def test_what_gloo_does_not_notice_torch_tells_if_it_is_asked_to(provoke, monkeypatch):
     """One size and two dtypes: without the check both ranks continue, one of them with other numbers."""
 
     def disagree(rank):
@@ -174,7 +174,7 @@ def test_what_gloo_does_not_notice_torch_tells_where_it_is_asked_to(provoke, mon
     assert run.status == "crashed" and "Detected mismatch between collectives" in run.message, run
 
 
-def test_a_rank_that_enters_fewer_collectives_is_told_apart_from_one_that_died(provoke):
+def test_a_rank_that_enters_fewer_collectives_is_distinguished_from_one_that_died(provoke):
     def one_more(rank):
         import torch
 
@@ -197,7 +197,7 @@ def test_the_labs_own_port_is_free_whatever_the_environment_says(provoke, monkey
 
 
 @pytest.mark.nightly
-def test_a_port_of_ones_own_that_is_taken_is_told(provoke):
+def test_a_port_of_ones_own_that_is_taken_is_reported(provoke):
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as taken:

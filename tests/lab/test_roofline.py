@@ -129,7 +129,7 @@ class TestCeilings:
         memory.available = 2**20
         assert roofline._copied_bytes("cpu") == roofline.COPIED_BYTES["cpu"]
 
-    def test_where_caches_are_not_told_a_size_is_assumed(self, monkeypatch, tmp_path):
+    def test_a_size_without_known_caches_is_assumed(self, monkeypatch, tmp_path):
         monkeypatch.setattr(roofline, "CACHES", tmp_path / "none")
         assert roofline._copied_bytes("cpu") == roofline.COPIED_BYTES["cpu"]
 

@@ -94,7 +94,7 @@ def test_a_killed_program_leaves_nothing_behind():
     assert all(gone(pid) for pid in holders)
 
 
-def test_what_is_missing_is_said_in_words(monkeypatch):
+def test_what_is_missing_is_reported_in_words(monkeypatch):
     monkeypatch.setattr(slow_link.sys, "platform", "darwin")
     with pytest.raises(slow_link.Unavailable, match="needs Linux"), slow_link.link():
         pass
@@ -108,7 +108,7 @@ def test_what_is_missing_is_said_in_words(monkeypatch):
         pass
 
 
-def test_a_namespace_that_is_forbidden_is_said_in_words(monkeypatch, tmp_path):
+def test_a_namespace_that_is_forbidden_is_reported_in_words(monkeypatch, tmp_path):
     """A container may not have the permission to make a namespace."""
     fake = tmp_path / "unshare"
     fake.write_text("#!/bin/sh\necho 'unshare: unshare failed: Operation not permitted' >&2\nexit 1\n")

@@ -65,7 +65,7 @@ def test_counts_are_the_same_each_time(counted):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("reshard", [True, False])
-def test_one_rank_followed_is_what_ranks_count(lab, counted, reshard):
+def test_one_rank_traced_is_what_ranks_count(lab, counted, reshard):
     def function(task):
         return fsdp(task, reshard)
 

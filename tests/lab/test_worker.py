@@ -62,7 +62,7 @@ def alive(pid):
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
-def test_what_a_user_got_wrong_is_told_to_the_user(lab):
+def test_what_a_user_got_wrong_is_reported_to_the_user(lab):
     with pytest.raises(ValueError, match="eager"):
         lab.train("wrong", task=TINY, processes=2, attn_implementation="no such kernel")
 

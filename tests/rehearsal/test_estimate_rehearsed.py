@@ -49,7 +49,7 @@ QWEN3 |= {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 8000
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("capability", [(7, 5), (9, 0)], ids=str)
-def test_a_training_has_one_peak_however_it_is_asked_for(capability, tmp_path):
+def test_a_training_has_one_peak_however_it_is_requested(capability, tmp_path):
     """Grouped queries in fp32 take plain attention, which adds its mask in place where no dispatch mode is on."""
     arguments = {"per_device_train_batch_size": 4, "optim": "adafactor"}
     one = measure_cuda.Training(0, "Qwen3", QWEN3, 192, arguments, capability, 1)
@@ -57,8 +57,8 @@ def test_a_training_has_one_peak_however_it_is_asked_for(capability, tmp_path):
         lab = Lab("gpu", executor=stage)
         program = lab.run(measure_cuda.rehearsed(one.experiment(tmp_path)), measure="none").value
         by_arguments = lab.train("by arguments", task=one.task(tmp_path), measure="memory", **arguments).memory
-    said = [(each.peak_bytes, each.reserved_bytes) for each in (by_arguments, one.estimated(tmp_path).memory)]
-    assert said == [(program["allocated"], program["reserved"])] * 2
+    answer = [(each.peak_bytes, each.reserved_bytes) for each in (by_arguments, one.estimated(tmp_path).memory)]
+    assert answer == [(program["allocated"], program["reserved"])] * 2
     assert sum(by_arguments.breakdown.values()) == by_arguments.peak_bytes
 
 
@@ -73,8 +73,8 @@ def test_a_third_step_may_be_handed_more_than_the_second(tmp_path):
     one = measure_cuda.Training(0, "ModernBERT", config, 256, {"per_device_train_batch_size": 4}, (8, 0), 1)
     with Rehearsal(card(None, (8, 0), measure_cuda.MEMORY)) as stage:
         run = Lab("gpu", executor=stage).run(measure_cuda.rehearsed(one.experiment(tmp_path)), measure="none").value
-    said = one.estimated(tmp_path).memory
-    assert (said.peak_bytes, said.reserved_bytes) == (run["allocated"], run["reserved"])
+    answer = one.estimated(tmp_path).memory
+    assert (answer.peak_bytes, answer.reserved_bytes) == (run["allocated"], run["reserved"])
 
 
 LLAMA = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 8}
@@ -99,9 +99,9 @@ def test_what_writes_takes_what_torchs_allocator_says(capability):
         lab = Lab("gpu", executor=stage)
         for task, options in itertools.product(WRITING.values(), OPTIONS):
             run = lab.infer(f"{task.model}, {options}", task=task, **options)
-            said = estimate(task, device="cuda", compute_capability=capability, training=False, **options).memory
-            found, said = ((each.peak_bytes, each.reserved_bytes) for each in (run.memory, said))
-            assert said == found, (task.model, options)
+            answer = estimate(task, device="cuda", compute_capability=capability, training=False, **options).memory
+            found, answer = ((each.peak_bytes, each.reserved_bytes) for each in (run.memory, answer))
+            assert answer == found, (task.model, options)
 
 
 @pytest.mark.nightly
@@ -112,8 +112,8 @@ def test_cublaslts_workspace_is_its_own_or_shared_as_the_variable_says(shared, m
     recipe = {"per_device_train_batch_size": 2, "gradient_checkpointing": True, "optim": "sgd", "fp16": True}
     with Rehearsal(card("t4")) as stage:
         found = Lab("gpu", executor=stage).train("lt", task=task, measure=("memory",), **recipe).memory
-    said = estimate(task, card="t4", **recipe).memory
-    assert (said.peak_bytes, said.reserved_bytes) == (found.peak_bytes, found.reserved_bytes)
+    answer = estimate(task, card="t4", **recipe).memory
+    assert (answer.peak_bytes, answer.reserved_bytes) == (found.peak_bytes, found.reserved_bytes)
 
 
 @pytest.mark.nightly
@@ -126,8 +126,8 @@ def test_unequal_lengths_take_what_torchs_allocator_says(more):
     options = {"per_device_train_batch_size": 2, "train_sampling_strategy": "group_by_length"}
     with Rehearsal(card(None, (8, 0), measure_cuda.MEMORY)) as stage:
         run = Lab("gpu", executor=stage).train("unequal", task=task, measure=("memory",), **options)
-    said = estimate(task, device="cuda", compute_capability=(8, 0), **options).memory
-    assert (said.peak_bytes, said.reserved_bytes) == (run.memory.peak_bytes, run.memory.reserved_bytes)
+    answer = estimate(task, device="cuda", compute_capability=(8, 0), **options).memory
+    assert (answer.peak_bytes, answer.reserved_bytes) == (run.memory.peak_bytes, run.memory.reserved_bytes)
 
 
 def loop_that_empties(task):
@@ -149,16 +149,16 @@ def test_what_was_free_is_given_back_where_the_training_says_so():
         {"torch_empty_cache_steps": every, "gradient_accumulation_steps": count, "optim": optimizer}
         for every, count, optimizer in ((None, 1, "adafactor"), (1, 1, "adafactor"), (2, 2, "adamw_torch_fused"))
     ]
-    said, found = [], []
+    answer, found = [], []
     with Rehearsal(card("t4")) as stage:
         lab = Lab("gpu", executor=stage)
         for way in ways:
             found.append(lab.train(repr(way), task=task, measure="memory", per_device_train_batch_size=2, **way).memory)
-            said.append(estimate(task, card="t4", per_device_train_batch_size=2, **way).memory)
+            answer.append(estimate(task, card="t4", per_device_train_batch_size=2, **way).memory)
         found.append(lab.run(loop_that_empties, task=task, measure="memory").memory)
-        said.append(estimate(task, card="t4", function=loop_that_empties).memory)
-    said, found = ([(each.peak_bytes, each.reserved_bytes) for each in those] for those in (said, found))
-    assert said == found and said[0] != said[1], "the option tells, and the estimate knows it"
+        answer.append(estimate(task, card="t4", function=loop_that_empties).memory)
+    answer, found = ([(each.peak_bytes, each.reserved_bytes) for each in those] for those in (answer, found))
+    assert answer == found and answer[0] != answer[1], "the option tells, and the estimate knows it"
 
 
 def loop_that_checkpoints(task):
@@ -174,8 +174,8 @@ def test_what_a_model_makes_on_its_device_is_there_in_a_loop_too():
     task = Task("llama-2-7b", seq_len=640, config=LLAMA | {"vocab_size": 777})
     with Rehearsal(card("t4")) as stage:
         found = Lab("gpu", executor=stage).run(loop_that_checkpoints, task=task, measure="memory").memory
-    said = estimate(task, card="t4", function=loop_that_checkpoints).memory
-    assert (said.peak_bytes, said.phases["forward"]) == (found.peak_bytes, found.phases["forward"])
+    answer = estimate(task, card="t4", function=loop_that_checkpoints).memory
+    assert (answer.peak_bytes, answer.phases["forward"]) == (found.peak_bytes, found.phases["forward"])
 
 
 def loop_that_autocasts(task, dtype, attention):
@@ -201,5 +201,5 @@ def test_a_loop_of_ones_own_autocasts_as_on_a_gpu(dtype, attention):
     loop = functools.partial(loop_that_autocasts, dtype=dtype, attention=attention)
     with Rehearsal(card("t4")) as stage:
         found = Lab("gpu", executor=stage).run(loop, task=task, measure="memory").memory
-    said = estimate(task, card="t4", function=loop).memory
-    assert (said.peak_bytes, said.phases) == (found.peak_bytes, found.phases)
+    answer = estimate(task, card="t4", function=loop).memory
+    assert (answer.peak_bytes, answer.phases) == (found.peak_bytes, found.phases)

@@ -59,8 +59,8 @@ def test_the_estimate_is_what_torchs_allocator_says(report):
     rows = build_page.held_against({"suite": build_page.of_suite(gpu_page.content(Store(report, Kept).read()))})
     assert rows
     for row in rows:
-        said, counted = row["peak_bytes"]
-        assert said == counted, row["name"]
+        answer, counted = row["peak_bytes"]
+        assert answer == counted, row["name"]
         assert row["reserved_bytes"][0] == pytest.approx(row["reserved_bytes"][1], rel=0.03), row["name"]
 
 

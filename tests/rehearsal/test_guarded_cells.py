@@ -29,8 +29,8 @@ def test_a_statement_that_needs_values_is_skipped_and_reported_and_the_rest_runs
     shell.user_ns["loss"] = Unknown("no values")
     shell.run("a = 1\nb = 2 if loss < 1 else 3\nc = a + 1\nprint(c, loss)\nprint(b + 1)\nif b > 2:\n    d = 1")
     assert shell.user_ns["c"] == 2
-    told = capsys.readouterr().out.splitlines()
-    assert told == [
+    listed = capsys.readouterr().out.splitlines()
+    assert listed == [
         f"{SKIPPED} (line 2 of this cell: no values)",
         "2 unknown",
         "unknown",
@@ -59,7 +59,7 @@ def test_what_could_not_be_rehearsed_cannot_be_used(use):
         eval(use, {"x": Unassigned("x could not be rehearsed")})
 
 
-def test_what_could_not_be_rehearsed_travels_to_clean_processes_as_such():
+def test_what_could_not_be_rehearsed_travels_to_fresh_processes_as_such():
     x = pickle.loads(pickle.dumps(Unassigned("x could not be rehearsed")))
     with pytest.raises(NeedsValues):
         x["rate"]

@@ -97,7 +97,7 @@ def test_a_rehearsal_says_whether_its_stub_matches_the_torch(monkeypatch, tmp_pa
     assert bool(found) == bool(told) and all(words in found for words in told)
 
 
-def test_a_rehearsal_by_a_torch_that_nobody_has_tried_warns_once(monkeypatch, tmp_path):
+def test_a_rehearsal_by_an_untested_torch_warns_once(monkeypatch, tmp_path):
     pretended(monkeypatch, tmp_path, "2.99.0")
     monkeypatch.setattr(build, "set_up", lambda: tmp_path / "bin" / "python")
     monkeypatch.setattr(build, "library", lambda python: tmp_path)

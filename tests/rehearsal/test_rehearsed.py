@@ -492,7 +492,7 @@ def test_workers_of_a_data_loader_inherit_the_meter_and_have_no_gpu(a100):
     assert helped.peak_bytes == alone.peak_bytes
 
 
-def test_compiled_code_cannot_be_rehearsed_and_is_not_told_as_what_is_not_compiled(a100):
+def test_compiled_code_cannot_be_rehearsed_and_is_not_reported_as_uncompiled(a100):
     with pytest.raises(NeedsValues, match="compiled for a card"):
         Lab("gpu", executor=a100).train("compiled", task=SMALL, measure="memory", torch_compile=True)
 

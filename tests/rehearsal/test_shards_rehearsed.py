@@ -30,14 +30,14 @@ LLAMA = Task(
 def test_a_rank_of_fsdp2_takes_what_torchs_allocator_says(task, recipe):
     recipe = {"fsdp": True, "per_device_train_batch_size": 4} | recipe
     run = rehearse(task, on="a100", **recipe)
-    told = estimate(task, device="cuda", compute_capability=(8, 0), **recipe)
+    reported = estimate(task, device="cuda", compute_capability=(8, 0), **recipe)
     assert run.ok, run.message
-    assert told.peak_bytes == run.peak_bytes
-    assert told.memory.reserved_bytes == run.memory.reserved_bytes, "gathered and scattered on streams of their own"
+    assert reported.peak_bytes == run.peak_bytes
+    assert reported.memory.reserved_bytes == run.memory.reserved_bytes, "gathered and scattered on streams of their own"
 
 
 @pytest.mark.nightly
-def test_what_accelerate_cannot_shard_is_said_by_both():
+def test_what_accelerate_cannot_shard_is_reported_by_both():
     """accelerate 1.15 divides the input embedding again, though BERT has it in a part that is divided already."""
     recipe = {"processes": 2, "fsdp": True, "per_device_train_batch_size": 2}
     bert = Task("bert-tiny", seq_len=16)

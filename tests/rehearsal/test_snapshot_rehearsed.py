@@ -53,8 +53,10 @@ def with_deaths_sorted(events):
 )
 def test_a_rehearsal_and_an_estimate_allocate_and_free_the_same(tmp_path, recipe, arranged):
     run = rehearse(TASK, on="a100", snapshot=tmp_path / "rehearsed", **RECIPE, **recipe)
-    said = estimate(TASK, device="cuda", compute_capability=(8, 0), snapshot=tmp_path / "estimated", **RECIPE, **recipe)
-    assert run.peak_bytes == said.peak_bytes
+    answer = estimate(
+        TASK, device="cuda", compute_capability=(8, 0), snapshot=tmp_path / "estimated", **RECIPE, **recipe
+    )
+    assert run.peak_bytes == answer.peak_bytes
     rehearsed, estimated = (sizes(trace_of(tmp_path / name)) for name in ("rehearsed", "estimated"))
     assert len(estimated) > 500
     shared = rehearsed[: len(estimated)]  # an estimate ends with the last step, a rehearsal after it
@@ -132,8 +134,8 @@ def test_the_allocator_tells_what_torch_records(measure, number, monkeypatch):
     room, text = measure.CONFIGURATIONS[number]
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", text)
     with Rehearsal(room) as stage:
-        asked = measure.trace, measure.performed, text, [f"test-{seed}" for seed in range(12)]
-        found = stage.submit(events_of_both, *asked).result()
+        requested = measure.trace, measure.performed, text, [f"test-{seed}" for seed in range(12)]
+        found = stage.submit(events_of_both, *requested).result()
     for recorded, told in found:
         assert told == recorded
     actions = {action for recorded, _ in found for action, *_ in recorded}

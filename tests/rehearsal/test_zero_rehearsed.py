@@ -46,12 +46,14 @@ SMALL = {"reduce_bucket_size": 50_000, "allgather_bucket_size": 50_000}
 )
 def test_a_rank_of_zero_takes_what_torchs_allocator_says(recipe):
     run = rehearse(GPT, on="a100", **recipe)
-    told = estimate(GPT, device="cuda", compute_capability=(8, 0), **recipe)
+    reported = estimate(GPT, device="cuda", compute_capability=(8, 0), **recipe)
     assert run.ok, run.message
     # Not understood: stage 3 takes 512 bytes more than estimated since torch 2.15.
     unexplained = 512 if is_since("2.15", release()) and recipe["deepspeed"]["zero_optimization"]["stage"] == 3 else 0
-    assert told.peak_bytes + unexplained == run.peak_bytes
-    assert told.memory.reserved_bytes == run.memory.reserved_bytes, "its cache is emptied, its streams have their own"
+    assert reported.peak_bytes + unexplained == run.peak_bytes
+    assert reported.memory.reserved_bytes == run.memory.reserved_bytes, (
+        "its cache is emptied, its streams have their own"
+    )
 
 
 @pytest.mark.nightly

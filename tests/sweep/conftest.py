@@ -26,7 +26,7 @@ def client(cluster):
 @pytest.fixture
 def elsewhere(client):
     """A function: these workers say that they are another machine with another torch; without any, all of them."""
-    asked = []
+    requested = []
 
     def pretend():
         from dataclasses import replace
@@ -43,9 +43,9 @@ def elsewhere(client):
         hardware.describe, hardware.versions = hardware.real
 
     def make(*addresses):
-        asked.append([*addresses] or None)
-        client.run(pretend, workers=asked[-1])
+        requested.append([*addresses] or None)
+        client.run(pretend, workers=requested[-1])
 
     yield make
-    for addresses in asked:
+    for addresses in requested:
         client.run(undo, workers=addresses)

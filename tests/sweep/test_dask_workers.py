@@ -73,8 +73,8 @@ def test_a_killed_workers_experiment_is_made_once_more_elsewhere_and_leaves_noth
         draft.rename(mark)
         time.sleep(1000)
 
-    told, runs = [], []
-    with Workers(client, tell=told.append) as executor:
+    reported, runs = [], []
+    with Workers(client, tell=reported.append) as executor:
         lab = Lab("cpu", out=tmp_path, executor=executor)
         executor.submit(busy)
         thread = threading.Thread(target=lambda: runs.append(lab.run(experiment, "once", measure=("none",))))
@@ -96,7 +96,7 @@ def test_a_killed_workers_experiment_is_made_once_more_elsewhere_and_leaves_noth
     killed, done = run.attempts
     assert (killed["status"], done["status"]) == ("killed", "ok") and "was killed" in killed["message"]
     assert killed["worker"] != done["worker"] and killed["address"] != done["address"]
-    assert [line for line in told if "once more elsewhere" in line and killed["address"] in line]
+    assert [line for line in reported if "once more elsewhere" in line and killed["address"] in line]
     assert lab.store.read() == [run]
 
 
@@ -131,7 +131,7 @@ def test_another_worker_at_the_same_address_does_not_pass_for_the_one_before(cli
 
 
 @pytest.mark.nightly
-def test_what_nobody_waits_for_is_ended_with_its_processes(client, tmp_path):
+def test_an_abandoned_call_is_ended_with_its_processes(client, tmp_path):
     endless = Experiment("endless", TINY, steps=10**6)
 
     def attended():
@@ -152,9 +152,9 @@ def test_what_nobody_waits_for_is_ended_with_its_processes(client, tmp_path):
 
 
 def test_a_run_has_the_machine_and_the_packages_of_where_it_ran(client, elsewhere, tmp_path):
-    told, one_elsewhere = [], min(client.nthreads())
+    reported, one_elsewhere = [], min(client.nthreads())
     elsewhere(one_elsewhere)
-    with Workers(client, tell=told.append) as executor:
+    with Workers(client, tell=reported.append) as executor:
         outcomes = [executors.outcome_of(executors.submit(executor, Outcome)) for _ in range(2)]
         while {outcome.attempts[0]["address"] for outcome in outcomes} < set(client.nthreads()):
             outcomes.append(executors.outcome_of(executors.submit(executor, lambda: time.sleep(0.1) or Outcome())))
@@ -165,7 +165,7 @@ def test_a_run_has_the_machine_and_the_packages_of_where_it_ran(client, elsewher
     for run in runs:
         there = run.attempts[-1]["address"] == one_elsewhere
         assert (run.machine["name"] == "another machine") == there == (run.versions["torch"] == "1.0")
-    (line,) = [line for line in told if "do not compare" in line]
+    (line,) = [line for line in reported if "do not compare" in line]
     assert "torch 1.0 (here" in line and "\n" not in line
 
 
@@ -175,15 +175,15 @@ def test_experiments_train_without_dasks_settings_each_on_its_part_of_the_cores(
 
         return [os.environ.get("OMP_NUM_THREADS"), os.environ.get("MALLOC_TRIM_THRESHOLD_"), torch.get_num_threads()]
 
-    told = []
-    with Workers(client, tell=told.append) as executor:
+    reported = []
+    with Workers(client, tell=reported.append) as executor:
         lab = Lab("cpu", out=tmp_path, executor=executor)
         client.wait_for_workers(2)
         while len(executor.seen()) < 2:
             time.sleep(0.05)
         run = lab.run(look, measure=("none",))
     assert run.value == [None, None, max(1, lab.machine.cpu_cores // 2)], run
-    assert run.attempts[-1]["sharing"] == 2 and [line for line in told if "share the cores" in line]
+    assert run.attempts[-1]["sharing"] == 2 and [line for line in reported if "share the cores" in line]
 
 
 def test_what_dask_sets_for_its_own_tasks_is_undone_and_what_a_user_sets_stays(monkeypatch):
@@ -252,12 +252,12 @@ def test_workers_that_offer_no_device_are_refused_with_what_to_do(in_this_proces
         executor.submit(print)
 
 
-def test_where_no_worker_comes_that_is_said(in_this_process):
+def test_where_no_worker_comes_that_is_reported(in_this_process):
     with Workers(in_this_process(0), patience=0.3) as executor, pytest.raises(ValueError, match="raise --wait"):
         executor.submit(print).result()
 
 
-def test_a_scheduler_that_ends_is_said_to_whoever_waits(in_this_process, tmp_path):
+def test_a_scheduler_that_ends_is_reported_to_whoever_waits(in_this_process, tmp_path):
     def long():
         (tmp_path / "began").touch()
         time.sleep(2)
@@ -272,7 +272,7 @@ def test_a_scheduler_that_ends_is_said_to_whoever_waits(in_this_process, tmp_pat
             future.result()
 
 
-def test_a_client_that_is_closed_leaves_nobody_waiting(in_this_process):
+def test_a_client_that_is_closed_leaves_no_one_waiting(in_this_process):
     client = in_this_process(0)
     executor = Workers(client)
     future = executor.submit(print)

@@ -161,7 +161,7 @@ def test_a_row_that_kills_its_workers_fails_and_the_others_are_performed(client,
     assert {run.id: run for run in Store(tmp_path / "runs.jsonl").read()} == {run.id: run for run in found.runs}
 
 
-def test_without_dask_one_row_follows_another_and_it_is_said_how_to_have_more(monkeypatch):
+def test_without_dask_one_row_follows_another_and_it_is_reported_how_to_have_more(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     told = []
     with dask_workers.connected(tell=told.append) as executor:

@@ -60,8 +60,8 @@ def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
     shutil.copytree(ROOT / "website" / "_static", folder / "_static", ignore=shutil.ignore_patterns("tables"))
     tables = folder / "_static" / "tables"
-    told = [*calculator_tables.build(MODEL, GIVEN, tables)]
-    assert len(told) == 3 and not any("refused" in line for line in told)
+    reported = [*calculator_tables.build(MODEL, GIVEN, tables)]
+    assert len(reported) == 3 and not any("refused" in line for line in reported)
     index = calculator_tables.index({"models": {MODEL: {}}}, tables)
     (tables / "index.json").write_text(json.dumps(index), encoding="utf-8")
     write_page(folder)
@@ -243,7 +243,7 @@ def test_a_config_json_that_is_pasted_chooses_its_model_or_says_what_is_nearest(
     config = calculator_tables.Task(MODEL).build_config().to_dict() | {"dtype": "float16", "layer_norm_eps": 1e-5}
     page.goto(site[0])
     page.locator("#calculator-paste summary").click()
-    field, told = page.locator("#calculator-config"), page.locator("#calculator-pasted")
+    field, reported = page.locator("#calculator-config"), page.locator("#calculator-pasted")
     other = {"num_hidden_layers": 7, "quantization_config": {"load_in_4bit": True}}
     for text, words in (
         (json.dumps(config), f"In memory this is the same as {MODEL}, which is now chosen above."),
@@ -255,9 +255,9 @@ def test_a_config_json_that_is_pasted_chooses_its_model_or_says_what_is_nearest(
         ('{"model_type": "be', "This is not the config.json"),
     ):
         field.fill(text)
-        assert words in told.inner_text()
+        assert words in reported.inner_text()
     field.fill(" ")
-    assert told.inner_text() == ""
+    assert reported.inner_text() == ""
 
 
 @pytest.mark.parametrize(
@@ -295,11 +295,11 @@ def test_trainings_that_others_measured_stand_beside_the_answer(site, page):
     kept = [row for row in record["table"] if row["kind"] == "training" and row["like_for_like"]]
     shown(page, site[0], {"model": MODEL, "batch": 3})
     page.locator("#calculator-published summary").click()
-    told = page.locator("#calculator-published summary").inner_text()
+    reported = page.locator("#calculator-published summary").inner_text()
     errors = sorted(abs(row["error"]) for row in kept)
-    assert f"with {len(kept)} trainings" in told and f"worst is {100 * errors[-1]:.2f} %" in told
+    assert f"with {len(kept)} trainings" in reported and f"worst is {100 * errors[-1]:.2f} %" in reported
     median = 50 * (errors[len(kept) // 2] + errors[(len(kept) - 1) // 2])
-    assert f"median error of the estimate is {median:.2f} %" in told
+    assert f"median error of the estimate is {median:.2f} %" in reported
     rows = page.locator("#calculator-published tbody tr")
     for row, text, link in zip(kept, rows.all_inner_texts(), rows.locator("a").all(), strict=True):
         repository, file, *_ = row["source"].split(", ")

@@ -139,7 +139,7 @@ def drop_all(page, files):
 def counted(files, learners, refused=0, passed=0):
     file, learner = "file" if files == 1 else "files", "learner" if learners == 1 else "learners"
     text = f"{files} {file} of {learners} {learner} counted, {refused} refused, "
-    return f"{text}{passed} of other kinds in folders passed over."
+    return f"{text}{passed} other files in folders ignored."
 
 
 def remarks(page):
@@ -195,9 +195,9 @@ def test_30_files_are_counted_as_the_project_counts_them(page, files):
         assert figure.locator("svg .measured").count() == len(entries)
         figure.locator("summary").click()
         rows = shown_rows(page, f"Numbers of {lesson.replace('_', ' ')}: {key}")
-        said = [(number_text(guess, unit), count) for guess, count in sorted(Counter(scored).items())]
-        assert rows[: len(said)] == [[f"guessed {guess}", str(count)] for guess, count in said]
-        assert Counter(row[0].split(": ")[0].removeprefix("measured, ") for row in rows[len(said) :]) == Counter(
+        answer = [(number_text(guess, unit), count) for guess, count in sorted(Counter(scored).items())]
+        assert rows[: len(answer)] == [[f"guessed {guess}", str(count)] for guess, count in answer]
+        assert Counter(row[0].split(": ")[0].removeprefix("measured, ") for row in rows[len(answer) :]) == Counter(
             [*MACHINES, "machine not known"]
         )
     progress = [learner_log.progress(one) for one in entries.values()]

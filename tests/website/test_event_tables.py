@@ -46,7 +46,7 @@ def events(point, order, label="backward"):
     return Events([(*kinds[number % 2], None) for number in range(4)], order, [("start", 2)])
 
 
-def test_a_death_is_told_by_its_age_among_its_kind():
+def test_a_free_names_a_block_by_its_age_among_its_kind():
     order = [0, 1, 2, 3, ~1, ~2, ~0]
     made = table({point: events(point, order) for point in POINTS})
     assert made["labels"] == [[0, "forward", "a", "layer.*.ln_1"], [4, "backward", "b", "layer.*.ln_1"]]

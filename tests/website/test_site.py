@@ -104,8 +104,8 @@ def test_links_lead_somewhere_from_the_site(tmp_path):
         "[h](../website/class.md)"
     )
     with_none = site_pages.Sources(tmp_path / "a", None).linked(text, Path("docs"))
-    told = text.replace("../README.md", "../index.md").replace("[c](../environment.yml)", "c")
-    assert with_none == told.replace("../website/class.md", "../class.md")
+    reported = text.replace("../README.md", "../index.md").replace("[c](../environment.yml)", "c")
+    assert with_none == reported.replace("../website/class.md", "../class.md")
     assert (tmp_path / "a/notebooks/pictures/guess.png").exists()
     with_one = site_pages.Sources(tmp_path / "b", "me/course").linked(text, Path("docs"))
     assert "[c](https://github.com/me/course/blob/main/environment.yml)" in with_one
@@ -117,6 +117,22 @@ def test_links_to_the_repository_lead_there_if_it_is_known_and_are_texts_otherwi
     assert unknown == "Colab [b](https://x.org/y)"
     known = site_pages.Sources(tmp_path / "b", "me/course").linked(text, Path())
     assert known == text.replace("OWNER/perf-helpers", "me/course")
+
+
+def test_the_front_page_has_a_question_a_picture_two_doors_three_findings_and_then_the_scoreboard(tmp_path):
+    site_pages.Sources(tmp_path, "me/course").readme()
+    text = (tmp_path / "index.md").read_text("utf-8")
+    assert re.match(r"# [^\n]+\?\n", text)
+    order = (
+        "pictures/lesson.png",
+        'href="lessons.html"',
+        'href="calculator.html"',
+        "## Three findings",
+        "## Scoreboard",
+    )
+    places = [text.index(each) for each in order]
+    assert places == sorted(places) and text[places[3] : places[4]].count("\n- **") == 3
+    assert "](notebooks/00_start_here.ipynb)" in (tmp_path / "lessons.md").read_text("utf-8")
 
 
 def test_a_lesson_is_opened_elsewhere_only_where_the_repository_is_known(tmp_path):
@@ -215,7 +231,7 @@ class TestInABrowser:
         assert 10 < shown.count() < page.locator("#claims tbody tr").count()
         assert all("refuted" in text for text in shown.all_inner_texts())
 
-    def test_readmes_pictures_are_made_anew_in_the_same_size(self, site, tmp_path):
+    def test_readmes_pictures_are_made_again_in_the_same_size(self, site, tmp_path):
         with ThreadPoolExecutor(1) as apart:  # from the thread that has a browser open
             apart.submit(pictures.make, site[0], tmp_path).result()
         for path in (tmp_path / f"{name}.png" for name in PICTURES):

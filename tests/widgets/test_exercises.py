@@ -146,7 +146,7 @@ def test_each_hint_is_folded_into_the_one_before():
     assert folds.texts == wanted | {"the answer": 3}
 
 
-def test_what_is_said_of_a_solution_is_folded_in_pages_and_left_out_in_a_terminal():
+def test_the_feedback_on_a_solution_is_folded_in_pages_and_left_out_in_a_terminal():
     shown = exercises.prove(judge, solution=4, mistake=5)
     assert "right</b><details>" in shown._repr_html_(), "no colon before nothing"
     assert "yes" not in repr(shown) and Folds(shown._repr_html_()).texts[": yes"] == 1
@@ -300,7 +300,7 @@ def test_recipes_that_met_the_target_are_listed_once_from_the_smallest_peak(lab,
     assert exercises.board(lab, "small").rows == rows
 
 
-def test_a_recipe_is_trained_in_a_clean_process(tmp_path):
+def test_a_recipe_is_trained_in_a_fresh_process(tmp_path):
     lab = Lab("cpu", out=tmp_path, lesson=LESSON)
     vanilla = lab.train("vanilla", task=TASK, measure=("memory",), **VANILLA)
     limit = 0.9 * vanilla.peak_bytes

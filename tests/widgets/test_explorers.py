@@ -6,7 +6,7 @@ from kernel import alive
 from perf_helpers import widgets
 
 
-def test_a_control_draws_anew_and_a_cell_run_again_leaves_one_box(shown):
+def test_a_control_redraws_and_a_cell_run_again_leaves_one_box(shown):
     drawn = []
 
     def draw(batch, steps):

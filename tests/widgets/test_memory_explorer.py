@@ -83,12 +83,12 @@ def test_an_answer_for_inference_too_with_its_key_value_cache(device):
 
 
 def test_what_the_controls_ask_for(monkeypatch):
-    asked = []
-    monkeypatch.setattr(memory_explorer, "estimate", lambda task, **options: asked.append((task, options)))
+    requested = []
+    monkeypatch.setattr(memory_explorer, "estimate", lambda task, **options: requested.append((task, options)))
     values = memory_explorer._start(TASK, "training", "cuda", 4)
     memory_explorer.estimate_at(TASK, values | {"vocabulary": 64}, (7, 5))
     memory_explorer.estimate_at(TASK, values | {"model": " vit-base ", "of": "inference", "beams": 4})
-    (padded, training), (images, inference) = asked
+    (padded, training), (images, inference) = requested
     assert padded.build_config().vocab_size % 64 == 0 and TASK.build_config().vocab_size % 64
     assert training["compute_capability"] == (7, 5) and training["training"]
     assert (images.model, images.seq_len) == ("vit-base", None)
@@ -113,10 +113,10 @@ def test_on_a_cpu_there_is_no_fp16():
 @pytest.fixture
 def traced(monkeypatch):
     """The micro-batches that were traced, in order. An answer's peak is so many MB, and 32 are refused."""
-    asked = []
+    requested = []
 
     def estimate_at_once(task, *, device, per_device_train_batch_size, **arguments):
-        asked.append(per_device_train_batch_size)
+        requested.append(per_device_train_batch_size)
         if per_device_train_batch_size == 32:
             raise ValueError("32 is <too> large: give less")
         peak = per_device_train_batch_size * 10**6
@@ -124,7 +124,7 @@ def traced(monkeypatch):
         return MemoryEstimate("an estimate", task.to_dict(), arguments, device, memory, (), 0.0, None)
 
     monkeypatch.setattr(memory_explorer, "estimate", estimate_at_once)
-    return asked
+    return requested
 
 
 def picture(size):

@@ -99,11 +99,11 @@ def test_the_blocks_own_exception_comes_first(script):
 
 
 def test_a_driver_that_never_answers_does_not_hold_the_cell(monkeypatch):
-    asked, answer = threading.Event(), threading.Event()
-    monkeypatch.setattr(monitor, "reader", lambda gpu: nullcontext(lambda: asked.set() or (answer.wait() and {})))
+    requested, answer = threading.Event(), threading.Event()
+    monkeypatch.setattr(monitor, "reader", lambda gpu: nullcontext(lambda: requested.set() or (answer.wait() and {})))
     monkeypatch.setattr(monitor, "CLOSE_SECONDS", 0.01)
     with pytest.raises(RuntimeError, match="nvidia-smi"), monitor.Monitor(0.001) as watching:
-        asked.wait()
+        requested.wait()
     answer.set()
     watching._thread.join()
 

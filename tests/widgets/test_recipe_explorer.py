@@ -30,7 +30,7 @@ def test_the_best_of_both_and_the_arguments_of_the_one_selected(lab, shown, no_e
     assert "<table" in shown[-1]["text/html"] and "samples/s" in shown[-1]["text/plain"]
 
 
-def test_a_speed_that_nobody_knows_is_not_measured_neither_best_nor_0(lab, shown, no_estimates):
+def test_a_speed_that_is_unknown_is_not_measured_neither_best_nor_0(lab, shown, no_estimates):
     lab.runs = [run("timed", 300, 9.0), run("rehearsed", 100, timing=UNKNOWN), run("untimed", 50)]
     explorers.recipes(lab)
     for plain in (shown[-1]["text/plain"], "\n".join(line for line, _ in control(shown, "recipe").options)):
@@ -50,7 +50,7 @@ def test_where_no_speed_is_known_the_recipes_are_shown_by_their_memory(lab, show
     assert "samples per second" not in text(shown) and "smaller and faster" not in text(shown)
 
 
-def test_a_memory_that_nobody_knows_stands_apart_and_fits_nowhere(lab, shown, no_estimates):
+def test_a_memory_that_is_unknown_stands_apart_and_fits_nowhere(lab, shown, no_estimates):
     lab.runs = [run("timed", None, 20.0), run("both", 300, 9.0), run("neither")]
     explorers.recipes(lab)
     lines = [line for line, _ in control(shown, "recipe").options]

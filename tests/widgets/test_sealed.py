@@ -34,9 +34,9 @@ def test_a_sealed_cell_does_what_its_source_does_and_a_question_stays_closed():
 
 
 def test_an_error_has_its_line_and_unfolds_nothing():
-    with pytest.raises(CellExecutionError) as told:
+    with pytest.raises(CellExecutionError) as reported:
         executed(sealed.seal("x = 0\n1 / x", "solution", "src/05.py"))
-    lines = re.sub(r"\x1b\[[0-9;]*m", "", str(told.value)).splitlines()
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", str(reported.value)).splitlines()
     assert (
         "----> 2 1 / x" in lines
         and lines[-1] == "ZeroDivisionError: division by zero"

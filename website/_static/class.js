@@ -386,7 +386,7 @@ function show() {
   const learners = new Set([...kept.values()].map(({ learner }) => learner)).size;
   const refused = messages.filter(([, what]) => what.startsWith("refused")).length;
   const counted = `${plural(kept.size, "file")} of ${plural(learners, "learner")} counted, ${refused} refused`;
-  state.textContent = `${counted}, ${passed} of other kinds in folders passed over.`;
+  state.textContent = `${counted}, ${passed} other files in folders ignored.`;
   const line = ([path, what]) => element("li", {}, short(path, 120), what && `: ${what}`);
   const list = (files) => element("ul", {}, ...files.map(line));
   const [remarkable, plain] = [messages.filter(([, what]) => what), messages.filter(([, what]) => !what)];
