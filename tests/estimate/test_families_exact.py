@@ -22,6 +22,8 @@ _AUDIO = _TEXT | {"layerdrop": 0.0, "conv_dim": [32, 32], "conv_kernel": [10, 8]
 _AUDIO |= {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2, "mask_time_length": 4}
 _LLAMA = {"model_type": "llama"} | _DECODER
 _CLIP = {"model_type": "clip_vision_model"} | _VISION
+_LINEAR = {"linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 16}
+_LINEAR |= {"linear_value_head_dim": 16, "layer_types": ["linear_attention", "full_attention"]}
 
 # {name: (fields of a config.json, class, fields of the task)}
 CASES = {
@@ -98,13 +100,34 @@ CASES = {
     "qwen3.5": (
         {
             "model_type": "qwen3_5",
-            "text_config": _DECODER
-            | {"linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 16}
-            | {"linear_value_head_dim": 16, "layer_types": ["linear_attention", "full_attention"]},
+            "text_config": _DECODER | _LINEAR,
             "vision_config": _QWEN | {"num_position_embeddings": 16},
         },
         "Qwen3_5ForCausalLM",
         {"seq_len": 32},
+    ),
+    # Its forward takes labels without naming them.
+    "qwen3.5 classifies": (
+        {"model_type": "qwen3_5"}
+        | {"text_config": _DECODER | _LINEAR, "vision_config": _QWEN | {"num_position_embeddings": 16}},
+        "Qwen3_5ForSequenceClassification",
+        {},
+    ),
+    # Its matches are numpy's memory.
+    "maskformer": (
+        {
+            "model_type": "maskformer",
+            "backbone_config": {"model_type": "swin", "embed_dim": 16, "depths": [1] * 4, "num_heads": [2] * 4}
+            | {"image_size": 64, "window_size": 2, "drop_path_rate": 0.0}
+            | {"out_features": ["stage1", "stage2", "stage3", "stage4"]},
+            "decoder_config": {"model_type": "detr", "d_model": 32, "encoder_layers": 1, "decoder_layers": 2}
+            | {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "num_queries": 10}
+            | {"decoder_ffn_dim": 32, "encoder_ffn_dim": 32},
+            "fpn_feature_size": 32,
+            "mask_feature_size": 32,
+        },
+        "MaskFormerForInstanceSegmentation",
+        {"image_size": 64},
     ),
     "llama4": (
         {

@@ -47,8 +47,9 @@ def _check_sizes(where: str, fields: Mapping[str, Any]) -> None:
             _check_sizes(where, value)
         most = next((most for words, most in _MOST.items() if re.search(words, str(name))), None)
         least = -1 if "position" in str(name) else 0  # XLNet's: no limit
+        least = -1000 if "feature_layer" in str(name) else least  # counted from the last
         if most and isinstance(value, int | float) and not least <= value <= most:
-            raise ValueError(f"{where}: {name}={shown(value)}: give a whole number from 0 to {most:,}")
+            raise ValueError(f"{where}: {name}={shown(value)}: give a whole number from {least} to {most:,}")
 
 
 _OF_DTYPE = (

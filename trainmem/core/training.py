@@ -104,6 +104,7 @@ def train(experiment: Experiment, folder: str, steps: int, keep_losses: bool = T
     """
     import cloudpickle
     from transformers import PrinterCallback, Trainer
+    from transformers.utils.generic import find_labels
 
     arguments = experiment.arguments
     if not keep_losses:  # the memory pass needs no more than its steps, whatever the arguments say
@@ -127,6 +128,9 @@ def train(experiment: Experiment, folder: str, steps: int, keep_losses: bool = T
             args._n_gpu = 1  # a process has one GPU: with more the Trainer would use nn.DataParallel and a larger batch
         model = _built(experiment, args.device, args)
         dataset = experiment.task.dataset()
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        if args.label_names is None and "labels" in dataset.column_names and not find_labels(type(base)):
+            args.label_names = ["labels"]  # its forward takes them without naming them: the Trainer would drop them
     except (ValueError, ImportError) as error:
         raise Invalid(str(error)) from error
     optimizer = cloudpickle.loads(experiment.optimizer)(model, args) if experiment.optimizer else None

@@ -160,7 +160,8 @@ class Tracker(Watcher, TorchDispatchMode):
             leaves = (leaf for value in values for leaf in (value if isinstance(value, list | tuple) else (value,)))
             own = (self._storage(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
             self._input_storages = {storage._cdata for storage in own if storage is not None}
-        if function is torch.ops.aten.lift_fresh.default or storage._cdata not in self._input_storages:
+        is_new = function is torch.ops.aten.lift_fresh.default and storage.resizable()  # else it is numpy's
+        if is_new or storage._cdata not in self._input_storages:
             # Otherwise the allocator does not own the memory: numpy, a mapped file or another process does.
             self._add_block(storage, self._category_at_allocation(function, args), name_of(function))
 
