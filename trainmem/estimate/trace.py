@@ -92,7 +92,7 @@ def follow(experiment: Experiment, tracker: "FakeTracker") -> Trace:
                 cloudpickle.loads(experiment.function)(experiment.task)
             elif experiment.training:
                 steps = experiment.steps_on_a_gpu if tracker.places_modules else experiment.metered_steps
-                with evaluation.unknown_values():
+                with evaluation.unknown_values(on_cpu=not tracker.places_modules):
                     train(experiment, folder, steps, keep_losses=False)
             else:
                 infer(experiment)
