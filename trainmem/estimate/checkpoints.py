@@ -29,9 +29,9 @@ def described(tracker: "FakeTracker") -> Iterator[None]:
         files[str(file)] = {name: Spec(tuple(t.shape), t.stride(), t.dtype) for name, t in tensors.items()}
         Path(file).write_bytes(_header(tensors, metadata))
 
-    def load(file: str | os.PathLike, counts: bool = not tracker.places_modules, **_: Any) -> dict[str, torch.Tensor]:
+    def load(file: str | os.PathLike, **_: Any) -> dict[str, torch.Tensor]:
         made = {name: fake(spec, tracker.fake) for name, spec in files[str(file)].items()}
-        if counts:  # all lie in the memory of the file
+        if not tracker.places_modules:  # all tensors are in the memory of the file
             size = os.path.getsize(file) + sum(spec.bytes for spec in files[str(file)].values())
             memory = fake(Spec((size,), (1,), torch.uint8), tracker.fake)
             tracker.made_outside(memory, "safetensors")
@@ -40,7 +40,10 @@ def described(tracker: "FakeTracker") -> Iterator[None]:
         return made
 
     def load_adapters(file: str | os.PathLike, **_: Any) -> dict[str, torch.Tensor]:
-        return load(file, counts=True)
+        made = load(file)
+        for tensor in made.values() if tracker.places_modules else ():
+            tracker.made_outside(tensor, "safetensors")
+        return made
 
     def identity(tensor: torch.Tensor) -> tuple:
         return tensor.device, tensor.untyped_storage()._cdata, tensor.untyped_storage().nbytes()
