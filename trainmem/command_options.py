@@ -11,7 +11,7 @@ import typer
 
 from trainmem.core import arguments
 from trainmem.core.task import Task
-from trainmem.records import Memory, Run
+from trainmem.records import APART, Memory, Run
 from trainmem.texts import bytes_text, name_text
 
 if TYPE_CHECKING:
@@ -120,6 +120,8 @@ def size_lines(memory: Memory | None, binary: bool = False) -> list[str]:
     sizes = {name_text(category): size for category, size in ((memory and memory.breakdown) or {}).items() if size}
     if memory and memory.reserved_bytes:  # an allocator on CUDA
         sizes |= {"total allocated": memory.peak_bytes, "total reserved": memory.reserved_bytes}
+    phases = (memory and memory.phases) or {}
+    sizes |= {f"peak of {phase}": phases[phase] for phase in APART if phase in phases}
     return [f"  {name:<18} {bytes_text(size, binary):>12}" for name, size in sizes.items()]
 
 

@@ -203,3 +203,28 @@ def test_a_loop_of_ones_own_autocasts_as_on_a_gpu(dtype, attention):
         found = Lab("gpu", executor=stage).run(loop, task=task, measure="memory").memory
     answer = estimate(task, card="t4", function=loop).memory
     assert (answer.peak_bytes, answer.phases) == (found.peak_bytes, found.phases)
+
+
+EVALUATED = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 4, "eval_strategy": "epoch"}
+EVALUATIONS = (
+    {},
+    {"prediction_loss_only": False, "bf16": True},
+    {"prediction_loss_only": False, "eval_accumulation_steps": 2},
+    {"batch_eval_metrics": True},
+    {"save_strategy": "epoch", "load_best_model_at_end": True},
+)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("capability", [(7, 5), (9, 0)], ids=str)
+def test_an_evaluation_takes_what_torchs_allocator_says(capability):
+    config = LLAMA | {"vocab_size": 3000, "num_key_value_heads": 2}
+    tasks = Task("llama-2-7b", seq_len=32, dataset_size=22, config=config), WRITING["t5"].replace(dataset_size=10)
+    with Rehearsal(card(None, capability, measure_cuda.MEMORY)) as stage:
+        lab = Lab("gpu", executor=stage)
+        for task, options in itertools.product(tasks, EVALUATIONS):
+            recipe = EVALUATED | options
+            found = lab.train(f"{task.model}, {options}", task=task, measure=("memory",), **recipe).memory
+            said = estimate(task, device="cuda", compute_capability=capability, **recipe).memory
+            said, found = ((each.peak_bytes, each.reserved_bytes, each.phases) for each in (said, found))
+            assert said == found and "evaluation" in found[2], (task.model, options)

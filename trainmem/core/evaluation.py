@@ -1,11 +1,10 @@
 """Evaluation and checkpoints of a training whose memory is measured or estimated: once, after its last step.
 
-The Trainer's own methods evaluate, save and load. Where no values are known, in an estimate and in a rehearsal, the
-arrays that it makes of predictions are `without_values`.
+The Trainer's own methods evaluate, save and load. An estimate and a rehearsal have no values: see `unknown_values`.
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -56,17 +55,26 @@ def metrics(arguments: Arguments) -> Callable | None:
 
 
 @contextlib.contextmanager
-def unknown_values():
-    """Let the Trainer's predictions become arrays `without_values`."""
+def unknown_values(on_cpu: bool) -> Iterator[None]:
+    """Let the arrays that the Trainer makes of predictions have shapes, but neither values nor memory.
+
+    `on_cpu`: an array shares its tensor's memory, as numpy's do on a CPU, and keeps it alive.
+    """
     from transformers import trainer_pt_utils
 
     joined, numpified = trainer_pt_utils.nested_concat, trainer_pt_utils.nested_numpify
 
     def numpify(tensors: Any) -> Any:
-        return without_values(tensors) if hasattr(tensors, "untyped_storage") else numpified(tensors)
+        if not hasattr(tensors, "untyped_storage"):
+            return numpified(tensors)  # a nest of tensors: it calls this function for each
+        is_bfloat16 = str(tensors.dtype) == "torch.bfloat16"  # which numpy does not have: it becomes float32
+        kind = "float32" if is_bfloat16 else str(tensors.dtype).removeprefix("torch.")
+        array = _shaped(tensors.shape, kind)
+        array.tensor = (tensors.float() if is_bfloat16 else tensors) if on_cpu else None
+        return array
 
     def join(arrays: Any, more: Any, padding_index: int = -100) -> Any:
-        if not isinstance(arrays, Predictions):
+        if not isinstance(arrays, _Array):
             return joined(arrays, more, padding_index)
         widths = np.maximum(arrays.shape, more.shape)[1:]
         return _shaped((len(arrays) + len(more), *widths), arrays.dtype)
@@ -78,20 +86,9 @@ def unknown_values():
         yield
 
 
-class Predictions(np.ndarray):
-    """An array of a tensor's shape that takes no memory. On a CPU it shares the tensor's, which it keeps alive."""
-
-    tensor: Any = None
+class _Array(np.ndarray):
+    tensor: Any = None  # that it keeps alive
 
 
-def without_values(tensor: Any) -> Predictions:
-    host = tensor.cpu()
-    if "bfloat16" in str(host.dtype):
-        host = host.float()
-    array = _shaped(tuple(host.shape), np.dtype(str(host.dtype).removeprefix("torch.")))
-    array.tensor = host
-    return array
-
-
-def _shaped(shape: tuple[int, ...], dtype: np.dtype) -> Predictions:
-    return np.broadcast_to(np.ones((), dtype), shape).view(Predictions)
+def _shaped(shape: Iterable[int], dtype: Any) -> _Array:
+    return np.broadcast_to(np.ones((), dtype), tuple(shape)).view(_Array)

@@ -151,7 +151,7 @@ def train(experiment: Experiment, folder: str, steps: int, keep_losses: bool = T
     options = {"data_collator": experiment.task.collator(), "optimizers": (optimizer, None)}
     if evaluation.evaluates(arguments):
         options |= {"eval_dataset": dataset, "compute_metrics": evaluation.metrics(arguments)}
-    with evaluation.unknown_values() if hardware.is_rehearsal() else contextlib.nullcontext():
+    with evaluation.unknown_values(on_cpu=False) if hardware.is_rehearsal() else contextlib.nullcontext():
         trainer = kind(model=model, args=args, train_dataset=dataset, **options)
         trainer.remove_callback(PrinterCallback)
         trainer.train()

@@ -306,10 +306,11 @@ def memory_of(traced: TracedExperiment) -> Memory:
     peak = int(totals.argmax())  # the index of the operation
     marks = {label: _by_category(live) for label, live in trace.marks.items()}
     phases = {label: sum(parts.values()) for label, parts in marks.items()}
-    for phase, before, (first, last) in trace.apart:
-        top = max(range(first, last), key=totals.__getitem__, default=None)
-        if top is not None and totals[top] > max(before, phases.get(phase, 0)):
-            marks[phase.value], phases[phase.value] = _by_category(trace.live[top]), int(totals[top])
+    for phase, before, most, operation, of_phase in trace.apart:
+        top = max(range(*of_phase), key=totals.__getitem__, default=operation)
+        size, top = (int(totals[top]), top) if of_phase[0] <= top and totals[top] >= most else (most, operation)
+        if size > max(before, phases.get(phase, 0)):
+            marks[phase.value], phases[phase.value] = _by_category(trace.live[top]), size
     return Memory(
         peak_bytes=int(totals[peak]),
         kind="estimated",

@@ -31,6 +31,7 @@ from trainmem.core import evaluation
 from trainmem.core.families import LISTED
 from trainmem.core.outcomes import Invalid
 from trainmem.core.training import Experiment, infer, train
+from trainmem.estimate import checkpoints
 from trainmem.estimate.allocator_settings import WORKSPACES
 from trainmem.estimate.autocast import OF_NORM, OF_SCALER, scaler_failures
 from trainmem.estimate.one_rank import deepspeed_on_a_card, fsdp_taken_up, one_rank_of
@@ -95,7 +96,7 @@ def follow(experiment: Experiment, tracker: "FakeTracker") -> Trace:
                 cloudpickle.loads(experiment.function)(experiment.task)
             elif experiment.training:
                 steps = experiment.steps_on_a_gpu if tracker.places_modules else experiment.metered_steps
-                with evaluation.unknown_values():
+                with evaluation.unknown_values(on_cpu=not tracker.places_modules), checkpoints.described(tracker):
                     train(experiment, folder, steps, keep_losses=False)
             else:
                 infer(experiment)
@@ -169,6 +170,10 @@ class FakeTracker(Tracker):
             if value is not None:
                 result.uniform, self._any_uniform = value, True
         return result
+
+    def made_outside(self, tensor: torch.Tensor, maker: str) -> None:
+        """Count a tensor that no operation made."""
+        self._add_block(self._storage(tensor), self._category_at_allocation(None, ()), maker)
 
     def resized(self, storage):
         self.begun.append((len(self.log), Operation(RESIZE, (storage.nbytes(),), (1, (), (-1,)), False)))
@@ -366,10 +371,12 @@ def _traced(tracker: FakeTracker, parameters: int, trainable: int) -> Trace:
     ends = np.array([length for length, *_ in tracker.operations[first:]])
     born = births[ends] - births[begins[:-1]]
     ends_of_steps = [operations for label, _, operations in tracker.marks if label == "step"]
-    apart = [
-        (phase, int(total[tracker.marks[begin][1]]), tuple(tracker.marks[mark][2] - first for mark in (begin, end)))
-        for phase, begin, end in stretches(label for label, *_ in tracker.marks)
-    ]
+    apart = []
+    for phase, *borders in stretches(label for label, *_ in tracker.marks):
+        (_, start, begin), (_, stop, end) = (tracker.marks[border] for border in borders)
+        top = start + int(total[start : stop + 1].argmax())
+        operation = max(int(np.searchsorted(begins, top)) - 1, 0)
+        apart.append((phase, int(total[start]), int(total[top]), operation, (begin - first, end - first)))
     last = next((begin for *_, (begin, _) in apart if ends_of_steps and begin >= ends_of_steps[-1] - first), len(ends))
     return Trace(
         operations=[*_shared(zip((operation for _, operation in tracker.begun[first:]), born.tolist(), strict=True))],

@@ -155,8 +155,9 @@ class Trace:
     trainable: int  # of these
     last_step: tuple[int, int]  # the operations of the last training step, as (first, last + 1)
     begins: np.ndarray  # (operations + 1,): events of the log before each, and all of them
-    # Phases beside the steps: (phase, bytes that lived before, its operations as in `last_step`).
-    apart: tuple[tuple[Phase, int, tuple[int, int]], ...] = ()
+    # Phases beside the steps: (phase, bytes that lived before, most bytes that lived, the last operation by then, the
+    # phase's operations as in `last_step`). Not everything that lives is made by an operation.
+    apart: tuple[tuple[Phase, int, int, int, tuple[int, int]], ...] = ()
     log: Log | None = None  # of births and deaths, where a device's memory is followed
     one_sided: "Trace | None" = None  # the same with another routing of tokens to experts, where values decide it
     witnessed: Any = None  # what `explanation.Witness` adds

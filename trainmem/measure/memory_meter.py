@@ -311,28 +311,30 @@ class _CudaWatcher(Watcher):
         self._at_marks: list[int] = []
         self._at_operations: list[int] = []
         self._peak, self._peak_operation = 0, -1  # since the last border
-        self._peaks: list[tuple[int, int, int, int]] = []  # (marks before its end, allocated, operation, reserved)
+        self._peaks: list[tuple[int, int, int]] = []  # between borders: (allocated, its operation, reserved)
+        self._ends: dict[int, int] = {}  # which of these ends at a mark
 
     def mark(self, label):
         super().mark(label)
         if label == "start" or label in APART or label.startswith(BEGIN):
+            self._ends[len(self.marks) - 1] = len(self._peaks)
             self._close()
-            self._peaks = self._peaks * (label != "start")
+            if label == "start":
+                self._peaks.clear()
             torch.cuda.reset_peak_memory_stats()
             self._peak, self._peak_operation = 0, -1
         self._at_marks.append(torch.cuda.memory_allocated())
 
     def _close(self) -> None:
-        peaks = torch.cuda.max_memory_allocated(), self._peak_operation, torch.cuda.max_memory_reserved()
-        self._peaks.append((len(self.marks), *peaks))
+        peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        self._peaks.append((peak, self._peak_operation, reserved))
 
     def account(self) -> _Account:
+        apart = _apart(self, self._at_marks, lambda _, end: self._peaks[self._ends[end]][:2])
         self._close()
-        ends = {number: (size, operation) for number, size, operation, _ in self._peaks}
-        apart = _apart(self, self._at_marks, lambda _, end: ends[end + 1])
+        highest = max(self._peaks, key=lambda peaks: peaks[0])
         reserved = max(size for *_, size in self._peaks)
-        highest = max(ends.values(), key=lambda peak: peak[0])
-        return _Account(*highest, self._at_marks, self._at_operations, apart, reserved)
+        return _Account(*highest[:2], self._at_marks, self._at_operations, apart, reserved)
 
 
 class _CudaTracker(_CudaWatcher, Tracker):

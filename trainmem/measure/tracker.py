@@ -283,7 +283,8 @@ def watched(tracker: Watcher) -> Iterator[dict[int, torch.Tensor]]:
 def _replacements(hooks: "TrainingHooks") -> Iterator[tuple[Any, str, Callable]]:
     """Yield (owner, name, method of the hooks that is called instead) for each function that is replaced."""
     yield torch.autograd, "backward", hooks.backward
-    yield torch, "get_rng_state", hooks.get_rng_state
+    for owner in (torch, torch.random):
+        yield owner, "get_rng_state", hooks.get_rng_state
     trainer = sys.modules.get("transformers.trainer")
     for name, phase in _METHODS_APART.items() if trainer else ():
         yield trainer.Trainer, name, functools.partial(hooks.run_apart, phase)
@@ -412,7 +413,7 @@ class TrainingHooks:
                 self.tracker.phase = Phase.AFTER_BACKWARD
 
     def get_rng_state(self, plain, *args, **kwargs):
-        """Checkpointing keeps a random state per block, which is made below the operations that a tracker sees."""
+        """Checkpointing keeps a random state per block, and a saved training has one. No operation makes it."""
         state = plain(*args, **kwargs)
         self.tracker.track_unlisted(state, "get_rng_state")
         return state
