@@ -407,7 +407,7 @@ def test_stray_text_is_reported(pieces):
 
 
 # The folders and pages whose wording is checked. Still to be added, once edited: "trainmem", "notebooks/src".
-WORDED = ("perf_helpers", "benchmarks", "website", "tests", "docs", "README.md", "CONTRIBUTING.md")
+WORDED = ("perf_helpers", "notebooks/src", "benchmarks", "website", "tests", "docs", "README.md", "CONTRIBUTING.md")
 PRIVATE_WORDS = re.compile(r"\b(told|strangers|nobody\s+chose|anew)\b", re.I)
 HEADLESS = re.compile(r"\W*What\b")  # a docstring says what to expect: "Return the peak.", not "What it takes."
 
