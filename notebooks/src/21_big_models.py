@@ -315,7 +315,7 @@ plots.Table(head, rows, "Shares of the weights' bytes in fp32")
 # %% [markdown]
 # Read the picture from top to bottom. The usual way holds two copies, both private. The next way holds the weights once, in pages that the system may take back.
 #
-# Shards and the flag change nothing: if a file is mapped, there is no second copy whose size they could limit. `dtype=` and four bits take *more* memory: the converted weights are private, while the pages of the file are mapped. Some of the private bytes are free already, but glibc's allocator keeps them for later. The last column is what remains after it is told to give them back. A checkpoint that was *saved* in the type you want has no such peak.
+# Shards and the flag change nothing: if a file is mapped, there is no second copy whose size they could limit. `dtype=` and four bits take *more* memory: the converted weights are private, while the pages of the file are mapped. Some of the private bytes are free already, but glibc's allocator keeps them for later. The last column is what remains after it gives them back, as it does on request. A checkpoint that was *saved* in the type you want has no such peak.
 #
 # With layers on disk, the pages are dropped as soon as a layer has computed. Are the answers the same? And what did the library put into `offload_folder`?
 

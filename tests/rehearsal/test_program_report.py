@@ -1,4 +1,4 @@
-"""What is printed of a rehearsed program, from the files of its processes; no torch is needed."""
+"""Test the report of a rehearsed program, from the files of its processes; no torch is needed."""
 
 import json
 
