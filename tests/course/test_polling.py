@@ -20,7 +20,7 @@ class Channel(AsyncZMQSocketChannel):
 
 
 async def heard(channel_class, timeout):
-    """Return what a client's channel hears of a reply that came while the client was sending, and after how many seconds."""
+    """Return what a client hears of a reply that came while the client was sending, and after how many seconds."""
     session, context = Session(), zmq.asyncio.Context()
     kernel, client = zmq.Context.instance().socket(zmq.ROUTER), context.socket(zmq.DEALER)
     try:
