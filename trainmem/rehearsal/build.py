@@ -157,7 +157,9 @@ def _answers() -> dict:
 def _written() -> set[str]:
     """The functions that are written in C++."""
     return {
-        name for file in SOURCES.glob("*.cpp") for name in re.findall(r"\b((?:cu|nccl|nvml|nvrtc)\w+) ?\(", file.read_text())
+        name
+        for file in SOURCES.glob("*.cpp")
+        for name in re.findall(r"\b((?:cu|nccl|nvml|nvrtc)\w+) ?\(", file.read_text())
     }
 
 

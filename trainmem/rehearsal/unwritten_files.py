@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+
 class Files:
     """The files of weights that this process was asked to save."""
 
@@ -123,4 +124,3 @@ def write_header(tensors: dict, filename: str | os.PathLike, metadata: dict | No
     with Path(filename).open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         file.truncate(8 + len(text) + end)
-
