@@ -26,6 +26,7 @@ from pathlib import Path
 import cuda_page
 import gpu_page
 import matrix_page
+import measure_programs
 import published_lora
 from runner import RESULTS, read_record, write_record
 from tables import MIB, mebibytes, share, spread, table, verdict, versions
@@ -49,6 +50,7 @@ PLACES = {  # {block between markers: its page}
     "machines": ROOT / "docs" / "trust.md",
     "rehearsed": ROOT / "docs" / "rehearsal.md",
     "card": ROOT / "docs" / "rehearsal.md",
+    "programs": ROOT / "docs" / "rehearsal.md",
     "estimate": ROOT / "docs" / "estimate.md",
     "cuda": ROOT / "docs" / "estimate.md",
     "adapters": ROOT / "docs" / "estimate.md",
@@ -441,6 +443,7 @@ def written(measured: dict[str, dict], cards: dict[str, dict], suites: dict[str,
         "machines": product_rates(measured),
         "rehearsed": f"{rehearsed_recipes(cards, measured, suites)}\n\n{rehearsed_counts(cards)}",
         "card": gpu_page.beside_a_card(suites),
+        "programs": measure_programs.page(),
         "estimate": _estimate(),
         "adapters": cuda_page.adapters(),
         "cuda": f"{cuda_page.nearness()}\n\n{cuda_page.cuda_tools()}",

@@ -22,10 +22,12 @@ import subprocess
 import sys
 import time
 import tomllib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from runner import HERE, Measurement, Named
+from runner import HERE, RESULTS, Measurement, Named, read_record
+from tables import MIB, table, versions
 
 from trainmem import rehearsal
 from trainmem.rehearsal.program_report import peaks_of
@@ -210,6 +212,23 @@ def conclude(rows: list[dict], _) -> dict:
 
 def line(row: dict) -> str:
     return f"{row['status']}, {row.get('steps', 0)} steps; {row.get('message', '')} {row.get('line', '')}"
+
+
+def page() -> str:
+    """Return the table of the record, for docs/rehearsal.md."""
+    record = read_record(RESULTS / MEASUREMENT.record)
+    rows = []
+    for each in record["rows"]:
+        source = re.split("[@=]", each["source"].partition(":")[2])[0]
+        program = f"{each['name']} ({source} {each['version']})"
+        memory = " / ".join(f"{size / MIB:,.0f}" for size in each.get("peaks", ())) or "none"
+        answers = f"{sum(each.get('answers', {}).values()):,}"
+        why = f": {each['message'].partition(' (')[0][:90]}" if "message" in each else ""
+        rows.append([program, each["status"] + why, str(each.get("steps", 0)), memory, answers])
+    head = ["program", "its end", "optimizer updates", "MiB allocated / reserved", "assumed answers"]
+    ends = Counter(each["status"] for each in record["rows"])
+    about = f"{ends['finished']} of {len(rows)} came to their end ({versions(record)}, {record['date'][:10]})."
+    return f"{about}\n\n{table(head, rows)}"
 
 
 MEASUREMENT = Measurement(

@@ -133,7 +133,7 @@ def test_saving_writes_no_weights_and_keeps_the_files_that_were_there(program, t
 
 
 def test_uploads_are_refused_and_the_exit_code_is_the_programs_own(program):
-    text = "import httpx, torch\ntorch.ones(1).cuda()\nhttpx.post('https://localhost.invalid/api/repos/create')"
+    text = "import httpx, torch\ntorch.ones(1).cuda()\nhttpx.post('https://hub.invalid/api/repos/create')"
     run, _ = program(text)
     assert (run.status, run.exit_code) == ("failed", 1) and "push_to_hub" in run.processes[0]["error"]["message"]
     run, _ = program("import sys, torch\ntorch.ones(1).cuda()\nsys.exit(9)")
@@ -209,7 +209,7 @@ def command(*words):
 
 @pytest.mark.nightly
 def test_the_command_line_reports_a_program_and_refuses_options_that_do_not_apply(tmp_path):
-    (tmp_path / "mine.py").write_text("import torch\nprint('mine')\nprint(float(torch.randn(9).cuda().mean()))")
+    (tmp_path / "mine.py").write_text("import torch\nprint('mine')\nprint(float(torch.randn(999).cuda().mean()))")
     done = command("--", "python", str(tmp_path / "mine.py"))
     assert done.returncode == 3 and done.stdout == "mine\n" and "--assume" in done.stderr and "T4" in done.stderr
     done = command("--assume", "--json", "--", "python", str(tmp_path / "mine.py"))

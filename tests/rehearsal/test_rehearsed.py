@@ -239,6 +239,24 @@ def test_a_question_about_known_values_asks_the_allocator_as_on_a_device(here):
     assert here(asked_by_a_question) == ((True, False), 4)
 
 
+def constants():
+    import io
+
+    import torch
+
+    file = io.BytesIO()
+    torch.save({"steps": torch.arange(5)}, file)
+    file.seek(0)
+    found = [torch.load(file, map_location="cuda")["steps"].tolist()]
+    angles = 1.0 / 10000 ** (torch.arange(0, 128, 2, device="cuda").float() / 128)
+    found += [[float(each) for each in torch.linspace(0, 0.5, 12, device="cuda")][-1], float(angles[0])]
+    return [*found, bool((angles < 2).all())]
+
+
+def test_small_constants_of_the_device_and_loaded_whole_numbers_are_known(here):
+    assert here(constants) == [[0, 1, 2, 3, 4], 0.5, 1.0, True]
+
+
 def sizes():
     import torch
 

@@ -37,7 +37,7 @@ from trainmem.unknown import Assumed, NeedsLibrary, NeedsValues, Unknown
 WHY = "a rehearsal computes no floating-point values"
 MASKS = {torch.bool, torch.uint8}
 EXACT = MASKS | {torch.int8, torch.int16, torch.int32, torch.int64}
-LARGEST, LARGEST_FLOAT = 1 << 22, 16  # elements of a tensor that is computed: of an exact one, of any other
+LARGEST, LARGEST_FLOAT = 1 << 22, 256  # elements of a tensor that is computed: of an exact one, of any other
 LARGEST_SENT = 1 << 12  # elements of a tensor whose values other ranks receive, or whose sign is followed
 LARGE_WEIGHT = 1 << 20  # elements of a host tensor that is not filled with random numbers
 
@@ -347,13 +347,12 @@ _LIBRARIES = {"cudnn": "cuDNN", "cufft": "cuFFT", "cusolver": "cuSOLVER", "cuspa
 def _explained(error: RuntimeError) -> RuntimeError:
     """Return an error that names the library, if `error` is the stub's refusal to answer for it."""
     text = str(error).lower()
-    if not (found := next((name for word, name in _LIBRARIES.items() if word in text), None)):
-        found = "the CUDA runtime" if "not answered in a rehearsal" in text else None
-    if not found or isinstance(error, NeedsLibrary | torch.OutOfMemoryError):
+    is_refusal = "not answered in a rehearsal" in text or any(f"{word} error" in text for word in _LIBRARIES)
+    if not is_refusal or isinstance(error, NeedsLibrary):
         return error
-    return NeedsLibrary(
-        f"a rehearsal does not know the memory that {found} takes here ({str(error).partition('. ')[0]})"
-    )
+    found = next((name for word, name in _LIBRARIES.items() if word in text), "the CUDA runtime")
+    first = str(error).partition(". ")[0].partition("(")[0]
+    return NeedsLibrary(f"a rehearsal does not know the memory that {found} takes here ({first})")
 
 
 def install() -> None:
@@ -427,6 +426,16 @@ def install() -> None:
         torch.isin = is_in_tokens
     for name, answer in (("isfinite", True), ("isnan", False), ("isinf", False)):
         setattr(math, name, finite(name, answer))
+    rebuild = torch._utils._rebuild_tensor
+
+    def rebuilt(*args):
+        """`torch.load(map_location="cuda")` copies what was saved to the device."""
+        tensor = rebuild(*args)
+        if tensor.is_cuda and tensor.dtype in EXACT and tensor.untyped_storage().nbytes() <= LARGEST:
+            mode._mark(True, tensor)
+        return tensor
+
+    torch._utils._rebuild_tensor = rebuilt
     with warnings.catch_warnings(action="ignore"):  # that a kernel is replaced
         mode.library = torch.library.Library("aten", "IMPL")  # as long as it lives
         mode.library.impl("nonzero", mode.positions, "CUDA")

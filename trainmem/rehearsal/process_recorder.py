@@ -25,6 +25,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -37,7 +38,8 @@ KINDS = {NeedsValues: "needs values", NeedsLibrary: "needs a library", torch.Out
 SET_UP, FORWARD, BACKWARD, UPDATE = "set-up", "forward pass", "backward pass", "optimizer update"
 BETWEEN, INFERENCE = "between steps", "evaluation and generation"
 # Methods by which HTTP changes something elsewhere, and addresses of the Hub that only ask by such a method.
-_CHANGES, _ASKS = {"POST", "PUT", "PATCH", "DELETE"}, ("/paths-info/", "/objects/batch", "localhost", "127.0.0.1")
+_CHANGES, _ASKS = {"POST", "PUT", "PATCH", "DELETE"}, ("/paths-info/", "/objects/batch")
+_HERE = {"localhost", "127.0.0.1", "::1"}
 
 
 class Uploads(PermissionError):
@@ -136,7 +138,9 @@ class Recorder:
             "kept": [*self.files.kept],
         }
         with contextlib.suppress(OSError):  # the folder goes with the rehearsal
-            self.path.write_text(json.dumps(found))
+            draft = self.path.with_suffix(".draft")
+            draft.write_text(json.dumps(found))
+            draft.replace(self.path)  # whole, even if this process is killed meanwhile
 
 
 def described(error: BaseException) -> dict[str, str]:
@@ -226,7 +230,8 @@ def _asking_only(plain: Callable) -> Callable:
     @functools.wraps(plain)
     def send(client, request, *args, **kwargs):
         address = str(request.url)
-        if request.method in _CHANGES and not any(words in address for words in _ASKS):
+        is_elsewhere = urlsplit(address).hostname not in _HERE and not any(words in address for words in _ASKS)
+        if request.method in _CHANGES and is_elsewhere:
             raise Uploads(
                 f"a rehearsal sends nothing to other machines ({request.method} {address}): leave uploads out, e.g. "
                 "push_to_hub and report_to"
