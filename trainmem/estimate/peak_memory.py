@@ -174,6 +174,8 @@ def trace_of(experiment: Experiment, device: Device, known: dict[tuple, Any] | N
 def _with_totals(experiment: Experiment, trace: Trace, device: Device, probe: "Probe") -> TracedExperiment:
     """Return an experiment's trace with its totals, which on a CPU include operator workspaces, and the assumptions."""
     assumptions = _rank_assumptions(experiment.arguments, device.kind == "cuda") if experiment.processes > 1 else []
+    if evaluation.evaluates(experiment.arguments) and not evaluation.metrics(experiment.arguments):
+        assumptions.append(_OF_LOSS)
     if device.kind == "cuda":
         from trainmem.estimate import cuda
 
@@ -183,6 +185,7 @@ def _with_totals(experiment: Experiment, trace: Trace, device: Device, probe: "P
     return TracedExperiment(trace, totals, (*assumptions, *unsure))
 
 
+_OF_LOSS = "evaluation computes the loss only: add prediction_loss_only=False if the training computes metrics"
 _OF_REPLICAS = "DistributedDataParallel: one rank is traced, with the reducer's buckets, without network buffers"
 _OF_SHARDS = "FSDP2: one rank is traced, as accelerate and torch shard and gather weights, without network buffers"
 _OF_ZERO = "DeepSpeed: one rank is traced, as ZeRO shards, flattens and gathers; on a GPU with room for a flat copy"
