@@ -75,14 +75,17 @@ def test_a_tensor_has_its_line_in_the_models_code_and_its_parameters_name():
     weight = ("weights", "model.layers.*.self_attn.q_proj.weight", "")
     assert [sizes for tensor, sizes in found.tensors.items() if tensor[:3] == weight] == [(2 * 64 * 64 * 4,) * 2]
     assert not any(tensor[1].startswith("base_model") for tensor in found.tensors)
-    assert found.warnings["A"] == () and "the frozen weights are in fp32" in found.warnings["B"][0]
+    (head,) = found.warnings["A"]
+    assert re.search(r"a logit for each token .*: \d tensors of 32 x 16 x 300 at the peak", head)
+    assert "the frozen weights are in fp32" in found.warnings["B"][0]
 
 
 @pytest.mark.nightly
 def test_experts_that_stay_whole_and_norms_that_are_cast_are_reported():
     found = explain(MIXTURE, BATCH | {"dtype": "bfloat16"} | adapters(), QLORA | adapters(), card="t4")
-    assert found.warnings["A"] == ()
-    experts, head, cast = found.warnings["B"]
+    adapters_of_a, adapters_of_b = found.warnings["A"], found.warnings["B"][2:3]
+    assert adapters_of_a == adapters_of_b and adapters_of_a[0].startswith("peft casts these adapters to fp32")
+    experts, head, _, cast = found.warnings["B"]
     sizes = 2 * 4 * 3 * 64 * 96 * 4, 300 * 64 * 4  # bytes: layers, experts, matrices; in fp32, for they were cast
     assert (
         experts.startswith("these experts are not quantized") and "model.layers.*.mlp.experts.gate_up_proj" in experts
@@ -98,7 +101,7 @@ def test_a_plain_model_has_no_experts_to_warn_of_and_copies_are_reported():
     found = explain(LLAMA, uncast | adapters(), uncast | whole, card="t4")
     texts = " ".join(found.warnings["A"])
     assert "linear layers are not quantized: lm_head.weight" in texts
-    assert "experts" not in texts and "cast" not in texts and "modules_to_save" not in texts
+    assert "experts" not in texts and "kbit_training" not in texts and "modules_to_save" not in texts
     (copies,) = [text for text in found.warnings["B"] if text.startswith("modules_to_save")]
     assert copies.endswith(f"{300 * 64 * 2 / 1e3:.1f} kB")
 
@@ -114,6 +117,26 @@ def test_checkpointing_through_which_no_gradient_flows_is_reported():
     assert "classifier" not in idle
     with pytest.raises(ValueError, match=r"no parameter gets a gradient: .*use_reentrant=False"):
         explain(IMAGES, BATCH | again | {"freeze": "embeddings,classifier,vit.layernorm"}, BATCH, device="cpu")
+
+
+def test_a_tie_that_is_broken_and_weights_that_adapters_are_added_to_are_named():
+    tied, half = LLAMA.replace(config={"tie_word_embeddings": True}), BATCH | {"dtype": "bfloat16"}
+    broken = explain(tied, half | adapters(), half | adapters(modules_to_save=["lm_head"]), device="cpu")
+    assert not any("tie" in text for text in broken.warnings["A"])
+    assert [text for text in broken.warnings["B"] if "breaks the tie of head and embedding" in text]
+    experts = half | adapters(target_parameters=["mlp.experts.gate_up_proj"])
+    (text,) = [
+        text for text in explain(MIXTURE, half, experts, device="cpu").warnings["B"] if "target_parameters" in text
+    ]
+    assert text.endswith(f"mlp.experts.gate_up_proj, {2 * 4 * 2 * 64 * 96 * 2 / 1e3:.1f} kB")
+
+
+def test_an_evaluation_that_takes_the_most_is_explained():
+    evaluated = BATCH | {"eval_strategy": "epoch", "prediction_loss_only": False, "optim": "sgd"}
+    found = explain(LLAMA.replace(dataset_size=40, config={"vocab_size": 3000}), BATCH, evaluated, card="t4")
+    assert not any("evaluation" in text for text in found.warnings["A"])
+    (text,) = [text for text in found.warnings["B"] if text.startswith("evaluation takes more")]
+    assert "8 samples" in text and "a step has 2" in text and "40 samples" in text and "eval_accumulation_steps" in text
 
 
 def test_what_cannot_be_switched_alone_is_switched_with_the_next():

@@ -15,7 +15,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -29,7 +29,7 @@ from trainmem.estimate import allocator_replay, api, peak_memory
 from trainmem.estimate.allocator import rounded
 from trainmem.estimate.fresh_process import Tell, ask
 from trainmem.estimate.memory_estimate import Device, MemoryEstimate
-from trainmem.records import Category
+from trainmem.records import Category, Phase
 from trainmem.texts import arguments_of_kind, bytes_text, name_text, phase_text
 
 _ROWS = 10  # tensors that are shown one by one
@@ -189,14 +189,49 @@ def _explained(experiment: Experiment, device: Device, probe: Any, tell: Tell):
         peak = allocator_replay.replayed(log, device.settings, device.memory_bytes).peak
     else:
         peak = ends[traced.totals.argmax()]
+    sizes: Counter = Counter()  # of what the model computed, in bytes
     for event in log.events[:peak]:
         number, sign = (event, 1) if event >= 0 else (~event, -1)
         (size, label), (module, source) = log.blocks[number], blocks[number]
+        sizes[size] += sign * (label.category in (Category.ACTIVATIONS, Category.TEMPORARIES))
         what = ("weights", module, "") if label.category in WEIGHTS else (str(label.category), module, label.operation)
         live[*what, source] += sign * (rounded(size) if on_cuda else size)
     hidden = "rounding of the allocator" if on_cuda else made.memory.peak_operation
     live[str(Category.INSIDE_OPERATIONS), "", hidden, ""] += made.peak_bytes - live.total()
+    warnings += tuple(_of_peak(experiment, made, sizes))
     return made, Counter({tensor: size for tensor, size in live.items() if size}), warnings
+
+
+_LEAST = 0.05  # of the peak: smaller parts are not explained
+
+
+def _of_peak(experiment: Experiment, made: MemoryEstimate, sizes: Counter) -> Iterator[str]:
+    """Yield why the peak is where it is; `sizes`: how many activations and temporaries of which bytes live there."""
+    arguments, task, memory = experiment.arguments, experiment.task, made.memory
+    size = functools.partial(bytes_text, binary=made.device == "cuda")
+    batch = arguments.get("per_device_train_batch_size", 8)
+    if memory.peak_phase == Phase.EVALUATION:
+        eval_batch = arguments.get("per_device_eval_batch_size", 8)
+        text = f"evaluation takes more than a step: it has {eval_batch} samples at once (per_device_eval_batch_size), "
+        text += f"a step has {batch}"
+        if (kept := memory.breakdown[Category.PREDICTIONS]) > _LEAST * made.peak_bytes:
+            text += f"; it keeps the predictions of {task.dataset_size} samples for metrics, {size(kept)} at the peak: "
+            text += "set eval_accumulation_steps or batch_eval_metrics"
+        yield text
+        batch = eval_batch
+    config = task.build_config()
+    words = getattr(config.get_text_config(), "vocab_size", None)
+    if task.lengths or not words or task.family() not in ("causal", "masked", "sequence to sequence"):
+        return
+    numbers = batch * task.length(config) * words
+    logits = {each * numbers: sizes[each * numbers] for each in (2, 4) if sizes[each * numbers] > 0}
+    total = sum(each * count for each, count in logits.items())
+    if total > _LEAST * made.peak_bytes:
+        count, shape = sum(logits.values()), f"{batch} x {task.length(config)} x {words:,}"
+        yield (
+            f"the head makes a logit for each token and word of the vocabulary: {count} tensor{'s' * (count > 1)} of "
+            f"{shape} at the peak, of logits, loss and gradients, {size(total)}"
+        )
 
 
 def _witnessed(follow: Callable, experiment: Experiment, tracker: Any):
@@ -323,9 +358,19 @@ class Witness:
             tell("these linear layers are not quantized", linear)
         elif adapted:
             tell("the frozen weights are in fp32", [n for n, w in base.items() if w.dtype is torch.float32])
+        if adapted and (kind := experiment.weights.dtype) != "float32":
+            cast = [n for n, w in weights.items() if w.requires_grad and w.dtype is torch.float32 and n not in copies]
+            tell(f"peft casts these adapters to fp32 beside a base in {kind} (autocast_adapter_dtype)", cast)
         cast = [n for n, w in weights.items() if id(w) in self._cast]
         tell("prepare_model_for_kbit_training cast these weights to fp32", cast)
         tell("modules_to_save makes trainable copies of whole modules", copies)
+        if getattr(self._model.config, "tie_word_embeddings", False):
+            shape = getattr(getattr(table, "weight", None), "shape", None)
+            text = "modules_to_save breaks the tie of head and embedding: these copies are beside the matrix of both"
+            tell(text, [n for n in copies if weights[n].shape == shape])
+        wrapped = {id(each.get_param()) for each in self._modules.values() if type(each).__name__ == "ParamWrapper"}
+        text = "target_parameters adds adapters to these whole weights: each forward makes tensors of their size"
+        tell(text, [n for n, w in weights.items() if id(w) in wrapped])
         if quantization or copies:
             tell("the head is tied to the embedding, which is stored once, unquantized", tied)
         if arguments.get("gradient_checkpointing"):

@@ -207,6 +207,8 @@ def _with_totals(experiment: Experiment, trace: Trace, device: Device, probe: "P
     assumptions = _rank_assumptions(experiment.arguments, device.kind == "cuda") if experiment.processes > 1 else []
     if experiment.training and not experiment.function and _drops_layers(experiment.task.build_config().to_dict()):
         assumptions.append(_OF_LAYERDROP)
+    if evaluation.evaluates(experiment.arguments) and not evaluation.metrics(experiment.arguments):
+        assumptions.append(_OF_LOSS)
     if device.kind == "cuda":
         from trainmem.estimate import cuda
 
@@ -228,6 +230,7 @@ _OF_ROUTING = (
     "{}; if all tokens choose the same experts, at {}"
 )
 _OF_LAYERDROP = "layerdrop: no layer is left out; the training leaves out each with the configured probability"
+_OF_LOSS = "evaluation computes the loss only: add prediction_loss_only=False if the training computes metrics"
 _OF_REPLICAS = "DistributedDataParallel: one rank is traced, with the reducer's buckets, without network buffers"
 _OF_SHARDS = "FSDP2: one rank is traced, as accelerate and torch shard and gather weights, without network buffers"
 _OF_ZERO = "DeepSpeed: one rank is traced, as ZeRO shards, flattens and gathers; on a GPU with room for a flat copy"
