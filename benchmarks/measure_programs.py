@@ -114,6 +114,8 @@ def fetched(program: dict) -> tuple[str, Path]:
         words = ["git", "clone", "--quiet", "--depth", "1", *(["--branch", revision] if revision else [])]
         address = f"https://github.com/{name}"
         subprocess.run([*words, address, folder], check=True, timeout=SECONDS, capture_output=True)
+    if not (folder / ".git").exists():  # a copy, made by hand: git would describe the repository around it
+        return revision or "a copy", folder
     described = ["git", "-C", folder, "describe", "--tags", "--always"]
     done = subprocess.run(described, capture_output=True, text=True)
     return done.stdout.strip() or revision, folder
