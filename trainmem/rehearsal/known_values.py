@@ -16,23 +16,16 @@ This is a function mode and no dispatch mode: it sees what Python calls and leav
 import collections
 import contextlib
 import ctypes
-import functools
 import json
-import math
-import os
-import sys
-import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from trainmem.rehearsal import process_recorder
 from trainmem.unknown import Assumed, NeedsLibrary, NeedsValues, Unknown
 
 WHY = "a rehearsal computes no floating-point values"
@@ -68,7 +61,7 @@ _KEEP_SIGN |= {"where"}
 
 
 class Values(TorchFunctionMode):
-    """Follows which tensors hold known values; on while it is entered, in threads too (see `install`).
+    """Follows which tensors hold known values; on while it is entered, in threads too (see `replaced_functions`).
 
     Args:
         assumes: answer what depends on an unknown value, instead of raising `NeedsValues`.
@@ -87,7 +80,7 @@ class Values(TorchFunctionMode):
     def is_known(self, tensor: torch.Tensor) -> bool:
         return getattr(self._noted(tensor), "is_known", not tensor.is_cuda)
 
-    def _mark(self, known: bool, *tensors: torch.Tensor) -> None:
+    def mark(self, known: bool, *tensors: torch.Tensor) -> None:
         for tensor in tensors:
             if self.is_known(tensor) != known:
                 self._remember(tensor).is_known = known
@@ -120,12 +113,12 @@ class Values(TorchFunctionMode):
         given = _tensors(leaves)
         if any(isinstance(leaf, Unknown) for leaf in leaves) and name not in _READS:
             made = function(*args, **kwargs)
-            self._mark(False, *(_tensors(made) or given[:1]))
+            self.mark(False, *(_tensors(made) or given[:1]))
             return made
         on_device = any(tensor.is_cuda for tensor in given)
         is_random = name in _RANDOM_FILLS and len(given) == 1 and given[0].numel() >= LARGE_WEIGHT
         if is_random and not on_device and torch.cuda.is_available():  # nobody will see the values of these weights
-            self._mark(False, *given)
+            self.mark(False, *given)
             return given[0]
         if not on_device and all(map(self.is_known, given)):
             made = function(*args, **kwargs)
@@ -141,7 +134,7 @@ class Values(TorchFunctionMode):
         try:
             made = function(*args, **kwargs)
         except RuntimeError as error:
-            raise _explained(error) from error
+            raise explained(error) from error
         if name == "broadcast" and function.__module__.startswith("torch.distributed"):
             self._broadcast(given[0], **{option: kwargs.get(option) for option in ("src", "group", "group_src")})
         else:
@@ -154,7 +147,7 @@ class Values(TorchFunctionMode):
             copied = len(given) == 1 and given[0].shape == tensor.shape
             known = tensor.is_cuda and _is_small(tensor, name) and (copied or (name in _FACTORIES and not given))
             if known and _compute(function, args, kwargs, [tensor]):
-                self._mark(True, tensor)
+                self.mark(True, tensor)
 
     def _note_results(self, function, name, args, kwargs, given, made) -> None:
         """Compute what can be computed, and note what is known of the results."""
@@ -166,9 +159,9 @@ class Values(TorchFunctionMode):
         in_place = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or "out" in kwargs
         in_place = (in_place or name == "__setitem__") and name not in ("__invert__", "__index__")
         if name in _FINITE and len(fresh) == 1 and fresh[0].is_cuda and fresh[0].numel() <= LARGEST:
-            return self._fill(fresh[0], _FINITE[name])
+            return self.fill(fresh[0], _FINITE[name])
         if name in ("lt", "__lt__") and len(given) == 1 and args[1] == 0 and self._has_no_sign(given):
-            return self._fill(fresh[0], False)  # libraries test a norm for that
+            return self.fill(fresh[0], False)  # libraries test a norm for that
         takes_other = name == "where" and len(args) == 3 and self._is_all_false(args[0])
         chosen = args[2] if takes_other else (args, kwargs)
         if name in _NORMS or (name in _KEEP_SIGN and given and self._has_no_sign(chosen)):
@@ -183,15 +176,15 @@ class Values(TorchFunctionMode):
         sources = [] if name in _FACTORIES else given[1:] if whole else given
         computable = small and all(map(self.is_known, sources))
         if computable and _compute(function, args, kwargs, fresh):
-            return self._mark(True, *fresh, *given[:whole])
+            return self.mark(True, *fresh, *given[:whole])
         if not all(map(self.is_known, given)):
             fresh = [tensor for tensor in fresh if not (self.assumes and self._choose(name, args, kwargs, tensor))]
-            self._mark(False, *(tensor for tensor in fresh if not tensor.is_cuda))
+            self.mark(False, *(tensor for tensor in fresh if not tensor.is_cuda))
         several = name.startswith(("_foreach", "_fused")) or isinstance(function, torch._ops.OpOverload)
         if several:
-            self._mark(False, *(tensor for tensor in given if tensor.dtype not in EXACT))
+            self.mark(False, *(tensor for tensor in given if tensor.dtype not in EXACT))
         elif in_place:
-            self._mark(False, *_tensors((args[:1], kwargs.get("out"))))
+            self.mark(False, *_tensors((args[:1], kwargs.get("out"))))
 
     def _broadcast(self, tensor: torch.Tensor, src: int | None, group, group_src: int | None) -> None:
         """Hand small whole numbers to the group's other ranks, by its store: the stand-in for NCCL moves what every
@@ -203,10 +196,10 @@ class Values(TorchFunctionMode):
         store, key = torch.distributed.distributed_c10d._get_default_store(), f"{group.group_name}, broadcast {number}"
         if group.rank() == (torch.distributed.get_group_rank(group, src) if group_src is None else group_src):
             with _out_of_sight():
-                numbers = _memory(tensor).flatten().tolist() if self.is_known(tensor) else None
+                numbers = memory_of(tensor).flatten().tolist() if self.is_known(tensor) else None
             store.set(key, json.dumps(numbers))
         elif (numbers := json.loads(store.get(key))) is not None:
-            self._fill(tensor, torch.tensor(numbers, dtype=tensor.dtype).view(tensor.shape))
+            self.fill(tensor, torch.tensor(numbers, dtype=tensor.dtype).view(tensor.shape))
 
     def _has_no_sign(self, given: Any) -> bool:
         """Whether nothing given is below zero, tensors and numbers."""
@@ -221,11 +214,11 @@ class Values(TorchFunctionMode):
         if getattr(self._noted(tensor), "is_norm", False):
             return True
         with _out_of_sight():
-            return self.is_known(tensor) and bool((_memory(tensor) >= 0).all())
+            return self.is_known(tensor) and bool((memory_of(tensor) >= 0).all())
 
     def _is_all_false(self, mask: torch.Tensor) -> bool:
         with _out_of_sight():
-            return self.is_known(mask) and not _memory(mask).any()
+            return self.is_known(mask) and not memory_of(mask).any()
 
     def _read(self, function, name, args, kwargs, given):
         if all(map(self.is_known, given)):  # on the CPU: what shows a tensor calculates with it
@@ -254,13 +247,13 @@ class Values(TorchFunctionMode):
             return tree_map_only(float, lambda _: Assumed(self.answers), read) if name in ("item", "tolist") else read
         if not tensor.is_cuda:  # otherwise torch's own error is right
             whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
-            self._fill(whole, self._assumed(whole))
+            self.fill(whole, self._assumed(whole))
         return function(*args, **kwargs)
 
     def _assumed(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor's values on the CPU; 1 or 0 if they are unknown."""
         if self.is_known(tensor):
-            return _memory(tensor)
+            return memory_of(tensor)
         return torch.full((), tensor.dtype not in EXACT, dtype=tensor.dtype).expand(tensor.shape)
 
     def _choose(self, name: str, args: tuple, kwargs: dict, made: torch.Tensor) -> bool:
@@ -277,7 +270,7 @@ class Values(TorchFunctionMode):
             count = args[0].shape[dim] if args else made.shape[dim]
             chosen = (torch.arange(made.shape[dim]) % count).view([-1, *[1] * (made.dim() - 1 - dim % made.dim())])
         self.answers["masks of a comparison, false" if made.dtype == torch.bool else "positions chosen, the first"] += 1
-        self._fill(made, chosen)
+        self.fill(made, chosen)
         return True
 
     def _sized_by_values(self, function, args, kwargs, given):
@@ -290,10 +283,10 @@ class Values(TorchFunctionMode):
         if exact and all(map(self.is_known, exact)):  # floats, chosen by what is known
             if function.__name__ == "masked_select":
                 made = function(*args, **kwargs)  # it looks for positions, see `positions`
-                self._mark(False, made)
+                self.mark(False, made)
                 return made
             if function.__name__ == "repeat_interleave":
-                return function(*args, **kwargs, output_size=int(_memory(exact[0]).sum()))
+                return function(*args, **kwargs, output_size=int(memory_of(exact[0]).sum()))
         if not self.assumes:
             raise NeedsValues(WHY)
         self.answers["sizes that depend on values"] += 1
@@ -308,19 +301,19 @@ class Values(TorchFunctionMode):
                 raise NeedsValues(WHY)
             self.answers["sizes that depend on values"] += 1
         with _out_of_sight():
-            positions = (self._assumed(mask) if self.assumes else _memory(mask)).nonzero()
+            positions = (self._assumed(mask) if self.assumes else memory_of(mask)).nonzero()
         return self._arrive(positions.t().contiguous(), mask.device).t()
 
     def _arrive(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         there = tensor.to(device)
         if _is_small(there, "to"):
-            self._fill(there, tensor)
+            self.fill(there, tensor)
         return there
 
-    def _fill(self, tensor: torch.Tensor, value: torch.Tensor | bool) -> None:
+    def fill(self, tensor: torch.Tensor, value: torch.Tensor | bool) -> None:
         with _out_of_sight():
-            _memory(tensor).copy_(torch.as_tensor(value))
-        self._mark(True, tensor)
+            memory_of(tensor).copy_(torch.as_tensor(value))
+        self.mark(True, tensor)
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
@@ -358,7 +351,7 @@ def _is_small(tensor: torch.Tensor, made_by: str) -> bool:
     return tensor.numel() <= (LARGEST if tensor.dtype in EXACT or made_by in _OF_ONE_VALUE else LARGEST_FLOAT)
 
 
-def _memory(tensor: torch.Tensor) -> torch.Tensor:
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as a tensor of the CPU."""
     if not tensor.is_cuda:
         return tensor.detach()
@@ -370,7 +363,7 @@ def _memory(tensor: torch.Tensor) -> torch.Tensor:
     return alias.set_(raw.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
-def _on_cpu(function: Callable, args: tuple, kwargs: dict, values_of: Callable = _memory) -> Any:
+def _on_cpu(function: Callable, args: tuple, kwargs: dict, values_of: Callable = memory_of) -> Any:
     """What a function returns for the same values on the CPU, or for those that `values_of` gives for a tensor."""
 
     def moved(value: Any) -> Any:
@@ -392,7 +385,7 @@ def _compute(function: Callable, args: tuple, kwargs: dict, fresh: list[torch.Te
         made = _on_cpu(function, args, kwargs)
         with _out_of_sight():
             for tensor, value in zip(fresh, _tensors(made) if fresh else [], strict=True):
-                _memory(tensor).copy_(value)
+                memory_of(tensor).copy_(value)
     except Exception:
         return False
     return True
@@ -414,7 +407,7 @@ def _nested(shape: tuple[int, ...]) -> Any:
 _LIBRARIES = {"cudnn": "cuDNN", "cufft": "cuFFT", "cusolver": "cuSOLVER", "cusparse": "cuSPARSE", "cublas": "cuBLAS"}
 
 
-def _explained(error: RuntimeError) -> RuntimeError:
+def explained(error: RuntimeError) -> RuntimeError:
     """Return an error that names the library, if `error` is the stub's refusal to answer for it."""
     text = str(error).lower()
     is_refusal = "not answered in a rehearsal" in text or any(f"{word} error" in text for word in _LIBRARIES)
@@ -423,100 +416,3 @@ def _explained(error: RuntimeError) -> RuntimeError:
     found = next((name for word, name in _LIBRARIES.items() if word in text), "the CUDA runtime")
     first = str(error).partition(". ")[0].partition("(")[0]
     return NeedsLibrary(f"a rehearsal does not know the memory that {found} takes here ({first})")
-
-
-def install() -> None:
-    """Follow values in this process from now on, in all its threads and in autograd's.
-
-    torch calls it once it is imported, as the entry point of a backend (inside/perf_helpers_rehearsal.dist-info).
-    """
-    mode, assert_close = Values(assumes="REHEARSAL_ASSUMES" in os.environ), torch.testing.assert_close
-
-    def entered(function: Callable) -> Callable:
-        @functools.wraps(function)
-        def run(*args, **kwargs):
-            with contextlib.nullcontext() if mode in _get_current_function_mode_stack() else mode:
-                return function(*args, **kwargs)
-
-        return run
-
-    def explaining(function: Callable) -> Callable:
-        @functools.wraps(function)
-        def run(*args, **kwargs):
-            try:
-                return function(*args, **kwargs)
-            except RuntimeError as error:
-                if (explained := _explained(error)) is error:
-                    raise
-                raise explained from error
-
-        return run
-
-    def finite(name: str, answer: bool) -> Callable:
-        """One rule for tensors and numbers: an unknown number is finite."""
-        plain = getattr(math, name)
-        return functools.wraps(plain)(lambda number: answer if isinstance(number, Unknown) else plain(number))
-
-    @functools.wraps(assert_close)
-    def close(*args, **kwargs):
-        """It looks the types of numbers up in a table of its own, and would not know an unknown one."""
-        for value in tree_leaves((args, kwargs)):
-            if isinstance(value, Unknown):
-                raise NeedsValues(value.why)
-        return assert_close(*args, **kwargs)
-
-    truncated_normal = torch.nn.init._no_grad_trunc_normal_
-
-    def fill(tensor, *args, **kwargs):
-        """It draws again until all values are inside its bounds: of a large weight there are none."""
-        large = tensor.numel() >= LARGE_WEIGHT and torch.cuda.is_available()
-        return tensor.normal_() if large else truncated_normal(tensor, *args, **kwargs)
-
-    any_of = torch.Tensor.any
-
-    def any_outlier(tensor, *args, **kwargs):
-        """LLM.int8 looks for activations beyond its threshold, inside an operation, where no mode sees it: there are
-        none."""
-        found = any_of(tensor, *args, **kwargs)
-        if tensor.is_cuda and sys._getframe(1).f_globals.get("__name__") == "bitsandbytes.backends.cuda.ops":
-            _memory(found).zero_()
-        return found
-
-    is_in = torch.isin
-
-    def is_in_tokens(*args, **kwargs):
-        """Generation asks whether a token ends its sequence. An assumed one does not, so that it runs to its limit."""
-        found = is_in(*args, **kwargs)
-        if sys._getframe(1).f_globals.get("__name__") == "transformers.generation.stopping_criteria":
-            mode.answers["tokens that might end a generation, no"] += 1
-            mode._fill(found, False)
-        return found
-
-    if mode.assumes:
-        torch.isin = is_in_tokens
-    for name, answer in (("isfinite", True), ("isnan", False), ("isinf", False)):
-        setattr(math, name, finite(name, answer))
-    rebuild = torch._utils._rebuild_tensor
-
-    def rebuilt(*args):
-        """`torch.load(map_location="cuda")` copies what was saved to the device."""
-        tensor = rebuild(*args)
-        if tensor.is_cuda and tensor.dtype in EXACT and tensor.untyped_storage().nbytes() <= LARGEST:
-            mode._mark(True, tensor)
-        return tensor
-
-    torch._utils._rebuild_tensor = rebuilt
-    with warnings.catch_warnings(action="ignore"):  # that a kernel is replaced
-        mode.library = torch.library.Library("aten", "IMPL")  # as long as it lives
-        mode.library.impl("nonzero", mode.positions, "CUDA")
-    torch.Tensor.any = any_outlier
-    torch.compiler.set_stance("force_eager")  # what Triton compiles cannot be loaded: it runs as it is written
-    torch.nn.init._no_grad_trunc_normal_ = fill
-    torch.testing.assert_close = close
-    threading.Thread.run = entered(threading.Thread.run)
-    # A mode is off while it handles a call, and `Tensor.backward` is one: what is recomputed inside should see it.
-    torch.autograd.graph._engine_run_backward = entered(explaining(torch.autograd.graph._engine_run_backward))
-    torch.autograd._engine_run_backward = torch.autograd.graph._engine_run_backward
-    if folder := os.environ.get("REHEARSAL_REPORT"):  # a program of the user's, see `process_recorder`
-        process_recorder.install(mode, folder)
-    mode.__enter__()
