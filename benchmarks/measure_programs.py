@@ -4,8 +4,9 @@
     .venv/bin/python benchmarks/measure_programs.py --rows run_clm
 
 Sources and packages are fetched into build/programs: a release by pip, a repository by git. If a fetch fails, the row
-says so; a checkout in build/programs/OWNER+NAME is taken as it is. None of the programs' code is in the record. Models,
-tokenizers and data are made here: tiny ones, for which no Hub is needed.
+says so; a folder build/programs/OWNER+NAME is taken as it is (its file VERSION has the version unless it is a clone).
+None of the programs' code is in the record. Models, tokenizers and data are made here: tiny ones, for which no Hub is
+needed.
 """
 
 import argparse
@@ -114,11 +115,10 @@ def fetched(program: dict) -> tuple[str, Path]:
         words = ["git", "clone", "--quiet", "--depth", "1", *(["--branch", revision] if revision else [])]
         address = f"https://github.com/{name}"
         subprocess.run([*words, address, folder], check=True, timeout=SECONDS, capture_output=True)
-    if not (folder / ".git").exists():  # a copy, made by hand: git would describe the repository around it
-        return revision or "a copy", folder
+    if (folder / "VERSION").exists():  # not a clone
+        return (folder / "VERSION").read_text().strip(), folder
     described = ["git", "-C", folder, "describe", "--tags", "--always"]
-    done = subprocess.run(described, capture_output=True, text=True)
-    return done.stdout.strip() or revision, folder
+    return subprocess.run(described, capture_output=True, text=True, check=True).stdout.strip(), folder
 
 
 @functools.cache

@@ -62,6 +62,10 @@ Snapshot = Annotated[
         help="Memory snapshot to write, e.g. oom.pickle, for the viewer at docs.pytorch.org/memory_viz (CUDA only)."
     ),
 ]
+Assume = Annotated[
+    bool,
+    typer.Option("--assume", help="Answer questions about unknown values, e.g. comparisons with false; count them."),
+]
 Card = Annotated[
     str | None, typer.Option(help="GPU model, e.g. t4, 'RTX 4090' or a100-80gb; this machine need not have one.")
 ]

@@ -13,6 +13,7 @@ import typer
 
 from trainmem.command_options import (
     Architecture,
+    Assume,
     AudioSeconds,
     Capability,
     Card,
@@ -42,9 +43,6 @@ from trainmem.core.task import Task
 from trainmem.measure.runner import Runner
 from trainmem.tables import table
 from trainmem.texts import bytes_text, phase_text, whole_number
-
-# The options of `rehearse` that count for a command of the user's.
-_BEFORE_A_COMMAND = ("--card", "--compute-capability", "--device-memory", "--processes", "--assume", "--json")
 
 
 def measure(
@@ -245,14 +243,7 @@ def rehearse(
     processes: Processes = 1,
     inference: Inference = False,
     snapshot: Snapshot = None,
-    assume: Annotated[
-        bool,
-        typer.Option(
-            "--assume",
-            help="Answer questions about unknown values by rule, e.g. comparisons with false, so that a command of "
-            "yours runs to its end; prints how often.",
-        ),
-    ] = False,
+    assume: Assume = False,
     json_output: Json = False,
 ) -> int:
     """Run a training dry on a GPU you do not have, and print the memory that torch's own CUDA allocator takes.
@@ -270,26 +261,11 @@ def rehearse(
 
     whole_number("processes", processes, most=16)
     on = rehearsal.card(card, capability(compute_capability), device_memory, processes)
-    typed = invocation(context).words
-    if "--" in typed:
-        before, words = typed[: typed.index("--")], typed[typed.index("--") + 1 :]
-        if snapshot is not None:
-            raise ValueError(
-                "--snapshot needs --model or --function: in a command of yours call torch.cuda.memory._dump_snapshot"
-            )
-        if ignored := [word for word in before if word.startswith("--") and not word.startswith(_BEFORE_A_COMMAND)]:
-            raise ValueError(
-                f"{ignored[0]} does not apply to a command of yours: put it after --, where the command is"
-            )
+    if (words := rehearsal.own_command(invocation(context).words)) is not None:
         with _rehearsing():
             program = rehearsal.run(words, on, assumes=assume, output=2 if json_output else None)
-        if json_output:
-            answer(program.to_dict())
-        else:
-            typer.echo(repr(program), err=True)
+        answer(program.to_dict()) if json_output else typer.echo(repr(program), err=True)
         return program.exit_code
-    if assume:
-        raise ValueError("--assume needs a command of yours: put it after --, e.g. -- python train.py")
     given = training_arguments(context, context.args)
     if function is None and model is None:
         raise ValueError("nothing to rehearse: give --model, --function, or a command after --")
@@ -298,9 +274,7 @@ def rehearse(
     with _rehearsing():
         settings = {"processes": processes, "inference": inference, "snapshot": snapshot}
         run = rehearsal.rehearse(what, on=on, task=task, **settings, **given)
-    assumed = (
-        f"assumed: a CUDA context of {bytes_text(on.context_bytes, binary=True)}, no workspace for cuDNN's convolutions"
-    )
+    assumed = rehearsal.assumed(on)
     weights = f"; {run.weights}" if run.weights else ""
     lines = [f"{function or model} rehearsed on {on.name}: {run.status}{weights}"]
     if memory := run.memory:

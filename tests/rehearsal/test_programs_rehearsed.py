@@ -74,6 +74,7 @@ assert (scores > 0).sum().item() == 0 and (~(scores > 0)).sum().item() == 200, "
 assert scores[scores > 0].shape == (0,) and torch.nonzero(scores > 0).shape == (0, 2)
 assert (scores.argmax(1) == torch.zeros(4, dtype=torch.long, device="cuda")).sum().item() == 4
 assert not torch.equal(scores, scores) and not torch.allclose(scores, scores) and 3.0 not in scores
+assert torch.unique(scores).tolist() == [1.0] and torch.unique(scores.argmax(1)).tolist() == [0]
 assert len(scores.tolist()) == 4 and scores.cpu().numpy().shape == (4, 50)
 assert float(f"{float(loss):.4f}") == 1 and json.loads(json.dumps({"loss": loss.item()}, indent=2)) == {"loss": 1.0}
 assert torch.multinomial(scores.softmax(-1), 1).flatten().tolist() == [0] * 4
@@ -162,6 +163,7 @@ if __name__ == "__main__":
 """
     run, _ = program(text)
     assert run.status == "needs values" and len([each for each in run.processes if each["phases"]]) == 2
+    assert "print" in next(each["error"]["line"] for each in run.processes if each["error"])
 
 
 LIBRARIES = {

@@ -13,7 +13,7 @@ makes: it runs as it is written. Kernels of Triton that torch itself launches ar
 """
 
 from trainmem.cards import CARDS, Card, card
-from trainmem.rehearsal.program_report import ProgramRun
-from trainmem.rehearsal.rehearsal_process import Rehearsal, command, rehearse, run
+from trainmem.rehearsal.program_report import ProgramRun, assumed
+from trainmem.rehearsal.rehearsal_process import Rehearsal, command, own_command, rehearse, run
 
-__all__ = ["CARDS", "Card", "ProgramRun", "Rehearsal", "card", "command", "rehearse", "run"]
+__all__ = ["CARDS", "Card", "ProgramRun", "Rehearsal", "assumed", "card", "command", "own_command", "rehearse", "run"]

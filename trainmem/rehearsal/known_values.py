@@ -15,23 +15,17 @@ This is a function mode and no dispatch mode: it sees what Python calls and leav
 
 import collections
 import contextlib
-import functools
+import ctypes
 import json
-import math
-import os
-import sys
-import threading
-import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from trainmem.rehearsal import process_recorder
-from trainmem.rehearsal.host_memory import FACTORIES, address, compute, memory, on_cpu, out_of_sight, tensors
 from trainmem.unknown import Assumed, NeedsLibrary, NeedsValues, Unknown
 
 WHY = "a rehearsal computes no floating-point values"
@@ -41,13 +35,17 @@ LARGEST, LARGEST_FLOAT = 1 << 22, 256  # elements of a tensor that is computed: 
 LARGEST_SENT = 1 << 12  # elements of a tensor whose values other ranks receive, or whose sign is followed
 LARGE_WEIGHT = 1 << 20  # elements of a host tensor that is not filled with random numbers
 
-# Functions of torch by name: those that read values, whose size of result depends on values, that test for what is not
-# finite (and what they find), that fill with random numbers, and that overwrite what was there before.
+# Functions of torch by name: those that read values, whose result's size depends on values, that make a tensor of
+# nothing, that test for what is not finite (and what they find), that fill with random numbers, and that overwrite
+# whatever lay there before.
 _READS = {"item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__", "__index__", "__complex__"}
 _READS |= {"is_nonzero", "__contains__", "equal", "allclose", "__repr__", "__format__"}
 _COMPARES = {"__contains__", "equal", "allclose"}  # of these, those that make tensors on the way
 _SIZED_BY_VALUES = {"nonzero", "argwhere", "unique", "unique_consecutive", "unique_dim", "masked_select", "bincount"}
 _SIZED_BY_VALUES |= {"repeat_interleave", "where", "one_hot", "_unique2"}
+_FACTORIES = {"zeros", "ones", "full", "arange", "tensor", "as_tensor", "eye", "linspace", "randint", "randperm"}
+_FACTORIES |= {"zeros_like", "ones_like", "full_like", "randint_like", "scalar_tensor", "tril_indices", "triu_indices"}
+_FACTORIES |= {"new_zeros", "new_ones", "new_full", "new_tensor"}
 _OF_ONE_VALUE = {"zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}
 _IN_ORDER = {"topk": 2, "sort": 1, "argsort": 1, "multinomial": None}  # and which argument is their dimension
 _CHOICES = {torch.bool, torch.int16, torch.int32, torch.int64}  # types of masks and positions, not of packed weights
@@ -63,7 +61,7 @@ _KEEP_SIGN |= {"where"}
 
 
 class Values(TorchFunctionMode):
-    """Follows which tensors hold known values; on while it is entered, in threads too (see `install`).
+    """Follows which tensors hold known values; on while it is entered, in threads too (see `replaced_functions`).
 
     Args:
         assumes: answer what depends on an unknown value, instead of raising `NeedsValues`.
@@ -82,7 +80,7 @@ class Values(TorchFunctionMode):
     def is_known(self, tensor: torch.Tensor) -> bool:
         return getattr(self._noted(tensor), "is_known", not tensor.is_cuda)
 
-    def _mark(self, known: bool, *tensors: torch.Tensor) -> None:
+    def mark(self, known: bool, *tensors: torch.Tensor) -> None:
         for tensor in tensors:
             if self.is_known(tensor) != known:
                 self._remember(tensor).is_known = known
@@ -100,11 +98,11 @@ class Values(TorchFunctionMode):
 
     def _noted(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
         """Its storage, if something is noted of it; another one may have lain there before it was resized."""
-        storage = self._storages.get(address(tensor))
+        storage = self._storages.get(_address(tensor))
         return storage if storage is not None and storage._cdata == tensor.untyped_storage()._cdata else None
 
     def _remember(self, tensor: torch.Tensor) -> torch.UntypedStorage:
-        storage = self._storages[address(tensor)] = tensor.untyped_storage()
+        storage = self._storages[_address(tensor)] = tensor.untyped_storage()
         return storage
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
@@ -112,15 +110,15 @@ class Values(TorchFunctionMode):
         if name == "__get__":
             return function(*args, **kwargs)
         leaves = tree_leaves((args, kwargs))
-        given = tensors(leaves)
+        given = _tensors(leaves)
         if any(isinstance(leaf, Unknown) for leaf in leaves) and name not in _READS:
             made = function(*args, **kwargs)
-            self._mark(False, *(tensors(made) or given[:1]))
+            self.mark(False, *(_tensors(made) or given[:1]))
             return made
         on_device = any(tensor.is_cuda for tensor in given)
         is_random = name in _RANDOM_FILLS and len(given) == 1 and given[0].numel() >= LARGE_WEIGHT
         if is_random and not on_device and torch.cuda.is_available():  # nobody will see the values of these weights
-            self._mark(False, *given)
+            self.mark(False, *given)
             return given[0]
         if not on_device and all(map(self.is_known, given)):
             made = function(*args, **kwargs)
@@ -136,7 +134,7 @@ class Values(TorchFunctionMode):
         try:
             made = function(*args, **kwargs)
         except RuntimeError as error:
-            raise _explained(error) from error
+            raise explained(error) from error
         if name == "broadcast" and function.__module__.startswith("torch.distributed"):
             self._broadcast(given[0], **{option: kwargs.get(option) for option in ("src", "group", "group_src")})
         else:
@@ -145,25 +143,25 @@ class Values(TorchFunctionMode):
 
     def _note_arrivals(self, function, name, args, kwargs, given, made) -> None:
         """Note what is on the device now though nothing given was: it was copied there, or made there of nothing."""
-        for tensor in tensors(made):
+        for tensor in _tensors(made):
             copied = len(given) == 1 and given[0].shape == tensor.shape
-            known = tensor.is_cuda and _is_small(tensor, name) and (copied or (name in FACTORIES and not given))
-            if known and compute(function, args, kwargs, [tensor]):
-                self._mark(True, tensor)
+            known = tensor.is_cuda and _is_small(tensor, name) and (copied or (name in _FACTORIES and not given))
+            if known and _compute(function, args, kwargs, [tensor]):
+                self.mark(True, tensor)
 
     def _note_results(self, function, name, args, kwargs, given, made) -> None:
         """Compute what can be computed, and note what is known of the results."""
-        results = tensors(made)
+        results = _tensors(made)
         if not results and name != "__setitem__":
             return
-        old = {*map(address, given)}
-        fresh = [tensor for tensor in results if address(tensor) not in old]
+        old = {*map(_address, given)}
+        fresh = [tensor for tensor in results if _address(tensor) not in old]
         in_place = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or "out" in kwargs
         in_place = (in_place or name == "__setitem__") and name not in ("__invert__", "__index__")
         if name in _FINITE and len(fresh) == 1 and fresh[0].is_cuda and fresh[0].numel() <= LARGEST:
-            return self._fill(fresh[0], _FINITE[name])
+            return self.fill(fresh[0], _FINITE[name])
         if name in ("lt", "__lt__") and len(given) == 1 and args[1] == 0 and self._has_no_sign(given):
-            return self._fill(fresh[0], False)  # libraries test a norm for that
+            return self.fill(fresh[0], False)  # libraries test a norm for that
         takes_other = name == "where" and len(args) == 3 and self._is_all_false(args[0])
         chosen = args[2] if takes_other else (args, kwargs)
         if name in _NORMS or (name in _KEEP_SIGN and given and self._has_no_sign(chosen)):
@@ -175,18 +173,18 @@ class Values(TorchFunctionMode):
             return  # views
         small = all(tensor.numel() <= LARGEST for tensor in given) and all(_is_small(tensor, name) for tensor in fresh)
         whole = small and name in _OVERWRITES and len(given[0].untyped_storage()) == given[0].nbytes
-        sources = [] if name in FACTORIES else given[1:] if whole else given
+        sources = [] if name in _FACTORIES else given[1:] if whole else given
         computable = small and all(map(self.is_known, sources))
-        if computable and compute(function, args, kwargs, fresh):
-            return self._mark(True, *fresh, *given[:whole])
+        if computable and _compute(function, args, kwargs, fresh):
+            return self.mark(True, *fresh, *given[:whole])
         if not all(map(self.is_known, given)):
             fresh = [tensor for tensor in fresh if not (self.assumes and self._choose(name, args, kwargs, tensor))]
-            self._mark(False, *(tensor for tensor in fresh if not tensor.is_cuda))
+            self.mark(False, *(tensor for tensor in fresh if not tensor.is_cuda))
         several = name.startswith(("_foreach", "_fused")) or isinstance(function, torch._ops.OpOverload)
         if several:
-            self._mark(False, *(tensor for tensor in given if tensor.dtype not in EXACT))
+            self.mark(False, *(tensor for tensor in given if tensor.dtype not in EXACT))
         elif in_place:
-            self._mark(False, *tensors((args[:1], kwargs.get("out"))))
+            self.mark(False, *_tensors((args[:1], kwargs.get("out"))))
 
     def _broadcast(self, tensor: torch.Tensor, src: int | None, group, group_src: int | None) -> None:
         """Hand small whole numbers to the group's other ranks, by its store: the stand-in for NCCL moves what every
@@ -197,36 +195,36 @@ class Values(TorchFunctionMode):
         number = self._sent[group.group_name] = self._sent.get(group.group_name, 0) + 1
         store, key = torch.distributed.distributed_c10d._get_default_store(), f"{group.group_name}, broadcast {number}"
         if group.rank() == (torch.distributed.get_group_rank(group, src) if group_src is None else group_src):
-            with out_of_sight():
-                numbers = memory(tensor).flatten().tolist() if self.is_known(tensor) else None
+            with _out_of_sight():
+                numbers = memory_of(tensor).flatten().tolist() if self.is_known(tensor) else None
             store.set(key, json.dumps(numbers))
         elif (numbers := json.loads(store.get(key))) is not None:
-            self._fill(tensor, torch.tensor(numbers, dtype=tensor.dtype).view(tensor.shape))
+            self.fill(tensor, torch.tensor(numbers, dtype=tensor.dtype).view(tensor.shape))
 
     def _has_no_sign(self, given: Any) -> bool:
         """Whether nothing given is below zero, tensors and numbers."""
         numbers = [leaf for leaf in tree_leaves(given) if isinstance(leaf, int | float)]
         if any(isinstance(number, Unknown) or number < 0 for number in numbers):
             return False
-        return all(map(self._is_not_negative, tensors(given)))
+        return all(map(self._is_not_negative, _tensors(given)))
 
     def _is_not_negative(self, tensor: torch.Tensor) -> bool:
         if tensor.numel() > LARGEST_SENT or tensor.is_complex():
             return False
         if getattr(self._noted(tensor), "is_norm", False):
             return True
-        with out_of_sight():
-            return self.is_known(tensor) and bool((memory(tensor) >= 0).all())
+        with _out_of_sight():
+            return self.is_known(tensor) and bool((memory_of(tensor) >= 0).all())
 
     def _is_all_false(self, mask: torch.Tensor) -> bool:
-        with out_of_sight():
-            return self.is_known(mask) and not memory(mask).any()
+        with _out_of_sight():
+            return self.is_known(mask) and not memory_of(mask).any()
 
     def _read(self, function, name, args, kwargs, given):
         if all(map(self.is_known, given)):  # on the CPU: what shows a tensor calculates with it
             if name in _COMPARES:  # the allocator is asked as on a device, whose answer is not known
                 function(*args, **kwargs)
-            return on_cpu(function, args, kwargs)
+            return _on_cpu(function, args, kwargs)
         tensor = args[0]
         if name in ("__repr__", "__format__"):
             return f"tensor(unknown in a rehearsal, size={tuple(tensor.shape)}, dtype={tensor.dtype}, {tensor.device})"
@@ -245,17 +243,17 @@ class Values(TorchFunctionMode):
             return False
         self.answers["floating-point values read, 1" if is_float else "whole numbers and masks read, 0"] += 1
         if name not in ("numpy", "__array__"):
-            read = on_cpu(function, args, kwargs, self._assumed)
+            read = _on_cpu(function, args, kwargs, self._assumed)
             return tree_map_only(float, lambda _: Assumed(self.answers), read) if name in ("item", "tolist") else read
         if not tensor.is_cuda:  # otherwise torch's own error is right
             whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
-            self._fill(whole, self._assumed(whole))
+            self.fill(whole, self._assumed(whole))
         return function(*args, **kwargs)
 
     def _assumed(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor's values on the CPU; 1 or 0 if they are unknown."""
         if self.is_known(tensor):
-            return memory(tensor)
+            return memory_of(tensor)
         return torch.full((), tensor.dtype not in EXACT, dtype=tensor.dtype).expand(tensor.shape)
 
     def _choose(self, name: str, args: tuple, kwargs: dict, made: torch.Tensor) -> bool:
@@ -272,28 +270,28 @@ class Values(TorchFunctionMode):
             count = args[0].shape[dim] if args else made.shape[dim]
             chosen = (torch.arange(made.shape[dim]) % count).view([-1, *[1] * (made.dim() - 1 - dim % made.dim())])
         self.answers["masks of a comparison, false" if made.dtype == torch.bool else "positions chosen, the first"] += 1
-        self._fill(made, chosen)
+        self.fill(made, chosen)
         return True
 
     def _sized_by_values(self, function, args, kwargs, given):
         """The result of a function whose size depends on values: computed on the CPU, and taken to the device."""
         if all(map(self.is_known, given)):
             device = next(tensor.device for tensor in given if tensor.is_cuda)
-            made = on_cpu(function, args, kwargs)
+            made = _on_cpu(function, args, kwargs)
             return tree_map_only(torch.Tensor, lambda tensor: self._arrive(tensor, device), made)
         exact = [tensor for tensor in given if tensor.dtype in EXACT]
         if exact and all(map(self.is_known, exact)):  # floats, chosen by what is known
             if function.__name__ == "masked_select":
                 made = function(*args, **kwargs)  # it looks for positions, see `positions`
-                self._mark(False, made)
+                self.mark(False, made)
                 return made
             if function.__name__ == "repeat_interleave":
-                return function(*args, **kwargs, output_size=int(memory(exact[0]).sum()))
+                return function(*args, **kwargs, output_size=int(memory_of(exact[0]).sum()))
         if not self.assumes:
             raise NeedsValues(WHY)
         self.answers["sizes that depend on values"] += 1
         device = next((tensor.device for tensor in given if tensor.is_cuda), torch.device("cpu"))
-        made = on_cpu(function, args, kwargs, self._assumed)
+        made = _on_cpu(function, args, kwargs, self._assumed)
         return tree_map_only(torch.Tensor, lambda tensor: self._arrive(tensor, device), made)
 
     def positions(self, mask: torch.Tensor) -> torch.Tensor:
@@ -302,20 +300,38 @@ class Values(TorchFunctionMode):
             if not self.assumes:
                 raise NeedsValues(WHY)
             self.answers["sizes that depend on values"] += 1
-        with out_of_sight():
-            positions = (self._assumed(mask) if self.assumes else memory(mask)).nonzero()
+        with _out_of_sight():
+            positions = (self._assumed(mask) if self.assumes else memory_of(mask)).nonzero()
         return self._arrive(positions.t().contiguous(), mask.device).t()
 
     def _arrive(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         there = tensor.to(device)
         if _is_small(there, "to"):
-            self._fill(there, tensor)
+            self.fill(there, tensor)
         return there
 
-    def _fill(self, tensor: torch.Tensor, value: torch.Tensor | bool) -> None:
-        with out_of_sight():
-            memory(tensor).copy_(torch.as_tensor(value))
-        self._mark(True, tensor)
+    def fill(self, tensor: torch.Tensor, value: torch.Tensor | bool) -> None:
+        with _out_of_sight():
+            memory_of(tensor).copy_(torch.as_tensor(value))
+        self.mark(True, tensor)
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    """The tensors among arguments or results that have memory behind them: no fake, meta, sparse or functorch ones."""
+    return [each for each in tree_leaves(values) if isinstance(each, torch.Tensor) and _is_plain(each)]
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Where its storage begins."""
+    if is_traceable_wrapper_subclass(tensor) or not (there := tensor.data_ptr()):
+        return tensor.untyped_storage()._cdata  # it has no memory of its own
+    return there - tensor.storage_offset() * tensor.element_size()
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    if isinstance(tensor, torch._subclasses.FakeTensor) or tensor.is_meta or tensor.layout != torch.strided:
+        return False
+    return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def _is_sized_by_values(name: str, args: tuple, kwargs: dict) -> bool:
@@ -335,6 +351,53 @@ def _is_small(tensor: torch.Tensor, made_by: str) -> bool:
     return tensor.numel() <= (LARGEST if tensor.dtype in EXACT or made_by in _OF_ONE_VALUE else LARGEST_FLOAT)
 
 
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor of the CPU."""
+    if not tensor.is_cuda:
+        return tensor.detach()
+    storage = tensor.untyped_storage()
+    if not storage.nbytes():
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+    raw = torch.frombuffer((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr()), dtype=torch.uint8)
+    alias = torch.empty(0, dtype=tensor.dtype)
+    return alias.set_(raw.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def _on_cpu(function: Callable, args: tuple, kwargs: dict, values_of: Callable = memory_of) -> Any:
+    """What a function returns for the same values on the CPU, or for those that `values_of` gives for a tensor."""
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, torch.device) or (isinstance(value, str) and value.partition(":")[0] == "cuda"):
+            return torch.device("cpu")
+        return values_of(value) if isinstance(value, torch.Tensor) and _is_plain(value) else value
+
+    options = {key: value for key, value in kwargs.items() if key != "pin_memory"}
+    if "device" in options or getattr(function, "__name__", "") in _FACTORIES:
+        options["device"] = "cpu"
+    with _out_of_sight():
+        args, options = tree_map(moved, (args, options))
+        return function(*args, **options)
+
+
+def _compute(function: Callable, args: tuple, kwargs: dict, fresh: list[torch.Tensor]) -> bool:
+    """Do on the CPU what the device was asked for, in the memory of the results; False where that does not work."""
+    try:
+        made = _on_cpu(function, args, kwargs)
+        with _out_of_sight():
+            for tensor, value in zip(fresh, _tensors(made) if fresh else [], strict=True):
+                memory_of(tensor).copy_(value)
+    except Exception:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _out_of_sight() -> Iterator[None]:
+    """Where no dispatch mode sees what is computed on the CPU, nor autograd."""
+    with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
+        yield
+
+
 def _nested(shape: tuple[int, ...]) -> Any:
     """Unknown numbers in lists, as `tolist` gives them for a tensor of this shape."""
     return [_nested(shape[1:]) for _ in range(shape[0])] if shape else Unknown(WHY)
@@ -344,7 +407,7 @@ def _nested(shape: tuple[int, ...]) -> Any:
 _LIBRARIES = {"cudnn": "cuDNN", "cufft": "cuFFT", "cusolver": "cuSOLVER", "cusparse": "cuSPARSE", "cublas": "cuBLAS"}
 
 
-def _explained(error: RuntimeError) -> RuntimeError:
+def explained(error: RuntimeError) -> RuntimeError:
     """Return an error that names the library, if `error` is the stub's refusal to answer for it."""
     text = str(error).lower()
     is_refusal = "not answered in a rehearsal" in text or any(f"{word} error" in text for word in _LIBRARIES)
@@ -353,100 +416,3 @@ def _explained(error: RuntimeError) -> RuntimeError:
     found = next((name for word, name in _LIBRARIES.items() if word in text), "the CUDA runtime")
     first = str(error).partition(". ")[0].partition("(")[0]
     return NeedsLibrary(f"a rehearsal does not know the memory that {found} takes here ({first})")
-
-
-def install() -> None:
-    """Follow values in this process from now on, in all its threads and in autograd's.
-
-    torch calls it once it is imported, as the entry point of a backend (inside/perf_helpers_rehearsal.dist-info).
-    """
-    mode, assert_close = Values(assumes="REHEARSAL_ASSUMES" in os.environ), torch.testing.assert_close
-
-    def entered(function: Callable) -> Callable:
-        @functools.wraps(function)
-        def run(*args, **kwargs):
-            with contextlib.nullcontext() if mode in _get_current_function_mode_stack() else mode:
-                return function(*args, **kwargs)
-
-        return run
-
-    def explaining(function: Callable) -> Callable:
-        @functools.wraps(function)
-        def run(*args, **kwargs):
-            try:
-                return function(*args, **kwargs)
-            except RuntimeError as error:
-                if (explained := _explained(error)) is error:
-                    raise
-                raise explained from error
-
-        return run
-
-    def finite(name: str, answer: bool) -> Callable:
-        """One rule for tensors and numbers: an unknown number is finite."""
-        plain = getattr(math, name)
-        return functools.wraps(plain)(lambda number: answer if isinstance(number, Unknown) else plain(number))
-
-    @functools.wraps(assert_close)
-    def close(*args, **kwargs):
-        """It looks the types of numbers up in a table of its own, and would not know an unknown one."""
-        for value in tree_leaves((args, kwargs)):
-            if isinstance(value, Unknown):
-                raise NeedsValues(value.why)
-        return assert_close(*args, **kwargs)
-
-    truncated_normal = torch.nn.init._no_grad_trunc_normal_
-
-    def fill(tensor, *args, **kwargs):
-        """It draws again until all values are inside its bounds: of a large weight there are none."""
-        large = tensor.numel() >= LARGE_WEIGHT and torch.cuda.is_available()
-        return tensor.normal_() if large else truncated_normal(tensor, *args, **kwargs)
-
-    any_of = torch.Tensor.any
-
-    def any_outlier(tensor, *args, **kwargs):
-        """LLM.int8 looks for activations beyond its threshold, inside an operation, where no mode sees it: there are
-        none."""
-        found = any_of(tensor, *args, **kwargs)
-        if tensor.is_cuda and sys._getframe(1).f_globals.get("__name__") == "bitsandbytes.backends.cuda.ops":
-            memory(found).zero_()
-        return found
-
-    is_in = torch.isin
-
-    def is_in_tokens(*args, **kwargs):
-        """Generation asks whether a token ends its sequence. An assumed one does not, so that it runs to its limit."""
-        found = is_in(*args, **kwargs)
-        if sys._getframe(1).f_globals.get("__name__") == "transformers.generation.stopping_criteria":
-            mode.answers["tokens that might end a generation, no"] += 1
-            mode._fill(found, False)
-        return found
-
-    if mode.assumes:
-        torch.isin = is_in_tokens
-    for name, answer in (("isfinite", True), ("isnan", False), ("isinf", False)):
-        setattr(math, name, finite(name, answer))
-    rebuild = torch._utils._rebuild_tensor
-
-    def rebuilt(*args):
-        """`torch.load(map_location="cuda")` copies what was saved to the device."""
-        tensor = rebuild(*args)
-        if tensor.is_cuda and tensor.dtype in EXACT and tensor.untyped_storage().nbytes() <= LARGEST:
-            mode._mark(True, tensor)
-        return tensor
-
-    torch._utils._rebuild_tensor = rebuilt
-    with warnings.catch_warnings(action="ignore"):  # that a kernel is replaced
-        mode.library = torch.library.Library("aten", "IMPL")  # as long as it lives
-        mode.library.impl("nonzero", mode.positions, "CUDA")
-    torch.Tensor.any = any_outlier
-    torch.compiler.set_stance("force_eager")  # what Triton compiles cannot be loaded: it runs as it is written
-    torch.nn.init._no_grad_trunc_normal_ = fill
-    torch.testing.assert_close = close
-    threading.Thread.run = entered(threading.Thread.run)
-    # A mode is off while it handles a call, and `Tensor.backward` is one: what is recomputed inside should see it.
-    torch.autograd.graph._engine_run_backward = entered(explaining(torch.autograd.graph._engine_run_backward))
-    torch.autograd._engine_run_backward = torch.autograd.graph._engine_run_backward
-    if folder := os.environ.get("REHEARSAL_REPORT"):  # a program of the user's, see `process_recorder`
-        process_recorder.install(mode, folder)
-    mode.__enter__()

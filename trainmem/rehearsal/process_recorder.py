@@ -20,6 +20,7 @@ import importlib
 import importlib.util
 import json
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -144,21 +145,33 @@ class Recorder:
 
 
 def described(error: BaseException) -> dict[str, str]:
-    """Return the kind, message and line of an error, or of the first in its chain that has one of `KINDS`."""
+    """Return the kind, message and line of an error, or of the first in its chain that has one of `KINDS`.
+
+    An error that `torch.multiprocessing.spawn` raises has the traceback of another process as its text.
+    """
     chain, cause = [], error
     while cause is not None and cause not in chain:
         chain.append(cause)
         cause = cause.__cause__ or cause.__context__
     kinds = [(each, kind) for each in chain for of, kind in KINDS.items() if isinstance(each, of)]
+    kinds += [(each, kind) for each in chain for of, kind in KINDS.items() if f"{of.__name__}: " in str(each)]
     kinds += [(each, KINDS[NeedsLibrary]) for each in chain if "not answered in a rehearsal" in str(each)]
     cause, kind = kinds[0] if kinds else (error, "failed")
-    message = (str(cause).splitlines() or [""])[0][:500]
-    return {"kind": kind, "message": f"{type(cause).__name__}: {message}", "line": _line([*chain][::-1])}
+    lines = str(cause).strip().splitlines() or [""]
+    elsewhere = [
+        traceback.FrameSummary(file, int(line), name, line=code)
+        for file, line, name, code in _FRAME.findall(str(cause))
+    ]
+    frames = [frame for each in reversed(chain) for frame in reversed(traceback.extract_tb(each.__traceback__))]
+    text = lines[-1] if elsewhere else f"{type(cause).__name__}: {lines[0]}"
+    return {"kind": kind, "message": text[:500], "line": _line([*reversed(elsewhere), *frames])}
 
 
-def _line(chain: list[BaseException]) -> str:
-    """Return the program's own line, innermost first, in which an error was raised."""
-    frames = [frame for each in chain for frame in reversed(traceback.extract_tb(each.__traceback__))]
+_FRAME = re.compile(r'File "(.+)", line (\d+), in (.+)\n\s+(.+)')
+
+
+def _line(frames: list[traceback.FrameSummary]) -> str:
+    """Return the program's own line among frames, innermost first."""
     own = (frame for frame in frames if not stack_dumps.is_library(frame.filename))
     frame = next(own, None) or next((frame for frame in frames if not _is_below(frame.filename)), None)
     return f"{frame.filename}, line {frame.lineno}, in {frame.name}: {frame.line}" if frame else ""

@@ -105,8 +105,14 @@ def read(folder: str | os.PathLike, code: int, card: Card, assumes: bool) -> Pro
     return ProgramRun(status, code, card.name, tuple(processes), assumptions)
 
 
+def assumed(card: Card) -> str:
+    """Return what every rehearsal on a card assumes."""
+    context = bytes_text(card.context_bytes, binary=True)
+    return f"assumed: a CUDA context of {context}, no workspace for cuDNN's convolutions"
+
+
 def _assumptions(processes: list[dict], card: Card, assumes: bool, saved: list[str], kept: list[str]) -> list[str]:
-    found = [f"a CUDA context of {bytes_text(card.context_bytes, binary=True)}, no workspace for cuDNN's convolutions"]
+    found = [assumed(card)]
     answers = sum((Counter(each["answers"]) for each in processes), Counter())
     if assumes:
         given = "; ".join(f"{kind}: {count:,}" for kind, count in answers.most_common()) or "none was needed"
@@ -120,4 +126,4 @@ def _assumptions(processes: list[dict], card: Card, assumes: bool, saved: list[s
         found.append(f"{len(saved)} files of weights have no values and were removed, e.g. {saved[0]}")
     if kept:
         found.append(f"{len(kept)} existing files of weights were not overwritten, e.g. {kept[0]}")
-    return [f"assumed: {found[0]}", *found[1:]]
+    return found

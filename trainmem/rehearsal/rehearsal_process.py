@@ -74,6 +74,24 @@ def rehearse(
         return runner.train(str(what), task=what, measure="memory", processes=processes, **arguments)
 
 
+# The options of `perf-helpers rehearse` that count for a command of the user's.
+_FOR_A_COMMAND = ("--card", "--compute-capability", "--device-memory", "--processes", "--assume", "--json")
+
+
+def own_command(typed: list[str]) -> list[str] | None:
+    """Return the command after "--" on a command line, if any. Raises ValueError for an option that does not apply."""
+    if "--" not in typed:
+        if "--assume" in typed:
+            raise ValueError("--assume needs a command of yours: put it after --, e.g. -- python train.py")
+        return None
+    place = typed.index("--")
+    if ignored := [word for word in typed[:place] if word.startswith("--") and not word.startswith(_FOR_A_COMMAND)]:
+        inside = "in a command of yours call torch.cuda.memory._dump_snapshot"
+        remedy = inside if ignored[0].startswith("--snapshot") else "leave it out, or put it after --"
+        raise ValueError(f"{ignored[0]} needs --model or --function: {remedy}")
+    return typed[place + 1 :]
+
+
 def run(words: list[str], on: Card, *, assumes: bool = False, output: int | None = None) -> ProgramRun:
     """Run a command where it meets the card. "python" is the one that rehearses.
 

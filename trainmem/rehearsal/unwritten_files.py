@@ -6,6 +6,8 @@ only known values, such as a scheduler's state, is written as always.
 """
 
 import functools
+import importlib
+import importlib.util
 import json
 import os
 import shutil
@@ -95,10 +97,9 @@ def install(files: Files, values) -> None:
     for owner, name in ((os, "rename"), (os, "replace"), (os, "link"), (shutil, "copyfile")):
         plain_move = getattr(owner, name)
         setattr(owner, name, functools.wraps(plain_move)(functools.partial(files.move, plain_move)))
-    try:
-        import safetensors
-    except ImportError:
+    if not importlib.util.find_spec("safetensors"):
         return
+    safetensors = importlib.import_module("safetensors")
     plain = safetensors.serialize_file
 
     @functools.wraps(plain)

@@ -1,0 +1,115 @@
+"""What is replaced in a rehearsed process, so that values are followed, and what no mode sees is answered."""
+
+import contextlib
+import functools
+import math
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._pytree import tree_leaves
+
+from trainmem.rehearsal import process_recorder
+from trainmem.rehearsal.known_values import EXACT, LARGE_WEIGHT, LARGEST, Values, explained, memory_of
+from trainmem.unknown import NeedsValues, Unknown
+
+
+def install() -> None:
+    """Follow values in this process from now on, in all its threads and in autograd's.
+
+    torch calls it once it is imported, as the entry point of a backend (inside/perf_helpers_rehearsal.dist-info).
+    """
+    mode, assert_close = Values(assumes="REHEARSAL_ASSUMES" in os.environ), torch.testing.assert_close
+
+    def entered(function: Callable) -> Callable:
+        @functools.wraps(function)
+        def run(*args, **kwargs):
+            with contextlib.nullcontext() if mode in _get_current_function_mode_stack() else mode:
+                return function(*args, **kwargs)
+
+        return run
+
+    def explaining(function: Callable) -> Callable:
+        @functools.wraps(function)
+        def run(*args, **kwargs):
+            try:
+                return function(*args, **kwargs)
+            except RuntimeError as error:
+                if (clearer := explained(error)) is error:
+                    raise
+                raise clearer from error
+
+        return run
+
+    def finite(name: str, answer: bool) -> Callable:
+        """One rule for tensors and numbers: an unknown number is finite."""
+        plain = getattr(math, name)
+        return functools.wraps(plain)(lambda number: answer if isinstance(number, Unknown) else plain(number))
+
+    @functools.wraps(assert_close)
+    def close(*args, **kwargs):
+        """It looks the types of numbers up in a table of its own, and would not know an unknown one."""
+        for value in tree_leaves((args, kwargs)):
+            if isinstance(value, Unknown):
+                raise NeedsValues(value.why)
+        return assert_close(*args, **kwargs)
+
+    truncated_normal = torch.nn.init._no_grad_trunc_normal_
+
+    def fill(tensor, *args, **kwargs):
+        """It draws again until all values are inside its bounds: of a large weight there are none."""
+        large = tensor.numel() >= LARGE_WEIGHT and torch.cuda.is_available()
+        return tensor.normal_() if large else truncated_normal(tensor, *args, **kwargs)
+
+    any_of = torch.Tensor.any
+
+    def any_outlier(tensor, *args, **kwargs):
+        """LLM.int8 looks for activations beyond its threshold, inside an operation, where no mode sees it: there are
+        none."""
+        found = any_of(tensor, *args, **kwargs)
+        if tensor.is_cuda and sys._getframe(1).f_globals.get("__name__") == "bitsandbytes.backends.cuda.ops":
+            memory_of(found).zero_()
+        return found
+
+    is_in = torch.isin
+
+    def is_in_tokens(*args, **kwargs):
+        """Generation asks whether a token ends its sequence. An assumed one does not, so that it runs to its limit."""
+        found = is_in(*args, **kwargs)
+        if sys._getframe(1).f_globals.get("__name__") == "transformers.generation.stopping_criteria":
+            mode.answers["tokens that might end a generation, no"] += 1
+            mode.fill(found, False)
+        return found
+
+    if mode.assumes:
+        torch.isin = is_in_tokens
+    for name, answer in (("isfinite", True), ("isnan", False), ("isinf", False)):
+        setattr(math, name, finite(name, answer))
+    rebuild = torch._utils._rebuild_tensor
+
+    def rebuilt(*args, **kwargs):
+        """`torch.load(map_location="cuda")` copies what was saved to the device."""
+        tensor = rebuild(*args, **kwargs)
+        if tensor.is_cuda and tensor.dtype in EXACT and tensor.untyped_storage().nbytes() <= LARGEST:
+            mode.mark(True, tensor)
+        return tensor
+
+    torch._utils._rebuild_tensor = rebuilt
+    with warnings.catch_warnings(action="ignore"):  # that a kernel is replaced
+        mode.library = torch.library.Library("aten", "IMPL")  # as long as it lives
+        mode.library.impl("nonzero", mode.positions, "CUDA")
+    torch.Tensor.any = any_outlier
+    torch.compiler.set_stance("force_eager")  # what Triton compiles cannot be loaded: it runs as it is written
+    torch.nn.init._no_grad_trunc_normal_ = fill
+    torch.testing.assert_close = close
+    threading.Thread.run = entered(threading.Thread.run)
+    # A mode is off while it handles a call, and `Tensor.backward` is one: what is recomputed inside should see it.
+    torch.autograd.graph._engine_run_backward = entered(explaining(torch.autograd.graph._engine_run_backward))
+    torch.autograd._engine_run_backward = torch.autograd.graph._engine_run_backward
+    if folder := os.environ.get("REHEARSAL_REPORT"):  # a program of the user's, see `process_recorder`
+        process_recorder.install(mode, folder)
+    mode.__enter__()
