@@ -28,17 +28,16 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data._utils import fetch
 
 from trainmem.core import evaluation
 from trainmem.core.outcomes import Invalid
 from trainmem.core.training import Experiment, infer, train
-from trainmem.estimate import checkpoints
+from trainmem.estimate import beside_steps
 from trainmem.estimate.allocator_settings import WORKSPACES
 from trainmem.estimate.autocast import OF_NORM, OF_SCALER, scaler_failures
 from trainmem.estimate.one_rank import deepspeed_on_a_card, fsdp_taken_up, one_rank_of
-from trainmem.estimate.operation_cache import OperationCache, by_position, fake, grouped_product, uniform_value
+from trainmem.estimate.operation_cache import OperationCache, by_position, fake, grouped_product, spec_of, uniform_value
 from trainmem.estimate.trace_records import Label, Log, Operation, Spec, Trace, flat, highest
 from trainmem.measure import forked
 from trainmem.measure.tracker import RESIZE, Tracker, counted, local, name_of, watched
@@ -77,7 +76,7 @@ def follow(experiment: Experiment, tracker: "FakeTracker") -> Trace:
             # On one GPU; with others something is sent after the last.
             alike = tracker.places_modules and experiment.processes == 1 and not deepspeed
             stack.enter_context(_few_micro_batches(tracker, alike))
-        stack.enter_context(_few_batches(tracker))
+        stack.enter_context(beside_steps.few_batches(tracker))
         if experiment.processes > 1 or deepspeed:
             stack.enter_context(one_rank_of(experiment.processes))
         if experiment.processes > 1 and experiment.arguments.get("fsdp"):
@@ -93,7 +92,7 @@ def follow(experiment: Experiment, tracker: "FakeTracker") -> Trace:
                 cloudpickle.loads(experiment.function)(experiment.task)
             elif experiment.training:
                 steps = experiment.steps_on_a_gpu if tracker.places_modules else experiment.metered_steps
-                with evaluation.unknown_values(on_cpu=not tracker.places_modules), checkpoints.described(tracker):
+                with evaluation.unknown_values(on_cpu=not tracker.places_modules), beside_steps.checkpoints(tracker):
                     train(experiment, folder, steps, keep_losses=False)
             else:
                 infer(experiment)
@@ -304,10 +303,6 @@ def _operation(function, args, leaves: list, structure: tuple) -> Operation:
     return Operation(name_of(function), tuple(kept), structure, takes_list)
 
 
-def spec_of(tensor: torch.Tensor) -> Spec:
-    return Spec(tuple(tensor.shape), tensor.stride(), tensor.dtype)
-
-
 WEIGHT_OF_NORM = {aten.native_layer_norm.default: 2, aten.native_batch_norm.default: 1}  # index of that argument
 
 
@@ -388,44 +383,6 @@ def _few_micro_batches(tracker: FakeTracker, alike: bool) -> contextlib.Abstract
         return loss
 
     return patch.object(Trainer, "training_step", training_step)
-
-
-_MADE = " "  # in the place of an input's name
-
-
-def _few_batches(tracker: FakeTracker) -> contextlib.AbstractContextManager:
-    """Of an evaluation's batches of one shape only the first two are traced; each later one repeats the second, and the
-    Trainer then keeps its predictions as those of any other."""
-    from transformers import Trainer
-
-    plain, seen = Trainer.prediction_step, collections.defaultdict(list)
-
-    def prediction_step(trainer, model, inputs, *rest, **options):
-        given = {name: each for name, each in inputs.items() if isinstance(each, torch.Tensor)}
-        known = seen[id(model), repr(rest), *((name, spec_of(each)) for name, each in given.items())]
-        if len(known) > 1:
-            span, structure, places = known[-1]
-            if span and (made := tracker.repeated(span)) is not None:
-                leaves = [made.pop(0) if place is _MADE else place and given[place].detach() for place in places]
-                return tree_unflatten(leaves, structure)
-        begin = len(tracker.log), len(tracker.operations)
-        result = plain(trainer, model, inputs, *rest, **options)
-        end = len(tracker.log), len(tracker.operations)
-        leaves, structure = tree_flatten(result)
-        own = {id(block) for block, sign in tracker.log[begin[0] : end[0]] if sign > 0}
-        names = {(each.untyped_storage()._cdata, *spec_of(each)): name for name, each in given.items()}
-        places, left = [], []  # labels are the batch's own tensors
-        for leaf in leaves:
-            if leaf is not None and id(block := tracker.block(leaf)) in own:
-                left.append((None, spec_of(leaf), block))
-                places.append(_MADE)
-            else:
-                places.append(leaf if leaf is None else names.get((leaf.untyped_storage()._cdata, *spec_of(leaf)), ""))
-        span = None if "" in places else (begin, end, left)
-        known.append((span, structure, places))
-        return result
-
-    return patch.object(Trainer, "prediction_step", prediction_step)
 
 
 # ---- the trace

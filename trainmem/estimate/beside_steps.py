@@ -1,5 +1,6 @@
-"""Checkpoints of fake tensors: they are described in memory, and their files are empty."""
+"""Trace on fake tensors what the Trainer does beside the steps: an evaluation's batches, checkpoints."""
 
+import collections
 import contextlib
 import json
 import os
@@ -9,24 +10,62 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-import safetensors.torch
 import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from trainmem.estimate.operation_cache import fake
+from trainmem.estimate.operation_cache import fake, spec_of
 from trainmem.estimate.trace_records import Spec
 
 if TYPE_CHECKING:
     from trainmem.estimate.trace import FakeTracker
 
 
+_MADE = " "  # in the place of an input's name
+
+
+def few_batches(tracker: "FakeTracker") -> contextlib.AbstractContextManager:
+    """Of an evaluation's batches of one shape only the first two are traced; each later one repeats the second, and the
+    Trainer then keeps its predictions as those of any other."""
+    from transformers import Trainer
+
+    plain, seen = Trainer.prediction_step, collections.defaultdict(list)
+
+    def prediction_step(trainer, model, inputs, *rest, **options):
+        given = {name: each for name, each in inputs.items() if isinstance(each, torch.Tensor)}
+        known = seen[id(model), repr(rest), *((name, spec_of(each)) for name, each in given.items())]
+        if len(known) > 1:
+            span, structure, places = known[-1]
+            if span and (made := tracker.repeated(span)) is not None:
+                leaves = [made.pop(0) if place is _MADE else place and given[place].detach() for place in places]
+                return tree_unflatten(leaves, structure)
+        begin = len(tracker.log), len(tracker.operations)
+        result = plain(trainer, model, inputs, *rest, **options)
+        end = len(tracker.log), len(tracker.operations)
+        leaves, structure = tree_flatten(result)
+        own = {id(block) for block, sign in tracker.log[begin[0] : end[0]] if sign > 0}
+        names = {(each.untyped_storage()._cdata, *spec_of(each)): name for name, each in given.items()}
+        places, left = [], []  # labels are the batch's own tensors
+        for leaf in leaves:
+            if leaf is not None and id(block := tracker.block(leaf)) in own:
+                left.append((None, spec_of(leaf), block))
+                places.append(_MADE)
+            else:
+                places.append(leaf if leaf is None else names.get((leaf.untyped_storage()._cdata, *spec_of(leaf)), ""))
+        span = None if "" in places else (begin, end, left)
+        known.append((span, structure, places))
+        return result
+
+    return patch.object(Trainer, "prediction_step", prediction_step)
+
+
 @contextlib.contextmanager
-def described(tracker: "FakeTracker") -> Iterator[None]:
+def checkpoints(tracker: "FakeTracker") -> Iterator[None]:
     """Let libraries save and load fake tensors. What is loaded is on a CPU, where it counts if the training is there;
     peft loads adapters on the GPU that the training uses."""
     files: dict[str, dict[str, Spec]] = {}
 
     def save(tensors: dict[str, torch.Tensor], file: str | os.PathLike, metadata: Any = None) -> None:
-        files[str(file)] = {name: Spec(tuple(t.shape), t.stride(), t.dtype) for name, t in tensors.items()}
+        files[str(file)] = {name: spec_of(t) for name, t in tensors.items()}
         Path(file).write_bytes(_header(tensors, metadata))
 
     def load(file: str | os.PathLike, **_: Any) -> dict[str, torch.Tensor]:
@@ -67,7 +106,7 @@ def described(tracker: "FakeTracker") -> Iterator[None]:
 
 def _header(tensors: dict[str, torch.Tensor], metadata: Any) -> bytes:
     """Return what a file of safetensors begins with: its length, names and shapes, to a multiple of 8 bytes."""
-    kinds = {kind: name for name, kind in safetensors.torch._TYPES.items()}
+    kinds = {kind: name for name, kind in sys.modules["safetensors.torch"]._TYPES.items()}
     about, offset = {"__metadata__": metadata} if metadata else {}, 0
     for name, tensor in sorted(tensors.items(), key=lambda each: (-each[1].itemsize, each[0])):
         begin, offset = offset, offset + tensor.nbytes
