@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from trainmem.estimate.operation_cache import fake, spec_of
 from trainmem.estimate.trace_records import Spec
+from trainmem.records import Category, stretches
 
 if TYPE_CHECKING:
     from trainmem.estimate.trace import FakeTracker
@@ -73,7 +75,7 @@ def checkpoints(tracker: "FakeTracker") -> Iterator[None]:
         if not tracker.places_modules:  # all tensors are in the memory of the file
             size = os.path.getsize(file) + sum(spec.bytes for spec in files[str(file)].values())
             memory = fake(Spec((size,), (1,), torch.uint8), tracker.fake)
-            tracker.made_outside(memory, "safetensors")
+            tracker.track_unlisted(memory, "safetensors")
             for tensor in made.values():
                 tensor.memory = memory
         return made
@@ -81,7 +83,7 @@ def checkpoints(tracker: "FakeTracker") -> Iterator[None]:
     def load_adapters(file: str | os.PathLike, **_: Any) -> dict[str, torch.Tensor]:
         made = load(file)
         for tensor in made.values() if tracker.places_modules else ():
-            tracker.made_outside(tensor, "safetensors")
+            tracker.send(tensor, Category.TEMPORARIES)
         return made
 
     def identity(tensor: torch.Tensor) -> tuple:
@@ -113,3 +115,20 @@ def _header(tensors: dict[str, torch.Tensor], metadata: Any) -> bytes:
         about[name] = {"dtype": kinds[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [begin, offset]}
     text = json.dumps(about, separators=(",", ":")).encode()
     return bytes(8 + -(-len(text) // 8) * 8)
+
+
+def peaks(marks: list[tuple[str, int, int]], totals: np.ndarray, begins: np.ndarray, first: int) -> tuple:
+    """Return `Trace.apart`.
+
+    Args:
+        marks: of the tracker.
+        totals: bytes before the first entry of its log and after each.
+        begins: entries before each operation, and all of them, from the operation with the number `first` on.
+    """
+    found = []
+    for phase, *borders in stretches(label for label, *_ in marks):
+        (_, start, begin), (_, stop, end) = (marks[border] for border in borders)
+        top = start + int(totals[start : stop + 1].argmax())
+        operation = max(int(np.searchsorted(begins, top)) - 1, 0)
+        found.append((phase, int(totals[start]), int(totals[top]), operation, (begin - first, end - first)))
+    return tuple(found)

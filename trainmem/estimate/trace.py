@@ -42,7 +42,7 @@ from trainmem.estimate.trace_records import Label, Log, Operation, Spec, Trace, 
 from trainmem.measure import forked
 from trainmem.measure.tracker import RESIZE, Tracker, counted, local, name_of, watched
 from trainmem.measure.watcher import Block
-from trainmem.records import CATEGORIES, TENSOR_CATEGORIES, Category, Phase, is_end, stretches
+from trainmem.records import CATEGORIES, TENSOR_CATEGORIES, Category, Phase, is_end
 
 aten = torch.ops.aten
 
@@ -158,10 +158,6 @@ class FakeTracker(Tracker):
             if value is not None:
                 result.uniform, self._any_uniform = value, True
         return result
-
-    def made_outside(self, tensor: torch.Tensor, maker: str) -> None:
-        """Count a tensor that no operation made."""
-        self._add_block(self._storage(tensor), self._category_at_allocation(None, ()), maker)
 
     def resized(self, storage):
         self.begun.append((len(self.log), Operation(RESIZE, (storage.nbytes(),), (1, (), (-1,)), False)))
@@ -402,12 +398,7 @@ def _traced(tracker: FakeTracker, parameters: int, trainable: int) -> Trace:
     ends = np.array([length for length, *_ in tracker.operations[first:]])
     born = births[ends] - births[begins[:-1]]
     ends_of_steps = [operations for label, _, operations in tracker.marks if label == "step"]
-    apart = []
-    for phase, *borders in stretches(label for label, *_ in tracker.marks):
-        (_, start, begin), (_, stop, end) = (tracker.marks[border] for border in borders)
-        top = start + int(total[start : stop + 1].argmax())
-        operation = max(int(np.searchsorted(begins, top)) - 1, 0)
-        apart.append((phase, int(total[start]), int(total[top]), operation, (begin - first, end - first)))
+    apart = beside_steps.peaks(tracker.marks, total, begins, first)
     last = next((begin for *_, (begin, _) in apart if ends_of_steps and begin >= ends_of_steps[-1] - first), len(ends))
     return Trace(
         operations=[*_shared(zip((operation for _, operation in tracker.begun[first:]), born.tolist(), strict=True))],
@@ -420,7 +411,7 @@ def _traced(tracker: FakeTracker, parameters: int, trainable: int) -> Trace:
         trainable=trainable,
         last_step=(max(ends_of_steps[-2] - first, 0) if len(ends_of_steps) > 1 else 0, last),
         begins=begins,
-        apart=tuple(apart),
+        apart=apart,
         log=recorded(tracker) if tracker.places_modules else None,
     )
 
