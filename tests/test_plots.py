@@ -109,7 +109,7 @@ def test_a_timeline_says_where_it_is_and_what_is_live():
     steps = plots.Timeline(SERIES)
     assert (len(steps), steps.peak, steps.highest_bytes) == (3, 1, 3 * 10**6 * len(CATEGORIES))
     assert steps.phase_ranges() == [("forward", 0, 1), ("backward", 1, 2), ("step", 2, 3)]
-    assert steps.text(0).startswith("11.0 MB in forward, mm of layer.1: weights 1.0 MB, frozen weights 1.0 MB")
+    assert steps.text(0).startswith("12.0 MB in forward, mm of layer.1: weights 1.0 MB, frozen weights 1.0 MB")
     assert [steps.where_text(i) for i in (1, 2)] == ["backward", "step, add"]
     assert steps.where(0) == {"phase": "forward", "operation": "mm", "module": "layer.1"}
     assert steps.shown(10**10) == [] and steps.shown() == list(CATEGORIES)

@@ -88,6 +88,10 @@ def _made(result: Any, tensors: list[torch.Tensor]) -> Spec | View | None:
     return spec if fills else None
 
 
+def spec_of(tensor: torch.Tensor) -> Spec:
+    return Spec(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
 def fake(made: Spec | View, mode: FakeTensorMode, base: torch.Tensor | None = None) -> FakeTensor:
     """A fake tensor as it was described; a view lies on `base`."""
     if type(made) is View:

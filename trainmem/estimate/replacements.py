@@ -16,9 +16,8 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from trainmem.estimate.trace_records import spec_of
+from trainmem.estimate.operation_cache import spec_of
 from trainmem.records import Phase
 
 if TYPE_CHECKING:
@@ -117,41 +116,3 @@ def few_micro_batches(tracker: "FakeTracker", alike: bool) -> contextlib.Abstrac
         return loss
 
     return patch.object(Trainer, "training_step", training_step)
-
-
-_MADE = " "  # in the place of an input's name
-
-
-def few_batches(tracker: "FakeTracker") -> contextlib.AbstractContextManager:
-    """Of an evaluation's batches of one shape only the first two are traced; each later one repeats the second, and the
-    Trainer then keeps its predictions as those of any other."""
-    from transformers import Trainer
-
-    plain, seen = Trainer.prediction_step, collections.defaultdict(list)
-
-    def prediction_step(trainer, model, inputs, *rest, **options):
-        given = {name: each for name, each in inputs.items() if isinstance(each, torch.Tensor)}
-        known = seen[id(model), repr(rest), *((name, spec_of(each)) for name, each in given.items())]
-        if len(known) > 1:
-            span, structure, places = known[-1]
-            if span and (made := tracker.repeated(span)) is not None:
-                leaves = [made.pop(0) if place is _MADE else place and given[place].detach() for place in places]
-                return tree_unflatten(leaves, structure)
-        begin = len(tracker.log), len(tracker.operations)
-        result = plain(trainer, model, inputs, *rest, **options)
-        end = len(tracker.log), len(tracker.operations)
-        leaves, structure = tree_flatten(result)
-        own = {id(block) for block, sign in tracker.log[begin[0] : end[0]] if sign > 0}
-        names = {(each.untyped_storage()._cdata, *spec_of(each)): name for name, each in given.items()}
-        places, left = [], []  # labels are the batch's own tensors
-        for leaf in leaves:
-            if leaf is not None and id(block := tracker.block(leaf)) in own:
-                left.append((None, spec_of(leaf), block))
-                places.append(_MADE)
-            else:
-                places.append(leaf if leaf is None else names.get((leaf.untyped_storage()._cdata, *spec_of(leaf)), ""))
-        span = None if "" in places else (begin, end, left)
-        known.append((span, structure, places))
-        return result
-
-    return patch.object(Trainer, "prediction_step", prediction_step)

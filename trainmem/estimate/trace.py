@@ -31,17 +31,17 @@ from trainmem.core import evaluation
 from trainmem.core.families import LISTED
 from trainmem.core.outcomes import Invalid
 from trainmem.core.training import Experiment, infer, train
-from trainmem.estimate import checkpoints
+from trainmem.estimate import beside_steps
 from trainmem.estimate.allocator_settings import WORKSPACES
 from trainmem.estimate.autocast import OF_NORM, OF_SCALER, scaler_failures
 from trainmem.estimate.one_rank import deepspeed_on_a_card, fsdp_taken_up, one_rank_of
 from trainmem.estimate.operation_cache import OperationCache, by_position, fake, grouped_product, uniform_value
-from trainmem.estimate.replacements import fake_parameters, few_batches, few_micro_batches, matched, to_of
+from trainmem.estimate.replacements import fake_parameters, few_micro_batches, matched, to_of
 from trainmem.estimate.trace_records import Label, Log, Operation, Spec, Trace, flat, highest
 from trainmem.measure import forked
 from trainmem.measure.tracker import RESIZE, Tracker, counted, local, name_of, watched
 from trainmem.measure.watcher import Block
-from trainmem.records import CATEGORIES, TENSOR_CATEGORIES, Category, Phase, is_end, stretches
+from trainmem.records import CATEGORIES, TENSOR_CATEGORIES, Category, Phase, is_end
 
 aten = torch.ops.aten
 
@@ -78,7 +78,7 @@ def follow(experiment: Experiment, tracker: "FakeTracker") -> Trace:
             # On one GPU; with others something is sent after the last.
             alike = tracker.places_modules and experiment.processes == 1 and not deepspeed
             stack.enter_context(few_micro_batches(tracker, alike))
-        stack.enter_context(few_batches(tracker))
+        stack.enter_context(beside_steps.few_batches(tracker))
         if experiment.processes > 1 or deepspeed:
             stack.enter_context(one_rank_of(experiment.processes))
         if experiment.processes > 1 and experiment.arguments.get("fsdp"):
@@ -96,7 +96,7 @@ def follow(experiment: Experiment, tracker: "FakeTracker") -> Trace:
                 cloudpickle.loads(experiment.function)(experiment.task)
             elif experiment.training:
                 steps = experiment.steps_on_a_gpu if tracker.places_modules else experiment.metered_steps
-                with evaluation.unknown_values(on_cpu=not tracker.places_modules), checkpoints.described(tracker):
+                with evaluation.unknown_values(on_cpu=not tracker.places_modules), beside_steps.checkpoints(tracker):
                     train(experiment, folder, steps, keep_losses=False)
             else:
                 infer(experiment)
@@ -170,10 +170,6 @@ class FakeTracker(Tracker):
             if value is not None:
                 result.uniform, self._any_uniform = value, True
         return result
-
-    def made_outside(self, tensor: torch.Tensor, maker: str) -> None:
-        """Count a tensor that no operation made."""
-        self._add_block(self._storage(tensor), self._category_at_allocation(None, ()), maker)
 
     def resized(self, storage):
         self.begun.append((len(self.log), Operation(RESIZE, (storage.nbytes(),), (1, (), (-1,)), False)))
@@ -371,12 +367,7 @@ def _traced(tracker: FakeTracker, parameters: int, trainable: int) -> Trace:
     ends = np.array([length for length, *_ in tracker.operations[first:]])
     born = births[ends] - births[begins[:-1]]
     ends_of_steps = [operations for label, _, operations in tracker.marks if label == "step"]
-    apart = []
-    for phase, *borders in stretches(label for label, *_ in tracker.marks):
-        (_, start, begin), (_, stop, end) = (tracker.marks[border] for border in borders)
-        top = start + int(total[start : stop + 1].argmax())
-        operation = max(int(np.searchsorted(begins, top)) - 1, 0)
-        apart.append((phase, int(total[start]), int(total[top]), operation, (begin - first, end - first)))
+    apart = beside_steps.peaks(tracker.marks, total, begins, first)
     last = next((begin for *_, (begin, _) in apart if ends_of_steps and begin >= ends_of_steps[-1] - first), len(ends))
     return Trace(
         operations=[*_shared(zip((operation for _, operation in tracker.begun[first:]), born.tolist(), strict=True))],
@@ -389,7 +380,7 @@ def _traced(tracker: FakeTracker, parameters: int, trainable: int) -> Trace:
         trainable=trainable,
         last_step=(max(ends_of_steps[-2] - first, 0) if len(ends_of_steps) > 1 else 0, last),
         begins=begins,
-        apart=tuple(apart),
+        apart=apart,
         log=recorded(tracker) if tracker.places_modules else None,
     )
 

@@ -82,11 +82,6 @@ class Operation:
         return [length for shape in shapes for length in shape if type(length) is int]
 
 
-def spec_of(tensor: "torch.Tensor") -> Spec:
-    """Return shape, strides and type of a tensor."""
-    return Spec(tuple(tensor.shape), tensor.stride(), tensor.dtype)
-
-
 def flat(args: Sequence, kwargs: dict[str, Any]) -> tuple[list, Structure]:
     """Arguments of an operator one by one, and how `nested` puts them together. An operator's lists hold no lists."""
     leaves, lengths = [], []

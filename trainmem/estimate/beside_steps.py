@@ -1,0 +1,134 @@
+"""Trace on fake tensors what the Trainer does beside the steps: an evaluation's batches, checkpoints."""
+
+import collections
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from trainmem.estimate.operation_cache import fake, spec_of
+from trainmem.estimate.trace_records import Spec
+from trainmem.records import Category, stretches
+
+if TYPE_CHECKING:
+    from trainmem.estimate.trace import FakeTracker
+
+
+_MADE = " "  # in the place of an input's name
+
+
+def few_batches(tracker: "FakeTracker") -> contextlib.AbstractContextManager:
+    """Of an evaluation's batches of one shape only the first two are traced; each later one repeats the second, and the
+    Trainer then keeps its predictions as those of any other."""
+    from transformers import Trainer
+
+    plain, seen = Trainer.prediction_step, collections.defaultdict(list)
+
+    def prediction_step(trainer, model, inputs, *rest, **options):
+        given = {name: each for name, each in inputs.items() if isinstance(each, torch.Tensor)}
+        known = seen[id(model), repr(rest), *((name, spec_of(each)) for name, each in given.items())]
+        if len(known) > 1:
+            span, structure, places = known[-1]
+            if span and (made := tracker.repeated(span)) is not None:
+                leaves = [made.pop(0) if place is _MADE else place and given[place].detach() for place in places]
+                return tree_unflatten(leaves, structure)
+        begin = len(tracker.log), len(tracker.operations)
+        result = plain(trainer, model, inputs, *rest, **options)
+        end = len(tracker.log), len(tracker.operations)
+        leaves, structure = tree_flatten(result)
+        own = {id(block) for block, sign in tracker.log[begin[0] : end[0]] if sign > 0}
+        names = {(each.untyped_storage()._cdata, *spec_of(each)): name for name, each in given.items()}
+        places, left = [], []  # labels are the batch's own tensors
+        for leaf in leaves:
+            if leaf is not None and id(block := tracker.block(leaf)) in own:
+                left.append((None, spec_of(leaf), block))
+                places.append(_MADE)
+            else:
+                places.append(leaf if leaf is None else names.get((leaf.untyped_storage()._cdata, *spec_of(leaf)), ""))
+        span = None if "" in places else (begin, end, left)
+        known.append((span, structure, places))
+        return result
+
+    return patch.object(Trainer, "prediction_step", prediction_step)
+
+
+@contextlib.contextmanager
+def checkpoints(tracker: "FakeTracker") -> Iterator[None]:
+    """Let libraries save and load fake tensors. What is loaded is on a CPU, where it counts if the training is there;
+    peft loads adapters on the GPU that the training uses."""
+    files: dict[str, dict[str, Spec]] = {}
+
+    def save(tensors: dict[str, torch.Tensor], file: str | os.PathLike, metadata: Any = None) -> None:
+        files[str(file)] = {name: spec_of(t) for name, t in tensors.items()}
+        Path(file).write_bytes(_header(tensors, metadata))
+
+    def load(file: str | os.PathLike, **_: Any) -> dict[str, torch.Tensor]:
+        made = {name: fake(spec, tracker.fake) for name, spec in files[str(file)].items()}
+        if not tracker.places_modules:  # all tensors are in the memory of the file
+            size = os.path.getsize(file) + sum(spec.bytes for spec in files[str(file)].values())
+            memory = fake(Spec((size,), (1,), torch.uint8), tracker.fake)
+            tracker.track_unlisted(memory, "safetensors")
+            for tensor in made.values():
+                tensor.memory = memory
+        return made
+
+    def load_adapters(file: str | os.PathLike, **_: Any) -> dict[str, torch.Tensor]:
+        made = load(file)
+        for tensor in made.values() if tracker.places_modules else ():
+            tracker.send(tensor, Category.TEMPORARIES)
+        return made
+
+    def identity(tensor: torch.Tensor) -> tuple:
+        return tensor.device, tensor.untyped_storage()._cdata, tensor.untyped_storage().nbytes()
+
+    def pickle(_: Any, file: str | os.PathLike, *args: Any, **__: Any) -> None:
+        Path(file).touch()
+
+    replaced = [
+        ("transformers.modeling_utils", {"safe_save_file": save, "id_tensor_storage": identity}),
+        ("safetensors.torch", {"load_file": load}),
+        ("torch", {"save": pickle}),
+        ("peft.peft_model", {"safe_save_file": save, "id_tensor_storage": identity}),
+        ("peft.utils.save_and_load", {"safe_load_file": load_adapters}),
+    ]
+    with contextlib.ExitStack() as stack:
+        for module, functions in replaced:
+            for name, function in functions.items() if module in sys.modules else ():
+                stack.enter_context(patch.object(sys.modules[module], name, function))
+        yield
+
+
+def _header(tensors: dict[str, torch.Tensor], metadata: Any) -> bytes:
+    """Return what a file of safetensors begins with: its length, names and shapes, to a multiple of 8 bytes."""
+    kinds = {kind: name for name, kind in sys.modules["safetensors.torch"]._TYPES.items()}
+    about, offset = {"__metadata__": metadata} if metadata else {}, 0
+    for name, tensor in sorted(tensors.items(), key=lambda each: (-each[1].itemsize, each[0])):
+        begin, offset = offset, offset + tensor.nbytes
+        about[name] = {"dtype": kinds[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [begin, offset]}
+    text = json.dumps(about, separators=(",", ":")).encode()
+    return bytes(8 + -(-len(text) // 8) * 8)
+
+
+def peaks(marks: list[tuple[str, int, int]], totals: np.ndarray, begins: np.ndarray, first: int) -> tuple:
+    """Return `Trace.apart`.
+
+    Args:
+        marks: of the tracker.
+        totals: bytes before the first entry of its log and after each.
+        begins: entries before each operation, and all of them, from the operation with the number `first` on.
+    """
+    found = []
+    for phase, *borders in stretches(label for label, *_ in marks):
+        (_, start, begin), (_, stop, end) = (marks[border] for border in borders)
+        top = start + int(totals[start : stop + 1].argmax())
+        operation = max(int(np.searchsorted(begins, top)) - 1, 0)
+        found.append((phase, int(totals[start]), int(totals[top]), operation, (begin - first, end - first)))
+    return tuple(found)
