@@ -26,6 +26,7 @@ help:
 	@echo "make nightly   run all other tests: lessons at their real sizes, browser, web pages, instruction sets, rehearsals"
 	@echo "make test-all  run make test, then make nightly"
 	@echo "make levels    run the tests that depend on CPU instructions with older instruction sets"
+	@echo "make architectures check the CPU estimate on 60 classes of transformers, shrunk; others each day"
 	@echo "make strangers check the CUDA estimate on randomly generated configurations for an hour"
 	@echo "make rehearse  dry-run every lesson for several GPUs, with torch's CUDA build on a stub CUDA runtime"
 	@echo "make record    run make course, and keep the run in results/ as this machine's reference"
@@ -113,6 +114,10 @@ ifeq ($(LESSONS),all)
 	$(CUDA_VENV)/bin/python benchmarks/measure_allocator.py --out build/allocator.json
 endif
 
+# The next COUNT classes of transformers' registries, another set each day: the estimate against the count, kept in results/.
+architectures: $(STAMP)
+	$(VENV)/bin/python benchmarks/measure_architectures.py --count $(or $(COUNT),60)
+
 # An hour of configurations that nobody chose, another set each day: the estimate against torch's allocator. A miss fails it.
 strangers: $(STAMP)
 	$(MAKE) $(CUDA) $(CUDA_VENV)/.stamp
@@ -166,5 +171,5 @@ $(STAMP): pyproject.toml constraints.txt $(FRESH)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt $(TORCH) -e ".[course,dev]"
 	@echo "$(CURDIR)" > $(STAMP)
 
-.PHONY: setup extras build/deepspeed build/optuna build/peft help course record site lab lessons check test nightly test-all levels rehearsed rehearse strangers matrix wheel gpu fresh
+.PHONY: setup extras build/deepspeed build/optuna build/peft help course record site lab lessons check test nightly test-all levels rehearsed rehearse architectures strangers matrix wheel gpu fresh
 fresh: ;
