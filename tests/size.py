@@ -17,8 +17,8 @@ LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, toke
 # (part, patterns of its files, lines at most, files at most)
 BUDGETS = (
     ("trainmem", ["trainmem/**/*.py"], 10_400, 72),
-    ("  core", ["trainmem/core/*.py"], 1_860, 13),
-    ("  measure", ["trainmem/measure/*.py"], 2_015, 14),
+    ("  core", ["trainmem/core/*.py"], 1_875, 13),
+    ("  measure", ["trainmem/measure/*.py"], 2_017, 14),
     ("  estimate", ["trainmem/estimate/*.py"], 3_738, 25),
     ("  rehearsal", ["trainmem/rehearsal/**/*.py"], 603, 5),
     ("  advise", ["trainmem/advise/*.py"], 1_087, 7),
@@ -29,7 +29,7 @@ BUDGETS = (
     ("  compare", ["perf_helpers/compare/*.py"], 456, 4),
     ("  sweep", ["perf_helpers/sweep/*.py"], 515, 3),
     ("  widgets", ["perf_helpers/widgets/*.py"], 1_002, 11),
-    ("benchmarks", ["benchmarks/*.py"], 5_350, 41),
+    ("benchmarks", ["benchmarks/*.py"], 5_358, 41),
     ("website", [f"website/{kind}" for kind in ("*.py", "*.md", "*/*.j2", "_static/*.js", "_static/*.css")], 3_122, 24),
     ("README.md", ["README.md"], 182, 1),
     ("CONTRIBUTING.md", ["CONTRIBUTING.md"], 455, 1),
