@@ -98,6 +98,20 @@ def test_a_classifier_of_two_stacks_has_one_end_token_in_each_example():
     assert [int(np.argmax(row == 1)) for row in ids] == [2, 8, 4]
 
 
+def test_fields_of_a_part_are_changed_one_by_one():
+    task = Task("gemma-3-4b", config={"text_config": {"num_hidden_layers": 3}})
+    text = task.replace(config={"text_config": {"head_dim": 64}}).build_config().text_config
+    assert (text.num_hidden_layers, text.head_dim, text.hidden_size) == (3, 64, 2560)
+    assert task.with_text(vocab_size=300_000).build_config().text_config.vocab_size == 300_000
+    assert task.with_padded_vocabulary(1000).build_config().text_config.vocab_size == 263_000
+
+
+def test_a_layer_that_is_counted_from_the_last_is_accepted(tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text('{"model_type": "llava", "vision_feature_layer": -2}')
+    assert Task(str(file)).build_config().vision_feature_layer == -2
+
+
 def test_an_objective_that_there_is_not_is_refused():
     with pytest.raises(ValueError, match="contrastive, preference"):
         Task("bert-tiny", objective="triplet")

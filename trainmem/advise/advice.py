@@ -23,6 +23,7 @@ from trainmem.cards import card as card_like
 from trainmem.core import hardware, progress
 from trainmem.core.arguments import Arguments
 from trainmem.core.configurations import Weights
+from trainmem.core.families import text_of
 from trainmem.core.task import PRESETS, Task
 from trainmem.estimate import depth, estimate
 from trainmem.measure.processes import within
@@ -422,7 +423,7 @@ def _padding(search: RecipeSearch, best: Candidate, multiple: int) -> list[str]:
         line = (
             f"The vocabulary is not a multiple of {multiple}: resize_token_embeddings(pad_to_multiple_of={multiple}) "
         )
-        line += f"makes it {padded.config['vocab_size']}"
+        line += f"makes it {text_of(padded.build_config()).vocab_size}"
         with contextlib.suppress(ValueError):  # no time is left
             there = search.estimate(padded, search.choices.arguments(best)).peak_bytes
             line += f", and the peak changes by {(there - search.estimates[best].peak_bytes) / 1e6:+.3g} MB"

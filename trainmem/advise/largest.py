@@ -53,7 +53,7 @@ def _of_the_next(search: RecipeSearch, candidate: Candidate, task: Task) -> str:
     note = f" {task.model} needs about {bytes_text(needed, search.on_gpu)}"
     if not fewer:
         return f"{note}."
-    (size,) = parameters([task.replace(config={"num_hidden_layers": fewer})])
+    (size,) = parameters([task.with_text(num_hidden_layers=fewer)])
     return f"{note}; with {fewer} of its {layers} layers ({size / 1e9:.1f} billion parameters) it would just fit."
 
 

@@ -52,6 +52,16 @@ def _check_sizes(where: str, fields: Mapping[str, Any]) -> None:
             raise ValueError(f"{where}: {name}={shown(value)}: give a whole number from {least} to {most:,}")
 
 
+def merged(fields: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields of a configuration with others in their place; its parts, e.g. text_config, are merged alike."""
+    names = [name for name, value in own.items() if _are_parts(name, fields.get(name), value)]
+    return {**fields, **own, **{name: merged(fields[name], own[name]) for name in names}}
+
+
+def _are_parts(name: str, *values: Any) -> bool:
+    return name.endswith("_config") and name != "quantization_config" and all(isinstance(v, Mapping) for v in values)
+
+
 _OF_DTYPE = (
     "{where}: transformers cannot load weights in dtype={value}. Give float32, bfloat16 or float16, or leave it out"
 )

@@ -90,7 +90,7 @@ class Task(Record):
         if unknown := changes.keys() - {*names}:
             raise ValueError(f"a task has no {', '.join(sorted(unknown))}. Choose from {', '.join(names)}.")
         if "config" in changes:
-            changes["config"] = {**self.config, **changes["config"]}
+            changes["config"] = configurations.merged(self.config, changes["config"])
         return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
@@ -151,10 +151,12 @@ class Task(Record):
         if preset in PRESETS:
             known = PRESETS[preset]
             fields = known.get("config", {}) | dict.fromkeys(known.get("nulls", ())) | {"dtype": known.get("dtype")}
-            config = configurations.made("config", known["model_type"], fields | self._own_fields())
+            config = configurations.made(
+                "config", known["model_type"], configurations.merged(fields, self._own_fields())
+            )
             config.architectures = [known["architecture"]]
         elif file := self._file():
-            fields = configurations.read_config(file) | self._own_fields()
+            fields = configurations.merged(configurations.read_config(file), self._own_fields())
             config = configurations.made(str(file), fields.pop("model_type"), fields)
         else:
             config = self._config_of_hub()
@@ -314,11 +316,18 @@ class Task(Record):
         """Number of parameters, shared ones counted once; no weights are made."""
         return sum(parameter.numel() for parameter in self.build_model(device="meta").parameters())
 
+    def with_text(self, **fields) -> "Task":
+        """The same with other fields of the configuration, or of its part that describes the text."""
+        config = self.build_config()
+        text = families.text_of(config)
+        part = next((name for name in config.sub_configs if getattr(config, name, None) is text), None)
+        return self.replace(config={part: fields} if part else fields)
+
     def with_padded_vocabulary(self, multiple: int) -> "Task":
         """The same with a vocabulary of the next multiple, as `resize_token_embeddings(pad_to_multiple_of=...)` makes
         it; itself where there is nothing to pad."""
-        size = getattr(self.build_config(), "vocab_size", None) or 0
-        return self.replace(config={"vocab_size": -(-size // multiple) * multiple}) if size % multiple else self
+        size = getattr(families.text_of(self.build_config()), "vocab_size", None) or 0
+        return self.with_text(vocab_size=-(-size // multiple) * multiple) if size % multiple else self
 
     def length(self, config=None) -> int:
         """Tokens in a sequence: `seq_len`, checked against the positions that the model has."""

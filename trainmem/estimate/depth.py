@@ -90,7 +90,7 @@ def line(task: Task, *, processes: int = 1, timeout: float = 300, **asked) -> Li
     for name, usual in (("gradient_accumulation_steps", 1), ("max_steps", 2)):
         asked[name] = min(asked.get(name, usual), 2)  # more of them take as much
     arguments = Arguments.of(asked)
-    tasks = [task.replace(config={"num_hidden_layers": count}) for count in _SHALLOW]
+    tasks = [task.with_text(num_hidden_layers=count) for count in _SHALLOW]
     experiments = [Experiment(each.model, each, arguments, processes=processes) for each in tasks]
     found = ask(_shallow, experiments, target_device, model=task.model, timeout=timeout)
     return Line(*zip(*found, strict=True))

@@ -1,0 +1,50 @@
+"""The estimate over classes of transformers' registries, and the record of it: results/architectures.json."""
+
+import argparse
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "benchmarks"))
+import measure_architectures as architectures  # noqa: E402
+from runner import RESULTS, read_record  # noqa: E402
+
+from perf_helpers import Lab  # noqa: E402
+
+SLICE = argparse.Namespace(count=10, first=-1)
+
+
+@pytest.mark.skipif(not (RESULTS / architectures.RECORD).is_file(), reason="no record: run `make architectures`")
+def test_every_recorded_class_is_equal_or_has_a_reason():
+    record = read_record(RESULTS / architectures.RECORD)
+    for row in record["rows"]:
+        known = row.get("left_out") or row.get("assumed") or row["class"] in architectures.REASONS
+        assert known or row["estimated"] == row["counted"], row["class"]
+    off = record["summary"]["not_equal"]
+    assert {*architectures.REASONS} & {row["class"] for row in record["rows"]} <= {*off}, "one has become equal"
+
+
+def test_turns_pass_over_all_classes():
+    every = [*architectures.classes()]
+    turns = [architectures.chosen(argparse.Namespace(count=50, first=first)) for first in range(0, len(every), 50)]
+    assert {name for names in turns for name in names} == {*every}
+
+
+def test_a_shrunk_configuration_is_small_in_all_its_parts():
+    fields = {"num_hidden_layers": 48, "vocab_size": 50_000, "image_token_id": 49_000, "encoder_layerdrop": 0.1}
+    small = architectures.shrunk(fields | {"text_config": {"model_type": "llama", "hidden_size": 4096}}, 32)
+    assert small["num_hidden_layers"] == 2 and small["vocab_size"] == 300 and small["image_token_id"] < 300
+    assert small["text_config"]["hidden_size"] == 32 and small["encoder_layerdrop"] == 0
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("place", range(SLICE.count))
+def test_todays_classes_are_equal_or_have_a_reason(place, tmp_path):
+    name = architectures.chosen(SLICE)[place]
+    kind, _ = architectures.classes()[name]
+    row = architectures.compared(Lab("cpu", out=tmp_path), name, kind, tmp_path)
+    if why := row.get("left_out"):
+        pytest.skip(why)
+    assert row.get("assumed") or name in architectures.REASONS or row.get("estimated") == row["counted"], name
