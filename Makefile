@@ -26,12 +26,8 @@ help:
 	@echo "make nightly   run all other tests: lessons at their real sizes, browser, web pages, instruction sets, rehearsals"
 	@echo "make test-all  run make test, then make nightly"
 	@echo "make levels    run the tests that depend on CPU instructions with older instruction sets"
-<<<<<<< HEAD
 	@echo "make random    check the CUDA estimate on randomly generated configurations for an hour"
-=======
 	@echo "make architectures check the CPU estimate on 60 classes of transformers, shrunk; others each day"
-	@echo "make strangers check the CUDA estimate on randomly generated configurations for an hour"
->>>>>>> h58b
 	@echo "make rehearse  dry-run every lesson for several GPUs, with torch's CUDA build on a stub CUDA runtime"
 	@echo "make record    run make course, and keep the run in results/ as this machine's reference"
 	@echo "make site      build the web pages of all recorded results in build/site/index.html"
@@ -118,17 +114,12 @@ ifeq ($(LESSONS),all)
 	$(CUDA_VENV)/bin/python benchmarks/measure_allocator.py --out build/allocator.json
 endif
 
-<<<<<<< HEAD
-# Compare the estimate with torch's allocator on random configurations for an hour, on another set each day. A miss fails.
-random: $(STAMP)
-=======
 # The next COUNT classes of transformers' registries, another set each day: the estimate against the count, kept in results/.
 architectures: $(STAMP)
 	$(VENV)/bin/python benchmarks/measure_architectures.py --count $(or $(COUNT),60)
 
-# An hour of configurations that nobody chose, another set each day: the estimate against torch's allocator. A miss fails it.
-strangers: $(STAMP)
->>>>>>> h58b
+# Compare the estimate with torch's allocator on random configurations for an hour, on another set each day. A miss fails.
+random: $(STAMP)
 	$(MAKE) $(CUDA) $(CUDA_VENV)/.stamp
 	$(CUDA_VENV)/bin/python benchmarks/measure_random.py --seed $(shell date +%Y%m%d) --out build/random.json
 
@@ -180,9 +171,5 @@ $(STAMP): pyproject.toml constraints.txt $(FRESH)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt $(TORCH) -e ".[course,dev]"
 	@echo "$(CURDIR)" > $(STAMP)
 
-<<<<<<< HEAD
-.PHONY: setup extras build/deepspeed build/optuna build/peft help course record site lab lessons check test nightly test-all levels rehearsed rehearse random matrix wheel gpu fresh
-=======
-.PHONY: setup extras build/deepspeed build/optuna build/peft help course record site lab lessons check test nightly test-all levels rehearsed rehearse architectures strangers matrix wheel gpu fresh
->>>>>>> h58b
+.PHONY: setup extras build/deepspeed build/optuna build/peft help course record site lab lessons check test nightly test-all levels rehearsed rehearse architectures random matrix wheel gpu fresh
 fresh: ;
