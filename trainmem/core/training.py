@@ -129,7 +129,8 @@ def train(experiment: Experiment, folder: str, steps: int, keep_losses: bool = T
         model = _built(experiment, args.device, args)
         dataset = experiment.task.dataset()
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        if args.label_names is None and "labels" in dataset.column_names and not find_labels(type(base)):
+        columns = getattr(dataset, "column_names", ())  # a task of the user's may have data of another kind
+        if args.label_names is None and "labels" in columns and not find_labels(type(base)):
             args.label_names = ["labels"]  # its forward takes them without naming them: the Trainer would drop them
     except (ValueError, ImportError) as error:
         raise Invalid(str(error)) from error
