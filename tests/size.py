@@ -16,12 +16,12 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 # (part, patterns of its files, lines at most, files at most)
 BUDGETS = (
-    ("trainmem", ["trainmem/**/*.py"], 11_407, 82),
-    ("  core", ["trainmem/core/*.py"], 1_970, 15),
+    ("trainmem", ["trainmem/**/*.py"], 11_414, 82),
+    ("  core", ["trainmem/core/*.py"], 1_976, 15),
     ("  measure", ["trainmem/measure/*.py"], 2_081, 14),
     ("  estimate", ["trainmem/estimate/*.py"], 3_994, 27),
     ("  rehearsal", ["trainmem/rehearsal/**/*.py"], 1_101, 9),
-    ("  advise", ["trainmem/advise/*.py"], 1_128, 8),
+    ("  advise", ["trainmem/advise/*.py"], 1_129, 8),
     ("  what all share", ["trainmem/*.py"], 1_153, 9),
     ("perf_helpers", ["perf_helpers/**/*.py"], 4_100, 38),
     ("  lab", ["perf_helpers/lab/*.py"], 614, 5),

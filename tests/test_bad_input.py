@@ -286,9 +286,14 @@ JUNK = [
     10**5000,
 ]
 TINY = Task("bert-tiny", 16)
+SIZES = {"audio_seconds": (6, 11), "image_size": (5, 11), "objective": (12,)}  # of data other than texts
 # Each function with what it needs, and what of the junk an argument takes: by its place in JUNK.
 CALLS = {
-    "Task": (Task, {}, {"model": (1, 12), "architecture": (1, 11, 12), "config": (8,), "seed": (5,), "lengths": (7,)}),
+    "Task": (
+        Task,
+        {},
+        {"model": (1, 12), "architecture": (1, 11, 12), "config": (8,), "seed": (5,), "lengths": (7,)} | SIZES,
+    ),
     "Lab": (Lab, {"profile": "tiny"}, {"strict": (0,), "lesson": (1, 12), "executor": (11,)}),
     "train": (
         "train",

@@ -16,7 +16,7 @@ import pytest
 import typer
 
 from perf_helpers import cli
-from trainmem import command_options, commands
+from trainmem import command_options
 from trainmem.records import Memory
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -332,7 +332,7 @@ def test_what_is_reserved_is_a_total_in_the_same_column_as_the_categories():
         ["total", "allocated", "3.00", "GiB"],
         ["total", "reserved", "4.00", "GiB"],
     ]
-    assert command_options.size_lines(Memory(3, "counted")) == commands._sizes(None) == []
+    assert command_options.size_lines(Memory(3, "counted")) == command_options.size_lines(None) == []
 
 
 @pytest.mark.nightly

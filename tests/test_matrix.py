@@ -190,7 +190,7 @@ def test_what_differs_is_named_between_the_two_sets_that_differ(run, made, page)
     text = page.section(record)
     row = next(line for line in text.splitlines() if f"`{MEMORY}`" in line)
     assert row.endswith("| memory | **holds** (0.5) | **holds** (0.5) | **refuted** (1.2) | **refuted** (1.2) |")
-    assert "0 of 1 claims" in text and "0 of 1 runs hold the same bytes" in text
+    assert "0 of 1 claims" in text and "0 of 1 runs take the same bytes" in text
     moved = next(line for line in text.splitlines() if line.startswith(f"| between | tested | {LESSON}/vanilla |"))
     assert "activations +100 B" in moved and "aten.add" in moved
     assert next(line for line in text.splitlines() if line.startswith("| tested | newest | BERT |")).count("+512 B")

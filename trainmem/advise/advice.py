@@ -18,7 +18,7 @@ from trainmem.advise.largest import LARGEST
 from trainmem.advise.largest import largest as largest_of
 from trainmem.advise.measured_speedups import Evidence, Published
 from trainmem.advise.search import Candidate, Choices, Once, Ranking, RecipeSearch, native_precisions
-from trainmem.cards import DEFAULT_CAPABILITY, MARGIN
+from trainmem.cards import DEFAULT_CAPABILITY, MARGIN, memory_of_card
 from trainmem.cards import card as card_like
 from trainmem.core import hardware, progress
 from trainmem.core.arguments import Arguments
@@ -233,6 +233,7 @@ def advise(
         ValueError: an argument that is unknown or out of range, a model that cannot be traced, or no estimate within
             `timeout`.
     """
+    memory_of_card(card, memory, compute_capability)  # first, as its message says best how to write a memory
     arguments_of_kind(advise, locals())
     machine = machine or hardware.describe()
     on = target.find(machine, card, memory, device, compute_capability, context_memory, margin, processes)

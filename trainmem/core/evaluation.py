@@ -4,11 +4,10 @@ The Trainer's own methods evaluate, save and load. An estimate and a rehearsal h
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest.mock import patch
-
-import numpy as np
 
 from trainmem.core.arguments import Arguments
 
@@ -74,9 +73,9 @@ def unknown_values(on_cpu: bool) -> Iterator[None]:
         return array
 
     def join(arrays: Any, more: Any, padding_index: int = -100) -> Any:
-        if not isinstance(arrays, _Array):
+        if not isinstance(arrays, _array_class()):
             return joined(arrays, more, padding_index)
-        widths = np.maximum(arrays.shape, more.shape)[1:]
+        widths = [max(pair) for pair in zip(arrays.shape[1:], more.shape[1:], strict=True)]
         return _shaped((len(arrays) + len(more), *widths), arrays.dtype)
 
     with (
@@ -86,9 +85,17 @@ def unknown_values(on_cpu: bool) -> Iterator[None]:
         yield
 
 
-class _Array(np.ndarray):
-    tensor: Any = None  # that it keeps alive
+@functools.cache
+def _array_class() -> type:
+    import numpy as np  # here, so that commands that compute nothing start even if numpy is damaged
+
+    class Array(np.ndarray):
+        tensor: Any = None  # that it keeps alive
+
+    return Array
 
 
-def _shaped(shape: Iterable[int], dtype: Any) -> _Array:
-    return np.broadcast_to(np.ones((), dtype), tuple(shape)).view(_Array)
+def _shaped(shape: Iterable[int], dtype: Any) -> Any:
+    import numpy as np
+
+    return np.broadcast_to(np.ones((), dtype), tuple(shape)).view(_array_class())
