@@ -87,6 +87,7 @@ def all_end(file):
     return True
 
 
+@pytest.mark.nightly
 def test_a_lesson_that_hangs_is_killed_with_all_it_started_and_the_next_one_judged(tmp_path, monkeypatch, capsys):
     write_lesson(tmp_path / "lessons", "00_hangs", FORKS + "time.sleep(600)")
     write_lesson(tmp_path / "lessons", "01_next", parameters="nothing = 0")

@@ -45,6 +45,7 @@ def test_a_rehearsed_suite_has_bytes_and_no_times(report):
     assert not [row["name"] for row in rows.values() if row["speed_ratio"] or (row["value"] and row["part"] == "tf32")]
 
 
+@pytest.mark.nightly
 def test_its_claims_are_decided_by_memory_alone(report):
     data = gpu_page.content(Store(report, Kept).read())
     claims = {claim["id"]: claim for claim in data["claims"]}

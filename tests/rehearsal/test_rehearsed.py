@@ -560,6 +560,7 @@ def test_a_planted_error_fails_with_lesson_cell_and_line(tmp_path, name):
     assert lesson["message"].startswith(f"In [4], line {line}: {error}")  # [1] and [2]: the parameters
 
 
+@pytest.mark.nightly
 def test_a_stand_in_that_does_not_compile_gives_the_reason_and_leaves_nothing(monkeypatch, tmp_path):
     python = build.interpreter()
     shutil.copytree(build.SOURCES, tmp_path / "native")

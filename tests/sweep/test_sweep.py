@@ -113,6 +113,7 @@ def test_what_failed_is_tried_again_and_what_the_libraries_refuse_is_a_row_that_
     assert sweep.run(Lab("cpu", out=tmp_path), plan).ok
 
 
+@pytest.mark.nightly
 def test_an_interrupted_sweep_ends_what_its_workers_do(client, tmp_path):
     plan = {"task": TASK, "measure": "time", "rows": [{"name": "short", "max_steps": 2}, {"name": "endless"}]}
     plan |= {"steps": 10**6, "timeout": 600}

@@ -99,6 +99,7 @@ def test_an_error_in_a_callback_fails_the_course_run(tmp_path, monkeypatch, batc
 # ---- the other version
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(ipywidgets.__version__ == "7.7.1", reason="this is the run against 7.7.1")
 def test_the_same_under_ipywidgets_7():
     """These tests once more, with the folder that `make build/ipywidgets7` fills before all else."""
