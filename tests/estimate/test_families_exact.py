@@ -175,9 +175,14 @@ def both(tmp_path):
     return compare
 
 
+NEED_SCIPY = {"yolos", "maskformer"}
+
+
 @pytest.mark.daily(6)
 @pytest.mark.parametrize("name", CASES)
 def test_a_family_is_exact(name, both):
+    if name in NEED_SCIPY:
+        pytest.importorskip("scipy", reason="matches predictions with objects")
     counted, estimated = both(*CASES[name])
     assert (estimated.peak_bytes, estimated.memory.breakdown) == (counted.peak_bytes, counted.breakdown)
 

@@ -1,9 +1,13 @@
 """Families of models: which class has which data, and sizes that follow from images and audio."""
 
+import importlib.util
+
 import numpy as np
 import pytest
 
-from trainmem.core import families
+from trainmem.core import families, training
+from trainmem.core.arguments import Arguments
+from trainmem.core.outcomes import Invalid
 from trainmem.core.task import Task
 
 # Parameters of the published weights.
@@ -115,3 +119,13 @@ def test_a_layer_that_is_counted_from_the_last_is_accepted(tmp_path):
 def test_an_objective_that_there_is_not_is_refused():
     with pytest.raises(ValueError, match="contrastive, preference"):
         Task("bert-tiny", objective="triplet")
+
+
+def test_detection_without_scipy_names_the_package(monkeypatch, tmp_path):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "scipy" else found(name, *rest)
+    )
+    task, arguments = Task("yolos-tiny", dataset_size=2), Arguments({"per_device_train_batch_size": 1})
+    with pytest.raises(Invalid, match="object detection needs scipy.*pip install scipy"):
+        training.train(training.Experiment("d", task, arguments), str(tmp_path), 1)

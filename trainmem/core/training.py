@@ -5,7 +5,7 @@ The same code is measured (on real tensors) and estimated (on fake ones).
 
 import contextlib
 import dataclasses
-import importlib
+import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from typing import Any
 from trainmem.core import adapters, evaluation, hardware, optional_packages
 from trainmem.core.arguments import Arguments
 from trainmem.core.configurations import Weights
-from trainmem.core.families import OF_UNEQUAL_LENGTHS, positions
+from trainmem.core.families import LISTED, OF_UNEQUAL_LENGTHS, positions
 from trainmem.core.outcomes import Invalid
 from trainmem.core.task import Task
 from trainmem.texts import shown, whole_number
@@ -123,6 +123,9 @@ def train(experiment: Experiment, folder: str, steps: int, keep_losses: bool = T
         # gloo sums. Else each rank waits for an operator to be compiled: a minute, or for ever where that was killed.
         importlib.import_module("deepspeed.ops").__compatible_ops__ = {}
     try:
+        family = experiment.task.family()
+        if family in LISTED and not importlib.util.find_spec("scipy"):
+            raise Invalid(f"{family} needs scipy, which matches predictions with objects: pip install scipy")
         args = arguments.build(folder)
         if args.n_gpu > 1:
             args._n_gpu = 1  # a process has one GPU: with more the Trainer would use nn.DataParallel and a larger batch
