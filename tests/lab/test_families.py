@@ -127,5 +127,5 @@ def test_detection_without_scipy_names_the_package(monkeypatch, tmp_path):
         importlib.util, "find_spec", lambda name, *rest: None if name == "scipy" else found(name, *rest)
     )
     task, arguments = Task("yolos-tiny", dataset_size=2), Arguments({"per_device_train_batch_size": 1})
-    with pytest.raises(Invalid, match="object detection needs scipy.*pip install scipy"):
+    with pytest.raises(Invalid, match=r"object detection needs scipy.*pip install scipy"):
         training.train(training.Experiment("d", task, arguments), str(tmp_path), 1)
