@@ -77,7 +77,7 @@ def _made(result: Any, tensors: list[torch.Tensor]) -> Spec | View | None:
     """How to make such a tensor again; None where it neither fills memory of its own nor lies on the first tensor's."""
     if not isinstance(result, FakeTensor) or result.requires_grad or result.fake_device.type == "meta":
         return None
-    spec = Spec(tuple(result.shape), tuple(result.stride()), result.dtype)
+    spec = spec_of(result)
     storage = result.untyped_storage()
     shared = [tensor.untyped_storage()._cdata == storage._cdata for tensor in tensors]
     if any(shared):
@@ -89,6 +89,7 @@ def _made(result: Any, tensors: list[torch.Tensor]) -> Spec | View | None:
 
 
 def spec_of(tensor: torch.Tensor) -> Spec:
+    """Return the shape, strides and type of a tensor."""
     return Spec(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
