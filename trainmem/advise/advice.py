@@ -233,10 +233,10 @@ def advise(
         ValueError: an argument that is unknown or out of range, a model that cannot be traced, or no estimate within
             `timeout`.
     """
-    memory_of_card(card, memory, compute_capability)  # first, as its message says best how to write a memory
+    limit, named = memory_of_card(card, memory, compute_capability)  # first: it says best how to write a memory
     arguments_of_kind(advise, locals())
     machine = machine or hardware.describe()
-    on = target.find(machine, card, memory, device, compute_capability, context_memory, margin, processes)
+    on = target.find(machine, limit, named, device, context_memory, margin, processes)
     for name, value in (("effective_batch", effective_batch), ("processes", processes), ("most", most)):
         whole_number(name, value)
     if largest not in (None, *LARGEST):

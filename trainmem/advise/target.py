@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from trainmem.cards import CONTEXT_BYTES, CONTEXT_SOURCE, DEFAULT_CAPABILITY, MARGIN, SIZES, memory_of_card
+from trainmem.cards import CONTEXT_BYTES, CONTEXT_SOURCE, DEFAULT_CAPABILITY, MARGIN, SIZES
 from trainmem.core import hardware
 from trainmem.texts import bytes_text, parse_bytes, shown
 
@@ -34,35 +34,36 @@ class Target:
 
 def find(
     machine: hardware.Machine,
-    card: str | None,
-    memory: int | float | str | None,
+    memory_bytes: int,
+    named: tuple[int, int] | None,
     device: str | None,
-    compute_capability: tuple[int, int] | None,
     context_memory: int | float | str | None,
     margin: float,
     processes: int,
 ) -> Target:
-    """Return the target that these arguments of `advise` describe, completed from this machine.
+    """Return the target that arguments of `advise` describe, completed from this machine.
+
+    Args:
+        memory_bytes, named: of the device, as `cards.memory_of_card` returns them; `named` is a compute capability.
 
     Raises:
-        ValueError: a card or device that is unknown, a memory that cannot be read, or a margin outside 0 to 1.
+        ValueError: an unknown device, a context that is no memory, or a margin outside 0 to 1.
     """
-    limit, named = memory_of_card(card, memory, compute_capability)
     if not 0 <= margin < 1:
         raise ValueError(f"margin={shown(margin)}: give a fraction of the memory below 1, e.g. {MARGIN}")
     kind, notes = machine.kind if device is None else device, ()
-    if device is None and machine.kind == "cpu" and (named or limit in _AS_SOLD):
+    if device is None and machine.kind == "cpu" and (named or memory_bytes in _AS_SOLD):
         kind = "cuda"
     if kind not in ("cpu", "cuda"):
         raise ValueError(f"device={shown(device)}: choose 'cpu' or 'cuda'")
     here = machine.gpus[0].capability if machine.kind == kind == "cuda" else None
     if kind == "cuda" and not (named or here):
-        why = f", because GPUs are sold with {bytes_text(limit, binary=True)} (device='cpu' means this CPU)"
+        why = f", because GPUs are sold with {bytes_text(memory_bytes, binary=True)} (device='cpu' means this CPU)"
         sold = "" if device else why
         notes = (f"Assumed a GPU{sold}, of compute capability 9.0 like an H100. card= names another.",)
     capability = tuple(named or here or DEFAULT_CAPABILITY) if kind == "cuda" else None
     context, kept = _kept(context_memory, kind, processes)
-    return Target(kind, capability, limit, context, round(limit * margin), notes, kept)
+    return Target(kind, capability, memory_bytes, context, round(memory_bytes * margin), notes, kept)
 
 
 def _kept(given: int | float | str | None, kind: str, processes: int) -> tuple[int, str]:
