@@ -56,13 +56,12 @@ def provoke(lab, tmp_path, monkeypatch):
         time.sleep(0.05)
     assert not any(map(alive, started))
     assert [*temporary.iterdir()] == []
-    while (
-        (left := descriptors().keys() - opened.keys()) and len(descriptors()) > len(opened) and time.monotonic() < until
-    ):
+    now = descriptors()
+    while len(now) > len(opened) and time.monotonic() < until:
         gc.collect()  # an exception that was caught holds what its frames had open; threads close theirs later
         time.sleep(0.05)
-    now = descriptors()
-    assert len(now) <= len(opened), {number: now.get(number) for number in left}
+        now = descriptors()
+    assert len(now) <= len(opened), {number: now[number] for number in now.keys() - opened.keys()}
 
 
 def descriptors() -> dict[str, str]:
