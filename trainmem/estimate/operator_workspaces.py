@@ -72,12 +72,11 @@ class Probe:
 
     Args:
         threads: that the experiment computes on, for buffers are made for each thread; None: as many as torch takes.
-        known: facts, also of other kinds; what is found is added, by (threads, *the operation's signature).
     """
 
-    def __init__(self, threads: int | None = None, known: dict[tuple, Any] | None = None):
+    def __init__(self, threads: int | None = None):
         self.threads = threads or torch.get_num_threads()
-        self.known = {} if known is None else known
+        self.known: dict[tuple, Any] = {}  # facts, also of other kinds; workspaces by (threads, *the signature)
         self._runner = Runner()
 
     def under(self, threads: int | None) -> "Probe":
