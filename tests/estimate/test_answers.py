@@ -116,9 +116,9 @@ def test_the_command_prints_the_same_figures_and_that_they_were_stored(monkeypat
     assert first.exit_code == second.exit_code == 0
     assert "estimated in" in first.output and answers.SWITCH in second.output
 
-    def figures(result):
+    def figures(result):  # without the progress bar: it goes to stderr, and how often it is drawn depends on the time
         return [
-            line for line in result.output.splitlines() if "estimated in" not in line and answers.SWITCH not in line
+            line for line in result.stdout.splitlines() if "estimated in" not in line and answers.SWITCH not in line
         ]
 
     assert figures(first) == figures(second)
