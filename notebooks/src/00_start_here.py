@@ -38,7 +38,7 @@ lab.task = lab.task.replace(seq_len=lab.task.seq_len // 2)  # half the length of
 # %% [markdown]
 # ## Idea
 #
-# Two guides of Hugging Face, from 2022 and 2023, say how to fit larger models into memory and train them faster. They give many figures, most of them taken on one V100. Do they hold on *your* machine, with *your* versions? This course does not tell you. It measures, and you watch.
+# Two guides of Hugging Face, from 2022 and 2023, say how to fit larger models into memory and train them faster. They give many figures, most of them taken on one GPU, a V100. Do they hold on *your* machine, with *your* versions? This course does not tell you. It measures, and you watch.
 #
 # Five words are enough to follow it:
 #
@@ -47,7 +47,7 @@ lab.task = lab.task.replace(seq_len=lab.task.seq_len // 2)  # half the length of
 # - a **claim** is one statement of the guides, with the number that decides it
 # - a **verdict** is what the measured number makes of the claim
 #
-# All other terms are in [the glossary](../docs/words.md).
+# The text calls `lab` *the lab*: the object that runs experiments and stores their runs. All arguments of an experiment together are its *recipe*. Other terms are in [the glossary](../docs/words.md).
 #
 # ## Predict
 #
@@ -60,7 +60,7 @@ widgets.predict(lab, "batch", question, "%", 50, 300)
 # %% [markdown]
 # ## Your machine
 #
-# The doctor looks at the device, its memory, the precisions it really has, and the packages. `perf-helpers doctor` says the same in a terminal. Only a ✗ keeps lessons from running.
+# `doctor.diagnose` checks the device, its memory, the number formats that the device computes in, and the packages. The command `perf-helpers doctor` prints the same in a terminal. Only a ✗ keeps lessons from running.
 
 # %%
 signs = {"ok": "✓", "note": "·", "warning": "!", "error": "✗"}
@@ -69,7 +69,7 @@ rows = [[f"{signs[found.level]} {found.level}", found.subject, found.text, found
 plots.Table(["", "about", "what was found", "what to do"], rows, caption=lab.machine.name)
 
 # %% [markdown]
-# Experiments should take seconds here and still show on a large card what they show on a small one, so the sizes come in three **profiles**. `auto` takes `gpu` from 20 GB of GPU memory on, `t4` for smaller cards, `cpu` where there is no GPU that torch can use.
+# An experiment should take seconds on every machine, and a model that keeps a CPU busy is too small to show anything on a large card. So the sizes come in three **profiles**. `auto` takes `gpu` from 20 GB of GPU memory on, `t4` for smaller cards, `cpu` where there is no GPU that torch can use.
 
 # %%
 rows = []
@@ -132,7 +132,7 @@ plots.Table(["who looks", "process id", "resident memory, MB", "sees the hoard"]
 # %% [markdown]
 # Three process ids, and one process that sees the hoard: the one that made it. `lab.run` took a function written in this notebook, carried it to a fresh process, and brought back what it returned. (Resident memory is what the system has given to a process. An experiment starts with torch and transformers loaded, hence not at 0.)
 #
-# Was a restart ever *needed*? A tensor lives as long as something refers to it. So here is the guide's case, a training in a process that goes on: we count the bytes of all live tensors while its Trainer is there, and once it is deleted.
+# Was a restart ever *needed*? A tensor lives as long as something refers to it. The next cells test the guide's case, a training in a process that goes on afterwards: they count the bytes of all live tensors while its Trainer exists, and again once it is deleted.
 
 
 # %%
@@ -164,12 +164,15 @@ note = f"{plots.bytes_text(there)} with its Trainer, {plots.bytes_text(left)} wi
 claims.check("restart-needed", left / there, note=note)
 
 # %% [markdown]
-# In a notebook something often does refer to it: a variable of the cell before, the last output, the traceback of a failure. A process of its own asks you to remember none of these.
+# In a notebook something often does refer to the Trainer: a variable of the cell before, the last output, the traceback of a failure.
 #
-# And it survives disasters. When memory runs out, the system often kills the process. Here an experiment does that to itself:
+# And a failure can be worse than a traceback: when memory runs out, the system often kills the process. Here an experiment kills its own process:
 
 # %%
 lab.run(lambda task: os.kill(os.getpid(), 9), "killed on purpose", measure="value")
+
+# %% [markdown]
+# The next cell is the first one that begins with `%%sealed`. Such a cell holds a solution, or a question with its key. Run it like any other; a solution can be unfolded below it.
 
 # %%
 exercises.question(
@@ -188,7 +191,7 @@ exercises.question(
 )
 
 # %% [markdown]
-# The notebook is alive, and the failure is a run like any other, with a status and a reason. **You never need to restart the kernel.**
+# The notebook is alive, and the failure is a run like any other, with a status and a reason. **You never need to restart the kernel**, and there is no variable, output or traceback to clear: what an experiment holds ends with its process.
 #
 # ## Baseline
 #
@@ -211,10 +214,10 @@ comparison = lab.compare(small, large, turns=4)
 comparison
 
 # %% [markdown]
-# `lab.compare` sets two runs side by side; the last row is what the second one has for each 1.00 of the first.
+# `lab.compare` sets two runs side by side; the last row has the ratios, the second run divided by the first.
 #
 # - The memory ratio is exact.
-# - The speed ratio comes with an **interval**, in brackets: the two recipes were run once more, interleaved, and the interval shows how much such ratios vary.
+# - The speed ratio comes with an **interval**, in brackets: the lab ran the two recipes once more, interleaved (a step of one, a step of the other, and so on; `turns` sets how often), and the interval shows how much such ratios vary.
 
 # %%
 exercises.question(
@@ -287,14 +290,14 @@ claims.check("weights-cost", cost["fp32"], note=f"from a checkpoint in bf16: {co
 # | ✓ | holds | the number, with its whole interval, satisfies the rule |
 # | ↓ | smaller than promised | the effect is there, but the whole interval stays below the promised size |
 # | ✗ | refuted | the whole interval lies where the claim is wrong: a finding, and the box says why |
-# | ≈ | too small to tell | the interval reaches over an edge: this measurement cannot decide |
+# | ≈ | too small to tell | the interval reaches from one of the cases above into another: this measurement cannot decide |
 # | – | not testable here | something is missing, and it is named |
 #
 # A claim that does not hold is no failure of yours. Guides age, libraries change; to notice is what this course is for.
 #
 # ## Explore
 #
-# How a verdict comes about, with invented numbers. Take the claim that gradient accumulation saves memory: 1 is no effect, and the rule asks for some more than that. Move the measured value and the width of its interval. (The figures are not from your machine; lesson 05 measures them.)
+# How a verdict comes about, with invented numbers. Take the claim that gradient accumulation saves memory. The measured value is the peak with accumulation divided by the peak without: 1 is no effect, and the rule asks for a value clearly below 1. Move the measured value and the width of its interval. (The figures are not from your machine; lesson 05 measures them.)
 
 # %% tags=["widget"]
 claim = load()["accumulation-memory"]
@@ -322,8 +325,6 @@ _ = widgets.explore(draw, measured=[0.7, 0.8, 0.85, 0.95, 1.05, 1.1], give_or_ta
 # ## Exercise 1: the largest batch (challenge)
 #
 # You have a memory limit between the peak of batch 4 and that of batch 8. Find a batch size that stays within it and uses at least 90 % of it. Predict it from the two runs you have, then try: the check trains with your batch size.
-#
-# A cell that begins with `%%sealed` holds a solution, or a question with its key. Run it like any other; a solution can be unfolded below it.
 
 # %%
 exercises.hint(
@@ -367,7 +368,7 @@ exercises.prove(check, solution=6, mistake=8)
 # %% [markdown]
 # ## Exercise 2: read a scoreboard
 #
-# Five claims with invented measurements, each from another machine. Which verdict does each get? The last machine is a laptop without a GPU.
+# Five claims with invented measurements, each from another machine. Which verdict does each get? The last machine is a laptop without a GPU. Look at the rules in the table: not every one names a value that means *no effect*.
 
 # %%
 exercises.hint(
@@ -429,7 +430,7 @@ widgets.progress(lab)
 #
 # The cell below closes the lesson, as it closes each one. Its **scoreboard** has a row for each claim: the verdict, what the guides say, what was measured *here* and what was measured *there*. It names the machine, the versions and the date, without which no figure is worth much. `perf-helpers course` runs all lessons and puts their scoreboards on one page.
 #
-# Next: lesson 01 asks where 15 GB go when the model has 1.3.
+# Next: lesson 01 asks where 15 GB go when the model has 1.3 GB.
 
 # %% tags=["finish"]
 claims.finish()
