@@ -6,7 +6,8 @@
 # tensors fill the rest?
 #
 # **You will see**
-# - that every byte has one of six jobs, and that an account kept by hand agrees with the allocator;
+# - that every byte has one of six jobs, and that an account kept by hand agrees with what torch's allocator (the part of
+#   torch that provides memory for tensors) really hands out;
 # - that the optimizer sets the bytes that a parameter costs, and the batch sets the rest;
 # - that the peak is a moment inside the step, and how mixed precision, `zero_grad` and `nvidia-smi` change what you see
 #   of it.
@@ -15,8 +16,8 @@
 #
 # **Before you start:** lesson 00.
 #
-# **On a CPU:** every tensor is counted, to the byte. CUDA's context, the allocator's reserve and the readings of
-# `nvidia-smi` exist only on a GPU.
+# **On a CPU:** every tensor is counted, to the byte. Three things exist only on a GPU: the memory that CUDA takes for
+# itself (its *context*), the memory that the allocator keeps in reserve, and the readings of `nvidia-smi`.
 
 # %% tags=["parameters"]
 profile = "auto"
@@ -61,7 +62,8 @@ print(f"{lab.machine.name}: {lab.task}, {lab.task.parameters() / 1e6:.1f} M para
 #
 # ## Predict
 #
-# The lab is about to train the model named above: fp32, AdamW, batch 4. How many MB at the peak?
+# The lab is about to train the model that the cell above printed, with the number of its sequences x the tokens in each:
+# fp32, AdamW, batch 4. How many MB at the peak?
 
 # %%
 question = "fp32, AdamW, batch 4: how many MB at the peak?"
@@ -75,7 +77,8 @@ widgets.predict(lab, "peak", question, "MB", 0, 12 * 4 * lab.task.parameters() /
 #
 # Weights, gradients and states can be looked up. Activations hide in the autograd graph, where forward leaves what
 # backward will need. `saved_tensors_hooks` shows each tensor as it is saved, and a stack of module names shows which
-# module saved it. We keep weak references: watching a tensor must not keep it alive.
+# module saved it. We keep *weak references* to these tensors: an ordinary reference would keep a tensor alive, a weak one
+# only shows whether it still is.
 
 # %%
 toy = Task("bert-tiny", seq_len=32, config={"vocab_size": 200, "max_position_embeddings": 128})
@@ -190,8 +193,10 @@ rows = [
 plots.Table(["saved by", "shape", "memory"], rows, "Saved in the first layer (batch 4, length 32, width 128)")
 
 # %% [markdown]
-# Nearly every shape is batch x length x width, its factors regrouped; attention adds tables of length x length for
-# each sample and head. Nothing here depends on the optimizer.
+# Nearly every tensor has batch x length x width elements (4 x 32 x 128, or four times as many in the feed-forward layer).
+# The shapes differ because the code joins dimensions: 128x128 is (batch and length) x width, and 8x32x64 is (batch and
+# heads) x length x (width of a head). Attention adds tables of length x length for each sample and head. Nothing here
+# depends on the optimizer.
 #
 # ## Baseline
 #
@@ -215,15 +220,16 @@ readings = [
 plots.Table(["reading", "size", "what it is"], [[name, plots.bytes_text(size), text] for name, size, text in readings])
 
 # %% [markdown]
-# From left to right: activations pile up in forward and melt in backward while the gradients grow. Weights and states
-# are the floor under them.
+# From left to right: activations pile up in forward, and are freed in backward while the gradients grow. Weights and states
+# are there all the time.
 #
-# The guides report *device-used* memory, and that is not what your tensors take: it adds the context and whatever the
-# allocator keeps. This course counts tensors, and says so.
+# The guides report *device-used* memory: the reading of NVML, NVIDIA's library for the state of its GPUs. It is more than
+# your tensors take, because it includes the context and whatever the allocator keeps. This course counts tensors, and says
+# so.
 #
-# > **On a GPU:** functions in fresh subprocesses now check three statements of the guides about that reading: what a
-# > first tensor takes, what `nvidia-smi` shows, and whether a model grows on its way to a newer GPU. On a CPU there is
-# > nothing to read.
+# > **On a GPU:** functions in fresh subprocesses now check the guides' statements about that reading: how much memory CUDA
+# > and its kernels take once a first tensor is there, whether `nvidia-smi` shows the same as NVML, and whether a model
+# > takes more than the bytes of its weights after it was moved to a newer GPU. On a CPU there is nothing to read.
 
 # %%
 gpu = lab.machine.gpus[0].uuid if cuda else None
@@ -269,8 +275,10 @@ claims.check("nvml-agrees", found.get("old"), missing=missing, note=note)
 # %% [markdown]
 # ## Change one thing: the optimizer
 #
-# The same model after one step, under six optimizers. The Trainer makes the first five. Where a library stores states
-# in 8 bits, we count those parameters separately.
+# The same model after one step, under six optimizers. The Trainer makes the first five. SGD keeps no state, or with
+# momentum a running sum of the gradients. AdamW keeps a running mean of the gradients (the *first moment*) and one of their
+# squares. Adafactor replaces the second by a summary (lesson 08). 8-bit AdamW comes from the library bitsandbytes, which
+# stores most states in 8 bits (lesson 09); the parameters with such states are counted separately.
 
 
 # %%
@@ -350,17 +358,20 @@ display(claims.check("t5-3b-adafactor", giant["Adafactor"]))
 claims.check("t5-3b-8bit", giant["AdamW8bit"])
 
 # %% [markdown]
-# Two rows deserve a second look. bitsandbytes leaves embeddings and tensors under 4096 elements in 32 bits, so its total
-# depends on how much of a model is embeddings. And Adafactor, as the Trainer makes it, keeps only sums of rows and
-# columns: the guide's figure is that of an Adafactor with a first moment (`beta1`).
+# Two optimizers deserve a second look. 8-bit AdamW: bitsandbytes leaves the states of embeddings and of tensors under 4096
+# elements in 32 bits, so its total depends on how much of a model is embeddings. And Adafactor: as the Trainer makes it, it
+# keeps only sums of rows and columns, without a first moment. The guide's figure is that of an Adafactor with one
+# (`beta1`).
 #
 # The three figures for t5-3b were counted on torch's `meta` device, where tensors have shapes and no numbers: no machine
 # needs room for 23 GB to know that it would have to.
 #
 # ## Change one thing: the precision
 #
-# Under autocast a linear layer computes with a half-precision cast of its weight, and backward needs that cast again: a
-# second copy, half as large. The guides add 6 bytes of weights, 8 of states and 4 of gradients, and get 18.
+# In *mixed precision* the weights stay in fp32, and the matmuls compute in a type of 16 bits (*half precision*: fp16 or
+# bf16; lesson 07). torch's `autocast` arranges that: a linear layer computes with a half-precision cast of its weight, and
+# backward needs that cast again. So there is a second copy of the weights, half as large. The guides add 6 bytes of
+# weights, 8 of states and 4 of gradients, and get 18.
 #
 # A CPU without half-precision instructions emulates them slowly, so on a CPU we stay with the toy. Autocast never casts
 # embeddings; in the toy they are as small a share as in bert-large (under 10 %).
@@ -414,15 +425,21 @@ note = f"gradients kept as zeros: {sum(per_parameter(zeros)):.2f} B"
 claims.check("eighteen-bytes", sum(per_parameter(mixed)), note=note)
 
 # %% [markdown]
-# The copies are there after forward and gone after backward; the gradients come the other way. `zero_grad` decides
-# whether the two meet. Today's *drops* the gradients, and the sum stays at 16 or less. Until torch 2.0 it filled
-# them with zeros and kept them through the next forward, and then 18 is right, as the last row shows.
+# The copies exist after forward and are gone after backward; the gradients do not exist after forward and are complete
+# after backward. Whether both are ever in memory together depends on `zero_grad`. Today's *drops* the gradients, and the
+# sum stays at 16 or less. Until torch 2.0 `zero_grad` filled them with zeros and kept them through the next forward. Then
+# 18 is right, as the last row shows.
 #
 # ## Change one thing: what the model is used for
 #
-# Without a backward pass there are no gradients and no states; autocast still keeps its casts until its region ends.
-# And some functions need memory of their own: beam search carries inputs and a cache for every beam. Last, a temporary
-# that you hold yourself: a variable keeps the model's output, a language model's large logits, alive through backward.
+# Three uses of a model, each with a claim:
+#
+# - **Inference.** Without a backward pass there are no gradients and no states; autocast still keeps its casts until the
+#   end of its `with` block.
+# - **Functions that need memory of their own.** Beam search generates several texts at once (its *beams*) and returns the
+#   likeliest. It holds inputs, and a cache of earlier tokens' keys and values, for every beam.
+# - **A temporary that you hold yourself.** In a training loop the variable `output` keeps the model's logits, which are
+#   large in a language model, alive through backward, unless you delete it.
 
 
 # %% tags=["claim"]
@@ -507,8 +524,9 @@ note = "exponents: " + ", ".join(f"{axis} {slope:.2f}" for axis, slope in slopes
 claims.check("activations-scale", min(slopes.values()), note=note)
 
 # %% [markdown]
-# An exponent of 1 is a straight line: twice the batch, twice the bytes. The exponent of the
-# length is larger where attention keeps its tables of length x length.
+# The claim's note has an exponent for each size: activations grow as the size to this power. An exponent of 1 is a straight
+# line: twice the batch, twice the bytes. The exponent of the length is larger if attention keeps its tables of
+# length x length.
 #
 # ## Predicted without training
 #
@@ -560,8 +578,8 @@ plots.Table(["experiment", "measured peak", "estimate", "accelerate estimate-mem
 
 # %% [markdown]
 # On a CPU estimate and measurement are equal to the byte, because the same code runs, the Trainer included. For a GPU the
-# estimate repeats what each of CUDA's kernels requests, and places it as torch's allocator does;
-# `forecast["03 vanilla"].assumptions` names the parts. The two other predictions include weights, gradients and states. They do not include the batch, the length or the recipe, and for small models those decide. The
+# estimate repeats the memory requests of each of CUDA's kernels, and rounds and places them as torch's allocator would;
+# `forecast["03 vanilla"].assumptions` names the parts that follow such rules. The two other predictions include weights, gradients and states. They do not include the batch, the length or the recipe, and for small models those decide. The
 # same comparison over more trainings and tools, for a CPU and for GPUs: [the estimate](../docs/estimate.md).
 
 # %% jupyter={"source_hidden": true}
@@ -581,11 +599,13 @@ exercises.question(lab, "largest", text, options, right="optimizer states")
 # %% [markdown]
 # ## Explore
 #
-# One step, two runs above each other. Move the line: in which module is the peak, and which kinds are alive all the time?
-# Adafactor has the fewest of these: what fills its `step` instead?
+# The first picture shows one step of two runs, one above the other. Move the line: in which module is the peak, and which
+# kinds are alive all the time? The run with Adafactor has the fewest bytes that are alive all the time: what fills its
+# `step` instead?
 #
-# Then any model with any recipe, whether you own the card or not. Find what halves the activations, then what halves the
-# states. Each position is traced by itself, so its bytes are those of `estimate`; the picture is grey meanwhile.
+# The second picture takes any model with any recipe, whether you own the card or not. Find a setting that halves the
+# activations, then one that halves the states. Each setting is traced by itself, so its bytes are those of `estimate`; the
+# picture is grey until they are there.
 
 # %% tags=["widget"]
 explorers.timeline(lab["08 Adafactor"], vanilla, *lab.runs)
@@ -594,8 +614,10 @@ lab.foresee(explorers.memory, lab, device="cuda")
 # %% [markdown]
 # ## Exercise
 #
-# Mixed precision with `gradient_accumulation_steps=2`: the second micro-batch runs while the first one's gradients wait.
-# How many bytes per parameter do weights, copies, gradients and states take together at the peak, within 2 %?
+# Mixed precision with `gradient_accumulation_steps=2`: the Trainer runs forward and backward on two small batches
+# (*micro-batches*), adds up their gradients, and only then updates the weights. So the second micro-batch runs while the
+# first one's gradients wait. How many bytes per parameter do weights, copies, gradients and states take together at the
+# peak, within 2 %?
 
 # %%
 exercises.hint(
