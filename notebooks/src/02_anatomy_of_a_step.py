@@ -68,7 +68,9 @@ widgets.predict(lab, "share of products", "What share of the step's time do matm
 #
 # We time a large copy, and a square matmul in each precision for which the device has instructions. The large copy exceeds every cache, so it shows the bandwidth of memory. A second, small copy stays inside a cache. The fastest of several tries counts.
 #
-# > **On a GPU:** matmuls in fp32 leave the tensor cores idle. With tf32 they would be used; tf32 stays off here.
+# `interleaving.in_turns` calls each function of a list in turn, several times. For each function it returns the times of its calls: the seconds of the clock and the seconds that were spent computing.
+#
+# > **On a GPU:** *tensor cores* are the units of a GPU that do nothing but matmuls. Matmuls in fp32 leave them idle. With tf32, a shorter format for fp32's inputs (lesson 07), they would be used; tf32 stays off here.
 
 
 # %%
@@ -113,17 +115,17 @@ header = [
     "by the library",
     "copy GB/s by hand",
     "by the library",
-    "ridge",
+    "ridge (FLOPs per byte)",
     "FLOPs per number",
 ]
 plots.Table(header, rows)
 
 # %% [markdown]
-# Look at the ridge: an operation needs so many FLOPs per byte before arithmetic, not memory, sets its time. A faster precision raises the ridge. But in 16 bits the same operation also moves half the bytes, so compare the last column, FLOPs per *number* moved. More operations wait for memory only if that value rises.
+# Look at the ridge: an operation needs so many FLOPs per byte before arithmetic, not memory, sets its time. A faster precision raises the ridge. But in 16 bits the same operation also moves half the bytes, so its own FLOPs per byte double. To compare two precisions, use the last column: the ridge in FLOPs per *number* moved, which an operation has in equal measure in both. If it is higher in 16 bits, more operations wait for memory there.
 #
 # ## By hand: three operations
 #
-# Count first. A matmul of *m x k* with *k x n* has 2mkn FLOPs. LayerNorm does about 8 per element (mean, variance, subtract, divide, scale, shift). GELU does 5, if an `erf` counts as one. LayerNorm and GELU read each element once and write it once. All results go into tensors that already exist: a new tensor of this size would add the time of the operating system's page faults.
+# Count first. A matmul of *m x k* with *k x n* has 2mkn FLOPs. LayerNorm does about 8 per element (mean, variance, subtract, divide, scale, shift). GELU does 5, if an `erf` (the error function of statistics) counts as one. LayerNorm and GELU read each element once and write it once. All results go into tensors that already exist: a new tensor of this size would add the time of the operating system's page faults.
 
 
 # %%
@@ -177,6 +179,8 @@ claims.check("activations-bandwidth", against_copy, missing=missing)
 # > **On a GPU:** thousands of cores share that work. The guides say that activations are usually limited by bandwidth; the claim tests this.
 #
 # ## Baseline: a whole step, operation by operation
+#
+# We sort all operations into the guides' three groups. *Contractions* are matmuls. *Normalizations* are LayerNorm and softmax. *Element-wise* operations are all others, such as an activation, dropout or an addition.
 #
 # A **dispatch mode** is an object to which torch hands every operation of forward and backward, just before a kernel runs it. The mode may inspect, count and time the operation, and it has to call it. Ours counts FLOPs and bytes. An operation that is not a matmul gets a number of FLOPs per element of its largest tensor, from a table that you can check on paper.
 #
@@ -368,7 +372,7 @@ for i, name in enumerate(GROUPS):
     begin = [start + part for start, part in zip(begin, parts)]
 right.invert_yaxis()
 right.set(xlabel="share of the step (%)")
-right.set_title("Who has the FLOPs, who the bytes, who the time", loc="left")
+right.set_title("Each group's share of the FLOPs, the bytes and the time", loc="left")
 _ = right.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=3)
 
 
@@ -395,7 +399,7 @@ claims.check("op-groups-ordered", min(per_byte[0] / per_byte[1], per_byte[1] / p
 # %% [markdown]
 # Matmuls are on the right, under the flat roof. All other operations are on the left, orders of magnitude lower. They do few FLOPs per byte, so faster matmuls cannot help them. A dot *above* the black slope was served by a cache, which holds the tensors of a small step.
 #
-# The guide has its three groups from [Ivanov et al., 2020](https://arxiv.org/abs/2007.00072). The claim tests their order in FLOPs per byte. One number in our table is a convention: how many FLOPs an `exp` counts. The note shows the order if it counts ten. (Our element-wise group also holds copies and embeddings, which the guide does not name. They only move bytes, so the claim leaves them out.)
+# The guide has its three groups from [Ivanov et al., 2020](https://arxiv.org/abs/2007.00072). The second claim tests their order in FLOPs per byte. One number in our table of FLOPs (`PER_ELEMENT`) is a convention: how many FLOPs an `exp` counts. The claim's note shows the order if it counts ten. (Our element-wise group also holds copies and embeddings, which the guide does not name. They only move bytes, so the claim leaves them out.)
 #
 # ## Change one thing: no dropout
 #
@@ -426,7 +430,7 @@ plots.Table(header, table)
 # Each column has its own ratio:
 #
 # - **FLOPs of matmuls**: 2, with or without dropout. For each matmul of forward, backward has two: one for the gradient of the left operand, one for that of the right.
-# - **Bytes**: another factor.
+# - **Bytes**: a different ratio. Operations that are not matmuls do not all move twice the bytes in backward; an activation, for example, moves three tensors in backward for two in forward (see below).
 # - **Time**: it depends on the limit of each operation.
 #
 # Dropout draws its masks in forward; backward only multiplies by them. The first line shows the cost of drawing. Where random numbers are drawn one by one, as on a CPU, drawing can take as long as the matmuls themselves.
@@ -435,7 +439,9 @@ plots.Table(header, table)
 #
 # ### Backward against forward
 #
-# The FLOPs are counted. For the time, forward and backward run alternately in several fresh processes, with the attention that the library chooses: first without dropout, then with the model's own dropout. On a CPU the second ratio is also predicted, from the passes without dropout and from dropout by itself, which run alternately too. The last claim is about the matmuls alone: does backward have more awkward sizes, as the guide says?
+# The first claim counts FLOPs. The next two measure time: forward and backward run alternately in several fresh processes, with the attention that the library chooses, first without dropout, then with the model's own dropout. On a CPU the ratio with dropout is also predicted, from the passes without dropout and from dropout by itself, which run alternately too.
+#
+# The last claim is about the matmuls alone. The guide says that backward is sometimes more than twice as slow because its sizes are more *awkward*, that is, further from the sizes that the device multiplies fastest. If that is true here, a FLOP of backward takes longer than one of forward.
 #
 # `Ratio.of_turns` divides the seconds of steps that ran alternately, and gives an interval. The first contender runs twice: the interval is never narrower than its difference from itself.
 
@@ -488,7 +494,7 @@ def of_parts(processes):
     if DEVICE == "cuda":
         return Ratio.unknown("a GPU drops scores inside its kernels")
     sums = [(both(backward, multiply), both(forward, draw)) for *_, backward, forward, multiply, draw in processes]
-    return Ratio.of_turns([[backward, forward, backward] for backward, forward in sums], CPU, 1.1)  # caches: a tenth
+    return Ratio.of_turns([[backward, forward, backward] for backward, forward in sums], CPU, 1.1)  # +- a tenth: caches
 
 
 # %% tags=["claim"]
@@ -532,7 +538,7 @@ claims.check(
 # %% [markdown]
 # ### Activations and convolutions
 #
-# Two more statements of the guide are counts. *An activation reads once and writes once in forward; in backward it reads twice, the gradient and the output of the forward, and writes once.* And *convolutions have twice the FLOPs in backward too*. The last column shows which tensor autograd really kept, found by its address.
+# Two more statements of the guide can be checked by counting. *An activation reads once and writes once in forward; in backward it reads twice, the gradient and the output of the forward, and writes once.* And *convolutions have twice the FLOPs in backward too*. In the table below, the last column shows which tensor autograd really kept, found by its address.
 
 
 # %%
@@ -632,6 +638,12 @@ print(
 )
 
 
+# %% [markdown]
+# The last line shows the rule of thumb beside our count. The rule makes two mistakes. It counts embeddings, which are never multiplied. It leaves out attention, whose matmuls have no weights and grow with the length.
+#
+# Can you trust torch's FLOP counter instead? Each of the next two pairs of lines does the same work in two ways.
+
+
 # %%
 def seen(work):
     with FlopCounterMode(display=False) as counter:
@@ -648,6 +660,9 @@ print("4 experts one by one:", seen(lambda: [part @ each for part, each in zip(t
 print("the same, grouped:", seen(lambda: torch._grouped_mm(tokens_in, experts, offs=ends)))
 print("attention by its matmuls:", seen(lambda: (heads @ heads.mT).softmax(-1) @ heads))
 print("the same, fused, on a CPU:", seen(lambda: torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)))
+
+# %% [markdown]
+# The lines show two blind spots. The counter knows matmuls by name, and an operation that it does not know counts 0, without a warning. So it may miss the matmuls of experts if they are done as one grouped matmul, and before torch 2.15 it missed a CPU's fused attention. `roofline.model_flops` refuses models with experts and switches to plain attention.
 
 # %% jupyter={"source_hidden": true}
 tiny = Task("bert-tiny", seq_len=32, config={"use_cache": False})
@@ -673,10 +688,6 @@ exercises.question(
 )
 
 # %% [markdown]
-# The rule of thumb makes two mistakes. It counts embeddings, which are never multiplied. It leaves out attention, whose matmuls have no weights and grow with the length.
-#
-# The other lines show two blind spots of torch's counter. It knows matmuls by name, and an operation that it does not know counts 0, without a warning. So it may miss the matmuls of experts if they are done as one grouped matmul, and before torch 2.15 it missed a CPU's fused attention. `roofline.model_flops` refuses models with experts and switches to plain attention.
-#
 # ## A trace, read aloud
 #
 # You need no recorder of your own: `torch.profiler` records which kernels ran, and from when to when. The picture shows the first operations of a forward pass, with 16 tokens per sequence and with all of them. A bar is a kernel at work; white is time in which no kernel works.
@@ -819,7 +830,7 @@ _ = widgets.explore(draw, operation=operations, size=sizes, precision=list(ceili
 # %% [markdown]
 # ## Exercise 1: which of the four can help?
 #
-# A step is bound by bandwidth: nearly all of its time goes to bias, GELU and residual, on tensors of 64 million numbers. Which of these changes can make it at least 10 % faster?
+# A step is bound by bandwidth: nearly all of its time goes to three operations on tensors of 64 million numbers. They add a bias, apply GELU, and add the layer's input again (the residual). Which of these changes can make it at least 10 % faster?
 #
 # **A** a matrix rate twice as high · **B** one fused kernel for the three · **C** activations in 16 bits · **D** a cheaper formula for GELU, with half the FLOPs
 
@@ -863,7 +874,7 @@ exercises.prove(check, solution={"B", "C"}, mistake={"A", "C"})
 #
 # You have not timed `unseen`: it has half the layers, feed-forward layers half as wide, sequences half as long, and a batch of 8 instead of 4. How many milliseconds does one of its training steps take: forward, backward and AdamW's update, in fp32, without dropout? Predict it within 25 % before it runs. You have the seconds of the model above (`timed_plain` has those of each operation, the next cell prints those of a step and of its update) and the ceilings (`roof`), and you may count the operations of `unseen`.
 #
-# The check runs steps of both models alternately in one process. It multiplies the ratio of their seconds by the printed step. So a machine that has become slower since then changes nothing.
+# The check runs steps of both models alternately in one process, and multiplies the ratio of their seconds by the milliseconds printed below. So it does not matter if the machine has become slower since the step above was timed.
 
 # %% tags=["exercise"]
 display(
