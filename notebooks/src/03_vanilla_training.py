@@ -1,7 +1,7 @@
 # %% [markdown]
 # # What is the baseline, exactly?
 #
-# A colleague reports that a flag made training 10 % faster. Faster than what, and would the same code have been 10 % faster than itself? Every claim of this course compares something with *vanilla training*: fp32, AdamW, a batch of 4, nothing switched on. Before you trust a comparison, know the training on its left side, and how much it varies by itself.
+# A colleague reports that a flag made training 10 % faster. Faster than what, and would the same code have been 10 % faster than itself? Every claim of this course compares something with *vanilla training*: fp32, AdamW, a batch of 4, nothing switched on. Before you trust a comparison, know exactly which training is the baseline, and how much its own time varies.
 #
 # **You will see**
 # - all that `lab.train` does, in ten lines of Trainer and in a plain PyTorch loop: equal losses, a memory difference explained to the byte; and which of the guides' own lines still run
@@ -94,7 +94,7 @@ torch.testing.assert_close(from_trainer, list(from_lab.losses), rtol=0, atol=1e-
 # %% [markdown]
 # ## By hand: a plain loop
 #
-# What do the Trainer's defaults come to? Five things are easily forgotten, and each can change the losses:
+# What does the Trainer do by default? Five things are easily forgotten, and each can change the losses:
 #
 # - **two random streams.** The order of the data has a generator of its own, seeded with the seed. Dropout draws from the global one, which is seeded again once the model is built.
 # - **clipping.** A gradient with a norm above 1 is scaled down to 1.
@@ -102,7 +102,7 @@ torch.testing.assert_close(from_trainer, list(from_lab.losses), rtol=0, atol=1e-
 # - **a schedule.** The learning rate falls along a line, to 0 after the last step.
 # - **the order**: backward, clip, step, schedule, zero.
 #
-# (`order`, `rate`, `falling`, `clear` and `fetch` are handles for later; with their defaults the loop is the Trainer's.)
+# (Later cells change `order`, `rate`, `falling`, `clear` and `fetch`; with their defaults the loop does the same as the Trainer.)
 
 
 # %%
@@ -148,7 +148,7 @@ plots.Table(
 #
 # ## By hand: the same memory?
 #
-# The losses agree, so the mathematics does. Is the same kept in memory? `accelerate`, the Trainer's engine, fetches **one batch ahead**: it must know which batch is the last one. We let the plain loop do so too, and compare peaks.
+# The losses agree, so the mathematics does. Do both hold the same tensors in memory? `accelerate`, the Trainer's engine, fetches **one batch ahead**: it must know which batch is the last one. We let the plain loop do so too, and compare peaks.
 
 
 # %%
@@ -187,7 +187,15 @@ print(f"lab.train holds {difference:,} bytes more than the loop; the batch ahead
 #
 # ## What the guides' code does today
 #
-# The guides train the same baseline with lines of their own. Do these lines still run? The table shows them, one argument or call each, with today's form beside it. Every line is executed just as it is shown (`exec` runs a text), in a fresh process for each row. `assert` states what a guide takes for granted. `args` makes `TrainingArguments`, `command` reads them from a command line, `load` is `from_pretrained` on a checkpoint in fp16.
+# The guides train the same baseline with lines of their own. Do these lines still run? The table shows them, one argument or call each. The column *today* has the outcome of a guide's line, the column *instead* the form that replaces it, and the last column the outcome of that form. Every line is executed just as it is shown (`exec` runs a text), in a fresh process for each row.
+#
+# Some rows use short names:
+#
+# - `assert` states what a guide takes for granted
+# - `args` makes `TrainingArguments`, and `command` reads them from a command line
+# - `load` is `from_pretrained` on a checkpoint in fp16
+# - `named` and `listed` are the compiler backends that the guide names, and those that torch lists
+# - `program` is a program that does nothing
 
 
 # %%
@@ -282,7 +290,7 @@ plots.Table(["guide", "its line", "today", "instead", "and that"], rows, caption
 #
 # So this is what `lab.train` runs. It runs it more than once: first under a memory meter, which slows the steps down, then in another process under a clock and nothing else. So neither measurement disturbs the other.
 #
-# Watch it work, once. The monitor looks at the machine from outside, twice a second, and ends with its cell. What moves, and what stays?
+# Watch it work, once. The monitor looks at the machine from outside, twice a second, and stops when its cell has run. Which lines move, and which stay the same?
 
 # %%
 with monitor.live() as watch:
@@ -301,7 +309,7 @@ display(widgets.revealed(lab, "vanilla peak", times, estimate=expected))
 _ = plots.memory([vanilla], title="Where vanilla training peaks")
 
 # %% [markdown]
-# Each weight has two optimizer states of its own size and a gradient, which makes four. The activations, which depend on the batch, come on top of that. The guide's figure, 14949 MB against 1288 MB of weights, was read from the whole card: it includes a CUDA context of more than 1 GB and the allocator's reserve. Ours counts tensors.
+# Each weight has two optimizer states of its own size and a gradient, which makes four. The activations, which depend on the batch, come on top of that. The guide's figure, 14949 MB against 1288 MB of weights, was read from the whole card: it includes a *CUDA context* (memory that CUDA takes for itself) of more than 1 GB, and memory that torch's allocator keeps in reserve. Ours counts tensors.
 #
 # ## "I timed it once"
 #
@@ -351,15 +359,15 @@ exercises.question(
 # %% [markdown]
 # ## Change nothing, then one thing
 #
-# Before measuring an effect, measure no effect. On a CPU `lab.compare` answers these variations in three ways:
+# Before measuring an effect, measure no effect. On a CPU `lab.compare` deals with these variations in three ways:
 #
-# - **Turns inside one process**, on one thread: both recipes share the luck of the process, and a slow minute hits both. One turn of the first recipe over one turn of the second is a *pair*. As one process has one luck, there are several processes.
+# - **Turns inside one process**, on one thread. A *turn* is one step of a recipe; the two recipes take turns. So a slow minute slows both, and both share whatever makes this process faster or slower than others. The time of one turn of the first recipe divided by that of the next turn of the second is a *pair*. As all pairs of a process have the process in common, there are several processes.
 # - **CPU time** decides. The ratio by the clock on the wall is shown beside it.
 # - **Against itself.** In the same turns the baseline runs a second time. Its difference from itself is this measurement's **noise floor**, which is never taken to be less than a factor of 1.05.
 #
-# > **On a GPU:** nobody else uses it, so each recipe has a process of its own, the clock decides, and the floor is 1.02.
+# > **On a GPU:** no other program uses the GPU, so each recipe has a process of its own, the clock decides, and the floor is 1.02.
 #
-# First A and B are the same. Then comes one change that ought to show: sequences of a quarter of the length.
+# The first comparison is between two runs of the same recipe. The second has one change that ought to show: sequences of a quarter of the length.
 
 # %%
 again = lab.train("the same again", task=short, per_device_train_batch_size=4, steps=1)  # new: a name, nothing else
@@ -371,7 +379,7 @@ effect = lab.compare(from_lab, quarter, turns=8)
 _ = plots.speed([itself, effect])
 
 # %% [markdown]
-# Ticks are the pairs, the dot is their median, the line is the interval. A claim is decided by the *line*, never by the dot: if it is on one side of 1, one recipe is faster; if 1 is inside, the effect is **too small to tell**. That does not say that there is none. It says that this measurement, on this machine, cannot see it.
+# Ticks are the pairs, the dot is their median, the line is the interval. A claim is decided by the *line*: if it is on one side of 1, one recipe is faster; if 1 is inside, the effect is **too small to tell**.
 
 # %%
 exercises.question(
@@ -389,6 +397,8 @@ exercises.question(
 )
 
 # %% [markdown]
+# So the line decides, never the dot. And *too small to tell* does not say that there is no effect. It says that this measurement, on this machine, cannot see it.
+#
 # ## By hand: the interval
 #
 # How well do these pairs determine their median? Draw as many processes at random as there were, repeats allowed, and from each as many of its pairs; take the median of all; do so 2000 times; keep the middle 95 %. That is a **bootstrap** interval. Then the lab widens it to the noise floor.
@@ -425,7 +435,7 @@ rows = [[name, *map("{:.3f}".format, ends)] for name, ends in bounds.items()]
 plots.Table(["the same against itself", "from", "to"], rows, caption)
 
 # %% [markdown]
-# Why wider? The bootstrap knows only what varied *within* these pairs. If the same code against itself comes out a few percent off, an effect of that size proves nothing, however narrow the interval. The least floor allows for other load that another day brings. The last row is by the clock on the wall, which counts the waiting, too.
+# Why wider? The bootstrap knows only what varied *within* these pairs. If the same code against itself comes out a few percent off, an effect of that size proves nothing, however narrow the interval. On a quiet day the code may differ from itself by less than on others, so the lab never takes the floor to be less than the factor above: tomorrow other programs may run. The last row is by the clock on the wall, which counts the waiting, too.
 #
 # ## What held
 
@@ -463,7 +473,7 @@ _ = widgets.explore(draw, first=[*range(1, 1 + max((len(groups(each)) for each i
 # %% [markdown]
 # ## Exercise 1: which loss is the first to differ?
 #
-# Here are four changes to the plain loop, one at a time. Each one changes the losses, but from which step on? Steps are counted from 1; a loss is taken *before* its step's update. Think through `backward`, `step` and `schedule` before you answer.
+# Here are four changes to the plain loop, one at a time. Each one changes the losses, but from which step on? Steps are counted from 1; a loss is taken *before* its step's update. The loop without a change trains at a learning rate of `1e-3` here. Think through `backward`, `step` and `schedule` before you answer.
 
 # %%
 exercises.hint(
