@@ -47,11 +47,11 @@ def single_thread():
 # %% [markdown]
 # ## Part 1: speed
 #
-# A matmul reads its weights once, however many rows it multiplies by them. With few rows, reading takes all the time, and one more row is nearly free. With many rows, arithmetic takes longer, and each row costs its full price. Between the two is a **knee**.
+# A linear layer multiplies its weights by rows of numbers, one row for each *token* of the batch: samples times sequence length. The matmul reads its weights once, however many rows there are. With few rows, reading takes all the time, and one more row is nearly free. With many rows, arithmetic takes longer, and each row costs its full price. Between the two is a **knee**.
 #
 # ## Predict
 #
-# A batch of 4 just fits into your device. You get a device with *twice* the memory of that peak.
+# The next cell chooses the model of part 1: on a CPU the lab's model with two layers and short sequences, on a GPU the lab's own. Suppose that your device has just enough memory to train it with a batch of 4. Now you get a device with *twice* the memory of that peak.
 
 # %%
 if on_cpu:
@@ -105,8 +105,7 @@ print(f"rows/s grow by {rates['measured'][-1] / rates['measured'][0]:.0f} x from
 print(f"half of the most is reached at {enough} rows; the knee was predicted at {knee}")
 
 # %% [markdown]
-# Left of the dotted line the layer waits for its weights. Right of it the layer waits for arithmetic, and the curve is flat. If few rows are faster than predicted, the weights came from a cache. If rows around the knee are slower, the kernels for few rows do not reach the ceiling. Rows are *tokens*: samples times sequence length.
-#
+# Left of the dotted line the layer waits for its weights. Right of it the layer waits for arithmetic, and the curve is flat. If few rows are faster than predicted, the weights came from a cache. If rows around the knee are slower, the kernels for few rows do not reach the ceiling.#
 # ## The second knee: has every core something to do?
 #
 # That was one core. A device has many: a GPU has about a hundred **multiprocessors**. Each takes one **tile** of the result, a block of, for example, 256 x 128 numbers. If there are fewer tiles than multiprocessors, the others are idle. Here we call the share of multiprocessors at work **occupancy**. (NVIDIA uses the word for the threads *within* one multiprocessor.) If there is one tile too many, a second **wave** begins for it. So time is a staircase. See its steps on your own cores.
@@ -138,11 +137,6 @@ stairs = [tile_seconds[counts.index(cores)] * math.ceil(n / cores) for n in coun
 shown = {"measured": [1e3 * each for each in tile_seconds], "waves x one wave": [1e3 * each for each in stairs]}
 plots.lines(counts, shown, f"tiles, for {cores} at once", "milliseconds", title="Time goes by waves").set_ylim(0)
 
-# %%
-for card, count in {"H100": 132, "A100": 108, "T4": 40, "one core": 1}.items():
-    rounds = [waves(rows, 1024, (256, 128), count) for rows in (512, 1024, 2048, 4096, 8192)]
-    print(f"{card}: {rounds} waves for 512, 1024, 2048, 4096 and 8192 rows of a layer with 1024 columns")
-
 # %% jupyter={"source_hidden": true}
 assert waves(512, 1024, (256, 128), 132) == waves(4096, 1024, (256, 128), 132) == 1  # the question's right answer
 
@@ -150,8 +144,8 @@ assert waves(512, 1024, (256, 128), 132) == waves(4096, 1024, (256, 128), 132) =
 exercises.question(
     lab,
     "rows",
-    "Take an H100 and the layer with 1024 columns, whose first knee is at 100 rows. Your sequences have 512 tokens, and "
-    "you train one at a time. What does batch 8 do to the speed of this layer?",
+    "Take an H100 (132 multiprocessors, tiles of 256 x 128) and a layer with 1024 columns, whose first knee is at 100 "
+    "rows. Your sequences have 512 tokens, and you train one at a time. What does batch 8 do to the speed of this layer?",
     {
         "Hardly anything: 512 rows are past the knee.": "Past the first one. But 512 rows are 2 x 8 = 16 tiles, and "
         "116 of the 132 multiprocessors have none.",
@@ -163,12 +157,17 @@ exercises.question(
     right="It may be up to 8 times as fast: both batches take one wave.",
 )
 
+# %%
+for card, count in {"H100": 132, "A100": 108, "T4": 40, "one core": 1}.items():
+    rounds = [waves(rows, 1024, (256, 128), count) for rows in (512, 1024, 2048, 4096, 8192)]
+    print(f"{card}: {rounds} waves for 512, 1024, 2048, 4096 and 8192 rows of a layer with 1024 columns")
+
 # %% [markdown]
-# (Two "cores" that are threads of one core, or other load on the machine, turn your stairs into a line.) So look at two knees, **intensity** and **occupancy**. A larger batch brings speed until the later one. One core has only the first; on a large GPU a narrow layer meets the second much later.
+# The lines above count the waves of this layer on four devices. (If the stairs of your own cores look like a straight line: two of the "cores" may be threads of one core, or other load kept the machine busy.) So look at two knees, **intensity** and **occupancy**. A larger batch brings speed until the later one. One core has only the first; on a large GPU a narrow layer meets the second much later.
 #
 # ## Baseline: the largest batch that fits
 #
-# A whole step is more than its matmuls: it has small operations, and an update that costs the same for every batch. First the memory. We measure the peak at two sizes from which on it grows in a straight line. The line gives the largest batch that fits, and two more runs check it.
+# A whole step is more than its matmuls: it has small operations, and an update that costs the same for every batch. First the memory. From some batch size on, the peak grows in a straight line. We measure it at two sizes on that line. The line gives the largest batch that fits, and two more runs check it.
 
 # %%
 sizes = (16, 32) if on_cpu else (8, 16)
@@ -233,7 +232,7 @@ rows.append(["two estimates", "none", estimated, estimate_seconds])
 plots.Table(["way", "trained with", "answer", "seconds"], rows)
 
 # %% [markdown]
-# The answer of the search depends on the size that it began with, on the nine tenths, and on luck. It is seldom a multiple of 8, and perhaps short of the largest that fits. The search also changes the effective batch and leaves the learning rate as it was. And accelerate recognizes the error by its message: an error in other words than torch's ends your search in a crash. With a small model the search may be quicker than the estimates; the larger the model, the more a failed attempt costs.
+# The answer of the search depends on the size that it began with, on the nine tenths, and on luck. It is seldom a multiple of 8, and perhaps short of the largest that fits. The search also changes the effective batch and leaves the learning rate as it was. And accelerate recognizes an out-of-memory error by its message. If a library words its message differently, as oneDNN does (torch's library for matmuls on a CPU; the line above the table), your search ends in a crash. With a small model the search may be quicker than the estimates; the larger the model, the more a failed attempt costs.
 #
 # ## Change one thing: the batch, up to that limit
 #
@@ -343,7 +342,7 @@ for wave in (1, 2, 3, 4):
 # %% [markdown]
 # If time jumps where the stairs do, the tile is confirmed. A jump that is lower than predicted means that the kernel has a cheaper way for the rest.
 #
-# **Alignment** is another effect. Tensor cores read fp16 8 numbers at a time, and read rows less well that do not begin at such a place. To see alignment alone, sizes must not cross an edge of tiles. 61 x 64 = 3904 is between the edges of all usual tiles, and so are the sizes after it: compare 3904 (a multiple of 64) with 3912 (of 8) and 3913 (odd).
+# **Alignment** is another effect. Tensor cores read fp16 in groups of 8 numbers. A row that does not begin at the start of such a group takes longer to read. To see alignment alone, sizes must not cross an edge of tiles. 61 x 64 = 3904 is between the edges of all usual tiles, and so are the sizes after it: compare 3904 (a multiple of 64) with 3912 (of 8) and 3913 (odd).
 #
 # The table changes each dimension of a larger matmul: rows M (samples x tokens), columns N (features out), depth K (features in). The lines above it are about the output layer of a language model, with 30522 words or padded to 30528.
 
@@ -369,9 +368,9 @@ print(f"the output layer takes {found[-1] / found[-2]:.2f} x as long with {padde
 plots.Table(["FLOP/s against n", f"n - 1 = {base - 1}", f"n = {base}", "n + 1", "n + 8"], rows)
 
 # %% [markdown]
-# Padding costs next to nothing in bytes, so it is worth doing even for a small gain, above all in fp16 on a GPU: 50257 words become 50304. A batch of 7 sequences of 512 tokens needs no padding. The rows of its matmuls are samples *times tokens*, 3584 = 56 x 64.
+# Padding costs next to nothing in bytes, so it is worth doing even for a small gain, above all in fp16 on a GPU: the 50257 words of GPT-2, for example, become 50304. A batch of 7 sequences of 512 tokens needs no padding. The rows of its matmuls are samples *times tokens*, 3584 = 56 x 64.
 #
-# ## What held, of speed
+# ## What held: speed
 #
 # ### The batch
 #
@@ -589,7 +588,7 @@ print("simple noise scale: {:.0f} samples at the start, {:.0f} after 24 steps".f
 # %% [markdown]
 # The line is drawn through the two ends, and comes close to the five points between them. The noise scale is not constant: it changes as the model learns. That is one reason why no batch size is right for a whole training, and why a high learning rate is often approached in small steps (*warm-up*).
 #
-# Now we train with batches of 8, 32 and 128 samples. The model has to find out whether a marker occurs in a sequence. Each size gets three learning rates. For the larger sizes these are the rate of batch 8 as it is, scaled by the square root of the factor, and scaled in proportion to it; batch 8 gets the same multiples as batch 32, to be fair. All sizes get the same 2048 samples, in three seeds, and are judged on unseen sequences.
+# Now we train with batches of 8, 32 and 128 samples. The model has to find out whether a marker occurs in a sequence. Each size gets three learning rates. For the larger sizes these are the rate of batch 8 as it is, scaled by the square root of the factor, and scaled in proportion to it; batch 8 gets the same multiples as batch 32, to be fair. All sizes get the same 2048 samples, in three seeds, and are judged on unseen sequences. The table's last column, *above the best rule*, is the distance between the model's probabilities and the best ones possible. A perfect model has 0 there, though not a loss of 0: some marked sequences have no marker by chance.
 
 
 # %%
@@ -719,7 +718,7 @@ plots.Table(["batch", "steps", "samples", "seconds"], rows, f"to a loss of {targ
 #
 # Read the table of learning rates too. A large batch at the small batch's rate loses its advantage, and one at a rate scaled in proportion may not learn at all. For Adam, theory suggests [the square root](https://arxiv.org/abs/2205.10287).
 #
-# ## What held, of learning
+# ## What held: learning
 #
 # How well a training *ends* is judged by the distance to the best rule, not by the loss. Some marked sequences have no marker by chance, and the loss that this leaves is the same for every training.
 
@@ -743,7 +742,7 @@ display(claims.check("larger-batch-same-data", against(128, 8, 4, 64), note="bat
 claims.check("larger-batch-ends-better", ends(128, 8), note=f"16 steps and 256; batch 32 and 8: {ends(32, 8)}")
 
 # %% [markdown]
-# The guide's sentence is true of *steps*: in steps a larger batch converges faster. On the same *data* it makes fewer updates. So tune the batch in this order: find the sizes that learn well within your budget, then take the fastest of them. The largest batch that fits is an upper bound, not the answer.
+# The guide says that a larger batch often converges faster. That is true of *steps*: in steps it does. On the same *data* it makes fewer updates. So tune the batch in this order: find the sizes that learn well within your budget, then take the fastest of them. The largest batch that fits is an upper bound, not the answer.
 #
 # ## Exercise 2: the challenge
 #
