@@ -316,7 +316,7 @@ _ = plots.memory(list(sweep.values()), ax=right)
 # - **Memory** (right): the peak falls with the micro-batch, by less and less. The rest does not depend on the batch.
 # - **Speed** (left): this is the price, if there is one. (Each part was timed a few times only; the intervals come below.) A small pass may keep the device less busy than a large one, and then each sample costs more. How much more depends on your machine and your sequences, not on accumulation: the shorter the sequences and the larger the device, the more.
 #
-# There is another comparison: with *updating after each micro-batch*. Then the update runs once instead of several times.
+# So far the effective batch stayed the same. The next question changes only the number of accumulation steps.
 
 # %%
 exercises.question(
@@ -335,6 +335,8 @@ exercises.question(
 )
 
 # %% [markdown]
+# So there are two comparisons: with one large pass, and with *updating after each micro-batch*. In the second one, accumulation runs the update once instead of several times.
+#
 # ## Test the Trainer
 #
 # Does `gradient_accumulation_steps` give the gradient that your loop gave? Two models are tested: this lesson's classifier, and a small language model.
@@ -428,7 +430,7 @@ plots.Table(header, [[name, *row] for name, row in tests.items()])
 # - With 5.0.0, 5.15.0, 5.23.0 and 5.24.0 the ratio was 4.
 # - In 4.57.6 the classifier took no keyword arguments. The Trainer divided, and the ratio was 1.
 #
-# [Issue 47688](https://github.com/huggingface/transformers/issues/47688) lists dozens of heads with the same fault; this one is not yet among them. Test *your* model on your versions in the same way: if the two columns say *True* (trusted) and *False* (does not divide), its gradient is wrong. With a cosine of 1 beside a wrong ratio, AdamW hides the error, as you saw, but the logged loss and the clipping suffer.
+# [Issue 47688](https://github.com/huggingface/transformers/issues/47688) lists dozens of heads (the last layers of a model, which compute the loss) with the same fault; this one is not yet among them. Test *your* model on your versions in the same way: if the two columns say *True* (trusted) and *False* (does not divide), its gradient is wrong. With a cosine of 1 beside a wrong ratio, AdamW hides the error, as you saw, but the logged loss and the clipping suffer.
 #
 # Two remedies pass the same test below:
 #
@@ -553,7 +555,7 @@ def one_epoch(task, base_rate=3e-4):
 learnable = Task("bert-tiny", 32, data="learnable", config=no_dropout | {"num_hidden_layers": 1, "vocab_size": 1000})
 curves, ends = lab.run(one_epoch, task=learnable, measure="value").value
 ax = plots.losses(dict(zip(["4 x 1", "4 x 8", "4 x 8, 8 times the rate", "32 x 1"], curves)), title="Three seeds")
-_ = ax.set_xlabel("times 32 sequences")
+_ = ax.set_xlabel("sequences seen, in units of 32")
 difference = max(abs(a - b) for pair in zip(curves[1], curves[3]) for a, b in zip(*pair))
 print(f"4 x 8 against 32 x 1: the losses differ by {difference:.1g} at most")
 every, fewer, faster, _ = ends
@@ -563,7 +565,7 @@ note = "losses at 8 times the rate: " + ", ".join(f"{mine:.2f}" for mine in fast
 claims.check("accumulation-learning-rate", lab.ratio([b / a for a, b in zip(fewer, faster)]), note=note)
 
 # %% [markdown]
-# The curve of the real batch of 32 coincides with that of 4 x 8: for the model both are the same training, and the printed line says how exactly. 4 x 1 differs from both, neither by memory nor by arithmetic: it takes eight times as many steps.
+# The curve of the real batch of 32 coincides with that of 4 x 8: for the model both are the same training, and the printed line says how exactly. 4 x 1 learns differently for one reason: it takes eight times as many steps. Its memory and its arithmetic have nothing to do with that.
 #
 # ## Explore
 #
@@ -636,7 +638,7 @@ exercises.hint(
 )
 
 # %% tags=["exercise"]
-limit_bytes = sweep[8].peak_bytes + 2 * sweep[8].memory.parameters  # half a set of gradients above 8 x 1
+limit_bytes = sweep[8].peak_bytes + 2 * sweep[8].memory.parameters
 print(f"limit: {plots.bytes_text(limit_bytes)}")
 answer = None  # dict(per_device_train_batch_size=..., gradient_accumulation_steps=...)
 
@@ -668,6 +670,7 @@ def check(answer):
 exercises.check(lab, "32 under a limit", check, answer)
 
 # %% tags=["solution"] jupyter={"source_hidden": true}
+# The limit is half a set of gradients above 8 x 1, and 8 x 4 keeps a whole set.
 exercises.prove(
     check,
     solution=dict(per_device_train_batch_size=4, gradient_accumulation_steps=8),
@@ -683,7 +686,11 @@ exercises.prove(
 # - **Speed:** it costs speed if a small pass cannot keep the device busy. It saves updates, which can bring the guide's 20 to 30 % if updates are expensive.
 # - **Learning:** 4 x 8 takes 16 steps instead of 128 on the same data. Fewer updates may also mean less learning.
 #
-# Accumulation is the wrong tool in three cases: if the peak is not made of activations, because the gradients that are kept may outweigh the saving (lessons 08 and 09 are about states); if the loss compares samples of a batch with each other; and if the small batch learns just as well.
+# Accumulation is the wrong tool in three cases:
+#
+# - The peak is not made of activations: then the gradients that accumulation keeps may outweigh what it saves. (Lessons 08 and 09 make optimizer states smaller.)
+# - The loss compares samples of a batch with each other.
+# - The small batch learns just as well.
 
 # %% tags=["finish"]
 claims.finish()
