@@ -41,7 +41,7 @@ bert = Task("bert-small", seq_len=256)  # the model to look into
 # %% [markdown]
 # ## Idea
 #
-# A block of a network takes an input, makes a dozen tensors inside, and hands on one output. Normally all the inside tensors of all blocks wait in memory for the backward pass. With checkpointing only the block's *input* waits. When backward reaches the block, the block runs forward once more from that input, has its inside tensors again, uses them, and drops them.
+# A block of a network takes an input, makes a dozen tensors inside, and passes on one output. Normally all the inside tensors of all blocks wait in memory for the backward pass. With checkpointing only the block's *input* waits. When backward reaches the block, the block runs forward once more from that input, has its inside tensors again, uses them, and drops them.
 #
 # So at any moment there are the inputs of all blocks and the inside of *one*. The price is a second forward pass.
 #
@@ -97,7 +97,7 @@ blocks = [Block(dropout=0.1) for _ in range(3)]
 plain = step(blocks, x, recompute=False)
 print("forward runs without checkpoint:", [block.runs for block in blocks])
 recomputed = step(blocks, x)
-print("forward runs with checkpoint:   ", [block.runs - 1 for block in blocks])  # less the plain one
+print("forward runs with checkpoint:   ", [block.runs - 1 for block in blocks])  # without the first run
 torch.testing.assert_close(recomputed, plain)
 
 other_dropout = step(blocks, x, preserve_rng_state=False)
@@ -160,7 +160,7 @@ _ = plots.lines(apart, labels, "blocks in a checkpointed segment", "peak (inputs
 #
 # With I = 1 that is the textbooks' square root of the depth, and the peak grows like √n. With a larger inside the checkpoints belong closer together.
 #
-# The two ends are extremes. One segment for all 36 blocks keeps a single input, and then all insides come back at once. To *forget all* and save memory too, you have to make each block's inside by itself, all the way from the start.
+# The right end of the curves is one segment for all 36 blocks. It keeps a single input, but then its recomputation makes all insides at once. The 2023 guide mentions another extreme: *forget all* activations, and recompute each when it is needed. That saves memory if only one block's inside exists at a time. So for each block you run all blocks before it again, from the very first input.
 
 
 # %%
@@ -269,9 +269,7 @@ widgets.revealed(lab, "every layer", measured, estimate=lab.foresee(in_percent))
 # - **Without checkpointing**, activations pile up through the forward pass and melt away in backward.
 # - **With it**, they come and go in the forward pass, and each layer leaves a low step behind, its input. Then backward has one hump for each layer that is recomputed.
 #
-# Weights, gradients and optimizer states are untouched: *checkpointing shrinks activations and nothing else*.
-#
-# That is also its limit. If activations do not make the peak, there is nothing to gain. A single sequence of 32 tokens shows it, with an optimizer that needs room for temporaries:
+# Checkpointing has a limit, too: if activations do not make the peak, there is nothing to gain. A single sequence of 32 tokens shows it, with an optimizer that needs room for temporaries:
 
 # %%
 short = dict(task=lab.task.replace(seq_len=32), optim="adamw_torch", measure=("memory",), per_device_train_batch_size=1)
@@ -299,9 +297,11 @@ exercises.question(
 )
 
 # %% [markdown]
-# ## Which layers pay
+# So weights, gradients and optimizer states are untouched: *checkpointing shrinks activations and nothing else*.
 #
-# Recomputing is a good trade if many bytes come back for little arithmetic. Inside one transformer model: which part saves the bytes, and which does the matmuls? Hooks report which part is at work.
+# ## Which layers are worth recomputing
+#
+# Recomputing a part is a good trade if that frees many bytes for little arithmetic. Inside one transformer model: which part saves the bytes, and which does the matmuls? Hooks report which part is at work.
 
 
 # %%
@@ -332,7 +332,7 @@ print(f"each of the 4 layers saves about {layers[True] / 4 / (4 * 256 * 256 * 4)
 plots.Table(["part", "of the saved bytes", "of the products"], sorted(rows, key=lambda row: -saved[row[0]])[:5])
 
 # %% [markdown]
-# A part pays if its first column is larger than its second. The counter knows matmuls only. So operations that work element by element (normalization, dropout, the activation function) have 0 %: they do little arithmetic, although on a CPU they take some time. Attention grows with the square of the sequence, so long sequences pay best. Methods that choose single operations rather than whole layers recompute just those that pay. (A fused attention kernel saves less to begin with: lesson 11.)
+# A part is worth recomputing if its share in the first column is larger than in the second. The counter knows matmuls only. So operations that work element by element (normalization, dropout, the activation function) have 0 %: they do little arithmetic, although on a CPU they take some time. Attention grows with the square of the sequence, so checkpointing saves most for long sequences. Methods that choose single operations rather than whole layers recompute only those that are worth it. (A fused attention kernel saves less to begin with: lesson 11.)
 #
 # Does the position matter, too? The inside of the *last* layer is dropped at the end of the forward pass and made again at the start of backward, while everything else still waits. Its hump is there either way: recomputing it costs time and saves nothing. You will use that in the challenge.
 #
@@ -341,7 +341,7 @@ plots.Table(["part", "of the saved bytes", "of the products"], sorted(rows, key=
 # `gradient_checkpointing_kwargs` has variants:
 #
 # - `use_reentrant=True` is the older mechanism.
-# - `every_n_layers` checkpoints only each n-th layer, since transformers 5.16 ([#48200](https://github.com/huggingface/transformers/pull/48200)). `every_n_layers=2` leaves every other layer with its whole inside, which buys speed back with memory. It is not the segments of two from above.
+# - `every_n_layers` checkpoints only each n-th layer, since transformers 5.16 ([#48200](https://github.com/huggingface/transformers/pull/48200)). `every_n_layers=2` checkpoints every other layer, and the rest keep their whole inside: that takes more memory and is faster. It does not make segments of two layers as above.
 # - `offload` moves the checkpoints to the host, since 5.17, and needs a GPU ([#48444](https://github.com/huggingface/transformers/pull/48444)).
 #
 # With older versions the bars of the last two are missing below.
@@ -369,7 +369,10 @@ _ = plots.memory(runs)
 #
 # Look closely at how a cost is stated. The 2023 guide's own figures, 85.47 s against 66.03 s and 5.99 samples/s against 7.75, are 29 % more time *and* 23 % less throughput: the same fact twice.
 #
-# Counted in matmuls, a backward is two parts and its forward one, so recomputing makes four parts of three: 25 % less throughput. In time the cost depends on the forward's share, which the notes below measure. A CPU is slow at drawing dropout's random numbers, which makes forward longer, and a GPU hardly notices them. So the runs on a CPU leave dropout out, and the second note says what it would add. The update makes the cost smaller in proportion, the more so the shorter the sequences are.
+# What would you expect? A backward has twice the matmuls of its forward (lesson 02), so a step is three parts. Recomputing runs the forward again and makes it four: 25 % less throughput. In time the cost depends on the forward's share of the step, which the notes below measure:
+#
+# - Dropout makes forward longer on a CPU, which is slow at drawing random numbers; a GPU hardly notices them. So the runs on a CPU leave dropout out. The second note gives the forward's share with it.
+# - The optimizer's update takes as long with recomputation as without. The larger its part of the step, the smaller the cost in percent; short sequences make its part larger.
 
 # %% tags=["claim"]
 stacked = dict(per_device_train_batch_size=4, gradient_accumulation_steps=2, measure=("memory",))
@@ -399,7 +402,8 @@ def foretold(task):
     forward, backward, update = lab.run(parts, task=task, measure=("none",)).value
     throughput = 1 / (1 + forward / (forward + backward + update))
     return (
-        f"forward is {forward / (forward + backward):.0%} of forward and backward, one more predicts {throughput:.2f}"
+        f"forward is {forward / (forward + backward):.0%} of forward and backward; "
+        f"one more forward predicts {throughput:.2f} of the throughput"
     )
 
 
@@ -498,7 +502,7 @@ claims.check("checkpointing-sqrt", power, note=note)
 #
 # ### The square root, and the flag
 #
-# The square root is the paper's, with √n blocks per segment. The 2022 guide writes it beside the library's flag, and the 2023 guide says that only a fraction is computed again. So we count two things for a BERT under the flag: how the bytes that wait after the forward pass grow with the number of layers, and how many of its layers run twice.
+# The square root comes from the paper that proposed checkpoints in segments of √n blocks. The 2022 guide names it for the library's flag, and the 2023 guide says that only a fraction of the activations is computed again. So we count two things for a BERT under the flag: how the bytes that wait after the forward pass grow with the number of layers, and how many of its layers run twice.
 
 
 # %% tags=["claim"]
@@ -584,7 +588,7 @@ exercises.prove(check, solution=4, mistake=8)
 # %% [markdown]
 # ## Exercise 2: the challenge
 #
-# A model has 8 layers, numbered from 0. Get at least half of what full checkpointing saves, and recompute **at most half** of the layers: a sixth more matmuls. Which layers do you checkpoint?
+# A model has 8 layers, numbered from 0. Get at least half of what full checkpointing saves, and recompute **at most half** of the layers: that is half of a forward, or a sixth more matmuls per step. Which layers do you checkpoint?
 
 # %%
 exercises.hint(
@@ -639,7 +643,7 @@ exercises.prove(check, solution=list(range(layers // 2)), mistake=list(range(lay
 # - **Every forward runs twice and gives the same gradient**, if the random state is put back. Without it the gradient was 1.1 % off.
 # - **Checkpoints belong √(n / I) blocks apart.** For thin blocks this gives the square root of the depth: memory grew as the depth to the power of 0.50. Transformer layers have so large an inside that every layer is the right distance until they are very many.
 # - **The flag saves activations and nothing else**, for one more forward of every layer: 0.58 times the peak, at 0.77 times the throughput. The bytes that wait for backward grow with the number of layers.
-# - **Long sequences pay best**, the last layer does not pay, and if states make the peak there is nothing to save.
+# - **Checkpointing is worth most for long sequences**, and nothing for the last layer. If states make the peak there is nothing to save.
 
 # %% tags=["finish"]
 claims.finish()
