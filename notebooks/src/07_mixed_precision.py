@@ -56,7 +56,7 @@ print(f"{lab.machine.name}: mixed precision is {mixed}")
 #
 # ### By hand: the formats
 #
-# A floating-point number has a sign, an exponent (which power of two) and a mantissa (the digits). The picture shows the bits of one number as they are stored. tf32 is never stored: it is fp32 whose last mantissa bits (13 on Ampere) are left out inside a matmul.
+# A floating-point number has a sign, an exponent (which power of two) and a mantissa (the digits). The picture shows the bits of one number as they are stored. tf32 is never stored: it is fp32 whose last mantissa bits are left out inside a matmul (13 of them on Ampere, NVIDIA's first GPUs with tf32).
 #
 # The table below the picture shows how large a number can get, and from which number on adding 1 changes nothing.
 
@@ -111,7 +111,7 @@ rows = [[name, f"{top:.6g}", f"{end:.0f}"] for name, (top, end) in limits.items(
 plots.Table(["format", "largest number", "n + 1 is n from"], rows)
 
 # %% [markdown]
-# The next picture shows the range of each format, from its smallest positive number to its largest. (In the lighter part a number has fewer digits.) Two values are marked: a gradient of 2e-8, and the activation of 66246 that somebody met in a T5. Which format holds which of them?
+# The next picture shows the range of each format, from its smallest positive number to its largest. (In the lighter part a number has fewer digits.) Two values are marked: a gradient of 2e-8, and an activation of 66246 that a user met in the language model T5. Which format holds which of them?
 
 # %%
 _, ax = plt.subplots(figsize=(9, 2.6), layout="constrained")
@@ -184,7 +184,7 @@ print(f"trained in bf16 on prices up to 90%, and fine-tuned in bf16: {stayed:.0%
 # %% [markdown]
 # ### By hand: the loss scaler
 #
-# Gradients are small, and fp16 has no number between 0 and about 6e-8. How many gradients become 0? To find out, the table multiplies the loss of a small network by a weight.
+# Gradients are small, and fp16 has no number between 0 and about 6e-8. How many gradients become 0? That depends on their size. So the next table multiplies the loss of a small network by smaller and smaller weights, as you would do with the loss of a side task: every gradient shrinks by the same factor.
 #
 # The remedy is to multiply the loss by a large number, the *loss scale*. This multiplies every gradient, and before the update the gradients are divided by it again. The right scale is found by trying:
 #
@@ -284,7 +284,7 @@ try_scaler(2.0**16, "One bad step, the 26th", bad_step=25)
 #
 # ### By hand: what autocast casts
 #
-# `torch.autocast` decides for each operation: some run in half precision, some in fp32, and the others keep the type of their inputs. CPU and GPU differ, so the cell tries it on your device.
+# `torch.autocast` acts inside its `with` block, a *region*. It decides for each operation: some run in half precision, some in fp32, and the others keep the type of their inputs. CPU and GPU differ, so the cell tries it on your device.
 #
 # How do you see a cast? Every operation goes through torch's dispatcher, which selects its kernel. A *dispatch mode* is called there with each operation and its tensors before the operation runs. Ours counts operations; a cast is called `_to_copy`. Two questions: how often is one weight cast that is used twice? And if the weight is changed between the two uses, as an optimizer would do, does the second matmul see the change?
 
@@ -342,8 +342,8 @@ plots.Table(["operation on fp16 under autocast", f"its result on {lab.machine.ki
 
 # %% [markdown]
 # - **Copies:** a weight is cast once per region, and the copy is kept in a cache until the region ends or backward no longer needs it. These copies are the price of mixed precision.
-# - **Stale copies:** a copy does not follow its weight, so each iteration has to make new ones. Put a region around one forward pass, and nothing else.
-# - **LayerNorm** is right although the sum that it needs overflows fp16: inside, it adds in fp32.
+# - **Stale copies:** a copy does not follow its weight. The second printed line shows by how much the result of the second matmul changed when the weight did: with the cache not at all. So each iteration has to make new copies. Put a region around one forward pass, and nothing else.
+# - **LayerNorm** is right although the sum that it needs overflows fp16: inside, it adds in fp32. (The error is in units of *eps*, the distance from 1 to the next number in fp16.)
 # - **The residual sum**, fp16 + fp32, is fp32. It will matter in part 2.
 #
 # ### Explore
@@ -431,7 +431,7 @@ widgets.predict(
 #
 # This is the 2022 guide's experiment: bert-base on 128 tokens, with more and more samples. There are three recipes: fp32, mixed precision, and *pure* half precision, whose weights themselves have 16 bits. Each step has two micro-batches, so that the gradients of the first are there while the second is computed.
 #
-# > **On a CPU** a miniature of bert-base is trained, in which the activations of a sample are about as large compared with the weights. `estimate` calculates the peaks of bert-base on a GPU.
+# > **On a CPU** a miniature of bert-base is trained. The ratio of a sample's activations to the weights is about the same in both. `estimate` calculates the peaks of bert-base on a GPU.
 
 # %%
 shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
@@ -530,7 +530,7 @@ exercises.question(
 # **Below batch 8**, the guide says, mixed precision takes more memory. This is true only if gradients exist at the same time as the copies:
 #
 # - In 2022 they always did: `zero_grad` filled gradients with zeros, and frees them only since torch 2.0 ([pytorch#92731](https://github.com/pytorch/pytorch/pull/92731)).
-# - Today they do under accumulation.
+# - Today the two exist together only under accumulation.
 # - Without accumulation, backward drops the copies one after the other, and the gradients, which are twice as large, take their place. A small batch then costs nothing, as a claim below shows.
 #
 # ### Do activations halve?
@@ -668,8 +668,8 @@ exercises.question(
 #
 # - torch answers "yes" to bf16 wherever it can be *computed*, also on a T4 ([pytorch#148322](https://github.com/pytorch/pytorch/pull/148322)).
 # - Without 16-bit instructions torch takes a slow path ([pytorch#118499](https://github.com/pytorch/pytorch/issues/118499)).
-# - With these instructions a CPU may be slower too: of three with `avx512_bf16`, one multiplies in bf16 at 0.65 of fp32's rate ([table](../docs/trust.md#cpus-tried)).
-# - The step's speed follows by Amdahl's law: matmuls follow their rate, and the rest takes half to twice its time (its bytes are halved, but casts are added).
+# - With these instructions a CPU may be slower too: of three CPUs with `avx512_bf16` that were tried, one multiplies in bf16 at 0.65 of fp32's rate ([table](../docs/trust.md#cpus-tried)).
+# - The range printed above for the step follows from two parts (Amdahl's law): the matmuls speed up by the ratio of their rates, and the rest takes half to twice its time (its bytes are halved, but casts are added).
 #
 # > **On a CPU** `fp16=True` has no effect if the cell printed True: its losses are those of fp32 to the last digit. accelerate applies the switch on accelerators only.
 #
@@ -677,7 +677,7 @@ exercises.question(
 #
 # Inference has no small updates to add, so the whole model may have 16 bits. The guide compares this with mixed precision, which keeps fp32 weights *and* 16-bit copies: 6 bytes per parameter. (Autocast never casts embeddings, so the models below have small ones.)
 #
-# The Trainer's switches are `--fp16_full_eval` and `--bf16_full_eval`. How good the results are depends on the model. The third of the next cells therefore evaluates two models that are the same function in fp32: a trained model, and its twin, whose hidden layers are 2^18 times as large and are divided again right after.
+# The Trainer's switches are `--fp16_full_eval` and `--bf16_full_eval`. How good the results are depends on the model. The third of the next cells therefore evaluates two models that are the same function in fp32: a trained model, and its twin. In the twin's feed-forward layers the first weights are multiplied by 2^18, and the second ones are divided by it, so that only the numbers between the two are larger.
 
 # %%
 served = lab.task
@@ -870,7 +870,7 @@ claims.check("tf32-convergence", tf32_losses, note=f"final losses: {finals}")
 # %% [markdown]
 # ## Exercise 2: the challenge
 #
-# Find the fastest recipe on this machine whose loss stays in the band: arguments such as `{"bf16": True}`, `{"dtype": "float16"}`, or `{}` for fp32. The final loss may be at most a tenth above that of the worst fp32 seed. The speed must be at least 0.8 of that of fp32 or of mixed precision, whichever is faster.
+# Find the fastest recipe on this machine that still learns as fp32 does. Your answer is a dict of training arguments, such as `{"bf16": True}`, `{"dtype": "float16"}`, or `{}` for fp32. The final loss (the mean of the last 10 steps, as above) may be at most a tenth above that of the worst fp32 seed. The speed must be at least 0.8 of that of fp32 or of mixed precision, whichever is faster.
 
 # %% tags=["exercise"]
 exercises.hint(
