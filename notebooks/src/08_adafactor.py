@@ -57,7 +57,7 @@ widgets.predict(lab, "saved", question, "MB", 0, round(12 * parameters / 1e6))
 # %% [markdown]
 # ## By hand: a matrix from its margins
 #
-# First we need a real second moment. A small BERT, ten batches, one weight matrix, and the running average of its squared gradient, with the weight that Adafactor gives to step $t$: $1 - t^{-0.8}$ for the past.
+# The *margins* of a matrix are the means of its rows and of its columns. First we need a real second moment. We run ten batches through a small BERT, pick one of its weight matrices, and keep the running average of its squared gradient. At step $t$ Adafactor gives the past a share of $1 - t^{-0.8}$ in this average, and the new gradient the rest.
 
 # %%
 toy = Task("bert-tiny", seq_len=32, data="learnable", dataset_size=160)
@@ -72,7 +72,7 @@ for step in range(1, 11):
     second = past * second + (1 - past) * weight.grad**2
 
 # %% [markdown]
-# If row $i$ has the mean $r_i$ and column $j$ the mean $c_j$, the rebuilt entry is $r_i c_j$ over the mean of all. Each row and each column of the rebuilt matrix then has exactly the sum that it had; what is lost is how the entries are spread within them.
+# If row $i$ has the mean $r_i$ and column $j$ the mean $c_j$, the rebuilt entry is $r_i c_j$ over the mean of all. Each row and each column of the rebuilt matrix then has exactly the sum that it had. Only the way in which the entries are spread within a row or column is lost.
 
 
 # %%
@@ -124,13 +124,16 @@ typical, most = error.abs().quantile(torch.tensor([0.5, 0.9])).exp2().tolist()
 print(f"half of the steps are within a factor of {typical:.2f} of the exact ones, nine in ten within {most:.2f}")
 
 # %% [markdown]
-# A corner of the matrix. Left and middle share one colour scale: the stripes, rows and columns that are large or small as a whole, survive. On the right is what is lost: a step too long (blue) or too short (red) here and there. The printed factors are those of the whole matrix.
+# The pictures show a corner of the matrix. Left and middle share one colour scale: the stripes, rows and columns that are large or small as a whole, survive. The right picture shows the loss: a step too long (blue) or too short (red) here and there. The printed factors are those of the whole matrix.
 #
 # ## By hand: the whole update
 #
-# Now the optimizer. Biases and norms are vectors, which have nothing to factor: their second moment is kept whole. The last rule guards against a second moment that lags behind: no tensor's update may exceed 1 in root mean square before the learning rate scales it.
+# Now the optimizer. It needs two more rules:
 #
-# Is it the library's? Both get the same matrix, the same vector and the same 20 gradients, of very different sizes. The library has the settings that `optim="adafactor"` gives it in the Trainer: your learning rate as it is, and no first moment.
+# - Biases and the weights of norms are vectors, which have no rows and columns: their second moment is kept whole.
+# - A second moment can lag behind gradients that grow. So no tensor's update may exceed 1 in root mean square before the learning rate scales it.
+#
+# Does our update equal the library's? Both get the same matrix, the same vector and the same 20 gradients, of very different sizes. The library has the settings that `optim="adafactor"` gives it in the Trainer: your learning rate as it is, and no first moment.
 
 
 # %%
@@ -230,13 +233,13 @@ exercises.question(
 # %% [markdown]
 # Only the states changed. If both peaks are in the backward pass, the states are part of them from the second step on, so the peak falls by as many bytes as the states shrink.
 #
-# The 2023 guide's table gives Adafactor "slightly more than 4" bytes a parameter. Read the last column: that is the row *with a first moment*. The Trainer keeps none, and what remains is hardly worth a bar. (The guide's own run fell by 2654 MB on a V100. AdamW's two states for bert-large are 2557 of the same MB, of 2²⁰ bytes: with a first moment it could have fallen by about half of that. Its measurement knew better than its table.)
+# The 2023 guide's table gives Adafactor "slightly more than 4" bytes a parameter. Read the last column: that is the row *with a first moment*. The Trainer keeps none, and what remains is hardly worth a bar. (The guide's own measurement contradicts its table. With Adafactor its run on a V100 took 2654 MB less, in MB of 2²⁰ bytes. AdamW's two states for bert-large are 2557 of these MB, so both of them went. With a first moment kept, only about half of that could have gone.)
 #
 # ## What the update costs
 #
 # Adafactor goes through each tensor several times (square, two means, outer product, root, scale), fused AdamW only once. This is paid once a step, however many tokens the passes saw, so the price depends on the size of a step. We take the guide's: 4 sequences of 512 tokens, and on a CPU a model with as small a share of embeddings as bert-large (they need an update, but no matmuls).
 #
-# The two steps differ in their update alone. So we time the parts, on a CPU by the seconds that it computed.
+# A step with Adafactor and one with AdamW differ only in the update. So we time the parts of a step: both passes, and each update. On a CPU we count the seconds that the process spent computing.
 
 
 # %%
@@ -266,7 +269,7 @@ processes = [lab.run(parts, f"parts {number}", task=sized, measure=("none",)).va
 measured = [list(map(statistics.median, process)) for process in processes]
 
 # %% [markdown]
-# What is left of AdamW's throughput follows from the medians. How exact is the time of a part? We compare each part with itself, two of its four timings with the other two. We take the worst factor found, but at least 5 %, as its error, and the interval assumes that all errors point in the worse direction.
+# The medians of the parts give Adafactor's throughput as a share of AdamW's. How exact is the time of a part? We compare each part with itself, two of its four timings with the other two. The worst factor found, but at least 5 %, is taken as the error of every part, and the interval assumes that all errors point in the worse direction.
 
 
 # %%
@@ -400,13 +403,13 @@ exercises.question(
 # %% [markdown]
 # "Same settings, other optimizer" is no fair trial: a learning rate that suits one may ruin the other.
 #
-# A ratio above 1: Adafactor ended higher. Each comes with the range of its five seeds, which misses the true median one time in sixteen (2 × ½⁵).
+# A printed ratio above 1 means that Adafactor ended with the higher loss. The interval beside it is the range of the five seeds. The true median is outside that range if all five seeds happen to be on the same side of it: one time in sixteen (2 × ½⁵).
 #
 # Upper row: the curves are not parallel. Which optimizer is ahead depends on the rate they share (first line for each task), so whoever gives both one rate can have either result. Without a first moment Adafactor's step is not smoothed, and the same rate moves it further: it tends to like smaller ones. Lower row: with a fair rate for each, the two tasks may still disagree. Compare the two ratios.
 #
 # ## What held
 #
-# The guide says of convergence that it *can* be slower, in some instances. One such instance is enough, so the task on which Adafactor did worse decides; the other one is in the note. It also says that Adafactor *often* has instability issues. How often is a question about all the trainings that people do, which no lesson can measure; the lines above count our own.
+# The guide says that Adafactor *can* converge more slowly, in some instances. One such instance is enough, so the task on which Adafactor did worse decides; the other one is in the note. The guide also says that Adafactor *often* has instability issues. No lesson can measure how often, over everybody's trainings; the lines above the pictures count ours.
 
 # %% tags=["claim"]
 claims.check("adafactor-row-column", numbers_kept[48, 20] / (48 + 20), note="means, which are sums by their number")
@@ -440,7 +443,7 @@ _ = widgets.explore(draw, learning_rate=RATES, task=list(contests))
 # %% [markdown]
 # ## Exercise 1: what is kept
 #
-# Write a function: from the shape of a tensor to the count of numbers that Adafactor keeps for it, without a first moment. Mind vectors, and stacks of matrices (a mixture of experts has some), whose matrices are factored one by one. The check asks the library.
+# Write a function that takes the shape of a tensor (a tuple) and returns how many numbers Adafactor keeps for it, without a first moment. Mind vectors, and stacks of matrices (a mixture of experts has some), whose matrices are factored one by one. The check compares your function with the library.
 
 # %%
 exercises.hint(
@@ -537,7 +540,7 @@ exercises.prove(
 # - **Memory and time.** Nearly all of the states went, since the Trainer keeps no first moment, and the peak fell with them: to 78 % in the recorded runs. The update has a price, paid once a step; how much of a step it is depends on the tokens in it and on the device (under 2 % of the throughput in the recorded runs).
 # - **Learning.** Each optimizer had its own best learning rate, and each task had its own ratio of the two final losses: on the harder one Adafactor ended 1.8 times as high. At one shared rate the comparison says more about the rate than about the optimizers.
 #
-# Adafactor is the wrong tool where activations make the peak (lessons 05 and 06), or where a recipe tuned for AdamW must be reproduced. Next, lesson 09 keeps both of Adam's numbers, in fewer bits.
+# Adafactor is the wrong tool if activations make the peak (lessons 05 and 06), or if a recipe tuned for AdamW must be reproduced. Next, lesson 09 keeps both of Adam's numbers, in fewer bits.
 
 # %% tags=["finish"]
 claims.finish()
