@@ -130,7 +130,7 @@ if len({row[1] for row in rows}) < 3 or rows[-1][-1]:
 plots.Table(["who looks", "process id", "resident memory, MB", "sees the hoard"], rows)
 
 # %% [markdown]
-# Three process ids, and one process that sees the hoard: the one that made it. `lab.run` took a function written in this notebook, carried it to a fresh process, and brought back what it returned. (Resident memory is what the system has given to a process. An experiment starts with torch and transformers loaded, hence not at 0.)
+# Three process ids, and one process that sees the hoard: the one that made it. `lab.run` sent a function written in this notebook to a fresh process, called it there, and returned its result as the run's `value`. (`measure` says what to measure meanwhile: memory, time, or only this value.) (Resident memory is what the system has given to a process. An experiment starts with torch and transformers loaded, hence not at 0.)
 #
 # Was a restart ever *needed*? A tensor lives as long as something refers to it. The next cells test the guide's case, a training in a process that goes on afterwards: they count the bytes of all live tensors while its Trainer exists, and again once it is deleted.
 
@@ -214,7 +214,7 @@ comparison = lab.compare(small, large, turns=4)
 comparison
 
 # %% [markdown]
-# `lab.compare` sets two runs side by side; the last row has the ratios, the second run divided by the first.
+# `lab.compare` sets two runs side by side; the last row has the ratios, the second run divided by the first (1.00: no difference).
 #
 # - The memory ratio is exact.
 # - The speed ratio comes with an **interval**, in brackets: the lab ran the two recipes once more, interleaved (a step of one, a step of the other, and so on; `turns` sets how often), and the interval shows how much such ratios vary.

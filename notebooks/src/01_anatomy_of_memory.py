@@ -229,7 +229,7 @@ plots.Table(["reading", "size", "what it is"], [[name, plots.bytes_text(size), t
 #
 # > **On a GPU:** functions in fresh subprocesses now check the guides' statements about that reading: how much memory CUDA
 # > and its kernels take once a first tensor is there, whether `nvidia-smi` shows the same as NVML, and whether a model
-# > takes more than the bytes of its weights after it was moved to a newer GPU. On a CPU there is nothing to read.
+# > takes more on the GPU than the bytes of its weights, as the guide says of newer GPUs. On a CPU there is nothing to read.
 
 # %%
 gpu = lab.machine.gpus[0].uuid if cuda else None

@@ -47,7 +47,7 @@ def single_thread():
 # %% [markdown]
 # ## Part 1: speed
 #
-# A linear layer multiplies its weights by rows of numbers, one row for each *token* of the batch: samples times sequence length. The matmul reads its weights once, however many rows there are. With few rows, reading takes all the time, and one more row is nearly free. With many rows, arithmetic takes longer, and each row costs its full price. Between the two is a **knee**.
+# A linear layer multiplies its weights by rows of numbers, one row for each *token* of the batch (samples times sequence length). The matmul reads its weights once, however many rows there are. With few rows, reading takes all the time, and one more row is nearly free. With many rows, arithmetic takes longer, and each row costs its full price. Between the two is a **knee**.
 #
 # ## Predict
 #
@@ -105,7 +105,7 @@ print(f"rows/s grow by {rates['measured'][-1] / rates['measured'][0]:.0f} x from
 print(f"half of the most is reached at {enough} rows; the knee was predicted at {knee}")
 
 # %% [markdown]
-# Left of the dotted line the layer waits for its weights. Right of it the layer waits for arithmetic, and the curve is flat. If few rows are faster than predicted, the weights came from a cache. If rows around the knee are slower, the kernels for few rows do not reach the ceiling.#
+# Left of the dotted line the layer waits for its weights. Right of it the layer waits for arithmetic, and the curve is flat. If few rows are faster than predicted, the weights came from a cache. If rows around the knee are slower, the kernels for few rows do not reach the ceiling.
 # ## The second knee: has every core something to do?
 #
 # That was one core. A device has many: a GPU has about a hundred **multiprocessors**. Each takes one **tile** of the result, a block of, for example, 256 x 128 numbers. If there are fewer tiles than multiprocessors, the others are idle. Here we call the share of multiprocessors at work **occupancy**. (NVIDIA uses the word for the threads *within* one multiprocessor.) If there is one tile too many, a second **wave** begins for it. So time is a staircase. See its steps on your own cores.
