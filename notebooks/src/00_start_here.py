@@ -172,7 +172,7 @@ claims.check("restart-needed", left / there, note=note)
 lab.run(lambda task: os.kill(os.getpid(), 9), "killed on purpose", measure="value")
 
 # %% [markdown]
-# The next cell is the first one that begins with `%%sealed`. Such a cell holds a solution, or a question with its key. Run it like any other; a solution can be unfolded below it.
+# The next cell is the first one that begins with `%%sealed`. Such a cell holds a question with its key, a solution, or code that would give an answer away. Run it like any other; a solution or code can be unfolded below it.
 
 # %%
 exercises.question(
@@ -324,7 +324,7 @@ _ = widgets.explore(draw, measured=[0.7, 0.8, 0.85, 0.95, 1.05, 1.1], give_or_ta
 # %% [markdown]
 # ## Exercise 1: the largest batch (challenge)
 #
-# You have a memory limit between the peak of batch 4 and that of batch 8. Find a batch size that stays within it and uses at least 90 % of it. Predict it from the two runs you have, then try: the check trains with your batch size.
+# The sealed cell below sets `limit`, a memory limit between the peak of batch 4 and that of batch 8. Find a batch size that stays within it and uses at least 90 % of it. Predict it from the two runs you have, then try: the check trains with your batch size.
 
 # %%
 exercises.hint(
@@ -333,8 +333,10 @@ exercises.hint(
     "A sample costs `(large.peak_bytes - small.peak_bytes) / 4`. Samples come whole: round down.",
 )
 
-# %% tags=["exercise"]
+# %% jupyter={"source_hidden": true}
 limit = small.peak_bytes + 0.65 * (large.peak_bytes - small.peak_bytes)
+
+# %% tags=["exercise"]
 print(f"batch 4: {small.peak_bytes:,} bytes\nlimit:   {limit:,.0f} bytes\nbatch 8: {large.peak_bytes:,} bytes")
 
 answer = None  # a whole number

@@ -158,7 +158,7 @@ counted = lab.train("toy", task=toy, measure=("memory",), per_device_train_batch
 allocated_in = {"weights": "forward", "optimizer_states": "step", "gradients": "backward", "activations": "forward"}
 for kind, moment in allocated_in.items():
     mine, theirs = account[f"{moment} 2"][kind], counted.memory.phase_breakdowns[moment][kind]
-    print(f"{plots.name_text(kind):17} after {moment:9} by hand {mine:>10,}   lab {theirs:>10,}")
+    print(f"{plots.name_text(kind):17} after {moment:9} by hand {mine:>10,}   lab {theirs:>10,} bytes")
     if kind != "activations" or not cuda:  # a GPU's attention kernel saves other tensors than a CPU's
         torch.testing.assert_close(theirs, mine, rtol=0.02 if cuda else 0.01 * (kind == "activations"), atol=0)
 

@@ -66,7 +66,7 @@ widgets.predict(lab, "share of products", "What share of the step's time do matm
 # %% [markdown]
 # ## By hand: two ceilings
 #
-# We time a large copy, and a square matmul in each precision for which the device has instructions. The large copy exceeds every cache, so it shows the bandwidth of memory. A second, small copy stays inside a cache. The fastest of several tries counts.
+# We time a large copy, and a square matmul in each precision for which the device has instructions. The large copy exceeds every cache, so it shows the bandwidth of memory. A second, small copy stays inside a cache. The fastest of several tries counts. Then the course's own `roofline.ceilings` measures the same limits (*by the library* in the table), and the better value of each pair is used from here on.
 #
 # `interleaving.in_turns` calls each function of a list in turn, several times. For each function it returns the times of its calls: the seconds of the clock and the seconds that were spent computing.
 #
@@ -423,7 +423,7 @@ for label, rows in {"with dropout": timed, "without": timed_plain}.items():
 masks = {name: total(timed, "seconds", phase="forward", name=name) for name in ("bernoulli_", "native_dropout")}
 drawn = sum(masks.values()) / total(timed, "seconds", phase="forward")
 print(f"drawing dropout masks: {drawn:.0%} of the forward's time, and nothing of the backward's")
-header = ["backward / forward", "FLOPs of products", "bytes", "time", "forward (ms)", "backward (ms)"]
+header = ["backward / forward", "FLOPs of matmuls", "bytes", "time", "forward (ms)", "backward (ms)"]
 plots.Table(header, table)
 
 # %% [markdown]

@@ -102,7 +102,7 @@ most = max(rates["measured"])
 enough = next(rows for rows, rate in zip(row_counts, rates["measured"]) if rate > 0.5 * most)
 print(f"ceilings {flops_rate / 1e9:.3g} GFLOP/s, {bytes_rate / 1e9:.3g} GB/s")
 print(f"rows/s grow by {rates['measured'][-1] / rates['measured'][0]:.0f} x from 1 row to {row_counts[-1]}")
-print(f"half of the most is reached at {enough} rows; the knee was predicted at {knee}")
+print(f"half of the highest rate is reached at {enough} rows; the knee was predicted at {knee}")
 
 # %% [markdown]
 # Left of the dotted line the layer waits for its weights. Right of it the layer waits for arithmetic, and the curve is flat. If few rows are faster than predicted, the weights came from a cache. If rows around the knee are slower, the kernels for few rows do not reach the ceiling.

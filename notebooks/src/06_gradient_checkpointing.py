@@ -187,7 +187,7 @@ for name, work in ways.items():
     print(f"16 blocks, all {name}: peak {live.peak / x.nbytes:.0f} inputs")
 torch.testing.assert_close(found["forgotten"], found["kept"])
 more_products = products["forgotten"] / products["kept"]
-print(f"all forgotten: {more_products:.2f} times the matrix products")
+print(f"all forgotten: {more_products:.2f} times the matmuls")
 
 # %% jupyter={"source_hidden": true}
 sixes = [Block(inside=1) for _ in range(36)]
@@ -329,7 +329,7 @@ with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tenso
     model(**bert.batch(4))
 rows = [[part, f"{size / saved.total():.0%}", f"{flops[part] / flops.total():.0%}"] for part, size in saved.items()]
 print(f"each of the 4 layers saves about {layers[True] / 4 / (4 * 256 * 256 * 4):.0f} times its input")
-plots.Table(["part", "of the saved bytes", "of the products"], sorted(rows, key=lambda row: -saved[row[0]])[:5])
+plots.Table(["part", "of the saved bytes", "of the matmuls' FLOPs"], sorted(rows, key=lambda row: -saved[row[0]])[:5])
 
 # %% [markdown]
 # A part is worth recomputing if its share in the first column is larger than in the second. The counter knows matmuls only. So operations that work element by element (normalization, dropout, the activation function) have 0 %: they do little arithmetic, although on a CPU they take some time. Attention grows with the square of the sequence, so checkpointing saves most for long sequences. Methods that choose single operations rather than whole layers recompute only those that are worth it. (A fused attention kernel saves less to begin with: lesson 11.)
