@@ -474,7 +474,7 @@ exercises.prove(
 # %% [markdown]
 # ## Exercise 2: the challenge
 #
-# Keep as few bytes of states per parameter as you can, without a worse loss. Your answer is a function that takes the model's parameters and returns an optimizer. It is tried on the look-up task. Its states may take **2.5** bytes per parameter at most, and its median final loss over three seeds must not exceed the worst of AdamW's five by more than a tenth. The next cell but one prints this limit. If your answer is right, try to find one with still fewer bytes.
+# Keep as few bytes of states per parameter as you can, without a worse loss. Your answer is a function that takes the model's parameters and returns an optimizer. It is tried on the look-up task. Its states may take **2.5** bytes per parameter at most, and its median final loss over three seeds must not exceed the worst of AdamW's five by more than a tenth. The cell below the hints prints this limit. If your answer is right, try to find one with still fewer bytes.
 
 # %%
 exercises.hint(
