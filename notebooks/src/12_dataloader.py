@@ -630,7 +630,7 @@ plots.table([alone, helped])
 #
 # Waiting is not computing, so these claims are decided by wall-clock time. Both sides run alternately. Wall-clock time is noisy on a CPU, so there the interval of a ratio always includes everything from the ratio divided by 1.3 to the ratio times 1.3. We chose how slow the reader is; each claim's quantity says so.
 #
-# Do *very* many workers help? The same slow reader is read by four workers and by sixteen, and the clock starts when all of them have started: if four workers already keep up with the step, sixteen gain nothing. Two more claims are about memory: that of the training itself, and that which the host needs for the workers.
+# Do *very* many workers help? Four workers, then sixteen, load from the same slow reader, and the clock starts when all of them have started: if four workers already keep up with the step, sixteen gain nothing. Two more claims are about memory: that of the training itself, and that which the host needs for the workers.
 
 
 # %% tags=["claim"]
