@@ -158,15 +158,7 @@ runs = {name: lab[name] for name in v100}
 failed = {name: run.failure for name, run in runs.items() if not run.ok}
 whole = float(vanilla.peak_bytes)
 share = {name: run.peak_bytes / whole if run.ok else run.peak_bytes for name, run in runs.items()}
-header = [
-    "recipe",
-    "peak here",
-    "/ vanilla, here",
-    "peak, V100",
-    "/ vanilla, V100",
-    "samples/s, V100",
-    *["here"] * cuda,
-]
+header = ["recipe", "here", "here / vanilla", "V100", "V100 / vanilla", "samples/s, V100", *["here"] * cuda]
 rows = []
 for name, (_, megabytes, speed) in v100.items():
     here = [plots.bytes_text(runs[name].peak_bytes), f"{share[name]:.0%}"]
