@@ -484,7 +484,7 @@ if not missing:
     display(plots.Table(["", "MB on the wire", "s added", "times the delay"], rows, "each message 10 ms later"))
     law, stops = in_turns("slow", *few), in_turns("late", "sharded", "DDP, all sent twice")
 print(missing or f"added seconds, large / small model: {law}; sharded / DDP with all sent twice: {stops}")
-print(f"131 s and 101 s: {1 - 101 / 131:.0%} less time, {131 / 101 - 1:.0%} more speed; {200 / 101.9:.2f} steps per second")
+print(f"131 s and 101 s: {1 - 101 / 131:.0%} less time, {131 / 101 - 1:.0%} more speed; {200 / 101.9:.2f} steps/s")
 print(f"an RTX 3090's NVLink: 4 links of 14.0625 GB/s are {4 * 14.0625} GB/s each way, {8 * 14.0625} in all")
 
 
