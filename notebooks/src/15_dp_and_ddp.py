@@ -582,7 +582,7 @@ plots.Table(["crosses between the devices in each step", "MB, classifier", "MB, 
 #
 # ### What held
 #
-# > **Without two GPUs:** run the next three cells, but do not read them: they measure nothing. With two GPUs, the first cell counts a step of DP. The second reads from `nvidia-smi topo -m` what connects each pair of GPUs, and prints two examples, the two machines of the 2022 guide: in one the GPUs have NVLinks (`NV2`), in the other they are connected through the CPU (`PHB`), as in most consumer PCs. (An NVLink joins two RTX 3090, never three.) If your GPUs have an NVLink, the third cell times it.
+# > **Without two GPUs:** run the next three cells, but do not read them: they measure nothing. With two GPUs, the first cell counts a step of DP. The second reads from `nvidia-smi topo -m` what connects each pair of GPUs, and prints two examples, the two machines of the 2022 guide: in one the GPUs have NVLinks (`NV2`), in the other, a consumer's PC, they are connected through the CPU (`PHB`). (An NVLink joins two RTX 3090, never three.) If your GPUs have an NVLink, the third cell times it.
 
 
 # %%
