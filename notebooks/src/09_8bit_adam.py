@@ -101,11 +101,11 @@ below.set(yticks=[0, 1], yticklabels=["equal steps", "dynamic map"], ylim=(-0.6,
 plt.show()
 
 # %% [markdown]
-# Each tick below the histogram is a value that a byte can represent. Left of their first tick, equal steps have nothing but 0; the printed share of the entries is there. The dynamic map reaches further down than the entries do.
+# Each tick below the histogram is a value that a byte can represent. Left of their first tick, equal steps have nothing but 0; the first printed line says which share of the entries is there. The dynamic map reaches further down than the entries do.
 #
 # ## By hand: the block
 #
-# So far the scale was the largest entry of the *tensor*. One outlier stretches the scale, and all other entries slide down to where the map is coarse. So the library cuts a tensor into **blocks** of 256 numbers, each with a scale of its own (its largest absolute value, *absmax*).
+# So far the scale was the largest entry of the *tensor*. The library cuts a tensor into **blocks** of 256 numbers instead, each with a scale of its own (its largest absolute value, *absmax*). Why? The question below is about that.
 
 
 # %%
@@ -129,7 +129,7 @@ same = (codes.flatten() == library_codes.flatten()).float().mean().item()
 torch.testing.assert_close(absmax.flatten(), library.absmax)
 if same < 0.99:  # a number midway between two values may fall either way
     raise RuntimeError(f"only {same:.1%} of the codes are the library's")
-print(f"{same:.2%} of the codes are the library's; {codes.nbytes + absmax.nbytes:,} bytes for {state.nbytes:,}")
+print(f"{same:.2%} of the codes are the library's; {codes.nbytes + absmax.nbytes:,} bytes instead of {state.nbytes:,}")
 
 
 # %%
@@ -168,7 +168,7 @@ ax = plots.lines(stretches, series, "stretch of 256 numbers", "mean error", titl
 ax.set_yscale("log")
 
 # %% [markdown]
-# All 4096 numbers are drawn alike, about 1 in size, except for a single one of 1000. With one scale the whole tensor becomes less exact; with blocks only the block of the outlier does.
+# All 4096 numbers are drawn alike, about 1 in size, except for a single one of 1000. This outlier stretches the scale, and all other numbers with the same scale slide down to where the map is coarse. With one scale the whole tensor becomes less exact; with blocks only the block of the outlier does.
 #
 # ## By hand: the step
 #

@@ -128,7 +128,7 @@ plots.Table(
 
 
 # %% [markdown]
-# A form without an unequal weight does the same roundings in the same order. If some weights differ, the form rounds at other places: the fused kernel multiplies and divides in another order, and need not round to memory between two operations. Look at the size of the difference: a number near 1 is stored to within 6e-8.
+# If a form has 0 in the column *unequal in a bit*, it does the same roundings in the same order as torch's loop. If some weights differ, the form rounds at other places: the fused kernel multiplies and divides in another order, and need not round to memory between two operations. Look at the size of the difference: a number near 1 is stored to within 6e-8.
 #
 # ## What is launched
 #
@@ -349,7 +349,7 @@ plots.Table(["optim", "measured", "estimated here", "estimated for a GPU"], rows
 
 # %%
 def compiled(_):
-    """Return [form, bytes that an update makes beside its tensors, seconds], also for the compiled list form."""
+    """Return [form, bytes that an update allocates, seconds] for our three forms and for foreach, compiled."""
     torch.set_num_threads(1)
     forms = BY_HAND | {"foreach, compiled": torch.compile(foreach)}
     made = [tensors([2**14] * 16, "cuda" if torch.cuda.is_available() else "cpu") for _ in range(4)]
@@ -460,7 +460,7 @@ plain = peak_run("after backward", adamw)
 inside = peak_run("in backward", adamw, in_backward=True)  # new
 saved = plain.peak_bytes - inside.peak_bytes
 print(f"peak {plots.bytes_text(plain.peak_bytes)}, in backward {plots.bytes_text(inside.peak_bytes)}")
-print(f"saved {saved / parameters:.2f} bytes per parameter, of the 4 of a full set of gradients")
+print(f"saved {saved / parameters:.2f} bytes per parameter; a full set of gradients takes 4")
 _ = plots.memory([plain, inside], title="The same update, at another time")
 
 
@@ -529,7 +529,7 @@ def asked_for(_):
 
 
 alike, absent = lab.run(asked_for, measure="value").value
-print("\n".join(f"the same here: {', '.join(group)}" for group in alike if len(group) > 1))
+print("\n".join(f"one optimizer here: {', '.join(group)}" for group in alike if len(group) > 1))
 reasons = {}
 for name, reason in absent.items():
     reasons.setdefault(reason, []).append(name)
