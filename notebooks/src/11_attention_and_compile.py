@@ -684,7 +684,7 @@ plots.Table(["backend of 2023", "for", f"torch {torch.__version__}", "today"], r
 #
 # Does inductor use CUDA graphs, as the guide says? A CUDA graph records all kernel launches of a step once, and replays them as one launch. The mode `reduce-overhead` switches CUDA graphs on.
 #
-# > **On a GPU:** the next cell shows whether any graph was launched, and what it gains where launches are nearly the whole cost: in fifty tiny layers.
+# > **On a GPU:** the next cell shows whether inductor launched a CUDA graph, and how much CUDA graphs gain in a model whose launches take nearly all the time: fifty tiny layers.
 
 
 # %% tags=["claim"]

@@ -132,7 +132,7 @@ except TypeError as error:
     print(error)
 
 # %%
-if torch.equal(by_library(clip_always=True)[0], mine.weight):  # and the loop above calls the other two every time
+if torch.equal(by_library(clip_always=True)[0], mine.weight):  # step() and zero_grad() are called every time anyway
     raise RuntimeError("clipping every micro-batch changed nothing")
 
 # %% [markdown]
