@@ -179,9 +179,9 @@ print(f"Shares of vanilla, here and on the V100: at most {100 * gap:.0f} points 
 # tensors alive at the peak.
 #
 # Now compare the colours. Accumulation and checkpointing shrink the activations. Adafactor and 8-bit Adam shrink the
-# optimizer states. Half precision adds a colour of its own, the weight copies. Accumulation also adds one: gradients
-# that wait for the next micro-batch are complete at the peak, where vanilla's had hardly begun. The weights are the
-# same in every bar.
+# optimizer states. Half precision adds a colour of its own, the weight copies. Accumulation adds gradients: those of
+# the previous micro-batches wait for the next one, so a full set exists at the peak. Vanilla's peak is early in backward,
+# when hardly any gradient exists. The weights are the same in every bar.
 #
 # ## The ladder
 #
@@ -636,10 +636,9 @@ exercises.prove(check, solution=max(fitting, key=speed_of), mistake="half precis
 # ## Final challenge
 #
 # Find the smallest peak at which this task still trains. The target is at most three quarters of the smallest peak of
-# the ten. Your recipe may be slow, but not slower than a small share of vanilla's speed: `at_least_speed` in the cell of
-# the check. Keep the effective batch of 4. Your
-# answer is a dict of training arguments; `dtype` and `attn_implementation` are allowed too. Every recipe that meets the
-# target is ranked below.
+# the ten. Your recipe may be slow, but its speed must be at least a small share of vanilla's: `at_least_speed` in the
+# cell of the check. Keep the effective batch of 4. Your answer is a dict of training arguments; `dtype` and
+# `attn_implementation` are allowed too. Every recipe that meets the target is ranked below.
 
 # %% tags=["exercise"]
 display(

@@ -5,7 +5,7 @@
 #
 # **You will see**
 # - two processes that train one model and stay equal to the last bit, first by hand, then with torch's DDP
-# - how many bytes they send in each step, and what a slow link makes of that
+# - how many bytes they send in each step, and how much time a slow link adds
 # - in part two, after a break: who starts the processes, what happens when one dies, and which single-GPU methods help two processes, too
 #
 # **Time:** plan 60 minutes in two parts. The cells run for 2 to 7 minutes on two CPU cores.
@@ -232,7 +232,7 @@ widgets.revealed(lab, "sent", sum(size for kind, size in ddp["traffic"][-1] if k
 # %% [markdown]
 # Read the last column. At the start the weights are sent once. Then each step sends the gradients: 4 bytes per parameter, however they are packed. DDP sends a little more. Before each forward pass rank 0 broadcasts the model's *buffers*, unless you pass `broadcast_buffers=False`. At the start the ranks also check that they have the same model.
 #
-# ### When is it sent, and where does it wait?
+# ### When does DDP send, and when does a rank wait?
 #
 # Does DDP send while backward runs? It calls a *communication hook* with each full bucket, and our hook checks whether a gradient is still missing then.
 #
@@ -707,7 +707,7 @@ exercises.hint(
 )
 
 # %% tags=["exercise"]
-answer = None
+answer = None  # a dict of arguments of `economical`
 
 
 # %% tags=["check"]
@@ -811,7 +811,7 @@ with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
 #
 # ### What goes wrong
 #
-# Before one more all-reduce, rank 1 ends, hangs, or disagrees with rank 0. Look at how soon you learn of it, and from whom.
+# The next cells start two ranks again and again. Each time something happens before an all-reduce: rank 1 ends, hangs, or disagrees with rank 0. Look at how soon you learn of it, and from whom.
 
 
 # %%
@@ -856,9 +856,9 @@ for what in (*ENDS, "one sum fewer", "another size", "another dtype", "torch com
     seen = told or str([rank["value"] for rank in run.ranks])
     rows.append([what, run.status, round(time.perf_counter() - began, 1), seen])
 display(plots.Table(["rank 1", "status", "seconds", "the message"], rows))
-print("unused:", lab.run(unused, task=rule, processes=2, measure="value").message[:150])
+print("unused parameters:", lab.run(unused, task=rule, processes=2, measure="value").message[:150])
 remedy = lab.run(partial(unused, find_unused_parameters=True), task=rule, processes=2, measure="value")
-print("remedy:", remedy.status)
+print("with find_unused_parameters=True:", remedy.status)
 
 # %% [markdown]
 # - **Rank 1 ends**: the launcher names the rank and ends the others. If a whole host is gone, the others wait for the timeout: half an hour with gloo, ten minutes with NCCL.
