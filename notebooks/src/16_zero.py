@@ -91,7 +91,7 @@ exercises.question(
 #
 # The last column is for large models, which often keep weights and gradients in bf16, and an fp32 copy of the weights beside the states: 2 + 2 + 12 bytes. The sum is the same, but stage 1 has more to shard.
 #
-# The picture shows two ranks at each stage. A filled box is stored on that rank; a dotted box is not. Follow one kind of bytes from top to bottom: from which stage on does each rank store only its half?
+# The picture shows two ranks at each stage. A filled box is stored on that rank; a dotted box is not. Follow one kind of bytes from top to bottom, and compare with the table.
 
 # %%
 import matplotlib.pyplot as plt
@@ -248,7 +248,7 @@ def finish(model, parts, optimizer, sent, stage, ranks):
 # %% [markdown]
 # ### Baseline
 #
-# First one process with all samples, then two ranks that each store everything (stage 0).
+# First one process trains on all samples. Then two ranks train, and each stores everything (stage 0).
 
 # %%
 counting = {"measure": ("memory",), "use_cpu": True}  # CPU ranks, also if there is a GPU: the bytes are the same
@@ -782,7 +782,7 @@ exercises.hint(
 )
 
 # %% tags=["exercise"]
-answer = None
+answer = None  # def answer(ranks, link, pcie): ...
 
 
 # %% tags=["check"] jupyter={"source_hidden": true}

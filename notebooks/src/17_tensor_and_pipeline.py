@@ -8,7 +8,7 @@
 # **You will see**
 # - a block split through its matrices and a model split into stages: the same gradients as the whole model, with about half of the weights on each rank
 # - the messages that each split sends, counted one by one, and therefore which group of ranks needs the fast link
-# - the bubble of a pipeline (the time in which devices wait for each other), measured and drawn, and a schedule that stores fewer activations with the same bubble
+# - how much of the time the devices of a pipeline compute, measured and drawn, and a schedule that stores fewer activations in the same time
 #
 # **Time:** plan 60 minutes. The cells run for 1 to 2 minutes on two CPU cores.
 #
@@ -600,7 +600,7 @@ widgets.revealed(lab, "together", 100 * max(0, 1 - 2 * median(bubble(turn) for t
 # %% [markdown]
 # With one micro-batch the devices work one after the other, so the second device adds only its memory. More micro-batches shrink the bubble. But the batch has a fixed size, so its micro-batches become smaller, and smaller matmuls are slower: the last column shows from where on more micro-batches no longer help. If the measured bubble is larger than the formula's, the rest is messages, unequally long actions and busy cores.
 #
-# The last two rows answer the question at the start of the lesson. On the same batch, replicas meet once per step, tensor-parallel shards in every layer.
+# The last two rows answer the question at the start of the lesson, whether two devices make a training faster. On the same batch, replicas meet once per step, tensor-parallel shards in every layer.
 #
 # ### What a stage stores
 #
