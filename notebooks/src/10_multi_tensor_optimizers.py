@@ -45,7 +45,7 @@ clock = WALL if cuda else CPU
 #
 # - the **loop** launches each operation for each tensor;
 # - the **foreach** form uses *multi-tensor* operations (`torch._foreach_*`): each takes a list of tensors and is launched once for all of them. This is *horizontal* fusion;
-# - the **fused** form does the whole update while it passes over the data once. This is *vertical* fusion of the eight operations that follow each other. torch's fused AdamW also takes a list of tensors, so it does both.
+# - the **fused** form does the whole update of a tensor in a single operation. This is *vertical* fusion of the eight operations that follow each other. torch's fused AdamW also takes a list of tensors, so it does both.
 #
 # ## Predict
 #
@@ -248,7 +248,7 @@ plots.Table(
 )
 
 # %% [markdown]
-# Follow *loop / foreach* down the rows. With tiny tensors launches take nearly all the time, and foreach wins. With larger tensors the arithmetic takes over, and the advantage disappears. If the ratio falls **below 1**, foreach is slower: the loop does all eight operations on a tensor while the tensor is in the processor's cache; foreach passes over *all* tensors eight times, and together they do not fit into the cache.
+# Follow *loop / foreach* down the rows. With tiny tensors launches take nearly all the time, and foreach wins. With larger tensors the arithmetic takes over, and the advantage disappears. If the ratio falls **below 1**, foreach is slower than the loop. Why could that be? Think of what is in the processor's cache, and answer the question.
 
 # %%
 exercises.question(
@@ -267,7 +267,7 @@ exercises.question(
 )
 
 # %% [markdown]
-# The fused form reads and writes each number once, so it does not depend on the cache.
+# Now the ratios below 1 have a reason: the loop does all eight operations on a tensor while the tensor is in the processor's cache; foreach passes over *all* tensors eight times, and together they do not fit into the cache. The fused form passes over the data once: it reads and writes each number once, so it does not depend on the cache.
 #
 # ## Baseline
 #
