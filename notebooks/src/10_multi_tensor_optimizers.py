@@ -248,7 +248,7 @@ plots.Table(
 )
 
 # %% [markdown]
-# Follow *loop / foreach* down the rows. With tiny tensors launches take nearly all the time, and foreach wins. With larger tensors the arithmetic takes over, and the advantage disappears. If the ratio falls **below 1**, foreach is slower than the loop. Why could that be? Think of what is in the processor's cache, and answer the question.
+# Follow *loop / foreach* down the rows. With tiny tensors launches take nearly all the time, and foreach wins. With larger tensors the arithmetic takes over, and the advantage disappears. If the ratio falls **below 1**, foreach is slower than the loop. Why could that be? First answer the question below; then the text after it explains the ratio.
 
 # %%
 exercises.question(
