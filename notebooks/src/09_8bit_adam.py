@@ -6,7 +6,7 @@
 # **You will see**
 # - how 256 values and one scale per block of 256 numbers store a state, and what one outlier does to it
 # - which tensors stay in 32 bits, which library decides this and why, counted to the byte
-# - that bytes of states and peak of the step are two questions, and what your machine answers to the second
+# - why fewer bytes of states do not always mean a lower peak, and how much the peak falls on your machine
 #
 # **Time:** ten minutes of reading, about a minute of computing on two CPU cores. **Before this:** lesson 08. **Not on a CPU:** the claim about speed, which is about CUDA's kernels.
 
@@ -35,13 +35,13 @@ torch.set_num_threads(1)  # in this notebook's own process, where all tensors ar
 # %% [markdown]
 # ## Idea
 #
-# Adafactor (lesson 08) discards most of Adam's memory. **8-bit Adam** ([Dettmers and others, 2021](https://arxiv.org/abs/2110.02861)) keeps all of it, less exactly: each number of a state becomes the nearest of 256 values, and only the index of that value is stored, one byte. For the update, a state is expanded to 32 bits, used, and written back as bytes.
+# Adafactor (lesson 08) discards most of Adam's memory. **8-bit Adam** ([Dettmers and others, 2021](https://arxiv.org/abs/2110.02861)) keeps all of it, less exactly: each number of a state becomes the nearest of 256 values, and only the index of that value is stored, one byte.
 #
 # ## Predict
 #
 # AdamW keeps 8 bytes per parameter. The Trainer's flag for the 8-bit one is `optim="adamw_bnb_8bit"`.
 #
-# The share of embeddings in the model will matter. On a CPU we take a small model with a vocabulary so short that this share is as in bert-large.
+# The answer depends on how many of the model's parameters are in embeddings. In bert-large they are 9.5 %. On a CPU this lesson uses a small model, and its vocabulary is short, so that the share is nearly the same.
 
 # %%
 cuda = lab.machine.kind == "cuda"
@@ -57,7 +57,7 @@ widgets.predict(lab, "states", asked, "bytes per parameter", 0, 12)
 # %% [markdown]
 # ## By hand: the map
 #
-# Which 256 values? Second moments within one tensor differ by many powers of ten, so equal steps from 0 to 1 would spend nearly all values on the few large ones. The *dynamic* map has seven decades, from $10^{-6}$ up; each has twice as many values as the decade below it. The first moment gets a signed map. The second gets an unsigned map, which has twice the values in each decade.
+# The **map** is the list of the 256 values. Which values should it have? Adam's two running averages are called moments: the *first moment* is the average of the gradients, the *second moment* that of their squares. Second moments within one tensor differ by many powers of ten, so equal steps from 0 to 1 would spend nearly all values on the few large ones. The *dynamic* map has seven decades, from $10^{-6}$ up; each has twice as many values as the decade below it. The first moment gets a signed map. The second gets an unsigned map, which has twice the values in each decade.
 
 
 # %%
@@ -101,11 +101,11 @@ below.set(yticks=[0, 1], yticklabels=["equal steps", "dynamic map"], ylim=(-0.6,
 plt.show()
 
 # %% [markdown]
-# Each tick below the histogram is a value that a byte can represent. Left of their first tick, equal steps have nothing but 0; the printed share of the entries is there. The dynamic map reaches further down than the entries do.
+# Each tick below the histogram is a value that a byte can represent. Left of their first tick, equal steps have nothing but 0; the first printed line says which share of the entries is there. The dynamic map reaches further down than the entries do.
 #
 # ## By hand: the block
 #
-# So far the scale was the largest entry of the *tensor*. One outlier stretches the scale, and all other entries slide down to where the map is coarse. So the library cuts a tensor into **blocks** of 256 numbers, each with a scale of its own (its largest absolute value, *absmax*).
+# So far the scale was the largest entry of the *tensor*. The library cuts a tensor into **blocks** of 256 numbers instead, each with a scale of its own (its largest absolute value, *absmax*). Why? The question below is about that.
 
 
 # %%
@@ -129,7 +129,7 @@ same = (codes.flatten() == library_codes.flatten()).float().mean().item()
 torch.testing.assert_close(absmax.flatten(), library.absmax)
 if same < 0.99:  # a number midway between two values may fall either way
     raise RuntimeError(f"only {same:.1%} of the codes are the library's")
-print(f"{same:.2%} of the codes are the library's; {codes.nbytes + absmax.nbytes:,} bytes for {state.nbytes:,}")
+print(f"{same:.2%} of the codes are the library's; {codes.nbytes + absmax.nbytes:,} bytes instead of {state.nbytes:,}")
 
 
 # %%
@@ -168,11 +168,11 @@ ax = plots.lines(stretches, series, "stretch of 256 numbers", "mean error", titl
 ax.set_yscale("log")
 
 # %% [markdown]
-# All 4096 numbers are drawn alike, about 1 in size, except for a single one of 1000. With one scale the whole tensor becomes less exact; with blocks only the block of the outlier does.
+# All 4096 numbers are drawn alike, about 1 in size, except for a single one of 1000. This outlier stretches the scale, and all other numbers with the same scale slide down to where the map is coarse. With one scale the whole tensor becomes less exact; with blocks only the block of the outlier does.
 #
 # ## By hand: the step
 #
-# One step expands the states, updates them, uses them, and writes them back. The library's 8-bit Adam and exact Adam run next to it, on the same 100 gradients.
+# `adam8_step` is one optimizer step whose states come and go as bytes: read it line by line. Then three optimizers take 100 steps on the same gradients: `adam8_step`, the library's 8-bit Adam, and exact Adam.
 
 
 # %%
@@ -217,7 +217,8 @@ exercises.question(
 
 # %%
 off_library, off_exact = ((mine - other).norm().item() / way for other in (ours.detach(), exact.detach()))
-print(f"by hand against the library: {off_library:.2%} of the way gone; against exact Adam: {off_exact:.2%}")
+print("difference between the weights, in % of the distance that exact Adam moved them:")
+print(f"by hand against the library {off_library:.2%}; by hand against exact Adam {off_exact:.2%}")
 if off_library > 0.01 or off_exact > 0.05:
     raise RuntimeError("the step by hand has lost its way")
 kept = optimizers[0].state[ours]
@@ -232,7 +233,7 @@ if [name for name, dtype in types.items() if dtype.itemsize == 1] != ["state"]:
 print(types)
 
 # %% [markdown]
-# The name promises more than the optimizer does. One byte is for what the optimizer *remembers*, and for nothing more: weights, gradients, activations and all arithmetic stay what they were.
+# The name promises more than the optimizer does. For the update, a state is expanded to 32 bits, used, and written back as bytes. One byte is for what the optimizer *remembers*, and for nothing more: weights, gradients, activations and all arithmetic stay what they were.
 #
 # ## Baseline
 #
@@ -245,7 +246,7 @@ vanilla = lab.train("AdamW", **common)
 # %% [markdown]
 # ## Change one thing, in two ways
 #
-# Today 8-bit Adam is a flag. In 2023 the guide built the optimizer itself, in two groups: weight decay for weights, none for biases and norms. You can still pass such a function to the Trainer as a custom optimizer. (bitsandbytes' `Adam8bit` decays weights as AdamW does, so the two ways differ only in what follows.)
+# Today 8-bit Adam is a flag. In 2023 the guide built the optimizer itself, in two groups: weight decay for weights, none for biases and norms. You can still pass such a function to the Trainer as a custom optimizer. (bitsandbytes' `Adam8bit` decays weights as AdamW does, so the update is the same in both ways. The measurement shows what is different.)
 
 
 # %%
@@ -296,11 +297,11 @@ print("counted by the rules:", *map(plots.bytes_text, counted), "- measured:", *
 plots.Table(["tensors", "how many", "parameters", "flag: bytes/parameter", "by hand: bytes/parameter"], rows)
 
 # %% [markdown]
-# The guide's "2 bytes a parameter if all states are quantized" is the column *by hand*, plus the scales and the small tensors. The larger the share of embeddings, the further the flag is from it. In a small model with a long vocabulary, embeddings can be half of all parameters.
+# The guide says "2 bytes a parameter if all states are quantized". The column *by hand* is a little more than 2, because it includes the scales and the small tensors. The larger the share of embeddings, the further the flag is from 2. In a small model with a long vocabulary, embeddings can be half of all parameters.
 #
 # ## States are not the peak
 #
-# First the peaks, then one step of AdamW and one of the flag, from its first operation to its last.
+# The first picture shows the peaks. The second one shows a whole step of AdamW and, below it, one with the flag, operation by operation.
 
 # %%
 _ = plots.memory([vanilla, flag, by_hand, adafactor])
@@ -328,15 +329,15 @@ for run in (vanilla, flag, by_hand, adafactor):
 plots.Table(["run", *names], rows)
 
 # %% [markdown]
-# States are in memory all the time, so saving them lowers the peak in any phase. With the peak in the backward pass, the flag lowers it by nearly 6 bytes per quantized parameter; Adafactor lowers it by 8 per parameter, embeddings included.
+# States are in memory all the time, so saving them lowers the peak in any phase. If the peak is in the backward pass, the flag lowers it by nearly 6 bytes per quantized parameter; Adafactor lowers it by 8 per parameter, embeddings included.
 #
-# The optimizer's step is another matter, and the backend decides. bitsandbytes' [CPU backend](https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1901) works on whole tensors: states expanded to 32 bits, copies of gradient and weight, intermediate results. The picture shows these bytes in grey, as *inside operations*; the largest tensor decides their height. Compare the column of the step. As long as it stays below the backward pass, it costs nothing. With a small batch it *is* the peak; exercise 1 is about that case.
+# The optimizer's step is another matter, and the backend decides. bitsandbytes' [CPU backend](https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1901) works on whole tensors: states expanded to 32 bits, copies of gradient and weight, intermediate results. The picture shows these bytes in grey, as *inside operations*; the largest tensor decides their height. Compare the last two columns of bytes in the table: as long as *highest in the step* is below *highest in backward*, the intermediate results cost nothing. Exercise 1 asks what a small batch changes.
 #
-# > **On a GPU:** one CUDA kernel expands a state in registers, a few numbers at a time, and no memory shows.
+# > **On a GPU:** one CUDA kernel expands a state in registers, a few numbers at a time, so the update needs no memory of its own.
 #
 # ## Does it learn as well?
 #
-# The task is the look-up of lesson 08: name each token's class, for a thousand rare tokens. This is hard on embeddings, and here *nothing* is spared: embeddings are quantized too. Both optimizers try the same four learning rates on one seed. Then both train with AdamW's best rate on five other seeds.
+# The task is the look-up of lesson 08: name each token's class, for a thousand rare tokens. This is a hard test for the states of embeddings, and here even these are in 8 bits. Both optimizers try the same four learning rates on one seed. Then both train with AdamW's best rate on five other seeds.
 
 # %%
 classes = dict(hidden_size=64, num_hidden_layers=1, intermediate_size=256, vocab_size=1000, num_labels=8)
@@ -401,7 +402,7 @@ print(f"final loss of 8-bit / AdamW, seed by seed: median and range {ratio}")
 print(f"AdamW alone, from seed to seed: {min(finals['AdamW']):.3f} to {max(finals['AdamW']):.3f}")
 
 # %% [markdown]
-# On the left, the two curves should hide each other wherever training works at all: 8-bit Adam needs Adam's learning rate, unlike Adafactor. On the right, compare the ratio with the difference that the seed alone makes to AdamW.
+# In the left picture, one curve should cover the other at each rate at which the model learns: 8-bit Adam needs Adam's learning rate, unlike Adafactor. The right picture shows the five seeds. Compare the two printed lines: how far is the ratio from 1, and how much does AdamW's own loss differ from seed to seed?
 #
 # ## What held
 
@@ -473,7 +474,7 @@ exercises.prove(
 # %% [markdown]
 # ## Exercise 2: the challenge
 #
-# Keep the fewest bytes of states per parameter, with the loss still in the band. Your answer is a function from the model's parameters to an optimizer. On the look-up task, its median final loss over three seeds must not exceed the worst of AdamW's five by more than a tenth, and its states may take **2.5** bytes per parameter at most. Then go lower.
+# Keep as few bytes of states per parameter as you can, without a worse loss. Your answer is a function that takes the model's parameters and returns an optimizer. It is tried on the look-up task. Its states may take **2.5** bytes per parameter at most, and its median final loss over three seeds must not exceed the worst of AdamW's five by more than a tenth. The cell below the hints prints this limit. If your answer is right, try to find one with still fewer bytes.
 
 # %%
 exercises.hint(
@@ -501,7 +502,7 @@ def check(answer):
     loss, size = statistics.median(final(losses) for losses, _ in run.value), run.value[0][1]
     figures = f"{size:.2f} bytes per parameter, final loss {loss:.3f}"
     if loss > band:
-        return exercises.wrong(f"{figures}: out of the band")
+        return exercises.wrong(f"{figures}: the loss is above {band:.3f}")
     if size > 2.5:
         return exercises.wrong(f"{figures}: it learns, but it keeps too much")
     return exercises.right(figures)
@@ -523,7 +524,7 @@ exercises.prove(
 #
 # - **256 values and one scale per block store a state closely enough for Adam.** The final loss was 1.02 times that of AdamW. An outlier spoils its own block of 256 numbers and no other.
 # - **Some tensors stay in 32 bits**: those of fewer than 4096 numbers by the library's rule, embeddings by the Trainer's. The optimizer built by hand quantized embeddings too, and kept fewer bytes than the flag.
-# - **Saved states lower the peak if it is in the backward pass**, here by 0.68 of the bytes that Adafactor saved. If the peak is in the optimizer's step, the backend decides.
+# - **Saved states lower the peak if it is in the backward pass**: the flag lowered it by 0.68 times the bytes by which Adafactor did. If the peak is in the optimizer's step, the backend decides.
 #
 # 8-bit Adam is the wrong tool if activations make the peak. On a CPU it saves less than its states if the optimizer's step makes the peak (exercise 1). It is the right tool if AdamW's recipe must stay as it is.
 

@@ -8,7 +8,7 @@
 # - an update inside the backward pass, where a full set of gradients never exists, and what such an update rules out
 # - every optimizer that the Trainer can make on this machine, in one table
 #
-# **Time:** a quarter of an hour of reading, one to three minutes of computing on two CPU cores. **Before this:** lesson 01. **Not on a CPU:** the claim that the list form is torch's default, and the time of launches on a GPU.
+# **Time:** a quarter of an hour of reading, one to three minutes of computing on two CPU cores. **Before this:** lesson 01. **Not on a CPU:** the claim that `foreach` is torch's default, and the time of launches on a GPU.
 
 # %% tags=["parameters"]
 profile = "auto"
@@ -41,11 +41,15 @@ clock = WALL if cuda else CPU
 # %% [markdown]
 # ## Idea
 #
-# To *launch* an operation costs some microseconds of Python, of torch's dispatcher and, on a GPU, of the driver. The arithmetic on a small tensor takes less than that. A **multi-tensor** operation (`torch._foreach_*`) takes a list of tensors and is launched once for all of them: *horizontal* fusion. A **fused** operation does the whole update while it passes over the data once: *vertical* fusion of the eight operations that follow each other. The optimizer's fused kernel does both.
+# Each operation must be *launched*, which takes some microseconds of Python, of torch's dispatcher and, on a GPU, of the driver. The arithmetic on a small tensor takes less than that. There are three forms of an update:
+#
+# - the **loop** launches each operation for each tensor;
+# - the **foreach** form uses *multi-tensor* operations (`torch._foreach_*`): each takes a list of tensors and is launched once for all of them. This is *horizontal* fusion;
+# - the **fused** form does the whole update of a tensor in a single operation. This is *vertical* fusion of the eight operations that follow each other. torch's fused AdamW also takes a list of tensors, so it does both.
 #
 # ## Predict
 #
-# Sequences of 32 tokens leave hardly any activations, so the update decides the peak of a step. Weights, gradients and AdamW's two states, four numbers per parameter, are in memory with any form.
+# Sequences of 32 tokens leave hardly any activations, so the update decides the peak of a step. All three forms have four numbers per parameter in memory: the weight, the gradient and AdamW's two states.
 
 # %%
 widgets.predict(lab, "foreach", "Peak of a step with foreach=True, in percent of that with fused=True?", "%", 50, 300)
@@ -53,7 +57,7 @@ widgets.predict(lab, "foreach", "Peak of a step with foreach=True, in percent of
 # %% [markdown]
 # ## By hand: one update, three forms
 #
-# The three forms do the same, line by line: decay the weight, move the two running averages, take the root, step. The loop makes the root of one tensor at a time, the foreach form makes the roots of all. The fused form is the operation that torch's own optimizer calls. Then each form takes twenty steps on tensors of five sizes, and the table compares it with torch's own three forms.
+# The three forms do the same, line by line: decay the weight, move the two running averages, take the square root of the second one, change the weight. The loop makes the root of one tensor at a time, the foreach form makes the roots of all. The fused form is the operation that torch's own optimizer calls. Then each form takes twenty steps on tensors of five sizes, and the table compares it with torch's own three forms.
 
 # %%
 RATE, BETA1, BETA2, EPSILON, DECAY = 1e-3, 0.9, 0.999, 1e-8, 0.01
@@ -124,11 +128,11 @@ plots.Table(
 
 
 # %% [markdown]
-# A form without an unequal weight does the same roundings in the same order. If some weights differ, the form rounds at other places: the fused kernel multiplies and divides in another order, and need not round to memory between two operations. Look at the size of the difference: a number near 1 is stored to within 6e-8.
+# If a form has 0 in the column *unequal in a bit*, it does the same roundings in the same order as torch's loop. If some weights differ, the form rounds at other places: the fused kernel multiplies and divides in another order, and need not round to memory between two operations. Look at the size of the difference: a number near 1 is stored to within 6e-8.
 #
 # ## What is launched
 #
-# A **dispatch mode** is an object to which torch hands every operator before its kernel runs. Ours counts the operator and passes it on.
+# An *operator* is a torch function that Python can call, e.g. `mul_`. A *kernel* is the compiled code that computes it. A **dispatch mode** is an object to which torch passes each operator before the operator's kernel runs. Ours counts the operator and lets it run.
 
 
 # %%
@@ -159,11 +163,11 @@ counts = lab.run(operators_called, measure="value").value
 plots.Table(["torch.optim.AdamW", "10 tensors", "100 tensors"], [[name, *pair] for name, pair in counts.items()])
 
 # %% [markdown]
-# The table counts the operators that Python calls in one step. The loop calls more for every tensor. Most operators that foreach still calls read the number of the step, which torch keeps for each tensor. The last row is what you get without a flag: on a CPU the loop, because there a list saves only the time of Python.
+# The table counts the operators that Python calls in one step. With the loop, their number grows with the number of tensors. So it does with foreach, but more slowly: torch stores a step counter for each tensor, and most of foreach's operators only read these counters. The last row is what you get without a flag: on a CPU the loop, because foreach saves only the time of Python there.
 #
-# > **On a GPU:** without a flag you get the list, as the guide predicted. A multi-tensor kernel takes some dozens of tensors at a time, as many addresses as fit into its arguments.
+# > **On a GPU:** without a flag you get foreach, as the guide predicted. A multi-tensor kernel takes some dozens of tensors at a time, as many addresses as fit into its arguments.
 #
-# One operator is not one kernel. On a CPU foreach is a loop in C++, which saves the Python and nothing else. The profiler sees below the operators.
+# One operator may run many kernels. On a CPU, a foreach operator is a loop over the tensors in C++, which saves the Python and nothing else. The next cell counts what runs inside the operators, with torch's profiler.
 
 
 # %%
@@ -195,7 +199,7 @@ plots.Table(
 # %% [markdown]
 # ## Time, by number and size
 #
-# All three forms update the same tensors: first four of a size, then as many as a small budget of numbers allows. The ratio decides where each form pays.
+# How large must tensors be before foreach no longer pays? All three forms update tensors of one size: first four of them, then as many as a fixed total of numbers allows (2048 at most). This is repeated for four sizes. The last two columns of the table compare the forms.
 
 # %%
 SIZES = [2**6, 2**10, 2**14, 2**18]
@@ -244,7 +248,7 @@ plots.Table(
 )
 
 # %% [markdown]
-# Follow *loop / foreach* down the rows. With tiny tensors launches take nearly all the time, and the list wins. With larger tensors the arithmetic takes over, and the advantage disappears. If the ratio falls **below 1**, the list is slower: the loop does all eight operations on a tensor while it is in the cache; foreach passes over *all* tensors eight times, and they no longer fit.
+# Follow *loop / foreach* down the rows. With tiny tensors launches take nearly all the time, and foreach wins. With larger tensors the arithmetic takes over, and the advantage disappears. If the ratio falls **below 1**, foreach is slower than the loop. Why could that be? First answer the question below; then the text after it explains the ratio.
 
 # %%
 exercises.question(
@@ -263,7 +267,7 @@ exercises.question(
 )
 
 # %% [markdown]
-# The fused form reads and writes each number once, so it does not depend on the cache.
+# Now the ratios below 1 have a reason: the loop does all eight operations on a tensor while the tensor is in the processor's cache; foreach passes over *all* tensors eight times, and together they do not fit into the cache. The fused form passes over the data once: it reads and writes each number once, so it does not depend on the cache.
 #
 # ## Baseline
 #
@@ -304,7 +308,7 @@ widgets.revealed(lab, "foreach", measured, estimate=lab.foresee(lambda: 100 * pe
 # %%
 def roots(task, name):
     sizes = [parameter.numel() for parameter in task.build_model(device="meta").parameters()]
-    if name == "loop":  # the root, its quotient, and the quotient of the tensor before, which its name still holds
+    if name == "loop":  # the root, its quotient, and the previous tensor's quotient, to which a variable still refers
         return 4 * max(2 * size + before for before, size in zip([0, *sizes], sizes))
     return 4 * sum(sizes) if name == "foreach" else 0
 
@@ -318,14 +322,14 @@ plots.Table(["form", "peak is in", "the update's temporaries", "roots, by arithm
 
 # %% [markdown]
 # - **foreach** makes the roots of all tensors before it uses the first: 4 bytes per parameter, as much as the gradients.
-# - **The loop** holds the root of one tensor, twice: torch writes the quotient to a new tensor, while the name still holds the quotient of the tensor before. Two roots of one huge embedding can weigh as much as one root of everything. Compare the two vocabularies.
-# - **fused** holds none. Its peak is what is in memory anyway, from the last gradient on.
+# - **The loop** in torch makes the root of one tensor, and then a second tensor of the same size: the root divided by a number. The quotient of the previous tensor is still in memory, too, because a variable refers to it. Two roots of one huge embedding can weigh as much as one root of everything. Compare the two vocabularies.
+# - **fused** makes no roots. Its peak is at the end of backward, when all gradients are there beside weights and states.
 #
-# Next come the Trainer's own two names, with their estimates for this machine and for a GPU. On a CPU `adamw_torch` is the loop.
+# The Trainer calls these forms `optim="adamw_torch"` and `optim="adamw_torch_fused"`. The next table has the peaks of both: measured, and estimated for this machine and for a GPU. On a CPU `adamw_torch` is the loop.
 #
 # > **On a GPU:** `adamw_torch` is foreach, by torch's default.
 #
-# The cell after it leaves vertical fusion to a compiler (lesson 11): `torch.compile` reads the list form and writes kernels of its own. Does it keep the roots out of memory?
+# The cell after it leaves vertical fusion to a compiler (lesson 11): `torch.compile` reads our `foreach` function and writes kernels of its own. Does it keep the roots out of memory?
 
 # %%
 both = ("adamw_torch", "adamw_torch_fused")
@@ -345,7 +349,7 @@ plots.Table(["optim", "measured", "estimated here", "estimated for a GPU"], rows
 
 # %%
 def compiled(_):
-    """Return [form, bytes that an update makes beside its tensors, seconds], also for the compiled list form."""
+    """Return [form, bytes that an update allocates, seconds] for our three forms and for foreach, compiled."""
     torch.set_num_threads(1)
     forms = BY_HAND | {"foreach, compiled": torch.compile(foreach)}
     made = [tensors([2**14] * 16, "cuda" if torch.cuda.is_available() else "cpu") for _ in range(4)]
@@ -365,12 +369,12 @@ def compiled(_):
 outcome = lab.run(compiled, measure="value")
 rows = [[name, plots.bytes_text(size), plots.seconds_text(seconds)] for name, size, seconds in outcome.value or []]
 print("" if outcome.ok else f"nothing is compiled here: {outcome.message[:90]}")
-plots.Table(["by hand, 16 tensors of 16,384 numbers", "made on the way", "update"], rows)
+plots.Table(["by hand, 16 tensors of 16,384 numbers", "allocated during the update", "time of an update"], rows)
 
 # %% [markdown]
 # ## Does the update's time matter?
 #
-# "The optimizer's time does not matter" is true of large steps. An update costs the same for every batch, so its share depends on the passes. Compare one sample of 32 tokens with this profile's own batch.
+# "The optimizer's time does not matter" is true of large steps. An update costs the same for every batch, so its share of a step depends on how long forward and backward take. Compare one sample of 32 tokens with this profile's own batch.
 
 
 # %%
@@ -456,7 +460,7 @@ plain = peak_run("after backward", adamw)
 inside = peak_run("in backward", adamw, in_backward=True)  # new
 saved = plain.peak_bytes - inside.peak_bytes
 print(f"peak {plots.bytes_text(plain.peak_bytes)}, in backward {plots.bytes_text(inside.peak_bytes)}")
-print(f"saved {saved / parameters:.2f} bytes per parameter, of the 4 of a full set of gradients")
+print(f"saved {saved / parameters:.2f} bytes per parameter; a full set of gradients takes 4")
 _ = plots.memory([plain, inside], title="The same update, at another time")
 
 
@@ -478,7 +482,7 @@ print(f"largest difference of the losses in 40 steps: {apart:.1e}")
 # - **Accumulation** is ruled out: it sums gradients over passes, and here no gradient survives its pass.
 # - **Clipping by the global norm** is ruled out: it needs all gradients before the first is used. You could only clip each tensor by its own norm.
 # - fp16's **loss scaler** is ruled out: it looks at all gradients before it allows a step.
-# - **Launches** are back: each tensor has its own, without a list or fusion across tensors.
+# - **Launches** are back: each tensor is updated by itself, so no operation is shared by several tensors.
 #
 # ## The Trainer's list
 #
@@ -525,18 +529,18 @@ def asked_for(_):
 
 
 alike, absent = lab.run(asked_for, measure="value").value
-print("\n".join(f"the same here: {', '.join(group)}" for group in alike if len(group) > 1))
+print("\n".join(f"one optimizer here: {', '.join(group)}" for group in alike if len(group) > 1))
 reasons = {}
 for name, reason in absent.items():
     reasons.setdefault(reason, []).append(name)
 plots.Table(["not here", "the Trainer's message"], [[", ".join(group), reason] for reason, group in reasons.items()])
 
 # %% [markdown]
-# GaLore and APOLLO keep Adam's states in a space of low rank. LOMO keeps no states and updates in the backward pass. Schedule-free methods average weights instead of lowering the rate. torchao's optimizers keep 8 or 4 bits. If you install the package that is named and run on, the optimizer joins the table below (unless it needs a loop of its own, which its row then says).
+# GaLore and APOLLO keep Adam's states in a space of low rank. LOMO keeps no states and updates in the backward pass. Schedule-free methods average weights instead of lowering the rate. torchao's optimizers keep 8 or 4 bits. If you install the package that a message names, and run the lesson again, the optimizer gets a row in the table below (if it needs a training loop of its own, the row says so).
 #
 # ## One table
 #
-# Each optimizer trains the network from above, with the same four learning rates on one seed. Its best rate is judged on two other seeds.
+# Each optimizer trains the network from above, with the same four learning rates on one seed. With its best rate, it then trains on two other seeds: the last column has these two losses.
 
 # %%
 RATES = [0.0005, 0.002, 0.008, 0.03]
@@ -585,14 +589,14 @@ plots.Table(header, rows, "sorted by peak; guessing has a loss of 2.08")
 #
 # > **On a GPU:** paged states are in memory that torch does not count.
 #
-# The losses rank nothing beyond this task: 40 steps, no schedule, rates four times apart.
+# Do not rank optimizers for other tasks by these losses: this is one task, 40 steps, no schedule, and learning rates that are four times apart.
 #
 # ## What held
 #
-# Two claims are about time, and their steps alternate in three fresh processes (on a CPU by the seconds that it computed, on one thread). `Ratio.of_turns` takes the seconds of the first contender, of the second, and of the first again; its interval is never narrower than the first contender's difference from itself.
+# Two claims are about time. The steps of both contenders alternate in one process, and three fresh processes do this. (On a CPU, CPU time on one thread is compared.) The first contender takes part twice, which shows how much its time differs from itself. `Ratio.of_turns` compares the contenders, and its interval is never narrower than that difference.
 #
-# - **Many small tensors**: the loop against the list.
-# - **Training**: steps of 1 x 32 tokens by the fused AdamW, and by the quickest other AdamW of the table, both made by the Trainer. In larger steps less is won: see the shares above.
+# - **Many small tensors**: the loop against foreach.
+# - **Training**: steps of 1 x 32 tokens by the fused AdamW, and by the quickest other AdamW of the table, both made by the Trainer. In larger steps the gain is smaller: see the shares above.
 #
 # The other two claims count operators and names.
 
@@ -636,7 +640,7 @@ claims.check("optim-list", sum(name in names for name in GUIDE) / len(GUIDE), no
 # %% [markdown]
 # ## Explore
 #
-# The picture is computed from the measured grid: for each size, the seconds that a step costs once, and those that each tensor adds. Between the measured sizes it draws straight lines in the logarithm. Find where the list stops paying on this machine.
+# The picture is computed from the measured grid: for each size, the seconds that a step costs once, and those that each tensor adds. Between the measured sizes it draws straight lines in the logarithm. Find the size from which foreach no longer pays on this machine.
 
 
 # %% tags=["widget"]
@@ -724,7 +728,7 @@ exercises.prove(
 #
 # The times are those of an AMD EPYC with 2 cores (2026-11-28); yours are in the cells above.
 #
-# - **The three forms give the same weights**, equal to rounding. The loop calls operators for every tensor, foreach for the list, fused calls one. With many small tensors the list was 1.44 times as fast as the loop; on large ones only the fused form keeps its lead.
+# - **The three forms give the same weights**, equal to rounding. The loop calls operators for every tensor, foreach for a list of tensors, fused calls one. With many small tensors foreach was 1.44 times as fast as the loop; on large ones only the fused form keeps its lead.
 # - **The forms differ at the peak.** foreach adds a root per parameter (4 bytes), the loop two or three roots of one tensor, fused nothing.
 # - **An update inside backward needs no full set of gradients** (4 bytes per parameter), at the same losses. It rules out accumulation, clipping by the global norm, and a loss scaler.
 # - **The Trainer refuses 2 of the 5 names of the guide's list.** The optimizers that it can make here are in one table; states, peak, time and loss each rank them differently.

@@ -5,7 +5,7 @@
 #
 # **You will see**
 # - attention computed tile by tile, with the same output as plain attention and without a matrix of *length x length* scores
-# - which attention kernel torch takes on your machine, how masks, dropout and padding change its choice, and what packing changes
+# - which attention kernel torch takes on your machine, how masks, dropout and padding change its choice, and what you gain by packing sequences into one row
 # - what `torch.compile` captures, what its start costs, what it gains, and after how many steps it has paid for itself
 #
 # **Minutes:** about 15 of reading; the cells compute for about 1 on two cores.
@@ -52,7 +52,7 @@ half = "bfloat16" if on_cpu or hardware.supports("sm80")[0] else "float16"
 #
 # Attention compares each token with every other token. Plain attention writes all these scores to memory: a square matrix of *length x length* numbers for each head. It reads them again for the softmax, writes the result, and reads that result once more. The square is large and needs little arithmetic, so most of the time goes into the trips to memory.
 #
-# The square itself is not needed. Each query needs a weighted mean of the values, and a mean can be computed in parts. A **fused** kernel works on one tile of keys at a time, and a tile never leaves the fast memory next to the processor.
+# The square itself is not needed. Each query needs a weighted mean of the values, and a mean can be computed in parts. A **fused** kernel works on a few keys at a time. Their scores are one *tile* of the square, and a tile never leaves the fast memory next to the processor.
 #
 # `torch.compile` applies the same idea to a whole model: it looks for operations that pass large results to one another, and merges them into one kernel.
 #
@@ -190,11 +190,11 @@ plots.Table(["attention", "memory grows as length to the power of"], [[n, f"{g:.
 # %% [markdown]
 # Each exponent is taken between the shortest and the longest sequence. An exponent near 2 means that the square is in memory; near 1, it is not.
 #
-# Your tiles are in the group with the square. Without gradients they are in the other group: their forward pass holds no square. But for the backward pass autograd keeps each tile, and all tiles together are the square. FlashAttention's second idea (Dao and others 2022) fixes that: keep only the output and one number per query, and compute the tiles *again* in the backward pass.
+# Look at the two rows of *tiles*. Without gradients the exponent is near 1: the forward pass holds no square. With gradients it is near 2: for the backward pass autograd keeps each tile, and all tiles together are the square. FlashAttention's second idea (Dao and others 2022) fixes that: keep only the output and one number per query, and compute the tiles *again* in the backward pass.
 #
 # ## Which kernel takes which case
 #
-# SDPA decides at each call. The next two cells find out which kernels accept a case, and which one torch chooses. Four of the cases need a word:
+# SDPA decides at each call. The next two cells find out which kernels accept a case, and which one torch chooses. Four of the cases need an explanation:
 #
 # - a *padding mask* hides the end of a short sequence;
 # - a *learnt bias* is added to the scores and needs a gradient;
@@ -274,7 +274,7 @@ exercises.question(
 #
 # > **On a GPU:** torch goes through its kernels in a fixed order and takes the first one that accepts the case. On most GPUs flash comes first. It takes 16-bit numbers and no mask; if a batch is padded, the memory-efficient kernel takes over. On compute capability 9.0 and 10.0 (H100, B200) cuDNN's kernel comes first, and it accepts masks ([torch's source](https://github.com/pytorch/pytorch/blob/001f694aef6f922b4fdf6d27d59162d27bf3df58/aten/src/ATen/native/transformers/cuda/sdp_utils.cpp)).
 #
-# The choice also depends on the version of torch. In fp32 on an A100 no fused kernel took grouped queries, so people repeated keys and values by hand. Since torch 2.14 the memory-efficient kernel takes them ([#191085](https://github.com/pytorch/pytorch/pull/191085)), and repeating costs memory. The second table has estimates for a batch of 4 sequences of 2048 tokens, with 32 heads of which 8 have keys of their own.
+# The choice also depends on the version of torch. In fp32 on an A100 no fused kernel took grouped queries, so people repeated keys and values by hand. Since torch 2.14 the memory-efficient kernel takes them ([#191085](https://github.com/pytorch/pytorch/pull/191085)), and repeating costs memory. The second table has estimates for a batch of 4 sequences of 2048 tokens, with 32 heads for the queries and 8 for the keys and values.
 
 
 # %%
@@ -341,7 +341,7 @@ plots.Table(["six sequences, 148 to 700 tokens", "scores of each head"], [[n, f"
 #
 # ## Baseline, and one change
 #
-# The model is a BERT with few layers, room for long sequences and no dropout. It is trained with plain attention (`"eager"`), then with `"sdpa"`, which is transformers' default. Look at which part of the bars is gone.
+# The model is a BERT with few layers, room for long sequences and no dropout. It is trained with plain attention (`"eager"`), then with `"sdpa"`, which is transformers' default. Compare the colours of the bars: which kind of bytes is smaller with `"sdpa"`?
 
 # %%
 size = dict(num_hidden_layers=1, vocab_size=1000) if on_cpu else dict(num_hidden_layers=12)
@@ -371,7 +371,7 @@ widgets.revealed(lab, "fused", measured, estimate=lab.foresee(in_percent))
 # %% [markdown]
 # Activations and temporaries shrink; weights and states do not. At the shortest length the two peaks hardly differ.
 #
-# Does the model compute the same numbers? A loss cannot answer that: at the start of training it hardly depends on attention, so a kernel that returns zeros would pass. Compare the gradients of all weights instead. The test is made hard on purpose: the weights are so large that attention has to choose, half of one sequence is masked, and no tile size divides the length.
+# Does the model compute the same numbers? A loss cannot answer that: at the start of training it hardly depends on attention, so a kernel that returns zeros would pass. Compare the gradients of all weights instead. The test is made hard on purpose: the weights are so large that each token attends to a few tokens only, half of one sequence is masked, and no tile size divides the sequence's length.
 
 
 # %%
@@ -386,14 +386,14 @@ def gradients(task, implementation):
 
 
 def apart(task, first="eager", second="sdpa"):
-    """Return the length of the difference between the gradients of two kinds of attention, over the length of the first."""
+    """Return the norm of the difference between the gradients of two kinds of attention / the norm of the first."""
     expected, found = gradients(task, first), gradients(task, second)
     return ((found - expected).norm() / expected.norm()).item()
 
 
 sharp = bert.replace(seq_len=300, config={"num_hidden_layers": 1, "initializer_range": 0.1})
 difference = lab.run(apart, task=sharp, measure="value").value
-print(f"the gradients differ by {difference:.0e} of their length, in fp32")
+print(f"norm of the difference between the gradients / norm of the gradients: {difference:.0e}, in fp32")
 
 # %% [markdown]
 # ## What torch.compile captures
@@ -522,7 +522,7 @@ plots.Table(["lengths", "graphs"], list(recompilations.items()))
 #
 # Now take a backend that does compile: `inductor`, the default, writes C++ for a CPU and Triton for a GPU. Three processes train the same model. The first one finds an empty cache on disk: a **cold start**. The other two find the files that the first one left: a **warm start**. (Some headers are compiled once per machine and cached elsewhere, so the very first start on your machine may have taken longer.)
 #
-# Each process runs five kinds of step alternately: two without a compiler, and one for each of three backends. `Ratio.of_turns` compares a backend with the first kind without a compiler. The second kind shows how much such steps differ from themselves, and the interval is never narrower than that. The column *operations* counts torch's operations in a step; kernels that the compiler wrote do not count.
+# Each process runs five kinds of step alternately: one for each of three backends, and steps without a compiler twice. `Ratio.of_turns` compares a backend with the first steps without a compiler. It also compares these with the second ones: they are equal, so their difference is noise, and the interval is never narrower than this noise. The column *operations* counts torch's operations in a step; kernels that the compiler wrote do not count.
 
 
 # %%
@@ -643,8 +643,8 @@ if not missing:
     plain_step, speed = step_seconds(0), speeds["inductor"]
     for name, start in {"cold": cold, "warm": warm}.items():
         fewest, likely, most = (steps_to_pay(start, plain_step, gain) for gain in (speed.high, speed.value, speed.low))
-        most = f"{most:,.0f} at most" if most < math.inf else "perhaps never"
-        print(f"a {name} start has paid after {fewest:,.0f} steps at least, most likely {likely:,.0f}, {most}")
+        most = f"at most {most:,.0f}" if most < math.inf else "perhaps never"
+        print(f"a {name} start pays for itself after some {likely:,.0f} steps (at least {fewest:,.0f}, {most})")
 
 # %% [markdown]
 # ## The guide's list
@@ -684,7 +684,7 @@ plots.Table(["backend of 2023", "for", f"torch {torch.__version__}", "today"], r
 #
 # Does inductor use CUDA graphs, as the guide says? A CUDA graph records all kernel launches of a step once, and replays them as one launch. The mode `reduce-overhead` switches CUDA graphs on.
 #
-# > **On a GPU:** the next cell shows whether any graph was launched, and what it gains where launches are nearly the whole cost: in fifty tiny layers.
+# > **On a GPU:** the next cell shows whether inductor launched a CUDA graph, and how much CUDA graphs gain in a model whose launches take nearly all the time: fifty tiny layers.
 
 
 # %% tags=["claim"]
@@ -836,8 +836,8 @@ exercises.prove(check, solution=whole, mistake=one_left)
 #
 # - **Attention without the square.** Computed tile by tile with a running maximum and sum, attention gave the same output and kept no square, in training too if the backward pass computed the tiles again. The peak of a small BERT at 1024 tokens fell to 55 % (AMD EPYC, 2 cores).
 # - **The choice of kernel.** torch chose a kernel at each call. Masks, dropout and a learnt bias changed its choice, and `math` is the one that brings the square back. A CPU has one fused kernel, without dropout.
-# - **Packing.** Packed sequences needed no padding. Packing paid only where blocks of masked scores, 128 x 128 each, were skipped.
-# - **The compiler.** `torch.compile` captured BERT in one graph. Its start cost many steps, and your break-even says how many. A change from call to call makes you pay for it again.
+# - **Packing.** Packed sequences needed no padding. Packing alone saved nothing: it paid only with a kernel that skips masked scores, e.g. in blocks of 128 x 128.
+# - **The compiler.** `torch.compile` captured BERT in one graph. Its start cost as much time as many steps gain: your break-even says how many. If a length or a setting changes from call to call, torch compiles again, and you pay again.
 #
 # Compiling is the wrong tool for short runs, for shapes that never repeat, and while you still change the code. Fused attention has no such price. It is the default, so the thing to check is whether torch really takes it.
 

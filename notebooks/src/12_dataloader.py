@@ -242,7 +242,7 @@ print("share of the time spent waiting: {:.0%} with no workers, {:.0%} with four
 # %% [markdown]
 # ## Why: a Gantt chart
 #
-# A `DataLoader` follows a few rules. Batch `i` belongs to worker `i` modulo the number of workers. At the start, each worker gets requests for `prefetch` batches; whenever a batch is handed out, its worker gets a request for one more. Batches are handed out in order.
+# A Gantt chart shows who does what at which time: one row per process, one bar per activity. Here it shows the rules that a `DataLoader` follows, and then what was measured. Batch `i` belongs to worker `i` modulo the number of workers. At the start, each worker gets requests for `prefetch_factor` batches; whenever a batch is handed out, its worker gets a request for one more. Batches are handed out in order.
 
 
 # %%
@@ -302,7 +302,7 @@ print("share of the time spent waiting: {:.0%} by the rules, {:.0%} measured".fo
 #
 # ## More workers
 #
-# The next cell tries zero to four workers with three readers: one waits for three steps, one *computes* for one step, and one has everything ready. What do you expect of the second reader on as many cores as you have?
+# The next cell tries zero to four workers with three readers: one waits for three steps, one *computes* for one step, and one has everything ready. How many workers will help the second reader on your machine, with its number of cores?
 
 # %%
 lengths = {"waits, 3 steps long": 3, "computes, 1 step long": 1, "has it ready": 0}
@@ -319,7 +319,7 @@ ax.set_ylim(0)
 print(f"cores here: {lab.machine.cpu_cores:g}")
 
 # %% [markdown]
-# A reader that waits is hidden completely as soon as there are as many workers as its reading takes steps. A reader that computes needs cores: if none is left, its workers take them from the training and from each other. If the input is ready, workers gain nothing, and the problem is elsewhere.
+# If a reader waits for the time of three steps, three workers hide it completely, because each of them works on a batch of its own. A reader that computes needs cores: if none is left, its workers take them from the training and from each other. If the input is ready, workers gain nothing, and the problem is elsewhere.
 #
 # How many workers are too many? Each worker costs three things:
 #
@@ -415,7 +415,8 @@ def drawn(_):
 
 numbers = lab.run(drawn, measure="value").value
 sources = ["random", "torch", "numpy's global generator", "a generator that the data set holds"]
-plots.Table(["drawn from", "different numbers of 8", "reseeded in each worker"], [*zip(sources, *numbers)])
+titles = ["8 draws from", "different numbers", "different numbers, reseeded in each worker"]
+plots.Table(titles, [*zip(sources, *numbers)])
 
 
 # %%
@@ -436,8 +437,8 @@ def streamed(split):
 
 
 alone, own = lab.run(lambda _: [streamed(False), streamed(True)], measure="value").value
-rows = [["left alone", *alone], ["each takes its own shards", *own]]
-plots.Table(["four workers over 128 samples", "read", "different"], rows)
+rows = [["each reads all shards", *alone], ["each reads its own shards", *own]]
+plots.Table(["four workers over 128 samples", "samples read", "different samples"], rows)
 
 # %% [markdown]
 # The last row of the first table is the trap. In each epoch, each worker gets a copy of a generator that never moves on in the main process. The DataLoader seeds `random`, torch and numpy's global generator (the last one since torch 1.9), but it does not know of a generator that your data set holds. Seed such a generator from `get_worker_info().seed`.
@@ -470,12 +471,12 @@ def tokenised(_):
 
 once, *epoch = lab.run(tokenised, measure=("none",)).value
 saved = epoch[0] - epoch[2]
-print(f"done once: {once:.2f} s, paid back after", f"{once / saved:.1f} epochs" if saved > 0 else "no number of epochs")
+print(f"done once: {once:.2f} s,", f"paid back after {once / saved:.1f} epochs" if saved > 0 else "never paid back")
 names = ["for each batch", "before, rows as lists", "before, rows as tensors"]
 plots.Table(["tokenised", "CPU ms per batch of 16"], [[name, 1e3 * cpu / 125] for name, cpu in zip(names, epoch)])
 
 # %% [markdown]
-# Reading is not free either. Rows that come back as Python lists must be turned into tensors again in each batch, which costs a part of the saved time, or all of it. So measure the time until the finished batch.
+# Reading is not free either. Rows that come back as Python lists must be turned into tensors again in each batch, which costs a part of the saved time, or all of it. So measure the whole time until a batch is ready for the model.
 #
 # ## Less work: pad less
 #
@@ -547,7 +548,7 @@ plots.Table(["batches", "share of padding", "tokens per second, without padding"
 #
 # ## To the GPU
 #
-# > **On a GPU:** the device can copy by itself only from **pinned** memory, which the operating system may not move. From any other memory, the host first copies the data to a pinned place, and waits. `non_blocking=True` lets the host go on, but only if the source is pinned. `DataLoader(pin_memory=True)` has a thread that pins each batch. The table compares a batch that is not pinned, one that is pinned while the step waits, and one that was pinned before the clock starts. Without a GPU its cells are empty.
+# > **On a GPU:** the device can copy by itself only from **pinned** memory, which the operating system may not move. From any other memory, the host first copies the data to a pinned place, and waits. `non_blocking=True` lets the host go on, but only if the source is pinned. `DataLoader(pin_memory=True)` has a thread that pins each batch. The table compares a batch that is not pinned, one that is pinned while the step waits, and one that was pinned before the clock starts. Without a GPU nothing is measured.
 
 
 # %%
@@ -627,9 +628,9 @@ plots.table([alone, helped])
 #
 # ### Workers
 #
-# Waiting is not computing, so these claims are decided by wall-clock time. Both sides run alternately, and on a CPU a ratio counts only beyond a factor of 1.3. We chose how slow the reader is; each claim's quantity says so.
+# Waiting is not computing, so these claims are decided by wall-clock time. Both sides run alternately. Wall-clock time is noisy on a CPU, so there the interval of a ratio always includes everything from the ratio divided by 1.3 to the ratio times 1.3. We chose how slow the reader is; each claim's quantity says so.
 #
-# Do *very* many workers help? The same slow reader decides, once all workers have started: if four workers already keep up with the step, sixteen gain nothing. Memory makes two claims: the memory of the training itself, and the memory that the host needs for the workers.
+# Do *very* many workers help? Four workers, then sixteen, load from the same slow reader, and the clock starts when all of them have started: if four workers already keep up with the step, sixteen gain nothing. Two more claims are about memory: that of the training itself, and that which the host needs for the workers.
 
 
 # %% tags=["claim"]
@@ -676,7 +677,7 @@ note = f"utilisation {busy[0]:.0f} % with the input ready, {busy[1]:.0f} % with 
 claims.check("utilisation-shows-wait", busy[1] / busy[0] if busy else None, missing=missing, note=note)
 
 # %% [markdown]
-# > **On a GPU:** look at its utilisation first, as the guide says. Far below 100 % means that the GPU waits, but not *why*. The waiting share tells you: if it is small too, the step itself launches its work too slowly (lesson 02). And 100 % only means that something ran all the time.
+# > **On a GPU:** look at its utilisation first, as the guide says. If it is far below 100 %, the GPU waits; but utilisation does not tell you *why*. The share of the time spent waiting for batches does: if this share is small, the step itself launches its work too slowly (lesson 02). And 100 % only means that something ran all the time.
 #
 # ## Explore
 #
@@ -697,7 +698,7 @@ _ = widgets.explore(draw, loading=loadings, workers=[2, 0, 1, 3, 4, 8], prefetch
 # %% [markdown]
 # ## Exercise: the challenge
 #
-# Reach **95 %** of the speed that synthetic data would give, with *at most 3 workers*. The reader takes the time of one step for a batch, and of eight steps for every fifth batch. The check measures; it does not simulate. Only the input should decide, so the device is replaced by a wait of 150 ms per step.
+# Synthetic data would be ready at once, without a reader. Reach **95 %** of the speed that a training on such data would have, with *at most 3 workers*. The reader takes the time of one step for a batch, and of eight steps for every fifth batch. The check measures; it does not simulate. Only the input should decide, so the device is replaced by a wait of 150 ms per step.
 
 # %% tags=["exercise"]
 display(

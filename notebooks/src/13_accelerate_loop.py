@@ -79,7 +79,7 @@ def toy():
 
 
 # %% [markdown]
-# Now the library's version. `prepare` returns a wrapped optimizer, whose `step()` and `zero_grad()` know whether this micro-batch ends a group of four.
+# Now the library's version. Again there is one update for each group of four micro-batches. The optimizer has gone through `prepare`, so it is wrapped. The loop has no counter of its own: it runs the same lines for every micro-batch.
 
 # %%
 exercises.question(
@@ -98,7 +98,7 @@ exercises.question(
 )
 
 # %% [markdown]
-# In the loop below, `step()` and `zero_grad()` are called for *every* micro-batch, because the wrapped optimizer decides whether they do anything. Clipping is the exception: it acts on the gradients at once, so the loop itself must wait for the last micro-batch.
+# In the loop below, `step()` and `zero_grad()` are called for *every* micro-batch: the wrapped optimizer knows whether this micro-batch ends a group of four, and decides whether they do anything. Clipping is the exception: it acts on the gradients at once, so the loop itself must wait for the last micro-batch.
 
 # %%
 from accelerate import Accelerator
@@ -132,7 +132,7 @@ except TypeError as error:
     print(error)
 
 # %%
-if torch.equal(by_library(clip_always=True)[0], mine.weight):  # and the loop above calls the other two every time
+if torch.equal(by_library(clip_always=True)[0], mine.weight):  # step() and zero_grad() are called every time anyway
     raise RuntimeError("clipping every micro-batch changed nothing")
 
 # %% [markdown]
@@ -140,7 +140,7 @@ if torch.equal(by_library(clip_always=True)[0], mine.weight):  # and the loop ab
 #
 # ## The whole recipe
 #
-# First everything that is built once. Two lines are there for the sake of equal losses. The data loader shuffles with a **seed of its own**, because otherwise the order of the data would depend on how many random numbers were drawn before. And `set_seed` comes *last*, so that dropout draws the numbers that it draws under the Trainer.
+# First come the objects that are built once. Two lines are there for the sake of equal losses. The data loader shuffles with a **seed of its own**, because otherwise the order of the data would depend on how many random numbers were drawn before. And `set_seed` comes *last*, so that dropout draws the numbers that it draws under the Trainer.
 
 
 # %%
@@ -328,7 +328,7 @@ _ = plots.lines(range(1, 9), series, "optimizer step", "loss", title="Killed, an
 #
 # ## Two processes
 #
-# The loop was written for one process. Nothing in it changes for two: the lab starts them, and `prepare` distributes the batches among them and combines their gradients. So two processes that accumulate 4 micro-batches each should train like one process that accumulates 8. Dropout is off here, because two processes draw other random numbers than one.
+# The loop was written for one process. Nothing in it changes for two: the lab starts them, and `prepare` distributes the batches among them. The two should cooperate, so two processes that accumulate 4 micro-batches each should train like one process that accumulates 8. Dropout is off here, because two processes draw other random numbers than one.
 
 # %%
 calm = small.replace(config={"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0})
@@ -356,9 +356,9 @@ exercises.question(
 )
 
 # %% [markdown]
-# Each rank sees only the loss of its own samples. The mean over the ranks is the loss of the whole batch, and equals the loss of one process. Three things change with two processes:
+# Each rank sees only the loss of its own samples. The mean over the ranks is the loss of the whole batch, and equals the loss of one process. The wrapped model combines the gradients of the ranks, so all of them take the same step. Three things change with two processes:
 # - **The effective batch** doubles: 1 x 4 x 2. At a fixed number of epochs there are half as many steps.
-# - **The schedule** advances once *for each process* if it is wrapped, so a schedule that was planned in samples still ends at the right place. A schedule planned in steps ends after half of them, and the second half of the training runs at a learning rate of zero. Hence `steps * accelerator.num_processes` in `build`.
+# - **The schedule** advances once *for each process* if it is wrapped, so a schedule that was planned in samples still ends at the right place. If you plan the schedule in optimizer steps instead, it has ended when half of the steps are done, and the second half of the training runs at a learning rate of zero. Hence `steps * accelerator.num_processes` in `build`.
 # - **Printing and saving**: every process runs every line. Use `accelerator.print` and `if accelerator.is_main_process` to print once; `save_state` must be called by all.
 #
 # ## What held
@@ -402,7 +402,7 @@ exercises.hint(
 )
 
 # %% tags=["exercise"]
-answer = None
+answer = None  # a number of batches
 
 
 # %% tags=["check"] jupyter={"source_hidden": true}
@@ -431,7 +431,7 @@ exercises.prove(check_skip, solution=24, mistake=48)
 # %% [markdown]
 # ## Exercise 2, a challenge: log the gradient's norm for less than 2 %
 #
-# Write `answer(model, norm, log)`. It is called after clipping in every step: `norm` is the value that `clip_grad_norm_` returned, and `log` is a list. Append to it the norm that the whole gradient had before it was clipped. After training, `[float(n) for n in log]` must be the norms, and the call may take 2 % of a step at most.
+# Your answer is a function with the arguments `(model, norm, log)`. It is called after clipping in every step: `norm` is the value that `clip_grad_norm_` returned, and `log` is a list. Append to it the norm that the whole gradient had before it was clipped. After training, `[float(n) for n in log]` must be the norms, and the call may take 2 % of a step at most.
 #
 # No clock can measure a difference of 2 % between two runs on a busy CPU. It can measure which share of *one* step the call takes, so the check does that. For the sake of GPUs the call must not read a number back either: `item()`, `float()` and `print` make the program wait until the device has finished all queued work.
 
@@ -471,7 +471,7 @@ def cost_of(log_norm):
 
 
 # %% tags=["exercise"]
-answer = None
+answer = None  # def answer(model, norm, log): ...
 
 
 # %% tags=["check"]

@@ -64,8 +64,9 @@ cuda = lab.machine.kind == "cuda"
 #
 # ## Predict
 #
-# Micro-batch 1 with four accumulation steps, checkpointing, half precision and Adafactor, all at once. (The guide's
-# megabytes are those of the whole card. Your number is for the tensors alive at the peak, on this machine.)
+# The recipe to guess about combines four techniques: micro-batch 1 with four accumulation steps, checkpointing, half
+# precision and Adafactor. (The guide's megabytes are those of the whole card. Your number is for the tensors alive at
+# the peak, on this machine.)
 
 # %%
 widgets.predict(lab, "all together", "What is the peak with all of it, in percent of vanilla's peak?", "%", 0, 120)
@@ -157,7 +158,7 @@ runs = {name: lab[name] for name in v100}
 failed = {name: run.failure for name, run in runs.items() if not run.ok}
 whole = float(vanilla.peak_bytes)
 share = {name: run.peak_bytes / whole if run.ok else run.peak_bytes for name, run in runs.items()}
-header = ["recipe", "peak here", "of vanilla", "V100", "of vanilla", "samples/s, V100", *["here"] * cuda]
+header = ["recipe", "here", "here / vanilla", "V100", "V100 / vanilla", "samples/s, V100", *["here"] * cuda]
 rows = []
 for name, (_, megabytes, speed) in v100.items():
     here = [plots.bytes_text(runs[name].peak_bytes), f"{share[name]:.0%}"]
@@ -173,13 +174,14 @@ gap = max(abs(part - v100[name][1] / 14949) for name, part in share.items() if p
 print(f"Shares of vanilla, here and on the V100: at most {100 * gap:.0f} points apart.")
 
 # %% [markdown]
-# Compare the two "of vanilla" columns. They measure different things: the V100's megabytes are device-used memory, with
-# 1343 MB of context in each row and all that the allocator kept; ours are the tensors alive at the peak.
+# Compare the two "/ vanilla" columns. They measure different things: the V100's megabytes are device-used memory, which
+# includes 1343 MB of CUDA's context in each row, and freed memory that torch's allocator keeps for later; ours are the
+# tensors alive at the peak.
 #
 # Now compare the colours. Accumulation and checkpointing shrink the activations. Adafactor and 8-bit Adam shrink the
-# optimizer states. Half precision adds a colour of its own, the weight copies. Accumulation also adds one: gradients
-# that wait for the next micro-batch are complete at the peak, where vanilla's had hardly begun. The weights are the
-# same in every bar.
+# optimizer states. Half precision adds a colour of its own, the weight copies. Accumulation adds gradients: those of
+# the previous micro-batches wait for the next one, so a full set exists at the peak. Vanilla's peak is early in backward,
+# when hardly any gradient exists. The weights are the same in every bar.
 #
 # ## The ladder
 #
@@ -362,8 +364,8 @@ Markdown(
 )
 
 # %% [markdown]
-# A rung without a gain is not a useless technique: on this task it found nothing to remove. If the input is ready,
-# workers have nothing to hide, and short sequences gain little from SDPA. A larger batch is a different training:
+# If a rung gains nothing, its technique is not useless: on this task there was nothing for it to speed up. If the input
+# is ready, workers have nothing to hide, and short sequences gain little from SDPA. A larger batch is a different training:
 # lesson 04 says how it changes learning.
 #
 # ## How far is that from the hardware?
@@ -403,7 +405,7 @@ print(f"goal: 10 x the throughput at 50 %; reached here: {to_first.get(best, 1)}
 #
 # ### Three combinations
 #
-# The guide says of three combinations how much memory they save, and how fast they are. Each of these is two claims:
+# For three combinations of techniques, the guide says how much memory they save and how fast they are. Each is two claims:
 # memory is decided on any machine, speed only on a GPU. Then the loop by hand must need as much memory as the Trainer.
 
 # %% tags=["claim"]
@@ -540,9 +542,10 @@ exercises.question(lab, "first look", text, options, right="the parts alive at i
 # ## The advisor
 #
 # The estimate can look, choose and try for you. It lists the recipes that fit, how fast each should be and which
-# measurement says so, and why a faster recipe does not fit. Replace `task` with **your own model** (a preset, a
-# config.json, a model folder), and `memory` with your card's, for example `memory="16GB"`. Afterwards the first recipe
-# is trained for two steps, and its peak is compared with the prediction.
+# measurement says so, and why a faster recipe does not fit. Put **your own model** in the place of `task`, for example
+# `Task("bert-base")`, or `Task("...")` with the path of a config.json or of a model folder; and your card's memory in
+# the place of `room`, for example `memory="16GB"`. Afterwards the first recipe is trained for two steps, and its peak
+# is compared with the prediction.
 
 # %%
 used = max(vanilla.peak_bytes, vanilla.memory.reserved_bytes or 0) + (vanilla.memory.context_bytes or 0)
@@ -633,9 +636,9 @@ exercises.prove(check, solution=max(fitting, key=speed_of), mistake="half precis
 # ## Final challenge
 #
 # Find the smallest peak at which this task still trains. The target is at most three quarters of the smallest peak of
-# the ten, at no less than the share of vanilla's speed that the check prints. Keep the effective batch of 4. Your
-# answer is a dict of training arguments; `dtype` and `attn_implementation` are allowed too. Every recipe that meets the
-# target is ranked below.
+# the ten. Your recipe may be slow, but its speed must be at least a small share of vanilla's: `at_least_speed` in the
+# cell of the check. Keep the effective batch of 4. Your answer is a dict of training arguments; `dtype` and
+# `attn_implementation` are allowed too. Every recipe that meets the target is ranked below.
 
 # %% tags=["exercise"]
 display(

@@ -1,11 +1,11 @@
 # %% [markdown]
 # # Are two devices twice as fast?
 #
-# You rent a second GPU and start your training on both. How much sooner is it done? In this lesson you start two real processes, build DDP by hand, count every byte that they send, and time them.
+# You rent a second GPU and start your training on both. How much sooner is it done? In this lesson you start two real processes, build DDP (torch's `DistributedDataParallel`) by hand, count every byte that the processes send, and time them.
 #
 # **You will see**
 # - two processes that train one model and stay equal to the last bit, first by hand, then with torch's DDP
-# - how many bytes they send in each step, and what a slow link makes of that
+# - how many bytes they send in each step, and how much time a slow link adds
 # - in part two, after a break: who starts the processes, what happens when one dies, and which single-GPU methods help two processes, too
 #
 # **Time:** plan 60 minutes in two parts. The cells run for 2 to 7 minutes on two CPU cores.
@@ -173,7 +173,7 @@ print(f"largest difference between the ranks after {len(two.value['traffic'])} s
 #
 # ### While backward still runs
 #
-# The loop above sends only after backward is done. But the last layer's gradients are finished first, long before those of the embeddings. So group the parameters into **buckets**, in the order in which backward finishes them. A hook on each parameter counts, and a full bucket is sent at once, in the background. That is the idea of DDP.
+# The loop above sends only after backward is done. But the last layer's gradients are finished first, long before those of the embeddings. So group the parameters into **buckets**, in the order in which backward finishes them. A hook on each parameter counts the gradients that are finished. When all gradients of a bucket are, the bucket is sent at once, in the background. That is the idea of DDP.
 
 
 # %%
@@ -232,13 +232,13 @@ widgets.revealed(lab, "sent", sum(size for kind, size in ddp["traffic"][-1] if k
 # %% [markdown]
 # Read the last column. At the start the weights are sent once. Then each step sends the gradients: 4 bytes per parameter, however they are packed. DDP sends a little more. Before each forward pass rank 0 broadcasts the model's *buffers*, unless you pass `broadcast_buffers=False`. At the start the ranks also check that they have the same model.
 #
-# ### When is it sent, and where does it wait?
+# ### When does DDP send, and when does a rank wait?
 #
 # Does DDP send while backward runs? It calls a *communication hook* with each full bucket, and our hook checks whether a gradient is still missing then.
 #
 # Buckets take memory. DDP **copies** each gradient into its bucket, unless `gradient_as_bucket_view=True` makes the gradient a view of the bucket. The copies take 4 bytes per parameter more: with AdamW 20 instead of 16. (`TrainingArguments` has no such switch, accelerate's `DistributedDataParallelKwargs` has.) Since torch 2.15 `lazy_bucket_allocation=True` frees the buckets after backward.
 #
-# The picture shows the same on a clock. If this machine allows it, the ranks communicate over a real slow link: each rank is in a network namespace of its own, with a virtual cable of 400 Mbit/s between them.
+# The picture after the table shows at what time each bucket is sent. If this machine allows it, the ranks communicate over a real slow link: each rank is in a network namespace of its own, with a virtual cable of 400 Mbit/s between them.
 
 
 # %%
@@ -339,7 +339,7 @@ _ = both[1].set_xlabel(
 #
 # ### Change one thing
 #
-# Then two processes train, with that many samples each. Twice the throughput is 100 %. The explorer below calculates how much a link limits more ranks, from the time of one process and the bytes of a step.
+# Then two processes train, with that many samples each. Twice the throughput of one process is 100 %. The explorer below the picture calculates the throughput of up to 16 ranks, from the time of one process, the bytes of a step and the speed of a link that you choose.
 
 
 # %%
@@ -483,21 +483,21 @@ if not missing:
     rows = [[name, sent[name] / 1e6, median(added("late", name)), median(added("late", name)) / LATE] for name in often]
     display(plots.Table(["", "MB on the wire", "s added", "times the delay"], rows, "each message 10 ms later"))
     law, stops = in_turns("slow", *few), in_turns("late", "sharded", "DDP, all sent twice")
-print(missing or f"seconds added: {law} times as many, large / small model; {stops} times, sharded / DDP")
-print(f"the guide: {1 - 101 / 131:.0%} less time, so {131 / 101 - 1:.0%} more speed; {200 / 101.9:.2f} steps a second")
+print(missing or f"added seconds, large / small model: {law}; sharded / DDP with all sent twice: {stops}")
+print(f"131 s and 101 s: {1 - 101 / 131:.0%} less time, {131 / 101 - 1:.0%} more speed; {200 / 101.9:.2f} steps/s")
 print(f"an RTX 3090's NVLink: 4 links of 14.0625 GB/s are {4 * 14.0625} GB/s each way, {8 * 14.0625} in all")
 
 
 # %% [markdown]
-# If this machine could make the cables: with few bytes per second the larger model pays more, minus what backward hides. With late messages the bytes hardly count. What counts is how many messages a step **waits for, one after the other**: DDP for its sum, sharded layers for their weights, twice each, and for their sums.
+# Look at the column *s added* (it is there if this machine could make the cables). With few bytes per second, the larger model waits longer, because its bytes take longer and backward hides only a part of that. With late messages the bytes hardly count. What counts is how many messages a step **waits for, one after the other**. DDP waits for its sum. Sharded layers wait for their weights twice, in forward and in backward, and then for the sums of their gradients.
 #
 # Two ranks sum a vector as follows. They send each other one half, add, and send the finished half back. So each rank sends as many bytes as it hands over. With $n$ ranks it sends $2(n-1)/n$ times as many, never more than twice.
 #
-# The last lines check the guide's own calculations. How much InfiniBand and Omni-Path between hosts help, only a machine that has them can show.
+# The last two printed lines repeat the guide's own calculations. How much InfiniBand and Omni-Path between hosts help can be measured only on machines that have them.
 #
 # ### Send less
 #
-# You cannot change the link, but you can change what is sent. With accumulation only the last micro-batch needs the sum, and `no_sync` keeps DDP from sending for the others. And a communication hook may send bf16. (torch's own hook, `bf16_compress_hook`, needs NCCL.) The function `economical` trains on a rule that can be learned, and counts the bytes.
+# You cannot change the link, but you can change what is sent. With accumulation only the last micro-batch needs the sum, and `no_sync` keeps DDP from sending for the others. And a communication hook may send bf16. (torch's own hook, `bf16_compress_hook`, needs NCCL.) The function `economical` trains on generated data with a rule that a model can learn, so that losses can be compared, and counts the bytes.
 
 
 # %%
@@ -547,7 +547,7 @@ for epoch in (0, 1):
 #
 # ### What DP does instead
 #
-# `nn.DataParallel` (DP) is older. One process drives all devices, and the first device is in charge. The next cell runs a step of DP on two simulated devices, and counts the bytes that would cross between them: for our classifier, and for the guide's gpt2 with its sizes (on torch's `meta` device, where tensors have shapes but no numbers).
+# `nn.DataParallel` (DP) is older. One process drives all devices. The first device has the model and the optimizer; the others get their weights and their samples from it. The next cell runs a step of DP on two simulated devices, and counts the bytes that would cross between them: for our classifier, and for the guide's gpt2 with its sizes (on torch's `meta` device, where tensors have shapes but no numbers).
 
 
 # %%
@@ -578,11 +578,11 @@ rows += [["DDP: gradients, there and back", *(2 * counts["gradients"] / 1e6 for 
 plots.Table(["crosses between the devices in each step", "MB, classifier", "MB, gpt2"], rows)
 
 # %% [markdown]
-# DP moves five kinds of data instead of one. Besides the gradients it moves the weights, *in every step*. All of it goes through device 0, which also adds up the gradients and runs the only optimizer. A language model's outputs make the difference. And one process drives all devices with threads. The threads share Python's lock, the GIL, which only one of them holds at a time, and they cannot leave their machine.
+# DP moves five kinds of data instead of one. Besides the gradients it moves the weights, *in every step*. All of it goes through device 0, which also adds up the gradients and runs the only optimizer. For gpt2 the outputs are the largest kind: they have a number for each word of the vocabulary. And one process drives all devices with threads. The threads share Python's lock, the GIL, which only one of them holds at a time, and they cannot leave their machine.
 #
 # ### What held
 #
-# > **Without two GPUs:** skip the next three cells. The first counts a step of DP. The second reads from `nvidia-smi topo -m` what connects each pair of GPUs. (Its two examples are the machines of the 2022 guide. PHB is a consumer's machine; NVLink joins two RTX 3090, never three.) If the GPUs have an NVLink, the third cell times it.
+# > **Without two GPUs:** run the next three cells, but do not read them: they measure nothing. With two GPUs, the first cell counts a step of DP. The second reads from `nvidia-smi topo -m` what connects each pair of GPUs, and prints two examples, the two machines of the 2022 guide: in one the GPUs have NVLinks (`NV2`), in the other, a consumer's PC, they are connected through the CPU (`PHB`). (An NVLink joins two RTX 3090, never three.) If your GPUs have an NVLink, the third cell times it.
 
 
 # %%
@@ -707,7 +707,7 @@ exercises.hint(
 )
 
 # %% tags=["exercise"]
-answer = None
+answer = None  # a dict of arguments of `economical`
 
 
 # %% tags=["check"]
@@ -742,9 +742,11 @@ exercises.prove(check_bytes, solution={"bf16": True}, mistake={"accumulate": 2})
 #
 # - Each rank computes on its own samples, and the mean of the gradients keeps all ranks equal: the largest difference was 0.
 # - DDP sends 4 bytes per parameter per step, in buckets, 83 % of them while backward runs. Its buckets take 4 bytes per parameter of memory, unless gradients are views of them.
-# - A step waits for what backward cannot hide. Over few bytes per second, a model twice as large waited 1.95 times as long; with late messages, a sharded model waited 4.85 times as long as one under DDP (AMD EPYC, 2 cores, 2026-11-28).
+# - A step waits for what backward cannot hide. Over a link with few bytes per second, a model twice as large waited 1.95 times as long; with late messages, a sharded model waited 4.85 times as long as one under DDP (AMD EPYC, 2 cores, 2026-11-28).
 #
 # ## Part two: launchers and faults
+#
+# Your training runs on two processes in a notebook. Now it must run from a shell, perhaps on two hosts, and one morning it has stopped. Who starts the processes, and how do you learn which one failed?
 #
 # ### From a shell
 #
@@ -809,7 +811,7 @@ with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
 #
 # ### What goes wrong
 #
-# Before one more all-reduce, rank 1 ends, hangs, or disagrees with rank 0. Look at how soon you learn of it, and from whom.
+# The next cells start two ranks again and again. Each time something happens before an all-reduce: rank 1 ends, hangs, or disagrees with rank 0. Look at how soon you learn of it, and from whom.
 
 
 # %%
@@ -854,19 +856,19 @@ for what in (*ENDS, "one sum fewer", "another size", "another dtype", "torch com
     seen = told or str([rank["value"] for rank in run.ranks])
     rows.append([what, run.status, round(time.perf_counter() - began, 1), seen])
 display(plots.Table(["rank 1", "status", "seconds", "the message"], rows))
-print("unused:", lab.run(unused, task=rule, processes=2, measure="value").message[:150])
+print("unused parameters:", lab.run(unused, task=rule, processes=2, measure="value").message[:150])
 remedy = lab.run(partial(unused, find_unused_parameters=True), task=rule, processes=2, measure="value")
-print("remedy:", remedy.status)
+print("with find_unused_parameters=True:", remedy.status)
 
 # %% [markdown]
 # - **Rank 1 ends**: the launcher names the rank and ends the others. If a whole host is gone, the others wait for the timeout: half an hour with gloo, ten minutes with NCCL.
-# - **Rank 1 hangs**: here the lab's own limit ends the run, and asks each rank for its line.
+# - **Rank 1 hangs**: here the lab's own time limit ends the run, and the message says which line of code each rank was at.
 # - **Rank 1 disagrees**: another dtype of the same size is not noticed, and both ranks go on with wrong numbers. With `TORCH_DISTRIBUTED_DEBUG=DETAIL` torch compares before each collective, which takes more messages.
-# - **Unused parameters**: DDP notices in the *second* step that a bucket never became full. `find_unused_parameters=True` looks for such parameters in each step; it is better to freeze them. After a step on one process their `grad` is `None`.
+# - **Unused parameters**: DDP notices in the *second* step that a bucket never became full. `find_unused_parameters=True` looks for such parameters in each step; it is better to freeze them. To find them, train one step on one process: they are the parameters whose `grad` is still `None`.
 #
 # ### What carries over
 #
-# Both index pages send you to the single-GPU methods first, because these extend to other setups. The next cell measures the memory of five methods, on one CPU process and on two (which also have DDP's buckets). The pages also say that efficient training requires an accelerator.
+# The guides' two index pages send you to the single-GPU methods first, because these extend to other setups. The next cell measures the memory of five methods, on one CPU process and on two (which also have DDP's buckets). The pages also say that efficient training requires an accelerator.
 #
 # > **On a GPU:** the last check times the GPU against the CPU.
 
@@ -903,7 +905,7 @@ claims.check("accelerator-required", accelerated)
 # - The second process helped if a step was long: two processes were 1.01 times as fast as one with 1 sample each, and 1.32 times with 8.
 # - Each step sent 4 bytes per parameter, during backward; the ranks waited for what backward could not hide. `no_sync` sent 2.45 MB instead of 9.81, and bf16 sent half.
 # - DP moves more than DDP: 2.65 times the bytes for gpt2.
-# - Two launchers started the same steps. A killed rank was named within 1 s, a hanging one by its line after the limit of 8 s. Ranks of two dtypes went on with wrong numbers until torch compared (`DETAIL`).
+# - Two launchers started the same steps. A killed rank was named within 1 s. A hanging rank was reported with its line of code, after the limit of 8 s. Ranks of two dtypes went on with wrong numbers until torch compared (`DETAIL`).
 # - All five single-GPU methods saved memory on two processes, too: accumulation the most, with 0.63 times the peak.
 
 # %% tags=["finish"]

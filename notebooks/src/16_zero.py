@@ -51,16 +51,7 @@ parameters = task.parameters()
 # ## Part 1: divide the copies
 # ### Idea
 #
-# In fp32 with AdamW, a parameter takes 16 bytes: 4 for the weight, 4 for the gradient and 8 for the optimizer states (lesson 01). With *P* parameters, each rank of a data-parallel training stores 16 P. (torch's DDP stores 20 P by default, because of its buckets: lesson 15.) One copy among all ranks would be enough: each of *N* ranks stores an *N*-th of it, its **shard**. Three stages shard more and more:
-#
-# | stage | sharded | bytes per rank, 4 + 4 + 8 | bytes per rank, 2 + 2 + 12 |
-# |---|---|---|---|
-# | 0 | nothing | 16 P | 16 P |
-# | 1 | optimizer states | 8 P + 8 P/N | 4 P + 12 P/N |
-# | 2 | gradients too | 4 P + 12 P/N | 2 P + 14 P/N |
-# | 3 | weights too | 16 P/N | 16 P/N |
-#
-# The last column is for large models, which often keep weights and gradients in bf16, and an fp32 copy of the weights beside the states: 2 + 2 + 12 bytes. The sum is the same, but stage 1 has more to shard.
+# In fp32 with AdamW, a parameter takes 16 bytes: 4 for the weight, 4 for the gradient and 8 for the optimizer states (lesson 01). With *P* parameters, each rank of a data-parallel training stores 16 P. (torch's DDP stores 20 P by default, because of its buckets: lesson 15.) One copy among all ranks would be enough: each of *N* ranks stores an *N*-th of it, its **shard**. Three stages shard more and more. Stage 1 shards the optimizer states, stage 2 the gradients too, and stage 3 the weights too.
 #
 # A rank receives the bytes that it does not store when it needs them. Two messages do this, and all ranks take part in each:
 #
@@ -91,7 +82,16 @@ exercises.question(
 # %% [markdown]
 # ### What is stored where
 #
-# The picture shows two ranks at each stage. A filled box is stored on that rank; a dotted box is not. Follow one kind of bytes from top to bottom: from which stage on does each rank store only its half?
+# | stage | sharded | bytes per rank, 4 + 4 + 8 | bytes per rank, 2 + 2 + 12 |
+# |---|---|---|---|
+# | 0 | nothing | 16 P | 16 P |
+# | 1 | optimizer states | 8 P + 8 P/N | 4 P + 12 P/N |
+# | 2 | gradients too | 4 P + 12 P/N | 2 P + 14 P/N |
+# | 3 | weights too | 16 P/N | 16 P/N |
+#
+# The last column is for large models, which often keep weights and gradients in bf16, and an fp32 copy of the weights beside the states: 2 + 2 + 12 bytes. The sum is the same, but stage 1 has more to shard.
+#
+# The picture shows two ranks at each stage. A filled box is stored on that rank; a dotted box is not. Follow one kind of bytes from top to bottom, and compare with the table.
 
 # %%
 import matplotlib.pyplot as plt
@@ -119,7 +119,7 @@ _ = ax.set_title("What each of two ranks stores (fp32, AdamW)", loc="left")
 #
 # - `Traffic` records the messages. It is a *dispatch mode*: torch passes it each operation before the operation runs.
 # - `Row` makes the flat parameter of a module (`row`) and this rank's shard (`share`). A weight becomes a view of its piece of the flat parameter, so the model's own code does not change. The optimizer gets the shards and nothing else.
-# - `Part` sends: it reduce-scatters gradients, and in stage 3 it gathers weights before a module runs and frees them afterwards.
+# - `Part` is a `Row` with the messages: it reduce-scatters gradients, and in stage 3 it gathers weights before a module runs and frees them afterwards.
 
 
 # %%
@@ -248,7 +248,7 @@ def finish(model, parts, optimizer, sent, stage, ranks):
 # %% [markdown]
 # ### Baseline
 #
-# First one process with all samples, then two ranks that each store everything (stage 0).
+# First one process trains on all samples. Then two ranks train, and each stores everything (stage 0).
 
 # %%
 counting = {"measure": ("memory",), "use_cpu": True}  # CPU ranks, also if there is a GPU: the bytes are the same
@@ -308,7 +308,7 @@ axes = plots.memory([*runs.values()], title="Peak of a rank, two ranks, by hand"
 #
 # ### What no stage makes smaller
 #
-# The same models with longer inputs: 32 samples of 128 tokens, 16 samples for each rank. Compare the two rows column by column.
+# The next cell trains a model with 2 layers on longer inputs, in stages 0 and 3: 32 samples of 128 tokens, 16 samples for each rank. Compare the two rows column by column.
 
 # %%
 longer, rows = task.replace(seq_len=128, config={"num_hidden_layers": 2}), []
@@ -325,7 +325,7 @@ plots.Table(["after forward", "weights", "gradients", "states", "activations", "
 #
 # ### What each stage sends
 #
-# In a ring, each rank sends (N-1)/N of a tensor for a reduce-scatter or an all-gather, and twice that for an all-reduce, which is both. The table's unit is therefore 4 P(N-1)/N bytes, "times the weights". The volume follows from this formula; the last column is what the network's own counter saw. Before the table, the cell prints the messages of one module in stage 3: the embeddings.
+# In the usual *ring*, each rank sends to the next one, piece by piece: (N-1)/N of a tensor for a reduce-scatter or an all-gather, and twice that for an all-reduce, which is both. The table's unit is 4 P(N-1)/N bytes, "times the weights". Its *volume* follows from this formula; the last column is what the network's own counter saw. Before the table, the cell prints the messages of one module in stage 3: the embeddings.
 
 # %%
 UNITS = {"allreduce": 2, "reduce_scatter_base": 1, "allgather_base": 1}
@@ -386,7 +386,7 @@ _ = axes.set_xticks(ranks, ranks)
 
 # %% [markdown]
 # - **More ranks:** stages 1 and 2 approach a floor of 8 and 4 bytes per parameter. Stage 3 has no floor. Only stage 3 lets the model grow with the number of devices.
-# - **Accumulation:** among the stages, only stage 1 sends no more than before. A rank that does not keep whole gradients has to reduce them after every micro-batch, and stage 3 also gathers the weights for each micro-batch.
+# - **Accumulation:** with two micro-batches instead of one, only stage 1 sends no more bytes per step. A rank that does not keep whole gradients has to reduce them after every micro-batch, and stage 3 also gathers the weights for each micro-batch.
 #
 # ### The library: FSDP2
 #
@@ -466,7 +466,7 @@ plots.Table(
 )
 
 # %% [markdown]
-# The estimate was compared with rehearsals, dry runs of torch's CUDA build without a GPU, of small GPT-2s and Llamas on two and four A100. torch's allocator handed out what the estimate says, to the byte, except for one number of an accumulated loss.
+# The estimate was compared with rehearsals, dry runs of torch's CUDA build without a GPU, of small GPT-2s and Llamas on two and four A100. torch's allocator handed out what the estimate says, to the byte, except for one number in an accumulated loss.
 #
 # With accelerate 1.15 some trainings stop with an error if `fsdp` is on:
 #
@@ -476,7 +476,7 @@ plots.Table(
 #
 # ### The library: DeepSpeed
 #
-# `TrainingArguments(deepspeed={...})` switches on the same stages in DeepSpeed, which is an extra of this course. The function below is also a *deployment in a notebook*: with one process there is no launcher, so the function sets the launcher's environment variables itself. Beware of one default: DeepSpeed 0.19 clips gradients at 1.0.
+# `TrainingArguments(deepspeed={...})` switches on the same stages in DeepSpeed, which is an extra of this course. The function below also shows what the guides call a deployment in a notebook: with one process there is no launcher, so the function sets the launcher's environment variables itself. Beware of one default: DeepSpeed 0.19 clips gradients at 1.0.
 
 
 # %%
@@ -536,7 +536,7 @@ print(no_deepspeed) if no_deepspeed else display(plots.Table(titles, rows))
 # Two claims are about the bytes that sharding saves.
 
 # %% tags=["claim"]
-if libraries:  # DeepSpeed: what the second rank saves, over half of what the stage shards, with its fp32 copy
+if libraries:  # DeepSpeed: bytes that a second rank saves / half of the bytes that the stage shards, fp32 copy included
     cut = {
         stage: (libraries[stage, 1] - libraries[stage, 2]) / (size / 2) for stage, size in ((1, 12), (2, 16), (3, 20))
     }
@@ -566,7 +566,7 @@ plots.Table(head, [kept_and_sent(hybrid, little)])
 #
 # ### States on the host
 #
-# **Offload** does not move bytes to another device but into the host's memory (`offload_optimizer` and `offload_param` in DeepSpeed's table above). It is the first remedy in the guide's decision tree. By hand: the host has a copy of the weights, and the optimizer. In each step the gradients go to the host, and the new weights come back.
+# **Offload** does not move bytes to another device but into the host's memory (`offload_optimizer` and `offload_param` in DeepSpeed's table above). It is the first remedy in the guide's decision tree. By hand: the host has a copy of the weights, and the optimizer. In each step the gradients go to the host, and new weights come back, over PCIe, the card's link.
 #
 # > **On a GPU:** only here can you see what offload saves, because the GPU's memory is not the host's. On a CPU the claim about it is not testable.
 
@@ -597,7 +597,7 @@ if lab.machine.kind == "cuda":
     on_gpu, on_host = (run.memory.phases["forward"] for run in both)
 
 # %% [markdown]
-# In each step every gradient crosses PCIe once and every weight once, whatever the batch size. As with stage 3, the question is whether the step computes for as long as its bytes travel. A token costs some 6 FLOPs per parameter (lesson 02), so *P* cancels, and a number of **tokens per card and step** remains: with fewer tokens the link is the bottleneck. In bf16, stage 3 sends 3 x 2 bytes per parameter; offload moves 2 bytes to the host and 2 back.
+# In each step every gradient crosses PCIe once and every weight once, whatever the batch size. As in stage 3: which takes longer, computing or sending? A token costs some 6 FLOPs per parameter (lesson 02). The bytes grow with the parameters, too, so the size of the model does not matter. The number of **tokens per card and step** does: with too few, the link is the bottleneck. In bf16, stage 3 sends 3 x 2 bytes per parameter; offload moves 2 bytes to the host and 2 back.
 #
 # ### Explore
 #
@@ -631,7 +631,7 @@ _ = widgets.explore(binding, link_GB_s=[50, 16, 32, 450], busy_TFLOPs=[400, 60, 
 #
 # DeepSpeed's second remedy is `{"device": "nvme", "nvme_path": ...}`. It needs an extension that is compiled against libaio (`make build/deepspeed DS_BUILD_AIO=1`, some minutes). If you have built it, it has a row in DeepSpeed's table above.
 #
-# You can try the principle anywhere: `numpy.memmap` makes an array whose bytes are those of a file. Are these bytes still in memory? The cell counts memory that the system cannot take back (`RssAnon` in `/proc/self/status`; a file in `/dev/shm` counts too).
+# You can try this anywhere: `numpy.memmap` makes an array whose bytes are those of a file. Are these bytes still in memory? The cell counts memory that the system cannot take back (`RssAnon` in `/proc/self/status`; a file in `/dev/shm` counts too).
 
 
 # %%
@@ -670,9 +670,8 @@ if Path("/proc/self/status").exists():
     torch.testing.assert_close(ways[True].value["loss"], ways[False].value["loss"], rtol=1e-4, atol=1e-5)
     saved = (ways[False].value["kept"] - ways[True].value["kept"]) / (8 * parameters)
     pages = [plots.bytes_text(size) for size in ways[True].value["pages"]]
-    print(
-        f"memory that must stay fell by {saved:.2f} x the states' bytes; file pages: {pages[0]}, when dropped: {pages[1]}"
-    )
+    print(f"memory that the system cannot take back: lower by {saved:.2f} times the bytes of the states")
+    print(f"pages of files in memory: {pages[0]}; after the system has dropped the states' pages: {pages[1]}")
 
 # %% [markdown]
 # While there is room, the system keeps the pages of the file in memory (the *page cache*), so the process looks no smaller and is no slower. If memory runs short, the system drops the pages, and each step reads and writes the disk.
@@ -731,9 +730,9 @@ claims.check("zero-slows-if-fits", None if one_gpu else fastest, missing=one_gpu
 # %% [markdown]
 # ### The decision tree
 #
-# The guide's tree has two branches. If the model and a small batch fit one device, use no ZeRO; otherwise use ZeRO, with offload. The function below adds the stages in between, and takes the first that fits: each further one sends more or waits longer. A card always needs room for its activations and for its largest layer, which is there whole. What leaves the card needs room on the host or on a disk.
+# The guide's tree has two branches. If the model and a small batch fit one device, use no ZeRO; otherwise use ZeRO, with offload. The function below also tries the stages in between, and takes the first choice that fits, because each later one sends more or waits longer. A card always needs room for its activations and for its largest layer, which is there whole. With offload, the host or a disk needs room for the bytes that leave the card.
 #
-# `parallelism` walks the same tree for a real model. It uses no formula: it traces one rank of each layout, so the bytes are the estimate's, and the messages are counted as a ring's. It picks the simplest layout that fits, and over a slow link the one that sends least. If no shards fit, it names the next branch, and how many bytes more cards would not make smaller. The second cell calls it for an 8B model on eight cards: over a fast link, over a slow link, and on cards that are too small.
+# `parallelism` walks the same tree for a real model. It uses no formula: it traces one rank of each layout, so the bytes are the estimate's. Messages are counted as in a ring. It picks the simplest layout that fits, and over a slow link the one that sends least. If no sharding fits, it says what to try next, and how many bytes would remain on a card, however many cards you add. The second cell calls it for an 8B model on eight cards: over a fast link, over a slow link, and on cards that are too small.
 
 
 # %%
@@ -783,7 +782,7 @@ exercises.hint(
 )
 
 # %% tags=["exercise"]
-answer = None
+answer = None  # def answer(ranks, link, pcie): ...
 
 
 # %% tags=["check"] jupyter={"source_hidden": true}

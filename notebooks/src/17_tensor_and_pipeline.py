@@ -8,7 +8,7 @@
 # **You will see**
 # - a block split through its matrices and a model split into stages: the same gradients as the whole model, with about half of the weights on each rank
 # - the messages that each split sends, counted one by one, and therefore which group of ranks needs the fast link
-# - the bubble of a pipeline, measured and drawn, and a schedule that stores fewer activations with the same bubble
+# - how much of the time the devices of a pipeline compute, measured and drawn, and a schedule that stores fewer activations in the same time
 #
 # **Time:** plan 60 minutes. The cells run for 1 to 2 minutes on two CPU cores.
 #
@@ -91,7 +91,7 @@ exercises.question(
 #
 # (torch stores a weight as outputs x inputs, so the columns are its dimension 0.)
 #
-# The cell below splits one matrix in each way, then two matrices with a gelu between them. It compares every result with that of the whole matrices.
+# The cell below splits one matrix in each way, then two matrices with a gelu between them. It compares every result with that of the whole matrices; if it prints nothing, all are equal.
 
 # %%
 torch.manual_seed(0)
@@ -118,7 +118,7 @@ exercises.question(
 )
 
 # %% [markdown]
-# So the *pair* needs no message in its middle, and one all-reduce (a sum over the ranks) at its end. Backward is the mirror image: each rank computes a summand of the gradient of the pair's input, and one all-reduce adds them up. Megatron-LM made two functions of this, each the other's mirror; below they are called `Into` and `OutOf`. Attention is split by heads: query, key and value by columns, the output by rows.
+# So the *pair* needs no message in its middle, and one all-reduce (a sum over the ranks) at its end. Backward is the mirror image: each rank computes a summand of the gradient of the pair's input, and one all-reduce adds them up. Megatron-LM made two functions of this, each the other's mirror. Below, `Into` takes the input to the shards and sums in backward; `OutOf` sums in forward. Attention is split by heads: query, key and value by columns, the output by rows.
 #
 # What do the shards send? Two real processes, connected by gloo, run the block. `Traffic`, the dispatch mode of lesson 15, sees every operation before it is executed, and records the operations that send something to other ranks.
 #
@@ -311,7 +311,9 @@ def fullest(stages, parts, words=VOCABULARY):
 shares = {words: fullest(1, 2, words) / fullest(1, 1, words) for words in (VOCABULARY, 8000, 32000)}
 blocks = 4 * 12 * LAYERS * WIDTH**2 / 1e6  # MB; only these are halved if embedding and head stay whole
 rows = [[words, 1 - blocks / 2 / fullest(1, 1, words), share] for words, share in shares.items()]
-plots.Table(["words", "only blocks split", "embedding and head, too"], rows, "weights on the fuller of two ranks / all")
+plots.Table(
+    ["words", "only blocks split", "embedding and head, too"], rows, "weights on the fuller of two ranks / all weights"
+)
 
 # %% [markdown]
 # ## By hand: stages
@@ -319,10 +321,10 @@ plots.Table(["words", "only blocks split", "embedding and head, too"], rows, "we
 # A pipeline sends activations forward and their gradients back, one message each per **micro-batch** (a part of the batch). The **schedule** of a stage is the order in which it computes. Two schedules are common, and a third reduces waiting:
 #
 # - **GPipe** runs all forward passes, then all backward passes.
-# - **1F1B** alternates one forward and one backward pass as soon as possible.
+# - **1F1B** ("one forward, one backward") alternates forward and backward passes as soon as possible.
 # - **Interleaved** gives each rank two shorter pieces of the model instead of one long piece. The next rank can begin sooner, but there are twice as many messages.
 #
-# The cell prints the first two for two stages and four micro-batches: `F0` is the forward pass of micro-batch 0, `B0` its backward pass.
+# The next cell prints the first two for two stages and four micro-batches: `F0` is the forward pass of micro-batch 0, `B0` its backward pass. The four cells after it are plumbing, and you can skip them: they receive and send, prepare each rank's layers, train, and compare gradients.
 
 
 # %%
@@ -457,7 +459,7 @@ def apart(one, other):
 # %% [markdown]
 # ## Baseline, and four ways to use two devices
 #
-# The same model is trained on the same 16 sequences in five ways: on one device, as two replicas (data parallel), with tensor parallelism, and as a two-stage pipeline with the schedules GPipe and 1F1B. The lab's meter counts the bytes of each rank.
+# The same model is trained on the same 16 sequences in five ways: on one device, as two replicas (data parallel), with tensor parallelism, and as a two-stage pipeline with the schedules GPipe and 1F1B. The lab's meter counts the bytes of each rank, and the first table has those of the fullest rank.
 #
 # Is it the same training? Losses under AdamW would not tell: AdamW divides by the size of the gradient, so gradients that are 16 times too large give nearly the same losses. Therefore each rank compares its gradients with those of one device.
 
@@ -480,10 +482,10 @@ for name, options in {"one device": {}, **WAYS}.items():
     losses[name], _ = runs[name][-1]["value"]  # the last stage has the loss
     peak, sent = (max(values) / 1e6 for values in zip(*((rank["peak_bytes"], rank["value"][1]) for rank in runs[name])))
     rows.append([name, max(weights) / 1e6, largest[name], peak, sent, losses[name][-1]])
-display(plots.Table(["fuller rank of", "MB of weights", "/ one device", "peak, MB", "MB sent", "5th loss"], rows))
+display(plots.Table(["way", "weights, MB", "/ one device", "peak, MB", "sent, MB", "loss, 5th step"], rows))
 far = two(gradients, "gradients", measure="none", ways=WAYS)
 far = {name: max(rank[name] for rank in far) for name in WAYS}
-plots.Table(["way", "gradients differ by"], [[name, f"{most:.0e}"] for name, most in far.items()])
+plots.Table(["way", "largest difference / largest gradient"], [[name, f"{most:.0e}"] for name, most in far.items()])
 
 # %% [markdown]
 # Each replica stores everything. With tensor or pipeline parallelism a rank stores about half of the weights, and the gradients are those of one device. (The loss in the row of data parallelism is that of one replica's samples.)
@@ -492,7 +494,7 @@ plots.Table(["way", "gradients differ by"], [[name, f"{most:.0e}"] for name, mos
 #
 # A stage can begin only after the stage before it has sent something. While it waits its device is idle: this is the **bubble**. With one micro-batch, one of two stages is always idle. More micro-batches fill the gap.
 #
-# To watch this, each rank records when it computes, on blocks that are twice as wide, and rank 0 also runs the whole model alone. First come two tools: a drawing, and a simulator of schedules in which messages take no time. The simulator's cell asserts how much of the time *p* stages with *m* micro-batches are idle:
+# To watch this, each rank records when it computes, on blocks that are twice as wide, and rank 0 also runs the whole model alone. First come two tools: a drawing, and a simulator of schedules in which messages take no time. The simulator's cell checks these formulas for the share of the time in which *p* stages with *m* micro-batches are idle:
 #
 # - GPipe and 1F1B: (p-1)/(m+p-1). (Papers also write (p-1)/m, which is idle time over *busy* time.)
 # - interleaved, with two pieces per rank: (p-1)/(2m+p-1).
@@ -598,7 +600,7 @@ widgets.revealed(lab, "together", 100 * max(0, 1 - 2 * median(bubble(turn) for t
 # %% [markdown]
 # With one micro-batch the devices work one after the other, so the second device adds only its memory. More micro-batches shrink the bubble. But the batch has a fixed size, so its micro-batches become smaller, and smaller matmuls are slower: the last column shows from where on more micro-batches no longer help. If the measured bubble is larger than the formula's, the rest is messages, unequally long actions and busy cores.
 #
-# The last two rows answer the question at the start of the lesson. On the same batch, replicas meet once per step, tensor-parallel shards in every layer.
+# The last two rows answer the question at the start of the lesson, whether two devices make a training faster. On the same batch, replicas meet once per step, tensor-parallel shards in every layer.
 #
 # ### What a stage stores
 #
@@ -648,7 +650,7 @@ _ = widgets.explore(
 )
 
 # %% [markdown]
-# GPipe holds all micro-batches on every stage. With 1F1B, stage *s* of *p* never holds more than p - s, however many there are. So a *larger batch* of equal micro-batches shrinks the bubble at no cost in memory.
+# GPipe holds all micro-batches on every stage. With 1F1B, stage *s* of *p* never holds more than p - s micro-batches, however many the batch has. So a *larger batch* of equal micro-batches shrinks the bubble at no cost in memory.
 #
 # ## Change one thing: the libraries
 #
@@ -661,7 +663,7 @@ _ = widgets.explore(
 #
 # - *by hand*: the block from above;
 # - *weights*: torch shards the same weights;
-# - *and norm1*: the plan also says that the first norm's output is one tensor of all ranks;
+# - *and norm1*: the plan also makes the first norm's output a DTensor, of which every rank has a replica;
 # - *tokens*: **sequence parallelism**. So far each rank computed whatever is *between* the pairs (the norms and the residual connection) for all tokens. Now it computes this for its own tokens only. The all-reduce that ends a pair becomes a reduce-scatter, and an all-gather begins the next pair. A ring all-reduce consists of just these two, so the bytes on the wire stay the same. (The gradients of the norms' own weights must then be summed over the ranks.)
 
 
@@ -783,13 +785,13 @@ if lab.machine.kind != "cuda" or gpus2:  # each rank needs a GPU of its own
         whole, weights = lab.run(partial(llama, folder=folder), "llama", task=small, measure="value").value
         cut = two(llama, "llama, cut", small, processes=2 if gpus2 else 4, folder=folder, sizes=sizes)
     torch.testing.assert_close(cut[0][0], whole, rtol=1e-3, atol=0)
-    print(f"{sizes}: the losses of one device; {max(mine for _, mine in cut) / weights:.0%} of the weights on a rank")
+    print(f"{sizes}: equal losses; a rank stores {max(mine for _, mine in cut) / weights:.0%} of the weights at most")
 
 # %% [markdown]
 # Outputs and losses are those of one device. Traffic and memory depend on the plan:
 #
-# - *weights* sends more than our block. Query, key and value each request the sum of their input's gradient, although one sum of all three would do. With *and norm1*, torch sums once. So count the messages of a plan before you use it.
-# - *tokens* keeps fewer bytes on a rank, but not half, because gathered tensors are kept whole. Megatron keeps only the shard, and gathers again in backward. (Its authors count that without sequence parallelism 10 of 34 bytes stay whole.)
+# - *weights* sends more than our block. Query, key and value each sum their input's gradient over the ranks, although one sum of all three would do. With *and norm1*, torch sums once. So count the messages of a plan before you use it.
+# - *tokens* keeps fewer bytes on a rank, but not half, because gathered tensors are kept whole. Megatron keeps only the shard, and gathers again in backward. (Its authors count the activations of a block: without sequence parallelism, 10 of every 34 bytes are whole on each rank.)
 #
 # ### transformers, and two methods at once
 #
@@ -807,7 +809,7 @@ if lab.machine.kind != "cuda" or gpus2:  # each rank needs a GPU of its own
 # - with the neighbouring stage: for each micro-batch;
 # - with its twin in the other replica: once per step.
 #
-# That is **3D parallelism**, and it needs nothing new. Ranks that are neighbours in the grid's last dimension share a host, so the order of the dimensions decides which group uses which link.
+# That is **3D parallelism**. The next cell builds it from the functions above. Ranks that are neighbours in the grid's last dimension share a host, so the order of the dimensions decides which group uses which link.
 
 
 # %%
@@ -883,10 +885,10 @@ plots.Table(["ranks", "tensor parallel", "pipeline", "best grid"], rows, "MB of 
 #
 # Let a device compute F operations per second, and let its link carry B bytes per second. The third table has both limits.
 #
-# - *Replicas*: backward takes 4 operations for each weight and token, and can hide the sum of that weight's gradient, which is 2 bytes in bf16, sent twice. So each replica needs at least **F / B tokens**. (The all-gathers of ZeRO 3 need as many.)
+# - *Replicas*: backward takes 4 operations for each weight and token. Meanwhile the gradients are summed: for each weight, 2 bytes (bf16) are sent twice. So each replica needs at least **F / B tokens**. (The all-gathers of ZeRO 3 need as many.)
 # - *Tensor-parallel shards*: in forward, each of *n* shards computes 24 width² / n operations for a token of a block, then waits for two sums of `width` numbers. Arithmetic and messages both grow with the tokens, so more tokens do not help. The limit is on the *number of shards*: about **3 x width x B / F**.
 #
-# The last table shows why 3D parallelism exists. On as many ranks, one method alone stores about as little per rank. But each method has an end: tensor parallelism at the number of heads and at the fast link, the pipeline at the number of blocks and at the bubble. Together they go further.
+# The last table shows why 3D parallelism exists. On the same number of ranks, one method alone stores about as little per rank as a grid. But each method has a limit: for tensor parallelism it is the number of heads and the fast link, for the pipeline the number of blocks and the bubble. Together they go further.
 #
 # ## What held
 #
@@ -944,7 +946,7 @@ exercises.hint(
     "What that cut sends is `sent_MB[cut - 1]`. Which cuts are allowed at all? `range(1, len(layers_MB))`.",
     "First keep the cuts at which both ranks are within the limit. Then take the one that sends least.",
 )
-answer = None
+answer = None  # def answer(layers_MB, sent_MB, limit_MB): ...
 
 
 # %% tags=["check"] jupyter={"source_hidden": true}
