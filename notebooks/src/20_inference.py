@@ -344,7 +344,7 @@ table = [[name, *(f"{step[f'{name}, {count}']:.1f}" for count in (1, 4, 16))] fo
 plots.Table(["weights", "1 answer", "4", "16"], table, "ms until each answer has its next token")
 
 # %% [markdown]
-# Up to some number of answers, an additional answer costs little, because the weights are read anyway. But each *answer* waits longer for its next token: this is its **latency**, shown in the table. transformers' page on pipelines advises against batches on a CPU. In another case the page is right: a model that reads a long prompt already uses each weight for many tokens, so a batch saves next to nothing. We measure both cases.
+# Up to some number of answers, an additional answer costs little, because the weights are read anyway. But each *answer* waits longer for its next token: this is its **latency**, shown in the table. transformers' page on pipelines advises against batches on a CPU. In another case the page is right: a model that reads a long prompt already uses each weight for many tokens, so a batch saves little. We measure both cases.
 #
 # Fewer bits are fewer bytes to read, but the weights must be unpacked before each matmul. Which effect wins depends on the processor and on the library's kernels for it. bitsandbytes has a kernel for 4 bits on CPUs with AVX512-BF16 instructions (`backends/cpu/ops.py`); on others it unpacks a whole matrix first. So we predict before we decide. The prediction is the time of a token in bf16, minus the time of its bf16 matrices, plus the time of the quantized matrices, which are timed alone.
 
