@@ -442,7 +442,7 @@ for name, run in runs.items():
         print(f"; layers {', '.join(untouched)} did not change" if untouched else "")
 
 # %% [markdown]
-# There is no error and no warning, and the loss falls. (In a terminal you would see two messages. But they only report where parameters *are*: some on the meta device, and the model not moved.) One half of the model learnt, and lowered the loss without the other half.
+# There is no error and no warning, and the loss falls. (In a terminal you would see two messages. But they only report where parameters *are*: some on the meta device, and the model not moved.) The half in memory learnt, while the half on disk stayed as it was.
 #
 # ## Why
 #
