@@ -418,7 +418,7 @@ display(
 #
 # ## What quality costs
 #
-# The guides name two ways to the quality of a dense model: dozens of experts on a base model 5 times smaller, or a few experts on one 2 to 3 times smaller. Here the dense model has an FFN of width 160. In the mixture of 64 experts a token meets a width of 32, which is 5 times smaller; in the mixture of 8 experts it meets 64, which is 2 to 3 times smaller. The width of the dense model "of equal quality" is interpolated between two widths that were trained.
+# The guides name two ways to the quality of a dense model: dozens of experts on a base model 5 times smaller, or a few experts on one 2 to 3 times smaller. Here the dense model has an FFN of width 160. In the mixture of 64 experts a token meets a width of 32, which is 5 times smaller; in the mixture of 8 experts it meets 64, which is 2 to 3 times smaller. The 64 experts are also compared with a dense model *of equal quality*, which ends with the same loss. Its width is interpolated between two widths that were trained.
 #
 # The guides take their figures from papers, whose models are large. So the comparison runs at three sizes: as trained, four times as wide, and as wide as the smallest model in those papers, Switch-Base. (The lesson assumes, and does not measure, that two models of equal quality stay equal when both are widened.)
 #
@@ -466,7 +466,7 @@ for scale, (forward, step) in races.items():
 titles = ["width", "64 experts: fewer operations", "faster forward", "faster step"]
 titles = [*titles, "8 experts: faster step", "64 against dense 32: x the seconds of a step"]
 display(
-    plots.Table(titles, rows, "Mixtures against the dense model of equal quality; last column: of as many operations")
+    plots.Table(titles, rows, "64 experts against the dense model of equal quality, 8 experts against that of width 160")
 )
 peaks = {}
 for name in ("dense, 160", "8 experts", "64 experts"):

@@ -228,13 +228,9 @@ exercises.question(
     "next-step",
     "Adapters of rank 4 still do not fit. What makes the peak of this lesson's model much smaller?",
     {
-        answers[
-            0
-        ]: "The adapters' own bytes are already the smallest part, and activations hardly depend on the rank: each "
-        "token keeps `rank` more numbers beside each adapter.",
-        answers[
-            1
-        ]: "Activations grow with the tokens, and they are the largest part here. Lessons 04 to 06 are about them.",
+        answers[0]: "The adapters' own bytes are already the smallest part, and activations hardly depend on the "
+        "rank: each token keeps `rank` more numbers beside each adapter.",
+        answers[1]: "Activations grow with the tokens, and they are the largest part here (lessons 04 to 06).",
         answers[2]: "More adapters keep more inputs: the peak grows.",
     },
     right=answers[1],
