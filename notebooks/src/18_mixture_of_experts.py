@@ -466,7 +466,9 @@ for scale, (forward, step) in races.items():
 titles = ["width", "64 experts: fewer operations", "faster forward", "faster step"]
 titles = [*titles, "8 experts: faster step", "64 against dense 32: x the seconds of a step"]
 display(
-    plots.Table(titles, rows, "64 experts against the dense model of equal quality, 8 experts against that of width 160")
+    plots.Table(
+        titles, rows, "64 experts against the dense model of equal quality, 8 experts against that of width 160"
+    )
 )
 peaks = {}
 for name in ("dense, 160", "8 experts", "64 experts"):
