@@ -252,7 +252,7 @@ exercises.question(
 # %% [markdown]
 # ## Layers on disk, by hand
 #
-# A layer is needed only while it computes. A hook can fetch its weights before, and drop them afterwards. The rest of the model stays in memory. We keep 4 of 12 layers in memory: first by hand, then as the library does it, with a `device_map`.
+# A layer is needed only while it computes. A hook (a function that PyTorch calls before or after a layer) can fetch its weights before, and drop them afterwards. The rest of the model stays in memory. We keep 4 of 12 layers in memory: first by hand, then as the library does it, with a `device_map`.
 
 
 # %%
@@ -476,7 +476,7 @@ heads = [
 plots.Table(heads, list(who_gets_the_gradient()), "The optimizer's weight, and the weight that the forward pass used")
 
 # %% [markdown]
-# Every optimizer skips a weight without a gradient. Frozen weights work in this way, so nothing warns. And the layers did not run under `no_grad`: the gradient exists, on a tensor that is thrown away. Two libraries contribute to the fault. accelerate replaces the tensors. transformers used to stop with a RuntimeError in `Trainer._move_model_to_device` (`trainer.py`); since [PR 41032](https://github.com/huggingface/transformers/pull/41032) it returns early for any model with a `hf_device_map`.
+# Every optimizer skips a weight without a gradient. Frozen weights rely on this, so nothing warns. And the layers did not run under `no_grad`: the gradient exists, on a tensor that is thrown away. Two libraries contribute to the fault. accelerate replaces the tensors. transformers used to stop with a RuntimeError in `Trainer._move_model_to_device` (`trainer.py`); since [PR 41032](https://github.com/huggingface/transformers/pull/41032) it returns early for any model with a `hf_device_map`.
 #
 # The fault is known for accelerate's `cpu_offload` ([issue 3770](https://github.com/huggingface/accelerate/issues/3770), closed).
 #
@@ -720,7 +720,7 @@ temporary.cleanup()  # the checkpoints
 #
 # - The usual way held the weights 2.00 times. Built on meta and mapped, the weights took 1.05 times their bytes at the peak, which came with the first answer. Right after loading it was 0.04.
 # - Shards and `low_cpu_mem_usage` changed nothing: 0.99 and 1.00 times the memory. Four bits took 1.91 times, because the converted weights are private beside the mapped file.
-# - With 6 GB per card, `device_map="auto"` put 0.89 of the bytes onto two cards that the loop by hand puts there, because it keeps room for the largest part on the first.
+# - With 6 GB per card, `device_map="auto"` put only 0.89 times as many bytes onto two cards as the loop by hand, because it keeps room for the largest part on the first card.
 # - Layers on disk gave the same answers (a difference of 0), from the checkpoint itself.
 # - The Trainer changed 51 % of the parameters and did not warn. Four lines check for that before the first step.
 

@@ -241,7 +241,7 @@ def rates_of(trial):
 
 
 # %% [markdown]
-# First we run twelve trials. Then we run them with a **pruner**, which compares a trial at each evaluation with the others so far, and stops it if it is behind. We count the steps. (You need not request a pruner: a study made by `create_study` prunes by default, as soon as you evaluate during training.)
+# First we run twelve trials. Then we run them with a **pruner**, which compares a trial at each evaluation with the others so far, and stops it if it is behind. We count the steps. (You need not request a pruner: optuna's `create_study` adds one by default, which works as soon as you evaluate during training.)
 
 
 # %%

@@ -109,7 +109,7 @@ times_fewer = fewer()
 print(f"{times_fewer:,.0f} times fewer learn; with rank 64 {fewer(rank=64):,.0f} times")
 
 # %% [markdown]
-# ## The library's
+# ## The library's adapters
 #
 # peft does the same, and offers more kinds of adapters. With our `down` and `up`, its model gives the same outputs as ours. Then `merge_and_unload` adds the product of the two to the frozen weight, and the adapters are gone. Are the outputs still the same? (Other kinds are learnt prompts and prefixes. With transformers 5.24, which renamed the cache, peft 0.21.2 handles these two wrongly in `generate`. LoRA is not affected.)
 
@@ -333,11 +333,11 @@ if not no_peft:
         print(f"4 bits over bf16: {found['qlora-less']:.2f}, {notes['qlora-less']}")
 
 # %% [markdown]
-# The layers shrank to a quarter. But embeddings and head are not quantized, and the preparation casts them and the norms **from 16 bits up to 32** (`prepare_model_for_kbit_training` in `peft/utils/other.py`). Then the activations are fp32 too, logits included. In addition, each matmul first expands its 4-bit weight to a whole one, which is freed afterwards. With a vocabulary this large, all this outweighs what the layers save. Skip the preparation, or cast back, and check that the loss stays good.
+# The layers shrank to a quarter. But embeddings and head are not quantized, and the preparation casts them and the norms **from 16 bits up to 32** (`prepare_model_for_kbit_training` in `peft/utils/other.py`). Then the activations are fp32 too, logits included. In addition, each matmul first expands its 4-bit weight to one that is not quantized, which is freed afterwards. With a vocabulary this large, all this outweighs what the layers save. Skip the preparation, or cast back, and check that the loss stays good.
 #
 # In a model of 7 billion parameters it is the other way round: the vocabulary is 4 % of the weights, and the layers decide.
 #
-# **Can such numbers be trusted?** Other people published the memory of seventeen trainings with LoRA on a Tesla T4. We repeated them in a rehearsal (a dry run on a stub CUDA runtime). If its release of torch has the allocator's rules of theirs, torch allocates as many bytes as they measured, **to the byte**, in all seventeen. For thirteen of them the publication named another release of torch, and with that release the bytes did *not* agree: the name was wrong, and the bytes revealed it. The memory of 4-bit weights varies by some MiB from run to run even on one card.
+# **Can such numbers be trusted?** Other people published the memory of seventeen trainings with LoRA on a Tesla T4. We repeated them in a rehearsal (a dry run on a stub CUDA runtime). With a release of torch whose allocator follows the same rules as theirs, the rehearsal allocates as many bytes as they measured, **to the byte**, in all seventeen. For thirteen of them the publication named another release of torch, and with that release the bytes did *not* agree: the name was wrong, and the bytes revealed it. The memory of 4-bit weights varies by some MiB from run to run even on one card.
 #
 # ## Seconds, by parts
 #
