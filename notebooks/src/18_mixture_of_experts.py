@@ -4,7 +4,7 @@
 # Mixtral has 47 billion parameters, but a token is multiplied by only 13 billion of them. Which of the two numbers decides how much memory you need, how long a step takes, and how good the model gets? This lesson counts what a mixture of experts saves, and what it does not.
 #
 # **You will see**
-# - a gate, experts, dispatch and combine in a few lines, with the output of the library's own block
+# - a gate, experts, dispatch and combine in a few lines, with the same output as the layer in transformers
 # - what grows with the number of experts and what does not: parameters, memory, arithmetic, seconds, and the loss
 # - experts in two processes, tokens that travel to them and back, and the bytes that they take
 #
@@ -56,10 +56,10 @@ torch.set_num_threads(1)  # in this notebook's own process, where all tensors ar
 #
 # ## Predict
 #
-# Below, one model gets 32 experts in place of each FFN. Each expert is half as wide as that FFN, and each token goes to two of them.
+# The usual model, with one FFN per layer, is called *dense*. Below, a small dense model gets 32 experts in place of each FFN. Each expert is half as wide as that FFN, and each token goes to two of them.
 
 # %%
-asked = "How many times the dense model's peak will its training take?"
+asked = "How many times the dense model's peak memory will training the mixture take?"
 widgets.predict(lab, "peak", asked, "x", 0.5, 40)
 
 # %%
@@ -87,7 +87,7 @@ exercises.question(
 # - **compute**: run each expert on its tokens;
 # - **combine**: add the results up where the tokens came from.
 #
-# An expert here is the FFN of Mixtral: three matrices with a SiLU.
+# An expert here is Mixtral's FFN: three matrices, and SiLU as the activation function. Two of the matrices are stored as one tensor, `gate_up`. (The "gate" in this name multiplies numbers inside an expert. It is not the router.)
 
 
 # %%
@@ -114,9 +114,9 @@ def mixture(x, gate, gate_up, down, k):
 
 
 # %% [markdown]
-# Nothing so far keeps the gate from sending every token to the same two experts. Therefore trainings of such models add a **balancing loss**. For each expert it multiplies the share of tokens that the expert got by the mean score that the gate gave it. The sum over the experts, times the number of experts, is the loss. It is smallest if both are even. (The share is a count and has no gradient. The score has one, which lowers it most where the share is large.)
+# Nothing so far keeps the gate from sending every token to the same two experts. Therefore trainings of such models add a **balancing loss**. For each expert it multiplies the share of tokens that the expert got by the mean score that the gate gave it. The sum over the experts, times the number of experts, is the loss. It is smallest if both are even. (Only the scores get a gradient, because a share is a count. The larger the share of an expert, the more an update lowers its score.)
 #
-# The next cell compares both functions with transformers' own, on the weights of its block. It also prints the name of the implementation with which the library computes its experts:
+# The next cell compares our mixture and our balancing loss with those of transformers, on the weights of one of its Mixtral layers. It also prints the name of the implementation with which transformers computes the experts:
 
 
 # %%
@@ -149,11 +149,11 @@ print(type(block).__name__, "computes its experts by", model.config._experts_imp
 # %% [markdown]
 # The outputs are equal, and so is the balancing loss. `eager` is a loop like ours. `grouped_mm` sorts the tokens by expert and computes all matmuls in one call. `batched_mm` copies the weights for every token. `model.set_experts_implementation` switches between them.
 #
-# The gate sees one vector and nothing else. So the same vector gets the same experts at every position.
+# The gate sees the hidden vector of one token and nothing else. So equal vectors get the same experts at every position.
 #
 # ### Which layers?
 #
-# "Every other FFN layer is replaced", say the guides. That is true of GLaM, from whose paper their picture comes. What do other models do? The table has each architecture's default configuration in full size, on torch's `meta` device, where tensors have shapes but no numbers:
+# "Every other FFN layer is replaced", say the guides. Their picture comes from the paper on GLaM, a mixture by Google, and for GLaM the statement is true. What do other models do? The table has each architecture's default configuration in full size, on torch's `meta` device, where tensors have shapes but no numbers:
 
 
 # %%
@@ -257,7 +257,7 @@ plots.Table(["", "operations per token", "x dense"], rows)
 #
 # ### Seconds
 #
-# Equal arithmetic is not equal time. The next cell times training steps of both models in interleaved runs in one process:
+# Equal arithmetic is not equal time. The next cells time training steps of both models in interleaved runs in one process. The mixture is timed with two implementations:
 
 
 # %%
@@ -418,9 +418,9 @@ display(
 #
 # ## What quality costs
 #
-# The guides name two ways to the quality of a dense model: dozens of experts on a base model 5 times smaller, or a few experts on one 2 to 3 times smaller. Here these are the mixtures that meet an FFN width of 32 and 64, and the dense model has width 160. The width of the dense model "of equal quality" is interpolated between two widths that were trained.
+# The guides name two ways to the quality of a dense model: dozens of experts on a base model 5 times smaller, or a few experts on one 2 to 3 times smaller. Here the dense model has an FFN of width 160. In the mixture of 64 experts a token meets a width of 32, which is 5 times smaller; in the mixture of 8 experts it meets 64, which is 2 to 3 times smaller. The 64 experts are also compared with a dense model *of equal quality*, which ends with the same loss. Its width is interpolated between two widths that were trained.
 #
-# The papers' models are large. So the comparison runs at three sizes: as trained, four times as wide, and as wide as the smallest model of those papers, Switch-Base. (The lesson assumes, and does not measure, that two models of equal quality stay equal when both are widened.)
+# The guides take their figures from papers, whose models are large. So the comparison runs at three sizes: as trained, four times as wide, and as wide as the smallest model in those papers, Switch-Base. (The lesson assumes, and does not measure, that two models of equal quality stay equal when both are widened.)
 #
 # > **On a GPU:** the largest size is 32 times as wide as trained, because a GPU needs more work to be busy.
 
@@ -466,7 +466,9 @@ for scale, (forward, step) in races.items():
 titles = ["width", "64 experts: fewer operations", "faster forward", "faster step"]
 titles = [*titles, "8 experts: faster step", "64 against dense 32: x the seconds of a step"]
 display(
-    plots.Table(titles, rows, "Mixtures against the dense model of equal quality; last column: of as many operations")
+    plots.Table(
+        titles, rows, "64 experts against the dense model of equal quality, 8 experts against that of width 160"
+    )
 )
 peaks = {}
 for name in ("dense, 160", "8 experts", "64 experts"):
@@ -475,7 +477,7 @@ for name in ("dense, 160", "8 experts", "64 experts"):
 plots.Table(["", "memory, x dense"], [[name, peak / peaks["dense, 160"]] for name, peak in peaks.items()])
 
 # %% [markdown]
-# Read down the columns: the wider the models, the closer the seconds come to the operations. In the first row, gate, sorting and gathering cost more than the narrow FFN saves. Training gains less than a forward pass, because AdamW goes over *all* experts in each step. Large trainings have a thousand times as many tokens in a step, so the update is a small part of theirs. The papers' 4 to 5 times are out of reach here for a simpler reason: at this quality the mixture does not save that many operations.
+# Read down the columns: the wider the models, the closer the seconds come to the operations. In the first row, gate, sorting and gathering cost more than the narrow FFN saves. Training gains less than a forward pass, because AdamW goes over *all* experts in each step. Large trainings have a thousand times as many tokens in a step, so the update is a small part of theirs. The guides promise a training that is 4 to 5 times as fast, a figure of the papers. It is out of reach here for a simpler reason: at this quality the mixture does not save that many operations.
 #
 # ## Experts in two processes
 #
@@ -564,19 +566,6 @@ alone = lab.run(layer_step, "one process", measure="value").value
 ranks = [rank["value"] for rank in lab.run(layer_step, "two", processes=2, measure="value").ranks]
 
 # %%
-for name in ("out", "x", "experts"):
-    joined = ranks[0][name] + ranks[1][name]
-    torch.testing.assert_close(joined, alone[name], rtol=1e-4, atol=1e-6)
-torch.testing.assert_close(ranks[0]["gate"], alone["gate"], rtol=1e-4, atol=1e-6)
-told = 256 * 2 * 64 * 4 * (2 - 1) / 2  # explained after the question below
-ways = ["dispatch", "combine", "combine, backward", "dispatch, backward"]
-rows = [[way, *(rank["sent"][number] for rank in ranks), told] for number, way in enumerate(ways)]
-rows += [["in all", *(sum(rank["sent"]) for rank in ranks), 4 * told]]
-display(plots.Table(["all-to-all", "bytes that leave rank 0", "rank 1", "by the formula"], rows))
-held = [f"{values['expert bytes']:,}" for values in (alone, *ranks)]
-print(f"bytes of expert weights: {held[0]} in one process, {held[1]} and {held[2]} on the two ranks")
-
-# %%
 exercises.question(
     lab,
     "all-to-all",
@@ -584,16 +573,29 @@ exercises.question(
     {
         "4 times as much": "The experts stay where they are. It is tokens that travel, each to k experts.",
         "as much as before": "Tokens x k x width x bytes x the share that goes elsewhere: neither the number of "
-        "experts nor their width is in it. More ranks would send more: (N - 1) / N.",
+        "experts nor their width is in it. More ranks would send more: on N ranks that share is (N - 1) / N.",
         "less, since each expert gets fewer tokens": "Each gets fewer, and there are more of them: the sum is the same.",
     },
     right="as much as before",
 )
 
+# %%
+for name in ("out", "x", "experts"):
+    joined = ranks[0][name] + ranks[1][name]
+    torch.testing.assert_close(joined, alone[name], rtol=1e-4, atol=1e-6)
+torch.testing.assert_close(ranks[0]["gate"], alone["gate"], rtol=1e-4, atol=1e-6)
+told = 256 * 2 * 64 * 4 * (2 - 1) / 2  # explained below the table
+ways = ["dispatch", "combine", "combine, backward", "dispatch, backward"]
+rows = [[way, *(rank["sent"][number] for rank in ranks), told] for number, way in enumerate(ways)]
+rows += [["in all", *(sum(rank["sent"]) for rank in ranks), 4 * told]]
+display(plots.Table(["all-to-all", "bytes that leave rank 0", "rank 1", "by the formula"], rows))
+held = [f"{values['expert bytes']:,}" for values in (alone, *ranks)]
+print(f"bytes of expert weights: {held[0]} in one process, {held[1]} and {held[2]} on the two ranks")
+
 # %% [markdown]
-# A rank stores half of the experts and never sends them: tokens travel, weights stay. The experts' gradients are not summed over the ranks either, because each expert saw the tokens of all ranks. But they must be divided. Each rank's loss is the mean over its own tokens, so an expert's gradient is N times too large compared with gradients that DDP averages. AdamW would hide that, because it divides by the gradient's size; clipping by the norm would not.
+# A rank stores half of the experts and never sends them: tokens travel, weights stay. The experts' gradients are not summed over the ranks either, because each expert saw the tokens of all ranks. But they must be divided. Each rank's loss is the mean over its own tokens, so with N ranks an expert's gradient is N times too large compared with gradients that DDP averages. AdamW would hide that, because it divides by the gradient's size; clipping by the norm would not.
 #
-# The formula is: tokens of a rank x *k* x width x bytes x (N - 1) / N. It holds if the choice of experts is even. The table shows what happens if it is not: the rank with the popular experts receives more, and all ranks wait for it.
+# The formula in the last column of the table is: tokens of a rank x *k* x width x bytes per number x (N - 1) / N. It holds if the choice of experts is even. The table shows what happens if it is not: the rank with the popular experts receives more, and all ranks wait for it.
 #
 # ## What held
 #
@@ -683,8 +685,8 @@ _ = widgets.explore(draw, experts=[8, 1, 2, 16, 64, 256], k=[2, 1, 4, 8], width=
 # %% tags=["exercise"]
 exercises.hint(
     "A token meets k x width. That may not be much more than the FFN's width.",
-    "The gate has one row of `hidden` numbers for each expert, an expert three matrices of hidden x width: so the "
-    "gate costs as much as a third of a unit of width for each expert.",
+    "The gate has `hidden` numbers per expert, an expert three matrices of `hidden` (the model's width) x its own width. So "
+    "the gate costs as much per expert as a third of one unit of an expert's width.",
     "One wide expert for each token gives as many sets as there are experts. How many give k of n? `math.comb`.",
 )
 answer = None  # for example lambda ffn: {"experts": 8, "k": 2, "width": ffn}
@@ -723,7 +725,7 @@ exercises.prove(check, solution=narrow_ones, mistake=one_wide_expert)
 # %% [markdown]
 # ## Exercise 2, a challenge: the best loss for 32
 #
-# Train the languages again. A token may meet an FFN width of at most 32 (*k* x width), and there may be at most 128 experts. Find a mixture whose mean loss over three seeds is below that of the 64 experts above.
+# The check trains your mixture on the 48 languages, as above. A token may meet an FFN width of at most 32 (*k* x width), and there may be at most 128 experts. Find a mixture whose mean loss over three seeds is below that of the 64 experts above. Your answer is a dict, in which *balance* is the factor of the balancing loss (0.02 above).
 
 # %% tags=["exercise"]
 answer = None  # for example {"experts": 4, "k": 2, "width": 16, "balance": 0.02}
@@ -760,7 +762,7 @@ exercises.prove(check_loss, solution=solution, mistake={"experts": 64, "k": 2, "
 #
 # Numbers: AMD EPYC, 2 cores, 2026-11-28.
 #
-# - A gate, experts, dispatch and combine took a few lines, and gave the output of the library's block.
+# - A gate, experts, dispatch and combine took a few lines, and gave the same output as the layer in transformers.
 # - Parameters and memory grow with all experts, arithmetic with those that a token meets. 32 experts had 11.6 times the parameters, 7.4 times the peak and 1.015 times the operations of the dense model.
 # - At the same arithmetic, more experts learn more: the dense model's loss was 2.2 times that of 64 experts. This needs a balancing loss: without it the busiest expert got 23 times the mean, with it 2.7 times.
 # - Seconds come close to the operations only in wide layers. A step of 64 experts was 0.80 times as fast as one of the dense model of equal quality at width 64, and 1.25 times as fast at width 768, where it took 2.1 times fewer operations.

@@ -65,7 +65,7 @@ widgets.predict(lab, "fp16", asked, "x", 0, 40)
 # %% [markdown]
 # ## By hand: three ceilings
 #
-# A linear layer computes three matmuls in a training step: its output, and in the backward pass the gradient of its input and the gradient of its weight. Each of the three sums over another dimension. We time each matmul in each type.
+# A linear layer computes three matmuls in a training step: its output, and in the backward pass the gradient of its input and the gradient of its weight. Each matmul sums over a different dimension, so their speeds may differ. We time each matmul in each type.
 #
 # `in_turns` calls each function once per turn, so that other load on the machine slows all of them equally. It reads two clocks: wall-clock time, and the seconds that the processor computed. On one thread we use the second clock, because it does not count the time that the thread waits for a core.
 
@@ -95,7 +95,7 @@ plots.Table(heads, [[name, *map(float, three)] for name, three in by_type.items(
 # %% [markdown]
 # If a row is far below fp32's, the core has no instruction for that type. The library then **emulates** it: it widens each number, multiplies in fp32 and rounds again. This slow path need not be equally slow for the three matmuls.
 #
-# The name and the flags of a CPU do not tell you this. The lesson therefore predicts a step's time from these measurements, and then measures it.
+# Neither the name of a CPU nor the list of its instruction sets tells you this. The lesson therefore predicts a step's time from these measurements, and then measures it.
 #
 # ## A step is the sum of its parts
 #
@@ -174,13 +174,13 @@ widgets.revealed(lab, "fp16", least["fp16"] / least["fp32"])
 # %% [markdown]
 # Read the column "loaded as". Many checkpoints on the Hub were saved in fp16. Such a checkpoint *stays* in fp16: since transformers 5 the default of `from_pretrained` is `dtype="auto"` (`modeling_utils.py`); older versions loaded it as fp32. On a CPU without fp16 instructions the training then crawls, and no warning says why ([issue 34692](https://github.com/huggingface/transformers/issues/34692), [issue 41867](https://github.com/huggingface/transformers/issues/41867); both closed).
 #
-# > **On a GPU:** fp16 weights as loaded are welcome, because a GPU computes in fp16.
+# > **On a GPU:** weights that stay in fp16 do not make a step slow, because a GPU has instructions for fp16. (Whether they train well is another question: lesson 07.)
 #
 # The remedy is one argument: `from_pretrained(..., dtype=torch.float32)`. Add `bf16=True` if the table above shows that bf16 is fast.
 #
 # ## The library's switches
 #
-# The guide's switch for a CPU is `TrainingArguments(use_cpu=True, bf16=True)`. Older editions also name fp16, and still older ones `use_ipex`, `jit_mode_eval` and `no_cuda`. Does each of them do something? A **hook**, a function that PyTorch calls after a layer has computed, records the type in which a linear layer really multiplies.
+# The guide in transformers' documentation on training with a CPU names `TrainingArguments(use_cpu=True, bf16=True)`. Older editions of that guide also name fp16, and still older ones `use_ipex`, `jit_mode_eval` and `no_cuda`. Does each of them do something? A **hook**, a function that PyTorch calls after a layer has computed, records the type in which a linear layer really multiplies.
 
 
 # %%
@@ -236,7 +236,7 @@ print(f"bf16 without use_cpu is accepted: {taken('bf16')}")
 #
 # ## Does bf16 save memory?
 #
-# The guide says that bf16 mixed precision on a CPU "reduces memory usage". Bytes are counted exactly, so four batch sizes are enough.
+# The guide says that bf16 mixed precision on a CPU "reduces memory usage". We compare the peaks at four batch sizes. Bytes are counted exactly, so one run of each is enough.
 
 # %%
 memory = {}
@@ -280,11 +280,11 @@ with tempfile.TemporaryDirectory() as folder:
         print(f"{name}: threads of each process {threads[name]}, for {CORES} cores")
 
 # %% [markdown]
-# torchrun gives each process **one** thread ("to avoid your system being overloaded"), in `torch/distributed/run.py`. On two cores that is right. On 64 cores, 62 are idle. Plain processes, and those of `mpirun`, use all cores *each*. None of them divides the cores among the processes. So set it yourself: `OMP_NUM_THREADS` = cores / processes.
+# torchrun gives each process **one** thread ("to avoid your system being overloaded"), in `torch/distributed/run.py`. On two cores that is right. On 64 cores, 62 are idle. Plain processes, and those of `mpirun`, use all cores *each*. No launcher divides the cores among the processes. So set the number yourself: `OMP_NUM_THREADS` = cores / processes.
 #
 # ## Processes times threads
 #
-# Now every layout trains, in turns. Each **update** uses 16 samples in total, however many processes compute them. Otherwise two processes would be compared at twice the batch, a common mistake. A process accumulates micro-batches (lesson 05); two processes sum their gradients once per update.
+# A *layout* is a number of processes and the number of threads of each. Now every layout trains, in interleaved runs. Each **update** uses 16 samples in total, however many processes compute them. Otherwise two processes would be compared at twice the batch, a common mistake. A process accumulates micro-batches (lesson 05); two processes sum their gradients once per update.
 
 
 # %%
@@ -343,8 +343,8 @@ def layouts(task, recipes):
 # %% [markdown]
 # Two more things are timed beside the layouts:
 #
-# - *Silent* processes train and exchange nothing, and the sum of the gradients is timed alone. Together they predict how much DDP can gain here.
-# - A matmul and an element-wise operation run with all threads and with one fewer. They predict how much one thread is worth.
+# - *Silent* processes train without exchanging anything. The all-reduce that sums the gradients of two processes is timed alone. From these two times we predict how much DDP can gain here.
+# - A matmul and an element-wise operation run with all threads and with one fewer. From these times we predict how much one thread is worth.
 
 # %%
 PLACES = [(1, HALF), (1, CORES), (2, HALF)]  # processes, threads of each
@@ -389,7 +389,7 @@ plt.show()
 # %% [markdown]
 # Left: more is better. Right: less is better. Compare one process that uses all threads with two processes that use half of the threads each: both layouts use every core.
 #
-# Then look at the crowded layout on the right. A thread that has finished its part waits for the others by *spinning*: it checks again and again, and keeps a core busy with that. The work is the same, the CPU time is not. On a rented machine you pay for it.
+# Then look on the right at the *crowded* layout, which has two processes with as many threads *each* as there are cores. A thread that has finished its part waits for the others by *spinning*: it checks again and again, and keeps a core busy with that. The work is the same, the CPU time is not. On a rented machine you pay for it.
 
 # %%
 alone, together = (False, 1, HALF, 8), (False, 2, HALF, 8)
@@ -408,11 +408,11 @@ print(f"one thread fewer: {left_free} x the speed; matmuls alone {of_parts[0]}, 
 exercises.question(
     lab,
     "quota",
-    "A container may use 2 of a host's 64 cores (a quota). torch sees 64. How many threads does it start?",
+    "A container may use 2 of a host's 64 cores (a quota). How many threads does torch start in it?",
     {
         "2: the container has 2": "A quota is time, not cores: 64 threads run for a moment, then all of them are stopped "
         "until the next period. torch does not read it. The course's `doctor` does.",
-        "64, and they share the time of 2": "So set `OMP_NUM_THREADS=2`. The doctor warns you if the two numbers differ.",
+        "64, and they share the time of 2": "torch sees all cores of the host. So set `OMP_NUM_THREADS=2`. The doctor warns you if the two numbers differ.",
         "1, to be safe": "Only torchrun does that, and for several processes alone.",
     },
     right="64, and they share the time of 2",
@@ -454,7 +454,7 @@ display(
 )
 
 # %% [markdown]
-# The guide's page contradicts itself: a tip says one core fewer than the socket has, and the Kubernetes part says as many threads as units of CPU. If there are few cores, one of them is a large share.
+# The guide contradicts itself. A tip recommends one thread fewer than the processor has cores. The part on Kubernetes recommends as many threads as units of CPU, which are cores. On a machine with few cores, the core that is left free is a large share of the machine.
 #
 # ## Explore
 
@@ -475,7 +475,7 @@ _ = widgets.explore(draw, micro=[8, 2], kind=["fp32", "bf16"])
 # %% [markdown]
 # ## Exercise: the best recipe for this CPU
 #
-# `Trainer(use_cpu=True)` starts in fp32, with one process and all cores. Choose better values for the dtype, the processes, the threads and the micro-batch, for updates of 16 samples. Your recipe must reach 90 % of the samples/s of the best recipe measured above, within the noise. Its loss may differ from fp32's by no more than another seed would change it.
+# `Trainer(use_cpu=True)` starts in fp32, with one process and all cores. Choose better values for the dtype, the processes, the threads and the micro-batch, for updates of 16 samples. Choose among the layouts and the micro-batches (8 and 2) that were measured above. Your recipe must reach 90 % of the samples/s of the best recipe measured above, within the noise. Its loss may differ from fp32's by no more than another seed would change it.
 
 # %%
 exercises.hint(
@@ -542,7 +542,7 @@ exercises.prove(
 #
 # - the files in `folder` are unchanged
 # - the returned weights take as many bytes as those of the checkpoint
-# - at least 90 % of the returned weights equal those of a training in fp32, rounded to fp16
+# - at least 90 % of the returned weights are what a training in fp32 gives, once its result is rounded to fp16
 # - the training runs at 0.8 of the speed of an fp32 model or faster, by CPU time, within the noise.
 
 # %% tags=["exercise"]
@@ -568,7 +568,7 @@ def by_trainer(model, steps):
         trainer.train()
 
 
-# %%
+# %% jupyter={"source_hidden": true}
 def returned(answer, _):
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -633,13 +633,13 @@ exercises.prove(check, solution=through_fp32, mistake=as_it_is)
 # - *Loading an fp16 checkpoint without a dtype.* Print `model.dtype` before the first step.
 # - *Reporting one process's samples/s as the total*, or comparing two processes at twice the global batch. Here each update has 16 samples, and one clock times both.
 # - *Ignoring a container's quota.* torch counts the host's cores. `perf-helpers doctor` reports both numbers.
-# - *Following Intel's list*: oneCCL, Intel MPI, tcmalloc, libiomp. These are libraries to preload or separate launchers; this lesson measured none of them. IPEX, with which most old pages begin, has [no releases any more](https://github.com/intel/intel-extension-for-pytorch/issues/867).
+# - *Following Intel's list of tools for CPUs*: oneCCL, Intel MPI, tcmalloc, libiomp. These are libraries to preload or separate launchers; this lesson measured none of them. IPEX, with which most old pages begin, has [no releases any more](https://github.com/intel/intel-extension-for-pytorch/issues/867).
 #
 # ## Recap
 #
 # The numbers are those of a recorded run (AMD EPYC, 2 cores, torch 2.15.0, 2026-11-28).
 #
-# - A training step in fp16 ran at 0.15 of bf16's speed, within the range predicted from the measured parts. No CPU flag predicts it.
+# - A training step in fp16 ran at 0.15 of bf16's speed, within the range predicted from the measured parts. The CPU's list of instruction sets does not predict it.
 # - The Trainer obeyed bf16 and ignored fp16: 1 flag of 2. An fp16 checkpoint stays fp16 unless you pass a `dtype`.
 # - bf16 reduced the peak to 0.80 at micro-batch 64, and not at all at micro-batch 1.
 # - torchrun gave each process 1 thread, plain processes took all cores. Too many threads cost 1.85 times the CPU time for the same work.

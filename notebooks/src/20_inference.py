@@ -7,7 +7,7 @@
 #
 # **You will see**
 # - how many bytes the keys and values of past tokens take, and that a cache changes no answer
-# - how many bits a 4-bit weight really takes, how the library's figure is wrong, and whether such weights are faster
+# - how many bits a 4-bit weight really takes, why transformers reports too little memory for it, and whether such weights are faster
 # - why sixteen answers cost little more than one
 # - how an evaluation can take more memory than the training, and how padding changes answers
 
@@ -174,9 +174,9 @@ exercises.question(
 )
 
 # %% [markdown]
-# When all tokens are written, the static and the dynamic cache take the same memory. The library's table calls the memory of a static cache high and that of a dynamic one medium. The static cache takes its memory *earlier*, and it is larger in the end only if you request room for tokens that never come. So request no more than you need.
+# When all tokens are written, the static and the dynamic cache take the same memory. A table in transformers' documentation calls the memory of a static cache high and that of a dynamic one medium. The static cache takes its memory *earlier*, and it is larger in the end only if you request room for tokens that never come. So request no more than you need.
 #
-# What is a static cache good for? The same page says that it turns on **compilation** (lesson 11) by itself. We count the graphs that are captured.
+# What is a static cache good for? The page with that table says that it turns on **compilation** (lesson 11) by itself. We count the graphs that are captured.
 
 # %%
 everywhere = CompileConfig(backend="eager")  # captures only, so that no C++ compiler is needed
@@ -195,13 +195,13 @@ allowed = graphs(cache_implementation="static", compile_config=everywhere)
 print(f"graphs with a static cache: {compiled}; where all devices are allowed: {allowed}")
 
 # %% [markdown]
-# On a CPU nothing is compiled, and no warning says so. `GenerationMixin._valid_auto_compile_criteria` (`generation/utils.py`) has a list of devices: cuda, xpu, neuron and tpu. The second number shows that everything else works, but the switch is private. On a CPU call `torch.compile` on the model yourself.
+# On a CPU nothing is compiled, and no warning says so. `GenerationMixin._valid_auto_compile_criteria` (`generation/utils.py`) has a list of devices: cuda, xpu, neuron and tpu. The second number shows that a CPU could compile too, but the attribute that allows it (`_compile_all_devices`) is private. On a CPU call `torch.compile` on the model yourself.
 #
 # > **On a GPU:** cuda is on that list, so the first number need not be 0 there.
 #
-# ## Four bits a weight
+# ## Four bits per weight
 #
-# Each block of 64 weights shares one scale, the block's largest absolute value in fp32. A scale is 32 bits for 64 weights, half a bit per weight. bitsandbytes stores weights in this way, and works on a CPU.
+# **Quantized** weights are stored in few bits: `int8` takes 8 and `nf4` takes 4, and a scale turns them back into the weights. In nf4 each block of 64 weights shares one scale, the block's largest absolute value in fp32. A scale is 32 bits for 64 weights, half a bit per weight. bitsandbytes stores weights in this way, and works on a CPU. With *double quantization* it quantizes the scales too.
 
 
 # %%
@@ -344,9 +344,9 @@ table = [[name, *(f"{step[f'{name}, {count}']:.1f}" for count in (1, 4, 16))] fo
 plots.Table(["weights", "1 answer", "4", "16"], table, "ms until each answer has its next token")
 
 # %% [markdown]
-# Up to some number of answers, an additional answer costs little, because the weights are read anyway. But each *answer* waits longer for its next token: this is its **latency**, shown in the table. The library's page on pipelines advises against batches on a CPU. It has a point elsewhere: if many rows are there already, as when the model reads a long prompt, sharing the weights saves nothing. Below we measure both cases.
+# Up to some number of answers, an additional answer costs little, because the weights are read anyway. But each *answer* waits longer for its next token: this is its **latency**, shown in the table. transformers' page on pipelines advises against batches on a CPU. In another case the page is right: a model that reads a long prompt already uses each weight for many tokens, so a batch saves little. We measure both cases.
 #
-# Fewer bits are fewer bytes to read, but the weights must be unpacked before each matmul. Which effect wins depends on the processor and on the library's kernels for it. bitsandbytes has a kernel for 4 bits on CPUs with AVX512-BF16 (`backends/cpu/ops.py`); on others it unpacks a whole matrix first. So we predict before we decide: we take the seconds of a bf16 token and replace the seconds of its matrices by those of the quantized matrices.
+# Fewer bits are fewer bytes to read, but the weights must be unpacked before each matmul. Which effect wins depends on the processor and on the library's kernels for it. bitsandbytes has a kernel for 4 bits on CPUs with AVX512-BF16 instructions (`backends/cpu/ops.py`); on others it unpacks a whole matrix first. So we predict before we decide. The prediction is the time of a token in bf16, minus the time of its bf16 matrices, plus the time of the quantized matrices, which are timed alone.
 
 
 # %%
@@ -481,7 +481,7 @@ claims.check("padding-side", (apart["right"] - apart["left"]) / len(prompts), no
 # %% [markdown]
 # ## Explore
 #
-# How much memory would the cache of your own model take? Below the cache you see the whole memory of a model, at first a Llama of 8B. Give its answers some new tokens, and its weights fewer bits.
+# How much memory would the cache of your own model take? The first picture shows the cache alone, the second the whole memory of a model, at first a Llama of 8B. In the second picture, try more new tokens per answer, and fewer bits per weight.
 
 
 # %% tags=["widget"]
@@ -499,7 +499,7 @@ lab.foresee(
 # %% [markdown]
 # ## Exercise: serve 64 requests
 #
-# As in practice, many requests are short and some are long. Each answer must be the one that its request gets alone. You decide which requests share a batch, on which side the padding goes, and the type of the weights. Two bad solutions set the limits: one request at a time is slow, and all at once takes much memory.
+# As in practice, many requests are short and some are long. Each answer must be the one that its request gets alone. You decide which requests share a batch, on which side the padding goes, and the type of the weights. Two bad solutions set your limits, which are printed below. One request at a time is slow: you may take 0.75 of its time. All at once takes much memory: you may take a third of it.
 
 
 # %%

@@ -3,10 +3,10 @@
 #
 # Your checkpoint has 14 GB and your machine 16 GB. It should fit, but one way of loading it is killed and another one works. And once the model runs, with some of its layers on disk, can you also train it?
 #
-# **Time:** about 30 minutes; the cells compute for about 20 s. **Before it:** lesson 01 (memory of a step); lesson 25 has more on four bits. **Machine:** this lesson is about the host's memory, so everything runs on the CPU, also if you have a GPU. Its memory figures need Linux. Layers that wait in the CPU's memory for a GPU are not measured.
+# **Time:** about 30 minutes; the cells compute for about 20 s. **Before it:** lesson 01 (memory of a step); lesson 25 has more on four bits. **Machine:** this lesson is about the host's memory, so everything runs on the CPU, also if you have a GPU. Its memory figures need Linux. The lesson does not measure another kind of offloading, in which layers wait in the CPU's memory until a GPU needs them.
 #
 # **You will see**
-# - why the usual way of loading holds the weights twice, and where the weights are when a library seems to hold none
+# - how many copies of the weights the usual way of loading holds, and where the weights are when a library seems to hold none
 # - which arguments of `from_pretrained` change its memory, and which do nothing
 # - how a model with layers on disk gives the same outputs, while the Trainer trains only half of it
 
@@ -46,7 +46,7 @@ if lab.machine.rehearsed:
 # %% [markdown]
 # ## Idea
 #
-# Loading fills a model's weights from a file. For a moment the bytes may exist in two places: in the model, and in the buffer that was read from the file. A process can hold bytes in two ways:
+# Loading fills a model's weights from a file. On their way the bytes may pass through a buffer, and a process can hold bytes in two ways:
 #
 # - **private** memory belongs to the process alone. The system cannot take it back.
 # - **mapped** memory shows a file. A page of it (4 KB) is read when it is first touched. Under pressure the system drops the page and reads it again later.
@@ -64,7 +64,7 @@ widgets.predict(lab, "usual way", asked, "x", 0, 5)
 # %% [markdown]
 # ## A model on disk
 #
-# We save a Llama of 12 layers with random weights into a temporary folder, in three forms: as `torch.save` writes it, in one safetensors file, and in shards of one layer each. Only the memory matters here, not what the model says. A tiny model is saved in the same way, for warming up.
+# We save a Llama of 12 layers with random weights into a temporary folder, in three forms: as `torch.save` writes it, in one file of safetensors (the Hub's format), and in safetensors shards of one layer each. Only the memory matters here, not what the model says. A tiny model is saved in the same way, for warming up.
 
 # %%
 SIZES = dict(vocab_size=1000, hidden_size=512, intermediate_size=1536, num_hidden_layers=12, num_attention_heads=8)
@@ -93,7 +93,7 @@ del model
 # %% [markdown]
 # ## How we measure
 #
-# Each way of loading runs in a fresh subprocess. A thread reads the memory of the process every millisecond. Before we begin, the tiny model is loaded in the same way and answers once, so that memory which the libraries take for themselves is not counted. After loading, **the model must answer**: a file that was mapped and never read takes no memory, and proves nothing.
+# Each way of loading runs in a fresh subprocess. A thread reads the memory of the process every millisecond. Before we begin, the tiny model is loaded in the same way and answers once, so that memory which the libraries take for themselves is not counted. After loading, **the model must answer**, so that it has used all of its weights.
 
 
 # %%
@@ -209,7 +209,7 @@ widgets.revealed(lab, "usual way", None if missing else twice)
 # %% [markdown]
 # ## The library
 #
-# `from_pretrained` also builds on the meta device, and maps the safetensors file. Two of the variants below change the bytes while they are loaded: another `dtype`, and four bits per weight. The other variants follow the guides' advice: shards, and the flag `low_cpu_mem_usage`.
+# `from_pretrained` also builds the model on the meta device. Two of the variants below change the bytes while they are loaded: another `dtype`, and four bits per weight. Others follow advice from the guides: shards, and the flag `low_cpu_mem_usage`.
 
 # %%
 load = LlamaForCausalLM.from_pretrained
@@ -240,7 +240,8 @@ exercises.question(
     {
         "compressed in memory": "Nothing was compressed, and random numbers would not shrink. Look at the second number: "
         "after one answer all of it is there.",
-        "in the file; each page is read when it is first touched": "So the figure after loading measures laziness. The "
+        "in the file; each page is read when it is first touched": "`from_pretrained` maps the safetensors file, and a file "
+        "that is mapped and not yet read takes no memory. So the figure after loading proves nothing. The "
         "need shows when the model has answered, private and mapped together.",
         "nowhere: the model has random weights": "It gives the checkpoint's answers. The check is below, with layers on "
         "disk.",
@@ -251,7 +252,7 @@ exercises.question(
 # %% [markdown]
 # ## Layers on disk, by hand
 #
-# A layer is needed only while it computes. A hook can fetch its weights before, and drop them afterwards. The rest of the model stays in memory. We keep 4 of 12 layers in memory: first by hand, then as the library does it, with a `device_map`.
+# A layer is needed only while it computes. A hook (a function that PyTorch calls before or after a layer) can fetch its weights before, and drop them afterwards. The rest of the model stays in memory. We keep 4 of 12 layers in memory: first by hand, then as the library does it, with a `device_map`.
 
 
 # %%
@@ -315,7 +316,7 @@ plots.Table(head, rows, "Shares of the weights' bytes in fp32")
 # %% [markdown]
 # Read the picture from top to bottom. The usual way holds two copies, both private. The next way holds the weights once, in pages that the system may take back.
 #
-# Shards and the flag change nothing: if a file is mapped, there is no second copy whose size they could limit. `dtype=` and four bits take *more* memory: the converted weights are private, while the pages of the file are mapped. Some of the private bytes are free already, but glibc's allocator keeps them for later. The last column is what remains after it gives them back, as it does on request. A checkpoint that was *saved* in the type you want has no such peak.
+# Shards and the flag change nothing: if a file is mapped, there is no second copy whose size they could limit. `dtype=` and four bits take *more* memory: the converted weights are private, while the pages of the file are mapped. Some of the private bytes are no longer used, but glibc (the system's C library) keeps freed memory for later allocations. The last column shows what remains after we made it return such memory. A checkpoint that was *saved* in the type you want has no such peak.
 #
 # With layers on disk, the pages are dropped as soon as a layer has computed. Are the answers the same? And what did the library put into `offload_folder`?
 
@@ -384,7 +385,7 @@ plots.Table(heads, rows, "GB of a Llama 8B's weights in bf16")
 #
 # ## It runs. Does it train?
 #
-# The guide says that such a model "can still be used as a regular PyTorch model". A warning below that sentence adds that only inference is supported, because most of the work runs under `torch.no_grad`. The Trainer accepts such a model anyway. We test it with a small Llama of 8 layers, 4 of them on disk, and sentences in which each word has one fixed successor. To see which weights changed, we read the checkpoint that the Trainer saves.
+# The documentation of accelerate says that a model with layers on disk "can still be used as a regular PyTorch model". A warning below that sentence adds that only inference is supported, because most of the work runs under `torch.no_grad`. The Trainer accepts such a model anyway. We test it with a small Llama of 8 layers, 4 of them on disk, and sentences in which each word has one fixed successor. To see which weights changed, we read the checkpoint that the Trainer saves.
 
 
 # %%
@@ -441,7 +442,7 @@ for name, run in runs.items():
         print(f"; layers {', '.join(untouched)} did not change" if untouched else "")
 
 # %% [markdown]
-# There is no error and no warning, and the loss falls. (In a terminal two lines appear, about *places*: parameters on the meta device, and a move that is skipped.) Half of the model learnt around the other half.
+# There is no error and no warning, and the loss falls. (In a terminal you would see two messages. But they only report where parameters *are*: some on the meta device, and the model not moved.) The half in memory learnt, while the half on disk stayed as it was.
 #
 # ## Why
 #
@@ -475,7 +476,7 @@ heads = [
 plots.Table(heads, list(who_gets_the_gradient()), "The optimizer's weight, and the weight that the forward pass used")
 
 # %% [markdown]
-# Every optimizer skips a weight without a gradient. Frozen weights work in this way, so nothing warns. And the layers did not run under `no_grad`: the gradient exists, on a tensor that is thrown away. Two libraries contribute to the fault. accelerate replaces the tensors. transformers used to stop with a RuntimeError in `Trainer._move_model_to_device` (`trainer.py`); since [PR 41032](https://github.com/huggingface/transformers/pull/41032) it returns early for any model with a `hf_device_map`.
+# Every optimizer skips a weight without a gradient. Frozen weights rely on this, so nothing warns. And the layers did not run under `no_grad`: the gradient exists, on a tensor that is thrown away. Two libraries contribute to the fault. accelerate replaces the tensors. transformers used to stop with a RuntimeError in `Trainer._move_model_to_device` (`trainer.py`); since [PR 41032](https://github.com/huggingface/transformers/pull/41032) it returns early for any model with a `hf_device_map`.
 #
 # The fault is known for accelerate's `cpu_offload` ([issue 3770](https://github.com/huggingface/accelerate/issues/3770), closed).
 #
@@ -524,7 +525,7 @@ exercises.question(
 # %% [markdown]
 # ## What held
 #
-# Memory is private plus mapped bytes, at the peak through a first answer, above the start. `big-models` is decided in the same way: right after loading it would hold only because nothing has been read.
+# Memory is private plus mapped bytes above the start, at the peak of loading and a first answer. This also decides `big-models`, the claim that a big model can be loaded without twice its memory. Right after loading, that claim would hold only because nothing has been read yet.
 #
 # ### Loading
 
@@ -717,9 +718,9 @@ temporary.cleanup()  # the checkpoints
 #
 # The numbers are those of a recorded run (AMD EPYC, 2 cores, torch 2.15.0, 2026-11-28).
 #
-# - The usual way held the weights 2.00 times. Built on meta and mapped, the peak was 1.05 times the weights, and only once the model had answered: right after loading it was 0.04.
+# - The usual way held the weights 2.00 times. Built on meta and mapped, the weights took 1.05 times their bytes at the peak, which came with the first answer. Right after loading it was 0.04.
 # - Shards and `low_cpu_mem_usage` changed nothing: 0.99 and 1.00 times the memory. Four bits took 1.91 times, because the converted weights are private beside the mapped file.
-# - With 6 GB per card, `device_map="auto"` put 0.89 of the bytes onto two cards that the loop by hand puts there, because it keeps room for the largest part on the first.
+# - With 6 GB per card, `device_map="auto"` put only 0.89 times as many bytes onto two cards as the loop by hand, because it keeps room for the largest part on the first card.
 # - Layers on disk gave the same answers (a difference of 0), from the checkpoint itself.
 # - The Trainer changed 51 % of the parameters and did not warn. Four lines check for that before the first step.
 

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Is the best of twenty better, or luckier?
 #
-# You search for a learning rate over 20 trainings, take the winner and report its score. When a colleague repeats the training, the score is worse. Some training always wins, even if all were equal, and the library does not always hand back what won. How do you search so that the number holds?
+# You search for a learning rate over 20 trainings, take the winner and report its score. When a colleague repeats the training, the score is worse. Some training always wins, even if all were equal, and the Trainer's search does not always hand back what won. How do you search so that the number holds?
 #
 # **Time:** about 45 minutes; the cells compute for about 25 s. **Before it:** lesson 03 (seeds and intervals). **Machine:** everything here runs on the CPU, also if you have a GPU. The sections on the library need optuna (`make course` installs it).
 #
@@ -201,7 +201,7 @@ rates = [1e-4 * 1000 ** torch.rand(1, generator=generator).item() for _ in range
 in_full = {rate: score(train(0, learning_rate=rate)) for rate in rates}
 best_rate, epochs_trained = halving(rates)
 print(
-    f"halving: learning rate {best_rate:.4f}, {epochs_trained} epochs; in full: {min(in_full, key=in_full.get):.4f}, 64"
+    f"halving: learning rate {best_rate:.4f}, {epochs_trained} epochs; in full: {min(in_full, key=in_full.get):.4f}, 64 epochs"
 )
 ax = plots.lines(
     sorted(rates), {"4 epochs": [in_full[rate] for rate in sorted(rates)]}, "learning rate", "loss on validation data"
@@ -241,7 +241,7 @@ def rates_of(trial):
 
 
 # %% [markdown]
-# First we run twelve trials. Then we run them with a **pruner**, which compares a trial at each evaluation with the others so far, and stops it if it is behind. We count the steps. (`create_study` prunes by default, as soon as you evaluate during training.)
+# First we run twelve trials. Then we run them with a **pruner**, which compares a trial at each evaluation with the others so far, and stops it if it is behind. We count the steps. (You need not request a pruner: optuna's `create_study` adds one by default, which works as soon as you evaluate during training.)
 
 
 # %%
@@ -335,9 +335,9 @@ if not no_optuna:
     print(f"held: {4 * before:.1f} bytes per parameter, and {4 * held(size):.1f} after `freed`")
 
 # %% [markdown]
-# The settings are those of the last trial, and there is no model. Weights and states are still held: `run_hp_search_optuna` deletes two references to the model, but the callback handler, the optimizer and the schedule hold it too. `freed` removes these references. Before a larger training, call it, or end the process.
+# The Trainer has the settings of the last trial, and its model is `None`. Weights and optimizer states are still held: `run_hp_search_optuna` deletes two references to the model, but the callback handler, the optimizer and the schedule hold it too. `freed` removes these references. Before a larger training, call it, or end the process.
 #
-# ## Four ways to search for nothing
+# ## Four searches that find nothing
 #
 # **One.** You evaluated once before the search, to know the starting loss.
 
@@ -376,6 +376,8 @@ if not no_optuna:
     notes["hpo-default-direction"] = f"the worst of the trials has {min(reached):.3f}, the best {max(reached):.3f}"
 
 # %% [markdown]
+# By default the objective is the sum of the metrics, here the accuracy, and it is *minimized*: the worst trial wins. Pass `direction`, as above.
+#
 # **Three.** A name is misspelt, or a value has another type than the argument's current value. `warmup_steps=0.1` warms up for a tenth of the steps, but not in a search.
 
 
@@ -444,7 +446,7 @@ if not no_optuna:
             print("ValueError:", error)
 
 # %% [markdown]
-# **Four.** You search the seed too, as the library's own default space does, and then train again with the winning settings. Notebooks do it in two lines: set each hyperparameter in `trainer.args`, and call `train()`.
+# **Four.** You search the seed too, as the library's own default space does, and then train again with the winning settings. The library's example notebooks do it in two lines: set each hyperparameter in `trainer.args`, and call `train()`.
 
 
 # %%
@@ -488,13 +490,13 @@ if not no_optuna:
 # Two faults come together:
 #
 # - `Trainer.train` creates the model before it applies the trial's settings. So **each trial runs with the seed of the one before**.
-# - The training uses a copy of the batch size that only a trial updates. After the search it is the last trial's.
+# - The Trainer trains with its own copy of the batch size, and only a trial updates this copy. After the search it is the last trial's.
 #
-# So create a *new* Trainer for the winning settings. And do not search the seed: it is luck, not a setting.
+# So create a *new* Trainer for the winning settings. And do not search the seed.
 #
 # ## The default space
 #
-# Without a space of yours, `default_hp_space_optuna` searches learning rates up to 0.0001, batch sizes, the seed, and **1 to 5 epochs**. More epochs are not a better setting; they are a longer training. Here we search the library's space in 20 trials with our quick `train`, and with a wider model, which small rates suit better. How much of the gain remains with fresh seeds, and with the default 3 epochs?
+# Without a space of yours, `default_hp_space_optuna` searches learning rates up to 0.0001, batch sizes, the seed, and **1 to 5 epochs**. Here we search the library's space in 20 trials with our quick `train`, and with a wider model, which small rates suit better. How much of the gain remains with fresh seeds, and with the default 3 epochs?
 
 # %%
 DEFAULTS = dict(learning_rate=5e-5, per_device_train_batch_size=8, num_train_epochs=3)
@@ -527,7 +529,8 @@ exercises.question(
         answers[0]: "Luck is gone with fresh seeds. But a longer training stays longer.",
         answers[
             1
-        ]: "Both lower a loss, and neither is a better recipe. Search settings of equal cost, and use the seeds "
+        ]: "Both can lower a loss, and neither is a better recipe. More epochs are a longer training, and a seed is luck, "
+        "however much of it a search finds. Search settings of equal cost, and use the seeds "
         "for the error bar.",
         answers[2]: "It is lower in the search. With fresh seeds, and at the same cost, it is the defaults again.",
     },
@@ -573,10 +576,10 @@ _ = widgets.explore(draw, trials=[20, 5, 50, 100], seeds=[1, 3, 10])
 # %% [markdown]
 # ## Exercise: a recipe, and a number that holds
 #
-# Write a function that gets `run(seed, **settings)`, which trains and returns the validation loss. You may call it **at most 40 times**. Your function returns the settings and the loss that they will give. The check trains again with 20 fresh seeds and tests two things:
+# Write a function that gets `run(seed, **settings)`. `run` trains `RECIPE` with `per_device_train_batch_size=64` and with your settings, and returns the validation loss. You may call `run` **at most 40 times**. Your function returns the settings and the loss that they will give. The check trains again with 20 fresh seeds and tests two things:
 #
-# - The mean loss must be lower by two standard deviations than that of `per_device_train_batch_size=64` with the rest of `RECIPE`.
-# - Your number must be within one standard deviation of that mean.
+# - The mean loss with your settings must be lower than the mean loss without any, by at least two standard deviations of your 20 losses.
+# - The loss that you report must be within one of these standard deviations of the mean loss with your settings.
 
 # %% tags=["exercise"]
 display(
@@ -734,7 +737,7 @@ exercises.prove(check, solution=coarse_to_fine, mistake=by_halving)
 # The numbers are those of a recorded run (AMD EPYC, 2 cores, torch 2.15.0, 2026-11-28).
 #
 # - The best of 20 equal recipes came out about two standard deviations ahead, as predicted. With fresh seeds and data the search's winner had lost 1.00 times the lead that luck alone gives.
-# - The search found a learning rate that gave 0.35 of the default's loss, and a pruner found as good a one in 0.54 of the steps. Of the default space's gain 0.63 was left at equal length: the rest was epochs and luck.
+# - The search found a learning rate that gave 0.35 of the default's loss, and a pruner found as good a one in 0.54 of the steps. In the default space 0.63 of the winner's gain was left at equal length. The rest was a longer training.
 # - The library's default direction returned 0.83 of the best accuracy. Pass `compute_objective` and `direction`, and check the space.
 # - Training again after the search gave 1.41 times the best loss. Create a new Trainer for the winning settings.
 

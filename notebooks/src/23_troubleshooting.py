@@ -52,7 +52,7 @@ warnings.filterwarnings("ignore", "(Full backward hook is firing|For backward ho
 #
 # A step is a chain: data, labels, forward, loss, backward, gradients, update, weights. A fault breaks one link, and **shows** in another: weights that are NaN may come from a division one step earlier. So the tool looks at every link, and believes the first that is broken.
 #
-# All patients share one script and differ in one argument of it. `watch` is the only line in the script that the tool needs. The model is a small Llama of two layers. In its text each word determines the next.
+# All patients share one script and differ in its arguments: its data, the optimizer, or a change of the model before the optimizer is created (`build`) or after it (`late`), for example. `watch` is the only line in the script that the tool needs. The model is a small Llama of two layers. In its text each word determines the next.
 #
 # ## Predict
 #
@@ -197,7 +197,7 @@ def watch_update(seen, model, optimizer, meant):
 # ## By hand: memory, the machine, the other ranks
 #
 # - **Memory.** Some patients run out of it. The lesson fills no real card. A *dispatch mode* simulates one: it sees the result of every operation, adds up the bytes that are alive, and raises the error that a GPU would raise. It counts bytes and knows nothing of fragments.
-# - **The machine.** Loader workers pass batches through `/dev/shm`, so the batches that they hold ready must fit there. Compiling an extension needs NVIDIA's toolkit, whose folder PyTorch keeps in `CUDA_HOME`.
+# - **The machine.** The workers of a DataLoader pass batches through shared memory (the folder `/dev/shm`), so the batches that they hold ready must fit there. Compiling an extension, a module of your own in C++ or CUDA, needs NVIDIA's toolkit, whose folder PyTorch keeps in `CUDA_HOME`.
 # - **Other ranks.** Ranks wait for each other in a **collective operation**, here an all-reduce (lesson 15). Each rank notes the shape of its tensor *before* the call. Two threads of a fresh subprocess play two ranks, with real messages (gloo) between them. After four seconds the tool looks where each thread is.
 #
 # **From signs to a name.** Each rule takes the notes, and returns a fault's name with its evidence. The rules follow the order of the chain, and the first rule that fits wins. If a script ended with an error and no rule fits, the fault is "not known": a tool that has a name for everything is no use.
@@ -401,7 +401,7 @@ def ward(title, patients, columns, rooms=None):
     for key, (fault, _) in patients.items():
         name, evidence = diagnose(found[key])
         results[key] = [key, fault, name, evidence]
-        options = {kind: SIGNS[kind] for kind, _ in patients.values()}
+        options = {kind: SIGNS[kind] for kind in sorted({kind for kind, _ in patients.values()})}
         options[fault] += f" The tool says: {name}; {evidence}."
         exercises.question(lab, f"patient {key}", f"What has patient {key}?", options, right=fault)
 
@@ -475,7 +475,7 @@ numbers = {
 ward("First ward: numbers", numbers, [slice(5)])
 
 # %% [markdown]
-# Three patients of this ward log NaN, at the latest from the second step on. Each has another fault, because another link broke first: gradients, update or forward. So the cures differ, too: fix the operation; keep the weights in fp32 (lesson 07); use bf16 or smaller activations.
+# Besides the patient whose labels are masked, three patients of this ward log NaN, at the latest from the second step on. In each of the three another link broke first, so the cures differ, too. If the gradients broke first, fix the operation that made the NaN. If the update did, keep the weights in fp32 (lesson 07). If the forward pass did, use bf16 or smaller activations.
 #
 # **Explore** the vanishing gradients: in which type, and at which scale of the loss, do they become 0? A *loss scaler* (lesson 07) multiplies the loss for that reason.
 
@@ -525,7 +525,7 @@ learning |= {"12": ("healthy", partial(script, build=attention, meant="self_attn
 ward("Second ward: nothing learns, or slowly", learning, [slice(1), slice(5, 11)])
 
 # %% [markdown]
-# One patient of this ward trains only a few weights on purpose, as with adapters, and declares this to the tool (`meant`). No tool can know what is meant. The patient of lesson 21, half of which is on disk, would show in the same column.
+# One patient of this ward trains only a few weights on purpose, as with adapters, and declares this to the tool (`meant`). No tool can know what is meant. The model of lesson 21, half of which is on disk, would show in the columns about weights.
 #
 # In the third ward the memory of the simulated card follows from the healthy patient's peaks. *When* did a patient run out of memory, and with how many tokens?
 
@@ -570,8 +570,6 @@ ward("Third ward: memory", memory, [slice(11, 16)], rooms)
 # > **On a GPU:** the second cell below measures this. Without a GPU the course's estimate applies the allocator's own rules.
 #
 # ### The fourth ward
-#
-# Two of its faults are simulated. Filling `/dev/shm` would harm your other programs. Instead, the loader requests much, and the tool reads that only 64 MiB are free, as in a Docker container. `CUDA_HOME` is removed while an extension is built.
 #
 # The table below the ward shows what the tool says of all patients. Its rules are not made for these patients only: a test of the course plants faults in other layers, steps and ranks.
 
@@ -673,6 +671,8 @@ rows = [[key, "✓" if fault == name else f"✗ {fault}", name, why] for key, fa
 plots.Table(["patient", "", "the tool says", "evidence"], rows)
 
 # %% [markdown]
+# Two faults of the fourth ward are simulated. Filling `/dev/shm` would harm your other programs. Instead, the loader requests much, and the tool reads that only 64 MiB are free, as in a Docker container. `CUDA_HOME` is removed while an extension is built.
+#
 # ## What the libraries' detectors find
 #
 # - **transformers' detector** is `debug="underflow_overflow"`, or `DebugUnderflowOverflow(model)` in a loop of your own. Its page says that it detects inf, NaN, underflow and `loss=NaN`.
@@ -739,9 +739,9 @@ plots.Table(["planted", "transformers' detector: module, updates before", "anoma
 #
 # Why does it miss the NaN loss? `create_frame` looks into tensors and tuples. A model of the library returns neither, but a dict with names (`ModelOutput`), which it calls "not a tensor".
 #
-# *Anomaly mode* names all four operations made for it. It also shows the line of the forward pass (in a warning, hidden here). The last alarm is false: relu's backward discards that NaN, and no weight sees it. The mode tests for NaN alone, so a gradient of inf passes. For overflow and coarse update it names the loss's softmax, where a NaN from elsewhere comes in.
+# *Anomaly mode* names all four operations made for it. It also shows the line of the forward pass (in a warning, hidden here). But its alarm in the last row (the logarithm) is false: relu's backward discards that NaN, and no weight sees it. The mode tests for NaN alone, so a gradient of inf passes. For overflow and coarse update it names the loss's softmax, where a NaN from elsewhere comes in.
 #
-# Next: the Trainer's log if every label is masked. `Opening` is transformers' detector with four more lines.
+# Next: the Trainer's log if every label is masked. `Opening` is transformers' detector with four more lines, which let it look into a dict.
 
 
 # %%
@@ -805,7 +805,7 @@ rows = [[name, f"{cost.value:.2f} ({cost.low:.2f} to {cost.high:.2f})"] for name
 plots.Table(["watch", "CPU time of a step / without watch"], rows)
 
 # %% [markdown]
-# Instead of a NaN the Trainer logs the mean of the valid losses since the last line (`logging_nan_inf_filter`, on by default). Here no loss is valid, so it logs 0.0. The filter was proposed for speech models, [off by default](https://github.com/huggingface/transformers/pull/13619). A training can be [ruined behind it](https://github.com/huggingface/trl/issues/6702). The second row has the cure, and `Opening` stops at the first NaN loss.
+# Instead of a NaN the Trainer logs the mean of the valid losses since the last line (`logging_nan_inf_filter`, on by default). Here no loss is valid, so it logs 0.0. The filter was proposed for speech models, [off by default](https://github.com/huggingface/transformers/pull/13619). A training can be [ruined behind it](https://github.com/huggingface/trl/issues/6702). In the table of logs, the second row has the cure, and `Opening` stops at the first NaN loss.
 #
 # The last table has the cost of watching: CPU time of a step, four ways in interleaved runs. Watch some steps, not all. The detector's share shrinks as batches grow, because much of its work is on the weights.
 #
@@ -817,7 +817,7 @@ plots.Table(["watch", "CPU time of a step / without watch"], rows)
 #
 # ### transformers' detector
 #
-# Any report counts, unless the statement is that the detector names a module.
+# The first and the last check require that the detector names the right module. For the two others any report counts.
 
 # %% tags=["claim"]
 wheres = ["model.layers.0.self_attn.q_proj", "model.layers.0.mlp.gate_proj", "model.layers.1.mlp.up_proj", "lm_head"]
@@ -865,7 +865,7 @@ claims.check("oom-fragments", ratio if on_gpu else None, note=said)
 #
 # - the loss on unseen answers is below 1;
 # - the tool calls it healthy;
-# - it is at least half as fast (samples per CPU second) as with a reader that costs nothing.
+# - it trains at least half as many samples per CPU second as the script below would if reading cost nothing.
 
 
 # %%

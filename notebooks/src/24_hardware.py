@@ -82,7 +82,7 @@ else:
 # %% [markdown]
 # ## How much of the ceiling is that?
 #
-# Take the matmul FLOPs that the training needs per second, and divide them by the rate of one large matmul on this machine, in fp32. This share is the *utilisation* of lesson 02. It connects a data sheet with your bill.
+# Take the matmul FLOPs that the training needs per second, and divide them by the rate of one large matmul on this machine, in fp32. This share is the *utilization* of lesson 02. It connects a data sheet with your bill.
 
 
 # %%
@@ -97,7 +97,7 @@ if found.ok and plots.is_measured(speed):
     used = needed * speed / found.value
     print(f"{needed / 1e9:.3g} GFLOP per sample, {found.value / 1e9:.3g} GFLOP/s at most: {used:.0%} are used")
 else:
-    print(f"utilisation is not known here: {found.failure or 'no speed was measured'}")
+    print(f"utilization is not known here: {found.failure or 'no speed was measured'}")
 
 # %% [markdown]
 # ## Two cards, two ceilings
@@ -131,7 +131,7 @@ heads = ["card", "TFLOP/s", "GB/s", "training", "one answer", "1024 at once"]
 plots.Table(heads, rows, "Break-even price in times the price of an A100, by the ceilings")
 
 # %% [markdown]
-# These are **break-even prices**. If an H100 costs less than 3.17 times the price of an A100, it trains a token for less money. But for single answers it must cost less than 2.15 times as much. A card is not "better value" in general: it depends on the kind of work.
+# These are **break-even prices**. If an H100 costs less than 3.17 times the price of an A100, it trains a token for less money. But for single answers it must cost less than 2.15 times as much.
 
 # %%
 batches = [2**power for power in range(11)]
@@ -144,7 +144,7 @@ ax = plots.lines(batches, lines, "answers at once", "break-even price ratio", ti
 ax.set_xscale("log", base=2)
 
 # %% [markdown]
-# Read the blue line. With few answers at once, the H100 is worth the ratio of the bandwidths; with hundreds, it is worth the ratio of the arithmetic. The T4 and the A100 have nearly the same balance of the two, so their line is flat. (The keys and values of lesson 20 must be read too. They are left out here.)
+# Read the line of the H100 over the A100. With few answers at once, the H100 is worth the ratio of the bandwidths; with hundreds, it is worth the ratio of the arithmetic. The T4 and the A100 have nearly the same balance of the two, so their line is flat. (The keys and values of lesson 20 must be read too. They are left out here.)
 
 # %%
 answers = [
@@ -159,7 +159,8 @@ exercises.question(
     {
         answers[0]: "A card at a third of the price that takes four times as long costs more in the end.",
         answers[1]: "Its price may be higher by more than its speed. And the peak may be with sparsity, or in 8 bits.",
-        answers[2]: "Compare the ratio of the prices with the ratio of the speeds, for this work, at the share of the "
+        answers[2]: "A card is not better value in general: it depends on the kind of work. Compare the "
+        "ratio of the prices with the ratio of the speeds, for this work, at the share of the "
         "ceiling that you reach on each card.",
     },
     right=answers[2],
@@ -168,9 +169,9 @@ exercises.question(
 # %% [markdown]
 # ## Heat and power
 #
-# The 2022 guide recommends cooling, and names temperatures. **NVML**, the driver's own library (behind `nvidia-smi`), reports your card's temperatures. Older cards report two temperatures. Newer ones report a *margin*, the number of degrees that are left, and their thresholds are margins too. There are three thresholds:
+# The older of the two guides, of 2022, recommends cooling, and names temperatures. **NVML**, the driver's own library (behind `nvidia-smi`), reports your card's temperatures. There are three thresholds. Older cards report two of them, as temperatures. Newer ones report a *margin*, the number of degrees that are left, and their thresholds are margins too:
 #
-# - *operating*: from here on the card may go below its base clock
+# - *operating*: from here on the card may go below its base clock, the frequency that its data sheet promises
 # - *slowdown*: the hardware slows the card down
 # - *shutdown*: the card switches off.
 
@@ -307,16 +308,16 @@ plots.Table(["what is there", "ready to build", "found, or why not"], [[name, *r
 #
 # The ways out, the easiest first:
 #
-# 1. a wheel that is already built
+# 1. a wheel (pip's kind of package) of the extension, already built
 # 2. NVIDIA's **NGC images**, which bring everything (their release notes name the driver that they need)
 # 3. a toolkit of the same CUDA version
 # 4. pip's compiler with the two repairs above.
 #
-# The guides' other way, PyTorch's own conda builds, ended with torch 2.5.
+# The guides also name PyTorch's conda builds, which contained the toolkit. They ended with torch 2.5.
 #
 # ## Shapes that stay
 #
-# Besides GPUs the index pages offer TPUs, with TensorFlow and XLA. transformers 5 has no TensorFlow. But one rule of that page applies beyond it: XLA compiles for **fixed shapes**, so a model is compiled again for every length that it receives. `torch.compile` with `dynamic=False` does the same. We count the compilations.
+# Besides GPUs, transformers' documentation offers Google's TPUs, with TensorFlow and its compiler XLA. transformers 5 has no TensorFlow. But one rule of the page on TPUs applies beyond it: XLA compiles for **fixed shapes**, so a model is compiled again for every length that it receives. `torch.compile` with `dynamic=False` does the same. We count the compilations.
 
 # %%
 weight = torch.randn(8, 8)
@@ -393,7 +394,7 @@ claims.check("pad-to-multiple", padded, missing=uncompiled)
 # %% [markdown]
 # ## What cannot be measured here
 #
-# Sockets, prices and discontinued products cannot be measured. They are in the ledger as text, so that no statement of the guides is forgotten. Type your prices per hour, and the ceilings tell you which card trains a token for the least money. But a data sheet's ceiling is not your utilisation.
+# Sockets, prices and discontinued products cannot be measured. The course lists the guides' statements about them all the same, so that none is forgotten. Type your prices per hour into `prices` in the next cell, and the ceilings tell you which card trains a token for the least money. But a data sheet's ceiling is not your utilization.
 
 # %% tags=["claim"]
 prices = dict.fromkeys(sheet)  # {"T4": 0.35, "A100 40 GiB": ..., "H100 SXM": ...}, yours
@@ -407,7 +408,7 @@ for id in ("tpu-tensorflow", "xla-tensorflow", "specialized-hardware"):
 # %% [markdown]
 # ## Explore
 #
-# How many times the price of an A100 does an H100 cost you? And how much of its ceiling does your code use, relative to the A100? A faster card is harder to keep busy. Below 100 %, the H100 costs less per token.
+# How many times the price of an A100 does an H100 cost you? And how much of its ceiling does your code use, relative to the A100? A faster card is harder to keep busy. Where the curve is below 100 % of the A100's price per token, the H100 is the cheaper card.
 
 
 # %% tags=["widget"]
@@ -417,7 +418,7 @@ def draw(price, used):
     for size in (None, *batches):
         faster = h100.tokens_per_second(1e9, size) / a100.tokens_per_second(1e9, size) * used / 100
         bills.append(100 * price / faster)
-    title = f"H100 at {price} times the price, {used} % of the utilisation: a training costs {bills[0]:.0f} %"
+    title = f"H100 at {price} times the price, {used} % of the utilization: a training costs {bills[0]:.0f} %"
     lines = {"answers": bills[1:], "as expensive": [100] * len(batches)}
     ax = plots.lines(batches, lines, "answers at once", "price per token, % of the A100's", title=title)
     ax.set_xscale("log", base=2)
@@ -495,7 +496,7 @@ exercises.check(lab, "offer", check, answer)
 exercises.prove(check, solution="large", mistake="middle")
 
 # %% [markdown]
-# What does the advisor recommend for that card? It may find a better recipe than ours.
+# What does the course's advisor (`perf-helpers advise`) recommend for the card that you chose? It may find a better recipe than ours.
 
 # %%
 chosen = offers.get(answer) or max(offers.values(), key=lambda offer: offer.gibibytes)  # the most memory
@@ -505,7 +506,7 @@ advice
 # %% [markdown]
 # ## Exercise 2: the challenge
 #
-# Suppose that every started hour is billed in full. State two numbers before you compute them; each may be off by 2 %:
+# Suppose that every started hour is billed in full. Find two numbers; each may be off by 2 %:
 #
 # - `samples`: up to which number of samples is the middle offer the cheapest?
 # - `price`: from which price per hour of the large offer on is the middle offer the cheapest, for the five million samples?
@@ -567,7 +568,7 @@ exercises.prove(
 # %% [markdown]
 # ## Common mistakes
 #
-# - *Reading 100 % as "the card is well used".* That number says that some kernel ran. Clocks, their reasons and the utilisation of lesson 02 say how well.
+# - *Reading a "GPU-Util" of 100 % as "the card is well used".* That number says that some kernel ran. Clocks, their reasons and the utilization of lesson 02 say how well.
 # - *Expecting the data sheet's 1,979 TFLOP/s.* That rate needs sparsity: half of the weights are zero. Yours are not.
 # - *Using one cable with two plugs.* A pigtail connects one cable's power to two sockets.
 # - *Renting the cheapest card per hour.* The exercise showed what that costs.

@@ -7,7 +7,7 @@
 #
 # **You will see**
 # - how an adapter works in ten lines, how few parameters it trains, and what it does not change: activations and frozen weights
-# - how four bits per weight work, what double quantization saves, and how a quantized base can take more than a whole one
+# - how four bits per weight work, what double quantization saves, and how training on a quantized model can take more memory than on one in 16 bits
 # - what adapters cost and gain: seconds by parts, the loss of a model that was trained before, outputs after merging
 # - how checkpointing can train nothing, without an error
 
@@ -47,7 +47,7 @@ torch.set_num_threads(1)  # in this notebook's own process, where all tensors ar
 # %% [markdown]
 # ## Idea
 #
-# A weight matrix of `out x in` numbers stays **frozen**. Beside it are two thin matrices: `down`, `rank x in`, and `up`, `out x rank`. Their product is added to the layer's output, and only these two learn. This is **LoRA** ([Hu and others, 2021](https://arxiv.org/abs/2106.09685)). `up` begins with zeros, so that the model starts unchanged.
+# A weight matrix of `out x in` numbers stays **frozen**. Beside it are two thin matrices: `down`, `rank x in`, and `up`, `out x rank`. Their product, scaled by alpha / rank, is added to the layer's output, and only these two learn. This is **LoRA** ([Hu and others, 2021](https://arxiv.org/abs/2106.09685)). `up` begins with zeros, so that the model starts unchanged. The model of frozen weights is called the *base*.
 #
 # A frozen weight is only read. So it can be stored in 4 bits: **QLoRA** ([Dettmers and others, 2023](https://arxiv.org/abs/2305.14314)).
 #
@@ -109,9 +109,9 @@ times_fewer = fewer()
 print(f"{times_fewer:,.0f} times fewer learn; with rank 64 {fewer(rank=64):,.0f} times")
 
 # %% [markdown]
-# ## The library's
+# ## The library's adapters
 #
-# peft does the same, and offers more kinds of adapters. With our `down` and `up`, its model gives the same outputs as ours. Then `merge_and_unload` adds the product of the two to the frozen weight, and the adapters are gone. Are the outputs still the same? (Learnt prompts and prefixes are other kinds. peft 0.21.2 loses them in `generate` with transformers 5.24, which renamed the cache; LoRA is not affected.)
+# peft does the same, and offers more kinds of adapters. With our `down` and `up`, its model gives the same outputs as ours. Then `merge_and_unload` adds the product of the two to the frozen weight, and the adapters are gone. Are the outputs still the same? (Other kinds are learnt prompts and prefixes. With transformers 5.24, which renamed the cache, peft 0.21.2 handles these two wrongly in `generate`. LoRA is not affected.)
 
 
 # %%
@@ -162,7 +162,7 @@ if not no_peft:
     print(f"merged, they differ by {found['merged-same']:.1e}; {notes['merged-same']}")
 
 # %% [markdown]
-# Merged into a whole base, the outputs are the same and cost nothing more. Merged into a 4-bit base, the sum must be quantized again, and part of what the adapters learnt is rounded away. So merge into the base in 16 bits.
+# Merged into a base that is not quantized, the adapters give the same outputs and cost nothing more. Merged into a 4-bit base, the sum must be quantized again, and part of what the adapters learnt is rounded away. So merge into the base in 16 bits.
 #
 # ## Where the bytes go
 #
@@ -217,9 +217,9 @@ if not no_peft:
 # Gradients and optimizer states are almost gone. Look at what remains:
 #
 # - **Frozen weights** stay whole: the forward pass reads them.
-# - **Activations** are what a layer keeps for its backward pass. A gradient on its way to the *first* adapter passes through all layers above it, so attention, norms and activation functions keep what they kept before. Only the inputs of frozen matrices need not be kept, because they serve only *those* matrices' gradients. The rank hardly matters: each token keeps `rank` more numbers beside each adapter.
+# - **Activations** are what a layer keeps for its backward pass. A gradient on its way to the *first* adapter passes through all layers above it, so attention, norms and activation functions keep what they kept before. Only the inputs of frozen matrices need not be kept, because they serve only *those* matrices' gradients.
 #
-# So people report "LoRA saves little" if activations were the peak: with long texts, large batches, large vocabularies. Then lessons 04 to 06 help. And LoRA saves much if weights and optimizer states were the peak: with large models and few tokens.
+# So people report "LoRA saves little" if activations were the peak: with long texts, large batches, large vocabularies. And LoRA saves much if weights and optimizer states were the peak: with large models and few tokens.
 
 # %%
 answers = ["a rank of 1", "half of the tokens in a batch", "adapters beside more matrices"]
@@ -228,8 +228,9 @@ exercises.question(
     "next-step",
     "Adapters of rank 4 still do not fit. What makes the peak of this lesson's model much smaller?",
     {
-        answers[0]: "The adapters' own bytes are already the smallest part, and activations hardly depend on the rank.",
-        answers[1]: "Activations grow with the tokens, and they are the largest part here.",
+        answers[0]: "The adapters' own bytes are already the smallest part, and activations hardly depend on the "
+        "rank: each token keeps `rank` more numbers beside each adapter.",
+        answers[1]: "Activations grow with the tokens, and they are the largest part here (lessons 04 to 06).",
         answers[2]: "More adapters keep more inputs: the peak grows.",
     },
     right=answers[1],
@@ -332,15 +333,15 @@ if not no_peft:
         print(f"4 bits over bf16: {found['qlora-less']:.2f}, {notes['qlora-less']}")
 
 # %% [markdown]
-# The layers shrank to a quarter. But embeddings and head are not quantized, and the preparation casts them and the norms **from 16 bits up to 32** (`prepare_model_for_kbit_training` in `peft/utils/other.py`). Then the activations are fp32 too, logits included. In addition, each matmul first expands its 4-bit weight to a whole one, which is freed afterwards. With a vocabulary this large, all this outweighs what the layers save. Skip the preparation, or cast back, and check that the loss stays good.
+# The layers shrank to a quarter. But embeddings and head are not quantized, and the preparation casts them and the norms **from 16 bits up to 32** (`prepare_model_for_kbit_training` in `peft/utils/other.py`). Then the activations are fp32 too, logits included. In addition, each matmul first expands its 4-bit weight to one that is not quantized, which is freed afterwards. With a vocabulary this large, all this outweighs what the layers save. Skip the preparation, or cast back, and check that the loss stays good.
 #
 # In a model of 7 billion parameters it is the other way round: the vocabulary is 4 % of the weights, and the layers decide.
 #
-# **Can such numbers be trusted?** Somebody measured seventeen trainings with LoRA on a Tesla T4. In a rehearsal (a dry run on a stub CUDA runtime) with the right release of torch, torch allocates as many bytes as in theirs, **to the byte**, in all seventeen. Thirteen of them were labelled with another release, and with that release the bytes did *not* agree: the label was wrong, and the bytes revealed it. What 4-bit weights hold varies by some MiB from run to run even on one card.
+# **Can such numbers be trusted?** Other people published the memory of seventeen trainings with LoRA on a Tesla T4. We repeated them in a rehearsal (a dry run on a stub CUDA runtime). With a release of torch whose allocator follows the same rules as theirs, the rehearsal allocates as many bytes as they measured, **to the byte**, in all seventeen. For thirteen of them the publication named another release of torch, and with that release the bytes did *not* agree: the name was wrong, and the bytes revealed it. The memory of 4-bit weights varies by some MiB from run to run even on one card.
 #
 # ## Seconds, by parts
 #
-# A step has three parts: forward, backward, update. An adapter adds to the first, takes from the second (no gradients of the frozen weights), and almost removes the third. A 4-bit base is expanded in each matmul.
+# A step has three parts: forward, backward, update. An adapter adds to the first, takes from the second (no gradients of the frozen weights), and almost removes the third. A 4-bit base is expanded in each matmul. The row *all, again* repeats the first row: their difference is noise.
 
 
 # %%
@@ -455,7 +456,7 @@ print(f"adapters get {as_good.low:.3f} to {as_good.high:.3f} of the gain of all 
 # %% [markdown]
 # ## Checkpointing that trains nothing
 #
-# Checkpointing (lesson 06) runs a layer without recording it, and runs it again in the backward pass. torch has two kinds. The **reentrant** kind records nothing for a layer if none of its *inputs* needs a gradient. A frozen embedding produces just such inputs, and adapters *inside* the layer do not count. If the head learns too, there is a loss and a backward pass, and no error. How many adapters get a gradient?
+# Checkpointing (lesson 06) runs a layer without recording it, and runs it again in the backward pass. torch has two kinds. The **reentrant** kind records nothing for a layer if none of its *inputs* needs a gradient. A frozen embedding produces just such inputs, and adapters *inside* the layer do not count. If the head learns too, the loss still depends on something that learns, so the backward pass runs without an error. How many adapters get a gradient?
 
 
 # %%
@@ -487,11 +488,11 @@ plots.Table(["checkpointing", "adapters with a gradient", "warning"], [[name, *o
 # There is a warning, and only the head is trained. Two settings fix it:
 #
 # - `enable_input_require_grads` makes the embedding's output need a gradient. transformers now calls it itself when it switches checkpointing on (`_activation_checkpointing_enable` in `modeling_utils.py`); we had to undo this to show the fault.
-# - `use_reentrant=False`, its default, does not need such inputs.
+# - `use_reentrant=False`, the default of transformers, does not need such inputs.
 #
 # In a loop of your own, with `torch.utils.checkpoint`, neither is done for you.
 #
-# And what does checkpointing keep? peft's page on memory says: every nth gradient between layers. The next cell counts what is kept when the forward pass ends, before any gradient exists.
+# And what does checkpointing keep? According to peft's page on memory it keeps "every nth gradient between layers". The next cell counts what is kept when the forward pass ends, before any gradient exists.
 
 # %%
 if not no_peft:
@@ -547,7 +548,7 @@ _ = widgets.explore(draw, bits=[16, 8, 4.5, 4.127], tokens=[2048, 512, 8192])
 # %% [markdown]
 # ## Exercise: half of it
 #
-# The training with adapters of rank 4 must fit into **half of its peak**. Keep eight samples per update, fp32, and adapters of at least rank 4 beside queries and values. Your answer is the arguments of `counted`.
+# The training with adapters of rank 4 must fit into **half of its peak**. Keep eight samples per update, fp32, and adapters of at least rank 4 beside queries and values. Your answer is a dict of arguments of `counted`: the `rank`, and arguments of the Trainer.
 
 # %% tags=["exercise"]
 display(
@@ -646,7 +647,7 @@ exercises.prove(check, solution=1.05 * tokens, mistake=tokens / 8)  # as if the 
 # - Adapters trained one parameter of 9,249 in a GPT-3. Gradients and optimizer states went, frozen weights and most activations stayed: here the peak was 0.57 of full training's, and rank 32 kept 1.01 times the activations of rank 4.
 # - Four bits are 16 quantiles and a scale for 64 weights. Double quantization saved 0.37 bits per weight, as its paper says.
 # - The preparation cast a large vocabulary up to 32 bits, and QLoRA took 1.30 times as much as LoRA; without it 0.90.
-# - A step with adapters was 1.49 times as fast. Merging changed the outputs by less than 0.000001 in a whole base, and by 20.1 % in a 4-bit base.
+# - A step with adapters was 1.49 times as fast. Merging changed the outputs by less than 0.000001 in a base that is not quantized, and by 20.1 % in a 4-bit base.
 # - Reentrant checkpointing trained 0 adapters, with only a warning.
 
 # %% tags=["finish"]
