@@ -90,11 +90,11 @@ class Suite:
 
     def _do(self, part: str, row: Row) -> None:
         """Measure one row and store it."""
-        began = monotonic()
-        seconds = max(1.0, min(ROW_SECONDS, self.ends + LAST_SECONDS - began))
+        start = monotonic()
+        seconds = max(1.0, min(ROW_SECONDS, self.ends + LAST_SECONDS - start))
         with processes.within(seconds):
             found = self._found(row)
-        took = monotonic() - began
+        took = monotonic() - start
         if seconds < ROW_SECONDS and took >= seconds:
             print(f"{part}: {row.name}: cut off at the end of this call", file=sys.stderr, flush=True)
             return
@@ -247,7 +247,7 @@ def _lab(options: argparse.Namespace, folder: str) -> Iterator[Lab]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run or list parts; return the exit code."""
-    began = monotonic()
+    start = monotonic()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--part", action="append", metavar="PART", help=f"{', '.join(PARTS)}, or 1 to {len(PARTS)}")
     parser.add_argument("--list", action="store_true", help="tell the rows, run none")
@@ -262,7 +262,7 @@ def main(arguments: list[str] | None = None) -> int:
         parts = _chosen(options.part)
         _check_packages()
         with tempfile.TemporaryDirectory() as folder, _lab(options, folder) as lab:
-            suite = Suite(lab, rows, began + options.seconds)
+            suite = Suite(lab, rows, start + options.seconds)
             if options.list:
                 print(listing(suite, parts, options.seconds))
                 return 0

@@ -69,12 +69,12 @@ def row(name: str, program: dict, options: argparse.Namespace) -> dict:
     with surroundings(out, [PACKAGES, *(source / each for each in program.get("paths", ()))], variables):
         for setup in program.get("setup", ()):
             subprocess.run([sys.executable, *(word.format(**places) for word in setup)], check=True, timeout=SECONDS)
-        began = time.monotonic()
+        start = time.monotonic()
         with (out / "output.txt").open("w") as output:
             run = rehearsal.run(words, rehearsal.CARDS[options.card], assumes=not options.plain, output=output.fileno())
     (out / "report.txt").write_text(repr(run))
     print(repr(run), file=sys.stderr)
-    found = about | {"status": run.status, "code": run.code, "minutes": round((time.monotonic() - began) / 60, 1)}
+    found = about | {"status": run.status, "code": run.code, "minutes": round((time.monotonic() - start) / 60, 1)}
     used = [each for each in run.processes if each["phases"]]
     if used:
         first = used[0]

@@ -363,7 +363,7 @@ TOOLS: dict[str, Callable[[Question], Answer]] = {  # by distribution name
 
 def answer(tool: Callable[[Question], Answer], question: Question) -> dict:
     """Return {"bytes", "total_bytes", "context_bytes", "seconds", "own_bytes"} or {"refused": reason}."""
-    began = time.perf_counter()
+    start = time.perf_counter()
     try:
         if question.rank and tool.__name__ not in tools.ABOUT["lora"]:
             raise Cannot("LoRA")
@@ -375,7 +375,7 @@ def answer(tool: Callable[[Question], Answer], question: Question) -> dict:
     own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     result = result if isinstance(result, tuple) else (result, result)
     found = dict(zip(("bytes", "total_bytes", "context_bytes"), map(int, (*result, 0)), strict=False))
-    return found | {"seconds": time.perf_counter() - began, "own_bytes": own}
+    return found | {"seconds": time.perf_counter() - start, "own_bytes": own}
 
 
 def forked(tool: Callable[[Question], Answer], question: Question) -> dict:

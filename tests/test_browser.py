@@ -185,11 +185,11 @@ def test_a_guess_and_a_question_are_answered_by_keyboard_alone(studio):
 # From the key to the picture that has changed, in milliseconds.
 MOVE = """([cell, slider, key]) => new Promise(done => {
     const output = document.querySelectorAll('.jp-Notebook .jp-Cell')[cell].querySelector('.jp-Cell-outputArea');
-    const began = performance.now();
+    const start = performance.now();
     const watcher = new MutationObserver(changes => {
         if (changes.some(change => change.target.closest && change.target.closest('[role=img], .widget-html'))) {
             watcher.disconnect();
-            done(performance.now() - began);
+            done(performance.now() - start);
         }
     });
     watcher.observe(output, {subtree: true, childList: true});

@@ -154,10 +154,10 @@ for step in (1, 2):
 counted = lab.train("toy", task=toy, measure=("memory",), per_device_train_batch_size=4)
 allocated_in = {"weights": "forward", "optimizer_states": "step", "gradients": "backward", "activations": "forward"}
 for kind, moment in allocated_in.items():
-    mine, theirs = account[f"{moment} 2"][kind], counted.memory.phase_breakdowns[moment][kind]
-    print(f"{plots.name_text(kind):17} after {moment:9} by hand {mine:>10,}   lab {theirs:>10,}")
+    by_hand, by_lab = account[f"{moment} 2"][kind], counted.memory.phase_breakdowns[moment][kind]
+    print(f"{plots.name_text(kind):17} after {moment:9} by hand {by_hand:>10,}   lab {by_lab:>10,}")
     if kind != "activations" or not cuda:  # a GPU's attention kernel saves other tensors than a CPU's
-        torch.testing.assert_close(theirs, mine, rtol=0.02 if cuda else 0.01 * (kind == "activations"), atol=0)
+        torch.testing.assert_close(by_lab, by_hand, rtol=0.02 if cuda else 0.01 * (kind == "activations"), atol=0)
 
 _, ax = plt.subplots(figsize=(9, 3.6), layout="constrained")
 bottom = [0.0] * len(account)

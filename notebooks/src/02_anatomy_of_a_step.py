@@ -306,7 +306,7 @@ def shares(rows, what):
     return [100 * total(rows, what, group=name) / total(rows, what) for name in GROUPS]
 
 
-def foreseen():
+def estimated_share():
     least = {name: 0.0 for name in GROUPS}
     for row in step:
         least[row.group] += roof.seconds(row.flops, row.moved)
@@ -315,7 +315,7 @@ def foreseen():
 
 assert shares(step, "flops")[0] > 95
 share = shares(timed, "seconds")[0]
-display(widgets.revealed(lab, "share of products", share, estimate=lab.foresee(foreseen)))
+display(widgets.revealed(lab, "share of products", share, estimate=lab.foresee(estimated_share)))
 names = {row.name for row in step}
 dearest = {name: total(timed, "seconds", name=name) / total(timed, "seconds") for name in names}
 top = sorted(dearest, key=dearest.get, reverse=True)[:5]
@@ -341,10 +341,10 @@ def draw_roofs(ax, kinds):
 
 def draw_dots(ax, rows):
     for i, name in enumerate(GROUPS):
-        mine = [row for row in rows if row.group == name and row.flops]
-        at = [row.flops / row.moved for row in mine]
-        sizes = [10 + 4e3 * row.seconds / total(rows, "seconds") for row in mine]
-        reached = [row.flops / row.seconds for row in mine]
+        group = [row for row in rows if row.group == name and row.flops]
+        at = [row.flops / row.moved for row in group]
+        sizes = [10 + 4e3 * row.seconds / total(rows, "seconds") for row in group]
+        reached = [row.flops / row.seconds for row in group]
         ax.scatter(at, reached, sizes, color=plots.SERIES[i], marker="os^"[i], alpha=0.5)
         ax.plot([], [], "os^"[i], color=plots.SERIES[i], label=name)
     longest = max((row for row in rows if row.flops and row.group != "contraction"), key=lambda row: row.seconds)
@@ -722,9 +722,9 @@ for ax, tokens, kernels in zip(axes, (16, length), lab.run(traced, measure="valu
         at += white + bar
     parts = {name: sum(bar for _, bar, each in kernels if kind(each) == name) / whole for name in GROUPS}
     half = statistics.median(bar for _, bar, _ in kernels)
-    said = ", ".join(f"{name} {part:.0%}" for name, part in parts.items())
+    parts_text = ", ".join(f"{name} {part:.0%}" for name, part in parts.items())
     print(f"4 x {tokens}: {len(kernels)} kernels in {whole / 1e3:.3g} ms, half of them under {half:.3g} us;")
-    print(f"    of that time: {said}, no kernel at work {1 - sum(parts.values()):.0%}")
+    print(f"    of that time: {parts_text}, no kernel at work {1 - sum(parts.values()):.0%}")
     ax.set(title=f"4 x {tokens} tokens", yticks=[], xlim=(0, at))
 for i, name in enumerate(GROUPS):
     axes[0].barh(0, 0, color=plots.SERIES[i], label=name)
@@ -748,7 +748,7 @@ _ = axes[1].set_xlabel("microseconds")
 
 
 # %%
-def told_by_nvml(work):  # the mean reading while the work repeats for three seconds; None without readings
+def nvml_utilization(work):  # the mean reading while the work repeats for three seconds; None without readings
     readings, end = [], time.perf_counter() + 3
     while (now := time.perf_counter()) < end:
         while time.perf_counter() < now + 0.2:
@@ -764,8 +764,8 @@ def three_loops(task):
     count = (lambda: sum(range(10**5))) if DEVICE == "cpu" else (lambda: torch.cuda._sleep(10**7))
     works = [count, lambda: large.add_(1), lambda: torch.mm(left, right)]
     taken = interleaving.in_turns(works, turns=15)
-    told = [max(computed / wall for wall, computed in each) for each in taken]
-    return taken, told if DEVICE == "cpu" else [told_by_nvml(work) for work in works]
+    busy = [max(computed / wall for wall, computed in each) for each in taken]
+    return taken, busy if DEVICE == "cpu" else [nvml_utilization(work) for work in works]
 
 
 # %%
@@ -927,8 +927,8 @@ def predicted(rows, passes_seconds):
         both = [[row for row in each if row.name == name] for each in (rows, timed_plain)]
         spent, more = total(both[1], "seconds"), len(both[0]) / len(both[1])
         calls = min(spent, call * len(both[1]))
-        mine, known = (sum(roof.seconds(row.flops, row.moved) for row in each) for each in both)
-        seconds += calls * more + (spent - calls) * (mine / known if known else more)
+        least, timed_least = (sum(roof.seconds(row.flops, row.moved) for row in each) for each in both)
+        seconds += calls * more + (spent - calls) * (least / timed_least if timed_least else more)
     above = total(timed_plain, "seconds")
     between = passes_seconds - above  # time between operations; below 0, the library's own attention is faster
     return seconds + between * (len(rows) / len(timed_plain) if between > 0 else seconds / above)

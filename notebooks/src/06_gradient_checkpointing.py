@@ -395,7 +395,7 @@ def parts(task):
     return np.diff(rows[2:]).min(0).tolist()
 
 
-def foretold(task):
+def predicted(task):
     forward, backward, update = lab.run(parts, task=task, measure=("none",)).value
     throughput = 1 / (1 + forward / (forward + backward + update))
     return (
@@ -412,9 +412,9 @@ if lab.machine.kind == "cpu":
 timed = dict(task=plain, per_device_train_batch_size=4, measure=("time",), steps=1)
 recomputed = lab.train("every layer", gradient_checkpointing=True, **timed)
 speed = lab.compare(lab.train("none", **timed), recomputed).speed_ratio
-note = f"{speed.value - 1:+.0%} throughput is {1 / speed.value - 1:+.0%} time; {foretold(plain)}"
+note = f"{speed.value - 1:+.0%} throughput is {1 / speed.value - 1:+.0%} time; {predicted(plain)}"
 display(claims.check("checkpointing-cost", speed, note=note))
-claims.check("checkpointing-cost-2022", speed, note=f"with dropout {foretold(task)}")
+claims.check("checkpointing-cost-2022", speed, note=f"with dropout {predicted(task)}")
 
 # %%
 exercises.question(

@@ -460,7 +460,7 @@ alone = {recipe: peak(recipe, small, accumulate=1).peak_bytes for recipe in ("fp
 
 
 # %%
-def foreseen(task, batch, device=None, recipe=mixed):
+def estimated_peaks(task, batch, device=None, recipe=mixed):
     """Return the estimated peaks in fp32 and in mixed precision, in bytes."""
     common = {"device": device, "per_device_train_batch_size": batch, "gradient_accumulation_steps": 2}
     return [estimate(task, **common, **arguments).peak_bytes for arguments in ({}, recipe)]
@@ -473,7 +473,9 @@ def saved(fp32, mixed):
 peaks = {batch: [runs[recipe, batch].peak_bytes for recipe in ("fp32", "mixed")] for batch in batches}
 measured = 100 * peaks[large][1] / peaks[large][0]
 display(
-    widgets.revealed(lab, "mixed peak", measured, estimate=lab.foresee(lambda: 100 - saved(*foreseen(task, large))))
+    widgets.revealed(
+        lab, "mixed peak", measured, estimate=lab.foresee(lambda: 100 - saved(*estimated_peaks(task, large)))
+    )
 )
 ends = [runs[recipe, batch] for batch in (small, large) for recipe in recipes]
 _ = plots.memory(ends, title=f"Peak at micro-batch {small} and {large}")
@@ -482,7 +484,7 @@ _ = plots.memory(ends, title=f"Peak at micro-batch {small} and {large}")
 guide = {8: (4247, 4163), 16: (4971, 4793), 32: (6827, 6207), 64: (10037, 8061)}  # MB, by nvidia-smi
 shown = {"measured here" if on_gpu else "measured here, the miniature": peaks, "2022 guide, bert-base on 2 GPUs": guide}
 if not on_gpu:
-    sizes = {batch: lab.foresee(foreseen, original, batch, "cuda", {"fp16": True}) for batch in (8, large)}
+    sizes = {batch: lab.foresee(estimated_peaks, original, batch, "cuda", {"fp16": True}) for batch in (8, large)}
     shown["estimated: bert-base on a GPU"] = {batch: found for batch, found in sizes.items() if found}
 _, (left_side, right_side) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
 for i, (name, found) in enumerate(shown.items()):
@@ -885,16 +887,16 @@ my_recipe = None
 def check_recipe(answer):
     if answer is None:
         return exercises.not_attempted("give a dict of training arguments; {} is fp32")
-    yours = seeds["mixed"][0] if answer == mixed else learn("yours", answer)
-    if not yours.ok:
-        return exercises.run_failed(yours)
-    if not final(yours) <= 1.1 * max(map(final, seeds["fp32"])):  # true for nan, too
-        return exercises.wrong(f"final loss {final(yours):.3g}, outside the band of the fp32 seeds, {finals['fp32']}")
+    run = seeds["mixed"][0] if answer == mixed else learn("yours", answer)
+    if not run.ok:
+        return exercises.run_failed(run)
+    if not final(run) <= 1.1 * max(map(final, seeds["fp32"])):  # true for nan, too
+        return exercises.wrong(f"final loss {final(run):.3g}, outside the band of the fp32 seeds, {finals['fp32']}")
     ratio = speed if answer == mixed else lab.compare(in_turns[0], timed("yours, timed", answer)).speed_ratio
     target = 0.8 * max(1, speed.value)
     if ratio.high < target:
         return exercises.wrong(f"it learns, at {ratio} of the speed of fp32; the target is {target:.2f}")
-    return exercises.right(f"final loss {final(yours):.3f} at {ratio} of the speed of fp32")
+    return exercises.right(f"final loss {final(run):.3f} at {ratio} of the speed of fp32")
 
 
 exercises.check(lab, "fastest recipe", check_recipe, my_recipe)

@@ -445,19 +445,19 @@ def planted(x):
     return y.sin().exp()
 
 
-def mended(x):
+def fixed(x):
     y = torch.relu(x)
     y = torch.where(y.mean() > 0.5, y / 2, y)  # new: both sides are computed, and the choice is an operation
     return y.sin().exp()
 
 
 x = torch.randn(64)
-for function in (planted, mended):
+for function in (planted, fixed):
     found_breaks = None if lab.machine.rehearsed else torch._dynamo.explain(function)(x)
     print(f"{function.__name__}: {len(captured(function, x)[0])} graphs")
     for each in found_breaks.break_reasons:
         print("   breaks at", each.user_stack[-1].line, "|", each.reason.splitlines()[0])
-torch.testing.assert_close(planted(x), mended(x))
+torch.testing.assert_close(planted(x), fixed(x))
 
 # %%
 small = Task("bert-tiny", seq_len=32, config=no_dropout | {"num_hidden_layers": 4})
@@ -547,9 +547,9 @@ def operations_of(step):
 
 
 def started(step):
-    began = time.perf_counter()
+    start = time.perf_counter()
     loss = step()
-    return [time.perf_counter() - began, loss]
+    return [time.perf_counter() - start, loss]
 
 
 # %%

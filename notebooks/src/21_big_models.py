@@ -58,8 +58,8 @@ if lab.machine.rehearsed:
 # The usual way in PyTorch is: build the model, `torch.load` the file, `load_state_dict`.
 
 # %%
-asked = "How many times the bytes of the weights does the process hold at the peak?"
-widgets.predict(lab, "usual way", asked, "x", 0, 5)
+question = "How many times the bytes of the weights does the process hold at the peak?"
+widgets.predict(lab, "usual way", question, "x", 0, 5)
 
 # %% [markdown]
 # ## A model on disk
@@ -373,7 +373,7 @@ for gigabytes in (6, 7, 8, 8.25, 8.5):
     by_hand, plans[gigabytes] = filled(parts.values(), limits), planned(eight, parts, limits)
     assert filled(parts.values(), limits, kept=largest_part) == plans[gigabytes]
     plans[gigabytes] = [plans[gigabytes], by_hand]
-rows = [[f"{size}", *(f"{held / 1e9:.2f}" for held in [*auto, *ours])] for size, (auto, ours) in plans.items()]
+rows = [[f"{size}", *(f"{held / 1e9:.2f}" for held in [*auto, *by_hand])] for size, (auto, by_hand) in plans.items()]
 heads = ["GB per card", "auto: card 0", "card 1", "CPU", "by hand: card 0", "card 1", "CPU"]
 plots.Table(heads, rows, "GB of a Llama 8B's weights in bf16")
 
@@ -553,7 +553,7 @@ display(claims.check("offload-copies", None if missing else stored / (8 * LAYER)
 four = None if missing or no_bnb else against("load_in_4bit", checkpoint)
 note = "" if four is None else f"private alone {share(found['load_in_4bit'], 'peak', 0):.2f} of the weights"
 display(claims.check("four-bit-load", four, missing=missing or no_bnb, note=note))
-on_cards = {size: sum(auto[:2]) / sum(ours[:2]) for size, (auto, ours) in plans.items()}
+on_cards = {size: sum(auto[:2]) / sum(by_hand[:2]) for size, (auto, by_hand) in plans.items()}
 note = f"with {min(on_cards, key=on_cards.get)} GB a card; the loop by hand puts it there"
 display(claims.check("device-map-cards", min(on_cards.values()), note=note))
 run, note = runs["two steps"], "two steps, layers 4 to 7 on disk"
@@ -610,11 +610,13 @@ def check(answer):
     if not sizes:
         return exercises.run_failed(lab["exercise"])
     wrong_by = max(abs(a - b) for a, b in zip(sizes["logits"], plain["logits"]))
-    said = f"{share(sizes, 'peak'):.2f} of the weights at the peak, answers off by {wrong_by:.1g}"
+    message = f"{share(sizes, 'peak'):.2f} of the weights at the peak, answers off by {wrong_by:.1g}"
     if share(sizes, "peak") > 0.5:
-        return exercises.wrong(f"{said}: more than half")
+        return exercises.wrong(f"{message}: more than half")
     return (
-        exercises.right(said) if wrong_by < 1e-4 else exercises.wrong(f"{said}: these are not the checkpoint's answers")
+        exercises.right(message)
+        if wrong_by < 1e-4
+        else exercises.wrong(f"{message}: these are not the checkpoint's answers")
     )
 
 
@@ -677,14 +679,16 @@ def check(answer):
     if not run.ok:
         return exercises.run_failed(run)
     made = run.value
-    said = f"{made['changed']} of {made['of']} weights changed, the files hold {made['held']} of them"
+    result = f"{made['changed']} of {made['of']} weights changed, the files hold {made['held']} of them"
     if not made["kept"]:
-        return exercises.wrong(f"{said}. The checkpoint has changed: write into the folder `files`")
+        return exercises.wrong(f"{result}. The checkpoint has changed: write into the folder `files`")
     if made["changed"] < made["of"]:
-        return exercises.wrong(f"{said}. Does the optimizer have the parameters that do the work?")
+        return exercises.wrong(f"{result}. Does the optimizer have the parameters that do the work?")
     if made["held"] < made["of"]:
-        return exercises.wrong(f"{said}. A page of a private mapping stays in memory when it changes: `shared=True`")
-    return exercises.right(f"{said}. Their gradients are private memory: {made['gradients']:.2f} of the weights' bytes")
+        return exercises.wrong(f"{result}. A page of a private mapping stays in memory when it changes: `shared=True`")
+    return exercises.right(
+        f"{result}. Their gradients are private memory: {made['gradients']:.2f} of the weights' bytes"
+    )
 
 
 exercises.check(lab, "trained in files", check, answer)

@@ -56,8 +56,8 @@ torch.set_num_threads(1)  # in this notebook's own process, where all tensors ar
 # Our Llama has 4 layers. Either all its weights learn, or only adapters of rank 4 beside the matrices for queries and values: one parameter of 250. The batch is 8 texts of 64 tokens.
 
 # %%
-asked = "What percentage of full training's peak memory does training with these adapters take?"
-widgets.predict(lab, "peak", asked, "%", 0, 110)
+question = "What percentage of full training's peak memory does training with these adapters take?"
+widgets.predict(lab, "peak", question, "%", 0, 110)
 
 # %% [markdown]
 # ## By hand: an adapter
@@ -144,17 +144,17 @@ def filled(model):
 def apart(one, other, rows):
     """Return the largest difference of two models' logits, over the largest logit."""
     with torch.no_grad():
-        said, again = (model.eval()(input_ids=rows).logits for model in (one, other))
-    return ((said - again).abs().max() / said.abs().max()).item()
+        first, second = (model.eval()(input_ids=rows).logits for model in (one, other))
+    return ((first - second).abs().max() / first.abs().max()).item()
 
 
 # %%
 found, notes = {}, {}  # by claim; a value that was not measured is absent
 rows = torch.randint(1, 128, (4, 16), generator=torch.Generator().manual_seed(0))
 if not no_peft:
-    ours, theirs = filled(adapt(llama(), 4)), filled(with_peft(llama()))
-    print(f"ours and peft's differ by {apart(ours, theirs, rows):.1e}")
-    found["merged-same"] = apart(theirs, copy.deepcopy(theirs).merge_and_unload(), rows)
+    by_hand, by_peft = filled(adapt(llama(), 4)), filled(with_peft(llama()))
+    print(f"ours and peft's differ by {apart(by_hand, by_peft, rows):.1e}")
+    found["merged-same"] = apart(by_peft, copy.deepcopy(by_peft).merge_and_unload(), rows)
     four = filled(with_peft(adapters.quantized(llama(), {"load_in_4bit": True}, "cpu")))
     with warnings.catch_warnings(action="ignore"):  # peft warns that they may differ
         in_four = apart(four, copy.deepcopy(four).merge_and_unload(), rows)
@@ -269,8 +269,8 @@ def error(weight, block, book=None):
 NF4 = code_book()
 weight = torch.randn(2048, 2048, generator=torch.Generator().manual_seed(0)) / 45
 once = bnb.functional.quantize_4bit(weight, blocksize=64, quant_type="nf4")
-mine = dequantize(*quantize(weight, NF4), NF4, weight.shape)
-same = torch.isclose(mine, bnb.functional.dequantize_4bit(*once), atol=1e-6).float().mean().item()
+restored = dequantize(*quantize(weight, NF4), NF4, weight.shape)
+same = torch.isclose(restored, bnb.functional.dequantize_4bit(*once), atol=1e-6).float().mean().item()
 assert same > 0.999  # a number midway between two values may be rounded either way
 even = torch.linspace(-1, 1, 16)
 print(f"{same:.3%} of the numbers as the library has them; error {error(weight, 64):.1%}, with one scale", end=" ")
@@ -466,12 +466,12 @@ def with_gradient(reentrant, inputs):
     model.activation_checkpointing_enable({"use_reentrant": reentrant})
     if not inputs:
         model.disable_input_require_grads()  # new
-    with warnings.catch_warnings(record=True, action="always") as told:
+    with warnings.catch_warnings(record=True, action="always") as caught:
         batch = text(4, 0)
         model(input_ids=batch, labels=batch).loss.backward()
     adapters = [layer.up for layer in model.modules() if isinstance(layer, Adapter)]
-    said = "; ".join({str(one.message)[:80] for one in told}) or "nothing"
-    return sum(up.grad is not None for up in adapters) / len(adapters), said
+    warned = "; ".join({str(one.message)[:80] for one in caught}) or "nothing"
+    return sum(up.grad is not None for up in adapters) / len(adapters), warned
 
 
 ways = {
@@ -574,8 +574,10 @@ def check(answer):
     run = counted("yours", **answer)
     if not run.ok:
         return exercises.run_failed(run)
-    said = f"{plots.bytes_text(run.peak_bytes)} of {plots.bytes_text(runs[1].peak_bytes)}"
-    return exercises.right(said) if run.peak_bytes <= runs[1].peak_bytes / 2 else exercises.wrong(f"{said}: too much")
+    result = f"{plots.bytes_text(run.peak_bytes)} of {plots.bytes_text(runs[1].peak_bytes)}"
+    return (
+        exercises.right(result) if run.peak_bytes <= runs[1].peak_bytes / 2 else exercises.wrong(f"{result}: too much")
+    )
 
 
 exercises.check(lab, "half", check, answer)
@@ -619,8 +621,8 @@ def check(answer):
     if here <= 1:
         return exercises.wrong(f"activations are {here:.2f} of the frozen weights: how many texts are in the batch?")
     below = activations_per_frozen(int(0.9 * answer))
-    said = f"activations are {here:.2f} of the frozen weights, and {below:.2f} with nine tenths of the tokens"
-    return exercises.wrong(f"{said}: a shorter text is enough") if below > 1 else exercises.right(said)
+    message = f"activations are {here:.2f} of the frozen weights, and {below:.2f} with nine tenths of the tokens"
+    return exercises.wrong(f"{message}: a shorter text is enough") if below > 1 else exercises.right(message)
 
 
 exercises.check(lab, "length", check, answer)

@@ -139,7 +139,7 @@ class Lab(Runner):
             question: the function; it is called with `arguments` and `options`.
             seconds: time limit of this call.
         """
-        began = time.monotonic()
+        start = time.monotonic()
         try:
             if self._patience <= 0:
                 raise TimeoutError(f"skipped, because earlier ones took {PATIENCE_SECONDS} s together")
@@ -150,7 +150,7 @@ class Lab(Runner):
             ):
                 return question(*arguments, **options)
         except Exception as error:
-            self._patience -= time.monotonic() - began
+            self._patience -= time.monotonic() - start
             if self.strict and doctor.is_supported():
                 raise
             reason = str(error).strip().partition("\n")[0] or type(error).__name__

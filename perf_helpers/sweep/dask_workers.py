@@ -203,7 +203,7 @@ class Workers(Executor):
         number, attempts = uuid.uuid4().hex, []  # the failed attempts, as in `records.Run.attempts`
         while len(attempts) < 2:
             worker = await self._free({attempt["worker"] for attempt in attempts})
-            began, sharing = now("milliseconds"), self._sharing(worker)
+            start, sharing = now("milliseconds"), self._sharing(worker)
             where = {"key": f"perf_helpers-{number}-{len(attempts)}", "workers": [worker.address]}
             future = self._client.submit(attend, worker.id, number, sharing, content, **where, resources={RESOURCE: 1})
             worker.running.add(future)
@@ -227,7 +227,7 @@ class Workers(Executor):
                 worker.running.discard(future)
                 self._wake()
             lost = f"worker {worker.name} ({worker.address}) was killed or disconnected"
-            attempt = {"worker": worker.name, "address": worker.address, "began": began, "ended": now("milliseconds")}
+            attempt = {"worker": worker.name, "address": worker.address, "began": start, "ended": now("milliseconds")}
             attempts.append(attempt | {"status": "killed", "message": lost})
             if len(attempts) == 1:
                 self._tell(f"{lost}: its row is run once more elsewhere")

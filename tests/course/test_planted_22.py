@@ -135,8 +135,8 @@ def test_a_careful_space_refuses_a_misspelt_name(searching, guarded, expected):
 def test_a_seed_that_is_set_before_the_model_is_made_is_the_trials_own(searching, remedied, expected):
     made = searching.trainer_of(*([searching.seeded] if remedied else []), **SHORT)
     best, trials = searching.search(made, searching.seeds_of, 2, seed=1)
-    own = [searching.anew(**SHORT | trial.params) for trial in trials]
+    own = [searching.fresh_loss(**SHORT | trial.params) for trial in trials]
     share = sum(math.isclose(trial.value, loss, rel_tol=1e-6) for trial, loss in zip(trials, own, strict=True)) / 2
     assert verdict("hpo-own-seed", share) is expected
     if remedied:
-        assert verdict("hpo-reproduces", searching.anew(**SHORT | best.hyperparameters) / best.objective) is HOLDS
+        assert verdict("hpo-reproduces", searching.fresh_loss(**SHORT | best.hyperparameters) / best.objective) is HOLDS

@@ -110,9 +110,9 @@ import sys, time
 from trainmem.measure import quiet
 for need in map(quiet.Need, (0, 2, 0, 2, 1)):
     with quiet.experiment(need):
-        began = time.monotonic()
+        start = time.monotonic()
         time.sleep(0.2)
-        print(int(need), began, time.monotonic(), flush=True)
+        print(int(need), start, time.monotonic(), flush=True)
 """
 
 
@@ -132,7 +132,7 @@ def test_between_processes_nothing_runs_beside_what_is_timed():
         def ended(name, lesson):
             lines = lesson.communicate()[0].decode().split("\n")[:-1]
             lock.leave(name)
-            return [(name, int(need), float(began), float(end)) for need, began, end in map(str.split, lines)]
+            return [(name, int(need), float(start), float(end)) for need, start, end in map(str.split, lines)]
 
         answers = {}
         threads = [
@@ -145,8 +145,8 @@ def test_between_processes_nothing_runs_beside_what_is_timed():
             thread.join()
     rows = [row for each in answers.values() for row in each]
     assert len(rows) == 15
-    for name, need, began, end in rows:
-        beside = [row for row in rows if row[0] != name and row[2] < end and row[3] > began]
+    for name, need, start, end in rows:
+        beside = [row for row in rows if row[0] != name and row[2] < end and row[3] > start]
         assert not (need == MACHINE and beside), f"{name} was alone, beside {beside}"
 
 

@@ -267,11 +267,11 @@ def test_a_rank_waits_a_minute_for_others_to_connect_and_longer_for_what_they_se
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         patience = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout.total_seconds()
         dist.destroy_process_group()
-        began = time.monotonic()
+        start = time.monotonic()
         try:
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=2)
         except RuntimeError as error:
-            return [patience, worker._NEVER_MET in str(error), time.monotonic() - began < 20]
+            return [patience, worker._NEVER_MET in str(error), time.monotonic() - start < 20]
 
     run = lab.run(alone, measure=("none",), timeout=60)
     assert run.value == [1800, True, True], run.message
