@@ -72,9 +72,9 @@ def ranks() -> str:
             failed.setdefault(error, []).append(row["setup"])
             continue
         sizes = [
-            f"{row[who][what] / MIB:.1f}" if who in row else "not followed"
+            f"{row[source][what] / MIB:.1f}" if source in row else "not followed"
             for what in ("allocated", "reserved")
-            for who in ("rehearsed", "estimated")
+            for source in ("rehearsed", "estimated")
         ]
         parts = [" + ".join(f"{size:.2f}" for size in row["kept"]), " + ".join(f"{size:g}" for size in row["formula"])]
         rows.append([row["setup"], row["model"], str(row["ranks"]), *parts, *sizes])

@@ -191,18 +191,18 @@ def decided(rows: Mapping[tuple[str, str], Kept], machine: Machine, profile: str
     ledger, found = load(), []
     for claim in (claim for claim in ledger.values() if claim.id in VALUES):
         selected = Rows(rows)
-        met, missing = hardware.supports(claim.where, machine)
-        if met and machine.rehearsed and claim.decided_by != "memory":
-            met, missing = False, "a rehearsal: memory alone is known"
+        testable, missing = hardware.supports(claim.where, machine)
+        if testable and machine.rehearsed and claim.decided_by != "memory":
+            testable, missing = False, "a rehearsal: memory alone is known"
         try:
-            value = VALUES[claim.id](selected) if met else None
+            value = VALUES[claim.id](selected) if testable else None
         except Absent as absent:
-            met, missing, value = False, str(absent), None
+            testable, missing, value = False, str(absent), None
         number, interval = (value.value, (value.low, value.high)) if isinstance(value, Ratio) else (value, None)
-        verdict = decide(claim, interval or number, met)
+        verdict = decide(claim, interval or number, testable)
         expected = claim.expected_on(machine.kind, profile)
         decision = {"id": claim.id, "lesson": claim.lesson, "quantity": claim.quantity, "verdict": verdict}
-        decision |= {"expected": list(expected), "as_expected": not met or verdict in expected, "value": number}
+        decision |= {"expected": list(expected), "as_expected": not testable or verdict in expected, "value": number}
         decision |= {"interval": interval and list(interval), "missing": missing or None, "rows": selected.used}
         found.append(decision | {"rehearsed": machine.rehearsed})
     return found

@@ -302,18 +302,18 @@ def best(here: Here, known: Known) -> Iterator[Row]:
     if FIRST not in known or not known[FIRST].ok:
         return
     for name, changes, lacks in _rungs(here):
-        stood = climb[-1]
+        base = climb[-1]
         for change in changes:
             label = f"{name}, {change['per_device_train_batch_size']}" if len(changes) > 1 else name
-            more = {} if change.get("optim") else {"optimizer": stood.optimizer}
-            row = here.row(label, stood.task, stood.arguments | change, **more)
+            more = {} if change.get("optim") else {"optimizer": base.optimizer}
+            row = here.row(label, base.task, base.arguments | change, **more)
             yield row if not lacks else Row(label, lacks=lacks)
             if label not in known:
                 return
             found = known[label]
             if not found.ok or (len(changes) > 1 and found.peak_bytes > known[FIRST].peak_bytes):
                 break
-            climb = [*climb[: climb.index(stood) + 1], row]
+            climb = [*climb[: climb.index(base) + 1], row]
     pairs = [here.pair(climb[0], row) for row in climb[1:]]
     yield from pairs
     if all(pair.name in known for pair in pairs):

@@ -219,17 +219,17 @@ def difference(one: Training, most: int = 12) -> None:
         if entry["action"] in ("alloc", "free_completed")
     )
     blocks = ((event, *log.blocks[event]) if event >= 0 else (~event, -1, None) for event in log.events)
-    ours = lives(
+    estimated = lives(
         (which, size, f"{label.phase} {label.module} {label.operation}" if label else "")
         for which, size, label in blocks
     )
-    sizes = ([size for size, _ in side] for side in (real, ours))
+    sizes = ([size for size, _ in side] for side in (real, estimated))
     matcher = difflib.SequenceMatcher(None, *sizes, autojunk=False)
     apart = [edges for tag, *edges in matcher.get_opcodes() if tag != "equal"]
     for edges in apart[:most]:
-        for who, side in (("torch", real[slice(*edges[:2])]), ("estimate", ours[slice(*edges[2:])])):
+        for source, side in (("torch", real[slice(*edges[:2])]), ("estimate", estimated[slice(*edges[2:])])):
             for size, where in side[:6]:
-                print(f"{who:>9} {size:+14,d}  {where}")
+                print(f"{source:>9} {size:+14,d}  {where}")
         print()
 
 

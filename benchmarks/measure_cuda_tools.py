@@ -52,7 +52,7 @@ def question(one: Training, folder: Path) -> dict:
         parameters=count,
         trained=count,
         largest_layer=max(own),
-        **{name: getattr(config, ours, None) for name, ours in SIZES.items()},
+        **{name: getattr(config, attribute, None) for name, attribute in SIZES.items()},
         tokens=one.seq_len,
         size=arguments["per_device_train_batch_size"],
         precision=computed,
@@ -157,7 +157,7 @@ CUDA_TOOLS = Measurement(
     conclude,
     {"pythons": [], "count": 0, "note": ""},
     rows="",
-    line=lambda row: f"{sum('bytes' in said for said in row['said'])} answers",
+    line=lambda row: f"{sum('bytes' in reply for reply in row['said'])} answers",
 )
 
 if __name__ == "__main__":

@@ -59,10 +59,10 @@ def row(name: str, program: dict, options: argparse.Namespace) -> dict:
     out = FOLDER / "runs" / name
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
-    for there, each in program.get("beside", {}).items():
-        kept, target = (FOLDER if each.startswith("inputs/") else source) / each, out / there
+    for target_name, each in program.get("beside", {}).items():
+        origin, target = (FOLDER if each.startswith("inputs/") else source) / each, out / target_name
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copytree(kept, target, dirs_exist_ok=True) if kept.is_dir() else shutil.copy(kept, target)
+        shutil.copytree(origin, target, dirs_exist_ok=True) if origin.is_dir() else shutil.copy(origin, target)
     places = {"source": source, "inputs": INPUTS, "out": out, "packages": PACKAGES}
     words = [word.format(**places) for word in program["command"]]
     variables = {name: value.format(**places) for name, value in program.get("variables", {}).items()}

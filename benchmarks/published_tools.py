@@ -186,7 +186,7 @@ PUBLISHED_TOOLS = Measurement(
     conclude,
     {"pythons": []},
     rows="",
-    line=lambda row: f"{sum('refused' not in said for said in row['said'])} answers",
+    line=lambda row: f"{sum('refused' not in reply for reply in row['said'])} answers",
     packages=("peft",),
 )
 

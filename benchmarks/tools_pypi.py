@@ -86,13 +86,13 @@ class Question:
 
     def words(self, **names: str) -> dict:
         """Return {a tool's name of a setting: its value}."""
-        return {theirs: getattr(self, ours) for theirs, ours in names.items()}
+        return {option: getattr(self, attribute) for option, attribute in names.items()}
 
-    def named(self, *plain: str, **theirs: str) -> str:
+    def named(self, *plain: str, **options: str) -> str:
         """Return the tool's name for the optimizer: that in OPTIMIZERS, or another."""
-        for name, ours in OPTIMIZERS.items():
-            if self.optimizer in ours and (name in plain or name in theirs):
-                return theirs.get(name, name)
+        for name, trainer_names in OPTIMIZERS.items():
+            if self.optimizer in trainer_names and (name in plain or name in options):
+                return options.get(name, name)
         raise Cannot(f"the optimizer {self.optimizer}")
 
 
