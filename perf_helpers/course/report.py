@@ -38,8 +38,8 @@ def report(directory: str | Path, pages: Mapping[str, dict[str, Any]] | None = N
     baseline = data.get("baseline")
     changed = change_cases(baseline["changes"], data.get("fail_on", AXES)) if baseline else []
     write_whole(directory / "junit.xml", junit(data["date"], _cases(data) + changed))
-    made = pages or {}
-    shown_lessons = ((lesson, made.get(lesson["name"])) for lesson in data["lessons"])
+    lesson_pages = pages or {}
+    shown_lessons = ((lesson, lesson_pages.get(lesson["name"])) for lesson in data["lessons"])
     data["lessons"] = [lesson | (page or lesson_page(directory, lesson["name"])) for lesson, page in shown_lessons]
     count = Counter(claim["verdict"] for claim in data["claims"])
     facts = {"failures": failures(data), "to_send": to_send(data), "count": count, "verdicts": list(Verdict)}
