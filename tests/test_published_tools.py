@@ -46,10 +46,10 @@ def test_what_is_on_record_of_ours_is_what_the_record_says(report):
     lora = json.loads((RESULTS / "lora_t4_predictions_2.11.0.json").read_text("utf-8"))["rows"]
     rehearsed = {row["name"]: row for row in lora}
     for row in report["pairs"]:
-        ours, rehearsal = row["said"]["this estimate"], row["said"]["rehearsal"]
+        estimated, rehearsal = row["said"]["this estimate"], row["said"]["rehearsal"]
         if row["file"] == "published":
             what = next(what for figure, what in WHAT.items() if figure in row)
-            assert ours[what] == round(published[row["name"]]["predicted"] * MIB), row["name"]
+            assert estimated[what] == round(published[row["name"]]["predicted"] * MIB), row["name"]
             assert rehearsal[what] == round(published[row["name"]]["rehearsed"] * MIB), row["name"]
         elif row["file"] == "published_lora":
             assert rehearsal == {what: rehearsed[row["name"]][figure] for figure, what in WHAT.items()}
@@ -72,10 +72,10 @@ def test_each_row_is_made_of_its_answers(report):
 
 
 def test_ours_answers_every_row_and_is_nearest_in_the_median(report):
-    ours, *others = report["table"]
+    estimates, *others = report["table"]
     for figure, requested in (("allocated", 37), ("reserved", 29)):
-        assert ours[figure]["answered"] == ours[figure]["asked"] == requested
-        assert ours[figure]["median"] <= min(row[figure].get("median", 1) for row in others[2:])
+        assert estimates[figure]["answered"] == estimates[figure]["asked"] == requested
+        assert estimates[figure]["median"] <= min(row[figure].get("median", 1) for row in others[2:])
 
 
 def test_every_tool_that_can_be_queried_was(report, tools):

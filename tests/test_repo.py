@@ -133,7 +133,7 @@ def test_imports_run_one_way():
 
 
 @pytest.mark.parametrize(
-    "module, line, told",
+    "module, line, message",
     [
         ("trainmem/core/hardware", "from trainmem.core import task", "inside the core"),
         ("trainmem/records", "def f():\n    from trainmem import commands", "rooms of the engine"),
@@ -144,12 +144,12 @@ def test_imports_run_one_way():
         ("perf_helpers/lab/odds", "import json", "inside the lab"),
     ],
 )
-def test_an_import_upwards_and_a_module_without_a_place_are_reported(tmp_path, module, line, told):
+def test_an_import_upwards_and_a_module_without_a_place_are_reported(tmp_path, module, line, message):
     for package in PACKAGES:
         shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
     path = tmp_path / f"{module}.py"
     path.write_text(f"{path.read_text() if path.exists() else ''}\n{line}\n")
-    assert told in wrong_imports(tmp_path)
+    assert message in wrong_imports(tmp_path)
 
 
 MOST_LINES = 345  # of code in a module
@@ -161,7 +161,9 @@ def shape_problems(modules):
     long = [f"{name} has {n} lines of code, {MOST_LINES} at most" for name, n in lines.items() if n > MOST_LINES]
     rooms = {name.rpartition(".")[0] for name in modules if "." in name} & modules.keys()
     doors = {room: ast.get_docstring(ast.parse(modules[room])) or "" for room in sorted(rooms)}
-    return long + [f"{room}: what is not covered?" for room, told in doors.items() if "ot covered" not in told]
+    return long + [
+        f"{room}: what is not covered?" for room, docstring in doors.items() if "ot covered" not in docstring
+    ]
 
 
 def test_modules_are_short_and_doors_say_what_is_behind_them():
@@ -331,10 +333,12 @@ def environment_problems(environment, folder, project, constraints):
     if not python or not admitted or not all(version in wanted for version in admitted):
         problems.append(f"python{python} does not keep to requires-python {wanted}")
     for name, specifier in requirements.items():
-        asked = declared(project).get(name)
+        declaration = declared(project).get(name)
         exact = pinned.get(name) is not None and str(specifier) == f"=={pinned[name]}"
-        if asked and specifier and not exact and specifier != asked.specifier:
-            problems.append(f"{name}{specifier} is neither pyproject's range {asked.specifier} nor the tested version")
+        if declaration and specifier and not exact and specifier != declaration.specifier:
+            problems.append(
+                f"{name}{specifier} is neither pyproject's range {declaration.specifier} nor the tested version"
+            )
     return problems
 
 
@@ -536,13 +540,13 @@ def link_problems(pages, files, heads=None):
     """Links that lead nowhere. pages: {path: text} that links are looked for in; files: all paths; heads: {path: text}
     of what anchors may lead into, if more than the pages."""
     heads, problems = heads or pages, []
-    there = {str(path) for path in files} | {str(parent) for path in files for parent in Path(path).parents}
+    existing = {str(path) for path in files} | {str(parent) for path in files for parent in Path(path).parents}
     links = [(page, "".join(pair)) for page, text in pages.items() for pair in LINK.findall(without_code(text))]
     for page, link in some(((page, link) for page, link in links if not SCHEME.match(link)), "relative links"):
         target, _, anchor = link.partition("#")
         path = os.path.normpath(Path(page).parent / target) if target else str(page)
-        if path not in there:
-            problems.append(f"{page}: there is no {link}")
+        if path not in existing:
+            problems.append(f"{page}: existing is no {link}")
         elif anchor and anchor not in anchors(heads.get(Path(path), "")):
             problems.append(f"{page}: {link} leads to no heading of {path}")
     return problems
@@ -574,13 +578,13 @@ def test_a_link_that_leads_nowhere_is_reported():
         b: "# B",
     }
     assert link_problems(pages, [a, b]) == []
-    for link, told in (
+    for link, message in (
         ("[x](b.md)", "there is no b.md"),
         ("[x](../b.md#c)", "../b.md#c leads to no heading of b.md"),
         ("[x](#two)", "#two leads to no heading of docs/a.md"),
         ('<img src="p.png">', "there is no p.png"),
     ):
-        assert link_problems(pages | {a: link}, [a, b]) == [f"docs/a.md: {told}"]
+        assert link_problems(pages | {a: link}, [a, b]) == [f"docs/a.md: {message}"]
     assert anchors("# A\n## A\n```\n# B\n```") == {"a", "a-1"}
 
 

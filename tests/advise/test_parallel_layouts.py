@@ -58,9 +58,9 @@ def large():
     ],
 )
 def test_bytes_are_the_estimates(name, more):
-    asked = {"per_device_train_batch_size": 4, "bf16": True}
-    found = by_name(parallelism(TASK, cards=4, card="a100", **asked))[name]
-    traced = estimate(TASK, processes=4, device="cuda", compute_capability=(8, 0), **asked, **more)
+    arguments = {"per_device_train_batch_size": 4, "bf16": True}
+    found = by_name(parallelism(TASK, cards=4, card="a100", **arguments))[name]
+    traced = estimate(TASK, processes=4, device="cuda", compute_capability=(8, 0), **arguments, **more)
     assert found.bytes_a_rank == traced.needed_bytes(CONTEXT_BYTES)
 
 

@@ -165,6 +165,6 @@ def test_a_thread_that_is_missing_shows(fewer, expected):
     assert verdict("threads-minus-one", ratio) is expected
 
 
-@pytest.mark.parametrize(("told", "expected"), [([1, 1], HOLDS), ([3, 3], REFUTED)])
-def test_threads_that_the_environment_sets_are_not_torchruns(told, expected):
-    assert verdict("torchrun-threads", max(told)) is expected
+@pytest.mark.parametrize(("threads", "expected"), [([1, 1], HOLDS), ([3, 3], REFUTED)])
+def test_threads_that_the_environment_sets_are_not_torchruns(threads, expected):
+    assert verdict("torchrun-threads", max(threads)) is expected

@@ -106,10 +106,10 @@ def test_what_lets_go_holds_nothing_and_settings_that_are_set_are_there(searchin
     after = searching.held(size)
     assert verdict("hpo-frees-memory", before - after) is REFUTED
     assert verdict("hpo-frees-memory", after - searching.held(size)) is HOLDS
-    gave = best.hyperparameters["learning_rate"]
-    assert verdict("hpo-applies-best", float(made.args.learning_rate == gave)) is REFUTED
-    made.args.learning_rate = gave
-    assert verdict("hpo-applies-best", float(made.args.learning_rate == gave)) is HOLDS
+    best_rate = best.hyperparameters["learning_rate"]
+    assert verdict("hpo-applies-best", float(made.args.learning_rate == best_rate)) is REFUTED
+    made.args.learning_rate = best_rate
+    assert verdict("hpo-applies-best", float(made.args.learning_rate == best_rate)) is HOLDS
 
 
 @pytest.mark.nightly

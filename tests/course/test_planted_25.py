@@ -53,9 +53,9 @@ def test_a_rank_that_is_ignored_or_a_base_that_learns_is_not_ten_thousand_times_
 def test_adapters_begin_as_nothing_and_are_peft_s(adapting):
     plain = adapting.llama()
     assert adapting.apart(adapting.adapt(adapting.llama(), 4), plain, ROWS) == 0
-    ours, theirs = (adapting.filled(how(adapting.llama(), 4)) for how in (adapting.adapt, adapting.with_peft))
-    assert adapting.apart(ours, theirs, ROWS) < 1e-5 < adapting.apart(ours, plain, ROWS)
-    numbers = [sum(one.numel() for one in adapting.learning(model)) for model in (ours, theirs)]
+    by_hand, by_peft = (adapting.filled(how(adapting.llama(), 4)) for how in (adapting.adapt, adapting.with_peft))
+    assert adapting.apart(by_hand, by_peft, ROWS) < 1e-5 < adapting.apart(by_hand, plain, ROWS)
+    numbers = [sum(one.numel() for one in adapting.learning(model)) for model in (by_hand, by_peft)]
     assert numbers[0] == numbers[1] > 0
 
 

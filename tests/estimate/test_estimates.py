@@ -243,10 +243,10 @@ def test_on_a_machine_with_a_gpu_its_own_capability_counts(monkeypatch):
     gpu = hardware.Gpu(0, name="NVIDIA A100", memory_bytes=80 * 2**30, capability=(8, 0))
     monkeypatch.setattr(hardware, "describe", lambda: hardware.Machine("NVIDIA A100", "cuda", gpus=(gpu,)))
     options = {"task": TINY, "per_device_train_batch_size": 2}
-    here, there = (estimate(**options, **more) for more in ({}, {"device": "cuda", "compute_capability": (8, 0)}))
-    assert here.device == "cuda" and here.memory == there.memory
+    default, explicit = (estimate(**options, **more) for more in ({}, {"device": "cuda", "compute_capability": (8, 0)}))
+    assert default.device == "cuda" and default.memory == explicit.memory
     hopper = estimate(**options, compute_capability=(9, 0))
-    assert hopper.peak_bytes > here.peak_bytes, "its workspace is larger"
+    assert hopper.peak_bytes > default.peak_bytes, "its workspace is larger"
 
 
 def test_where_no_gpu_is_named_and_none_is_there_the_default_one_is_meant(monkeypatch):

@@ -284,10 +284,10 @@ def test_what_does_not_fit_beside_the_other_has_a_process_for_each_turn(tmp_path
             import os
             import pathlib
 
-            (mine := pathlib.Path(tmp_path, f"{name}-{os.getpid()}")).touch()
+            (own := pathlib.Path(tmp_path, f"{name}-{os.getpid()}")).touch()
             others = {int(path.name.split("-")[1]) for path in pathlib.Path(tmp_path).iterdir()} - {os.getpid()}
             if not together and any(pathlib.Path(f"/proc/{other}").exists() for other in others):
-                mine.unlink()
+                own.unlink()
                 raise MemoryError("two are too many")
 
         return step

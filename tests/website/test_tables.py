@@ -53,16 +53,16 @@ def compare(model, key, chance):
     sizes = {"batch": batch, "length": length, "expandable": expandable}
     table = calculator_tables.read(TABLES / model / f"{key}.json.gz")
     given = {"recipe": table, "sizes": sizes, "card": card, "categories": len(INDEX["categories"])}
-    (there,) = answers([("memory", given)])
+    (answer,) = answers([("memory", given)])
     samples = 4 * batch * int(recipe.accumulation)
     settings = "expandable_segments:True" * expandable
     options = {"card": card["key"], "allocator_settings": settings, "timeout": 900}
-    here = estimate(Task(model, length, samples), **options, **recipe.arguments(batch))
+    traced = estimate(Task(model, length, samples), **options, **recipe.arguments(batch))
     names = "peakBytes", "reservedBytes", "parts", "operation", "phase"
-    memory = here.memory
+    memory = traced.memory
     expected = memory.peak_bytes, memory.reserved_bytes, [*memory.breakdown.values()]
     expected += memory.peak_operation, memory.peak_phase
-    assert tuple(there[name] for name in names) == expected, f"{model} {key} {sizes} {card['key']}"
+    assert tuple(answer[name] for name in names) == expected, f"{model} {key} {sizes} {card['key']}"
 
 
 @pytest.mark.parametrize("kind", OF_KIND)

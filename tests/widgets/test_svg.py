@@ -43,11 +43,11 @@ def strips(picture):
     boxes = [each for each in ElementTree.fromstring(picture).iter() if "grid-row" in each.get("style", "")]
     apart = [each for each in boxes if "background" in each.get("style")]
 
-    def told(part):
+    def texts(part):
         titles = [each.get("title") for each in part.iter() if each.get("title")]
         return [" ".join("".join(part.itertext()).split()), *titles]
 
-    return [told(each) for each in apart], [told(each) for each in boxes if each not in apart]
+    return [texts(each) for each in apart], [texts(each) for each in boxes if each not in apart]
 
 
 def test_a_point_without_a_speed_stands_apart_and_says_so():
