@@ -124,12 +124,12 @@ def preflight_loop(kind: str, size: int, length: int, task) -> None:
         step()
 
 
-def of_ours(tool: str, row: Row) -> dict:
+def own_answers(tool: str, row: Row) -> dict:
     """Return this project's answers for a training: recorded ones, otherwise the estimate of its loop."""
     if tool in row.known or tool == "rehearsal":
         return row.known.get(tool, {"refused": "not rehearsed"})
-    how = {"device": "cuda", "compute_capability": T4, "torch_version": row.release, "timeout": 600}
-    return tools.estimated(lambda: estimate(published.NOWHERE, function=row.loop, **how))
+    options = {"device": "cuda", "compute_capability": T4, "torch_version": row.release, "timeout": 600}
+    return tools.estimated(lambda: estimate(published.NOWHERE, function=row.loop, **options))
 
 
 def measure(cases, options):
@@ -141,7 +141,7 @@ def measure(cases, options):
         path.write_text(json.dumps(questions))
         for tool in cases:
             if tool not in tools_pypi.TOOLS:
-                replies = [*pool.map(functools.partial(of_ours, tool), found)]
+                replies = [*pool.map(functools.partial(own_answers, tool), found)]
                 yield tool, {"tool": tool, "version": "of record" if tool == "rehearsal" else version, "said": replies}
             elif answers := of_pypi(tool, options.pythons, path):
                 for replies in answers["said"]:

@@ -635,7 +635,7 @@ plots.table([alone, helped])
 
 
 # %% tags=["claim"]
-def who_reads(_):
+def read_by_main(_):
     loader = DataLoader(Reader({"x": torch.ones(64, 8)}, 0), BATCH)  # no other arguments
     batches = [batch["when"][:, 0] for batch, _ in zip(loader, range(8))]
     return (torch.cat(batches) == os.getpid()).double().mean().item()
@@ -644,7 +644,7 @@ def who_reads(_):
 crowds = {f"{count} workers": reading(3, num_workers=count) for count in (4, 16)}
 turns = fed(crowds, steps=8, skip=10, turns=4)
 beyond = [total(turn["4 workers"], "wait", "train") / total(turn["16 workers"], "wait", "train") for turn in turns]
-display(claims.check("main-process-loads", lab.run(who_reads, measure=("none",)).value))
+display(claims.check("main-process-loads", lab.run(read_by_main, measure=("none",)).value))
 display(claims.check("workers-help", workers_help, note="pairs: " + ", ".join(f"{gain:.2f}" for gain in gains)))
 left = f"waiting with 4 workers {waiting_share(turns[0]['4 workers']):.0%} of the time"
 display(claims.check("workers-not-beyond", lab.ratio(beyond), note=left))

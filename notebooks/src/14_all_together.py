@@ -692,9 +692,11 @@ try:
     with sweep.connected(workers=None if cuda else 2, tell=print) as team:  # None: one for each GPU
         found = sweep.run(Lab(profile, out=out, executor=team), grid, tell=print)
     display(found)
-    there = found.runs[0]
-    here = lab.train("here", task=Task(**grid["task"]), measure=("memory",), **there.arguments)
-    print(f"The first row's peak: {there.peak_bytes} bytes by {there.attempts[-1]['worker']}, {here.peak_bytes} here.")
+    remote = found.runs[0]
+    local = lab.train("here", task=Task(**grid["task"]), measure=("memory",), **remote.arguments)
+    print(
+        f"The first row's peak: {remote.peak_bytes} bytes by {remote.attempts[-1]['worker']}, {local.peak_bytes} here."
+    )
 except ValueError as missing:
     print(f"No sweep here: {missing}")
 

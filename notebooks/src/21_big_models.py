@@ -449,7 +449,7 @@ for name, run in runs.items():
 
 
 # %%
-def who_gets_the_gradient():
+def gradient_owners():
     model, used, linear = load(home / "small", device_map=places(8, 4)), [], torch.nn.functional.linear
     given = {number: model.model.layers[number].self_attn.q_proj.weight for number in (0, 7)}  # to an optimizer
 
@@ -472,7 +472,7 @@ heads = [
     "the used weight has a gradient",
     "the optimizer's weight has one",
 ]
-plots.Table(heads, list(who_gets_the_gradient()), "The optimizer's weight, and the weight that the forward pass used")
+plots.Table(heads, list(gradient_owners()), "The optimizer's weight, and the weight that the forward pass used")
 
 # %% [markdown]
 # Every optimizer skips a weight without a gradient. Frozen weights work in this way, so nothing warns. And the layers did not run under `no_grad`: the gradient exists, on a tensor that is thrown away. Two libraries contribute to the fault. accelerate replaces the tensors. transformers used to stop with a RuntimeError in `Trainer._move_model_to_device` (`trainer.py`); since [PR 41032](https://github.com/huggingface/transformers/pull/41032) it returns early for any model with a `hf_device_map`.

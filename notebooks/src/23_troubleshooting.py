@@ -822,10 +822,15 @@ plots.Table(["watch", "CPU time of a step / without watch"], rows)
 # Any report counts, unless the statement is that the detector names a module.
 
 # %% tags=["claim"]
-wheres = ["model.layers.0.self_attn.q_proj", "model.layers.0.mlp.gate_proj", "model.layers.1.mlp.up_proj", "lm_head"]
-reports = [detector(partial(halved, build=partial(filled, where=where, value=3e4))) for where in wheres]
-named = sum(one == (where, 0) for one, where in zip(reports, wheres))
-display(claims.check("debug-overflow", named / len(wheres), note=", ".join(wheres)))
+module_names = [
+    "model.layers.0.self_attn.q_proj",
+    "model.layers.0.mlp.gate_proj",
+    "model.layers.1.mlp.up_proj",
+    "lm_head",
+]
+reports = [detector(partial(halved, build=partial(filled, where=name, value=3e4))) for name in module_names]
+named = sum(one == (name, 0) for one, name in zip(reports, module_names))
+display(claims.check("debug-overflow", named / len(module_names), note=", ".join(module_names)))
 vanishing = [detector(numbers[key][1]) is not None for key in ("5", "7")]
 display(claims.check("debug-underflow", sum(vanishing) / 2, note="gradients, and activations"))
 found_nan = [detector(numbers["4"][1]) is not None, logs['debug="underflow_overflow"'][2]]

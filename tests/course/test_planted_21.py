@@ -41,7 +41,7 @@ FUNCTIONS |= {
     "offloaded",
     "sentences",
     "training",
-    "who_gets_the_gradient",
+    "gradient_owners",
 }
 
 
@@ -206,5 +206,5 @@ class TestTraining:
         assert self.changed(lesson, 4, freeze=True, **guard) < 0.6
 
     def test_the_gradient_goes_to_another_tensor_than_the_optimizers(self, lesson):
-        in_memory, on_disk = lesson.who_gets_the_gradient()
+        in_memory, on_disk = lesson.gradient_owners()
         assert (in_memory, on_disk) == ([0, "cpu", True, True, True], [7, "meta", False, True, False])

@@ -186,11 +186,11 @@ def test_whatever_is_measured_the_answer_is_not_negative_and_comes_after_a_few_r
 def test_all_that_is_run_at_its_own_size_together_takes_a_few_seconds(machine):
     operations = [mm(2000 + n, 2048, 2048) for n in range(400)]
     seen = machine(lambda one: hash(one.signature) % 10**6, bytes_a_second=2e8)
-    hows = [hidden.how for hidden in found(*operations)]
+    sources = [hidden.how for hidden in found(*operations)]
     whole = [one for one in seen.ran if one in operations]
-    assert 0 < len(whole) < len(operations) and set(hows) == {"measured", "assumed"}
+    assert 0 < len(whole) < len(operations) and set(sources) == {"measured", "assumed"}
     assert sum(one.bytes for one in whole) / 2e8 < 2 * operator_workspaces.OWN_SIZE_SECONDS
-    assert hows[: len(whole)] == ["measured"] * len(whole), "the first ones matter most"
+    assert sources[: len(whole)] == ["measured"] * len(whole), "the first ones matter most"
 
 
 def test_what_is_too_large_for_this_process_is_not_run(machine):

@@ -202,12 +202,12 @@ def test_a_port_of_ones_own_that_is_taken_is_reported(provoke):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
 
-        def meet_there(rank):
+        def open_store(rank):
             import torch
 
             torch.distributed.TCPStore("127.0.0.1", port, is_master=True)
 
-        run = provoke(on_rank_1(lambda: meet_there(1)))
+        run = provoke(on_rank_1(lambda: open_store(1)))
     assert run.status == "crashed" and str(port) in run.message and "EADDRINUSE" in run.message, run
 
 

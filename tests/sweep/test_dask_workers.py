@@ -101,10 +101,10 @@ def test_a_killed_workers_experiment_is_made_once_more_elsewhere_and_leaves_noth
 
 
 def test_two_killed_workers_are_enough_and_the_others_go_on(client, tmp_path):
-    begun = tmp_path / "begun"
+    starts = tmp_path / "starts"
 
     def deadly():
-        with begun.open("a") as file:
+        with starts.open("a") as file:
             file.write("again\n")
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -114,7 +114,7 @@ def test_two_killed_workers_are_enough_and_the_others_go_on(client, tmp_path):
         outcome = executors.outcome_of(deadly_one)
         values = [executors.outcome_of(other).value for other in others]
     assert outcome.status == "killed" and outcome.message.count("was killed") == 2, outcome
-    assert begun.read_text().splitlines() == ["again"] * 2
+    assert starts.read_text().splitlines() == ["again"] * 2
     assert [attempt["status"] for attempt in outcome.attempts] == ["killed"] * 2
     assert values == [0, 1, 2, 3]
 

@@ -137,11 +137,11 @@ def test_an_interrupted_sweep_ends_what_its_workers_do(client, tmp_path):
 
 
 def test_a_row_that_kills_its_workers_fails_and_the_others_are_performed(client, tmp_path, quick):
-    begun = tmp_path / "begun"
+    starts = tmp_path / "starts"
 
     def before(name):
         if name == "deadly":
-            with begun.open("a") as file:
+            with starts.open("a") as file:
                 file.write(f"{os.getpid()}\n")
             os.kill(os.getpid(), signal.SIGKILL)
         elif name == "deadly once" and not (tmp_path / "once").exists():
@@ -156,7 +156,7 @@ def test_a_row_that_kills_its_workers_fails_and_the_others_are_performed(client,
             Lab("cpu", out=tmp_path, executor=executor), {"task": TASK, "measure": "memory", "rows": rows}
         )
     assert not found.ok and [run.status for run in found.runs] == ["killed", "ok", "ok", "ok"]
-    assert [len(run.attempts) for run in found.runs] == [2, 1, 2, 1] and len(begun.read_text().split()) == 2
+    assert [len(run.attempts) for run in found.runs] == [2, 1, 2, 1] and len(starts.read_text().split()) == 2
     assert "second attempt" in repr(found) and found.failures()[0].startswith("deadly: killed, worker ")
     assert found.to_dict()["status"] == "failed"
     assert {run.id: run for run in Store(tmp_path / "runs.jsonl").read()} == {run.id: run for run in found.runs}
