@@ -116,7 +116,7 @@ def cuda_tools() -> str:
         "figure*: everything that a tool reports, including its allowance for the context, fragmentation and safety, "
         "compared with the peak of reserved memory. Examined but not run: "
     )
-    text += "; ".join(f"{name} ({why})" for name, why in report["not_run"].items())
+    text += "; ".join(f"{name} ({reason})" for name, reason in report["not_run"].items())
     return "\n\n".join([about, table(head, rows), f"{text}.", published_tools()])
 
 
@@ -128,8 +128,8 @@ def published_tools() -> str:
         cells = [f"{row['tool']} {row['version']}" + (f", without {row['left_out']}.toml" if row["left_out"] else "")]
         for found in map(row.get, figures):
             cells += [f"{found['answered']} of {found['asked']}", *(share(found.get(e)) for e in ("median", "worst"))]
-        refused = ((count, shorten(why.rpartition("Error: ")[2], 45)) for why, count in row["refused"])
-        rows.append([*cells, "; ".join(f"{count}: {why}" for count, why in refused)])
+        refused = ((count, shorten(reason.rpartition("Error: ")[2], 45)) for reason, count in row["refused"])
+        rows.append([*cells, "; ".join(f"{count}: {reason}" for count, reason in refused)])
     for figure, what in figures.items():
         pairs = [(row["said"]["this estimate"][what], row) for row in report["pairs"] if figure in row]
         off, name = max(
@@ -140,7 +140,7 @@ def published_tools() -> str:
     made_with = f"{report['machine']}, {versions(report, 'torch', 'transformers', 'peft')}, {report['date'][:10]}"
     about = f"{report['what']}. {made_with}. {report['note']}"
     text = f"Largest errors of this estimate: {' and '.join(worst)}. Examined but not run: "
-    text += "; ".join(f"{name} ({why})" for name, why in report["not_run"].items())
+    text += "; ".join(f"{name} ({reason})" for name, reason in report["not_run"].items())
     return "\n\n".join([about, table([*head, "refused"], rows), f"{text}."])
 
 
@@ -163,4 +163,4 @@ def published() -> str:
     facts = "[published.toml](../benchmarks/published.toml)"
     text = f"Sources, versions and set-ups are in {facts}. In brackets, not like for like:"
     parts = [about, table(["like for like", "rows", "median", "95th percentile", "worst"], errors), text]
-    return "\n\n".join([*parts, "\n".join(f"- {name}: {why}" for name, why in sorted(notes)), table(head, rows)])
+    return "\n\n".join([*parts, "\n".join(f"- {name}: {reason}" for name, reason in sorted(notes)), table(head, rows)])

@@ -99,10 +99,10 @@ def beside_a_card(suites: Mapping[str, Mapping[str, Any]]) -> str:
     shown = {"the suite's runs": {"rehearsed": against(suite, "rehearsed")}} | record["told"]
     rows = []
     for kind, by in shown.items():
-        for how, found in by.items():
+        for method, found in by.items():
             of = found["trainings"]
             cells = [f"{found[n][0]} of {of}, worst {share(found[n][1])}" if n in found else "" for n in SIZES]
-            rows.append([kinds.get(kind, kind), how, f"{found['equal']} of {of}", *cells])
+            rows.append([kinds.get(kind, kind), method, f"{found['equal']} of {of}", *cells])
     head = ["trainings", "method", "all sizes equal", *SIZES]
     return f"{record['machine']}, {versions(record)}, {record['date'][:10]}.\n\n{table(head, rows)}"
 

@@ -96,8 +96,8 @@ def cases(options) -> dict[str, Training]:
 
 
 def measure(cases, options):
-    if why := optional_packages.offer("peft"):
-        raise SystemExit(f"measure_adapters: {why}")
+    if reason := optional_packages.offer("peft"):
+        raise SystemExit(f"measure_adapters: {reason}")
     cloudpickle.register_pickle_by_value(measure_cuda)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

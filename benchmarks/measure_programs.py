@@ -225,8 +225,8 @@ def page() -> str:
         program = f"{each['name']} ({source} {each['version']})"
         memory = " / ".join(f"{size / MIB:,.0f}" for size in each.get("peaks", ())) or "none"
         answers = f"{sum(each.get('answers', {}).values()):,}"
-        why = f": {each['message'].partition(' (')[0][:90]}" if "message" in each else ""
-        rows.append([program, each["status"] + why, str(each.get("steps", 0)), memory, answers])
+        reason = f": {each['message'].partition(' (')[0][:90]}" if "message" in each else ""
+        rows.append([program, each["status"] + reason, str(each.get("steps", 0)), memory, answers])
     head = ["program", "its end", "optimizer updates", "MiB allocated / reserved", "assumed answers"]
     ends = Counter(each["status"] for each in record["rows"])
     about = f"{ends['finished']} of {len(rows)} came to their end ({versions(record)}, {record['date'][:10]})."

@@ -201,8 +201,8 @@ def cases(options) -> dict[str, Case]:
 
 
 def measure(cases, options):
-    if why := optional_packages.offer("peft"):
-        raise SystemExit(f"measure_releases: {why}")
+    if reason := optional_packages.offer("peft"):
+        raise SystemExit(f"measure_releases: {reason}")
     cloudpickle.register_pickle_by_value(measure_cuda)
     here = hardware.versions()["torch"]
     release = re.match(r"\d+\.\d+", here)[0]

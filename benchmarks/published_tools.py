@@ -83,14 +83,14 @@ def rows() -> Iterator[Row]:
         model, *named, sizes = name.split(", ")
         attention = named[0] if named else "eager"  # torch-preflight's rows use plain attention, see `preflight_loop`
         size, length = map(int, sizes.split(" x "))
-        how = {"per_device_train_batch_size": size, "attn_implementation": attention}
+        arguments = {"per_device_train_batch_size": size, "attn_implementation": attention}
         if named:
-            config, how = facts["models"][model], how | {"dtype": "float16", "gradient_checkpointing": True}
-            one, more = training(config, length, T4, **how), of_lora(32, config)
+            config, arguments = facts["models"][model], arguments | {"dtype": "float16", "gradient_checkpointing": True}
+            one, more = training(config, length, T4, **arguments), of_lora(32, config)
             loop = functools.partial(lambda task, name: published_lora.train(name), name=name)
             yield Row(name, "published_lora", figures, one, {"rehearsal": known[name]}, more, loop, "2.10")
         else:
-            one = training({"model_type": model}, length, T4, bf16=True, **how)
+            one = training({"model_type": model}, length, T4, bf16=True, **arguments)
             more = dict.fromkeys(("parameters", "trained"), PREFLIGHT["parameters"][model])
             loop = functools.partial(preflight_loop, model, size, length)
             yield Row(name, "published_preflight", figures, one, {}, more, loop, "2.11")

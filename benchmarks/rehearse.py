@@ -37,9 +37,9 @@ def record(card: Card, course: Path | None = None) -> Path:
     """
     rows = []
     with rehearsing(card) as lab:
-        for name, (how, megabytes) in recipes.ROWS.items():
+        for name, (setup, megabytes) in recipes.ROWS.items():
             options = {"name": name, "task": TASK, "measure": "memory"}
-            run = lab.run(how, **options) if callable(how) else lab.train(**options, **how)
+            run = lab.run(setup, **options) if callable(setup) else lab.train(**options, **setup)
             rows.append(_row(run) | {"guide_mb": megabytes})
             print(f"{card.name}  {run}", file=sys.stderr, flush=True)
     content = {

@@ -136,4 +136,4 @@ def test_the_table_has_a_row_for_each_tool_and_what_was_not_run(report):
     for row in report["table"]:
         line = next(line for line in text.splitlines() if line.startswith(f"| {row['tool']} {row['version']}".rstrip()))
         assert f"| {row['answered']} of {row['asked']} | {row['median_error']:.2%} |" in line
-    assert all(f"{name} ({why})" in text for name, why in report["not_run"].items())
+    assert all(f"{name} ({reason})" in text for name, reason in report["not_run"].items())

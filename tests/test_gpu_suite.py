@@ -431,20 +431,20 @@ def test_without_a_report_the_page_says_not_measured(build, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change, why",
+    "change, reason",
     [
         ({"machine": card(rehearsed=True).to_dict()}, "was rehearsed"),
         ({"setup": {"profile": "tiny"}}, "tiny sizes"),
         ({"machine": card("cpu").to_dict()}, "without a GPU"),
     ],
 )
-def test_what_was_not_measured_on_a_gpu_is_refused(suite, build, monkeypatch, tmp_path, change, why):
+def test_what_was_not_measured_on_a_gpu_is_refused(suite, build, monkeypatch, tmp_path, change, reason):
     (made := suite()).run("bf16")
     rows = [json.loads(line) for line in made.store.path.read_text().splitlines()]
     rows = [row | change | {"setup": row["setup"] | change.get("setup", {})} for row in rows]
     made.store.path.write_text("\n".join(map(json.dumps, rows)))
     monkeypatch.setattr(build, "RESULTS", tmp_path / "results")
-    with pytest.raises(ValueError, match=why):
+    with pytest.raises(ValueError, match=reason):
         build.main(["--suite", str(made.store.path)])
     assert not (tmp_path / "results").exists()
 

@@ -128,8 +128,8 @@ class Made:
 
     def install(self, one):
         self.calls.append(one.name)
-        if why := self.refused.get(one.name):
-            raise self.matrix.NotInstalled(why)
+        if reason := self.refused.get(one.name):
+            raise self.matrix.NotInstalled(reason)
 
     def packages(self, one):
         number = list(self.found).index(one.name)

@@ -126,4 +126,4 @@ def test_the_pages_say_what_the_record_says(report):
         }
         name = max(off, key=lambda name: abs(off[name]))
         assert f"{off[name]:+.2%} of the {figure} memory ({name})" in text
-    assert report["note"] in text and all(f"{name} ({why})" in text for name, why in report["not_run"].items())
+    assert report["note"] in text and all(f"{name} ({reason})" in text for name, reason in report["not_run"].items())

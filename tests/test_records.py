@@ -170,11 +170,11 @@ def _write(path, count):
 def _write_until_killed(path):
     """Append a run, and be killed by the kernel in the middle of its line: this process's files may not be larger."""
 
-    def limited(file, *how):
+    def limited(file, *arguments):
         size = os.path.getsize(file)
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
         resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100,) * 2)
-        return builtins.open(file, *how)
+        return builtins.open(file, *arguments)
 
     records.open = limited  # called when the lock is held
     Store(path).append(RUN)

@@ -84,7 +84,7 @@ plots.Table(["", "profile", "model", "parameters", "tokens in a sequence", "batc
 
 # %%
 needs = Counter(hardware.supports(claim.where)[1] or "can be decided here" for claim in load().values())
-plots.Table(["claims", "on this machine"], [[count, why] for why, count in needs.most_common()])
+plots.Table(["claims", "on this machine"], [[count, reason] for reason, count in needs.most_common()])
 
 # %% [markdown]
 # ## By hand: what does a model weigh?

@@ -655,9 +655,9 @@ def best(size, step):
 
 rows = []
 for size in factors:
-    for factor, how in zip(factors[size], ("as is", "square root", "in proportion") if size > 8 else 3 * [""]):
+    for factor, rule in zip(factors[size], ("as is", "square root", "in proportion") if size > 8 else 3 * [""]):
         last = [loss(size, factor, step) for step in (512 // size, 16, 2048 // size)]
-        rows.append([size, f"{factor * base_rate:g}", how, *last, gap(size, factor)])
+        rows.append([size, f"{factor * base_rate:g}", rule, *last, gap(size, factor)])
 header = ["batch", "rate", "scaled", "512 samples", "16 steps", "2048 samples", "above the best rule"]
 plots.Table(header, rows, "unseen loss, median of three seeds")
 

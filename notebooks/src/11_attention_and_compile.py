@@ -709,9 +709,9 @@ def replayed(_):
 
 watched = None if on_cpu or missing else lab.run(replayed, measure="value")
 launched, turns = (watched and watched.value) or (None, None)
-why, note = watched.failure if watched and not watched.ok else missing, f"launched: {launched}" if launched else ""
-display(claims.check("compile-cudagraphs", launched and int(launched["default"] > 0), missing=why, note=note))
-claims.check("compile-reduce-overhead", turns and Ratio.of_turns([turns], CPU, 1.02), missing=why)
+reason, note = watched.failure if watched and not watched.ok else missing, f"launched: {launched}" if launched else ""
+display(claims.check("compile-cudagraphs", launched and int(launched["default"] > 0), missing=reason, note=note))
+claims.check("compile-reduce-overhead", turns and Ratio.of_turns([turns], CPU, 1.02), missing=reason)
 
 # %% [markdown]
 # ### Fused attention

@@ -519,8 +519,8 @@ for stage, ranks, where, more in () if no_deepspeed else tried:
         libraries |= {} if where else {(stage, ranks): sum(parts)}
         rows.append([run.name, *counted(run), sum(parts), sum(formula(stage, ranks)), plots.bytes_text(run.peak_bytes)])
     else:
-        why = f"{run.status}: {run.message.strip().splitlines()[-1][-60:]}"
-        rows.append([run.name, why, "", "", "", sum(formula(stage, ranks)), ""])
+        reason = f"{run.status}: {run.message.strip().splitlines()[-1][-60:]}"
+        rows.append([run.name, reason, "", "", "", sum(formula(stage, ranks)), ""])
 titles = ["DeepSpeed, bytes per parameter", *names, "total", "formula", "peak of a rank"]
 print(no_deepspeed) if no_deepspeed else display(plots.Table(titles, rows))
 

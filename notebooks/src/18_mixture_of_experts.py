@@ -297,9 +297,9 @@ def small(experts, k, width, scale=1):
 
 
 DEVICE, CLOCK, FLOOR = ("cuda", 0, 1.02) if cuda else ("cpu", 1, 1.05)
-how = [None, "grouped_mm", "eager"]
-taken = in_turns([dense, many, many], 3, samples=4, implementations=how)
-rows = [[name or "dense", 1e3 * median(turn[CLOCK] for turn in each)] for name, each in zip(how, taken)]
+implementations = [None, "grouped_mm", "eager"]
+taken = in_turns([dense, many, many], 3, samples=4, implementations=implementations)
+rows = [[name or "dense", 1e3 * median(turn[CLOCK] for turn in each)] for name, each in zip(implementations, taken)]
 plots.Table(["experts computed by", "ms per step"], rows)
 
 # %% [markdown]

@@ -208,8 +208,8 @@ print(f"graphs with a static cache: {compiled}; where all devices are allowed: {
 def quantized(model, **options):
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        how = BitsAndBytesConfig(**options)
-        return LlamaForCausalLM.from_pretrained(folder, quantization_config=how, device_map="cpu").eval()
+        config = BitsAndBytesConfig(**options)
+        return LlamaForCausalLM.from_pretrained(folder, quantization_config=config, device_map="cpu").eval()
 
 
 def scale_bytes(weight):  # with double quantization the scales are quantized too
@@ -296,7 +296,7 @@ def answering(folder):  # random weights: only the time matters here
     in_four = BitsAndBytesConfig(**four, bnb_4bit_compute_dtype=half)
     in_eight = BitsAndBytesConfig(load_in_8bit=True)
     quick = {"nf4": in_four, "int8": in_eight}
-    models = {name: load(dtype=half, quantization_config=how) for name, how in quick.items()}
+    models = {name: load(dtype=half, quantization_config=config) for name, config in quick.items()}
     return {"fp32": load(dtype=torch.float32), "bf16": load(dtype=half)} | models
 
 
@@ -517,18 +517,18 @@ def serve(plan, side="left", dtype=torch.float32):
     return [answers.get(number) for number in range(64)]
 
 
-def timed(**how):
+def timed(**options):
     with lab.quiet():  # use the fastest of three
         moments = [time.process_time()]
         for _ in range(3):
-            answers = serve(**how)
+            answers = serve(**options)
             moments.append(time.process_time())
     return answers, min(end - begin for begin, end in itertools.pairwise(moments))
 
 
 # %%
-def peak(**how):
-    run = lab.run(lambda _: bool(serve(**how)), "served", measure=("memory",), use_cpu=True)
+def peak(**options):
+    run = lab.run(lambda _: bool(serve(**options)), "served", measure=("memory",), use_cpu=True)
     return run.peak_bytes
 
 

@@ -669,7 +669,7 @@ def named_rightly(results):
     return (sum(row[1] == row[2] for row in faults) - alarms) / len(faults)
 
 
-rows = [[key, "✓" if fault == name else f"✗ {fault}", name, why] for key, fault, name, why in results.values()]
+rows = [[key, "✓" if fault == name else f"✗ {fault}", name, reason] for key, fault, name, reason in results.values()]
 plots.Table(["patient", "", "the tool says", "evidence"], rows)
 
 # %% [markdown]

@@ -196,10 +196,10 @@ def above_slowdown(known):
     return None
 
 
-with hardware.nvml() as (ask, why):
+with hardware.nvml() as (ask, reason):
     handle = ask("nvmlDeviceGetHandleByUUID", lab.machine.gpus[0].uuid) if on_gpu else None
     known = thermal_limits(ask, handle) if handle else {}
-print(known or f"no thermometer here: {why or 'this machine shows no GPU'}")
+print(known or f"no thermometer here: {reason or 'this machine shows no GPU'}")
 
 # %% [markdown]
 # Watch the *reasons* that the driver gives for lower clocks, not only the temperature. A power limit is also a reason, and it is normal on most cards under load.

@@ -128,8 +128,8 @@ warnings.filterwarnings("ignore", ".*is_gradient_checkpointing")  # an old name,
 
 
 def with_peft(model, rank=4):
-    how = peft.LoraConfig(r=rank, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    return peft.get_peft_model(model, how)
+    config = peft.LoraConfig(r=rank, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    return peft.get_peft_model(model, config)
 
 
 # %%
@@ -315,8 +315,8 @@ if not no_peft:
     sixteen.append(counted("bf16", 4, words, dtype="bfloat16"))
     for prepare in (True, False):
         name = "4 bits, prepared" if prepare else "4 bits, not prepared"
-        how = dict(prepare_model_for_kbit_training=prepare, dtype="bfloat16")
-        sixteen.append(counted(name, 4, words, **nf4 | how))
+        changes = dict(prepare_model_for_kbit_training=prepare, dtype="bfloat16")
+        sixteen.append(counted(name, 4, words, **nf4 | changes))
 kinds = ("weights", "frozen_weights", "quantized_weights", "activations", "temporaries")
 rows = [[run.name, plots.bytes_text(run.peak_bytes or 0), *(plots.bytes_text(part(run, kind) or 0) for kind in kinds)]
         for run in sixteen]  # fmt: skip

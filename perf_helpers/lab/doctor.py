@@ -60,9 +60,9 @@ def about_rehearsal() -> Finding:
 
     if hardware.is_rehearsal():
         return Finding("note", "rehearsal", "The GPU is rehearsed: memory is exact, nothing is computed.")
-    if why := build.problem():
+    if reason := build.problem():
         install = "" if build.compiler() else "Run `apt install g++`, or install your system's C++ compiler."
-        return Finding("note", "rehearsal", f"GPUs cannot be rehearsed: {why}.", install)
+        return Finding("note", "rehearsal", f"GPUs cannot be rehearsed: {reason}.", install)
     if build.interpreter() is None:
         text = "To rehearse GPUs, torch's CUDA build is needed: 5 GB, in a separate environment."
         return Finding("note", "rehearsal", text, "The first `perf-helpers rehearse` installs it.")

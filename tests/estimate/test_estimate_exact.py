@@ -76,8 +76,8 @@ def momentum(model, _):
     return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, nesterov=True)
 
 
-def _checkpointed(**how):
-    return {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": how}
+def _checkpointed(**options):
+    return {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": options}
 
 
 # {kind: settings that exclude one another}. A pair has one of each kind.

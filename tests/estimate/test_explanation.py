@@ -28,8 +28,8 @@ def adapters(**more):
 
 @pytest.fixture(scope="module", autouse=True)
 def peft():
-    if why := optional_packages.offer("peft"):
-        pytest.skip(why)
+    if reason := optional_packages.offer("peft"):
+        pytest.skip(reason)
 
 
 @pytest.mark.nightly

@@ -45,8 +45,8 @@ def test_the_index_names_every_table_and_knows_the_cards():
 def compare(model, key, chance):
     """A table against the estimate at a point and on a card that chance decides."""
     recipe, about = Recipe(*key.split(".")), INDEX["models"][model]
-    if recipe.method == "lora" and (why := optional_packages.offer("peft")):
-        pytest.skip(why)
+    if recipe.method == "lora" and (reason := optional_packages.offer("peft")):
+        pytest.skip(reason)
     able = [each for each in INDEX["cards"] if recipe.kernels in ("any", OF_MAJOR.get(str(each["capability"][0])))]
     card, expandable = chance.choice(able), chance.random() < 0.3
     batch, length = int(about["most"] ** chance.random()), 128 * chance.randint(1, about["longest"] // 128)
