@@ -145,9 +145,8 @@ def measure(cases, options):
                 yield tool, {"tool": tool, "version": "of record" if tool == "rehearsal" else version, "said": replies}
             elif answers := of_pypi(tool, options.pythons, path):
                 for replies in answers["said"]:
-                    replies |= (
-                        {"total_bytes": replies["total_bytes"] - replies["context_bytes"]} if "bytes" in replies else {}
-                    )
+                    if "bytes" in replies:
+                        replies["total_bytes"] -= replies["context_bytes"]
                 yield tool, {"tool": tool} | answers
 
 

@@ -173,10 +173,8 @@ def ftuneai(question: Question) -> Answer:
 
     hub.fetch_model_config = lambda _: question.fields
     args = question.words(batch_size="size", seq_length="length", gradient_checkpointing="checkpointing")
-    args |= {
-        "optimizer": question.named("adamw", "sgd", "adafactor", adamw_8bit="adam_8bit"),
-        "method": question.method,
-    }
+    optimizer = question.named("adamw", "sgd", "adafactor", adamw_8bit="adam_8bit")
+    args |= {"optimizer": optimizer, "method": question.method}
     args |= {"lora_rank": question.rank, "lora_target": "attention_all"} if question.rank else {}
     result = Estimator(f"asked/{question.parameters}", flash_attention=question.flash, **args).estimate_memory()
     return (result.total_gb - result.overhead_gb) * GIB, result.total_gb * GIB
@@ -201,9 +199,8 @@ def llmcalculator(question: Question) -> Answer:
     from llmcalculator.workloads import FULL_FINETUNE, LORA
 
     model, machine = _spec_from_config("a/model", question.fields), HardwareProfile(CPU("", 1, 1), 2**40)
-    args = question.words(
-        quant_name="precision", context="length", batch="size", gradient_checkpointing="checkpointing"
-    )
+    args = question.words(quant_name="precision", context="length", batch="size")
+    args |= question.words(gradient_checkpointing="checkpointing")
     result = estimate(model, machine, LORA if question.rank else FULL_FINETUNE, **args).breakdown
     return result.total - result.overhead, result.total
 
@@ -235,9 +232,8 @@ def memguard(question: Question) -> Answer:
     sizes |= question.words(num_layers="depth", num_experts="experts", num_active_experts="experts_of_a_token")
     sizes |= {"intermediate_dim": question.fields.get("intermediate_size"), "bits": 8 * question.weight_bytes}
     model = ModelSpec(arch=ModelArch.MOE if question.experts > 1 else ModelArch.DENSE, **sizes)
-    args = question.words(
-        batch_size="size", seq_length="length", grad_checkpoint="checkpointing", flash_attention="flash"
-    )
+    args = question.words(batch_size="size", seq_length="length", grad_checkpoint="checkpointing")
+    args |= question.words(flash_attention="flash")
     args |= {"lora_layers": question.depth}  # the tool counts activations over these, in full fine-tuning too
     args |= {
         "optimizer": question.named("adamw", "sgd", "adafactor", "lion"),
