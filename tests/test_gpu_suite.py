@@ -95,7 +95,7 @@ def _speed(arguments):
     return (1 + math.log2(size) / 10) * sdpa * math.prod(factors.get(name, 1) for name in switched)
 
 
-class Said:
+class FakeEstimate:
     """An estimate that is 1 % off."""
 
     def __init__(self, task, arguments):
@@ -419,7 +419,7 @@ def test_the_page_shows_what_was_measured(suite, build, tmp_path, monkeypatch):
     assert "driver 580.1, torch 2.11.0+cu130, transformers 5.17.0" in text
     own = build.rehearsed_recipes(cards, {}, suites)
     assert "| nvidia-h100-80gb-hbm3, measured by the suite |" in own and "speed not measured" not in own
-    monkeypatch.setattr(build, "estimate", lambda task, **arguments: Said(task, arguments))
+    monkeypatch.setattr(build, "estimate", lambda task, **arguments: FakeEstimate(task, arguments))
     ran = sum(row["status"] == "ok" for row in report["rows"] if row["part"] == "estimate")
     table = build.error_table(build.held_against({name: build.of_suite(data) for name, data in suites.items()}))
     assert f"On GPUs, {ran} trainings" in table and f"| allocated | {ran} | 1.00% |" in table and ran > 30

@@ -410,7 +410,7 @@ def test_stray_text_is_reported(pieces):
     assert stray("results/root/x, https://site.example/work/of/art, todo lists") == []
 
 
-# The folders and pages whose wording is checked. Still to be added, once edited: "trainmem", "notebooks/src".
+# The folders and pages whose wording is checked. Still to be added, once edited: "trainmem".
 WORDED = ("perf_helpers", "notebooks/src", "benchmarks", "website", "tests", "docs", "README.md", "CONTRIBUTING.md")
 PRIVATE_WORDS = re.compile(r"\b(told|strangers|nobody\s+chose|anew)\b", re.I)
 HEADLESS = re.compile(r"\W*What\b")  # a docstring says what to expect: "Return the peak.", not "What it takes."
@@ -456,6 +456,68 @@ def test_private_words_and_docstrings_without_a_subject_are_reported(name, text)
     assert len(wording_problems(Path(name), text)) == 1
     assert wording_problems(Path("a.py"), 'told = "anew"\n') == []
     assert wording_problems(Path("a.md"), "`told` is a name.\n```\ntold = 1\n```\n") == []
+
+
+NAMED = ("perf_helpers", "notebooks/src", "benchmarks", "tests")  # folders whose identifiers are checked
+PRIVATE_NAMES = {"told", "said", "asked", "whose", "who", "theirs", "their", "ours", "mine", "yours", "they", "them"}
+PRIVATE_NAMES |= {
+    "there",
+    "anew",
+    "foretold",
+    "foreseen",
+    "mended",
+    "stranger",
+    "strangers",
+    "born",
+    "births",
+    "deaths",
+}
+PRIVATE_NAMES |= {"stands", "stood", "heard", "spoke", "began", "begun", "gave", "got", "went", "came", "fell"}
+
+
+def introduced_name(node):
+    """Return the name that a node of Python code introduces, or None. The names of tests are sentences and left out."""
+    match node:
+        case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()) | ast.arg(arg=name):
+            return name
+        case ast.alias(asname=name) | ast.ExceptHandler(name=name) | ast.MatchAs(name=name) | ast.MatchStar(name=name):
+            return name
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            return None if name.startswith("test_") else name
+
+
+def naming_problems(path, text):
+    """Return the private identifiers of a Python source, each once: verbs in the past tense and pronouns."""
+    names = sorted({name for node in ast.walk(ast.parse(text)) if (name := introduced_name(node))})
+    private = [name for name in names if PRIVATE_NAMES & {*name.lower().split("_")}]
+    return [
+        f"{path}: rename {name!r}: a noun for a value, a verb for a function, see docs/words.md" for name in private
+    ]
+
+
+def test_identifiers_are_standard_terms():
+    found = [path for path in repository_files() if path.suffix == ".py" and path.as_posix().startswith(NAMED)]
+    sources = {path: (ROOT / path).read_text("utf-8") for path in some(found, "sources")}
+    assert [problem for path, text in sources.items() for problem in naming_problems(path, text)] == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "told = 1",
+        "for whose, value in {}.items(): pass",
+        "def is_there(): pass",
+        "def f(*, said): pass",
+        "self.asked = []",
+        "f(lambda theirs: 1)",
+        "with f() as ways_told: pass",
+        "import a as ours",
+        "TOLD: int = 1",
+    ],
+)
+def test_a_private_identifier_is_reported(text):
+    assert len(naming_problems(Path("a.py"), text)) == 1
+    assert naming_problems(Path("a.py"), "def test_what_is_told():\n    f(said=1)['told'] = record.asked") == []
 
 
 def tree(page):

@@ -258,8 +258,8 @@ explorers.timeline(vanilla, every)
 
 
 def in_percent():
-    with_it = estimate(lab.task, per_device_train_batch_size=4, gradient_checkpointing=True)
-    return 100 * with_it.peak_bytes / estimate(lab.task, per_device_train_batch_size=4).peak_bytes
+    checkpointed = estimate(lab.task, per_device_train_batch_size=4, gradient_checkpointing=True)
+    return 100 * checkpointed.peak_bytes / estimate(lab.task, per_device_train_batch_size=4).peak_bytes
 
 
 measured = 100 * every.peak_bytes / vanilla.peak_bytes

@@ -659,7 +659,7 @@ GUIDE = {
 }
 TODAY = {"nvfuser": "inductor", "aot_nvfuser": "inductor", "aot_cudagraphs": "cudagraphs", "fx2trt": "the package "
          "torch_tensorrt", "ofi": "inductor, frozen weights", "onnxrt": "torch.onnx.export", "ipex": "inductor"}  # fmt: skip
-has_it = hasattr(transformers.PreTrainedModel, "to_bettertransformer")
+exists = hasattr(transformers.PreTrainedModel, "to_bettertransformer")
 default = bert.build_model(device="meta").config._attn_implementation
 exist = torch._dynamo.list_backends(exclude_tags=())
 known = {use: [name for name in names if name in exist] for use, names in GUIDE.items()}
@@ -668,7 +668,7 @@ rows = [
     for use, names in GUIDE.items()
     for name in names
 ]
-print(f"to_bettertransformer: {'exists' if has_it else 'gone'}; the attention that models take by default: {default}")
+print(f"to_bettertransformer: {'exists' if exists else 'gone'}; the attention that models take by default: {default}")
 print("backends of today that are not for debugging:", ", ".join(torch._dynamo.list_backends()))
 print("tvm among them:", "tvm" in exist, "| its package is installed:", bool(importlib.util.find_spec("tvm")))
 plots.Table(["backend of 2023", "for", f"torch {torch.__version__}", "today"], rows)
@@ -744,7 +744,7 @@ claims.check("compile-captures", bert_row["breaks"], note=note)
 # ### What is left of the guide's list
 
 # %% tags=["claim"]
-display(claims.check("better-transformer", int(has_it), note=f"the default here: {default}"))
+display(claims.check("better-transformer", int(exists), note=f"the default here: {default}"))
 display(claims.check("backends-training", len(known["training and inference"])))
 claims.check("backends-inference", len(known["inference only"]), note=f"debugging: {known['debugging']}")
 

@@ -820,7 +820,7 @@ def three_d(task, grid=(2, 2, 2), parts=4):
     (copy, stage, part), (_, stages, ranks) = mesh.get_coordinate(), grid
     layers, around = stage_of(build(), stage, stages)
     layers = cut_through(layers, part, ranks, team)
-    around = {side: it if it is None else dist.get_global_rank(line, it) for side, it in around.items()}
+    around = {side: rank if rank is None else dist.get_global_rank(line, rank) for side, rank in around.items()}
     around["loss"] = partial(loss_in_parts, group=team)
     ids, labels = (rows[copy :: grid[0]].chunk(parts) for rows in sequences())
     optimizer, losses = torch.optim.AdamW(layers.parameters(), lr=1e-3), []

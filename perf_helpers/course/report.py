@@ -96,11 +96,11 @@ def change_cases(changes: Sequence[dict[str, Any]], fail_on: Iterable[str]) -> l
     """
     cases = []
     for axis in AXES:
-        on_it = [change for change in changes if change["axis"] == axis]
-        outcomes = ["failure" if change["worse"] and axis in fail_on else None for change in on_it]
-        text = f"{len(on_it)} changed, {outcomes.count('failure')} for the worse"
+        selected = [change for change in changes if change["axis"] == axis]
+        outcomes = ["failure" if change["worse"] and axis in fail_on else None for change in selected]
+        text = f"{len(selected)} changed, {outcomes.count('failure')} for the worse"
         cases.append(("compare", axis, 0, "failure" if any(outcomes) else None, text))
-        pairs = zip(on_it, outcomes, strict=True)
+        pairs = zip(selected, outcomes, strict=True)
         cases += [(f"compare.{axis}", change["id"], 0, outcome, change["text"]) for change, outcome in pairs]
     return cases
 

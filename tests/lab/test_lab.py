@@ -174,8 +174,8 @@ def test_a_comparison_whose_turns_fail_is_unknown_and_says_why(lab, monkeypatch,
         "speed not measured: 'alone and alone in turns' timed out: no result within 1 s."
     )
     assert comparison.memory_ratio == 1 and "in turns' timed out: no result within 1 s" in capsys.readouterr().err
-    nobody = lab.run(lambda task: 1, "nobody asked", measure=("none",))
-    assert lab.compare(nobody, nobody).memory_ratio.why.endswith("measure=")
+    unmeasured = lab.run(lambda task: 1, "nobody asked", measure=("none",))
+    assert lab.compare(unmeasured, unmeasured).memory_ratio.why.endswith("measure=")
 
 
 @pytest.fixture

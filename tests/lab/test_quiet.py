@@ -189,7 +189,7 @@ def test_what_takes_turns_has_a_quiet_machine_and_may_read_clocks(lab):
 
 
 ON_TWO = "(__import__('torch').set_num_threads(2), in_turns([int], 2))"
-ASKED = {  # what a lesson asks of the lock, in order
+LOCK_CALLS = {  # what a lesson asks of the lock, in order
     "lab.run(lambda task: 1, measure='value')": [SHARE],
     "lab.run(lambda task: 1, measure='none')": [MACHINE, SHARE],
     "lab.run(lambda task: len(in_turns([int], 2)), measure='value')": [SHARE, CORE, SHARE],
@@ -208,7 +208,7 @@ ASKED = {  # what a lesson asks of the lock, in order
 @pytest.mark.parametrize("variables", [{}, {quiet.UNTIMED: "1"}], ids=["timed", "smallest sizes"])
 def test_only_what_is_timed_has_the_machine_for_itself(variables):
     code = "from perf_helpers import Lab; from trainmem.measure.interleaving import in_turns; lab = Lab('tiny')\n"
-    code += "\n".join(f"{line}; print('next', flush=True); input()" for line in ASKED)
+    code += "\n".join(f"{line}; print('next', flush=True); input()" for line in LOCK_CALLS)
     requested = []
 
     class Lock(quiet.QuietLock):
@@ -221,7 +221,7 @@ def test_only_what_is_timed_has_the_machine_for_itself(variables):
         environment = os.environ | quiet.entry("a", 1, address) | variables
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         with subprocess.Popen([sys.executable, "-c", code], env=environment, **pipes) as lesson:
-            for _ in ASKED:
+            for _ in LOCK_CALLS:
                 assert lesson.stdout.readline() == "next\n"
                 found.append([*requested])
                 requested.clear()
@@ -229,7 +229,7 @@ def test_only_what_is_timed_has_the_machine_for_itself(variables):
     if variables:
         assert found and {*itertools.chain(*found)} == {SHARE}, "no time means anything, so nobody waits"
     else:
-        assert dict(zip(ASKED, found, strict=True)) == ASKED
+        assert dict(zip(LOCK_CALLS, found, strict=True)) == LOCK_CALLS
 
 
 def test_libraries_may_read_clocks(lab):
