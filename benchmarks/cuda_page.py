@@ -15,14 +15,14 @@ PUBLISHED_TOOLS = RESULTS / "published_tools.json"  # by benchmarks/published_to
 def nearness() -> str:
     """Describe how near the estimate for CUDA is to torch's own allocator, and to published measurements."""
     report, lists = (read_record(RESULTS / f"{name}.json") for name in ("cuda", "allocator"))
-    kept = [row for row in report["rows"] if "rehearsed" in row]
-    architectures, optimizers = {row["architecture"] for row in kept}, {row["arguments"]["optim"] for row in kept}
+    cases = [row for row in report["rows"] if "rehearsed" in row]
+    architectures, optimizers = {row["architecture"] for row in cases}, {row["arguments"]["optim"] for row in cases}
     found, few = report["summary"]["estimated"], report["summary"].get("extrapolated")  # the latter: in older records
     of_few = f" With few layers traced, {few['answered']} of them: {_equal_or_off(few)}." if few else ""
     figures = read_record(PUBLISHED)["like_for_like"]["all"]
     when = f"{versions(report, 'torch', 'transformers')}, {report['date'][:10]}"
     lines = [
-        f"{len(kept)} generated trainings ({len(architectures)} architectures, {len(optimizers)} optimizers, compute "
+        f"{len(cases)} generated trainings ({len(architectures)} architectures, {len(optimizers)} optimizers, compute "
         f"capability 7.5 to 9.0) compared with torch's own allocator in rehearsals ({when}): "
         f"{_equal_or_off(found)}.{of_few}",
         f"The allocator model compared with torch's allocator on {lists['traces']:,} random traces of allocations and "

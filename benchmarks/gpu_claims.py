@@ -6,7 +6,7 @@ from itertools import pairwise
 from operator import methodcaller
 from typing import Any
 
-from gpu_rows import FIRST, NOT_TESTABLE, Kept
+from gpu_rows import FIRST, NOT_TESTABLE, StoredRow
 
 from perf_helpers.course.ledger import decide, load
 from trainmem.core import hardware
@@ -24,11 +24,11 @@ class Absent(Exception):
 class Rows:
     """The measured rows by part and name. A row that is missing raises Absent."""
 
-    def __init__(self, rows: Mapping[tuple[str, str], Kept]):
+    def __init__(self, rows: Mapping[tuple[str, str], StoredRow]):
         self._rows = rows
         self.used: list[str] = []  # "part: name" of each requested row
 
-    def __call__(self, part: str, name: str) -> Kept:
+    def __call__(self, part: str, name: str) -> StoredRow:
         self.used.append(f"{part}: {name}")
         row = self._rows.get((part, name))
         if row is None:
@@ -182,7 +182,7 @@ VALUES: dict[str, Callable[[Rows], Value]] = {
 }
 
 
-def decided(rows: Mapping[tuple[str, str], Kept], machine: Machine, profile: str) -> list[dict[str, Any]]:
+def decided(rows: Mapping[tuple[str, str], StoredRow], machine: Machine, profile: str) -> list[dict[str, Any]]:
     """Return a decision as JSON for each of VALUES, in the order of the ledger.
 
     It has the verdict on the measured value, or "not testable here" with the reason. A rehearsal decides claims about

@@ -49,7 +49,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Kept(Record):
+class StoredRow(Record):
     """The result of a row: one line of the file."""
 
     part: str
@@ -76,7 +76,7 @@ class Kept(Record):
         return memory and memory["peak_bytes"]
 
 
-Known = Mapping[str, Kept]  # {name: row} of the rows of a part that need not be run again
+Known = Mapping[str, StoredRow]  # {name: row} of the rows of a part that need not be run again
 
 
 @dataclass(frozen=True)

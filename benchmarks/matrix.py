@@ -160,8 +160,8 @@ class Environments:
 
     def _variables(self, one: LibrarySet) -> dict[str, str]:
         """Return environment variables: each set has its own cache of runs and operations and its own code."""
-        kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-        return kept | {"PERF_HELPERS_HOME": str(self.folder / one.name / "home")}
+        environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+        return environment | {"PERF_HELPERS_HOME": str(self.folder / one.name / "home")}
 
 
 def pip_reason(stderr: str) -> str:

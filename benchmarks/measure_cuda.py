@@ -163,21 +163,21 @@ def compare(lab: Lab, one: Training, folder: Path) -> dict:
 
 def summary(rows: list[dict]) -> dict:
     """Return the errors over all compared trainings, as shares."""
-    kept = [row for row in rows if "rehearsed" in row]
-    pairs = [(row["estimated"], row["rehearsed"]) for row in kept if "allocated" in row["estimated"]]
+    rehearsed = [row for row in rows if "rehearsed" in row]
+    pairs = [(row["estimated"], row["rehearsed"]) for row in rehearsed if "allocated" in row["estimated"]]
     errors = {
         what: [abs(reported[what] / reference[what] - 1) for reported, reference in pairs]
         for what in ("allocated", "reserved")
     }
     found = {
         "answered": len(pairs),
-        "refused": len(kept) - len(pairs),
+        "refused": len(rehearsed) - len(pairs),
         "allocated_equal": errors["allocated"].count(0),
         "allocated_worst": max(errors["allocated"], default=None),
         "reserved_median": statistics.median(errors["reserved"]) if pairs else None,
         "reserved_worst": max(errors["reserved"], default=None),
     }
-    return {"compared": len(kept), "left_out": len(rows) - len(kept), "estimated": found}
+    return {"compared": len(rehearsed), "left_out": len(rows) - len(rehearsed), "estimated": found}
 
 
 # ---- the first difference of a training

@@ -152,13 +152,13 @@ def measure(cases, options):
 
 def row(answers: dict, found: list[Row], left_out: str | None) -> dict:
     """Return the row of one tool over all trainings except those of one file."""
-    kept = {"tool": answers["tool"], "version": answers["version"], "left_out": left_out}
+    summary = {"tool": answers["tool"], "version": answers["version"], "left_out": left_out}
     for figure, what in FIGURES.items():
         measured = [None if one.file == left_out else one.figures.get(figure) for one in found]
         wrong = tools.errors(answers["said"], measured, what)
-        kept[figure] = {"answered": len(wrong), "asked": sum(size is not None for size in measured)}
-        kept[figure] |= {"median": statistics.median(wrong), "worst": max(wrong)} if wrong else {}
-    return kept | {
+        summary[figure] = {"answered": len(wrong), "asked": sum(size is not None for size in measured)}
+        summary[figure] |= {"median": statistics.median(wrong), "worst": max(wrong)} if wrong else {}
+    return summary | {
         "refused": Counter(replies["refused"] for replies in answers["said"] if "refused" in replies).most_common(3)
     }
 

@@ -176,11 +176,11 @@ def test_a_part_that_was_killed_goes_on_where_it_stopped_and_needs_no_notebook(t
     done = subprocess.run(command, env=without_notebooks, capture_output=True, text=True)
     assert done.returncode == 0 and "nothing is left" in done.stderr, done.stderr
     assert rows.read_bytes().startswith(before)
-    run, pair = Store(rows, gpu_rows.Kept).read()
+    run, pair = Store(rows, gpu_rows.StoredRow).read()
     assert (run.name, pair.name) == ("bf16", "bf16 against fp32") and run.ok and pair.ok, done.stderr
     assert run.peak_bytes > 0 and run.runs[0]["timing"]["samples_per_second"] > 0 and run.runs[0]["losses"]
     assert len(pair.speed_ratio.pairs) > 3 and pair.speed_ratio.low < pair.speed_ratio.value < pair.speed_ratio.high
-    made = gpu_page.content(Store(rows, gpu_rows.Kept).read())
+    made = gpu_page.content(Store(rows, gpu_rows.StoredRow).read())
     assert made["profile"] == "tiny" and not made["machine"]["rehearsed"] and len(made["rows"]) == 2
     with pytest.raises(ValueError, match="tiny sizes"):
         gpu_page.keep(rows, tmp_path)
