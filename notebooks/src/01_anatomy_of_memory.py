@@ -292,10 +292,10 @@ def states(task):
         parts = {"8 bits": ([], []), "rest": ([], [])}
         for parameter, state in optimizer.state.items():
             tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
-            counts, kept = parts["8 bits" if torch.uint8 in {tensor.dtype for tensor in tensors} else "rest"]
+            counts, states = parts["8 bits" if torch.uint8 in {tensor.dtype for tensor in tensors} else "rest"]
             counts.append(parameter.numel())
-            kept.extend(tensors)
-        found[name] = {part: [sum(counts), held(kept)] for part, (counts, kept) in parts.items()}
+            states.extend(tensors)
+        found[name] = {part: [sum(counts), held(states)] for part, (counts, states) in parts.items()}
     return found
 
 
@@ -471,9 +471,9 @@ def two_steps(frees_output):
 
 wordy = speaker.replace(config=config | {"vocab_size": 20000})
 named = {"keeps its output": False, "deletes it": True}
-kept, freed = [lab.run(two_steps(frees), name, task=wordy, measure=("memory",)) for name, frees in named.items()]
-note = f"at the peak: {plots.bytes_text(kept.peak_bytes)} and {plots.bytes_text(freed.peak_bytes)}"
-claims.check("temporaries-freed", freed.peak_bytes / kept.peak_bytes, note=note)
+retained, freed = [lab.run(two_steps(frees), name, task=wordy, measure=("memory",)) for name, frees in named.items()]
+note = f"at the peak: {plots.bytes_text(retained.peak_bytes)} and {plots.bytes_text(freed.peak_bytes)}"
+claims.check("temporaries-freed", freed.peak_bytes / retained.peak_bytes, note=note)
 
 # %% [markdown]
 # ## What activations depend on

@@ -442,15 +442,15 @@ plots.Table(header, table)
 
 # %%
 def passes(model, batch, within=contextlib.nullcontext):
-    kept = {}
+    saved = {}
 
     def forward():
         with within():
-            kept["loss"] = model(**batch).loss
+            saved["loss"] = model(**batch).loss
 
     def backward():
         model.zero_grad()
-        kept["loss"].backward(retain_graph=True)
+        saved["loss"].backward(retain_graph=True)
 
     forward()
     return backward, forward
@@ -459,13 +459,13 @@ def passes(model, batch, within=contextlib.nullcontext):
 def dropout_alone(config, samples, tokens):  # backward multiplies by the masks, forward draws them and multiplies
     layers, scores = config.num_hidden_layers, (config.num_attention_heads, tokens, tokens)
     shapes = [(samples, *scores)] * layers + [(samples, tokens, config.hidden_size)] * (2 * layers + 1)
-    given, kept = [torch.randn(shape, requires_grad=True) for shape in shapes], []
+    given, outputs = [torch.randn(shape, requires_grad=True) for shape in shapes], []
 
     def forward():
-        kept[:] = [torch.nn.functional.dropout(each, config.hidden_dropout_prob) for each in given]
+        outputs[:] = [torch.nn.functional.dropout(each, config.hidden_dropout_prob) for each in given]
 
     forward()
-    return lambda: torch.autograd.grad(kept, given, given, retain_graph=True), forward
+    return lambda: torch.autograd.grad(outputs, given, given, retain_graph=True), forward
 
 
 # %% tags=["claim"]
@@ -539,22 +539,22 @@ claims.check(
 def activation_counts(task):
     table, addresses = [], set()
 
-    def seen_at(kept):
-        addresses.add(kept.data_ptr())
-        return kept
+    def seen_at(saved):
+        addresses.add(saved.data_ptr())
+        return saved
 
     for name in ("relu", "gelu", "silu", "tanh", "sigmoid"):
         x, gradient = torch.randn(4096, device=DEVICE, requires_grad=True), torch.ones(4096, device=DEVICE)
         function = getattr(torch.nn.functional, name)
-        with torch.autograd.graph.saved_tensors_hooks(seen_at, lambda kept: kept):
+        with torch.autograd.graph.saved_tensors_hooks(seen_at, lambda saved: saved):
             with Recorder("forward") as forward:
                 y = function(x)
-        kept = [name for name, each in {"input": x, "output": y}.items() if each.data_ptr() in addresses]
+        saved_names = [name for name, each in {"input": x, "output": y}.items() if each.data_ptr() in addresses]
         addresses.clear()
         with Recorder("backward") as backward:
             y.backward(gradient)
         moved = [sum(row[i] for row in part.rows) / x.nbytes for part in (forward, backward) for i in (4, 5)]
-        table.append([name, *moved, " and ".join(kept)])
+        table.append([name, *moved, " and ".join(saved_names)])
     return table
 
 

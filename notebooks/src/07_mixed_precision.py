@@ -550,13 +550,13 @@ def only_casts(node):
 
 def kept_for_backward(model, batch, device, dtype):
     """Return the bytes that autograd keeps for each module, without parameters and their copies."""
-    storages, kept, names = {p.untyped_storage().data_ptr(): p for p in model.parameters()}, {}, [""]
+    storages, saved, names = {p.untyped_storage().data_ptr(): p for p in model.parameters()}, {}, [""]
 
     def keep(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in storages and not only_casts(tensor.grad_fn):
             storages[storage.data_ptr()] = storage  # keep it alive, so that no address is used twice
-            kept[names[-1]] = kept.get(names[-1], 0) + storage.nbytes()
+            saved[names[-1]] = saved.get(names[-1], 0) + storage.nbytes()
         return tensor
 
     for name, module in model.named_modules():
@@ -565,20 +565,20 @@ def kept_for_backward(model, batch, device, dtype):
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         with torch.autocast(device, dtype=dtype, enabled=dtype != torch.float32):
             model(**batch)
-    return kept
+    return saved
 
 
 # %%
 def account(task):
     device, dtypes = "cuda" if torch.cuda.is_available() else "cpu", (torch.float32, getattr(torch, half))
     batch, model = task.batch(large, device=device), task.build_model().to(device)
-    kept = [kept_for_backward(task.build_model().to(device), batch, device, dtype) for dtype in dtypes]
+    saved = [kept_for_backward(task.build_model().to(device), batch, device, dtype) for dtype in dtypes]
     with Seen() as seen:
         with torch.autocast(device, dtype=dtypes[1]):
             loss = model(**batch).loss
         loss.backward()
     products = {key: n for key, n in seen.count.items() if key[0] in ("mm", "addmm", "bmm", "baddbmm")}
-    return *kept, sum(n for key, n in products.items() if key[1] == torch.float32), sum(products.values())
+    return *saved, sum(n for key, n in products.items() if key[1] == torch.float32), sum(products.values())
 
 
 in_fp32, in_mixed, left_fp32, products = lab.run(account, "kept for backward", task=task, measure="value").value
@@ -774,9 +774,9 @@ remedy = f"attn_implementation='eager': {eager_held['mixed'] / eager_held['fp32'
 display(claims.check("fp16-activations-halve", held["mixed"] / held["fp32"], note=remedy))
 kinds = {"weights": "forward", "gradients": "backward", "optimizer_states": "step"}
 ends = {recipe: runs[recipe, large].memory.phase_breakdowns for recipe in recipes}
-kept = {r: [ends[r][end][kind] / ends["fp32"][end][kind] for kind, end in kinds.items()] for r in recipes}
-farthest = max(kept["mixed"], key=lambda ratio: abs(ratio - 1))
-display(claims.check("mixed-saves-only-activations", farthest, note=f"pure half: {max(kept['pure half']):.2f}"))
+ratios = {r: [ends[r][end][kind] / ends["fp32"][end][kind] for kind, end in kinds.items()] for r in recipes}
+farthest = max(ratios["mixed"], key=lambda ratio: abs(ratio - 1))
+display(claims.check("mixed-saves-only-activations", farthest, note=f"pure half: {max(ratios['pure half']):.2f}"))
 shares_saved = [saved(*pair) / 100 for pair in peaks.values()]
 display(claims.check("fp16-small-batch-costs", -shares_saved[0]))
 display(claims.check("fp16-below-eight-costs", alone["mixed"] / alone["fp32"] - 1))
@@ -808,8 +808,8 @@ def product_facts(task, size=4096):
     one, a, by_trainer = torch.eye(256, device="cuda"), torch.randn(size, size, device="cuda"), None
 
     def mantissa():
-        kept = ((1 + torch.arange(2**16, device="cuda").view(256, 256) / 2**16) @ one).unique()
-        return math.log2((kept < 2).sum())
+        values = ((1 + torch.arange(2**16, device="cuda").view(256, 256) / 2**16) @ one).unique()
+        return math.log2((values < 2).sum())
 
     def seconds(precision, b):
         torch.set_float32_matmul_precision(precision)
@@ -820,8 +820,8 @@ def product_facts(task, size=4096):
         by_trainer = mantissa()
     torch.set_float32_matmul_precision("high")  # new: torch's way
     powers = 2.0 ** torch.arange(-128, 128, device="cuda").clamp(-126, 127)  # fp32's normal ones, 254
-    kept = (powers.expand(256, 256) @ one)[0].unique()
-    exponent = math.log2((kept.isfinite() & (kept > 0)).sum() + 2)  # two bit patterns are for 0, inf and nan
+    values = (powers.expand(256, 256) @ one)[0].unique()
+    exponent = math.log2((values.isfinite() & (values > 0)).sum() + 2)  # two bit patterns are for 0, inf and nan
     turns = [[seconds(*way) for way in (("highest", a), ("high", a), ("highest", a.half()))] for _ in range(8)]
     return by_trainer, mantissa(), exponent, *[[turn[0] / turn[way] for turn in turns[1:]] for way in (1, 2)]
 

@@ -220,12 +220,12 @@ off_library, off_exact = ((by_hand - other).norm().item() / way for other in (by
 print(f"by hand against the library: {off_library:.2%} of the way gone; against exact Adam: {off_exact:.2%}")
 if off_library > 0.01 or off_exact > 0.05:
     raise RuntimeError("the step by hand has lost its way")
-kept = optimizers[0].state[by_library]
+states = optimizers[0].state[by_library]
 types = {
     "weight": by_library.dtype,
     "gradient": by_library.grad.dtype,
-    "state": kept["state1"].dtype,
-    "scale": kept["absmax1"].dtype,
+    "state": states["state1"].dtype,
+    "scale": states["absmax1"].dtype,
 }
 if [name for name, dtype in types.items() if dtype.itemsize == 1] != ["state"]:
     raise RuntimeError("more than the states is in 8 bits: the answer above is wrong")
@@ -286,9 +286,9 @@ def state_bytes(sizes, bits):
 
 rows, counted = [], [0, 0]
 for kind, sizes in account.items():
-    kept = [state_bytes(sizes, 32 if kind == "embeddings" else 8), state_bytes(sizes, 8)]
-    counted = [total + size for total, size in zip(counted, kept)]
-    rows.append([kind, len(sizes), f"{sum(sizes):,}", *(size / sum(sizes) for size in kept)])
+    expected = [state_bytes(sizes, 32 if kind == "embeddings" else 8), state_bytes(sizes, 8)]
+    counted = [total + size for total, size in zip(counted, expected)]
+    rows.append([kind, len(sizes), f"{sum(sizes):,}", *(size / sum(sizes) for size in expected)])
 rows.append(["all", "", f"{parameters:,}", *(total / parameters for total in counted)])
 measured = [run.memory.breakdown["optimizer_states"] for run in (flag, by_hand)]
 torch.testing.assert_close(measured, counted, rtol=0.01, atol=0)
@@ -360,8 +360,8 @@ def learn(task, make, seed, batch=16):
         decay.step()
         losses.append(loss.detach())
     tensors = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
-    kept = {tensor.data_ptr(): tensor.nbytes for tensor in tensors if tensor.ndim}  # the maps are shared
-    return [float(loss) for loss in losses], sum(kept.values()) / sum(p.numel() for p in model.parameters())
+    unique = {tensor.data_ptr(): tensor.nbytes for tensor in tensors if tensor.ndim}  # the maps are shared
+    return [float(loss) for loss in losses], sum(unique.values()) / sum(p.numel() for p in model.parameters())
 
 
 # %%

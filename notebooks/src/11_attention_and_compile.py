@@ -758,9 +758,13 @@ claims.check("backends-inference", len(known["inference only"]), note=f"debuggin
 def draw(batch, heads, bits):
     lengths = [2**power for power in range(7, 18)]
     square = [batch * heads * n * n * bits / 8 / 2**30 for n in lengths]
-    kept = [batch * heads * n * (64 * bits / 8 + 4) / 2**30 for n in lengths]
+    linear = [batch * heads * n * (64 * bits / 8 + 4) / 2**30 for n in lengths]
     limit = next((f"{n:,} tokens" for n, size in zip(lengths, square) if size > 16), "no length here")
-    curves = {f"one square ({limit}: over 16 GiB)": square, "output and row sums": kept, "16 GiB": [16] * len(lengths)}
+    curves = {
+        f"one square ({limit}: over 16 GiB)": square,
+        "output and row sums": linear,
+        "16 GiB": [16] * len(lengths),
+    }
     ax = plots.lines(lengths, curves, "tokens", "GiB, heads of 64 numbers")
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")

@@ -273,10 +273,10 @@ def hooked(folder):
 
 
 # %%
-def places(layers, kept):
+def places(layers, in_memory):
     """Return a device_map with the first layers in memory and the others on disk."""
     rest = ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head")
-    on_disk = {f"model.layers.{number}": "disk" if number >= kept else "cpu" for number in range(layers)}
+    on_disk = {f"model.layers.{number}": "disk" if number >= in_memory else "cpu" for number in range(layers)}
     return dict.fromkeys(rest, "cpu") | on_disk
 
 
@@ -400,9 +400,9 @@ def sentences(count=256, length=16):
 
 
 # %%
-def training(source, kept, steps, _, callbacks=(), freeze=False):
+def training(source, in_memory, steps, _, callbacks=(), freeze=False):
     torch.manual_seed(0)
-    model = load(source, device_map=places(8, kept)) if kept < 8 else load(source)
+    model = load(source, device_map=places(8, in_memory)) if in_memory < 8 else load(source)
     if freeze:
         for weight in model.parameters():
             weight.requires_grad_(not weight.is_meta)
@@ -594,7 +594,7 @@ display(
     exercises.hint(
         "Which ways in the table are below 0.5, at the peak and not only afterwards?",
         "How many layers may stay? A layer is about a twelfth of the weights, and one more layer is in memory while it computes.",
-        "`places(12, kept)` makes a `device_map`.",
+        "`places(12, in_memory)` makes a `device_map`.",
     )
 )
 answer = None  # dict(...): arguments of from_pretrained, beside the folder

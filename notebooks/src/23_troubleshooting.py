@@ -91,17 +91,17 @@ def script(watch, data=texts, build=None, half=False, optim=adam, late=None, log
     if late:
         late(model)
     watch(model, optimizer, meant=meant)
-    kept = []
+    log_entries = []
     for batch in data():
         loss = model(**batch).loss * scale
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        kept.append(log(model, batch) if log else loss.item())
+        log_entries.append(log(model, batch) if log else loss.item())
     model.eval()
     for batch in tests:
         with torch.no_grad():
-            kept.append(model(**batch).logits)
+            log_entries.append(model(**batch).logits)
 
 
 # %% [markdown]
@@ -981,10 +981,10 @@ answer = None  # dict(plant=dict(data=...), reading=..., rule=...)
 # %%
 def unseen_loss(data=texts, **options):
     """Return the loss on unseen text after ten times as many batches."""
-    kept, many = [], [batch for _ in range(10) for batch in data()]
-    script(lambda model, *_, **__: kept.append(model), data=lambda: many, **options)
+    models, many = [], [batch for _ in range(10) for batch in data()]
+    script(lambda model, *_, **__: models.append(model), data=lambda: many, **options)
     with torch.no_grad():
-        return kept[0](**[*texts(count=12, rows=8)][-1]).loss.item()
+        return models[0](**[*texts(count=12, rows=8)][-1]).loss.item()
 
 
 def diagnoses(one, reading, rule):

@@ -201,16 +201,16 @@ rows = [[run.name, *(plots.bytes_text(part(run, kind, "backward" if kind == "gra
 display(plots.Table(["what learns", *(kind.replace("_", " ") for kind in kinds)], rows))
 if not no_peft:
     few, more = runs[1:]
-    kept = [sum(part(run, kind, "backward") or 0 for kind in ("gradients", "optimizer_states")) for run in (full, few)]
+    sizes = [sum(part(run, kind, "backward") or 0 for kind in ("gradients", "optimizer_states")) for run in (full, few)]
     trained = few.memory.trainable_parameters if few.peak_bytes else None
-    found["lora-states"] = over(kept[1] or None, trained and 12 * trained)
+    found["lora-states"] = over(sizes[1] or None, trained and 12 * trained)
     found["lora-memory"] = over(few.peak_bytes or None, full.peak_bytes)
     found["lora-activations"] = over(part(few, "activations", "forward"), part(full, "activations", "forward"))
     found["lora-rank"] = over(part(more, "activations", "forward"), part(few, "activations", "forward"))
     if trained:
         assert not more.peak_bytes or more.memory.trainable_parameters > trained  # otherwise the rank was ignored
         share = trained / few.memory.parameters
-        print(f"{share:.2%} of the parameters learn; gradients and states: {kept[1]:,} of {kept[0]:,} bytes")
+        print(f"{share:.2%} of the parameters learn; gradients and states: {sizes[1]:,} of {sizes[0]:,} bytes")
         widgets.revealed(lab, "peak", 100 * found["lora-memory"])
 
 # %% [markdown]
@@ -537,8 +537,8 @@ def draw(bits, tokens):
     matrices, ranks = 6.48e9, [4, 16, 64, 256]
     frozen = (matrices * bits / 8 + 2 * others) / 1e9
     learns = [16 * layers * rank * 4 * width / 1e9 for rank in ranks]
-    kept = tokens * layers * width * 2 * 34 / 2 / 1e9  # some 34 bytes a token and unit of width, without scores
-    series = {"frozen": [frozen] * 4, "what learns, with its states": learns, "activations, about": [kept] * 4}
+    activations = tokens * layers * width * 2 * 34 / 2 / 1e9  # some 34 bytes a token and unit of width, without scores
+    series = {"frozen": [frozen] * 4, "what learns, with its states": learns, "activations, about": [activations] * 4}
     return plots.lines(ranks, series, "rank", "GB", title=f"7 billion parameters, {bits} bits, {tokens} tokens")
 
 
@@ -628,8 +628,8 @@ def check(answer):
 exercises.check(lab, "length", check, answer)
 
 # %% tags=["solution"] jupyter={"source_hidden": true}
-frozen, kept = (no_peft or part(few, kind, "forward") for kind in ("frozen_weights", "activations"))
-tokens = 64 if no_peft or not kept else frozen / (kept / (8 * 64))
+frozen, activations = (no_peft or part(few, kind, "forward") for kind in ("frozen_weights", "activations"))
+tokens = 64 if no_peft or not activations else frozen / (activations / (8 * 64))
 exercises.prove(check, solution=1.05 * tokens, mistake=tokens / 8)  # as if the batch still had eight texts
 
 # %% [markdown]
