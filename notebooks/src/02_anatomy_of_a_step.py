@@ -290,9 +290,9 @@ def with_seconds(rows, task):
     return [row._replace(seconds=second) for row, second in zip(rows, taken, strict=True)]
 
 
-def total(rows, what, **where):
-    wanted = [row for row in rows if all(getattr(row, name) == value for name, value in where.items())]
-    return sum(getattr(row, what) for row in wanted)
+def total(rows, column, **conditions):
+    wanted = [row for row in rows if all(getattr(row, name) == value for name, value in conditions.items())]
+    return sum(getattr(row, column) for row in wanted)
 
 
 step = [Row(*row) for row in lab.run(count, measure=("none",)).value]
@@ -302,8 +302,8 @@ timed = with_seconds(step, lab.task)
 
 
 # %%
-def shares(rows, what):
-    return [100 * total(rows, what, group=name) / total(rows, what) for name in GROUPS]
+def shares(rows, column):
+    return [100 * total(rows, column, group=name) / total(rows, column) for name in GROUPS]
 
 
 def estimated_share():
@@ -360,7 +360,7 @@ draw_dots(left, [row for row in timed if row.seconds > 5e-4 * total(timed, "seco
 left.set_title("One training step on the roofline", loc="left")
 begin = [0, 0, 0]
 for i, name in enumerate(GROUPS):
-    parts = [shares(timed, what)[i] for what in ("flops", "moved", "seconds")]
+    parts = [shares(timed, column)[i] for column in ("flops", "moved", "seconds")]
     right.barh(["FLOPs", "bytes", "time"], parts, 0.6, begin, color=plots.SERIES[i], label=name)
     for row, part in enumerate(parts):
         if part > 4:
@@ -380,8 +380,8 @@ def intensity(name, exp=1):
     return (total(rows, "flops") + sum(more)) / total(rows, "moved")
 
 
-def outside(what):
-    return 1 - total(step, what, group="contraction") / total(step, what)
+def outside(column):
+    return 1 - total(step, column, group="contraction") / total(step, column)
 
 
 display(claims.check("op-classes", outside("flops") / outside("moved")))
@@ -407,8 +407,8 @@ plain = [Row(*row) for row in lab.run(count, task=plain_task, measure=("none",))
 timed_plain = with_seconds(plain, plain_task)
 
 
-def backward_to_forward(rows, what, **where):
-    return total(rows, what, phase="backward", **where) / total(rows, what, phase="forward", **where)
+def backward_to_forward(rows, column, **conditions):
+    return total(rows, column, phase="backward", **conditions) / total(rows, column, phase="forward", **conditions)
 
 
 table = []

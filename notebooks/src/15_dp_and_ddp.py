@@ -813,20 +813,20 @@ with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
 
 
 # %%
-def fault(task, what):
-    if what == "torch compares first":
+def fault(task, kind):
+    if kind == "torch compares first":
         os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
         dist.set_debug_level_from_env()
     dist.init_process_group("gloo")
     faulty, numbers = dist.get_rank() == 1, torch.ones(4)
-    if what in ("another dtype", "torch compares first") and faulty:
+    if kind in ("another dtype", "torch compares first") and faulty:
         numbers = numbers.int()
-    elif what == "another size" and faulty:
+    elif kind == "another size" and faulty:
         numbers = torch.ones(6)
-    elif what == "one sum fewer" and faulty:
+    elif kind == "one sum fewer" and faulty:
         return
     elif faulty:
-        ENDS[what]()
+        ENDS[kind]()
     dist.all_reduce(numbers)
     return numbers.tolist()
 
@@ -847,12 +847,12 @@ def unused(task, **options):
 
 ENDS |= {"hangs": lambda: time.sleep(600)}
 rows = []
-for what in (*ENDS, "one sum fewer", "another size", "another dtype", "torch compares first"):
+for kind in (*ENDS, "one sum fewer", "another size", "another dtype", "torch compares first"):
     start = time.perf_counter()
-    run = lab.run(partial(fault, what=what), what, processes=2, measure="value", timeout=8)
+    run = lab.run(partial(fault, kind=kind), kind, processes=2, measure="value", timeout=8)
     message = run.message if len(run.message) < 240 else f"{run.message[:120]} ... {run.message[-110:]}"
     seen = message or str([rank["value"] for rank in run.ranks])
-    rows.append([what, run.status, round(time.perf_counter() - start, 1), seen])
+    rows.append([kind, run.status, round(time.perf_counter() - start, 1), seen])
 display(plots.Table(["rank 1", "status", "seconds", "the message"], rows))
 print("unused:", lab.run(unused, task=rule, processes=2, measure="value").message[:150])
 remedy = lab.run(partial(unused, find_unused_parameters=True), task=rule, processes=2, measure="value")

@@ -131,7 +131,7 @@ def watched(way, folder, _):
     seen.append(held := held_now())
     ended.set(), thread.join()
     above = {"peak": max(seen, key=sum), "loaded": loaded, "held": held, "trimmed": trimmed()}
-    above = {when: [now - before for now, before in zip(sizes, start)] for when, sizes in above.items()}
+    above = {moment: [now - before for now, before in zip(sizes, start)] for moment, sizes in above.items()}
     return above | {"logits": logits[0, -1].tolist()}
 
 
@@ -146,10 +146,10 @@ def measured(name, way, folder="one"):
     return run.value
 
 
-def share(found, when, *kinds):  # share of the weights' bytes; kind 0 is private, kind 1 mapped
+def share(found, moment, *kinds):  # share of the weights' bytes; kind 0 is private, kind 1 mapped
     if not found:  # nothing could be measured here, or the run failed
         return math.nan if missing else found
-    return sum(found[when][kind] for kind in kinds or (0, 1)) / WEIGHTS
+    return sum(found[moment][kind] for kind in kinds or (0, 1)) / WEIGHTS
 
 
 # %% [markdown]
@@ -307,7 +307,7 @@ plt.show()
 # %%
 rows = []
 for name in names:
-    cells = [share(found[name], when, kind) for when in ("peak", "held") for kind in (0, 1)]
+    cells = [share(found[name], moment, kind) for moment in ("peak", "held") for kind in (0, 1)]
     rows.append([name, *(f"{cell:.2f}" for cell in [*cells, share(found[name], "trimmed", 0)])])
 head = ["way", "private at the peak", "mapped", "private after an answer", "mapped", "private, trimmed"]
 plots.Table(head, rows, "Shares of the weights' bytes in fp32")
@@ -426,10 +426,10 @@ def training(source, in_memory, steps, _, callbacks=(), freeze=False):
 saved("small", SMALL)
 
 
-def trained(name, *what, **options):
+def trained(name, *arguments, **options):
     if lab.machine.rehearsed:
         return None
-    run = lab.run(partial(training, home / "small", *what, **options), name, measure="value", use_cpu=True)
+    run = lab.run(partial(training, home / "small", *arguments, **options), name, measure="value", use_cpu=True)
     return run
 
 

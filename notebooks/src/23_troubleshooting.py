@@ -729,7 +729,9 @@ backward = {one: partial(script, build=partial(with_module, layer=n % 2, made=on
 tried = [(fault, one) for fault, one in numbers.values()] + [
     (f"backward: {one.__name__}", backward[one]) for one in made
 ]
-rows = [[what, detector(one) or "nothing", anomaly(one) or "nothing", diagnose(examine(one))[1]] for what, one in tried]
+rows = [
+    [label, detector(one) or "nothing", anomaly(one) or "nothing", diagnose(examine(one))[1]] for label, one in tried
+]
 plots.Table(["planted", "transformers' detector: module, updates before", "anomaly mode", "ours"], rows)
 
 # %% [markdown]

@@ -190,7 +190,7 @@ def thermal_limits(ask, handle):
 def above_slowdown(known):
     """Return by how many degrees shutdown is above slowdown; None if the driver reports neither."""
     for above, name in ((1, "{}"), (-1, "{} margin")):
-        both = [known.get(name.format(what)) for what in ("shutdown", "slowdown")]
+        both = [known.get(name.format(threshold)) for threshold in ("shutdown", "slowdown")]
         if None not in both:
             return above * (both[0] - both[1])
     return None
