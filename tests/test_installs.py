@@ -31,7 +31,7 @@ def would_install(folder, where, *words, **versions):
 
 
 @pytest.mark.nightly
-def test_what_stands_there_already_is_left_as_it_is(tmp_path):
+def test_installed_packages_are_left_as_they_are(tmp_path):
     assert would_install(tmp_path, tmp_path, f"{ROOT}[course]", **PREINSTALLED) == {"perf-helpers"}
 
 

@@ -41,7 +41,7 @@ def test_every_figure_is_that_of_its_source(report):
     assert len(shown) == 43 and shown == sources
 
 
-def test_what_is_on_record_of_ours_is_what_the_record_says(report):
+def test_recorded_answers_of_this_estimate_equal_its_record(report):
     published = {row["name"]: row for row in json.loads((RESULTS / "published.json").read_text("utf-8"))["table"]}
     lora = json.loads((RESULTS / "lora_t4_predictions_2.11.0.json").read_text("utf-8"))["rows"]
     rehearsed = {row["name"]: row for row in lora}
@@ -71,7 +71,7 @@ def test_each_row_is_made_of_its_answers(report):
                 assert found["worst"] == pytest.approx(max(errors)), row["tool"]
 
 
-def test_ours_answers_every_row_and_is_nearest_in_the_median(report):
+def test_this_estimate_answers_every_row_and_has_the_smallest_median_error(report):
     estimates, *others = report["table"]
     for figure, requested in (("allocated", 37), ("reserved", 29)):
         assert estimates[figure]["answered"] == estimates[figure]["asked"] == requested

@@ -39,7 +39,7 @@ def record(runner):
     return json.loads((runner.RESULTS / "squares.json").read_text())
 
 
-def test_a_record_has_its_rows_what_is_concluded_and_what_it_stands_with(runner, squares, capsys):
+def test_a_record_has_its_rows_its_conclusion_and_its_stamp(runner, squares, capsys):
     assert squares().main([]) == 0
     made = record(runner)
     assert made["rows"] == [{"square": 0}, {"square": 1}, {"square": 4}, {"square": 9}] and made["sum"] == 14

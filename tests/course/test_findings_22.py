@@ -63,7 +63,7 @@ def test_a_misspelt_name_is_no_error_and_a_careful_space_makes_it_one(lesson):
         lesson.search(made, lesson.careful(lambda trial: {"rate": 0.1}, made.args), 1)
 
 
-def test_a_value_is_cast_to_the_type_that_stands_there(lesson):
+def test_a_value_is_cast_to_the_type_of_the_default(lesson):
     assert TrainingArguments("unused").warmup_steps == 0
     assert [used for _, used, _ in lesson.warmed_up()] == [0, 0, 0]
     assert all(requested == used for requested, used, _ in lesson.warmed_up(warmup_steps=0.0))

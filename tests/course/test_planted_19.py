@@ -93,7 +93,7 @@ def test_a_checkpoint_that_is_loaded_in_fp32_is_no_fp16(dtype):
     ("fp16", "measured", "expected"),
     [(90e-3, 0.2, REFUTED), (10e-3, 1.0, HOLDS)],  # emulated; as fast as bf16
 )
-def test_what_the_parts_foretell_meets_what_a_step_takes(fp16, measured, expected):
+def test_the_prediction_from_the_parts_contains_the_measured_step(fp16, measured, expected):
     low, high = lesson().predicted_speed({"fp32": 20e-3, "bf16": 10e-3, "fp16": fp16}, 30e-3)
     assert low < measured < high
     assert verdict("cpu-fp16-as-bf16", Ratio.of_pairs([measured] * 7, 1.05)) is expected

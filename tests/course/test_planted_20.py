@@ -132,7 +132,7 @@ def test_answers_that_are_not_counted_make_a_batch_look_slow(lesson, share, expe
 
 
 @pytest.mark.parametrize("id", ["quantized-faster", "int8-faster"])
-def test_a_ratio_the_wrong_way_round_turns_and_leaves_what_is_foreseen(lesson, id):
+def test_an_inverted_ratio_turns_the_verdict_and_leaves_the_predicted_range(lesson, id):
     lesson.scope["taken"] = turns(half=1.0, quick=0.5, again=1.0, quick_again=0.5)
     lesson.scope |= {"step": {"bf16, 1": 10.0}, "rest": 2.0, "matrix": {"quick": 3.0}}
     right, wrong = lesson.faster("half", "quick", "again"), lesson.faster("quick", "half", "quick, again")

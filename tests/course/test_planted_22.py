@@ -114,7 +114,7 @@ def test_what_lets_go_holds_nothing_and_settings_that_are_set_are_there(searchin
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("settings", "expected"), [({}, REFUTED), ({"warmup_steps": 0.0}, HOLDS)])
-def test_a_fraction_that_stands_there_keeps_fractions(searching, settings, expected):
+def test_a_given_fraction_keeps_fractions(searching, settings, expected):
     rows = searching.warmed_up(**settings)
     assert verdict("hpo-value-kept", sum(requested == used for requested, used, _ in rows) / len(rows)) is expected
 

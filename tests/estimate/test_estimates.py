@@ -219,7 +219,7 @@ def test_an_estimate_on_a_cpu_names_no_rules_of_cuda():
 
 
 @pytest.mark.nightly
-def test_an_estimate_says_for_which_torch_it_answers_and_can_be_asked_for_another(monkeypatch):
+def test_an_estimate_names_its_torch_release_and_takes_another(monkeypatch):
     monkeypatch.setattr(
         importlib.metadata,
         "version",

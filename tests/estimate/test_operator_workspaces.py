@@ -215,7 +215,7 @@ def test_strides_keep_their_order_and_what_is_broadcast_stays_so():
     assert cut.leaves[0] == Spec((8, 16, 32), (0, 1, 16), F32) and cut.leaves[1] == one.leaves[1]
 
 
-def test_an_operation_that_needs_its_data_is_unknown_and_told():
+def test_an_operation_that_needs_its_data_is_unknown_and_reported():
     gone = operation("aten.embedding.default", dense(4, 4), "no tensor")
     probe = Probe(1)
     probe.run([gone])

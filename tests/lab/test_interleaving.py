@@ -55,7 +55,7 @@ def test_each_is_called_once_a_turn_and_once_to_warm_up(clock, count):
     assert len(turns) == 7 and all(sorted(turn) == [*range(count)] for turn in turns)
 
 
-def test_at_the_smallest_sizes_one_turn_stands_for_all(clock, monkeypatch):
+def test_at_the_smallest_sizes_one_turn_is_enough(clock, monkeypatch):
     monkeypatch.setenv(quiet.UNTIMED, "1")
     called = []
     (taken,) = interleaving.in_turns([lambda: called.append(1)], turns=5)

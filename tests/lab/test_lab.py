@@ -16,7 +16,7 @@ from trainmem.records import Memory, Ratio, Store
 from trainmem.unknown import Unknown
 
 
-def test_what_is_foreseen_is_the_answer_and_no_answer_is_one_line(lab, capsys):
+def test_foresee_returns_the_answer_and_reports_a_missing_one_in_one_line(lab, capsys):
     assert lab.foresee(lambda a, b: a + b, 1, b=2) == 3 and capsys.readouterr().out == ""
 
     def refused():

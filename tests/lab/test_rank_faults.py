@@ -159,7 +159,7 @@ def test_ranks_whose_tensors_differ_in_size_are_reported(provoke):
 
 
 @pytest.mark.nightly
-def test_what_gloo_does_not_notice_torch_tells_if_it_is_asked_to(provoke, monkeypatch):
+def test_torch_reports_on_request_what_gloo_does_not_notice(provoke, monkeypatch):
     """One size and two dtypes: without the check both ranks continue, one of them with other numbers."""
 
     def disagree(rank):

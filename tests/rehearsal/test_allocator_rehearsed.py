@@ -187,7 +187,7 @@ def test_settings_are_refused_where_torch_refuses_them(measure):
     assert {text: is_parsed(text) for text in ACCEPTED} == ACCEPTED
 
 
-def test_a_record_stands_with_the_versions_that_rehearsed(measure):
+def test_a_record_names_the_versions_that_rehearsed(measure):
     versions = sys.modules["runner"].stamp(rehearsed=True)["versions"]
     with Rehearsal(measure.ROOM) as stage:
         assert versions == stage.submit(hardware.versions).result() and versions["torch"]

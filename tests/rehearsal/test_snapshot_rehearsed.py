@@ -130,7 +130,7 @@ def events_of_both(random_trace, performed, text, seeds):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("number", [10, 11, -1])
-def test_the_allocator_tells_what_torch_records(measure, number, monkeypatch):
+def test_the_allocator_reports_what_torch_records(measure, number, monkeypatch):
     room, text = measure.CONFIGURATIONS[number]
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", text)
     with Rehearsal(room) as stage:

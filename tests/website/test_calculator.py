@@ -321,7 +321,7 @@ def test_the_page_keeps_the_standard_and_nothing_on_it_is_cut_off(site, page):
     assert browser.violations(page) == []
 
 
-def test_a_line_says_on_focus_and_on_hover_which_cards_it_stands_for(site, page):
+def test_a_line_names_its_cards_on_focus_and_on_hover(site, page):
     shown(page, site[0], {"model": MODEL, "precision": "fp32", "batch": 512, "length": 512, "card": "4090"})
     lines = page.locator(".calculator-line")
     assert lines.count() > 5
