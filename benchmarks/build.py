@@ -200,9 +200,9 @@ def rehearsed_recipes(cards: dict[str, dict], measured: dict[str, dict], suites:
         known = "speed measured by the GPU suite" if suites else "speed not measured"
         lines = [f"No GPU has run the whole course: memory rehearsed with torch's own allocator; {known}.", ""]
     one = next(iter(cards.values()))
-    there, context = one["guide"]["hardware"], one["guide"]["context_mb"]
+    guide_card, context = one["guide"]["hardware"], one["guide"]["context_mb"]
     lines += [
-        f"- **{there}**, published: {one['guide']['source']}, MB (of 2**20 bytes) by NVML; in brackets less the "
+        f"- **{guide_card}**, published: {one['guide']['source']}, MB (of 2**20 bytes) by NVML; in brackets less the "
         f"{context} MB that it gives for the CUDA context"
     ]
     columns = {}
@@ -223,7 +223,7 @@ def rehearsed_recipes(cards: dict[str, dict], measured: dict[str, dict], suites:
     for row in one["rows"]:
         cells = [mebibytes(column.get(row["name"])) for column in columns.values()]
         rows.append([row["name"], f"{row['guide_mb']} ({row['guide_mb'] - context})", *cells])
-    return "\n".join([*lines, "", table(["recipe", f"{there}, published", *columns], rows)])
+    return "\n".join([*lines, "", table(["recipe", f"{guide_card}, published", *columns], rows)])
 
 
 def rehearsed_claims(cards: dict[str, dict]) -> str:
@@ -343,11 +343,11 @@ def error_table(rows: list[dict]) -> str:
     totals = {"allocated": "peak_bytes", "reserved": "reserved_bytes", "device-used": "device_used_bytes"}
     errors = {}
     for label, name in totals.items():
-        errors[label] = [abs(ours / true - 1) for ours, true in (row[name] for row in rows) if ours and true]
+        errors[label] = [abs(value / true - 1) for value, true in (row[name] for row in rows) if value and true]
     pairs = [(row["breakdown"], row["peak_bytes"][1]) for row in rows if all(row["breakdown"])]
     for category in CATEGORIES:
         errors[f"{name_text(category)}, share of the peak"] = [
-            abs(ours.get(category, 0) - true.get(category, 0)) / peak for (ours, true), peak in pairs
+            abs(value.get(category, 0) - true.get(category, 0)) / peak for (value, true), peak in pairs
         ]
     lines = []
     for label, shares in errors.items():

@@ -133,9 +133,9 @@ def _positions(x, count: int):
 def recorded(run: Callable) -> list[int] | str:
     """Return the allocator's requests while `run` runs, see `kernel_cases.events`; the error's type if it fails."""
     torch.cuda.memory._record_memory_history(max_entries=10**6, context=None)
-    kept = []
+    results = []
     try:
-        kept.append(run())
+        results.append(run())
         entries = torch.cuda.memory._snapshot()["device_traces"][0]
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
         return type(error).__name__

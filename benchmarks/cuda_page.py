@@ -15,14 +15,14 @@ PUBLISHED_TOOLS = RESULTS / "published_tools.json"  # by benchmarks/published_to
 def nearness() -> str:
     """Describe how near the estimate for CUDA is to torch's own allocator, and to published measurements."""
     report, lists = (read_record(RESULTS / f"{name}.json") for name in ("cuda", "allocator"))
-    kept = [row for row in report["rows"] if "rehearsed" in row]
-    architectures, optimizers = {row["architecture"] for row in kept}, {row["arguments"]["optim"] for row in kept}
+    cases = [row for row in report["rows"] if "rehearsed" in row]
+    architectures, optimizers = {row["architecture"] for row in cases}, {row["arguments"]["optim"] for row in cases}
     found, few = report["summary"]["estimated"], report["summary"].get("extrapolated")  # the latter: in older records
     of_few = f" With few layers traced, {few['answered']} of them: {_equal_or_off(few)}." if few else ""
     figures = read_record(PUBLISHED)["like_for_like"]["all"]
     when = f"{versions(report, 'torch', 'transformers')}, {report['date'][:10]}"
     lines = [
-        f"{len(kept)} generated trainings ({len(architectures)} architectures, {len(optimizers)} optimizers, compute "
+        f"{len(cases)} generated trainings ({len(architectures)} architectures, {len(optimizers)} optimizers, compute "
         f"capability 7.5 to 9.0) compared with torch's own allocator in rehearsals ({when}): "
         f"{_equal_or_off(found)}.{of_few}",
         f"The allocator model compared with torch's allocator on {lists['traces']:,} random traces of allocations and "
@@ -72,9 +72,9 @@ def ranks() -> str:
             failed.setdefault(error, []).append(row["setup"])
             continue
         sizes = [
-            f"{row[who][what] / MIB:.1f}" if who in row else "not followed"
+            f"{row[source][what] / MIB:.1f}" if source in row else "not followed"
             for what in ("allocated", "reserved")
-            for who in ("rehearsed", "estimated")
+            for source in ("rehearsed", "estimated")
         ]
         parts = [" + ".join(f"{size:.2f}" for size in row["kept"]), " + ".join(f"{size:g}" for size in row["formula"])]
         rows.append([row["setup"], row["model"], str(row["ranks"]), *parts, *sizes])
@@ -116,7 +116,7 @@ def cuda_tools() -> str:
         "figure*: everything that a tool reports, including its allowance for the context, fragmentation and safety, "
         "compared with the peak of reserved memory. Examined but not run: "
     )
-    text += "; ".join(f"{name} ({why})" for name, why in report["not_run"].items())
+    text += "; ".join(f"{name} ({reason})" for name, reason in report["not_run"].items())
     return "\n\n".join([about, table(head, rows), f"{text}.", published_tools()])
 
 
@@ -128,8 +128,8 @@ def published_tools() -> str:
         cells = [f"{row['tool']} {row['version']}" + (f", without {row['left_out']}.toml" if row["left_out"] else "")]
         for found in map(row.get, figures):
             cells += [f"{found['answered']} of {found['asked']}", *(share(found.get(e)) for e in ("median", "worst"))]
-        refused = ((count, shorten(why.rpartition("Error: ")[2], 45)) for why, count in row["refused"])
-        rows.append([*cells, "; ".join(f"{count}: {why}" for count, why in refused)])
+        refused = ((count, shorten(reason.rpartition("Error: ")[2], 45)) for reason, count in row["refused"])
+        rows.append([*cells, "; ".join(f"{count}: {reason}" for count, reason in refused)])
     for figure, what in figures.items():
         pairs = [(row["said"]["this estimate"][what], row) for row in report["pairs"] if figure in row]
         off, name = max(
@@ -140,7 +140,7 @@ def published_tools() -> str:
     made_with = f"{report['machine']}, {versions(report, 'torch', 'transformers', 'peft')}, {report['date'][:10]}"
     about = f"{report['what']}. {made_with}. {report['note']}"
     text = f"Largest errors of this estimate: {' and '.join(worst)}. Examined but not run: "
-    text += "; ".join(f"{name} ({why})" for name, why in report["not_run"].items())
+    text += "; ".join(f"{name} ({reason})" for name, reason in report["not_run"].items())
     return "\n\n".join([about, table([*head, "refused"], rows), f"{text}."])
 
 
@@ -163,4 +163,4 @@ def published() -> str:
     facts = "[published.toml](../benchmarks/published.toml)"
     text = f"Sources, versions and set-ups are in {facts}. In brackets, not like for like:"
     parts = [about, table(["like for like", "rows", "median", "95th percentile", "worst"], errors), text]
-    return "\n\n".join([*parts, "\n".join(f"- {name}: {why}" for name, why in sorted(notes)), table(head, rows)])
+    return "\n\n".join([*parts, "\n".join(f"- {name}: {reason}" for name, reason in sorted(notes)), table(head, rows)])

@@ -6,7 +6,7 @@ from itertools import pairwise
 from operator import methodcaller
 from typing import Any
 
-from gpu_rows import FIRST, NOT_TESTABLE, Kept
+from gpu_rows import FIRST, NOT_TESTABLE, StoredRow
 
 from perf_helpers.course.ledger import decide, load
 from trainmem.core import hardware
@@ -24,11 +24,11 @@ class Absent(Exception):
 class Rows:
     """The measured rows by part and name. A row that is missing raises Absent."""
 
-    def __init__(self, rows: Mapping[tuple[str, str], Kept]):
+    def __init__(self, rows: Mapping[tuple[str, str], StoredRow]):
         self._rows = rows
         self.used: list[str] = []  # "part: name" of each requested row
 
-    def __call__(self, part: str, name: str) -> Kept:
+    def __call__(self, part: str, name: str) -> StoredRow:
         self.used.append(f"{part}: {name}")
         row = self._rows.get((part, name))
         if row is None:
@@ -182,7 +182,7 @@ VALUES: dict[str, Callable[[Rows], Value]] = {
 }
 
 
-def decided(rows: Mapping[tuple[str, str], Kept], machine: Machine, profile: str) -> list[dict[str, Any]]:
+def decided(rows: Mapping[tuple[str, str], StoredRow], machine: Machine, profile: str) -> list[dict[str, Any]]:
     """Return a decision as JSON for each of VALUES, in the order of the ledger.
 
     It has the verdict on the measured value, or "not testable here" with the reason. A rehearsal decides claims about
@@ -191,18 +191,18 @@ def decided(rows: Mapping[tuple[str, str], Kept], machine: Machine, profile: str
     ledger, found = load(), []
     for claim in (claim for claim in ledger.values() if claim.id in VALUES):
         selected = Rows(rows)
-        met, missing = hardware.supports(claim.where, machine)
-        if met and machine.rehearsed and claim.decided_by != "memory":
-            met, missing = False, "a rehearsal: memory alone is known"
+        testable, missing = hardware.supports(claim.where, machine)
+        if testable and machine.rehearsed and claim.decided_by != "memory":
+            testable, missing = False, "a rehearsal: memory alone is known"
         try:
-            value = VALUES[claim.id](selected) if met else None
+            value = VALUES[claim.id](selected) if testable else None
         except Absent as absent:
-            met, missing, value = False, str(absent), None
+            testable, missing, value = False, str(absent), None
         number, interval = (value.value, (value.low, value.high)) if isinstance(value, Ratio) else (value, None)
-        verdict = decide(claim, interval or number, met)
+        verdict = decide(claim, interval or number, testable)
         expected = claim.expected_on(machine.kind, profile)
         decision = {"id": claim.id, "lesson": claim.lesson, "quantity": claim.quantity, "verdict": verdict}
-        decision |= {"expected": list(expected), "as_expected": not met or verdict in expected, "value": number}
+        decision |= {"expected": list(expected), "as_expected": not testable or verdict in expected, "value": number}
         decision |= {"interval": interval and list(interval), "missing": missing or None, "rows": selected.used}
         found.append(decision | {"rehearsed": machine.rehearsed})
     return found

@@ -99,11 +99,11 @@ def cold_start(task: Task) -> list[float]:
         model, batch = task.build_model().to(device), task.batch(4, device)
         compiled = torch.compile(model)
         for _ in range(5):
-            began = time.perf_counter()
+            start = time.perf_counter()
             compiled(**batch).loss.backward()
             if device == "cuda":
                 torch.cuda.synchronize()
-            taken.append(time.perf_counter() - began)
+            taken.append(time.perf_counter() - start)
         return taken
 
 

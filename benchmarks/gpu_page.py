@@ -11,7 +11,7 @@ from typing import Any
 
 import gpu_claims
 import recipes
-from gpu_rows import NOT_TESTABLE, PARTS, Kept
+from gpu_rows import NOT_TESTABLE, PARTS, StoredRow
 from measure_card import SIZES, against
 from runner import RESULTS, read_record, write_record
 from tables import MIB, mebibytes, share, table, versions
@@ -26,7 +26,7 @@ PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "tf32": "tf32"}  # {argumen
 Rows = dict[tuple[str, str], dict[str, Any]]
 
 
-def content(rows: list[Kept]) -> dict[str, Any]:
+def content(rows: list[StoredRow]) -> dict[str, Any]:
     """Return the report of the machine that measured the last row; the last try of a row counts.
 
     Raises ValueError if there are no rows.
@@ -49,7 +49,7 @@ def content(rows: list[Kept]) -> dict[str, Any]:
     }
 
 
-def _shown(row: Kept) -> dict[str, Any]:
+def _shown(row: StoredRow) -> dict[str, Any]:
     left_out = {"setup", "machine", "settings"}
     shown = {name: value for name, value in row.to_dict().items() if name not in left_out}
     for run in shown["runs"]:
@@ -71,7 +71,7 @@ def measured(data: dict[str, Any]) -> dict[str, Any]:
 
 def keep(rows: Path, results: Path) -> Path:
     """Store a file of rows as results/<machine>/gpu/<date>.json. Raises ValueError like `content` and `measured`."""
-    data = measured(content(Store(rows, Kept).read()))
+    data = measured(content(Store(rows, StoredRow).read()))
     target = results / Machine.from_dict(data["machine"]).slug / "gpu" / f"{data['date'][:10]}.json"
     write_record(target, data)
     return target
@@ -99,10 +99,10 @@ def beside_a_card(suites: Mapping[str, Mapping[str, Any]]) -> str:
     shown = {"the suite's runs": {"rehearsed": against(suite, "rehearsed")}} | record["told"]
     rows = []
     for kind, by in shown.items():
-        for how, found in by.items():
+        for method, found in by.items():
             of = found["trainings"]
             cells = [f"{found[n][0]} of {of}, worst {share(found[n][1])}" if n in found else "" for n in SIZES]
-            rows.append([kinds.get(kind, kind), how, f"{found['equal']} of {of}", *cells])
+            rows.append([kinds.get(kind, kind), method, f"{found['equal']} of {of}", *cells])
     head = ["trainings", "method", "all sizes equal", *SIZES]
     return f"{record['machine']}, {versions(record)}, {record['date'][:10]}.\n\n{table(head, rows)}"
 

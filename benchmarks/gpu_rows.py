@@ -49,7 +49,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Kept(Record):
+class StoredRow(Record):
     """The result of a row: one line of the file."""
 
     part: str
@@ -76,7 +76,7 @@ class Kept(Record):
         return memory and memory["peak_bytes"]
 
 
-Known = Mapping[str, Kept]  # {name: row} of the rows of a part that need not be run again
+Known = Mapping[str, StoredRow]  # {name: row} of the rows of a part that need not be run again
 
 
 @dataclass(frozen=True)
@@ -144,12 +144,12 @@ def ten(here: Here, known: Known) -> Iterator[Row]:
     against = {name: [] if name == "vanilla" else ["vanilla"] for name in recipes.ROWS}
     against["+ checkpointing"] = ["accumulation", "vanilla"]
     against["all + 8-bit Adam"] = ["all + Adafactor", "vanilla"]
-    for name, (how, _) in recipes.ROWS.items():
-        if callable(how):
+    for name, (setup, _) in recipes.ROWS.items():
+        if callable(setup):
             lacks = here.lacking(recipes.HALF | recipes.ADAM_8BIT)
-            yield Row(name, task=task, function=how, lacks=lacks)
+            yield Row(name, task=task, function=setup, lacks=lacks)
             continue
-        rows[name] = here.row(name, task, how, measure=BOTH)
+        rows[name] = here.row(name, task, setup, measure=BOTH)
         yield rows[name]
         yield from (here.pair(rows[baseline], rows[name]) for baseline in against[name])
 
@@ -179,7 +179,7 @@ def fp16(here: Here, known: Known) -> Iterator[Row]:
     def two(size: int, more: dict[str, int], measure: tuple[str, ...]) -> list[Row]:
         name = f"{size} x {more['gradient_accumulation_steps']}" if more else f"{size}"
         sizes = batch_of(size) | more
-        return [here.row(f"{name}, {kind}", task, sizes | how, measure=measure) for kind, how in PRECISIONS.items()]
+        return [here.row(f"{name}, {kind}", task, sizes | args, measure=measure) for kind, args in PRECISIONS.items()]
 
     for size in (8, 16, 32, 64):
         rows = two(size, {}, BOTH)
@@ -192,9 +192,9 @@ def fp16(here: Here, known: Known) -> Iterator[Row]:
 
 def tf32(here: Here, known: Known) -> Iterator[Row]:
     """tf32 on and off, in fp32 and under fp16; and large matmuls in each precision."""
-    for name, how in PRECISIONS.items():
-        baseline = here.row(name, here.profile.task, recipes.FOUR | how)
-        name = "fp16 and tf32" if how else "tf32"
+    for name, arguments in PRECISIONS.items():
+        baseline = here.row(name, here.profile.task, recipes.FOUR | arguments)
+        name = "fp16 and tf32" if arguments else "tf32"
         row = here.row(name, here.profile.task, baseline.arguments | {"tf32": True}, measure=BOTH)
         yield row
         yield here.pair(baseline, row)
@@ -221,10 +221,10 @@ def attention(here: Here, known: Known) -> Iterator[Row]:
     rows = {}
     for length in lengths:
         for name in ("eager", "sdpa"):
-            how = options | {"attn_implementation": name}
+            arguments = options | {"attn_implementation": name}
             # At the longest length also compare losses, over as few steps as in the lesson: rounding errors grow.
             more = {"measure": BOTH, "steps": 2} if length == lengths[-1] else {}
-            rows[name] = here.row(f"{name}, {length}", task.replace(seq_len=length), how, **more)
+            rows[name] = here.row(f"{name}, {length}", task.replace(seq_len=length), arguments, **more)
             yield rows[name]
     yield here.pair(rows["eager"], rows["sdpa"])
     accepted = here.question("kernels", task, gpu_functions.kernels, "cuda")
@@ -232,9 +232,9 @@ def attention(here: Here, known: Known) -> Iterator[Row]:
     for kernel in gpu_functions.KERNELS if accepted.name in known else ():
         answer = known[accepted.name].value or {}
         lacks = known[accepted.name].message or ("" if answer.get(kernel) else f"needs a GPU on which {kernel} runs")
-        how = gpu_functions.forced(kernel, options | {"attn_implementation": "sdpa"}, here.profile)
+        function = gpu_functions.forced(kernel, options | {"attn_implementation": "sdpa"}, here.profile)
         long = task.replace(seq_len=lengths[-1])
-        row = Row(f"sdpa, {kernel}, {lengths[-1]}", task=long, function=how, measure=BOTH, lacks=lacks)
+        row = Row(f"sdpa, {kernel}, {lengths[-1]}", task=long, function=function, measure=BOTH, lacks=lacks)
         yield row
         yield here.pair(rows["eager"], row)
 
@@ -246,8 +246,8 @@ def compiled(here: Here, known: Known) -> Iterator[Row]:
     plain = here.row("uncompiled", task, recipes.FOUR, measure=BOTH)
     yield plain
     for backend in ("inductor", "aot_eager"):
-        how = recipes.FOUR | {"torch_compile": True, "torch_compile_backend": backend}
-        row = here.row(backend, task, how, measure=BOTH if backend == "inductor" else ("memory",))
+        arguments = recipes.FOUR | {"torch_compile": True, "torch_compile_backend": backend}
+        row = here.row(backend, task, arguments, measure=BOTH if backend == "inductor" else ("memory",))
         yield row
         yield here.pair(plain, row)
     yield here.question("cold start", task, gpu_functions.cold_start, lacks=here.lacking_compiler)
@@ -302,18 +302,18 @@ def best(here: Here, known: Known) -> Iterator[Row]:
     if FIRST not in known or not known[FIRST].ok:
         return
     for name, changes, lacks in _rungs(here):
-        stood = climb[-1]
+        base = climb[-1]
         for change in changes:
             label = f"{name}, {change['per_device_train_batch_size']}" if len(changes) > 1 else name
-            more = {} if change.get("optim") else {"optimizer": stood.optimizer}
-            row = here.row(label, stood.task, stood.arguments | change, **more)
+            more = {} if change.get("optim") else {"optimizer": base.optimizer}
+            row = here.row(label, base.task, base.arguments | change, **more)
             yield row if not lacks else Row(label, lacks=lacks)
             if label not in known:
                 return
             found = known[label]
             if not found.ok or (len(changes) > 1 and found.peak_bytes > known[FIRST].peak_bytes):
                 break
-            climb = [*climb[: climb.index(stood) + 1], row]
+            climb = [*climb[: climb.index(base) + 1], row]
     pairs = [here.pair(climb[0], row) for row in climb[1:]]
     yield from pairs
     if all(pair.name in known for pair in pairs):

@@ -148,8 +148,8 @@ class Environments:
         out.unlink(missing_ok=True)
         done = self._run(one, [self.python(one), HERE / "matrix_rehearsal.py", out])
         if done.returncode:
-            why = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
-            return {"not_rehearsed": plain(why)}
+            reason = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
+            return {"not_rehearsed": plain(reason)}
         return load_results(out)
 
     def python(self, one: LibrarySet) -> Path:
@@ -160,8 +160,8 @@ class Environments:
 
     def _variables(self, one: LibrarySet) -> dict[str, str]:
         """Return environment variables: each set has its own cache of runs and operations and its own code."""
-        kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-        return kept | {"PERF_HELPERS_HOME": str(self.folder / one.name / "home")}
+        environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+        return environment | {"PERF_HELPERS_HOME": str(self.folder / one.name / "home")}
 
 
 def pip_reason(stderr: str) -> str:
@@ -220,11 +220,11 @@ def became(one: LibrarySet, lessons: list[str], known: dict, status: str = "ok",
     entry = {"name": one.name, "what": one.what, "status": status, "message": message}
     entry |= {"date": known.get("date", now()), "packages": known.get("packages", {})}
     rehearsed = known.get("ran", {}).get(REHEARSAL, {})
-    why = rehearsed.get("not_rehearsed", "")
+    reason = rehearsed.get("not_rehearsed", "")
     ran = [known["ran"][lesson] for lesson in lessons] if status == "ok" else []
     parts = {part: [each for data in ran for each in data[part]] for part in ("lessons", "claims", "runs")}
     course = ran[-1] | parts if ran else None
-    return entry | {"course": course, "rehearsal": None if why else rehearsed or None, "not_rehearsed": why}
+    return entry | {"course": course, "rehearsal": None if reason else rehearsed or None, "not_rehearsed": reason}
 
 
 def done(one: LibrarySet, environments: Environments) -> dict:

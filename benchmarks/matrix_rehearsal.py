@@ -17,8 +17,8 @@ from trainmem.core import hardware
 from trainmem.core.task import Task
 from trainmem.rehearsal import build, rehearse
 
-if why := build.problem():
-    sys.exit(why)
+if reason := build.problem():
+    sys.exit(reason)
 if not hardware.torch_build()[1]:
     sys.exit(f"torch {hardware.torch_build()[0]} is no CUDA build")
 runs = []

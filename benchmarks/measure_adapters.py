@@ -96,8 +96,8 @@ def cases(options) -> dict[str, Training]:
 
 
 def measure(cases, options):
-    if why := optional_packages.offer("peft"):
-        raise SystemExit(f"measure_adapters: {why}")
+    if reason := optional_packages.offer("peft"):
+        raise SystemExit(f"measure_adapters: {reason}")
     cloudpickle.register_pickle_by_value(measure_cuda)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -115,10 +115,10 @@ def measure(cases, options):
 
 def conclude(rows: list[dict], options) -> dict:
     on_cpu = [row for row in rows if row["device"] == "cpu"]
-    kept = [row for row in on_cpu if "counted" in row]
-    equal = sum(row["counted"] == row["estimated"] for row in kept)
+    compared = [row for row in on_cpu if "counted" in row]
+    equal = sum(row["counted"] == row["estimated"] for row in compared)
     summary = {
-        "cpu": {"compared": len(kept), "left_out": len(on_cpu) - len(kept), "equal_in_every_category": equal},
+        "cpu": {"compared": len(compared), "left_out": len(on_cpu) - len(compared), "equal_in_every_category": equal},
         "cuda": measure_cuda.summary([row for row in rows if row["device"] == "cuda"]),
     }
     return {

@@ -91,10 +91,10 @@ def card_and_batch(one: Pair, task: Task) -> tuple[Card, int]:
     draw = random.Random(one.number)
     precision = {} if {"fp16", "dtype"} & one.must.keys() else {"bf16" if one.capability >= (8, 0) else "fp16": True}
     arguments = {"optim": "adamw_torch_fused", ACCUMULATION_STEPS: 2} | precision | one.must
-    whose = {"device": "cuda", "compute_capability": one.capability}
+    device = {"device": "cuda", "compute_capability": one.capability}
 
     def memory(size: int) -> Memory:
-        return estimate(task, **whose, **arguments | {MICRO_BATCH: size}).memory
+        return estimate(task, **device, **arguments | {MICRO_BATCH: size}).memory
 
     if one.card is None:
         size = one.samples
@@ -116,9 +116,9 @@ def decide(one: Pair, folder: Path) -> dict:
     try:
         on, batch = card_and_batch(one, task)
         row["card"] = {"name": on.name, "capability": on.capability, "memory_bytes": on.memory_bytes}
-        whose = {"device": "cuda", "compute_capability": on.capability, "context_memory": on.context_bytes}
+        device = {"device": "cuda", "compute_capability": on.capability, "context_memory": on.context_bytes}
         must = {"memory": on.memory_bytes, "effective_batch": batch, "must": one.must}
-        advice = advise(task, **must, **whose, runs=[], most=1)
+        advice = advise(task, **must, **device, runs=[], most=1)
         if not advice.recipes:
             raise Undecided("nothing fits")
         recipe = advice.recipes[0]

@@ -87,35 +87,35 @@ def of_a_training(chance: random.Random, live_bytes: float) -> list[Event]:
     free = live_bytes - 16 * (layers * 12 * hidden**2 + words * hidden)
     rows = max(1, int(free * chance.uniform(0.3, 1.5) / (size * (layers * 30 * hidden + 2 * words))))
 
-    def born(*sizes: int) -> list[int]:
+    def allocate(*sizes: int) -> list[int]:
         keys = [next(count) for _ in sizes]
         events.extend(zip(keys, sizes, strict=True))
         return keys
 
-    def dead(keys: list[int]) -> None:
+    def free_blocks(keys: list[int]) -> None:
         events.extend((key, 0) for key in keys)
 
     shapes = [words * hidden] + layers * [3 * hidden**2, 3 * hidden, hidden**2, hidden, *2 * [4 * hidden**2]]
-    weights = born(*(4 * shape for shape in shapes))
+    weights = allocate(*(4 * shape for shape in shapes))
     for step in range(chance.randint(2, 3)):
         now = rows if chance.random() < 0.5 else chance.randint(1, rows)
-        saved = [born(8 * now)]
+        saved = [allocate(8 * now)]
         for _ in range(layers):
-            qkv, scratch = born(3 * now * hidden * size), born(now * hidden * size, now * hidden * size)
-            saved.append(qkv + born(now * hidden * size, 4 * now, 4 * now * hidden * size))
-            dead(scratch)
-        logits = born(now * words * size, now * words * 4)
+            qkv, scratch = allocate(3 * now * hidden * size), allocate(now * hidden * size, now * hidden * size)
+            saved.append(qkv + allocate(now * hidden * size, 4 * now, 4 * now * hidden * size))
+            free_blocks(scratch)
+        logits = allocate(now * words * size, now * words * 4)
         gradients = []
         for layer in reversed(saved):
-            flowing = born(now * hidden * size, 4 * now * hidden * size)
-            dead(layer)
-            gradients += born(*(4 * shape for shape in chance.sample(shapes[1:], 2)))
-            dead(flowing)
-        dead(logits)
+            flowing = allocate(now * hidden * size, 4 * now * hidden * size)
+            free_blocks(layer)
+            gradients += allocate(*(4 * shape for shape in chance.sample(shapes[1:], 2)))
+            free_blocks(flowing)
+        free_blocks(logits)
         if not step:
-            weights += born(*(4 * shape for shape in shapes), *(4 * shape for shape in shapes))
-        dead(born(*(4 * shape for shape in shapes[:3])))
-        dead(gradients)
+            weights += allocate(*(4 * shape for shape in shapes), *(4 * shape for shape in shapes))
+        free_blocks(allocate(*(4 * shape for shape in shapes[:3])))
+        free_blocks(gradients)
         if chance.random() < 0.2:
             events.append(None)
     return events
@@ -152,18 +152,18 @@ def compare(text: str, seeds: list[str], torch_version: str | None = None) -> di
         torch.cuda.reset_peak_memory_stats()
         retries = torch._C._cuda_memoryStats(0)["num_alloc_retries"]
         for number, event in enumerate(trace(seed, capacity)):
-            there = performed(torch, live, event)
-            here = answered(double, event, places, there[-1])
+            reference = performed(torch, live, event)
+            modelled = answered(double, event, places, reference[-1])
             found["events"] += 1
-            found["out_of_memory"] += there[-2]
-            if here != there:
-                found["mismatches"].append((seed, number, event, there, here))
+            found["out_of_memory"] += reference[-2]
+            if modelled != reference:
+                found["mismatches"].append((seed, number, event, reference, modelled))
                 break
         else:
-            there, here = after(torch, retries), double_after(double, places)
-            found["retries"] += there[1]
-            if there != here:
-                found["mismatches"].append((seed, "at the end", there, here))
+            reference, modelled = after(torch, retries), double_after(double, places)
+            found["retries"] += reference[1]
+            if reference != modelled:
+                found["mismatches"].append((seed, "at the end", reference, modelled))
         found["traces"] += 1
         live.clear()
         torch.cuda.empty_cache()
@@ -188,7 +188,7 @@ def performed(torch, live: dict, event: Event) -> tuple:
     return *counts, *(stats["segment"][f"{pool}_pool"]["current"] for pool in ("small", "large")), full, address
 
 
-def answered(double: CachingAllocator, event: Event, places: dict[int, int], there: int) -> tuple:
+def answered(double: CachingAllocator, event: Event, places: dict[int, int], address_of_block: int) -> tuple:
     """Return the numbers of `performed` for the model.
 
     `places` maps its segments to torch's addresses, each known from its first block.
@@ -200,7 +200,7 @@ def answered(double: CachingAllocator, event: Event, places: dict[int, int], the
         try:
             double.allocate(*event)
             part = double._used[event[0]]
-            address = places.setdefault(part.order, there) + part.address - part.base
+            address = places.setdefault(part.order, address_of_block) + part.address - part.base
         except OutOfMemory:
             full = True
     else:
@@ -230,13 +230,13 @@ def double_after(double: CachingAllocator, places: dict[int, int]) -> tuple:
     states = {True: "inactive", False: "active_allocated"}
     bases = sorted((base, places[head.order] - base) for base, head in double._heads.items() if head.order in places)
 
-    def there(address: int) -> int:
+    def mapped(address: int) -> int:
         return address + bases[bisect.bisect(bases, (address + 1,)) - 1][1]
 
     segments = [
         (
-            *(there(segment.address), segment.size, "small" if segment.is_small else "large", segment.is_expandable),
-            [(there(block.address), block.size, states[block.is_free]) for block in segment.blocks],
+            *(mapped(segment.address), segment.size, "small" if segment.is_small else "large", segment.is_expandable),
+            [(mapped(block.address), block.size, states[block.is_free]) for block in segment.blocks],
         )
         for segment in double.segments()
     ]

@@ -155,7 +155,7 @@ def measure(cases, options):
 
 def compared(lab: Lab, name: str, kind: str, folder: Path) -> dict:
     """Return the row of a class: bytes counted and estimated by category, or why it was left out."""
-    why = []
+    reasons = []
     given = {"per_device_train_batch_size": SAMPLES, "optim": "adamw_torch"}
     try:
         forms = [*configurations(kind, folder)]
@@ -165,14 +165,14 @@ def compared(lab: Lab, name: str, kind: str, folder: Path) -> dict:
         task = Task(str(path), LENGTH, 16, name, audio_seconds=1.0)
         try:
             if task.parameters() > LARGEST:
-                why.append(f"{form}: more than {LARGEST:,} parameters")
+                reasons.append(f"{form}: more than {LARGEST:,} parameters")
                 continue
             run = lab.train(name, task=task, measure="memory", **given)
         except (ValueError, ImportError) as error:
-            why.append(f"{form}: {str(error).replace(str(path), '')[-200:]}")
+            reasons.append(f"{form}: {str(error).replace(str(path), '')[-200:]}")
             continue
         if not run.ok:
-            why.append(f"{form}: {run.message[-200:]}")
+            reasons.append(f"{form}: {run.message[-200:]}")
             continue
         row = {"form": form, "counted": {"peak": run.peak_bytes} | run.memory.breakdown}
         try:
@@ -182,7 +182,7 @@ def compared(lab: Lab, name: str, kind: str, folder: Path) -> dict:
         row |= {"estimated": {"peak": found.peak_bytes} | found.memory.breakdown}
         assumed = [text for text in found.assumptions if text.startswith("experts")]
         return row | ({"assumed": assumed} if assumed else {})
-    return {"left_out": "; ".join(why)}
+    return {"left_out": "; ".join(reasons)}
 
 
 def conclude(rows: list[dict], options) -> dict:

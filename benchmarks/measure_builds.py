@@ -53,9 +53,9 @@ def measure(runs, options):
         if (done := make(build, "extras")).returncode:
             raise SystemExit(f"{build} could not be set up:\n{done.stdout[-2000:]}")
     for name, (command, build) in runs.items():
-        began = time.monotonic()
+        start = time.monotonic()
         done = make(build, command)
-        row = {"number": name, "command": command, "build": commit(build), "seconds": round(time.monotonic() - began)}
+        row = {"number": name, "command": command, "build": commit(build), "seconds": round(time.monotonic() - start)}
         yield name, row | {"exit_code": done.returncode} | of_course(build, command) | of_tests(done.stdout)
 
 

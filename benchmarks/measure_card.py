@@ -44,8 +44,8 @@ def cases(options) -> dict[str, tuple[str, measure_cuda.Training]]:
 
 def measure(cases, options) -> Iterator[tuple[str, dict]]:
     cloudpickle.register_pickle_by_value(measure_cuda)
-    kept = read_record(options.out)["rows"] if options.out.exists() else []
-    known = {name_of(number, row): row for number, row in enumerate(kept)}
+    stored = read_record(options.out)["rows"] if options.out.exists() else []
+    known = {name_of(number, row): row for number, row in enumerate(stored)}
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         lab = stack.enter_context(rehearsing(card(options.rehearse))) if options.rehearse else Lab(out=folder)

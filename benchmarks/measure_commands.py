@@ -39,9 +39,9 @@ import time
 from trainmem.core.task import Task
 from trainmem.estimate import estimate
 for model in ("bert-tiny", "bert-large", "llama-3-8b"):
-    began = time.perf_counter()
+    start = time.perf_counter()
     estimate(Task(model, seq_len=512), device="cuda")
-    print(time.perf_counter() - began)
+    print(time.perf_counter() - start)
 """
 RUNNING = ("bert-large, the server running", "llama-3-8b, the server running")
 
@@ -50,9 +50,9 @@ def seconds_of(build: str, words: list[str], home: str, code: int = 0) -> tuple[
     """Run a process with this cache folder; return its seconds and its output."""
     folder, _, python = build.partition("=")
     environment = os.environ | {"PYTHONPATH": str(Path(folder).resolve()), "PERF_HELPERS_HOME": home}
-    began = time.perf_counter()
+    start = time.perf_counter()
     done = subprocess.run([python or sys.executable, *words], capture_output=True, text=True, env=environment)
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - start
     if done.returncode != code:
         raise SystemExit(f"{words} ended with {done.returncode}: {done.stderr}")
     return seconds, done.stdout

@@ -163,21 +163,21 @@ def compare(lab: Lab, one: Training, folder: Path) -> dict:
 
 def summary(rows: list[dict]) -> dict:
     """Return the errors over all compared trainings, as shares."""
-    kept = [row for row in rows if "rehearsed" in row]
-    pairs = [(row["estimated"], row["rehearsed"]) for row in kept if "allocated" in row["estimated"]]
+    rehearsed = [row for row in rows if "rehearsed" in row]
+    pairs = [(row["estimated"], row["rehearsed"]) for row in rehearsed if "allocated" in row["estimated"]]
     errors = {
         what: [abs(reported[what] / reference[what] - 1) for reported, reference in pairs]
         for what in ("allocated", "reserved")
     }
     found = {
         "answered": len(pairs),
-        "refused": len(kept) - len(pairs),
+        "refused": len(rehearsed) - len(pairs),
         "allocated_equal": errors["allocated"].count(0),
         "allocated_worst": max(errors["allocated"], default=None),
         "reserved_median": statistics.median(errors["reserved"]) if pairs else None,
         "reserved_worst": max(errors["reserved"], default=None),
     }
-    return {"compared": len(kept), "left_out": len(rows) - len(kept), "estimated": found}
+    return {"compared": len(rehearsed), "left_out": len(rows) - len(rehearsed), "estimated": found}
 
 
 # ---- the first difference of a training
@@ -219,17 +219,17 @@ def difference(one: Training, most: int = 12) -> None:
         if entry["action"] in ("alloc", "free_completed")
     )
     blocks = ((event, *log.blocks[event]) if event >= 0 else (~event, -1, None) for event in log.events)
-    ours = lives(
+    estimated = lives(
         (which, size, f"{label.phase} {label.module} {label.operation}" if label else "")
         for which, size, label in blocks
     )
-    sizes = ([size for size, _ in side] for side in (real, ours))
+    sizes = ([size for size, _ in side] for side in (real, estimated))
     matcher = difflib.SequenceMatcher(None, *sizes, autojunk=False)
     apart = [edges for tag, *edges in matcher.get_opcodes() if tag != "equal"]
     for edges in apart[:most]:
-        for who, side in (("torch", real[slice(*edges[:2])]), ("estimate", ours[slice(*edges[2:])])):
+        for source, side in (("torch", real[slice(*edges[:2])]), ("estimate", estimated[slice(*edges[2:])])):
             for size, where in side[:6]:
-                print(f"{who:>9} {size:+14,d}  {where}")
+                print(f"{source:>9} {size:+14,d}  {where}")
         print()
 
 

@@ -52,7 +52,7 @@ def question(one: Training, folder: Path) -> dict:
         parameters=count,
         trained=count,
         largest_layer=max(own),
-        **{name: getattr(config, ours, None) for name, ours in SIZES.items()},
+        **{name: getattr(config, attribute, None) for name, attribute in SIZES.items()},
         tokens=one.seq_len,
         size=arguments["per_device_train_batch_size"],
         precision=computed,
@@ -94,14 +94,14 @@ def row(name: str, version: str, replies: list[dict], rows: list[dict]) -> dict:
     """
     claims, cannot = (tools.ABOUT["cuda"][name][what] for what in ("claims", "cannot"))
     reference = {what: [one["rehearsed"][what] for one in rows] for what in ("allocated", "reserved")}
-    kept = tools.row(name, replies, reference["allocated"], cannot) | {"version": version, "claims": claims}
+    summary = tools.row(name, replies, reference["allocated"], cannot) | {"version": version, "claims": claims}
     decoders = [n for n, one in enumerate(rows) if one["architecture"] in tools.ABOUT["dense_decoders"]]
     wrong = tools.errors([replies[n] for n in decoders], [reference["allocated"][n] for n in decoders])
     in_all = tools.errors(replies, reference["reserved"], "total_bytes")
-    kept |= {"median_error_decoders": statistics.median(wrong) if wrong else None, "answered_decoders": len(wrong)}
-    kept |= {"median_error_reserved": statistics.median(in_all) if in_all else None}
-    kept |= {"worst_error_reserved": max(in_all, default=None)}
-    return kept | {"refused": Counter(one["refused"] for one in replies if "refused" in one).most_common(4)}
+    summary |= {"median_error_decoders": statistics.median(wrong) if wrong else None, "answered_decoders": len(wrong)}
+    summary |= {"median_error_reserved": statistics.median(in_all) if in_all else None}
+    summary |= {"worst_error_reserved": max(in_all, default=None)}
+    return summary | {"refused": Counter(one["refused"] for one in replies if "refused" in one).most_common(4)}
 
 
 def rows_of(options) -> list[dict]:
@@ -137,8 +137,8 @@ def conclude(answers: list[dict], options) -> dict:
     """Return the table, and the answers of all tools for each training."""
     rows, pairs = rows_of(options), []
     for n, one in enumerate(rows):
-        kept = {"number": one["number"]} | {what: one["rehearsed"][what] for what in ("allocated", "reserved")}
-        pairs.append(kept | {found["tool"]: found["said"][n].get("bytes") for found in answers})
+        pair = {"number": one["number"]} | {what: one["rehearsed"][what] for what in ("allocated", "reserved")}
+        pairs.append(pair | {found["tool"]: found["said"][n].get("bytes") for found in answers})
     return {
         "what": f"{len(rows)} trainings, {len({one['architecture'] for one in rows})} architectures; "
         "bytes by torch's own allocator in a rehearsal, from the first forward on",
@@ -157,7 +157,7 @@ CUDA_TOOLS = Measurement(
     conclude,
     {"pythons": [], "count": 0, "note": ""},
     rows="",
-    line=lambda row: f"{sum('bytes' in said for said in row['said'])} answers",
+    line=lambda row: f"{sum('bytes' in reply for reply in row['said'])} answers",
 )
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from gpu_rows import FAILED, NOT_TESTABLE, PARTS, Here, Kept, Known, Row
+from gpu_rows import FAILED, NOT_TESTABLE, PARTS, Here, Known, Row, StoredRow
 from runner import carry_modules, now
 
 from perf_helpers.lab.lab import Lab
@@ -55,7 +55,7 @@ class Suite:
     """
 
     def __init__(self, lab: Lab, file: Path, ends: float):
-        self.lab, self.store, self.ends = lab, Store(file, Kept), ends
+        self.lab, self.store, self.ends = lab, Store(file, StoredRow), ends
         self.here = Here(lab.machine, lab.versions, lab.profile)
         self.setup = setup_of(lab.machine, lab.versions, lab.profile.name)
         self._rows = self.store.read()
@@ -65,13 +65,13 @@ class Suite:
     def known(self, part: str) -> Known:
         """Return the rows of a part that need not be run again: same machine, packages and settings."""
         known, failures = {}, {}
-        for kept in self._rows:
-            if kept.part == part and kept.setup == self.setup:
-                failures[kept.name] = failures.get(kept.name, 0) + (kept.status in FAILED)
-                if kept.status not in FAILED or failures[kept.name] >= TRIES:
-                    known[kept.name] = kept
+        for stored in self._rows:
+            if stored.part == part and stored.setup == self.setup:
+                failures[stored.name] = failures.get(stored.name, 0) + (stored.status in FAILED)
+                if stored.status not in FAILED or failures[stored.name] >= TRIES:
+                    known[stored.name] = stored
         while other := {row.name for row in PARTS[part](self.here, known) if _is_another(row, known)}:
-            known = {name: kept for name, kept in known.items() if name not in other}
+            known = {name: stored for name, stored in known.items() if name not in other}
         return known
 
     def left(self, part: str) -> list[Row]:
@@ -90,23 +90,23 @@ class Suite:
 
     def _do(self, part: str, row: Row) -> None:
         """Measure one row and store it."""
-        began = monotonic()
-        seconds = max(1.0, min(ROW_SECONDS, self.ends + LAST_SECONDS - began))
+        start = monotonic()
+        seconds = max(1.0, min(ROW_SECONDS, self.ends + LAST_SECONDS - start))
         with processes.within(seconds):
             found = self._found(row)
-        took = monotonic() - began
+        took = monotonic() - start
         if seconds < ROW_SECONDS and took >= seconds:
             print(f"{part}: {row.name}: cut off at the end of this call", file=sys.stderr, flush=True)
             return
         about = {"part": part, "name": row.name, "settings": row.settings(), "setup": self.setup}
         about |= {"machine": self.lab.machine.to_dict(), "seconds": round(took, 2)}
-        kept = Kept(**about, **found, date=now())
-        self.store.append(kept)
-        self._rows.append(kept)
-        print(f"{part}: {line(kept)}", file=sys.stderr, flush=True)
+        stored = StoredRow(**about, **found, date=now())
+        self.store.append(stored)
+        self._rows.append(stored)
+        print(f"{part}: {line(stored)}", file=sys.stderr, flush=True)
 
     def _found(self, row: Row) -> dict[str, Any]:
-        """Measure a row; return the fields of `Kept`."""
+        """Measure a row; return the fields of `StoredRow`."""
         if row.lacks:
             return {"status": NOT_TESTABLE, "message": row.lacks}
         kinds = {"run": self._run, "pair": self._pair, "question": self._ask}
@@ -172,15 +172,15 @@ def kept_of(run: Run) -> dict[str, Any]:
     return {name: listing[name] for name in OF_A_RUN}
 
 
-def line(kept: Kept) -> str:
+def line(stored: StoredRow) -> str:
     """Return a line of text about a row, for the terminal."""
-    if not kept.ok:
-        return f"{kept.name}: {kept.status}, {kept.message}"
-    if kept.speed_ratio:
-        return f"{kept.name}: {kept.speed_ratio} x the speed"
-    if kept.runs:
-        return str(Run.from_dict(kept.runs[-1]))
-    return f"{kept.name}: {kept.value}"
+    if not stored.ok:
+        return f"{stored.name}: {stored.status}, {stored.message}"
+    if stored.speed_ratio:
+        return f"{stored.name}: {stored.speed_ratio} x the speed"
+    if stored.runs:
+        return str(Run.from_dict(stored.runs[-1]))
+    return f"{stored.name}: {stored.value}"
 
 
 def _what(row: Row) -> str:
@@ -247,7 +247,7 @@ def _lab(options: argparse.Namespace, folder: str) -> Iterator[Lab]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run or list parts; return the exit code."""
-    began = monotonic()
+    start = monotonic()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--part", action="append", metavar="PART", help=f"{', '.join(PARTS)}, or 1 to {len(PARTS)}")
     parser.add_argument("--list", action="store_true", help="tell the rows, run none")
@@ -262,7 +262,7 @@ def main(arguments: list[str] | None = None) -> int:
         parts = _chosen(options.part)
         _check_packages()
         with tempfile.TemporaryDirectory() as folder, _lab(options, folder) as lab:
-            suite = Suite(lab, rows, began + options.seconds)
+            suite = Suite(lab, rows, start + options.seconds)
             if options.list:
                 print(listing(suite, parts, options.seconds))
                 return 0

@@ -59,22 +59,22 @@ def row(name: str, program: dict, options: argparse.Namespace) -> dict:
     out = FOLDER / "runs" / name
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
-    for there, each in program.get("beside", {}).items():
-        kept, target = (FOLDER if each.startswith("inputs/") else source) / each, out / there
+    for target_name, each in program.get("beside", {}).items():
+        origin, target = (FOLDER if each.startswith("inputs/") else source) / each, out / target_name
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copytree(kept, target, dirs_exist_ok=True) if kept.is_dir() else shutil.copy(kept, target)
+        shutil.copytree(origin, target, dirs_exist_ok=True) if origin.is_dir() else shutil.copy(origin, target)
     places = {"source": source, "inputs": INPUTS, "out": out, "packages": PACKAGES}
     words = [word.format(**places) for word in program["command"]]
     variables = {name: value.format(**places) for name, value in program.get("variables", {}).items()}
     with surroundings(out, [PACKAGES, *(source / each for each in program.get("paths", ()))], variables):
         for setup in program.get("setup", ()):
             subprocess.run([sys.executable, *(word.format(**places) for word in setup)], check=True, timeout=SECONDS)
-        began = time.monotonic()
+        start = time.monotonic()
         with (out / "output.txt").open("w") as output:
             run = rehearsal.run(words, rehearsal.CARDS[options.card], assumes=not options.plain, output=output.fileno())
     (out / "report.txt").write_text(repr(run))
     print(repr(run), file=sys.stderr)
-    found = about | {"status": run.status, "code": run.code, "minutes": round((time.monotonic() - began) / 60, 1)}
+    found = about | {"status": run.status, "code": run.code, "minutes": round((time.monotonic() - start) / 60, 1)}
     used = [each for each in run.processes if each["phases"]]
     if used:
         first = used[0]
@@ -225,8 +225,8 @@ def page() -> str:
         program = f"{each['name']} ({source} {each['version']})"
         memory = " / ".join(f"{size / MIB:,.0f}" for size in each.get("peaks", ())) or "none"
         answers = f"{sum(each.get('answers', {}).values()):,}"
-        why = f": {each['message'].partition(' (')[0][:90]}" if "message" in each else ""
-        rows.append([program, each["status"] + why, str(each.get("steps", 0)), memory, answers])
+        reason = f": {each['message'].partition(' (')[0][:90]}" if "message" in each else ""
+        rows.append([program, each["status"] + reason, str(each.get("steps", 0)), memory, answers])
     head = ["program", "its end", "optimizer updates", "MiB allocated / reserved", "assumed answers"]
     ends = Counter(each["status"] for each in record["rows"])
     about = f"{ends['finished']} of {len(rows)} came to their end ({versions(record)}, {record['date'][:10]})."

@@ -93,8 +93,8 @@ def row(name: str, task: Task, arguments: dict, ranks: int) -> dict:
 
 
 def measure(cases, options):
-    if why := optional_packages.offer("deepspeed"):
-        raise SystemExit(why)
+    if reason := optional_packages.offer("deepspeed"):
+        raise SystemExit(reason)
     for name, setup in cases.items():
         yield name, row(*setup)
 

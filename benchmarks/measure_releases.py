@@ -103,8 +103,8 @@ def case(number: int, seed: int) -> Case:
     if kind == "Adafactor, 8-bit Adam":
         arguments["optim"] = draw.choice(("adafactor", "adamw_bnb_8bit"))
     if kind.startswith("inference"):
-        kept = {name: arguments[name] for name in ("fp16", "bf16", "dtype", "attn_implementation") if name in arguments}
-        arguments = kept | {"per_device_eval_batch_size": draw.choice((1, 2, 5))}
+        same = {name: arguments[name] for name in ("fp16", "bf16", "dtype", "attn_implementation") if name in arguments}
+        arguments = same | {"per_device_eval_batch_size": draw.choice((1, 2, 5))}
         more["training"] = False
         if "cache" in kind:
             arguments["max_new_tokens"] = draw.choice((1, 5, 40))
@@ -201,8 +201,8 @@ def cases(options) -> dict[str, Case]:
 
 
 def measure(cases, options):
-    if why := optional_packages.offer("peft"):
-        raise SystemExit(f"measure_releases: {why}")
+    if reason := optional_packages.offer("peft"):
+        raise SystemExit(f"measure_releases: {reason}")
     cloudpickle.register_pickle_by_value(measure_cuda)
     here = hardware.versions()["torch"]
     release = re.match(r"\d+\.\d+", here)[0]

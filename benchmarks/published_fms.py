@@ -89,11 +89,11 @@ def kept_keys(model, arguments) -> None:
 
     They are views of the tensor that also has the queries, which therefore lives until the model returns.
     """
-    kept = []
+    outputs = []
     for name, module in model.named_modules():
         if name.endswith(".c_attn"):
             # Gradients are on while a layer is recomputed in backward, which keeps no cache.
             module.register_forward_hook(
-                lambda module, inputs, output: None if torch.is_grad_enabled() else kept.append(output)
+                lambda module, inputs, output: None if torch.is_grad_enabled() else outputs.append(output)
             )
-    model.register_forward_hook(lambda *_: kept.clear())
+    model.register_forward_hook(lambda *_: outputs.clear())

@@ -202,10 +202,10 @@ class Tiled(torch.autograd.Function):
         return made.view(rows.shape), None, None
 
 
-def _normed(make: Callable, *shape: int, **how) -> None:
-    """Run a norm with fp32 weights; a second one exists, unused. `how`: options of the input besides its shape."""
+def _normed(make: Callable, *shape: int, **options) -> None:
+    """Run a norm with fp32 weights; a second one exists, unused. `options`: options of the input besides its shape."""
     layer, _spare = make(), make()
-    rows, gradient = torch.randn(shape, **how, **GRADIENT), torch.randn(shape, **how)
+    rows, gradient = torch.randn(shape, **options, **GRADIENT), torch.randn(shape, **options)
     _layers(lambda: layer(rows), gradient=gradient)
 
 

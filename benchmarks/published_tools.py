@@ -83,14 +83,14 @@ def rows() -> Iterator[Row]:
         model, *named, sizes = name.split(", ")
         attention = named[0] if named else "eager"  # torch-preflight's rows use plain attention, see `preflight_loop`
         size, length = map(int, sizes.split(" x "))
-        how = {"per_device_train_batch_size": size, "attn_implementation": attention}
+        arguments = {"per_device_train_batch_size": size, "attn_implementation": attention}
         if named:
-            config, how = facts["models"][model], how | {"dtype": "float16", "gradient_checkpointing": True}
-            one, more = training(config, length, T4, **how), of_lora(32, config)
+            config, arguments = facts["models"][model], arguments | {"dtype": "float16", "gradient_checkpointing": True}
+            one, more = training(config, length, T4, **arguments), of_lora(32, config)
             loop = functools.partial(lambda task, name: published_lora.train(name), name=name)
             yield Row(name, "published_lora", figures, one, {"rehearsal": known[name]}, more, loop, "2.10")
         else:
-            one = training({"model_type": model}, length, T4, bf16=True, **how)
+            one = training({"model_type": model}, length, T4, bf16=True, **arguments)
             more = dict.fromkeys(("parameters", "trained"), PREFLIGHT["parameters"][model])
             loop = functools.partial(preflight_loop, model, size, length)
             yield Row(name, "published_preflight", figures, one, {}, more, loop, "2.11")
@@ -124,12 +124,12 @@ def preflight_loop(kind: str, size: int, length: int, task) -> None:
         step()
 
 
-def of_ours(tool: str, row: Row) -> dict:
+def own_answers(tool: str, row: Row) -> dict:
     """Return this project's answers for a training: recorded ones, otherwise the estimate of its loop."""
     if tool in row.known or tool == "rehearsal":
         return row.known.get(tool, {"refused": "not rehearsed"})
-    how = {"device": "cuda", "compute_capability": T4, "torch_version": row.release, "timeout": 600}
-    return tools.estimated(lambda: estimate(published.NOWHERE, function=row.loop, **how))
+    options = {"device": "cuda", "compute_capability": T4, "torch_version": row.release, "timeout": 600}
+    return tools.estimated(lambda: estimate(published.NOWHERE, function=row.loop, **options))
 
 
 def measure(cases, options):
@@ -141,25 +141,24 @@ def measure(cases, options):
         path.write_text(json.dumps(questions))
         for tool in cases:
             if tool not in tools_pypi.TOOLS:
-                replies = [*pool.map(functools.partial(of_ours, tool), found)]
+                replies = [*pool.map(functools.partial(own_answers, tool), found)]
                 yield tool, {"tool": tool, "version": "of record" if tool == "rehearsal" else version, "said": replies}
             elif answers := of_pypi(tool, options.pythons, path):
                 for replies in answers["said"]:
-                    replies |= (
-                        {"total_bytes": replies["total_bytes"] - replies["context_bytes"]} if "bytes" in replies else {}
-                    )
+                    if "bytes" in replies:
+                        replies["total_bytes"] -= replies["context_bytes"]
                 yield tool, {"tool": tool} | answers
 
 
 def row(answers: dict, found: list[Row], left_out: str | None) -> dict:
     """Return the row of one tool over all trainings except those of one file."""
-    kept = {"tool": answers["tool"], "version": answers["version"], "left_out": left_out}
+    summary = {"tool": answers["tool"], "version": answers["version"], "left_out": left_out}
     for figure, what in FIGURES.items():
         measured = [None if one.file == left_out else one.figures.get(figure) for one in found]
         wrong = tools.errors(answers["said"], measured, what)
-        kept[figure] = {"answered": len(wrong), "asked": sum(size is not None for size in measured)}
-        kept[figure] |= {"median": statistics.median(wrong), "worst": max(wrong)} if wrong else {}
-    return kept | {
+        summary[figure] = {"answered": len(wrong), "asked": sum(size is not None for size in measured)}
+        summary[figure] |= {"median": statistics.median(wrong), "worst": max(wrong)} if wrong else {}
+    return summary | {
         "refused": Counter(replies["refused"] for replies in answers["said"] if "refused" in replies).most_common(3)
     }
 
@@ -186,7 +185,7 @@ PUBLISHED_TOOLS = Measurement(
     conclude,
     {"pythons": []},
     rows="",
-    line=lambda row: f"{sum('refused' not in said for said in row['said'])} answers",
+    line=lambda row: f"{sum('refused' not in reply for reply in row['said'])} answers",
     packages=("peft",),
 )
 

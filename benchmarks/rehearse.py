@@ -37,9 +37,9 @@ def record(card: Card, course: Path | None = None) -> Path:
     """
     rows = []
     with rehearsing(card) as lab:
-        for name, (how, megabytes) in recipes.ROWS.items():
+        for name, (setup, megabytes) in recipes.ROWS.items():
             options = {"name": name, "task": TASK, "measure": "memory"}
-            run = lab.run(how, **options) if callable(how) else lab.train(**options, **how)
+            run = lab.run(setup, **options) if callable(setup) else lab.train(**options, **setup)
             rows.append(_row(run) | {"guide_mb": megabytes})
             print(f"{card.name}  {run}", file=sys.stderr, flush=True)
     content = {
@@ -67,8 +67,8 @@ def _row(run: Run) -> dict:
     if run.status not in ("ok", "out of memory"):
         raise RuntimeError(f"{run.name}: {run.status}, {run.message}")
     row = {"name": run.name, "arguments": run.arguments, "status": run.status, "message": run.message}
-    kept = ("peak_bytes", "reserved_bytes", "peak_phase", "breakdown")
-    return row | {name: getattr(run.memory, name) if run.memory else None for name in kept}
+    fields = ("peak_bytes", "reserved_bytes", "peak_phase", "breakdown")
+    return row | {name: getattr(run.memory, name) if run.memory else None for name in fields}
 
 
 def decided(course: Path, card: Card) -> dict:
@@ -82,8 +82,8 @@ def decided(course: Path, card: Card) -> dict:
         raise ValueError(f"{course} is a course of {data['machine']['name']}, not rehearsed on {card.name}")
     rows, undecided = ledger.load(), ledger.Verdict.NOT_TESTABLE
     found = [claim for claim in data["claims"] if rows[claim["id"]].decided_by == "memory"]
-    kept = ("id", "lesson", "verdict", "as_expected", "value", "interval", "quantity", "note")
-    taken = [{name: claim[name] for name in kept} for claim in found if claim["verdict"] != undecided]
+    fields = ("id", "lesson", "verdict", "as_expected", "value", "interval", "quantity", "note")
+    taken = [{name: claim[name] for name in fields} for claim in found if claim["verdict"] != undecided]
     return {name: data[name] for name in ("profile", "date", "versions")} | {"claims": taken}
 
 

@@ -112,7 +112,7 @@ class Measurement:
         given = {name: value for name, value in vars(options).items() if name not in ("rows", "out")}
         setup = {"machine": hardware.describe().name, "versions": hardware.versions(), "options": given}
         store = Store(self.draft, Draft)
-        found = {kept.name: kept.row for kept in store.read() if kept.name in cases and kept.setup == setup}
+        found = {stored.name: stored.row for stored in store.read() if stored.name in cases and stored.setup == setup}
         for name, row in self.measure({name: case for name, case in cases.items() if name not in found}, options):
             store.append(Draft(name, setup, row))
             found[name] = json.loads(json.dumps(row))

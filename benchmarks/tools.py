@@ -84,12 +84,12 @@ def query(lab, tool: Callable, *arguments) -> dict:
     def work(_):
         from trainmem.measure import memory_meter
 
-        began = time.perf_counter()
+        start = time.perf_counter()
         try:
             reply = int(tool(*arguments))
         except Exception as error:
             return {"refused": f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]}
-        return {"bytes": reply, "seconds": time.perf_counter() - began, "own_bytes": memory_meter.peak_rss_bytes()}
+        return {"bytes": reply, "seconds": time.perf_counter() - start, "own_bytes": memory_meter.peak_rss_bytes()}
 
     run = lab.run(work, measure="none")
     return run.value if run.ok else {"refused": f"{run.status}: {run.message}"[:200]}

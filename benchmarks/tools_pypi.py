@@ -86,13 +86,13 @@ class Question:
 
     def words(self, **names: str) -> dict:
         """Return {a tool's name of a setting: its value}."""
-        return {theirs: getattr(self, ours) for theirs, ours in names.items()}
+        return {option: getattr(self, attribute) for option, attribute in names.items()}
 
-    def named(self, *plain: str, **theirs: str) -> str:
+    def named(self, *plain: str, **options: str) -> str:
         """Return the tool's name for the optimizer: that in OPTIMIZERS, or another."""
-        for name, ours in OPTIMIZERS.items():
-            if self.optimizer in ours and (name in plain or name in theirs):
-                return theirs.get(name, name)
+        for name, trainer_names in OPTIMIZERS.items():
+            if self.optimizer in trainer_names and (name in plain or name in options):
+                return options.get(name, name)
         raise Cannot(f"the optimizer {self.optimizer}")
 
 
@@ -113,10 +113,10 @@ Answer = float | tuple[float, float] | tuple[float, float, float]  # one number:
 def vramcalc(question: Question) -> Answer:
     from vramcalc import estimate
 
-    how = question.words(dtype="precision", batch="size", seq_len="length", grad_checkpoint="checkpointing")
-    how |= {"attn_impl": "sdpa" if question.flash else "eager", "precision": "amp" if question.mixed else "pure"}
-    how |= {"lora_rank": question.rank, "optimizer": question.named("adamw", "sgd")}
-    result = estimate(question.folder, mode="train", **how)
+    args = question.words(dtype="precision", batch="size", seq_len="length", grad_checkpoint="checkpointing")
+    args |= {"attn_impl": "sdpa" if question.flash else "eager", "precision": "amp" if question.mixed else "pure"}
+    args |= {"lora_rank": question.rank, "optimizer": question.named("adamw", "sgd")}
+    result = estimate(question.folder, mode="train", **args)
     return result.total, result.total + result.overhead
 
 
@@ -128,12 +128,12 @@ def fitcheck(question: Question) -> Answer:
 
     config_parser.hf_hub_download = lambda **_: f"{question.folder}/config.json"
     config_parser._reported_param_count = lambda *_: question.parameters
-    how = question.words(precision="precision", batch_size="size", seq_len="length", grad_checkpoint="checkpointing")
-    how |= {"optimizer": question.named("adamw", "sgd", adamw_8bit="adam8bit"), "flash_attn": question.flash}
+    args = question.words(precision="precision", batch_size="size", seq_len="length", grad_checkpoint="checkpointing")
+    args |= {"optimizer": question.named("adamw", "sgd", adamw_8bit="adam8bit"), "flash_attn": question.flash}
     in_fp32 = question.rank or question.mixed or question.precision == "fp32"
-    how |= {"optimizer_dtype": "fp32" if in_fp32 else "bf16", "lora_rank": question.rank}
+    args |= {"optimizer_dtype": "fp32" if in_fp32 else "bf16", "lora_rank": question.rank}
     card = {"T4": "t4", "A100": "a100-80", "RTX 3090": "3090", "H100": "h100"}[question.card]
-    result = estimate(config_parser.fetch_model_config("a/model"), TrainingConfig(**how), get_gpu(card))
+    result = estimate(config_parser.fetch_model_config("a/model"), TrainingConfig(**args), get_gpu(card))
     context = (get_overhead_profile(card, question.flash, "none") or DEFAULT_OVERHEAD_PROFILE).base_context_mib
     return (result.total_mib - result.overhead_mib) * MIB, result.total_mib * MIB, context * MIB
 
@@ -144,26 +144,26 @@ def preflight(question: Question) -> Answer:
 
     hub.fetch_config = lambda _: question.fields
     precision = "amp" if question.mixed else "fp32" if question.precision == "fp32" else f"pure-{question.precision}"
-    how = question.words(batch_size="size", seq_len="length", gradient_checkpointing="checkpointing")
+    args = question.words(batch_size="size", seq_len="length", gradient_checkpointing="checkpointing")
     names = {"adamw_8bit": "adamw-8bit", "lion_8bit": "lion-8bit"}
     optimizer = question.named("adamw", "sgd", "adafactor", "adagrad", "rmsprop", "lion", **names)
-    how |= {"precision": types.PrecisionMode(precision), "optimizer": types.OptimizerKind(optimizer)}
-    how |= {"flash_attention": question.flash, "frozen_fraction": 1 - question.trained / question.parameters}
+    args |= {"precision": types.PrecisionMode(precision), "optimizer": types.OptimizerKind(optimizer)}
+    args |= {"flash_attention": question.flash, "frozen_fraction": 1 - question.trained / question.parameters}
     card = {"T4": "t4", "A100": "a100-80gb", "RTX 3090": "rtx3090", "H100": "h100-80gb"}[question.card]
-    made = costmodel.estimate(hub.resolve("a/model"), types.RunConfig(**how), hardware.resolve(card)[0]).breakdown
+    made = costmodel.estimate(hub.resolve("a/model"), types.RunConfig(**args), hardware.resolve(card)[0]).breakdown
     return made.total - made.fragmentation - made.cuda_context, made.total, made.cuda_context
 
 
 def canifinetune(question: Question) -> Answer:
     from canifinetune.estimator.memory import EstimateRequest, estimate
 
-    how = question.words(model_id="folder", seq_len="length", micro_batch_size="size", base_dtype="precision")
-    how |= {"optimizer": question.named("adamw_8bit", "sgd", adamw=question.optimizer), "use_network": False}
-    how |= question.words(gradient_checkpointing="checkpointing", method="method")
-    how |= {"lora_rank": question.rank} if question.rank else {}
-    how |= {"attention_implementation": "sdpa" if question.flash else "eager"}
+    args = question.words(model_id="folder", seq_len="length", micro_batch_size="size", base_dtype="precision")
+    args |= {"optimizer": question.named("adamw_8bit", "sgd", adamw=question.optimizer), "use_network": False}
+    args |= question.words(gradient_checkpointing="checkpointing", method="method")
+    args |= {"lora_rank": question.rank} if question.rank else {}
+    args |= {"attention_implementation": "sdpa" if question.flash else "eager"}
     card = {"T4": 16, "A100": 80, "RTX 3090": 24, "H100": 80}[question.card]
-    result = estimate(EstimateRequest(gpu_vram_gb=card, **how)).memory
+    result = estimate(EstimateRequest(gpu_vram_gb=card, **args)).memory
     total = result.total_estimated_gb
     return (total - result.cuda_overhead_gb - result.safety_margin_gb) * GIB, total * GIB
 
@@ -172,10 +172,11 @@ def ftuneai(question: Question) -> Answer:
     from ftuneai import Estimator, hub
 
     hub.fetch_model_config = lambda _: question.fields
-    how = question.words(batch_size="size", seq_length="length", gradient_checkpointing="checkpointing")
-    how |= {"optimizer": question.named("adamw", "sgd", "adafactor", adamw_8bit="adam_8bit"), "method": question.method}
-    how |= {"lora_rank": question.rank, "lora_target": "attention_all"} if question.rank else {}
-    result = Estimator(f"asked/{question.parameters}", flash_attention=question.flash, **how).estimate_memory()
+    args = question.words(batch_size="size", seq_length="length", gradient_checkpointing="checkpointing")
+    optimizer = question.named("adamw", "sgd", "adafactor", adamw_8bit="adam_8bit")
+    args |= {"optimizer": optimizer, "method": question.method}
+    args |= {"lora_rank": question.rank, "lora_target": "attention_all"} if question.rank else {}
+    result = Estimator(f"asked/{question.parameters}", flash_attention=question.flash, **args).estimate_memory()
     return (result.total_gb - result.overhead_gb) * GIB, result.total_gb * GIB
 
 
@@ -184,10 +185,10 @@ def fitscout(question: Question) -> Answer:
     from fitscout.model.introspect import inspect_model
 
     width = 4 if question.precision == "fp32" else 2
-    how = question.words(micro_batch="size", seq_len="length", grad_ckpt="checkpointing")
-    how |= {"opt_8bit": question.named("adamw", "adamw_8bit") == "adamw_8bit", "grad_dtype_bytes": width}
-    how |= question.words(method="method", lora_rank="rank")
-    result = estimate_memory(inspect_model(question.folder, dtype_bytes=width), **how)
+    args = question.words(micro_batch="size", seq_len="length", grad_ckpt="checkpointing")
+    args |= {"opt_8bit": question.named("adamw", "adamw_8bit") == "adamw_8bit", "grad_dtype_bytes": width}
+    args |= question.words(method="method", lora_rank="rank")
+    result = estimate_memory(inspect_model(question.folder, dtype_bytes=width), **args)
     return (result.total_gb - result.overhead_gb) * GIB, result.total_gb * GIB
 
 
@@ -198,8 +199,9 @@ def llmcalculator(question: Question) -> Answer:
     from llmcalculator.workloads import FULL_FINETUNE, LORA
 
     model, machine = _spec_from_config("a/model", question.fields), HardwareProfile(CPU("", 1, 1), 2**40)
-    how = question.words(quant_name="precision", context="length", batch="size", gradient_checkpointing="checkpointing")
-    result = estimate(model, machine, LORA if question.rank else FULL_FINETUNE, **how).breakdown
+    args = question.words(quant_name="precision", context="length", batch="size")
+    args |= question.words(gradient_checkpointing="checkpointing")
+    result = estimate(model, machine, LORA if question.rank else FULL_FINETUNE, **args).breakdown
     return result.total - result.overhead, result.total
 
 
@@ -208,8 +210,8 @@ def alloc(question: Question) -> Answer:
 
     names = {"adamw": "AdamW", "adamw_8bit": "AdamW8bit", "sgd": "SGD", "rmsprop": "RMSprop", "adagrad": "Adagrad"}
     names |= {"lion": "Lion", "adafactor": "Adafactor"}
-    how = question.words(param_count="parameters", dtype="half", batch_size="size", seq_length="tokens")
-    result = ghost(optimizer_type=question.named(**names), hidden_dim=question.width, **how)
+    args = question.words(param_count="parameters", dtype="half", batch_size="size", seq_length="tokens")
+    result = ghost(optimizer_type=question.named(**names), hidden_dim=question.width, **args)
     parts = result.weights_gb + result.gradients_gb + result.optimizer_gb + result.activations_gb
     return parts * GIB, result.total_gb * GIB
 
@@ -230,25 +232,24 @@ def memguard(question: Question) -> Answer:
     sizes |= question.words(num_layers="depth", num_experts="experts", num_active_experts="experts_of_a_token")
     sizes |= {"intermediate_dim": question.fields.get("intermediate_size"), "bits": 8 * question.weight_bytes}
     model = ModelSpec(arch=ModelArch.MOE if question.experts > 1 else ModelArch.DENSE, **sizes)
-    how = question.words(
-        batch_size="size", seq_length="length", grad_checkpoint="checkpointing", flash_attention="flash"
-    )
-    how |= {"lora_layers": question.depth}  # the tool counts activations over these, in full fine-tuning too
-    how |= {
+    args = question.words(batch_size="size", seq_length="length", grad_checkpoint="checkpointing")
+    args |= question.words(flash_attention="flash")
+    args |= {"lora_layers": question.depth}  # the tool counts activations over these, in full fine-tuning too
+    args |= {
         "optimizer": question.named("adamw", "sgd", "adafactor", "lion"),
         "mixed_precision": question.precision != "fp32",
     }
-    how |= {"method": FinetuneMethod(question.method), "lora_rank": question.rank or 8}
-    result = estimate_training_memory(model, TrainSpec(**how))
+    args |= {"method": FinetuneMethod(question.method), "lora_rank": question.rank or 8}
+    result = estimate_training_memory(model, TrainSpec(**args))
     return (result.total_mb - result.overhead_mb) * MIB, result.total_mb * MIB
 
 
 def qmemcalc(question: Question) -> Answer:
     from qmemcalc import estimate_memory
 
-    how = question.words(precision="precision", num_trainable_params="trained", gradient_checkpointing="checkpointing")
-    how |= {"optimizer": question.named("adamw", "sgd", "adagrad", "rmsprop")}
-    result = estimate_memory(question.folder, question.size, question.length, **how)
+    args = question.words(precision="precision", num_trainable_params="trained", gradient_checkpointing="checkpointing")
+    args |= {"optimizer": question.named("adamw", "sgd", "adagrad", "rmsprop")}
+    result = estimate_memory(question.folder, question.size, question.length, **args)
     return (result["total_MB"] - result["buffers_MB"]) * 1e6, result["total_MB"] * 1e6
 
 
@@ -264,9 +265,9 @@ def gpu_estimator(question: Question) -> Answer:
 def kitsune(question: Question) -> Answer:
     from kitsune.predict import predict_hf_memory
 
-    how = question.words(batch_size="size", seq_len="tokens", dtype="half")
-    how |= {"optimizer": question.named("adamw", "sgd", "adagrad", "rmsprop"), "training": True}
-    result = predict_hf_memory(question.folder, **how)
+    args = question.words(batch_size="size", seq_len="tokens", dtype="half")
+    args |= {"optimizer": question.named("adamw", "sgd", "adagrad", "rmsprop"), "training": True}
+    result = predict_hf_memory(question.folder, **args)
     return result.total_bytes - result.overhead_bytes, result.total_bytes
 
 
@@ -319,11 +320,11 @@ def llm_analysis(question: Question) -> Answer:
         "adagrad": "4",
         "lion_8bit": "1",
     }
-    how = question.words(batch_size_per_gpu="size", seq_len="length", master_weights_dtype_bytes="weight_bytes")
-    how |= {"gradient_accumulation_steps": 1, "total_num_tokens": 10**6, "flash_attn": question.flash}
-    how |= {"activation_recomputation": ActivationRecomputation(2 if question.checkpointing else 0)}
-    how |= {"other_op_bytes": int(question.named(**states)) * question.weight_bytes // 4}
-    result = LLMAnalysis(model, card, DtypeConfig("", bits, bits, bits), **efficiency).training(**how)
+    args = question.words(batch_size_per_gpu="size", seq_len="length", master_weights_dtype_bytes="weight_bytes")
+    args |= {"gradient_accumulation_steps": 1, "total_num_tokens": 10**6, "flash_attn": question.flash}
+    args |= {"activation_recomputation": ActivationRecomputation(2 if question.checkpointing else 0)}
+    args |= {"other_op_bytes": int(question.named(**states)) * question.weight_bytes // 4}
+    result = LLMAnalysis(model, card, DtypeConfig("", bits, bits, bits), **efficiency).training(**args)
     return result["(weight+op_state+grad)_memory_per_gpu"] + result["activation_memory_per_gpu"]
 
 
@@ -363,7 +364,7 @@ TOOLS: dict[str, Callable[[Question], Answer]] = {  # by distribution name
 
 def answer(tool: Callable[[Question], Answer], question: Question) -> dict:
     """Return {"bytes", "total_bytes", "context_bytes", "seconds", "own_bytes"} or {"refused": reason}."""
-    began = time.perf_counter()
+    start = time.perf_counter()
     try:
         if question.rank and tool.__name__ not in tools.ABOUT["lora"]:
             raise Cannot("LoRA")
@@ -375,7 +376,7 @@ def answer(tool: Callable[[Question], Answer], question: Question) -> dict:
     own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     result = result if isinstance(result, tuple) else (result, result)
     found = dict(zip(("bytes", "total_bytes", "context_bytes"), map(int, (*result, 0)), strict=False))
-    return found | {"seconds": time.perf_counter() - began, "own_bytes": own}
+    return found | {"seconds": time.perf_counter() - start, "own_bytes": own}
 
 
 def forked(tool: Callable[[Question], Answer], question: Question) -> dict:

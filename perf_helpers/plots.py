@@ -176,8 +176,8 @@ def speed(comparisons: Sequence[Comparison], ax: Axes | None = None, title: str 
     """
     if not comparisons:
         raise ValueError("no comparison to draw: make one with lab.compare")
-    what = f"samples per second / those of {comparisons[0].baseline.name} (line: interval, ticks: pairs)"
-    ax = _axes(ax, title, what, rows=len(comparisons))
+    label = f"samples per second / those of {comparisons[0].baseline.name} (line: interval, ticks: pairs)"
+    ax = _axes(ax, title, label, rows=len(comparisons))
     for row, item in enumerate(comparisons):
         ratio = item.speed_ratio
         if not ratio.known:

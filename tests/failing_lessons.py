@@ -102,9 +102,9 @@ if __name__ == "__main__":
     for source in SOURCES:
         if sys.argv[1:] and source.stem[:2] not in sys.argv[1:]:
             continue
-        began = time.monotonic()
+        start = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             failed = run(source, Path(folder))
         count = sum(isinstance(error, RunFailed) for _, error in failed)
-        print(f"{source.stem}: {time.monotonic() - began:.1f} s, {count} cells end with RunFailed", flush=True)
+        print(f"{source.stem}: {time.monotonic() - start:.1f} s, {count} cells end with RunFailed", flush=True)
         print(*problems(failed), sep="\n", end="\n" * bool(problems(failed)), flush=True)

@@ -42,9 +42,9 @@ def chosen(stages: dict, minutes: float, run: int) -> Iterator[str]:
     """The stages of a run, in the order in which they are begun, as far as they fit; without a limit all of them."""
     names = [*stages]
     first = 2 * run % len(names) if minutes else 0
-    began = time.monotonic()
+    start = time.monotonic()
     for name in names[first:] + names[:first]:
-        passed = (time.monotonic() - began) / 60
+        passed = (time.monotonic() - start) / 60
         if minutes and passed and passed + stages[name][0] > minutes:
             print(f"make test: {name} is left out: {passed:.0f} of {minutes:g} minutes have passed", flush=True)
         else:
@@ -59,11 +59,11 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     stages, failed = DAILY if given.tier == "daily" else NIGHTLY, []
     for name in chosen(stages, given.minutes, given.run):
-        began = time.monotonic()
+        start = time.monotonic()
         environment = os.environ | (ONE_THREAD if "-n" in stages[name][1] else {})
         if subprocess.run(stages[name][1], cwd=ROOT, env=environment).returncode:
             failed.append(name)
-        print(f"make test: {name} took {time.monotonic() - began:.0f} seconds", flush=True)
+        print(f"make test: {name} took {time.monotonic() - start:.0f} seconds", flush=True)
     if failed:
         print(f"make test: failed in {', '.join(failed)}", file=sys.stderr)
     return int(bool(failed))

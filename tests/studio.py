@@ -64,5 +64,5 @@ _ = widgets.explore(draw, rank=[1, 2], bits=[16, 4])
 # %%
 import threading
 
-ours = ("perf_helpers", "explorer", "live monitor")
-print("threads:", [thread.name for thread in threading.enumerate() if any(word in thread.name for word in ours)])
+own_names = ("perf_helpers", "explorer", "live monitor")
+print("threads:", [thread.name for thread in threading.enumerate() if any(word in thread.name for word in own_names)])

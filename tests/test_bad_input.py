@@ -101,7 +101,7 @@ BEGINNINGS = [(processes, "CleanProcess"), (lesson_course, "run_lesson"), (dask_
 BEGINNINGS += [(build, "set_up"), (step_times, "measure_here")]
 
 
-class Begun(BaseException):
+class Started(BaseException):
     """A clean process would have begun: the bad argument went through."""
 
 
@@ -114,7 +114,7 @@ def shell(tmp_path_factory):
     (folder / "model").mkdir()
 
     def begin(*_, **__):
-        raise Begun
+        raise Started
 
     def run(*words):
         out, errors = io.StringIO(), io.StringIO()
@@ -201,7 +201,7 @@ def wrong(shell, words, names):
     """Return the problem with the answer to bad arguments; empty if there is none."""
     try:
         code, out, errors = shell(*words)
-    except Begun:
+    except Started:
         return "it went through"
     except BaseException as error:
         return f"a traceback: {type(error).__name__}: {error}"

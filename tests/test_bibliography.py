@@ -83,7 +83,7 @@ PAGE = """## 01 memory
 
 
 @pytest.mark.parametrize(
-    ("page", "cited", "told"),
+    ("page", "cited", "message"),
     [
         (PAGE, {"lesson 02": "see https://x.org/planted."}, "https://x.org/planted is not on the page"),
         (PAGE, {"lesson 02": "(pytorch#12345)"}, "thread 12345"),
@@ -96,8 +96,8 @@ PAGE = """## 01 memory
         ("", {}, "no entries"),
     ],
 )
-def test_what_is_missing_undated_or_orphaned_is_reported(page, cited, told):
+def test_what_is_missing_undated_or_orphaned_is_reported(page, cited, message):
     assert problems(PAGE, GOOD) == []
     rewritten = {place: text.replace("since 2.0", "Since 2.0, gradients are freed") for place, text in GOOD.items()}
     assert problems(PAGE, rewritten) == []
-    assert any(told in problem for problem in problems(page, GOOD | cited))
+    assert any(message in problem for problem in problems(page, GOOD | cited))

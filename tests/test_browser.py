@@ -185,11 +185,11 @@ def test_a_guess_and_a_question_are_answered_by_keyboard_alone(studio):
 # From the key to the picture that has changed, in milliseconds.
 MOVE = """([cell, slider, key]) => new Promise(done => {
     const output = document.querySelectorAll('.jp-Notebook .jp-Cell')[cell].querySelector('.jp-Cell-outputArea');
-    const began = performance.now();
+    const start = performance.now();
     const watcher = new MutationObserver(changes => {
         if (changes.some(change => change.target.closest && change.target.closest('[role=img], .widget-html'))) {
             watcher.disconnect();
-            done(performance.now() - began);
+            done(performance.now() - start);
         }
     });
     watcher.observe(output, {subtree: true, childList: true});
@@ -287,7 +287,7 @@ def test_every_widget_is_readable_at_half_the_width(studio, theme):
 
 # What is ipywidgets' own markup: it gives the description of a slider to no element, and noUiSlider's handle no name
 # (leongersen/noUiSlider#1223). Where a number is asked for, a field beside the slider has one.
-NOT_OURS = (("aria-input-field-name", "noUi-handle"),)
+IPYWIDGETS_MARKUP = (("aria-input-field-name", "noUi-handle"),)
 
 
 @together
@@ -296,4 +296,4 @@ def test_what_the_widgets_show_keeps_the_standard(studio, theme):
     studio.command("apputils:change-theme", theme=theme)
     studio.page.wait_for_timeout(1500)
     assert studio.page.locator(".jp-Notebook .jp-Cell-outputArea").count() >= 10
-    assert browser.violations(studio.page, ".jp-Notebook .jp-Cell-outputArea", NOT_OURS) == []
+    assert browser.violations(studio.page, ".jp-Notebook .jp-Cell-outputArea", IPYWIDGETS_MARKUP) == []

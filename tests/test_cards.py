@@ -111,7 +111,7 @@ def test_fits_with_the_margin_or_does_not_and_says_both():
         (estimated(10**9, None, None, "cpu"), "for a CPU"),
     ],
 )
-def test_what_is_near_the_edge_or_was_asked_for_another_card_is_unknown(found, reason):
+def test_an_answer_near_the_edge_or_for_another_card_is_unknown(found, reason):
     fits = found.fits("t4")
     assert isinstance(fits.answer, Unknown) and re.search(f"UNKNOWN.*{reason}", repr(fits))
     with pytest.raises(NeedsValues, match=reason):

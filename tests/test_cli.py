@@ -204,7 +204,7 @@ def test_a_server_that_is_to_have_peft_is_offered_it_before_it_starts(words, is_
     """It would be replaced by one that has, and its imports take seconds."""
     calls = []
     monkeypatch.setattr(cli.optional_packages, "offer", calls.append)
-    monkeypatch.setattr(cli.SERVER, "start", lambda **how: calls.append(how))
+    monkeypatch.setattr(cli.SERVER, "start", lambda **options: calls.append(options))
     monkeypatch.setattr(sys, "argv", ["perf-helpers", "advise", "--model", "no such model", *words])
     with pytest.raises(SystemExit):
         cli.main()

@@ -48,9 +48,9 @@ def problems(page, claims, counts):
             texts = [id for id in named if id in claims and claims[id].where == "text"]
             if named and len(texts) == len(named) and "*text*" not in more:
                 found.append(f"{document}, {statement}: is text, and is not marked so")
-        told = {id for row in rows for id in re.findall(r"`([\w-]+)`", row[1] if len(row) == 3 else "")}
+        listed_ids = {id for row in rows for id in re.findall(r"`([\w-]+)`", row[1] if len(row) == 3 else "")}
         owned = {claim.id for claim in claims.values() if claim.guide.source == document}
-        found += [f"{document}: its claim {id} stands nowhere" for id in sorted(owned - told)]
+        found += [f"{document}: its claim {id} stands nowhere" for id in sorted(owned - listed_ids)]
     found += [f"{document}: not on the page" for document in counts if document not in listed]
     return found
 
@@ -77,7 +77,7 @@ GOOD = """# Page
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "told"),
+    ("old", "new", "message"),
     [
         ("`b`", "`c`", "c is not in the ledger"),
         ("a judgement", "as `d`", "d is not in the ledger"),
@@ -90,8 +90,8 @@ GOOD = """# Page
         ("## 2022 index", "## 2022 indx", "2022 index: not on the page"),
     ],
 )
-def test_what_is_missing_or_wrong_is_reported(old, new, told):
+def test_what_is_missing_or_wrong_is_reported(old, new, message):
     counts = {"2022 index": 3}
     assert problems(GOOD, CLAIMS, counts) == []
     assert old in GOOD
-    assert any(told in problem for problem in problems(GOOD.replace(old, new), CLAIMS, counts))
+    assert any(message in problem for problem in problems(GOOD.replace(old, new), CLAIMS, counts))

@@ -14,8 +14,8 @@ RECORD = json.loads((ROOT / "results" / "cuda.json").read_text(encoding="utf-8")
 ROWS = [row for row in RECORD["rows"] if "rehearsed" in row]
 
 
-def error(row, how, what="allocated"):
-    return abs(row[how][what] / row["rehearsed"][what] - 1)
+def error(row, method, quantity="allocated"):
+    return abs(row[method][quantity] / row["rehearsed"][quantity] - 1)
 
 
 def test_the_set_is_wide():

@@ -48,9 +48,9 @@ def test_each_row_is_made_of_its_answers(report):
 
 def test_the_estimate_answers_every_training_and_is_nearest(report):
     table = {row["tool"]: row for row in report["table"]}
-    ours = [table.pop(name) for name in list(table) if name.startswith("this estimate")]
-    assert len(ours) == 2
-    for row in ours:
+    estimates = [table.pop(name) for name in list(table) if name.startswith("this estimate")]
+    assert len(estimates) == 2
+    for row in estimates:
         assert row["answered"] >= 0.95 * row["asked"] and row["median_error"] <= 0.001
         assert all(row["median_error"] < other["median_error"] for other in table.values())
         assert all(row["worst_error"] < other["worst_error"] for other in table.values())
@@ -63,7 +63,7 @@ def test_every_tool_that_can_be_queried_was(report, pypi):
 
 
 @pytest.fixture
-def asked(pypi):
+def question(pypi):
     return pypi.Question(
         folder="",
         fields={"vocab_size": 100},
@@ -84,22 +84,22 @@ def asked(pypi):
     )
 
 
-def test_a_tool_is_queried_by_its_name_for_an_optimizer_and_refuses_what_it_has_none_for(pypi, asked):
-    assert asked.named("sgd", adamw="adam") == "adam" and asked.named("adamw", "sgd") == "adamw"
-    assert asked.words(batch="size", context="length") == {"batch": 2, "context": 64}
-    other = dataclasses.replace(asked, optimizer="adafactor")
+def test_a_tool_is_queried_by_its_name_for_an_optimizer_and_refuses_what_it_has_none_for(pypi, question):
+    assert question.named("sgd", adamw="adam") == "adam" and question.named("adamw", "sgd") == "adamw"
+    assert question.words(batch="size", context="length") == {"batch": 2, "context": 64}
+    other = dataclasses.replace(question, optimizer="adafactor")
     message = pypi.answer(lambda one: one.named("sgd", adamw="adam"), other)
     assert message == {"refused": "cannot say the optimizer adafactor"}
-    message = pypi.answer(lambda one: (one.length, 0), dataclasses.replace(asked, tokens=None))
+    message = pypi.answer(lambda one: (one.length, 0), dataclasses.replace(question, tokens=None))
     assert message == {"refused": "cannot say images"}
-    message = pypi.answer(pypi.deepspeed_zero2, dataclasses.replace(asked, method="lora", rank=8, trained=10))
+    message = pypi.answer(pypi.deepspeed_zero2, dataclasses.replace(question, method="lora", rank=8, trained=10))
     assert message == {"refused": "cannot say LoRA"}
 
 
-def test_an_answer_may_be_one_figure_or_name_the_context(pypi, asked):
+def test_an_answer_may_be_one_figure_or_name_the_context(pypi, question):
     names = ("bytes", "total_bytes", "context_bytes")
     for answer, figures in ((7, (7, 7, 0)), ((7, 9), (7, 9, 0)), ((7, 9, 1.5), (7, 9, 1))):
-        message = pypi.answer(lambda one, answer=answer: answer, asked)
+        message = pypi.answer(lambda one, answer=answer: answer, question)
         assert tuple(message[name] for name in names) == figures
 
 
@@ -108,25 +108,27 @@ def test_the_tools_that_can_say_lora_are_functions(pypi):
 
 
 @pytest.mark.parametrize(("mixed", "precision", "width"), [(True, "bf16", 4), (False, "bf16", 2), (False, "fp32", 4)])
-def test_weights_are_as_wide_as_they_are_stored(asked, mixed, precision, width):
-    assert dataclasses.replace(asked, mixed=mixed, precision=precision).weight_bytes == width
+def test_weights_are_as_wide_as_they_are_stored(question, mixed, precision, width):
+    assert dataclasses.replace(question, mixed=mixed, precision=precision).weight_bytes == width
 
 
-def test_an_answer_comes_from_a_process_of_its_own(pypi, asked):
+def test_an_answer_comes_from_a_process_of_its_own(pypi, question):
     held = bytearray(64 << 20)  # of this process; a forked one counts what it touches itself
-    message = pypi.forked(lambda one: (one.parameters, os.getpid()), asked)
+    message = pypi.forked(lambda one: (one.parameters, os.getpid()), question)
     assert message["bytes"] == 1000 and message["total_bytes"] != os.getpid() and held[0] == 0
     assert 0 <= message["seconds"] < 5 and message["own_bytes"] > 1 << 20
 
 
-def test_a_tool_that_raises_ends_or_hangs_gives_a_reason(pypi, asked, monkeypatch):
+def test_a_tool_that_raises_ends_or_hangs_gives_a_reason(pypi, question, monkeypatch):
     def raises(one):
         raise KeyError("no such\n  model")
 
-    assert pypi.forked(raises, asked) == {"refused": "KeyError: 'no such\\n model'"}
-    assert pypi.forked(lambda one: sys.exit("no configuration"), asked) == {"refused": "SystemExit: no configuration"}
+    assert pypi.forked(raises, question) == {"refused": "KeyError: 'no such\\n model'"}
+    assert pypi.forked(lambda one: sys.exit("no configuration"), question) == {
+        "refused": "SystemExit: no configuration"
+    }
     monkeypatch.setattr(pypi, "SECONDS", 1)
-    assert pypi.forked(lambda one: time.sleep(30), asked) == {"refused": "no answer in 1 seconds"}
+    assert pypi.forked(lambda one: time.sleep(30), question) == {"refused": "no answer in 1 seconds"}
 
 
 def test_the_table_has_a_row_for_each_tool_and_what_was_not_run(report):
@@ -134,4 +136,4 @@ def test_the_table_has_a_row_for_each_tool_and_what_was_not_run(report):
     for row in report["table"]:
         line = next(line for line in text.splitlines() if line.startswith(f"| {row['tool']} {row['version']}".rstrip()))
         assert f"| {row['answered']} of {row['asked']} | {row['median_error']:.2%} |" in line
-    assert all(f"{name} ({why})" in text for name, why in report["not_run"].items())
+    assert all(f"{name} ({reason})" in text for name, reason in report["not_run"].items())

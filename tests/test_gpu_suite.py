@@ -35,19 +35,19 @@ def card(kind="cuda", name="NVIDIA H100 80GB HBM3", **more):
     return Machine(name, kind, gpus=(gpu,) if kind == "cuda" else (), torch_build="2.11.0+cu130", **more)
 
 
-class SayingLab:
+class RecordingLab:
     """A lab that trains nothing. Memory and speed are made of the arguments, so that every ratio is known."""
 
     def __init__(self, machine=None, profile="gpu", versions=VERSIONS, limit=40 * GIB):
         self.machine, self.versions, self.profile = machine or card(), versions, choose_profile(profile)
-        self.limit, self.ends, self.asked = limit, {}, []  # ends: {name: status} of what does not go well
+        self.limit, self.ends, self.requests = limit, {}, []  # ends: {name: status} of what does not go well
 
     def train(self, name, *, task, measure, optimizer=None, steps=None, **arguments):
-        self.asked.append(name)
+        self.requests.append(name)
         return self._run(name, task, measure, arguments, slow=optimizer is not None)
 
     def run(self, function, name, *, task, measure):
-        self.asked.append(name)
+        self.requests.append(name)
         answers = {"kernels": {"math": True, "flash": True, "efficient": True, "cudnn": False}, "cold_start": [30, 0.5]}
         answers["products"] = {"fp32": [8.0] * 5, "tf32": [2.0] * 5, "bf16": [1.0] * 5, "fp16": [1.0] * 5}
         answers |= {"rates": {"float32": 5e13, "bfloat16": 8e14, "float16": 8e14, "tf32": 4e14}}
@@ -58,7 +58,7 @@ class SayingLab:
 
     def compare(self, first, second):
         a, b = (run.timing.samples_per_second if run.timing else _speed(run.arguments) for run in (first, second))
-        self.asked.append(f"{second.name} / {first.name}")
+        self.requests.append(f"{second.name} / {first.name}")
         return Comparison(first, second, 1.0, Ratio(b / a, b / a / 1.02, b / a * 1.02, (b / a,) * 5, 1.02))
 
     def _run(self, name, task, measure, arguments, slow=False, kind="training"):
@@ -95,7 +95,7 @@ def _speed(arguments):
     return (1 + math.log2(size) / 10) * sdpa * math.prod(factors.get(name, 1) for name in switched)
 
 
-class Said:
+class FakeEstimate:
     """An estimate that is 1 % off."""
 
     def __init__(self, task, arguments):
@@ -112,7 +112,7 @@ def suite(tmp_path, monkeypatch):
     monkeypatch.setattr(measure_gpu, "monotonic", lambda: now[0])
 
     def begin(lab=None, seconds=10**6, row_seconds=0.0):
-        lab = lab or SayingLab()
+        lab = lab or RecordingLab()
         made = measure_gpu.Suite(lab, tmp_path / "gpu.jsonl", now[0] + seconds)
         found = made._found
 
@@ -176,11 +176,11 @@ def test_a_part_that_was_killed_goes_on_where_it_stopped_and_needs_no_notebook(t
     done = subprocess.run(command, env=without_notebooks, capture_output=True, text=True)
     assert done.returncode == 0 and "nothing is left" in done.stderr, done.stderr
     assert rows.read_bytes().startswith(before)
-    run, pair = Store(rows, gpu_rows.Kept).read()
+    run, pair = Store(rows, gpu_rows.StoredRow).read()
     assert (run.name, pair.name) == ("bf16", "bf16 against fp32") and run.ok and pair.ok, done.stderr
     assert run.peak_bytes > 0 and run.runs[0]["timing"]["samples_per_second"] > 0 and run.runs[0]["losses"]
     assert len(pair.speed_ratio.pairs) > 3 and pair.speed_ratio.low < pair.speed_ratio.value < pair.speed_ratio.high
-    made = gpu_page.content(Store(rows, gpu_rows.Kept).read())
+    made = gpu_page.content(Store(rows, gpu_rows.StoredRow).read())
     assert made["profile"] == "tiny" and not made["machine"]["rehearsed"] and len(made["rows"]) == 2
     with pytest.raises(ValueError, match="tiny sizes"):
         gpu_page.keep(rows, tmp_path)
@@ -190,7 +190,7 @@ def test_a_part_that_was_killed_goes_on_where_it_stopped_and_needs_no_notebook(t
 
 
 def test_without_a_gpu_it_says_what_can_be_done(tmp_path, monkeypatch, capsys):
-    class OnCpu(SayingLab):
+    class OnCpu(RecordingLab):
         def __init__(self, profile, **_):
             super().__init__(card("cpu", "AMD EPYC, 2 cores", cuda_reason="no NVIDIA driver"), "cpu")
 
@@ -200,9 +200,11 @@ def test_without_a_gpu_it_says_what_can_be_done(tmp_path, monkeypatch, capsys):
 
 
 def test_what_is_missing_is_reported_before_anything_begins(tmp_path, monkeypatch, capsys):
-    there = importlib.util.find_spec
+    find_spec = importlib.util.find_spec
     absent = {"datasets", "bitsandbytes"}
-    monkeypatch.setattr(measure_gpu.importlib.util, "find_spec", lambda name: None if name in absent else there(name))
+    monkeypatch.setattr(
+        measure_gpu.importlib.util, "find_spec", lambda name: None if name in absent else find_spec(name)
+    )
     assert measure_gpu.main(["--out", str(tmp_path)]) == 1
     assert capsys.readouterr().err == "this Python has no datasets: install them, or carry their wheels\n"
     assert measure_gpu.main(["--part", "eleven"]) == measure_gpu.main(["--part", "10"]) == 1
@@ -221,14 +223,14 @@ def test_the_list_has_every_part_with_its_rows_and_how_long_a_call_may_take(suit
 
 
 def test_on_a_cpu_what_it_lacks_is_named_and_not_made_up(suite):
-    lab = SayingLab(card("cpu", "AMD EPYC, 2 cores"), "tiny")
+    lab = RecordingLab(card("cpu", "AMD EPYC, 2 cores"), "tiny")
     rows = [row for part in ("ten", "fp16", "tf32", "attention") for row in gpu_rows.PARTS[part](suite(lab).here, {})]
     for row in rows:
         needs = "fp16" in json.dumps(row.settings()) or "tf32" in json.dumps(row.settings())
         needs |= row.name in ("products", "kernels") or row.function is gpu_rows.recipes.loop
         assert row.lacks == ("needs an NVIDIA GPU" if needs else ""), row.name
     (first := suite(lab)).run("tf32")
-    assert {row.status for row in lines(first)} == {"not testable here"} and not lab.asked
+    assert {row.status for row in lines(first)} == {"not testable here"} and not lab.requests
 
 
 # ---- plans
@@ -244,7 +246,7 @@ def test_the_estimate_has_forty_trainings_of_six_models(suite):
 
 
 def test_every_part_comes_to_an_end_and_no_row_is_done_twice(suite):
-    lab = SayingLab()
+    lab = RecordingLab()
     made = suite(lab)
     for part in gpu_rows.PARTS:
         made.run(part)
@@ -256,14 +258,14 @@ def test_every_part_comes_to_an_end_and_no_row_is_done_twice(suite):
         "sdpa, cudnn, 2048",
         "sdpa, cudnn, 2048 against eager, 2048",
     ]
-    requested = len(lab.asked)
+    requested = len(lab.requests)
     for part in gpu_rows.PARTS:
         suite(lab).run(part)
-    assert len(lab.asked) == requested and len(lines(made)) == len(kept)
+    assert len(lab.requests) == requested and len(lines(made)) == len(kept)
 
 
 def test_the_batch_sweep_ends_at_what_does_not_fit(suite):
-    (made := suite(SayingLab(limit=40 * GIB))).run("batch")
+    (made := suite(RecordingLab(limit=40 * GIB))).run("batch")
     names = [(row.name, row.status) for row in lines(made)]
     ok = [(f"batch {size}", "ok") for size in (1, 2, 4, 8, 16)]
     pairs = [("batch 16 against batch 1", "ok"), ("batch 4 against batch 16", "ok")]
@@ -286,18 +288,18 @@ def test_the_best_recipe_is_the_fastest_in_no_more_memory(suite):
 
 
 def test_a_call_stops_between_rows_and_the_next_one_goes_on(suite):
-    lab = SayingLab()
+    lab = RecordingLab()
     (first := suite(lab, seconds=470, row_seconds=160)).run("ten")
     done = [row.name for row in lines(first)]
     assert done == ["vanilla", "accumulation", "accumulation against vanilla"]  # begun at 0, 160 and 320 s
-    assert lab.asked == ["vanilla", "accumulation", "accumulation / vanilla"], "a row was begun after the deadline"
+    assert lab.requests == ["vanilla", "accumulation", "accumulation / vanilla"], "a row was begun after the deadline"
     (second := suite(lab, seconds=470, row_seconds=160)).run("ten")
     names = [row.name for row in lines(second)]
     assert names[:3] == done and len(names) == len({*names}) == 6
 
 
 def test_a_row_at_the_end_of_a_call_is_cut_off_and_begun_again(suite, capsys):
-    lab = SayingLab()
+    lab = RecordingLab()
     (first := suite(lab, seconds=470, row_seconds=290)).run("ten")  # the second one may take 280 s
     assert [row.name for row in lines(first)] == ["vanilla"] and "accumulation: cut off" in capsys.readouterr().err
     (second := suite(lab, seconds=470, row_seconds=290)).run("ten")
@@ -305,7 +307,7 @@ def test_a_row_at_the_end_of_a_call_is_cut_off_and_begun_again(suite, capsys):
 
 
 def test_what_crashed_is_tried_once_more_by_a_later_call(suite):
-    lab = SayingLab()
+    lab = RecordingLab()
     lab.ends = {"bf16": "crashed"}
     for tried in (1, 2, 2, 2):
         (made := suite(lab)).run("bf16")
@@ -316,7 +318,7 @@ def test_what_crashed_is_tried_once_more_by_a_later_call(suite):
 
 
 def test_what_went_well_the_second_time_counts(suite):
-    lab = SayingLab()
+    lab = RecordingLab()
     lab.ends = {"bf16": "crashed"}
     suite(lab).run("bf16")
     lab.ends = {}
@@ -326,7 +328,7 @@ def test_what_went_well_the_second_time_counts(suite):
 
 
 def test_out_of_memory_is_a_result(suite):
-    lab = SayingLab(limit=GIB)
+    lab = RecordingLab(limit=GIB)
     suite(lab).run("bf16")
     (made := suite(lab)).run("bf16")
     assert [row.status for row in lines(made)] == ["out of memory", "out of memory"]  # the run, and the pair
@@ -334,10 +336,10 @@ def test_out_of_memory_is_a_result(suite):
 
 @pytest.mark.parametrize("change", ["machine", "versions", "profile", "settings"])
 def test_what_was_measured_otherwise_is_measured_again(suite, monkeypatch, change):
-    (before := suite(SayingLab())).run("bf16")
+    (before := suite(RecordingLab())).run("bf16")
     if change != "settings":
         before.run("tf32")  # no row of which belongs into the other's report
-    lab = SayingLab()
+    lab = RecordingLab()
     if change == "machine":
         lab.machine = card(name="NVIDIA A100")
     elif change == "versions":
@@ -348,7 +350,7 @@ def test_what_was_measured_otherwise_is_measured_again(suite, monkeypatch, chang
         monkeypatch.setattr(gpu_rows.recipes, "FOUR", {"per_device_train_batch_size": 3})
     (made := suite(lab)).run("bf16")
     names = [row.name for row in lines(made) if row.part == "bf16"]
-    assert "bf16" in lab.asked and names == ["bf16", "bf16 against fp32"] * 2
+    assert "bf16" in lab.requests and names == ["bf16", "bf16 against fp32"] * 2
     if change != "settings":
         about = gpu_page.content(lines(made))
         assert len(about["rows"]) == 2, "two machines are in one report"
@@ -417,7 +419,7 @@ def test_the_page_shows_what_was_measured(suite, build, tmp_path, monkeypatch):
     assert "driver 580.1, torch 2.11.0+cu130, transformers 5.17.0" in text
     own = build.rehearsed_recipes(cards, {}, suites)
     assert "| nvidia-h100-80gb-hbm3, measured by the suite |" in own and "speed not measured" not in own
-    monkeypatch.setattr(build, "estimate", lambda task, **arguments: Said(task, arguments))
+    monkeypatch.setattr(build, "estimate", lambda task, **arguments: FakeEstimate(task, arguments))
     ran = sum(row["status"] == "ok" for row in report["rows"] if row["part"] == "estimate")
     table = build.error_table(build.held_against({name: build.of_suite(data) for name, data in suites.items()}))
     assert f"On GPUs, {ran} trainings" in table and f"| allocated | {ran} | 1.00% |" in table and ran > 30
@@ -429,20 +431,20 @@ def test_without_a_report_the_page_says_not_measured(build, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change, why",
+    "change, reason",
     [
         ({"machine": card(rehearsed=True).to_dict()}, "was rehearsed"),
         ({"setup": {"profile": "tiny"}}, "tiny sizes"),
         ({"machine": card("cpu").to_dict()}, "without a GPU"),
     ],
 )
-def test_what_was_not_measured_on_a_gpu_is_refused(suite, build, monkeypatch, tmp_path, change, why):
+def test_what_was_not_measured_on_a_gpu_is_refused(suite, build, monkeypatch, tmp_path, change, reason):
     (made := suite()).run("bf16")
     rows = [json.loads(line) for line in made.store.path.read_text().splitlines()]
     rows = [row | change | {"setup": row["setup"] | change.get("setup", {})} for row in rows]
     made.store.path.write_text("\n".join(map(json.dumps, rows)))
     monkeypatch.setattr(build, "RESULTS", tmp_path / "results")
-    with pytest.raises(ValueError, match=why):
+    with pytest.raises(ValueError, match=reason):
         build.main(["--suite", str(made.store.path)])
     assert not (tmp_path / "results").exists()
 
@@ -454,7 +456,7 @@ def test_what_has_no_rows_is_refused(tmp_path):
 
 
 def test_a_rehearsal_decides_by_memory_alone(suite):
-    lab = SayingLab(card(rehearsed=True))
+    lab = RecordingLab(card(rehearsed=True))
     lab.compare = None  # there is no time
     for part in ("ten", "bf16"):
         (made := suite(lab)).run(part)

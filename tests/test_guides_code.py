@@ -80,7 +80,7 @@ def test_each_line_does_what_is_written_here(lesson):
 
 
 def test_what_is_written_instead_runs(lesson):
-    assert {that for *_, instead, that in lesson["rows"] if instead} == {"runs"}
+    assert {outcome for *_, instead, outcome in lesson["rows"] if instead} == {"runs"}
 
 
 def test_a_word_is_what_happened(lesson):

@@ -86,22 +86,24 @@ def test_what_a_notebook_shows_has_the_elements_of_a_plain_name(show, name):
 @pytest.mark.parametrize("name", EVIL.values(), ids=EVIL)
 def test_questions_and_guesses_escape(name, monkeypatch, tmp_path):
     monkeypatch.setenv("PERF_HELPERS_HOME", str(tmp_path))
-    told = []
-    monkeypatch.setattr("IPython.display.display", lambda data, **_: told.append(data["text/html"]))
+    pages = []
+    monkeypatch.setattr("IPython.display.display", lambda data, **_: pages.append(data["text/html"]))
     lab = Lab("tiny", lesson=name)
     for text in ("plain", name):
         exercises.question(lab, text, text, {text: text, "other": text}, right=text)
         guesses.predict(lab, text, text, text, 0, 1)
-    before, after = (Elements("".join(told[start : start + 2])) for start in (0, 2))
-    assert len(told) == 4 and after.found == before.found and not after.scripts
+    before, after = (Elements("".join(pages[start : start + 2])) for start in (0, 2))
+    assert len(pages) == 4 and after.found == before.found and not after.scripts
 
 
 def results(name):
     """Those of a course in which every text is this name."""
     machine = {"name": name, "cpu_model": name, "system": name, "kind": "cpu", "cuda_reason": name, "gpus": []}
-    told = {"says": name, "quantity": name, "threshold": name, "reason": name, "note": name, "as_expected": False}
+    texts = {"says": name, "quantity": name, "threshold": name, "reason": name, "note": name, "as_expected": False}
     guide = {"value": 0.5, "text": name, "hardware": name, "source": name}
-    claim = toys.decision(name, "refuted", reference=guide, **{key: told[key] for key in told if key != "as_expected"})
+    claim = toys.decision(
+        name, "refuted", reference=guide, **{key: texts[key] for key in texts if key != "as_expected"}
+    )
     lesson = {"name": "00_a", "status": name, "seconds": 1.0, "message": name}
     run = {"lesson": "00_a", **evil_run(name).to_dict()}
     data = {"schema": 1, "date": "2026-01-01T00:00:00", "machine": machine, "versions": {name: name, "torch": name}}

@@ -10,7 +10,13 @@ import yaml
 
 ROOT = Path(__file__).parents[1]
 # As preinstalled elsewhere, all older than what is tested here: within the ranges of pyproject.toml.
-THERE = {"torch": "2.12.1", "numpy": "2.2.6", "transformers": "5.15.0", "ipywidgets": "7.7.1", "ipython": "7.34.0"}
+PREINSTALLED = {
+    "torch": "2.12.1",
+    "numpy": "2.2.6",
+    "transformers": "5.15.0",
+    "ipywidgets": "7.7.1",
+    "ipython": "7.34.0",
+}
 
 
 def would_install(folder, where, *words, **versions):
@@ -25,8 +31,8 @@ def would_install(folder, where, *words, **versions):
 
 
 @pytest.mark.nightly
-def test_what_stands_there_already_is_left_as_it_is(tmp_path):
-    assert would_install(tmp_path, tmp_path, f"{ROOT}[course]", **THERE) == {"perf-helpers"}
+def test_installed_packages_are_left_as_they_are(tmp_path):
+    assert would_install(tmp_path, tmp_path, f"{ROOT}[course]", **PREINSTALLED) == {"perf-helpers"}
 
 
 @pytest.mark.nightly
@@ -35,11 +41,11 @@ def test_the_part_of_an_environment_that_is_pip_s_resolves_and_leaves_it_too(nam
     """As conda calls pip: with a file of requirements, in the folder of the environment's file."""
     *_, last = yaml.safe_load((ROOT / name).read_text())["dependencies"]
     (tmp_path / "requirements.txt").write_text("\n".join(last["pip"]))
-    found = would_install(tmp_path, (ROOT / name).parent, "-r", tmp_path / "requirements.txt", **THERE)
+    found = would_install(tmp_path, (ROOT / name).parent, "-r", tmp_path / "requirements.txt", **PREINSTALLED)
     assert found == {"perf-helpers"}
 
 
 @pytest.mark.nightly
 def test_what_is_too_old_is_replaced_and_what_is_not_is_left(tmp_path):
-    found = would_install(tmp_path, tmp_path, f"{ROOT}[course]", **THERE | {"transformers": "5.10.0"})
+    found = would_install(tmp_path, tmp_path, f"{ROOT}[course]", **PREINSTALLED | {"transformers": "5.10.0"})
     assert {"perf-helpers", "transformers"} <= found and not {"torch", "numpy", "ipywidgets"} & found

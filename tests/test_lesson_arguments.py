@@ -142,7 +142,7 @@ def test_the_arguments_of_recorded_runs_are_known_too():
         "lab.train('x', **({'per_device_batch': 4} if cuda else {}))",
     ],
 )
-def test_a_name_that_is_none_is_found_wherever_it_stands(line):
+def test_an_unknown_name_is_found_wherever_it_is_used(line):
     assert refused(used(line)).keys() == {"per_device_batch"}
 
 

@@ -38,14 +38,14 @@ def _sabotage(monkeypatch, way):
     monkeypatch.setenv("SABOTAGE", way)
 
 
-def _offline(out, **how):
+def _offline(out, **options):
     """The course, run into a folder without the network, and what tried to use it."""
     shutil.rmtree(out, ignore_errors=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", _path_with("offline"))
         patch.setenv("OFFLINE_ATTEMPTS", str(out / "attempts"))
         patch.delenv("HF_HUB_OFFLINE", raising=False)
-        data = course.run_course(out=out, timeout_per_lesson=600, **how)
+        data = course.run_course(out=out, timeout_per_lesson=600, **options)
     return data | {"attempts": (out / "attempts").read_text() if (out / "attempts").exists() else ""}
 
 
@@ -177,9 +177,9 @@ def test_a_lesson_outlives_its_comparisons_and_their_claims_are_not_testable(tmp
     for cost in costs:
         assert (cost["verdict"], cost["value"], cost["as_expected"]) == ("not testable here", None, False)
     problem = "not testable here, expected holds or too small to tell"
-    why = "speed not measured: .* in turns' timed out: no result within 0 s"
+    reason = "speed not measured: .* in turns' timed out: no result within 0 s"
     for cost in costs:
-        assert any(re.match(rf"{cost['id']}: {problem} \({why}", found) for found in problems(result))
+        assert any(re.match(rf"{cost['id']}: {problem} \({reason}", found) for found in problems(result))
 
 
 @strictly

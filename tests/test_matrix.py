@@ -128,8 +128,8 @@ class Made:
 
     def install(self, one):
         self.calls.append(one.name)
-        if why := self.refused.get(one.name):
-            raise self.matrix.NotInstalled(why)
+        if reason := self.refused.get(one.name):
+            raise self.matrix.NotInstalled(reason)
 
     def packages(self, one):
         number = list(self.found).index(one.name)
@@ -237,7 +237,7 @@ def test_a_set_whose_course_leaves_nothing_and_a_lesson_that_fails_are_reported(
     assert change["worse"] is True
 
 
-def test_where_nothing_can_be_rehearsed_the_reason_stands_there(run, made, page):
+def test_a_set_that_cannot_be_rehearsed_shows_the_reason(run, made, page):
     made.bytes["tested"] = None
     code, record = run()
     assert code == 0 and [pair["rehearsed"] for pair in record["between"]] == [[], None, None]
@@ -372,7 +372,7 @@ def test_pips_reason_is_its_errors_without_addresses_and_folders(matrix):
     assert len(matrix.pip_reason("ERROR: " + "long " * 1000)) < 520
 
 
-def test_a_cause_that_was_found_stands_below_what_it_explains(run, made, page, monkeypatch):
+def test_a_known_cause_is_shown_below_the_change_that_it_explains(run, made, page, monkeypatch):
     found = [{"changes": ["rehearsal/BERT"], "says": "a workspace less"}, {"changes": ["rehearsal/GPT"], "says": "odd"}]
     monkeypatch.setattr(page, "causes", lambda: found)
     assert "Why" not in page.section(run()[1])

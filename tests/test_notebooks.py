@@ -43,7 +43,7 @@ def test_a_lesson_is_up_to_date_and_in_shape(path):
     assert build.lint(nbformat.reads(built, as_version=4)) == []
 
 
-def test_what_recorded_runs_measured_stands_before_the_last_cell():
+def test_figures_of_recorded_runs_are_shown_before_the_last_cell():
     recorded = [path for path in SOURCES if build.recorded_text(path.stem)]  # a new lesson waits for the next whole run
     assert len(recorded) >= 20
     for path in recorded:
@@ -116,7 +116,7 @@ def test_what_holds_an_answer_is_sealed_by_the_build():
     assert tagged(nbformat.reads(text, as_version=4).cells, "setup").source == f"setup = 1\n\n{build.OPENS}"
 
 
-def test_a_question_stands_alone():
+def test_a_question_has_its_own_cell():
     assert build.lint(notebook(source(QUESTION))) == []
     mixed = QUESTION.replace("# %%\n", "# %%\nprint('seen')\n")
     assert "a question has a cell of its own" in build.lint(notebook(source(mixed)))[0]

@@ -92,16 +92,16 @@ def calls(path):
     """(library, options) of each call in a module that loads what a library keeps."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("load", "loads"):
-            whose = ast.unparse(node.func.value)
-            if whose in ("torch", "pickle", "cloudpickle", "joblib", "dill", "np", "numpy", "marshal", "shelve"):
-                yield whose, {word.arg: ast.unparse(word.value) for word in node.keywords}
+            library = ast.unparse(node.func.value)
+            if library in ("torch", "pickle", "cloudpickle", "joblib", "dill", "np", "numpy", "marshal", "shelve"):
+                yield library, {word.arg: ast.unparse(word.value) for word in node.keywords}
 
 
 def test_only_channels_between_own_processes_are_unpickled():
     found = set()
     for path in sorted([*(ROOT / "trainmem").rglob("*.py"), *(ROOT / "perf_helpers").rglob("*.py")]):
-        for whose, options in calls(path):
-            assert whose in ("pickle", "cloudpickle") or options.get("weights_only") == "True", path
+        for library, options in calls(path):
+            assert library in ("pickle", "cloudpickle") or options.get("weights_only") == "True", path
             found.add(path.relative_to(ROOT).as_posix())
     assert found == CHANNELS
 

@@ -41,15 +41,15 @@ def test_every_figure_is_that_of_its_source(report):
     assert len(shown) == 43 and shown == sources
 
 
-def test_what_is_on_record_of_ours_is_what_the_record_says(report):
+def test_recorded_answers_of_this_estimate_equal_its_record(report):
     published = {row["name"]: row for row in json.loads((RESULTS / "published.json").read_text("utf-8"))["table"]}
     lora = json.loads((RESULTS / "lora_t4_predictions_2.11.0.json").read_text("utf-8"))["rows"]
     rehearsed = {row["name"]: row for row in lora}
     for row in report["pairs"]:
-        ours, rehearsal = row["said"]["this estimate"], row["said"]["rehearsal"]
+        estimated, rehearsal = row["said"]["this estimate"], row["said"]["rehearsal"]
         if row["file"] == "published":
             what = next(what for figure, what in WHAT.items() if figure in row)
-            assert ours[what] == round(published[row["name"]]["predicted"] * MIB), row["name"]
+            assert estimated[what] == round(published[row["name"]]["predicted"] * MIB), row["name"]
             assert rehearsal[what] == round(published[row["name"]]["rehearsed"] * MIB), row["name"]
         elif row["file"] == "published_lora":
             assert rehearsal == {what: rehearsed[row["name"]][figure] for figure, what in WHAT.items()}
@@ -71,11 +71,11 @@ def test_each_row_is_made_of_its_answers(report):
                 assert found["worst"] == pytest.approx(max(errors)), row["tool"]
 
 
-def test_ours_answers_every_row_and_is_nearest_in_the_median(report):
-    ours, *others = report["table"]
+def test_this_estimate_answers_every_row_and_has_the_smallest_median_error(report):
+    estimates, *others = report["table"]
     for figure, requested in (("allocated", 37), ("reserved", 29)):
-        assert ours[figure]["answered"] == ours[figure]["asked"] == requested
-        assert ours[figure]["median"] <= min(row[figure].get("median", 1) for row in others[2:])
+        assert estimates[figure]["answered"] == estimates[figure]["asked"] == requested
+        assert estimates[figure]["median"] <= min(row[figure].get("median", 1) for row in others[2:])
 
 
 def test_every_tool_that_can_be_queried_was(report, tools):
@@ -126,4 +126,4 @@ def test_the_pages_say_what_the_record_says(report):
         }
         name = max(off, key=lambda name: abs(off[name]))
         assert f"{off[name]:+.2%} of the {figure} memory ({name})" in text
-    assert report["note"] in text and all(f"{name} ({why})" in text for name, why in report["not_run"].items())
+    assert report["note"] in text and all(f"{name} ({reason})" in text for name, reason in report["not_run"].items())

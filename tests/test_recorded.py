@@ -52,9 +52,12 @@ def recorded(kind="cuda", **changes):
     gpu = Gpu(0, name="NVIDIA A100", memory_bytes=80 * 2**30, capability=(8, 0))
     machine = Machine("NVIDIA A100", kind, gpus=(gpu,))
     arguments = {"per_device_train_batch_size": 2}
-    said = estimate(TASK, device="cuda", compute_capability=(8, 0), **arguments).memory
+    estimated = estimate(TASK, device="cuda", compute_capability=(8, 0), **arguments).memory
     memory = dataclasses.replace(
-        said, kind="allocated", peak_bytes=said.peak_bytes * 101 // 100, reserved_bytes=said.reserved_bytes * 102 // 100
+        estimated,
+        kind="allocated",
+        peak_bytes=estimated.peak_bytes * 101 // 100,
+        reserved_bytes=estimated.reserved_bytes * 102 // 100,
     )
     run = Run("vanilla", "ok", arguments=arguments, task=TASK.to_dict(), memory=memory, **changes)
     return {"a100": {"machine": dataclasses.asdict(machine), "runs": [run.to_dict()]}}

@@ -130,7 +130,7 @@ def test_what_is_no_record_is_a_damaged_line_and_a_loss_may_be_nan(tmp_path, lin
         assert [str(run.losses) for run in store.read()] == ["(1.0, nan)"] * 2
 
 
-def test_a_run_from_the_future_is_a_run_like_any_other_and_the_next_one_stands_behind_it(tmp_path):
+def test_a_run_from_the_future_is_a_run_like_any_other_and_the_next_one_follows_it(tmp_path):
     store = Store(tmp_path / "runs.jsonl")
     for date in ("2999-01-01T00:00:00+00:00", "2026-01-01T00:00:00+00:00"):  # the clock was set back
         store.append(dataclasses.replace(RUN, date=date))
@@ -170,11 +170,11 @@ def _write(path, count):
 def _write_until_killed(path):
     """Append a run, and be killed by the kernel in the middle of its line: this process's files may not be larger."""
 
-    def limited(file, *how):
+    def limited(file, *arguments):
         size = os.path.getsize(file)
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
         resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100,) * 2)
-        return builtins.open(file, *how)
+        return builtins.open(file, *arguments)
 
     records.open = limited  # called when the lock is held
     Store(path).append(RUN)

@@ -133,7 +133,7 @@ def test_imports_run_one_way():
 
 
 @pytest.mark.parametrize(
-    "module, line, told",
+    "module, line, message",
     [
         ("trainmem/core/hardware", "from trainmem.core import task", "inside the core"),
         ("trainmem/records", "def f():\n    from trainmem import commands", "rooms of the engine"),
@@ -144,12 +144,12 @@ def test_imports_run_one_way():
         ("perf_helpers/lab/odds", "import json", "inside the lab"),
     ],
 )
-def test_an_import_upwards_and_a_module_without_a_place_are_reported(tmp_path, module, line, told):
+def test_an_import_upwards_and_a_module_without_a_place_are_reported(tmp_path, module, line, message):
     for package in PACKAGES:
         shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
     path = tmp_path / f"{module}.py"
     path.write_text(f"{path.read_text() if path.exists() else ''}\n{line}\n")
-    assert told in wrong_imports(tmp_path)
+    assert message in wrong_imports(tmp_path)
 
 
 MOST_LINES = 345  # of code in a module
@@ -161,7 +161,9 @@ def shape_problems(modules):
     long = [f"{name} has {n} lines of code, {MOST_LINES} at most" for name, n in lines.items() if n > MOST_LINES]
     rooms = {name.rpartition(".")[0] for name in modules if "." in name} & modules.keys()
     doors = {room: ast.get_docstring(ast.parse(modules[room])) or "" for room in sorted(rooms)}
-    return long + [f"{room}: what is not covered?" for room, told in doors.items() if "ot covered" not in told]
+    return long + [
+        f"{room}: what is not covered?" for room, docstring in doors.items() if "ot covered" not in docstring
+    ]
 
 
 def test_modules_are_short_and_doors_say_what_is_behind_them():
@@ -331,10 +333,12 @@ def environment_problems(environment, folder, project, constraints):
     if not python or not admitted or not all(version in wanted for version in admitted):
         problems.append(f"python{python} does not keep to requires-python {wanted}")
     for name, specifier in requirements.items():
-        asked = declared(project).get(name)
+        declaration = declared(project).get(name)
         exact = pinned.get(name) is not None and str(specifier) == f"=={pinned[name]}"
-        if asked and specifier and not exact and specifier != asked.specifier:
-            problems.append(f"{name}{specifier} is neither pyproject's range {asked.specifier} nor the tested version")
+        if declaration and specifier and not exact and specifier != declaration.specifier:
+            problems.append(
+                f"{name}{specifier} is neither pyproject's range {declaration.specifier} nor the tested version"
+            )
     return problems
 
 
@@ -406,7 +410,7 @@ def test_stray_text_is_reported(pieces):
     assert stray("results/root/x, https://site.example/work/of/art, todo lists") == []
 
 
-# The folders and pages whose wording is checked. Still to be added, once edited: "trainmem", "notebooks/src".
+# The folders and pages whose wording is checked. Still to be added, once edited: "trainmem".
 WORDED = ("perf_helpers", "notebooks/src", "benchmarks", "website", "tests", "docs", "README.md", "CONTRIBUTING.md")
 PRIVATE_WORDS = re.compile(r"\b(told|strangers|nobody\s+chose|anew)\b", re.I)
 HEADLESS = re.compile(r"\W*What\b")  # a docstring says what to expect: "Return the peak.", not "What it takes."
@@ -452,6 +456,68 @@ def test_private_words_and_docstrings_without_a_subject_are_reported(name, text)
     assert len(wording_problems(Path(name), text)) == 1
     assert wording_problems(Path("a.py"), 'told = "anew"\n') == []
     assert wording_problems(Path("a.md"), "`told` is a name.\n```\ntold = 1\n```\n") == []
+
+
+IN_FIELD_TERMS = ("perf_helpers", "notebooks/src", "benchmarks", "tests")  # folders whose identifiers are checked
+PRIVATE_NAMES = {"told", "said", "asked", "whose", "who", "theirs", "their", "ours", "mine", "yours", "they", "them"}
+PRIVATE_NAMES |= {
+    "there",
+    "anew",
+    "foretold",
+    "foreseen",
+    "mended",
+    "stranger",
+    "strangers",
+    "born",
+    "births",
+    "deaths",
+}
+PRIVATE_NAMES |= {"stands", "stood", "heard", "spoke", "began", "begun", "gave", "got", "went", "came", "fell"}
+
+
+def introduced_name(node):
+    """Return the name that a node of Python code introduces, or None. The names of tests are sentences and left out."""
+    match node:
+        case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()) | ast.arg(arg=name):
+            return name
+        case ast.alias(asname=name) | ast.ExceptHandler(name=name) | ast.MatchAs(name=name) | ast.MatchStar(name=name):
+            return name
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            return None if name.startswith("test_") else name
+
+
+def naming_problems(path, text):
+    """Return the private identifiers of a Python source, each once: verbs in the past tense and pronouns."""
+    names = sorted({name for node in ast.walk(ast.parse(text)) if (name := introduced_name(node))})
+    private = [name for name in names if PRIVATE_NAMES & {*name.lower().split("_")}]
+    return [
+        f"{path}: rename {name!r}: a noun for a value, a verb for a function, see docs/words.md" for name in private
+    ]
+
+
+def test_identifiers_are_standard_terms():
+    found = [path for path in repository_files() if path.suffix == ".py" and path.as_posix().startswith(IN_FIELD_TERMS)]
+    sources = {path: (ROOT / path).read_text("utf-8") for path in some(found, "sources")}
+    assert [problem for path, text in sources.items() for problem in naming_problems(path, text)] == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "told = 1",
+        "for whose, value in {}.items(): pass",
+        "def is_there(): pass",
+        "def f(*, said): pass",
+        "self.asked = []",
+        "f(lambda theirs: 1)",
+        "with f() as ways_told: pass",
+        "import a as ours",
+        "TOLD: int = 1",
+    ],
+)
+def test_a_private_identifier_is_reported(text):
+    assert len(naming_problems(Path("a.py"), text)) == 1
+    assert naming_problems(Path("a.py"), "def test_what_is_told():\n    f(said=1)['told'] = record.asked") == []
 
 
 def tree(page):
@@ -536,12 +602,12 @@ def link_problems(pages, files, heads=None):
     """Links that lead nowhere. pages: {path: text} that links are looked for in; files: all paths; heads: {path: text}
     of what anchors may lead into, if more than the pages."""
     heads, problems = heads or pages, []
-    there = {str(path) for path in files} | {str(parent) for path in files for parent in Path(path).parents}
+    existing = {str(path) for path in files} | {str(parent) for path in files for parent in Path(path).parents}
     links = [(page, "".join(pair)) for page, text in pages.items() for pair in LINK.findall(without_code(text))]
     for page, link in some(((page, link) for page, link in links if not SCHEME.match(link)), "relative links"):
         target, _, anchor = link.partition("#")
         path = os.path.normpath(Path(page).parent / target) if target else str(page)
-        if path not in there:
+        if path not in existing:
             problems.append(f"{page}: there is no {link}")
         elif anchor and anchor not in anchors(heads.get(Path(path), "")):
             problems.append(f"{page}: {link} leads to no heading of {path}")
@@ -574,13 +640,13 @@ def test_a_link_that_leads_nowhere_is_reported():
         b: "# B",
     }
     assert link_problems(pages, [a, b]) == []
-    for link, told in (
+    for link, message in (
         ("[x](b.md)", "there is no b.md"),
         ("[x](../b.md#c)", "../b.md#c leads to no heading of b.md"),
         ("[x](#two)", "#two leads to no heading of docs/a.md"),
         ('<img src="p.png">', "there is no p.png"),
     ):
-        assert link_problems(pages | {a: link}, [a, b]) == [f"docs/a.md: {told}"]
+        assert link_problems(pages | {a: link}, [a, b]) == [f"docs/a.md: {message}"]
     assert anchors("# A\n## A\n```\n# B\n```") == {"a", "a-1"}
 
 

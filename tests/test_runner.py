@@ -31,7 +31,7 @@ def squares(runner):
         options = {"count": 4, "times": 1}
         return runner.Measurement("Squares.", "squares.json", cases, measure, conclude, options, **more)
 
-    made.asked, made.stops = requested, stops
+    made.requests, made.stops = requested, stops
     return made
 
 
@@ -39,7 +39,7 @@ def record(runner):
     return json.loads((runner.RESULTS / "squares.json").read_text())
 
 
-def test_a_record_has_its_rows_what_is_concluded_and_what_it_stands_with(runner, squares, capsys):
+def test_a_record_has_its_rows_its_conclusion_and_its_stamp(runner, squares, capsys):
     assert squares().main([]) == 0
     made = record(runner)
     assert made["rows"] == [{"square": 0}, {"square": 1}, {"square": 4}, {"square": 9}] and made["sum"] == 14
@@ -61,12 +61,12 @@ def test_what_was_stopped_goes_on_and_writes_no_record_before_its_end(runner, sq
     squares.stops.add(2)
     with pytest.raises(KeyboardInterrupt):
         squares().main([])
-    assert not (runner.RESULTS / "squares.json").exists() and squares.asked == [0, 1]
+    assert not (runner.RESULTS / "squares.json").exists() and squares.requests == [0, 1]
     squares.stops.clear()
     assert squares().main([]) == 0
-    assert squares.asked == [0, 1, 2, 3] and record(runner)["sum"] == 14
+    assert squares.requests == [0, 1, 2, 3] and record(runner)["sum"] == 14
     squares().main([])
-    assert squares.asked == [0, 1, 2, 3] * 2, "it had come to its end: this is another one"
+    assert squares.requests == [0, 1, 2, 3] * 2, "it had come to its end: this is another one"
 
 
 @pytest.mark.nightly
@@ -76,28 +76,28 @@ def test_rows_of_other_options_are_not_taken_over(runner, squares):
         squares().main([])
     squares.stops.clear()
     squares().main(["--times", "2"])
-    assert squares.asked == [0, 1, 0, 1, 2, 3] and record(runner)["sum"] == 28
+    assert squares.requests == [0, 1, 0, 1, 2, 3] and record(runner)["sum"] == 28
 
 
 @pytest.mark.nightly
 def test_some_rows_are_measured_again_and_without_a_name_it_only_concludes(runner, squares, monkeypatch):
     squares().main([])
-    squares.asked.clear()
+    squares.requests.clear()
     squares().main(["--times", "3", "--rows", "2", "3*"])
     before = record(runner)
-    assert squares.asked == [2, 3] and [row["square"] for row in before["rows"]] == [0, 1, 12, 27]
+    assert squares.requests == [2, 3] and [row["square"] for row in before["rows"]] == [0, 1, 12, 27]
     assert before["again"] == ["2", "3"]
     monkeypatch.setattr(runner, "now", lambda: "2126-01-01")
     squares().main(["--rows"])
-    assert squares.asked == [2, 3] and record(runner) == before, "of the day on which it was measured"
+    assert squares.requests == [2, 3] and record(runner) == before, "of the day on which it was measured"
 
 
 @pytest.mark.nightly
 def test_rows_that_are_new_among_the_cases_are_measured_too(runner, squares):
     squares().main(["--count", "2"])
-    squares.asked.clear()
+    squares.requests.clear()
     squares().main(["--rows"])
-    assert squares.asked == [2, 3] and record(runner)["sum"] == 14
+    assert squares.requests == [2, 3] and record(runner)["sum"] == 14
 
 
 def test_a_function_is_called_in_a_python_of_its_own(runner):

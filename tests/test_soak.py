@@ -42,9 +42,9 @@ def test_nothing_grows_however_many_experiments_one_process_makes(tmp_path, monk
     lab, seconds, seen, peaks = Lab("cpu", out=tmp_path / "out"), [], [], {}
     for number in range(1, COUNT + 1):
         if number % 2:
-            began = time.monotonic()
+            start = time.monotonic()
             lab.run(lambda task: 1, measure=("none",))
-            seconds.append(time.monotonic() - began)
+            seconds.append(time.monotonic() - start)
         else:
             run = lab.train("trained", task=TINY, measure="memory", per_device_train_batch_size=2)
             peaks.setdefault("trained", set()).add(run.peak_bytes)

@@ -72,7 +72,7 @@ def test_every_command_of_a_nightly_run_is_one_that_make_and_the_command_line_ta
     found = [words for text in texts for words in commands(text)]
     assert {words[0] for words in found} == {"make", "perf-helpers"} and len(found) >= 4
     assert any("--strict" in words and "--baseline" in words for words in found)
-    assert [(words, why) for words in found if (why := problems(words))] == []
+    assert [(words, reason) for words in found if (reason := problems(words))] == []
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ plots.Table(["", "profile", "model", "parameters", "tokens in a sequence", "batc
 
 # %%
 needs = Counter(hardware.supports(claim.where)[1] or "can be decided here" for claim in load().values())
-plots.Table(["claims", "on this machine"], [[count, why] for why, count in needs.most_common()])
+plots.Table(["claims", "on this machine"], [[count, reason] for reason, count in needs.most_common()])
 
 # %% [markdown]
 # ## By hand: what does a model weigh?
@@ -152,16 +152,16 @@ def train_and_delete(task):
     trainer = Trainer(task.build_model(), arguments, train_dataset=task.dataset())
     trainer.remove_callback(PrinterCallback)
     trainer.train()
-    there = live_bytes() - before
+    held = live_bytes() - before
     del trainer
     gc.collect()  # objects that refer to each other are found by this
-    return there, live_bytes() - before
+    return held, live_bytes() - before
 
 
 # %% tags=["claim"]
-there, left = lab.run(train_and_delete, task=lab.task.replace(seq_len=32), measure="value").value
-note = f"{plots.bytes_text(there)} with its Trainer, {plots.bytes_text(left)} without"
-claims.check("restart-needed", left / there, note=note)
+held, left = lab.run(train_and_delete, task=lab.task.replace(seq_len=32), measure="value").value
+note = f"{plots.bytes_text(held)} with its Trainer, {plots.bytes_text(left)} without"
+claims.check("restart-needed", left / held, note=note)
 
 # %% [markdown]
 # In a notebook something often does refer to the Trainer: a variable of the cell before, the last output, the traceback of a failure.
@@ -309,9 +309,9 @@ def draw(measured, give_or_take):
     grid = np.linspace(0.5, 1.3, 801)
     verdicts = [decide(claim, float(value), True) for value in grid]
     for verdict, colour in zip(dict.fromkeys(verdicts), (2, 6, 1)):
-        there = [each == verdict for each in verdicts]
-        ax.fill_between(grid, -1, 1.2, where=there, color=plots.SERIES[colour], alpha=0.2, linewidth=0)
-        ax.text(grid[there].mean(), 0.7, verdict.replace(" than", "\nthan"), ha="center", va="center", fontsize=10)
+        matches = [each == verdict for each in verdicts]
+        ax.fill_between(grid, -1, 1.2, where=matches, color=plots.SERIES[colour], alpha=0.2, linewidth=0)
+        ax.text(grid[matches].mean(), 0.7, verdict.replace(" than", "\nthan"), ha="center", va="center", fontsize=10)
     ax.plot([low, high], [0, 0], color="black", linewidth=3)
     ax.plot([measured], [0], "o", color="black", markersize=9)
     ax.set(xlim=(0.5, 1.3), ylim=(-1, 1.2), yticks=[], xlabel="peak memory with accumulation / without")

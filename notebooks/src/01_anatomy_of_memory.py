@@ -157,10 +157,10 @@ for step in (1, 2):
 counted = lab.train("toy", task=toy, measure=("memory",), per_device_train_batch_size=4)
 allocated_in = {"weights": "forward", "optimizer_states": "step", "gradients": "backward", "activations": "forward"}
 for kind, moment in allocated_in.items():
-    mine, theirs = account[f"{moment} 2"][kind], counted.memory.phase_breakdowns[moment][kind]
-    print(f"{plots.name_text(kind):17} after {moment:9} by hand {mine:>10,}   lab {theirs:>10,} bytes")
+    by_hand, by_lab = account[f"{moment} 2"][kind], counted.memory.phase_breakdowns[moment][kind]
+    print(f"{plots.name_text(kind):17} after {moment:9} by hand {by_hand:>10,}   lab {by_lab:>10,} bytes")
     if kind != "activations" or not cuda:  # a GPU's attention kernel saves other tensors than a CPU's
-        torch.testing.assert_close(theirs, mine, rtol=0.02 if cuda else 0.01 * (kind == "activations"), atol=0)
+        torch.testing.assert_close(by_lab, by_hand, rtol=0.02 if cuda else 0.01 * (kind == "activations"), atol=0)
 
 _, ax = plt.subplots(figsize=(9, 3.6), layout="constrained")
 bottom = [0.0] * len(account)
@@ -300,10 +300,10 @@ def states(task):
         parts = {"8 bits": ([], []), "rest": ([], [])}
         for parameter, state in optimizer.state.items():
             tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
-            counts, kept = parts["8 bits" if torch.uint8 in {tensor.dtype for tensor in tensors} else "rest"]
+            counts, states = parts["8 bits" if torch.uint8 in {tensor.dtype for tensor in tensors} else "rest"]
             counts.append(parameter.numel())
-            kept.extend(tensors)
-        found[name] = {part: [sum(counts), held(kept)] for part, (counts, kept) in parts.items()}
+            states.extend(tensors)
+        found[name] = {part: [sum(counts), held(states)] for part, (counts, states) in parts.items()}
     return found
 
 
@@ -488,9 +488,9 @@ def two_steps(frees_output):
 
 wordy = speaker.replace(config=config | {"vocab_size": 20000})
 named = {"keeps its output": False, "deletes it": True}
-kept, freed = [lab.run(two_steps(frees), name, task=wordy, measure=("memory",)) for name, frees in named.items()]
-note = f"at the peak: {plots.bytes_text(kept.peak_bytes)} and {plots.bytes_text(freed.peak_bytes)}"
-claims.check("temporaries-freed", freed.peak_bytes / kept.peak_bytes, note=note)
+retained, freed = [lab.run(two_steps(frees), name, task=wordy, measure=("memory",)) for name, frees in named.items()]
+note = f"at the peak: {plots.bytes_text(retained.peak_bytes)} and {plots.bytes_text(freed.peak_bytes)}"
+claims.check("temporaries-freed", freed.peak_bytes / retained.peak_bytes, note=note)
 
 # %% [markdown]
 # ## What activations depend on

@@ -294,9 +294,9 @@ def with_seconds(rows, task):
     return [row._replace(seconds=second) for row, second in zip(rows, taken, strict=True)]
 
 
-def total(rows, what, **where):
-    wanted = [row for row in rows if all(getattr(row, name) == value for name, value in where.items())]
-    return sum(getattr(row, what) for row in wanted)
+def total(rows, column, **conditions):
+    wanted = [row for row in rows if all(getattr(row, name) == value for name, value in conditions.items())]
+    return sum(getattr(row, column) for row in wanted)
 
 
 step = [Row(*row) for row in lab.run(count, measure=("none",)).value]
@@ -306,11 +306,11 @@ timed = with_seconds(step, lab.task)
 
 
 # %%
-def shares(rows, what):
-    return [100 * total(rows, what, group=name) / total(rows, what) for name in GROUPS]
+def shares(rows, column):
+    return [100 * total(rows, column, group=name) / total(rows, column) for name in GROUPS]
 
 
-def foreseen():
+def estimated_share():
     least = {name: 0.0 for name in GROUPS}
     for row in step:
         least[row.group] += roof.seconds(row.flops, row.moved)
@@ -319,7 +319,7 @@ def foreseen():
 
 assert shares(step, "flops")[0] > 95
 share = shares(timed, "seconds")[0]
-display(widgets.revealed(lab, "share of products", share, estimate=lab.foresee(foreseen)))
+display(widgets.revealed(lab, "share of products", share, estimate=lab.foresee(estimated_share)))
 names = {row.name for row in step}
 dearest = {name: total(timed, "seconds", name=name) / total(timed, "seconds") for name in names}
 top = sorted(dearest, key=dearest.get, reverse=True)[:5]
@@ -345,10 +345,10 @@ def draw_roofs(ax, kinds):
 
 def draw_dots(ax, rows):
     for i, name in enumerate(GROUPS):
-        mine = [row for row in rows if row.group == name and row.flops]
-        at = [row.flops / row.moved for row in mine]
-        sizes = [10 + 4e3 * row.seconds / total(rows, "seconds") for row in mine]
-        reached = [row.flops / row.seconds for row in mine]
+        group = [row for row in rows if row.group == name and row.flops]
+        at = [row.flops / row.moved for row in group]
+        sizes = [10 + 4e3 * row.seconds / total(rows, "seconds") for row in group]
+        reached = [row.flops / row.seconds for row in group]
         ax.scatter(at, reached, sizes, color=plots.SERIES[i], marker="os^"[i], alpha=0.5)
         ax.plot([], [], "os^"[i], color=plots.SERIES[i], label=name)
     longest = max((row for row in rows if row.flops and row.group != "contraction"), key=lambda row: row.seconds)
@@ -364,7 +364,7 @@ draw_dots(left, [row for row in timed if row.seconds > 5e-4 * total(timed, "seco
 left.set_title("One training step on the roofline", loc="left")
 begin = [0, 0, 0]
 for i, name in enumerate(GROUPS):
-    parts = [shares(timed, what)[i] for what in ("flops", "moved", "seconds")]
+    parts = [shares(timed, column)[i] for column in ("flops", "moved", "seconds")]
     right.barh(["FLOPs", "bytes", "time"], parts, 0.6, begin, color=plots.SERIES[i], label=name)
     for row, part in enumerate(parts):
         if part > 4:
@@ -384,8 +384,8 @@ def intensity(name, exp=1):
     return (total(rows, "flops") + sum(more)) / total(rows, "moved")
 
 
-def outside(what):
-    return 1 - total(step, what, group="contraction") / total(step, what)
+def outside(column):
+    return 1 - total(step, column, group="contraction") / total(step, column)
 
 
 display(claims.check("op-classes", outside("flops") / outside("moved")))
@@ -411,8 +411,8 @@ plain = [Row(*row) for row in lab.run(count, task=plain_task, measure=("none",))
 timed_plain = with_seconds(plain, plain_task)
 
 
-def backward_to_forward(rows, what, **where):
-    return total(rows, what, phase="backward", **where) / total(rows, what, phase="forward", **where)
+def backward_to_forward(rows, column, **conditions):
+    return total(rows, column, phase="backward", **conditions) / total(rows, column, phase="forward", **conditions)
 
 
 table = []
@@ -448,15 +448,15 @@ plots.Table(header, table)
 
 # %%
 def passes(model, batch, within=contextlib.nullcontext):
-    kept = {}
+    saved = {}
 
     def forward():
         with within():
-            kept["loss"] = model(**batch).loss
+            saved["loss"] = model(**batch).loss
 
     def backward():
         model.zero_grad()
-        kept["loss"].backward(retain_graph=True)
+        saved["loss"].backward(retain_graph=True)
 
     forward()
     return backward, forward
@@ -465,13 +465,13 @@ def passes(model, batch, within=contextlib.nullcontext):
 def dropout_alone(config, samples, tokens):  # backward multiplies by the masks, forward draws them and multiplies
     layers, scores = config.num_hidden_layers, (config.num_attention_heads, tokens, tokens)
     shapes = [(samples, *scores)] * layers + [(samples, tokens, config.hidden_size)] * (2 * layers + 1)
-    given, kept = [torch.randn(shape, requires_grad=True) for shape in shapes], []
+    given, outputs = [torch.randn(shape, requires_grad=True) for shape in shapes], []
 
     def forward():
-        kept[:] = [torch.nn.functional.dropout(each, config.hidden_dropout_prob) for each in given]
+        outputs[:] = [torch.nn.functional.dropout(each, config.hidden_dropout_prob) for each in given]
 
     forward()
-    return lambda: torch.autograd.grad(kept, given, given, retain_graph=True), forward
+    return lambda: torch.autograd.grad(outputs, given, given, retain_graph=True), forward
 
 
 # %% tags=["claim"]
@@ -545,22 +545,22 @@ claims.check(
 def activation_counts(task):
     table, addresses = [], set()
 
-    def seen_at(kept):
-        addresses.add(kept.data_ptr())
-        return kept
+    def seen_at(saved):
+        addresses.add(saved.data_ptr())
+        return saved
 
     for name in ("relu", "gelu", "silu", "tanh", "sigmoid"):
         x, gradient = torch.randn(4096, device=DEVICE, requires_grad=True), torch.ones(4096, device=DEVICE)
         function = getattr(torch.nn.functional, name)
-        with torch.autograd.graph.saved_tensors_hooks(seen_at, lambda kept: kept):
+        with torch.autograd.graph.saved_tensors_hooks(seen_at, lambda saved: saved):
             with Recorder("forward") as forward:
                 y = function(x)
-        kept = [name for name, each in {"input": x, "output": y}.items() if each.data_ptr() in addresses]
+        saved_names = [name for name, each in {"input": x, "output": y}.items() if each.data_ptr() in addresses]
         addresses.clear()
         with Recorder("backward") as backward:
             y.backward(gradient)
         moved = [sum(row[i] for row in part.rows) / x.nbytes for part in (forward, backward) for i in (4, 5)]
-        table.append([name, *moved, " and ".join(kept)])
+        table.append([name, *moved, " and ".join(saved_names)])
     return table
 
 
@@ -733,9 +733,9 @@ for ax, tokens, kernels in zip(axes, (16, length), lab.run(traced, measure="valu
         at += white + bar
     parts = {name: sum(bar for _, bar, each in kernels if kind(each) == name) / whole for name in GROUPS}
     half = statistics.median(bar for _, bar, _ in kernels)
-    said = ", ".join(f"{name} {part:.0%}" for name, part in parts.items())
+    parts_text = ", ".join(f"{name} {part:.0%}" for name, part in parts.items())
     print(f"4 x {tokens}: {len(kernels)} kernels in {whole / 1e3:.3g} ms, half of them under {half:.3g} us;")
-    print(f"    of that time: {said}, no kernel at work {1 - sum(parts.values()):.0%}")
+    print(f"    of that time: {parts_text}, no kernel at work {1 - sum(parts.values()):.0%}")
     ax.set(title=f"4 x {tokens} tokens", yticks=[], xlim=(0, at))
 for i, name in enumerate(GROUPS):
     axes[0].barh(0, 0, color=plots.SERIES[i], label=name)
@@ -759,7 +759,7 @@ _ = axes[1].set_xlabel("microseconds")
 
 
 # %%
-def told_by_nvml(work):  # the mean reading while the work repeats for three seconds; None without readings
+def nvml_utilization(work):  # the mean reading while the work repeats for three seconds; None without readings
     readings, end = [], time.perf_counter() + 3
     while (now := time.perf_counter()) < end:
         while time.perf_counter() < now + 0.2:
@@ -775,8 +775,8 @@ def three_loops(task):
     count = (lambda: sum(range(10**5))) if DEVICE == "cpu" else (lambda: torch.cuda._sleep(10**7))
     works = [count, lambda: large.add_(1), lambda: torch.mm(left, right)]
     taken = interleaving.in_turns(works, turns=15)
-    told = [max(computed / wall for wall, computed in each) for each in taken]
-    return taken, told if DEVICE == "cpu" else [told_by_nvml(work) for work in works]
+    busy = [max(computed / wall for wall, computed in each) for each in taken]
+    return taken, busy if DEVICE == "cpu" else [nvml_utilization(work) for work in works]
 
 
 # %%
@@ -938,8 +938,8 @@ def predicted(rows, passes_seconds):
         both = [[row for row in each if row.name == name] for each in (rows, timed_plain)]
         spent, more = total(both[1], "seconds"), len(both[0]) / len(both[1])
         calls = min(spent, call * len(both[1]))
-        mine, known = (sum(roof.seconds(row.flops, row.moved) for row in each) for each in both)
-        seconds += calls * more + (spent - calls) * (mine / known if known else more)
+        least, timed_least = (sum(roof.seconds(row.flops, row.moved) for row in each) for each in both)
+        seconds += calls * more + (spent - calls) * (least / timed_least if timed_least else more)
     above = total(timed_plain, "seconds")
     between = passes_seconds - above  # time between operations; below 0, the library's own attention is faster
     return seconds + between * (len(rows) / len(timed_plain) if between > 0 else seconds / above)

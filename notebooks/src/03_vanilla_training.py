@@ -200,7 +200,7 @@ print(f"lab.train holds {difference:,} bytes more than the loop; the batch ahead
 
 # %%
 def outcome(line, names):
-    with warnings.catch_warnings(record=True) as heard:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             exec(line, dict(names))
@@ -208,7 +208,7 @@ def outcome(line, names):
             return f"differs: {error}"
         except (Exception, SystemExit) as error:
             return f"raises {type(error).__name__}"
-    ending = any(issubclass(each.category, FutureWarning) for each in heard)  # how both libraries announce a removal
+    ending = any(issubclass(each.category, FutureWarning) for each in caught)  # how both libraries announce a removal
     return "warns" if ending else "runs"
 
 

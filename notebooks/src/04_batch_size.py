@@ -309,7 +309,7 @@ edge = at_once // (rows_here // tile[0]) * tile[1]  # the most columns of one wa
 near = vector // 4 if on_cpu else 8
 columns = {n * edge + away for n in (1, 2, 3, 4) for away in (-4 * near, -2 * near, -near, 0, past, near)}
 columns = sorted(columns - {0})
-said = [waves(rows_here, number, tile, at_once) for number in columns]
+expected_waves = [waves(rows_here, number, tile, at_once) for number in columns]
 print(f"prediction: {tile[1]} columns a tile, {at_once} tiles at once; time jumps after {edge}, {2 * edge}, {3 * edge}")
 
 
@@ -333,7 +333,7 @@ def least_seconds(shapes):
 
 of = dict(zip(columns, least_seconds([(rows_here, number, depth) for number in columns])))
 scale = of[edge] / waves(rows_here, edge, tile, at_once)
-series = {"measured": [1e6 * x for x in of.values()], "predicted": [1e6 * scale * x for x in said]}
+series = {"measured": [1e6 * x for x in of.values()], "predicted": [1e6 * scale * x for x in expected_waves]}
 plots.lines(columns, series, "columns", "microseconds", title="One matmul, scaled at the first edge").set_ylim(0)
 for wave in (1, 2, 3, 4):
     jump = of[wave * edge + past] / of[wave * edge]
@@ -654,9 +654,9 @@ def best(size, step):
 
 rows = []
 for size in factors:
-    for factor, how in zip(factors[size], ("as is", "square root", "in proportion") if size > 8 else 3 * [""]):
+    for factor, rule in zip(factors[size], ("as is", "square root", "in proportion") if size > 8 else 3 * [""]):
         last = [loss(size, factor, step) for step in (512 // size, 16, 2048 // size)]
-        rows.append([size, f"{factor * base_rate:g}", how, *last, gap(size, factor)])
+        rows.append([size, f"{factor * base_rate:g}", rule, *last, gap(size, factor)])
 header = ["batch", "rate", "scaled", "512 samples", "16 steps", "2048 samples", "above the best rule"]
 plots.Table(header, rows, "unseen loss, median of three seeds")
 
@@ -726,15 +726,15 @@ plots.Table(["batch", "steps", "samples", "seconds"], rows, f"to a loss of {targ
 # %% tags=["claim"]
 def against(size, other, step, other_step):
     """Return the loss of one batch size / that of another, seed by seed, each at its best rate of three."""
-    mine, its = best(size, step), best(other, other_step)
-    pairs = [loss(size, mine, step, seed) / loss(other, its, other_step, seed) for seed in seeds]
+    first_best, other_best = best(size, step), best(other, other_step)
+    pairs = [loss(size, first_best, step, seed) / loss(other, other_best, other_step, seed) for seed in seeds]
     return Ratio.of_pairs(pairs, 1.05)
 
 
 def ends(size, other):
     """Return the same ratio of the distances to the best rule after the same 2048 samples."""
-    mine, its = (min(factors[each], key=lambda factor: gap(each, factor)) for each in (size, other))
-    return Ratio.of_pairs([gap(size, mine, seed) / gap(other, its, seed) for seed in seeds], 1.05)
+    first_best, other_best = (min(factors[each], key=lambda factor: gap(each, factor)) for each in (size, other))
+    return Ratio.of_pairs([gap(size, first_best, seed) / gap(other, other_best, seed) for seed in seeds], 1.05)
 
 
 display(claims.check("larger-batch-fewer-steps", against(128, 8, 16, 16), note="batch 128 and 8, 16 steps of each"))
@@ -785,8 +785,8 @@ def check(answer):
     seconds = step_of[size] if size in step_of else seconds_of_step([size])[0]
     if not (steps := int(budget / seconds + 1e-9)):
         return exercises.wrong(f"not one step of batch {size} fits into the budget")
-    said = f"{steps} steps of {size} at {rate:g}: loss {(found := after(size, rate, steps)):.2f}, target {target:.2f}"
-    return exercises.right(said) if found <= target else exercises.wrong(f"{said}. Fewer samples, or a higher rate?")
+    text = f"{steps} steps of {size} at {rate:g}: loss {(found := after(size, rate, steps)):.2f}, target {target:.2f}"
+    return exercises.right(text) if found <= target else exercises.wrong(f"{text}. Fewer samples, or a higher rate?")
 
 
 exercises.check(lab, "lowest loss in a budget", check, answer)

@@ -559,9 +559,9 @@ _ = ax.set_xlabel("sequences seen, in units of 32")
 difference = max(abs(a - b) for pair in zip(curves[1], curves[3]) for a, b in zip(*pair))
 print(f"4 x 8 against 32 x 1: the losses differ by {difference:.1g} at most")
 every, fewer, faster, _ = ends
-note = "losses: " + ", ".join(f"{mine:.2f} and {other:.2f}" for mine, other in zip(every, fewer))
+note = "losses: " + ", ".join(f"{loss:.2f} and {other:.2f}" for loss, other in zip(every, fewer))
 display(claims.check("accumulation-fewer-steps", lab.ratio([b / a for a, b in zip(every, fewer)]), note=note))
-note = "losses at 8 times the rate: " + ", ".join(f"{mine:.2f}" for mine in faster)
+note = "losses at 8 times the rate: " + ", ".join(f"{loss:.2f}" for loss in faster)
 claims.check("accumulation-learning-rate", lab.ratio([b / a for a, b in zip(fewer, faster)]), note=note)
 
 # %% [markdown]

@@ -258,8 +258,8 @@ explorers.timeline(vanilla, every)
 
 
 def in_percent():
-    with_it = estimate(lab.task, per_device_train_batch_size=4, gradient_checkpointing=True)
-    return 100 * with_it.peak_bytes / estimate(lab.task, per_device_train_batch_size=4).peak_bytes
+    checkpointed = estimate(lab.task, per_device_train_batch_size=4, gradient_checkpointing=True)
+    return 100 * checkpointed.peak_bytes / estimate(lab.task, per_device_train_batch_size=4).peak_bytes
 
 
 measured = 100 * every.peak_bytes / vanilla.peak_bytes
@@ -325,7 +325,7 @@ def book(module, *results):
 for module in model.modules():
     module.register_forward_pre_hook(book)  # calls book(module, inputs)
     module.register_forward_hook(book)  # calls book(module, inputs, output)
-with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept):
+with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
     model(**bert.batch(4))
 rows = [[part, f"{size / saved.total():.0%}", f"{flops[part] / flops.total():.0%}"] for part, size in saved.items()]
 print(f"each of the 4 layers saves about {layers[True] / 4 / (4 * 256 * 256 * 4):.0f} times its input")
@@ -398,7 +398,7 @@ def parts(task):
     return np.diff(rows[2:]).min(0).tolist()
 
 
-def foretold(task):
+def predicted(task):
     forward, backward, update = lab.run(parts, task=task, measure=("none",)).value
     throughput = 1 / (1 + forward / (forward + backward + update))
     return (
@@ -416,9 +416,9 @@ if lab.machine.kind == "cpu":
 timed = dict(task=plain, per_device_train_batch_size=4, measure=("time",), steps=1)
 recomputed = lab.train("every layer", gradient_checkpointing=True, **timed)
 speed = lab.compare(lab.train("none", **timed), recomputed).speed_ratio
-note = f"{speed.value - 1:+.0%} throughput is {1 / speed.value - 1:+.0%} time; {foretold(plain)}"
+note = f"{speed.value - 1:+.0%} throughput is {1 / speed.value - 1:+.0%} time; {predicted(plain)}"
 display(claims.check("checkpointing-cost", speed, note=note))
-claims.check("checkpointing-cost-2022", speed, note=f"with dropout {foretold(task)}")
+claims.check("checkpointing-cost-2022", speed, note=f"with dropout {predicted(task)}")
 
 # %%
 exercises.question(
@@ -471,12 +471,12 @@ def learnt(task, steps=30):
 # %% tags=["claim"]
 thin = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 200}
 learnable = Task("bert-tiny", seq_len=32, data="learnable", config=thin)  # dropout is on
-losses, (kept, lost) = lab.run(learnt, task=learnable, measure="value").value
+losses, (restored, reset) = lab.run(learnt, task=learnable, measure="value").value
 curves = dict(zip(["no checkpoints", "every layer", "every layer, random state lost"], losses))
 _ = plots.losses(curves, title="Three seeds: the median and their range")
 off = [np.abs(np.subtract(other, losses[0])).max() for other in losses[1:]]
 print(f"largest difference from the loss of the same step without: {off[0]:g}; with the random state lost {off[1]:.2g}")
-claims.check("checkpointing-same-gradient", kept, note=f"{lost:.3f} if the random state is not put back")
+claims.check("checkpointing-same-gradient", restored, note=f"{reset:.3f} if the random state is not put back")
 
 
 # %% tags=["claim"]
@@ -534,7 +534,7 @@ claims.check("checkpointing-forget-all", more_products)
 def draw(layers, inside):
     counts = [count for count in range(1, layers + 1) if layers % count == 0]
     lines = {"checkpoints kept": [layers / count for count in counts], "insides": [count * inside for count in counts]}
-    lines["together"] = [kept + made for kept, made in zip(*lines.values())]
+    lines["together"] = [stored + recomputed for stored, recomputed in zip(*lines.values())]
     title = f"best: {math.sqrt(layers / inside):.2g} layers per segment; without checkpoints {layers * inside}"
     ax = plots.lines(counts, lines, "layers in a segment", "inputs of a layer", title=title)
     ax.loglog()

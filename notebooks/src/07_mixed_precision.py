@@ -460,7 +460,7 @@ alone = {recipe: peak(recipe, small, accumulate=1).peak_bytes for recipe in ("fp
 
 
 # %%
-def foreseen(task, batch, device=None, recipe=mixed):
+def estimated_peaks(task, batch, device=None, recipe=mixed):
     """Return the estimated peaks in fp32 and in mixed precision, in bytes."""
     common = {"device": device, "per_device_train_batch_size": batch, "gradient_accumulation_steps": 2}
     return [estimate(task, **common, **arguments).peak_bytes for arguments in ({}, recipe)]
@@ -473,7 +473,9 @@ def saved(fp32, mixed):
 peaks = {batch: [runs[recipe, batch].peak_bytes for recipe in ("fp32", "mixed")] for batch in batches}
 measured = 100 * peaks[large][1] / peaks[large][0]
 display(
-    widgets.revealed(lab, "mixed peak", measured, estimate=lab.foresee(lambda: 100 - saved(*foreseen(task, large))))
+    widgets.revealed(
+        lab, "mixed peak", measured, estimate=lab.foresee(lambda: 100 - saved(*estimated_peaks(task, large)))
+    )
 )
 ends = [runs[recipe, batch] for batch in (small, large) for recipe in recipes]
 _ = plots.memory(ends, title=f"Peak at micro-batch {small} and {large}")
@@ -482,7 +484,7 @@ _ = plots.memory(ends, title=f"Peak at micro-batch {small} and {large}")
 guide = {8: (4247, 4163), 16: (4971, 4793), 32: (6827, 6207), 64: (10037, 8061)}  # MB, by nvidia-smi
 shown = {"measured here" if on_gpu else "measured here, the miniature": peaks, "2022 guide, bert-base on 2 GPUs": guide}
 if not on_gpu:
-    sizes = {batch: lab.foresee(foreseen, original, batch, "cuda", {"fp16": True}) for batch in (8, large)}
+    sizes = {batch: lab.foresee(estimated_peaks, original, batch, "cuda", {"fp16": True}) for batch in (8, large)}
     shown["estimated: bert-base on a GPU"] = {batch: found for batch, found in sizes.items() if found}
 _, (left_side, right_side) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
 for i, (name, found) in enumerate(shown.items()):
@@ -548,13 +550,13 @@ def only_casts(node):
 
 def kept_for_backward(model, batch, device, dtype):
     """Return the bytes that autograd keeps for each module, without parameters and their copies."""
-    storages, kept, names = {p.untyped_storage().data_ptr(): p for p in model.parameters()}, {}, [""]
+    storages, saved, names = {p.untyped_storage().data_ptr(): p for p in model.parameters()}, {}, [""]
 
     def keep(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in storages and not only_casts(tensor.grad_fn):
             storages[storage.data_ptr()] = storage  # keep it alive, so that no address is used twice
-            kept[names[-1]] = kept.get(names[-1], 0) + storage.nbytes()
+            saved[names[-1]] = saved.get(names[-1], 0) + storage.nbytes()
         return tensor
 
     for name, module in model.named_modules():
@@ -563,20 +565,20 @@ def kept_for_backward(model, batch, device, dtype):
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         with torch.autocast(device, dtype=dtype, enabled=dtype != torch.float32):
             model(**batch)
-    return kept
+    return saved
 
 
 # %%
 def account(task):
     device, dtypes = "cuda" if torch.cuda.is_available() else "cpu", (torch.float32, getattr(torch, half))
     batch, model = task.batch(large, device=device), task.build_model().to(device)
-    kept = [kept_for_backward(task.build_model().to(device), batch, device, dtype) for dtype in dtypes]
+    saved = [kept_for_backward(task.build_model().to(device), batch, device, dtype) for dtype in dtypes]
     with Seen() as seen:
         with torch.autocast(device, dtype=dtypes[1]):
             loss = model(**batch).loss
         loss.backward()
     products = {key: n for key, n in seen.count.items() if key[0] in ("mm", "addmm", "bmm", "baddbmm")}
-    return *kept, sum(n for key, n in products.items() if key[1] == torch.float32), sum(products.values())
+    return *saved, sum(n for key, n in products.items() if key[1] == torch.float32), sum(products.values())
 
 
 in_fp32, in_mixed, left_fp32, products = lab.run(account, "kept for backward", task=task, measure="value").value
@@ -772,9 +774,9 @@ remedy = f"attn_implementation='eager': {eager_held['mixed'] / eager_held['fp32'
 display(claims.check("fp16-activations-halve", held["mixed"] / held["fp32"], note=remedy))
 kinds = {"weights": "forward", "gradients": "backward", "optimizer_states": "step"}
 ends = {recipe: runs[recipe, large].memory.phase_breakdowns for recipe in recipes}
-kept = {r: [ends[r][end][kind] / ends["fp32"][end][kind] for kind, end in kinds.items()] for r in recipes}
-farthest = max(kept["mixed"], key=lambda ratio: abs(ratio - 1))
-display(claims.check("mixed-saves-only-activations", farthest, note=f"pure half: {max(kept['pure half']):.2f}"))
+ratios = {r: [ends[r][end][kind] / ends["fp32"][end][kind] for kind, end in kinds.items()] for r in recipes}
+farthest = max(ratios["mixed"], key=lambda ratio: abs(ratio - 1))
+display(claims.check("mixed-saves-only-activations", farthest, note=f"pure half: {max(ratios['pure half']):.2f}"))
 shares_saved = [saved(*pair) / 100 for pair in peaks.values()]
 display(claims.check("fp16-small-batch-costs", -shares_saved[0]))
 display(claims.check("fp16-below-eight-costs", alone["mixed"] / alone["fp32"] - 1))
@@ -806,8 +808,8 @@ def product_facts(task, size=4096):
     one, a, by_trainer = torch.eye(256, device="cuda"), torch.randn(size, size, device="cuda"), None
 
     def mantissa():
-        kept = ((1 + torch.arange(2**16, device="cuda").view(256, 256) / 2**16) @ one).unique()
-        return math.log2((kept < 2).sum())
+        values = ((1 + torch.arange(2**16, device="cuda").view(256, 256) / 2**16) @ one).unique()
+        return math.log2((values < 2).sum())
 
     def seconds(precision, b):
         torch.set_float32_matmul_precision(precision)
@@ -818,8 +820,8 @@ def product_facts(task, size=4096):
         by_trainer = mantissa()
     torch.set_float32_matmul_precision("high")  # new: torch's way
     powers = 2.0 ** torch.arange(-128, 128, device="cuda").clamp(-126, 127)  # fp32's normal ones, 254
-    kept = (powers.expand(256, 256) @ one)[0].unique()
-    exponent = math.log2((kept.isfinite() & (kept > 0)).sum() + 2)  # two bit patterns are for 0, inf and nan
+    values = (powers.expand(256, 256) @ one)[0].unique()
+    exponent = math.log2((values.isfinite() & (values > 0)).sum() + 2)  # two bit patterns are for 0, inf and nan
     turns = [[seconds(*way) for way in (("highest", a), ("high", a), ("highest", a.half()))] for _ in range(8)]
     return by_trainer, mantissa(), exponent, *[[turn[0] / turn[way] for turn in turns[1:]] for way in (1, 2)]
 
@@ -885,16 +887,16 @@ my_recipe = None
 def check_recipe(answer):
     if answer is None:
         return exercises.not_attempted("give a dict of training arguments; {} is fp32")
-    yours = seeds["mixed"][0] if answer == mixed else learn("yours", answer)
-    if not yours.ok:
-        return exercises.run_failed(yours)
-    if not final(yours) <= 1.1 * max(map(final, seeds["fp32"])):  # true for nan, too
-        return exercises.wrong(f"final loss {final(yours):.3g}, outside the band of the fp32 seeds, {finals['fp32']}")
+    run = seeds["mixed"][0] if answer == mixed else learn("yours", answer)
+    if not run.ok:
+        return exercises.run_failed(run)
+    if not final(run) <= 1.1 * max(map(final, seeds["fp32"])):  # true for nan, too
+        return exercises.wrong(f"final loss {final(run):.3g}, outside the band of the fp32 seeds, {finals['fp32']}")
     ratio = speed if answer == mixed else lab.compare(in_turns[0], timed("yours, timed", answer)).speed_ratio
     target = 0.8 * max(1, speed.value)
     if ratio.high < target:
         return exercises.wrong(f"it learns, at {ratio} of the speed of fp32; the target is {target:.2f}")
-    return exercises.right(f"final loss {final(yours):.3f} at {ratio} of the speed of fp32")
+    return exercises.right(f"final loss {final(run):.3f} at {ratio} of the speed of fp32")
 
 
 exercises.check(lab, "fastest recipe", check_recipe, my_recipe)

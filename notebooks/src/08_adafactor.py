@@ -153,19 +153,21 @@ def adafactor_step(weight, gradient, memory, step, rate):
 torch.manual_seed(0)
 numbers_kept = {}
 for shape in ((48, 20), (48,)):
-    mine = torch.randn(shape)
-    library = torch.nn.Parameter(mine.clone())
+    by_hand = torch.randn(shape)
+    library = torch.nn.Parameter(by_hand.clone())
     optimizer = Adafactor([library], lr=0.01, scale_parameter=False, relative_step=False)
     memory = {}
     for step in range(1, 21):
         gradient = torch.randn(shape) * 10 ** torch.randn(shape[0], *[1] * (len(shape) - 1))
-        mine = adafactor_step(mine, gradient, memory, step, rate=0.01)
+        by_hand = adafactor_step(by_hand, gradient, memory, step, rate=0.01)
         library.grad = gradient
         optimizer.step()
-    torch.testing.assert_close(mine, library.detach(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(by_hand, library.detach(), rtol=1e-4, atol=1e-5)
     averages = {name: value for name, value in optimizer.state[library].items() if name.startswith("exp_avg")}
     numbers_kept[shape] = sum(value.numel() for value in averages.values())
-    print(f"{shape}: largest difference after 20 steps {(mine - library).abs().max():.1e}; kept: {', '.join(averages)}")
+    print(
+        f"{shape}: largest difference after 20 steps {(by_hand - library).abs().max():.1e}; kept: {', '.join(averages)}"
+    )
 
 # %% [markdown]
 # ## Baseline

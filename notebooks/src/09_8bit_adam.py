@@ -51,8 +51,8 @@ embeddings = {id(module.weight) for module in meta.modules() if isinstance(modul
 part = sum(parameter.numel() for parameter in meta.parameters() if id(parameter) in embeddings) / parameters
 print(f"{task}: {parameters:,} parameters, {part:.1%} of them in embeddings (bert-large: 9.5%)")
 print(f"AdamW's states take {plots.bytes_text(8 * parameters)}")
-asked = "How many bytes per parameter will the flag keep on this lesson's model, on average over all parameters?"
-widgets.predict(lab, "states", asked, "bytes per parameter", 0, 12)
+question = "How many bytes per parameter will the flag keep on this lesson's model, on average over all parameters?"
+widgets.predict(lab, "states", question, "bytes per parameter", 0, 12)
 
 # %% [markdown]
 # ## By hand: the map
@@ -187,14 +187,14 @@ def adam8_step(weight, gradient, memory, step, rate):
 
 
 torch.manual_seed(0)
-start = mine = torch.zeros(64, 64)
-ours, exact = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
-optimizers = [bnb.optim.Adam8bit([ours], lr=0.01), torch.optim.Adam([exact], lr=0.01)]
+start = by_hand = torch.zeros(64, 64)
+by_library, exact = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
+optimizers = [bnb.optim.Adam8bit([by_library], lr=0.01), torch.optim.Adam([exact], lr=0.01)]
 memory, trend = {}, torch.randn(64, 64)
 for step in range(1, 101):
     gradient = trend + torch.randn(64, 64)
-    mine = adam8_step(mine, gradient, memory, step, rate=0.01)
-    for parameter, optimizer in zip((ours, exact), optimizers):
+    by_hand = adam8_step(by_hand, gradient, memory, step, rate=0.01)
+    for parameter, optimizer in zip((by_library, exact), optimizers):
         parameter.grad = gradient.clone()
         optimizer.step()
 way = exact.detach().norm().item()
@@ -216,17 +216,17 @@ exercises.question(
 )
 
 # %%
-off_library, off_exact = ((mine - other).norm().item() / way for other in (ours.detach(), exact.detach()))
+off_library, off_exact = ((by_hand - other).norm().item() / way for other in (by_library.detach(), exact.detach()))
 print("difference between the weights, in % of the distance that exact Adam moved them:")
 print(f"by hand against the library {off_library:.2%}; by hand against exact Adam {off_exact:.2%}")
 if off_library > 0.01 or off_exact > 0.05:
     raise RuntimeError("the step by hand has lost its way")
-kept = optimizers[0].state[ours]
+states = optimizers[0].state[by_library]
 types = {
-    "weight": ours.dtype,
-    "gradient": ours.grad.dtype,
-    "state": kept["state1"].dtype,
-    "scale": kept["absmax1"].dtype,
+    "weight": by_library.dtype,
+    "gradient": by_library.grad.dtype,
+    "state": states["state1"].dtype,
+    "scale": states["absmax1"].dtype,
 }
 if [name for name, dtype in types.items() if dtype.itemsize == 1] != ["state"]:
     raise RuntimeError("more than the states is in 8 bits: the answer above is wrong")
@@ -262,8 +262,8 @@ flag = lab.train("8-bit, by the flag", optim="adamw_bnb_8bit", **common)  # new
 by_hand = lab.train("8-bit, grouped by hand", optimizer=grouped, **common)  # new
 adafactor = lab.train("Adafactor", optim="adafactor", **common)  # of lesson 08, to compare with
 
-theirs = set(Trainer.get_decay_parameter_names(None, meta))
-print("the Trainer's own groups are the same:", theirs == {n for n, p in meta.named_parameters() if p.ndim >= 2})
+decay_names = set(Trainer.get_decay_parameter_names(None, meta))
+print("the Trainer's own groups are the same:", decay_names == {n for n, p in meta.named_parameters() if p.ndim >= 2})
 widgets.revealed(lab, "states", flag.memory.breakdown["optimizer_states"] / parameters)
 
 # %% [markdown]
@@ -287,9 +287,9 @@ def state_bytes(sizes, bits):
 
 rows, counted = [], [0, 0]
 for kind, sizes in account.items():
-    kept = [state_bytes(sizes, 32 if kind == "embeddings" else 8), state_bytes(sizes, 8)]
-    counted = [total + size for total, size in zip(counted, kept)]
-    rows.append([kind, len(sizes), f"{sum(sizes):,}", *(size / sum(sizes) for size in kept)])
+    expected = [state_bytes(sizes, 32 if kind == "embeddings" else 8), state_bytes(sizes, 8)]
+    counted = [total + size for total, size in zip(counted, expected)]
+    rows.append([kind, len(sizes), f"{sum(sizes):,}", *(size / sum(sizes) for size in expected)])
 rows.append(["all", "", f"{parameters:,}", *(total / parameters for total in counted)])
 measured = [run.memory.breakdown["optimizer_states"] for run in (flag, by_hand)]
 torch.testing.assert_close(measured, counted, rtol=0.01, atol=0)
@@ -361,8 +361,8 @@ def learn(task, make, seed, batch=16):
         decay.step()
         losses.append(loss.detach())
     tensors = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
-    kept = {tensor.data_ptr(): tensor.nbytes for tensor in tensors if tensor.ndim}  # the maps are shared
-    return [float(loss) for loss in losses], sum(kept.values()) / sum(p.numel() for p in model.parameters())
+    unique = {tensor.data_ptr(): tensor.nbytes for tensor in tensors if tensor.ndim}  # the maps are shared
+    return [float(loss) for loss in losses], sum(unique.values()) / sum(p.numel() for p in model.parameters())
 
 
 # %%

@@ -336,13 +336,13 @@ both = ("adamw_torch", "adamw_torch_fused")
 trained = {optim: lab.train(optim, task=short, optim=optim, **single) for optim in both}
 
 
-def foretold(optim, device):
+def estimated_peak(optim, device):
     return estimate(short, optim=optim, per_device_train_batch_size=1, device=device).peak_bytes
 
 
 rows = []
 for optim, run in trained.items():
-    here, on_gpu = (lab.foresee(foretold, optim, device) for device in (lab.machine.kind, "cuda"))
+    here, on_gpu = (lab.foresee(estimated_peak, optim, device) for device in (lab.machine.kind, "cuda"))
     rows.append([optim, *map(plots.bytes_text, (run.peak_bytes, here, on_gpu))])
 plots.Table(["optim", "measured", "estimated here", "estimated for a GPU"], rows)
 
@@ -355,14 +355,14 @@ def compiled(_):
     made = [tensors([2**14] * 16, "cuda" if torch.cuda.is_available() else "cpu") for _ in range(4)]
     works = {name: lambda update=update: update(*made, 1) for name, update in forms.items()}
     turns = interleaving.in_turns([*works.values()], 8)  # the first call compiles
-    made_anew = {}
+    allocated = {}
     for name, work in works.items():
         with torch.profiler.profile(profile_memory=True) as seen:
             work()
         sizes = [event.nbytes() for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
-        made_anew[name] = sum(size for size in sizes if size > 0)
+        allocated[name] = sum(size for size in sizes if size > 0)
     return [
-        [name, made_anew[name], statistics.median(turn[clock] for turn in each)] for name, each in zip(works, turns)
+        [name, allocated[name], statistics.median(turn[clock] for turn in each)] for name, each in zip(works, turns)
     ]
 
 
@@ -503,15 +503,15 @@ print("of the 2023 guide's list it refuses:", ", ".join(sorted({*GUIDE} - {*name
 
 def from_trainer(name, rate=1e-3):
     def make(model, parameters):
-        asked = Arguments(dict(optim=name, learning_rate=rate, optim_target_modules="all-linear"))
-        kind, options = Trainer.get_optimizer_cls_and_kwargs(asked.build(tempfile.gettempdir()), model)
+        arguments = Arguments(dict(optim=name, learning_rate=rate, optim_target_modules="all-linear"))
+        kind, options = Trainer.get_optimizer_cls_and_kwargs(arguments.build(tempfile.gettempdir()), model)
         return kind(options.pop("params", parameters), **options)
 
     return make
 
 
 # %%
-def asked_for(_):
+def resolved_optimizers(_):
     made, absent = {}, {}
     for name in names:
         model = network(64, 0)
@@ -521,14 +521,14 @@ def asked_for(_):
             absent[name] = str(error)
             continue
         options = {key: value for key, value in optimizer.defaults.items() if isinstance(value, int | float | tuple)}
-        told = [f"{type(optimizer).__module__}.{type(optimizer).__name__}", options]
-        told += [getattr(getattr(optimizer, "args", None), "optim_bits", 32)]
-        told += [getattr(optimizer, "is_paged", False) and torch.cuda.is_available()]  # host memory, for a GPU
-        made.setdefault(str(told), []).append(name)
+        description = [f"{type(optimizer).__module__}.{type(optimizer).__name__}", options]
+        description += [getattr(getattr(optimizer, "args", None), "optim_bits", 32)]
+        description += [getattr(optimizer, "is_paged", False) and torch.cuda.is_available()]  # host memory, for a GPU
+        made.setdefault(str(description), []).append(name)
     return [[*made.values()], absent]
 
 
-alike, absent = lab.run(asked_for, measure="value").value
+alike, absent = lab.run(resolved_optimizers, measure="value").value
 print("\n".join(f"one optimizer here: {', '.join(group)}" for group in alike if len(group) > 1))
 reasons = {}
 for name, reason in absent.items():

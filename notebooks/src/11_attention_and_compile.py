@@ -445,19 +445,19 @@ def planted(x):
     return y.sin().exp()
 
 
-def mended(x):
+def fixed(x):
     y = torch.relu(x)
     y = torch.where(y.mean() > 0.5, y / 2, y)  # new: both sides are computed, and the choice is an operation
     return y.sin().exp()
 
 
 x = torch.randn(64)
-for function in (planted, mended):
+for function in (planted, fixed):
     found_breaks = None if lab.machine.rehearsed else torch._dynamo.explain(function)(x)
     print(f"{function.__name__}: {len(captured(function, x)[0])} graphs")
     for each in found_breaks.break_reasons:
         print("   breaks at", each.user_stack[-1].line, "|", each.reason.splitlines()[0])
-torch.testing.assert_close(planted(x), mended(x))
+torch.testing.assert_close(planted(x), fixed(x))
 
 # %%
 small = Task("bert-tiny", seq_len=32, config=no_dropout | {"num_hidden_layers": 4})
@@ -547,9 +547,9 @@ def operations_of(step):
 
 
 def started(step):
-    began = time.perf_counter()
+    start = time.perf_counter()
     loss = step()
-    return [time.perf_counter() - began, loss]
+    return [time.perf_counter() - start, loss]
 
 
 # %%
@@ -659,7 +659,7 @@ GUIDE = {
 }
 TODAY = {"nvfuser": "inductor", "aot_nvfuser": "inductor", "aot_cudagraphs": "cudagraphs", "fx2trt": "the package "
          "torch_tensorrt", "ofi": "inductor, frozen weights", "onnxrt": "torch.onnx.export", "ipex": "inductor"}  # fmt: skip
-has_it = hasattr(transformers.PreTrainedModel, "to_bettertransformer")
+exists = hasattr(transformers.PreTrainedModel, "to_bettertransformer")
 default = bert.build_model(device="meta").config._attn_implementation
 exist = torch._dynamo.list_backends(exclude_tags=())
 known = {use: [name for name in names if name in exist] for use, names in GUIDE.items()}
@@ -668,7 +668,7 @@ rows = [
     for use, names in GUIDE.items()
     for name in names
 ]
-print(f"to_bettertransformer: {'exists' if has_it else 'gone'}; the attention that models take by default: {default}")
+print(f"to_bettertransformer: {'exists' if exists else 'gone'}; the attention that models take by default: {default}")
 print("backends of today that are not for debugging:", ", ".join(torch._dynamo.list_backends()))
 print("tvm among them:", "tvm" in exist, "| its package is installed:", bool(importlib.util.find_spec("tvm")))
 plots.Table(["backend of 2023", "for", f"torch {torch.__version__}", "today"], rows)
@@ -709,9 +709,9 @@ def replayed(_):
 
 watched = None if on_cpu or missing else lab.run(replayed, measure="value")
 launched, turns = (watched and watched.value) or (None, None)
-why, note = watched.failure if watched and not watched.ok else missing, f"launched: {launched}" if launched else ""
-display(claims.check("compile-cudagraphs", launched and int(launched["default"] > 0), missing=why, note=note))
-claims.check("compile-reduce-overhead", turns and Ratio.of_turns([turns], CPU, 1.02), missing=why)
+reason, note = watched.failure if watched and not watched.ok else missing, f"launched: {launched}" if launched else ""
+display(claims.check("compile-cudagraphs", launched and int(launched["default"] > 0), missing=reason, note=note))
+claims.check("compile-reduce-overhead", turns and Ratio.of_turns([turns], CPU, 1.02), missing=reason)
 
 # %% [markdown]
 # ### Fused attention
@@ -744,7 +744,7 @@ claims.check("compile-captures", bert_row["breaks"], note=note)
 # ### What is left of the guide's list
 
 # %% tags=["claim"]
-display(claims.check("better-transformer", int(has_it), note=f"the default here: {default}"))
+display(claims.check("better-transformer", int(exists), note=f"the default here: {default}"))
 display(claims.check("backends-training", len(known["training and inference"])))
 claims.check("backends-inference", len(known["inference only"]), note=f"debugging: {known['debugging']}")
 
@@ -758,9 +758,13 @@ claims.check("backends-inference", len(known["inference only"]), note=f"debuggin
 def draw(batch, heads, bits):
     lengths = [2**power for power in range(7, 18)]
     square = [batch * heads * n * n * bits / 8 / 2**30 for n in lengths]
-    kept = [batch * heads * n * (64 * bits / 8 + 4) / 2**30 for n in lengths]
+    linear = [batch * heads * n * (64 * bits / 8 + 4) / 2**30 for n in lengths]
     limit = next((f"{n:,} tokens" for n, size in zip(lengths, square) if size > 16), "no length here")
-    curves = {f"one square ({limit}: over 16 GiB)": square, "output and row sums": kept, "16 GiB": [16] * len(lengths)}
+    curves = {
+        f"one square ({limit}: over 16 GiB)": square,
+        "output and row sums": linear,
+        "16 GiB": [16] * len(lengths),
+    }
     ax = plots.lines(lengths, curves, "tokens", "GiB, heads of 64 numbers")
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")

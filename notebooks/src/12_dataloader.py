@@ -103,23 +103,23 @@ def forked(num_workers=0, **options):
 
 # %%
 def follow(batches, step, steps=8, skip=3):
-    """Return (process, what it did, begin, end) for each read, wait and step, without the first steps."""
+    """Return (process, activity, begin, end) for each read, wait and step, without the first steps."""
     batches, bars, end = iter(batches), [], time.perf_counter()
     for _ in range(skip + steps):
-        asked, batch = end, next(batches)
+        waiting_since, batch = end, next(batches)
         begin = time.perf_counter()  # the batch has arrived
         step(batch)
         end = time.perf_counter()
-        who, begins, ends = batch["when"].T.tolist()
-        bars += [(int(who[0]), "read", begins[0], ends[-1])]
-        bars += [(os.getpid(), "wait", asked, begin), (os.getpid(), "train", begin, end)]
+        workers, begins, ends = batch["when"].T.tolist()
+        bars += [(int(workers[0]), "read", begins[0], ends[-1])]
+        bars += [(os.getpid(), "wait", waiting_since, begin), (os.getpid(), "train", begin, end)]
     return bars[3 * skip :]
 
 
-def total(bars, *what):
+def total(bars, *activities):
     """Return the seconds per step that were spent on these activities."""
-    taken = [end - begin for _, did, begin, end in bars if did in what]
-    return sum(taken) / sum(did == "train" for _, did, *_ in bars)
+    taken = [end - begin for _, activity, begin, end in bars if activity in activities]
+    return sum(taken) / sum(activity == "train" for _, activity, *_ in bars)
 
 
 def waiting_share(bars):
@@ -247,18 +247,18 @@ print("share of the time spent waiting: {:.0%} with no workers, {:.0%} with four
 
 # %%
 def simulate(loading, workers, prefetch=2, batches=24, step=1.0):
-    """Return (who, what, begin, end) of a pipeline. `loading`: seconds per batch, or a function of a batch's number."""
+    """Return (process, activity, begin, end) of a pipeline. `loading`: seconds per batch, or a function of a batch's number."""
     free, taken, bars, end = [0.0] * workers, [], [], 0.0
     for batch in range(batches):
         seconds = loading(batch) if callable(loading) else loading
-        who, ready = "main", end + seconds
+        process, ready = "main", end + seconds
         if workers:
             number = batch % workers
-            asked = taken[batch - prefetch * workers] if batch >= prefetch * workers else 0.0
-            who, ready = f"worker {number + 1}", max(free[number], asked) + seconds
+            requested = taken[batch - prefetch * workers] if batch >= prefetch * workers else 0.0
+            process, ready = f"worker {number + 1}", max(free[number], requested) + seconds
             free[number] = ready
         taken.append(max(ready, end))
-        bars += [(who, "read", ready - seconds, ready), ("main", "wait", end, taken[-1])]
+        bars += [(process, "read", ready - seconds, ready), ("main", "wait", end, taken[-1])]
         bars += [("main", "train", taken[-1], taken[-1] + step)]
         end = taken[-1] + step
     return bars
@@ -275,11 +275,13 @@ widgets.revealed(lab, "four workers", workers_help.value, estimate=lab.foresee(f
 # %%
 def gantt(bars, ax, title, unit=1.0, most=24):
     start = min(begin for _, _, begin, _ in bars)
-    rows = [*dict.fromkeys([bars[-1][0], *(who for who, *_ in bars)])]  # the last bar trains
+    rows = [*dict.fromkeys([bars[-1][0], *(process for process, *_ in bars)])]  # the last bar trains
     colors = {"read": plots.SERIES[5], "wait": "white", "train": plots.SERIES[2]}
-    for who, what, begin, end in bars:
-        style = dict(color=colors[what], edgecolor="black", linewidth=0.6, hatch="///" if what == "wait" else None)
-        ax.barh(rows.index(who), (end - begin) / unit, left=(begin - start) / unit, height=0.7, **style)
+    for process, activity, begin, end in bars:
+        style = dict(
+            color=colors[activity], edgecolor="black", linewidth=0.6, hatch="///" if activity == "wait" else None
+        )
+        ax.barh(rows.index(process), (end - begin) / unit, left=(begin - start) / unit, height=0.7, **style)
     ax.set_yticks(range(len(rows)), ["main process", *(f"worker {row}" for row in range(1, len(rows)))])
     ax.invert_yaxis()
     ax.set(xlabel="time, in steps", xlim=(0, most))
@@ -457,10 +459,10 @@ def tokenised(_):
     tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=300, special_tokens=["[PAD]", "[UNK]"]))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]")
     with tempfile.TemporaryDirectory() as folder:
-        began, data = time.process_time(), ArrowDataset.from_dict({"text": texts})
+        start, data = time.process_time(), ArrowDataset.from_dict({"text": texts})
         numbered = data.map(lambda rows: {"input_ids": tokenizer(rows["text"])["input_ids"]}, batched=True)
         numbered.remove_columns("text").save_to_disk(folder)
-        once, ready = time.process_time() - began, ArrowDataset.load_from_disk(folder)
+        once, ready = time.process_time() - start, ArrowDataset.load_from_disk(folder)
         ways = [(texts, lambda rows: tokenizer(rows, padding=True, return_tensors="pt"))]
         ways += [(ready, lambda rows: tokenizer.pad(rows, return_tensors="pt"))]
         ways += [(ready.with_format("torch"), lambda rows: pad_sequence([row["input_ids"] for row in rows], True))]
@@ -634,7 +636,7 @@ plots.table([alone, helped])
 
 
 # %% tags=["claim"]
-def who_reads(_):
+def read_by_main(_):
     loader = DataLoader(Reader({"x": torch.ones(64, 8)}, 0), BATCH)  # no other arguments
     batches = [batch["when"][:, 0] for batch, _ in zip(loader, range(8))]
     return (torch.cat(batches) == os.getpid()).double().mean().item()
@@ -643,7 +645,7 @@ def who_reads(_):
 crowds = {f"{count} workers": reading(3, num_workers=count) for count in (4, 16)}
 turns = fed(crowds, steps=8, skip=10, turns=4)
 beyond = [total(turn["4 workers"], "wait", "train") / total(turn["16 workers"], "wait", "train") for turn in turns]
-display(claims.check("main-process-loads", lab.run(who_reads, measure=("none",)).value))
+display(claims.check("main-process-loads", lab.run(read_by_main, measure=("none",)).value))
 display(claims.check("workers-help", workers_help, note="pairs: " + ", ".join(f"{gain:.2f}" for gain in gains)))
 left = f"waiting with 4 workers {waiting_share(turns[0]['4 workers']):.0%} of the time"
 display(claims.check("workers-not-beyond", lab.ratio(beyond), note=left))

@@ -119,12 +119,12 @@ def by_library(clip_always=False):
 
 
 # %%
-mine, optimizer, rows = toy()
-by_hand = Accumulate(mine, optimizer, n=4)
+model, optimizer, rows = toy()
+by_hand = Accumulate(model, optimizer, n=4)
 for row in rows:
-    by_hand.micro_batch(mine(row).square().mean())
-theirs, optimizer = by_library()
-torch.testing.assert_close(mine.weight, theirs, rtol=0, atol=0)
+    by_hand.micro_batch(model(row).square().mean())
+library_weight, optimizer = by_library()
+torch.testing.assert_close(model.weight, library_weight, rtol=0, atol=0)
 print(f"equal to the last bit; the optimizer is now an {type(optimizer).__name__}")
 try:
     Accelerator(fp16=True)
@@ -132,7 +132,7 @@ except TypeError as error:
     print(error)
 
 # %%
-if torch.equal(by_library(clip_always=True)[0], mine.weight):  # step() and zero_grad() are called every time anyway
+if torch.equal(by_library(clip_always=True)[0], model.weight):  # step() and zero_grad() are called every time anyway
     raise RuntimeError("clipping every micro-batch changed nothing")
 
 # %% [markdown]
@@ -310,8 +310,8 @@ for place in ("before the first batch", "after the first batch"):
     resumed[place] = run.value
     off = max(abs(a - b) for a, b in zip(run.value, whole.value[4:]))
     print(f"load_state {place}: the losses are off by up to {off:.2g}")
-went_on = [losses == whole.value[4:] for losses in resumed.values()]
-if lab.machine.kind == "cpu" and went_on != [False, True]:
+equal = [losses == whole.value[4:] for losses in resumed.values()]
+if lab.machine.kind == "cpu" and equal != [False, True]:
     raise RuntimeError("only the second one should be the training that was killed")
 
 nothing = float("nan")
@@ -414,9 +414,9 @@ def check_skip(answer):
     seen, rest = [], []
     for rank in range(2):
         batches = torch.utils.data.BatchSampler(range(512), 2, drop_last=False)
-        mine = list(BatchSamplerShard(batches, num_processes=2, process_index=rank))
-        seen += itertools.chain(*mine[: 6 * 4])
-        rest += itertools.chain(*mine[answer:])
+        shard = list(BatchSamplerShard(batches, num_processes=2, process_index=rank))
+        seen += itertools.chain(*shard[: 6 * 4])
+        rest += itertools.chain(*shard[answer:])
     twice, never = len({*seen} & {*rest}), 512 - len({*seen} | {*rest})
     if twice or never:
         return exercises.wrong(f"{twice} samples are seen twice, and {never} never")

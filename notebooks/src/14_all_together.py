@@ -205,12 +205,12 @@ ax.spines[["top", "right"]].set_visible(False)
 ax.legend(frameon=False)
 plt.show()
 steps = {label: 100 * (share[before] - share[name]) for label, before, name in zip(labels[1:], rungs, rungs[1:])}
-theirs = {label: (v100[a][1] - v100[b][1]) / 149.49 for label, a, b in zip(labels[1:], rungs, rungs[1:])}
-points_text = [f"*{label}* {points:+.0f} (V100: {theirs[label]:+.0f})" for label, points in steps.items()]
+v100_steps = {label: (v100[a][1] - v100[b][1]) / 149.49 for label, a, b in zip(labels[1:], rungs, rungs[1:])}
+points_text = [f"*{label}* {points:+.0f} (V100: {v100_steps[label]:+.0f})" for label, points in steps.items()]
 lowest = min(100 * share[name] for name in rungs)
 Markdown(
     f"Each rung removes so many percentage points of vanilla's peak: {', '.join(points_text)}. The largest step here is "
-    f"**{max(steps, key=steps.get)}**, on the V100 **{max(theirs, key=theirs.get)}**. "
+    f"**{max(steps, key=steps.get)}**, on the V100 **{max(v100_steps, key=v100_steps.get)}**. "
     f"The lowest rung, {lowest:.0f} %, is {'above' if lowest > floor else 'below'} the dashed line at {floor:.0f} %."
 )
 
@@ -412,8 +412,8 @@ print(f"goal: 10 x the throughput at 50 %; reached here: {to_first.get(best, 1)}
 three, ada, eight = "accumulation + checkpointing + half", "all + Adafactor", "all + 8-bit Adam"
 for id, name in {"combined-half-memory": three, "all-three-memory": ada, "all-three-8bit-memory": eight}.items():
     display(claims.check(id, share[name]))
-mine, trainers = runs["Accelerate loop, all + 8-bit Adam"].peak_bytes, runs[eight].peak_bytes
-torch.testing.assert_close(mine, trainers, rtol=0.02, atol=0)
+by_hand, by_trainer = runs["Accelerate loop, all + 8-bit Adam"].peak_bytes, runs[eight].peak_bytes
+torch.testing.assert_close(by_hand, by_trainer, rtol=0.02, atol=0)
 
 turns = {
     "combined-speed": ("vanilla", three),
@@ -447,12 +447,12 @@ def slow_input(task):
             return index
 
     def seconds(batches):
-        began = time.perf_counter()
+        start = time.perf_counter()
         for _ in batches:
             model(**batch).loss.backward()
         if device == "cuda":
             torch.cuda.synchronize()
-        return time.perf_counter() - began
+        return time.perf_counter() - start
 
     seconds(range(1))
     pause, pairs = seconds(range(4)) / 4 / 2, []
@@ -695,9 +695,11 @@ try:
     with sweep.connected(workers=None if cuda else 2, tell=print) as team:  # None: one for each GPU
         found = sweep.run(Lab(profile, out=out, executor=team), grid, tell=print)
     display(found)
-    there = found.runs[0]
-    here = lab.train("here", task=Task(**grid["task"]), measure=("memory",), **there.arguments)
-    print(f"The first row's peak: {there.peak_bytes} bytes by {there.attempts[-1]['worker']}, {here.peak_bytes} here.")
+    remote = found.runs[0]
+    local = lab.train("here", task=Task(**grid["task"]), measure=("memory",), **remote.arguments)
+    print(
+        f"The first row's peak: {remote.peak_bytes} bytes by {remote.attempts[-1]['worker']}, {local.peak_bytes} here."
+    )
 except ValueError as missing:
     print(f"No sweep here: {missing}")
 

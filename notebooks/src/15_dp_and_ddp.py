@@ -64,8 +64,8 @@ task = Task("bert-small", seq_len=32, config=no_dropout | {"vocab_size": 2000})
 
 # %%
 print(f"{task.parameters():,} parameters, float32")
-asked = "How many MB of gradients will each rank hand over in one step, to be summed with the other rank's?"
-widgets.predict(lab, "sent", asked, "MB", 0, round(12 * task.parameters() / 1e6))
+question = "How many MB of gradients will each rank hand over in one step, to be summed with the other rank's?"
+widgets.predict(lab, "sent", question, "MB", 0, round(12 * task.parameters() / 1e6))
 
 # %%
 exercises.question(
@@ -134,9 +134,9 @@ def train(task, wrap, steps=3, link=None):
         called, after_backward = wrap(model)
     for step in range(steps):
         batch = task.batch(4 * steps)
-        mine = {name: rows[4 * step + rank : 4 * step + 4 : ranks] for name, rows in batch.items()}
+        shard = {name: rows[4 * step + rank : 4 * step + 4 : ranks] for name, rows in batch.items()}
         with Traffic() as sent:
-            called(**mine).loss.backward()
+            called(**shard).loss.backward()
             after_backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -275,8 +275,8 @@ if torch.__version__ >= (2, 15):
 for name, options in (ways | {"one bucket": {"bucket_MB": 1000}}).items():
     run = lab.run(partial(early, **options), name, task=task, processes=2, measure=("memory",), use_cpu=True)
     in_steps[name] = run.value
-    there = sum(run.memory.phase_breakdowns["backward"].values()) / task.parameters()
-    rows.append([name, f"{run.value['early']:.0%}", run.value["bytes"] / parameter_bytes, there])
+    held = sum(run.memory.phase_breakdowns["backward"].values()) / task.parameters()
+    rows.append([name, f"{run.value['early']:.0%}", run.value["bytes"] / parameter_bytes, held])
 titles = [
     "DDP",
     "sent before the last gradient is there",
@@ -517,10 +517,10 @@ def economical(task, seeds=(0,), accumulate=1, quiet=True, bf16=False, learning_
             model.register_comm_hook(None, in_bf16)
         optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
         for number in range(micro_batches):
-            mine = {name: row[16 * number + rank : 16 * number + 16 : 2] for name, row in rows.items()}
+            shard = {name: row[16 * number + rank : 16 * number + 16 : 2] for name, row in rows.items()}
             last = (number + 1) % accumulate == 0
             with traffic, model.no_sync() if quiet and not last else contextlib.nullcontext():
-                (model(**mine).loss / accumulate).backward()
+                (model(**shard).loss / accumulate).backward()
             if last:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -558,9 +558,9 @@ def data_parallel(model, batch):
     torch.nn.functional.cross_entropy(torch.cat(outputs).flatten(0, -2), batch["labels"].flatten()).backward()
     moved["inputs"] = batch["input_ids"].nbytes // 2
     moved["outputs"] = moved["losses"] = outputs[1].nbytes  # in forward, and their gradient in backward
-    for weight, its in zip(model.parameters(), other.parameters()):
-        weight.grad += its.grad
-        moved.update({"weights": weight.nbytes, "gradients": its.grad.nbytes})
+    for weight, replica_weight in zip(model.parameters(), other.parameters()):
+        weight.grad += replica_weight.grad
+        moved.update({"weights": weight.nbytes, "gradients": replica_weight.grad.nbytes})
     return moved
 
 
@@ -631,8 +631,8 @@ for entry in ("NV2", "PHB"):
 joined = []
 if gpus2:
     with contextlib.suppress(OSError, subprocess.CalledProcessError, StopIteration):
-        told = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, check=True).stdout
-        joined = explained(told)
+        topology = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, check=True).stdout
+        joined = explained(topology)
 no_topology = None if joined or not gpus2 else "needs an nvidia-smi that prints the topology"
 no_nvlink = no_topology or (None if not gpus2 or joined[0][0].startswith("NV") else "needs an NVLink between the GPUs")
 
@@ -788,22 +788,22 @@ LAUNCHERS = {  # the module that the command runs, and its arguments
         "--multi_gpu --num_processes 2 --num_machines 1 --main_process_port 0",
     ),
 }
-here = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0"}
+environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0"}
 with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
     path, started = Path(folder, "script.py"), {}
     path.write_text(SCRIPT)
     for name, (module, options) in LAUNCHERS.items():  # both at once, beside the lab's
         command = [sys.executable, "-m", module, *options.split(), str(path)]
-        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=here, cwd=folder)
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=folder)
         started[name] = stack.enter_context(subprocess.Popen(command, **pipes))
         stack.callback(started[name].kill)
     run = lab.run(lambda task: runpy.run_path(str(path))["main"](), "the lab", processes=2, measure="value")
     for name, process in started.items():
         output, errors = process.communicate(timeout=120)
         print(f"$ {name} {LAUNCHERS[name][1]} script.py\n{output or errors[-800:]}")
-        told = sorted(map(json.loads, re.findall(r"\{.*?\}", output)), key=lambda rank: rank["rank"])
-        if told or strict:
-            torch.testing.assert_close(told, [rank["value"] for rank in run.ranks])
+        values = sorted(map(json.loads, re.findall(r"\{.*?\}", output)), key=lambda rank: rank["rank"])
+        if values or strict:
+            torch.testing.assert_close(values, [rank["value"] for rank in run.ranks])
 
 
 # %% [markdown]
@@ -815,20 +815,20 @@ with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
 
 
 # %%
-def fault(task, what):
-    if what == "torch compares first":
+def fault(task, kind):
+    if kind == "torch compares first":
         os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
         dist.set_debug_level_from_env()
     dist.init_process_group("gloo")
     faulty, numbers = dist.get_rank() == 1, torch.ones(4)
-    if what in ("another dtype", "torch compares first") and faulty:
+    if kind in ("another dtype", "torch compares first") and faulty:
         numbers = numbers.int()
-    elif what == "another size" and faulty:
+    elif kind == "another size" and faulty:
         numbers = torch.ones(6)
-    elif what == "one sum fewer" and faulty:
+    elif kind == "one sum fewer" and faulty:
         return
     elif faulty:
-        ENDS[what]()
+        ENDS[kind]()
     dist.all_reduce(numbers)
     return numbers.tolist()
 
@@ -849,12 +849,12 @@ def unused(task, **options):
 
 ENDS |= {"hangs": lambda: time.sleep(600)}
 rows = []
-for what in (*ENDS, "one sum fewer", "another size", "another dtype", "torch compares first"):
-    began = time.perf_counter()
-    run = lab.run(partial(fault, what=what), what, processes=2, measure="value", timeout=8)
-    told = run.message if len(run.message) < 240 else f"{run.message[:120]} ... {run.message[-110:]}"
-    seen = told or str([rank["value"] for rank in run.ranks])
-    rows.append([what, run.status, round(time.perf_counter() - began, 1), seen])
+for kind in (*ENDS, "one sum fewer", "another size", "another dtype", "torch compares first"):
+    start = time.perf_counter()
+    run = lab.run(partial(fault, kind=kind), kind, processes=2, measure="value", timeout=8)
+    message = run.message if len(run.message) < 240 else f"{run.message[:120]} ... {run.message[-110:]}"
+    seen = message or str([rank["value"] for rank in run.ranks])
+    rows.append([kind, run.status, round(time.perf_counter() - start, 1), seen])
 display(plots.Table(["rank 1", "status", "seconds", "the message"], rows))
 print("unused parameters:", lab.run(unused, task=rule, processes=2, measure="value").message[:150])
 remedy = lab.run(partial(unused, find_unused_parameters=True), task=rule, processes=2, measure="value")
@@ -882,7 +882,7 @@ for name, arguments in TECHNIQUES.items():
     on = [lab.train(f"{name}, {ranks}", processes=ranks, measure=("memory",), **given) for ranks in (1, 2)]
     peaks = [on[0].peak_bytes, max(rank["peak_bytes"] for rank in on[1].ranks)]
     first_row = rows[0] if rows else [name, *peaks]
-    rows.append([name, *peaks, *(mine / vanilla for mine, vanilla in zip(peaks, first_row[1:]))])
+    rows.append([name, *peaks, *(peak / vanilla for peak, vanilla in zip(peaks, first_row[1:]))])
 titles = ["", "peak, one process", "peak, each of two", "x vanilla, one process", "x vanilla, each of two"]
 display(plots.Table(titles, [[name, *map(plots.bytes_text, row[:2]), *row[2:]] for name, *row in rows]))
 accelerated = None

@@ -187,10 +187,10 @@ class Part(Row):  # the messages of a flat parameter in a step
                 self.free()
 
     def reduce(self, row):
-        mine = row.chunk(self.ranks)[dist.get_rank()] if self.stage == 1 else torch.empty_like(self.share)
-        dist.reduce_scatter_tensor(mine, row)
-        mine = mine.div_(self.ranks)  # the mean over the ranks
-        self.share.grad = mine if self.share.grad is None else self.share.grad.add_(mine)
+        shard = row.chunk(self.ranks)[dist.get_rank()] if self.stage == 1 else torch.empty_like(self.share)
+        dist.reduce_scatter_tensor(shard, row)
+        shard = shard.div_(self.ranks)  # the mean over the ranks
+        self.share.grad = shard if self.share.grad is None else self.share.grad.add_(shard)
 
     def gather(self, *_):
         self.row.untyped_storage().resize_(4 * self.length)
@@ -419,18 +419,18 @@ def with_fsdp(task, steps=3, samples=4, reshard=True, copies=1):
 
 # %%
 fsdp = lab.run(with_fsdp, "FSDP2", task=task, processes=2, **counting)
-kept = lab.run(partial(with_fsdp, reshard=False), "kept after forward", task=task, processes=2, **counting)
-same(fsdp), same(kept)
+no_reshard = lab.run(partial(with_fsdp, reshard=False), "kept after forward", task=task, processes=2, **counting)
+same(fsdp), same(no_reshard)
 
 
-def kept_and_sent(run, its=task):
+def fsdp_row(run, model_task=task):
     kinds = Counter(kind for kind, _ in run.value["sent"])
-    parts = [run.memory.phase_breakdowns["backward"][kind] / its.parameters() for kind in KINDS]
+    parts = [run.memory.phase_breakdowns["backward"][kind] / model_task.parameters() for kind in KINDS]
     return [run.name, *parts, ", ".join(f"{n} {kind}" for kind, n in kinds.items()), plots.bytes_text(run.peak_bytes)]
 
 
 head = ["bytes per parameter", *names, "messages in a step", "peak"]
-plots.Table(head, [kept_and_sent(run) for run in (runs[3], fsdp, kept)])
+plots.Table(head, [fsdp_row(run) for run in (runs[3], fsdp, no_reshard)])
 
 # %% [markdown]
 # Our stage 3 and torch's store the same bytes and send nearly the same messages. torch leaves the outermost module gathered between forward and backward.
@@ -519,8 +519,8 @@ for stage, ranks, where, more in () if no_deepspeed else tried:
         libraries |= {} if where else {(stage, ranks): sum(parts)}
         rows.append([run.name, *counted(run), sum(parts), sum(formula(stage, ranks)), plots.bytes_text(run.peak_bytes)])
     else:
-        why = f"{run.status}: {run.message.strip().splitlines()[-1][-60:]}"
-        rows.append([run.name, why, "", "", "", sum(formula(stage, ranks)), ""])
+        reason = f"{run.status}: {run.message.strip().splitlines()[-1][-60:]}"
+        rows.append([run.name, reason, "", "", "", sum(formula(stage, ranks)), ""])
 titles = ["DeepSpeed, bytes per parameter", *names, "total", "formula", "peak of a rank"]
 print(no_deepspeed) if no_deepspeed else display(plots.Table(titles, rows))
 
@@ -559,7 +559,7 @@ claims.check("partitioned-states-save", runs[1].peak_bytes / runs[0].peak_bytes,
 
 # %%
 hybrid = lab.run(partial(with_fsdp, copies=2), "four ranks, 2 x 2", task=little, processes=4, **counting)
-plots.Table(head, [kept_and_sent(hybrid, little)])
+plots.Table(head, [fsdp_row(hybrid, little)])
 
 # %% [markdown]
 # The messages are those of one row, plus one all-reduce between the rows for each sharded module.
@@ -655,11 +655,11 @@ def offloaded(task, in_file, steps=3):
             model(**{name: row[4 * step : 4 * step + 4] for name, row in task.batch(4 * steps).items()}).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        kept, pages = resident("RssAnon", "RssShmem"), [resident("RssFile")]
+        anonymous, pages = resident("RssAnon", "RssShmem"), [resident("RssFile")]
         for array in arrays:
             array.flush(), array.base.madvise(mmap.MADV_DONTNEED)  # as the system may do whenever it needs room
         pages.append(resident("RssFile"))
-        return {"loss": model(**task.batch(4)).loss.item(), "kept": kept, "pages": pages}
+        return {"loss": model(**task.batch(4)).loss.item(), "kept": anonymous, "pages": pages}
 
 
 # %%

@@ -62,8 +62,10 @@ WIDTH, HEADS, LAYERS, VOCABULARY, LENGTH = 128, 4, 4, 256, 64
 # ## Predict
 
 # %%
-asked = "Two ranks have half of the layers each, and train one batch. For what percentage of the time do both compute?"
-widgets.predict(lab, "together", asked, "%", 0, 100)
+question = (
+    "Two ranks have half of the layers each, and train one batch. For what percentage of the time do both compute?"
+)
+widgets.predict(lab, "together", question, "%", 0, 100)
 
 # %%
 exercises.question(
@@ -281,8 +283,8 @@ class CutWords(nn.Module):
 
 def pick(rows, number):
     """Return the row of each number, or zeros if another rank stores it."""
-    here = (number >= 0) & (number < len(rows))
-    return rows[number.clamp(0, len(rows) - 1)] * here[..., None]
+    stored = (number >= 0) & (number < len(rows))
+    return rows[number.clamp(0, len(rows) - 1)] * stored[..., None]
 
 
 def cut_through(model, *place):
@@ -536,22 +538,22 @@ def simulate(schedule_of, stages, micro_batches, seconds=(1.0, 2.0)):
         for stage, actions in enumerate(left):
             while actions:
                 kind, number, piece = actions[0]
-                here = piece * stages + stage  # which piece of the whole model
-                source = here - 1 if kind == "F" else here + 1  # where its message comes from
-                needed = (kind, source, number) if 0 <= source < pieces * stages else ("F", here, number)
+                piece_number = piece * stages + stage  # which piece of the whole model
+                source = piece_number - 1 if kind == "F" else piece_number + 1  # the piece that sends its message
+                needed = (kind, source, number) if 0 <= source < pieces * stages else ("F", piece_number, number)
                 if needed not in done and (kind, source) != ("F", -1):
                     break
                 begin = max(done.get(needed, 0.0), records[stage][-1][-1] if records[stage] else 0.0)
-                done[kind, here, number] = begin + seconds[kind == "B"] / pieces
-                records[stage].append([kind, number, begin, done[kind, here, number]])
+                done[kind, piece_number, number] = begin + seconds[kind == "B"] / pieces
+                records[stage].append([kind, number, begin, done[kind, piece_number, number]])
                 actions.pop(0)
     return records
 
 
 ORDERS = {name: partial(schedule, name) for name in ("GPipe", "1F1B", "interleaved")}
 for order, stages, parts in product(ORDERS, (2, 4, 8), (8, 32)):
-    told = (stages - 1) / ((1 + (order == "interleaved")) * parts + stages - 1)
-    torch.testing.assert_close(bubble(simulate(ORDERS[order], stages, parts)), told)
+    formula = (stages - 1) / ((1 + (order == "interleaved")) * parts + stages - 1)
+    torch.testing.assert_close(bubble(simulate(ORDERS[order], stages, parts)), formula)
 
 
 # %%
@@ -573,9 +575,9 @@ def watch(task, turns=6, width=2 * WIDTH):
         found.append([])
         layers, given = ways.get(name, (stage, around))
         actions = alone if name in ways else schedule(name, rank, ranks, parts)
-        mine = (each[rank::ranks] if name == "data parallel" else each for each in (ids, labels))
+        shard = (each[rank::ranks] if name == "data parallel" else each for each in (ids, labels))
         if name != "one device" or rank == 0:
-            pipeline(layers, actions, *(each.chunk(parts) for each in mine), width=width, seen=found[-1], **given)
+            pipeline(layers, actions, *(each.chunk(parts) for each in shard), width=width, seen=found[-1], **given)
     return found[len(LOOKED_AT) :]  # the first turn is a warm-up
 
 
@@ -587,8 +589,8 @@ alone = [seconds_of(turn[:1]) for turn in timed.pop(LOOKED_AT[0])]
 for (name, parts), turns in timed.items():
     gain = Ratio.of_pairs([one / seconds_of(turn) for one, turn in zip(alone, turns)], 1.05)  # median and interval
     shares_idle = [bubble(turn) for turn in turns]
-    said = f"{median(shares_idle):.0%} ({min(shares_idle):.0%} to {max(shares_idle):.0%})", f"{1 / (parts + 1):.0%}"
-    rows.append([name, parts, *(said if name in ORDERS else ("", "")), str(gain)])
+    texts = f"{median(shares_idle):.0%} ({min(shares_idle):.0%} to {max(shares_idle):.0%})", f"{1 / (parts + 1):.0%}"
+    rows.append([name, parts, *(texts if name in ORDERS else ("", "")), str(gain)])
 display(plots.Table(["way", "micro-batches", "bubble", "formula", "speed, times one device"], rows))
 figure, axes = plt.subplots(3, 1, figsize=(8, 5), layout="constrained", dpi=110)
 for ax, key in zip(axes, [("GPipe", 1), ("GPipe", 8), ("1F1B", 8)]):
@@ -755,9 +757,9 @@ def torch_pipeline(task, order, micro_batches=8):
 
 
 for order in ("1F1B", "interleaved"):
-    theirs = two(torch_pipeline, f"torch, {order}", order=order)[-1]
-    torch.testing.assert_close(theirs, losses["pipeline, 1F1B"], rtol=1e-4, atol=0)
-    print(f"torch's {order}: losses {', '.join(f'{loss:.4f}' for loss in theirs)}")
+    torch_losses = two(torch_pipeline, f"torch, {order}", order=order)[-1]
+    torch.testing.assert_close(torch_losses, losses["pipeline, 1F1B"], rtol=1e-4, atol=0)
+    print(f"torch's {order}: losses {', '.join(f'{loss:.4f}' for loss in torch_losses)}")
 
 
 # %%
@@ -785,7 +787,7 @@ if lab.machine.kind != "cuda" or gpus2:  # each rank needs a GPU of its own
         whole, weights = lab.run(partial(llama, folder=folder), "llama", task=small, measure="value").value
         cut = two(llama, "llama, cut", small, processes=2 if gpus2 else 4, folder=folder, sizes=sizes)
     torch.testing.assert_close(cut[0][0], whole, rtol=1e-3, atol=0)
-    print(f"{sizes}: equal losses; a rank stores {max(mine for _, mine in cut) / weights:.0%} of the weights at most")
+    print(f"{sizes}: equal losses; a rank stores {max(held for _, held in cut) / weights:.0%} of the weights at most")
 
 # %% [markdown]
 # Outputs and losses are those of one device. Traffic and memory depend on the plan:
@@ -820,7 +822,7 @@ def three_d(task, grid=(2, 2, 2), parts=4):
     (copy, stage, part), (_, stages, ranks) = mesh.get_coordinate(), grid
     layers, around = stage_of(build(), stage, stages)
     layers = cut_through(layers, part, ranks, team)
-    around = {side: it if it is None else dist.get_global_rank(line, it) for side, it in around.items()}
+    around = {side: rank if rank is None else dist.get_global_rank(line, rank) for side, rank in around.items()}
     around["loss"] = partial(loss_in_parts, group=team)
     ids, labels = (rows[copy :: grid[0]].chunk(parts) for rows in sequences())
     optimizer, losses = torch.optim.AdamW(layers.parameters(), lr=1e-3), []
@@ -848,9 +850,9 @@ def talk(width, layers, weights, tokens, pipeline, parts, size=4):
 
 
 grid = two(three_d, "2 x 2 x 2", processes=8, measure="none")
-told, rows = talk(WIDTH, LAYERS, grid[0]["weights"] // 4, 8 * LENGTH, pipeline=2, parts=4), []
+expected, rows = talk(WIDTH, LAYERS, grid[0]["weights"] // 4, 8 * LENGTH, pipeline=2, parts=4), []
 for name, sizes in grid[0]["sent"].items():
-    rows.append([name, len(sizes), sum(sizes), told[name][0] * told[name][1]])
+    rows.append([name, len(sizes), sum(sizes), expected[name][0] * expected[name][1]])
     torch.testing.assert_close(*rows[-1][-2:])
 display(plots.Table(["group", "messages, counted", "bytes, counted", "bytes, formula"], rows))
 copies = [rank["losses"] for rank in grid if rank["losses"][0] is not None]

@@ -59,8 +59,8 @@ torch.set_num_threads(1)  # in this notebook's own process, where all tensors ar
 # The usual model, with one FFN per layer, is called *dense*. Below, a small dense model gets 32 experts in place of each FFN. Each expert is half as wide as that FFN, and each token goes to two of them.
 
 # %%
-asked = "How many times the dense model's peak memory will training the mixture take?"
-widgets.predict(lab, "peak", asked, "x", 0.5, 40)
+question = "How many times the dense model's peak memory will training the mixture take?"
+widgets.predict(lab, "peak", question, "x", 0.5, 40)
 
 # %%
 exercises.question(
@@ -139,8 +139,8 @@ def sparse(experts, k, width, seq_len=64, **config):
 model = sparse(8, 2, 64).build_model()
 block, x = model.model.layers[0].mlp, torch.randn(2, 64, 128)
 weights = block.gate.weight, block.experts.gate_up_proj, block.experts.down_proj
-theirs, mine = block(x), mixture(x.flatten(0, 1), *weights, k=2)
-torch.testing.assert_close(mine.view_as(x), theirs[0] if isinstance(theirs, tuple) else theirs)
+library, by_hand = block(x), mixture(x.flatten(0, 1), *weights, k=2)
+torch.testing.assert_close(by_hand.view_as(x), library[0] if isinstance(library, tuple) else library)
 _, chosen, scores = route(x.flatten(0, 1), weights[0], 2)
 logits = (x.flatten(0, 1) @ weights[0].T,)
 torch.testing.assert_close(balancing(scores, chosen), load_balancing_loss_func(logits, 8, 2))
@@ -219,12 +219,12 @@ resting = rest["experts, inference"].peak_bytes / rest["dense, inference"].peak_
 print(f"{grown:.1f} times the parameters; memory: {heavier:.1f} times in training, {resting:.1f} in inference")
 
 
-def foretold():
-    told = [of_tensors(estimate(each, per_device_train_batch_size=4)) for each in (many, dense)]
-    return told[0] / told[1]
+def estimated_ratio():
+    peaks = [of_tensors(estimate(each, per_device_train_batch_size=4)) for each in (many, dense)]
+    return peaks[0] / peaks[1]
 
 
-widgets.revealed(lab, "peak", heavier, estimate=lab.foresee(foretold))
+widgets.revealed(lab, "peak", heavier, estimate=lab.foresee(estimated_ratio))
 
 # %% [markdown]
 # Weights, gradients and optimizer states grow with *all* experts. Activations grow only with the experts that a token meets. So memory grows by a smaller factor than the parameters, and a larger batch lowers that factor. Inference needs all experts in memory, too, because the next token may go to any of them. The guides name *distillation* as a way out: a dense model learns the mixture's answers. It takes a dense model's memory, and keeps as much of the gain as it learns (not measured here).
@@ -244,12 +244,12 @@ def products(task, implementation="eager"):
 
 
 cost = {name: products(task) for name, task in {"dense": dense, "32 experts": many}.items()}
-grouped, told = products(many, "grouped_mm"), 3 * 6 * 128 * 256 * 2 * 4
+grouped, by_formula = products(many, "grouped_mm"), 3 * 6 * 128 * 256 * 2 * 4
 if grouped < cost["32 experts"]:
-    assert grouped + told == cost["32 experts"]
+    assert grouped + by_formula == cost["32 experts"]
 rows = [["dense", cost["dense"], 1.0], ["32 experts, eager", cost["32 experts"], cost["32 experts"] / cost["dense"]]]
 rows += [["32 experts, grouped_mm, as counted", grouped, grouped / cost["dense"]]]
-rows += [["the experts alone, by formula", float(told), told / cost["dense"]]]
+rows += [["the experts alone, by formula", float(by_formula), by_formula / cost["dense"]]]
 plots.Table(["", "operations per token", "x dense"], rows)
 
 # %% [markdown]
@@ -297,9 +297,9 @@ def small(experts, k, width, scale=1):
 
 
 DEVICE, CLOCK, FLOOR = ("cuda", 0, 1.02) if cuda else ("cpu", 1, 1.05)
-how = [None, "grouped_mm", "eager"]
-taken = in_turns([dense, many, many], 3, samples=4, implementations=how)
-rows = [[name or "dense", 1e3 * median(turn[CLOCK] for turn in each)] for name, each in zip(how, taken)]
+implementations = [None, "grouped_mm", "eager"]
+taken = in_turns([dense, many, many], 3, samples=4, implementations=implementations)
+rows = [[name or "dense", 1e3 * median(turn[CLOCK] for turn in each)] for name, each in zip(implementations, taken)]
 plots.Table(["experts computed by", "ms per step"], rows)
 
 # %% [markdown]
@@ -403,8 +403,11 @@ plots.lines(factors, lost, "capacity factor", "choices dropped (%)", axes[1], "W
 busiest = {name: [max(seed[name]["load"][1]) * SHAPES[name][0] for seed in learnt] for name in (*SHAPES,)[4:]}
 for name, most in busiest.items():
     print(f"{name}: the busiest expert got {', '.join(f'{times:.1f}' for times in most)} times the mean")
-guesses = {who: [seed["64 experts"]["guessed"][who] for seed in learnt] for who in learnt[0]["64 experts"]["guessed"]}
-rows = [[who, *(f"{share:.0%}" for share in shares)] for who, shares in guesses.items()]
+guesses = {
+    predictor: [seed["64 experts"]["guessed"][predictor] for seed in learnt]
+    for predictor in learnt[0]["64 experts"]["guessed"]
+}
+rows = [[predictor, *(f"{share:.0%}" for share in shares)] for predictor, shares in guesses.items()]
 display(
     plots.Table(["known of a token", *(f"seed {seed}" for seed in SEEDS)], rows, "its first expert is guessed right")
 )
@@ -522,19 +525,19 @@ class Traffic(TorchDispatchMode):
 # %%
 def in_parallel(x, gate, gate_up, down, k):
     """Compute `mixture` on all ranks: x has this rank's tokens, gate_up and down this rank's experts."""
-    ranks, here = dist.get_world_size(), len(down)
+    ranks, local_experts = dist.get_world_size(), len(down)
     weights, chosen, _ = route(x, gate, k)
     order = chosen.flatten().argsort(stable=True)  # by expert, so by rank
-    asked = chosen.flatten().bincount(minlength=len(gate))
-    coming = torch.empty_like(asked)  # from each rank, for each expert here
-    dist.all_to_all_single(coming, asked)
-    sent, received = (counts.view(ranks, here).sum(1).tolist() for counts in (asked, coming))
+    outgoing = chosen.flatten().bincount(minlength=len(gate))
+    incoming = torch.empty_like(outgoing)  # from each rank, for each expert local_experts
+    dist.all_to_all_single(incoming, outgoing)
+    sent, received = (counts.view(ranks, local_experts).sum(1).tolist() for counts in (outgoing, incoming))
     rows = Exchange.apply(x[order // k], sent, received)  # new
-    whose = torch.arange(here, device=x.device).repeat(ranks).repeat_interleave(coming)
+    owners = torch.arange(local_experts, device=x.device).repeat(ranks).repeat_interleave(incoming)
     done = torch.zeros_like(rows)
-    for number in range(here):
-        mine = (whose == number).nonzero().flatten()
-        done = done.index_add(0, mine, expert(rows[mine], gate_up[number], down[number]))
+    for number in range(local_experts):
+        selected = (owners == number).nonzero().flatten()
+        done = done.index_add(0, selected, expert(rows[selected], gate_up[number], down[number]))
     back = Exchange.apply(done, received, sent)  # new
     return torch.zeros_like(x).index_add(0, order // k, weights.flatten()[order, None] * back)
 
@@ -584,10 +587,10 @@ for name in ("out", "x", "experts"):
     joined = ranks[0][name] + ranks[1][name]
     torch.testing.assert_close(joined, alone[name], rtol=1e-4, atol=1e-6)
 torch.testing.assert_close(ranks[0]["gate"], alone["gate"], rtol=1e-4, atol=1e-6)
-told = 256 * 2 * 64 * 4 * (2 - 1) / 2  # explained below the table
+expected_bytes = 256 * 2 * 64 * 4 * (2 - 1) / 2  # explained below the table
 ways = ["dispatch", "combine", "combine, backward", "dispatch, backward"]
-rows = [[way, *(rank["sent"][number] for rank in ranks), told] for number, way in enumerate(ways)]
-rows += [["in all", *(sum(rank["sent"]) for rank in ranks), 4 * told]]
+rows = [[way, *(rank["sent"][number] for rank in ranks), expected_bytes] for number, way in enumerate(ways)]
+rows += [["in all", *(sum(rank["sent"]) for rank in ranks), 4 * expected_bytes]]
 display(plots.Table(["all-to-all", "bytes that leave rank 0", "rank 1", "by the formula"], rows))
 held = [f"{values['expert bytes']:,}" for values in (alone, *ranks)]
 print(f"bytes of expert weights: {held[0]} in one process, {held[1]} and {held[2]} on the two ranks")
@@ -619,8 +622,8 @@ display(claims.check("moe-flops", cost["32 experts"] / cost["dense"], note=note)
 display(claims.check("moe-seconds", slower, missing=narrow))
 display(claims.check("moe-memory", heavier, note=f"in inference {resting:.1f}"))
 display(claims.check("moe-quality", Ratio(median(better), min(better), max(better), tuple(better))))
-told = (0.6 * inference.low, 1.05 * inference.high) if inference.known else inference
-display(claims.check("moe-faster", faster, predicted=told, missing=narrow or unlike))
+predicted = (0.6 * inference.low, 1.05 * inference.high) if inference.known else inference
+display(claims.check("moe-faster", faster, predicted=predicted, missing=narrow or unlike))
 display(claims.check("moe-inference", inference, missing=narrow or unlike))
 
 # %% [markdown]
@@ -702,10 +705,10 @@ def check(answer):
             return exercises.wrong("k is at least 1 and at most the number of experts")
         more, cost = experts * width / ffn, (3 * k * width + experts) / (3 * ffn)
         sets = math.comb(experts, k)
-        said = f"an FFN of {ffn}: {more:.1f} times the parameters, {cost:.2f} times the operations, {sets:,} sets"
+        message = f"an FFN of {ffn}: {more:.1f} times the parameters, {cost:.2f} times the operations, {sets:,} sets"
         if more < 16 or cost > 1.05 or sets < 100_000:
-            return exercises.wrong(said)
-    return exercises.right(said)
+            return exercises.wrong(message)
+    return exercises.right(message)
 
 
 exercises.check(lab, "sixteen", check, answer)
@@ -747,8 +750,8 @@ def check_loss(answer):
         each = [*pool.map(partial(all_of, sizes, balance=answer.get("balance", 0.02)), SEEDS)]
     losses = [seed["answer"]["unseen"] for seed in each]
     goal = sum(ends["64 experts"]) / len(SEEDS)
-    said = f"loss {sum(losses) / len(losses):.2f}; the goal is less than {goal:.2f}"
-    return (exercises.right if sum(losses) / len(losses) < goal else exercises.wrong)(said)
+    message = f"loss {sum(losses) / len(losses):.2f}; the goal is less than {goal:.2f}"
+    return (exercises.right if sum(losses) / len(losses) < goal else exercises.wrong)(message)
 
 
 exercises.check(lab, "best for 32", check_loss, answer)

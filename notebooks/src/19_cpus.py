@@ -59,8 +59,8 @@ WALL, CPU = 0, 1  # two clocks: on the wall, and the seconds that processors com
 CORES = lab.machine.cpu_cores or 1
 HALF = max(1, CORES // 2)
 turns = 3 if lab.profile.name == "tiny" else 7
-asked = "How many times as long does one training step take in fp16 as in fp32, on this CPU?"
-widgets.predict(lab, "fp16", asked, "x", 0, 40)
+question = "How many times as long does one training step take in fp16 as in fp32, on this CPU?"
+widgets.predict(lab, "fp16", question, "x", 0, 40)
 
 # %% [markdown]
 # ## By hand: three ceilings
@@ -134,7 +134,7 @@ def in_types(_):
     """Return by type: seconds of the parts, turns of a whole step, the type of the loaded checkpoint; and all warnings."""
     torch.set_num_threads(1)
     ids, models = torch.randint(0, 256, (4, 32)), {}
-    with warnings.catch_warnings(record=True) as said, tempfile.TemporaryDirectory() as folder:
+    with warnings.catch_warnings(record=True) as caught, tempfile.TemporaryDirectory() as folder:
         warnings.simplefilter("always")
         for name, kind in KINDS.items():
             LlamaForCausalLM(LlamaConfig(**SIZES)).to(kind).save_pretrained(Path(folder, name))
@@ -146,14 +146,14 @@ def in_types(_):
     for (name, number, _), each in zip(named, taken[4:]):
         seconds[name] += number * min(turn[CPU] for turn in each)
     loaded = {name: str(model.dtype) for name, model in models.items()}
-    return {"parts": seconds, "turns": taken[:4], "loaded": loaded, "said": [str(each.message) for each in said]}
+    return {"parts": seconds, "turns": taken[:4], "loaded": loaded, "said": [str(each.message) for each in caught]}
 
 
 # %%
 types = lab.run(in_types, measure="value", use_cpu=True).value
 
 
-def foretold(parts, fp32_step):
+def predicted_speed(parts, fp32_step):
     """Predict from the parts the range of fp16's speed in a step, relative to bf16."""
     rest = max(0.0, fp32_step - parts["fp32"])
     return (parts["bf16"] + rest / 2) / (parts["fp16"] + 2 * rest), (parts["bf16"] + 2 * rest) / (
@@ -163,7 +163,7 @@ def foretold(parts, fp32_step):
 
 fp32_turns, bf16_turns, fp16_turns, again = types["turns"]
 least = {name: min(turn[CPU] for turn in each) for name, each in zip(KINDS, types["turns"])}
-expected = foretold(types["parts"], least["fp32"])
+expected = predicted_speed(types["parts"], least["fp32"])
 slower = Ratio.of_turns([[bf16_turns, fp16_turns, again]], CPU, 1.05)
 rows = [[name, types["loaded"][name], 1e3 * types["parts"][name], 1e3 * least[name]] for name in KINDS]
 display(plots.Table(["checkpoint", "loaded as", "its matmuls and attention (ms)", "a training step (ms)"], rows))
@@ -275,8 +275,8 @@ with tempfile.TemporaryDirectory() as folder:
     for name, each in commands.items():
         pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=unset)
         started = [subprocess.Popen([sys.executable, *command], **pipes) for command in each]
-        told = "".join(process.communicate(timeout=180)[0] for process in started)
-        threads[name] = [int(number) for number in re.findall(r"<(\d+)>", told)]
+        output = "".join(process.communicate(timeout=180)[0] for process in started)
+        threads[name] = [int(number) for number in re.findall(r"<(\d+)>", output)]
         print(f"{name}: threads of each process {threads[name]}, for {CORES} cores")
 
 # %% [markdown]
@@ -297,10 +297,10 @@ def an_update(model, rows, ranks, micro, bf16=False, samples=16):
 
     def update():
         first, mean = samples * next(batches), 0.0
-        mine = slice(first + (dist.get_rank() if ranks > 1 else 0), first + samples, ranks)
+        shard = slice(first + (dist.get_rank() if ranks > 1 else 0), first + samples, ranks)
         for number in range(accumulate):
             called.require_backward_grad_sync = number == accumulate - 1  # what DDP's no_sync() sets
-            few = {name: part[mine][number * micro : (number + 1) * micro] for name, part in rows.items()}
+            few = {name: part[shard][number * micro : (number + 1) * micro] for name, part in rows.items()}
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
                 loss = called(**few).loss / accumulate
             loss.backward()
@@ -597,16 +597,16 @@ def check(answer):
     if not (run.ok or lab.machine.rehearsed):
         return exercises.run_failed(run)
     found, speed = run.value, Ratio.of_turns([run.value["turns"]], CPU, 1.05)
-    said = f"{found['equal']:.0%} of the weights are fp32's, {found['size']:g} x the bytes, {speed} x the speed"
+    message = f"{found['equal']:.0%} of the weights are fp32's, {found['size']:g} x the bytes, {speed} x the speed"
     if not found["kept"]:
-        return exercises.wrong(f"{said}. The files in `folder` were changed: convert the model, not its checkpoint")
+        return exercises.wrong(f"{message}. The files in `folder` were changed: convert the model, not its checkpoint")
     if found["size"] != 1:
-        return exercises.wrong(f"{said}. Your colleague wants fp16 back")
+        return exercises.wrong(f"{message}. Your colleague wants fp16 back")
     if found["equal"] < 0.9:
-        return exercises.wrong(f"{said}. In which type are the weights and AdamW's states while they are trained?")
+        return exercises.wrong(f"{message}. In which type are the weights and AdamW's states while they are trained?")
     if speed.high < 0.8:
-        return exercises.wrong(f"{said}. Too slow: which type was the fastest in the first table?")
-    return exercises.right(said)
+        return exercises.wrong(f"{message}. Too slow: which type was the fastest in the first table?")
+    return exercises.right(message)
 
 
 exercises.check(lab, "fp16 back", check, answer)

@@ -57,8 +57,8 @@ special = dict(vocab_size=512, max_position_embeddings=512, pad_token_id=0, bos_
 config = LlamaConfig(**sizes, **special)
 torch.manual_seed(0)
 model = LlamaForCausalLM(config)
-asked = "How many KB does the cache of one answer take when it holds 63 tokens?"
-widgets.predict(lab, "cache", asked, "KB", 0, 600)
+question = "How many KB does the cache of one answer take when it holds 63 tokens?"
+widgets.predict(lab, "cache", question, "KB", 0, 600)
 
 # %% [markdown]
 # ## A model that has learnt something
@@ -208,8 +208,8 @@ print(f"graphs with a static cache: {compiled}; where all devices are allowed: {
 def quantized(model, **options):
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        how = BitsAndBytesConfig(**options)
-        return LlamaForCausalLM.from_pretrained(folder, quantization_config=how, device_map="cpu").eval()
+        config = BitsAndBytesConfig(**options)
+        return LlamaForCausalLM.from_pretrained(folder, quantization_config=config, device_map="cpu").eval()
 
 
 def scale_bytes(weight):  # with double quantization the scales are quantized too
@@ -231,11 +231,11 @@ int8 = quantized(model, load_in_8bit=True)
 packed, scales, count = four_bit_bytes(nf4)
 bits = {"nf4": 8 * (packed + scales) / count, "nf4, scales quantized": 8 * sum(four_bit_bytes(twice)[:2]) / count}
 share = (packed + scales) / (2 * count)  # of the same weights in 16 bits
-said = nf4.get_memory_footprint()
-held = said + scales
+footprint = nf4.get_memory_footprint()
+held = footprint + scales
 whole = model.get_memory_footprint()
 print(f"bits a quantized weight: {bits}")
-print(f"the library reports {said:,} bytes; with the scales the model holds {held:,}")
+print(f"the library reports {footprint:,} bytes; with the scales the model holds {held:,}")
 print(f"of the whole fp32 model {held / whole:.0%} stay: embeddings and head are not quantized")
 
 # %% [markdown]
@@ -296,7 +296,7 @@ def answering(folder):  # random weights: only the time matters here
     in_four = BitsAndBytesConfig(**four, bnb_4bit_compute_dtype=half)
     in_eight = BitsAndBytesConfig(load_in_8bit=True)
     quick = {"nf4": in_four, "int8": in_eight}
-    models = {name: load(dtype=half, quantization_config=how) for name, how in quick.items()}
+    models = {name: load(dtype=half, quantization_config=config) for name, config in quick.items()}
     return {"fp32": load(dtype=torch.float32), "bf16": load(dtype=half)} | models
 
 
@@ -359,7 +359,7 @@ def faster(first, second, again, share=1):
     return Ratio.of_turns([[taken[name] for name in (first, second, again)]], CPU, FLOOR, share)
 
 
-def foreseen(name):  # from the matrices alone, one after another
+def predicted_ratio(name):  # from the matrices alone, one after another
     ratio = step["bf16, 1"] / (rest + matrix[name])
     return ratio / 1.5, ratio * 1.5  # in a token they follow one another, and share caches with the rest
 
@@ -454,7 +454,7 @@ claims.check("static-cache-compiles", compiled, note=f"where all devices are all
 # %% tags=["claim"]
 note = f"bits a weight: {bits['nf4']:.3f}, or {bits['nf4, scales quantized']:.3f}"
 display(claims.check("nf4-bits", share, note=note))
-claims.check("footprint-tells", said / held)
+claims.check("footprint-tells", footprint / held)
 
 # %% tags=["claim"]
 note = f"the measure sees harm: two bits lose {cells['2 bits']}"
@@ -469,7 +469,7 @@ together = faster("fp32, 1", "fp32, 16", "fp32, again", 16)
 note = f"latency: {step['fp32, 16'] / step['fp32, 1']:.1f} times; prompts of 64 tokens read together: {reading:.2f}"
 display(claims.check("batching-throughput", together, note=note))
 for id, name in {"quantized-faster": "nf4", "int8-faster": "int8"}.items():
-    display(claims.check(id, faster("bf16, 1", f"{name}, 1", "bf16, again"), predicted=foreseen(name)))
+    display(claims.check(id, faster("bf16, 1", f"{name}, 1", "bf16, again"), predicted=predicted_ratio(name)))
 
 # %% tags=["claim"]
 peaks = {kind: run.peak_bytes for kind, run in runs.items()}
@@ -517,18 +517,18 @@ def serve(plan, side="left", dtype=torch.float32):
     return [answers.get(number) for number in range(64)]
 
 
-def timed(**how):
+def timed(**options):
     with lab.quiet():  # use the fastest of three
         moments = [time.process_time()]
         for _ in range(3):
-            answers = serve(**how)
+            answers = serve(**options)
             moments.append(time.process_time())
     return answers, min(end - begin for begin, end in itertools.pairwise(moments))
 
 
 # %%
-def peak(**how):
-    run = lab.run(lambda _: bool(serve(**how)), "served", measure=("memory",), use_cpu=True)
+def peak(**options):
+    run = lab.run(lambda _: bool(serve(**options)), "served", measure=("memory",), use_cpu=True)
     return run.peak_bytes
 
 
@@ -562,8 +562,8 @@ def check(answer):
     most = peak(**answer)
     if not (most and bytes_limit):
         return exercises.not_measured(lab["served"].failure or "memory was not measured here")
-    said = f"{took:.2f} s of computing, {plots.bytes_text(most)}"
-    return exercises.right(said) if most <= bytes_limit else exercises.wrong(f"{said}: too much memory")
+    message = f"{took:.2f} s of computing, {plots.bytes_text(most)}"
+    return exercises.right(message) if most <= bytes_limit else exercises.wrong(f"{message}: too much memory")
 
 
 exercises.check(lab, "serve", check, answer)
@@ -602,11 +602,11 @@ def check(answer):
     needed = peak(**answer)
     if not (needed and large):
         return exercises.not_measured(lab["served"].failure or "memory was not measured here")
-    said = f"{len(batches)} batches, {plots.bytes_text(needed)}, {needed / large:.3f} of all at once"
+    message = f"{len(batches)} batches, {plots.bytes_text(needed)}, {needed / large:.3f} of all at once"
     if needed > large / 10:
         tokens = max(len(numbers) * max(lengths[number] for number in numbers) for numbers in batches)
-        return exercises.wrong(f"{said}: too much memory. Your largest batch has {tokens} tokens with padding")
-    return exercises.right(said)
+        return exercises.wrong(f"{message}: too much memory. Your largest batch has {tokens} tokens with padding")
+    return exercises.right(message)
 
 
 exercises.check(lab, "a tenth", check, answer)

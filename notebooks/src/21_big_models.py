@@ -58,8 +58,8 @@ if lab.machine.rehearsed:
 # The usual way in PyTorch is: build the model, `torch.load` the file, `load_state_dict`.
 
 # %%
-asked = "How many times the bytes of the weights does the process hold at the peak?"
-widgets.predict(lab, "usual way", asked, "x", 0, 5)
+question = "How many times the bytes of the weights does the process hold at the peak?"
+widgets.predict(lab, "usual way", question, "x", 0, 5)
 
 # %% [markdown]
 # ## A model on disk
@@ -131,7 +131,7 @@ def watched(way, folder, _):
     seen.append(held := held_now())
     ended.set(), thread.join()
     above = {"peak": max(seen, key=sum), "loaded": loaded, "held": held, "trimmed": trimmed()}
-    above = {when: [now - before for now, before in zip(sizes, start)] for when, sizes in above.items()}
+    above = {moment: [now - before for now, before in zip(sizes, start)] for moment, sizes in above.items()}
     return above | {"logits": logits[0, -1].tolist()}
 
 
@@ -146,10 +146,10 @@ def measured(name, way, folder="one"):
     return run.value
 
 
-def share(found, when, *kinds):  # share of the weights' bytes; kind 0 is private, kind 1 mapped
+def share(found, moment, *kinds):  # share of the weights' bytes; kind 0 is private, kind 1 mapped
     if not found:  # nothing could be measured here, or the run failed
         return math.nan if missing else found
-    return sum(found[when][kind] for kind in kinds or (0, 1)) / WEIGHTS
+    return sum(found[moment][kind] for kind in kinds or (0, 1)) / WEIGHTS
 
 
 # %% [markdown]
@@ -274,10 +274,10 @@ def hooked(folder):
 
 
 # %%
-def places(layers, kept):
+def places(layers, in_memory):
     """Return a device_map with the first layers in memory and the others on disk."""
     rest = ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head")
-    on_disk = {f"model.layers.{number}": "disk" if number >= kept else "cpu" for number in range(layers)}
+    on_disk = {f"model.layers.{number}": "disk" if number >= in_memory else "cpu" for number in range(layers)}
     return dict.fromkeys(rest, "cpu") | on_disk
 
 
@@ -308,7 +308,7 @@ plt.show()
 # %%
 rows = []
 for name in names:
-    cells = [share(found[name], when, kind) for when in ("peak", "held") for kind in (0, 1)]
+    cells = [share(found[name], moment, kind) for moment in ("peak", "held") for kind in (0, 1)]
     rows.append([name, *(f"{cell:.2f}" for cell in [*cells, share(found[name], "trimmed", 0)])])
 head = ["way", "private at the peak", "mapped", "private after an answer", "mapped", "private, trimmed"]
 plots.Table(head, rows, "Shares of the weights' bytes in fp32")
@@ -374,7 +374,7 @@ for gigabytes in (6, 7, 8, 8.25, 8.5):
     by_hand, plans[gigabytes] = filled(parts.values(), limits), planned(eight, parts, limits)
     assert filled(parts.values(), limits, kept=largest_part) == plans[gigabytes]
     plans[gigabytes] = [plans[gigabytes], by_hand]
-rows = [[f"{size}", *(f"{held / 1e9:.2f}" for held in [*auto, *ours])] for size, (auto, ours) in plans.items()]
+rows = [[f"{size}", *(f"{held / 1e9:.2f}" for held in [*auto, *by_hand])] for size, (auto, by_hand) in plans.items()]
 heads = ["GB per card", "auto: card 0", "card 1", "CPU", "by hand: card 0", "card 1", "CPU"]
 plots.Table(heads, rows, "GB of a Llama 8B's weights in bf16")
 
@@ -401,9 +401,9 @@ def sentences(count=256, length=16):
 
 
 # %%
-def training(source, kept, steps, _, callbacks=(), freeze=False):
+def training(source, in_memory, steps, _, callbacks=(), freeze=False):
     torch.manual_seed(0)
-    model = load(source, device_map=places(8, kept)) if kept < 8 else load(source)
+    model = load(source, device_map=places(8, in_memory)) if in_memory < 8 else load(source)
     if freeze:
         for weight in model.parameters():
             weight.requires_grad_(not weight.is_meta)
@@ -427,10 +427,10 @@ def training(source, kept, steps, _, callbacks=(), freeze=False):
 saved("small", SMALL)
 
 
-def trained(name, *what, **options):
+def trained(name, *arguments, **options):
     if lab.machine.rehearsed:
         return None
-    run = lab.run(partial(training, home / "small", *what, **options), name, measure="value", use_cpu=True)
+    run = lab.run(partial(training, home / "small", *arguments, **options), name, measure="value", use_cpu=True)
     return run
 
 
@@ -450,7 +450,7 @@ for name, run in runs.items():
 
 
 # %%
-def who_gets_the_gradient():
+def gradient_owners():
     model, used, linear = load(home / "small", device_map=places(8, 4)), [], torch.nn.functional.linear
     given = {number: model.model.layers[number].self_attn.q_proj.weight for number in (0, 7)}  # to an optimizer
 
@@ -473,7 +473,7 @@ heads = [
     "the used weight has a gradient",
     "the optimizer's weight has one",
 ]
-plots.Table(heads, list(who_gets_the_gradient()), "The optimizer's weight, and the weight that the forward pass used")
+plots.Table(heads, list(gradient_owners()), "The optimizer's weight, and the weight that the forward pass used")
 
 # %% [markdown]
 # Every optimizer skips a weight without a gradient. Frozen weights rely on this, so nothing warns. And the layers did not run under `no_grad`: the gradient exists, on a tensor that is thrown away. Two libraries contribute to the fault. accelerate replaces the tensors. transformers used to stop with a RuntimeError in `Trainer._move_model_to_device` (`trainer.py`); since [PR 41032](https://github.com/huggingface/transformers/pull/41032) it returns early for any model with a `hf_device_map`.
@@ -554,7 +554,7 @@ display(claims.check("offload-copies", None if missing else stored / (8 * LAYER)
 four = None if missing or no_bnb else against("load_in_4bit", checkpoint)
 note = "" if four is None else f"private alone {share(found['load_in_4bit'], 'peak', 0):.2f} of the weights"
 display(claims.check("four-bit-load", four, missing=missing or no_bnb, note=note))
-on_cards = {size: sum(auto[:2]) / sum(ours[:2]) for size, (auto, ours) in plans.items()}
+on_cards = {size: sum(auto[:2]) / sum(by_hand[:2]) for size, (auto, by_hand) in plans.items()}
 note = f"with {min(on_cards, key=on_cards.get)} GB a card; the loop by hand puts it there"
 display(claims.check("device-map-cards", min(on_cards.values()), note=note))
 run, note = runs["two steps"], "two steps, layers 4 to 7 on disk"
@@ -595,7 +595,7 @@ display(
     exercises.hint(
         "Which ways in the table are below 0.5, at the peak and not only afterwards?",
         "How many layers may stay? A layer is about a twelfth of the weights, and one more layer is in memory while it computes.",
-        "`places(12, kept)` makes a `device_map`.",
+        "`places(12, in_memory)` makes a `device_map`.",
     )
 )
 answer = None  # dict(...): arguments of from_pretrained, beside the folder
@@ -611,11 +611,13 @@ def check(answer):
     if not sizes:
         return exercises.run_failed(lab["exercise"])
     wrong_by = max(abs(a - b) for a, b in zip(sizes["logits"], plain["logits"]))
-    said = f"{share(sizes, 'peak'):.2f} of the weights at the peak, answers off by {wrong_by:.1g}"
+    message = f"{share(sizes, 'peak'):.2f} of the weights at the peak, answers off by {wrong_by:.1g}"
     if share(sizes, "peak") > 0.5:
-        return exercises.wrong(f"{said}: more than half")
+        return exercises.wrong(f"{message}: more than half")
     return (
-        exercises.right(said) if wrong_by < 1e-4 else exercises.wrong(f"{said}: these are not the checkpoint's answers")
+        exercises.right(message)
+        if wrong_by < 1e-4
+        else exercises.wrong(f"{message}: these are not the checkpoint's answers")
     )
 
 
@@ -678,14 +680,16 @@ def check(answer):
     if not run.ok:
         return exercises.run_failed(run)
     made = run.value
-    said = f"{made['changed']} of {made['of']} weights changed, the files hold {made['held']} of them"
+    result = f"{made['changed']} of {made['of']} weights changed, the files hold {made['held']} of them"
     if not made["kept"]:
-        return exercises.wrong(f"{said}. The checkpoint has changed: write into the folder `files`")
+        return exercises.wrong(f"{result}. The checkpoint has changed: write into the folder `files`")
     if made["changed"] < made["of"]:
-        return exercises.wrong(f"{said}. Does the optimizer have the parameters that do the work?")
+        return exercises.wrong(f"{result}. Does the optimizer have the parameters that do the work?")
     if made["held"] < made["of"]:
-        return exercises.wrong(f"{said}. A page of a private mapping stays in memory when it changes: `shared=True`")
-    return exercises.right(f"{said}. Their gradients are private memory: {made['gradients']:.2f} of the weights' bytes")
+        return exercises.wrong(f"{result}. A page of a private mapping stays in memory when it changes: `shared=True`")
+    return exercises.right(
+        f"{result}. Their gradients are private memory: {made['gradients']:.2f} of the weights' bytes"
+    )
 
 
 exercises.check(lab, "trained in files", check, answer)

@@ -55,8 +55,8 @@ if not no_optuna:
 # We train one recipe 20 times, with 20 seeds. The scores scatter with a **standard deviation**, their typical distance from the mean. By how many standard deviations will the best be ahead of the mean?
 
 # %%
-asked = "By how many standard deviations is the best of 20 equal recipes ahead of their mean?"
-widgets.predict(lab, "luck", asked, "standard deviations", 0, 4)
+question = "By how many standard deviations is the best of 20 equal recipes ahead of their mean?"
+widgets.predict(lab, "luck", question, "standard deviations", 0, 4)
 
 # %% [markdown]
 # ## By hand: a training in a twentieth of a second
@@ -168,9 +168,9 @@ print(f"the winner: {winner}, loss {promised:.4f}; the recipe itself gives {mean
 # %%
 def lost_lead(winner, promised, seeds=range(5000, 5020)):
     """Return how much of the promised lead is lost, in units of the lead that luck alone would give."""
-    plain, anew = [train(seed) for seed in seeds], [train(seed, **winner) for seed in seeds]
+    plain, retrained = [train(seed) for seed in seeds], [train(seed, **winner) for seed in seeds]
     before = statistics.mean(map(score, plain)) - promised
-    after = statistics.mean(score(a, unseen) - score(b, unseen) for a, b in zip(plain, anew))
+    after = statistics.mean(score(a, unseen) - score(b, unseen) for a, b in zip(plain, retrained))
     luck = expected_lead(20) * statistics.stdev(map(score, plain))
     print(f"lead in the search {before:.4f}, trained again {after:.4f}; luck alone, by prediction, {luck:.4f}")
     return (before - after) / luck
@@ -273,7 +273,7 @@ if not no_optuna:
 
 
 # %%
-def anew(seed, **settings):
+def fresh_loss(seed, **settings):
     fresh = trainer_of(seed=seed, **settings)
     fresh.train()
     return fresh.evaluate()["eval_loss"]
@@ -288,10 +288,10 @@ def interval(ratios):
 
 # %%
 if not no_optuna:
-    plain, of_best = ([anew(seed, **one) for seed in range(101, 105)] for one in ({}, best.hyperparameters))
+    plain, of_best = ([fresh_loss(seed, **one) for seed in range(101, 105)] for one in ({}, best.hyperparameters))
     of_pruned = of_best
     if pruned_best.hyperparameters != best.hyperparameters:
-        of_pruned = [anew(seed, **pruned_best.hyperparameters) for seed in range(101, 105)]
+        of_pruned = [fresh_loss(seed, **pruned_best.hyperparameters) for seed in range(101, 105)]
     found["hpo"] = interval([a / b for a, b in zip(of_best, plain)])
     as_good = statistics.mean(of_pruned) < 1.01 * statistics.mean(of_best)
     found["hpo-pruning"] = steps_pruned / steps_in_full if as_good else 1.0
@@ -324,10 +324,12 @@ def freed(made):
 
 
 if not no_optuna:
-    gave, kept = best.hyperparameters["learning_rate"], made.args.learning_rate
+    found_rate, kept_rate = best.hyperparameters["learning_rate"], made.args.learning_rate
     last = trials[-1].params["learning_rate"]
-    print(f"learning rate: best {gave:.5f}, last trial {last:.5f}, in trainer.args {kept:.5f}; model: {made.model}")
-    found["hpo-applies-best"] = float(kept == gave)
+    print(
+        f"learning rate: best {found_rate:.5f}, last trial {last:.5f}, in trainer.args {kept_rate:.5f}; model: {made.model}"
+    )
+    found["hpo-applies-best"] = float(kept_rate == found_rate)
     size = sum(weight.nbytes for weight in Net().parameters())
     before = held(size)
     freed(made)
@@ -412,7 +414,7 @@ if not no_optuna:
         print(type(error).__name__, error)
     found["hpo-unknown-name"] = float(raised)
     rows = warmed_up()
-    found["hpo-value-kept"] = sum(asked == used for asked, used, _ in rows) / len(rows)
+    found["hpo-value-kept"] = sum(requested == used for requested, used, _ in rows) / len(rows)
     rows += warmed_up(warmup_steps=0.0)  # new
     display(
         plots.Table(["warm-up suggested", "used", "loss"], rows, "three from the default, three from warmup_steps=0.0")
@@ -470,14 +472,14 @@ if not no_optuna:
     made.train()
     again = made.evaluate()["eval_loss"]
     right, _ = search(trainer_of(seeded, **SHORT), seeds_of, 3, seed=1)
-    remedied = anew(**SHORT | right.hyperparameters)
+    remedied = fresh_loss(**SHORT | right.hyperparameters)
 
 # %%
 if not no_optuna:
     rows, before = [], 42  # the default seed
     for one in trials:
         size = {"per_device_train_batch_size": one.params["per_device_train_batch_size"]}
-        own, previous = (anew(seed, **SHORT, **size) for seed in (one.params["seed"], before))
+        own, previous = (fresh_loss(seed, **SHORT, **size) for seed in (one.params["seed"], before))
         rows.append([one.number, one.params["seed"], one.value, own, previous])
         before = one.params["seed"]
     display(plots.Table(["trial", "seed", "loss", "loss with its seed", "with the seed before"], rows))
@@ -602,17 +604,17 @@ def check(answer):
         runs.append(seed)
         return score(train(seed, **{"per_device_train_batch_size": 64} | settings))
 
-    settings, said = answer(run)
+    settings, promised = answer(run)
     used = len(runs)
     plain, new = [run(seed) for seed in fresh], [run(seed, **settings) for seed in fresh]
     spread, mean = statistics.stdev(new), statistics.mean(new)
-    text = f"{used} runs; with fresh seeds {mean:.4f}, standard deviation {spread:.4f}; you promised {said:.4f}"
+    text = f"{used} runs; with fresh seeds {mean:.4f}, standard deviation {spread:.4f}; you promised {promised:.4f}"
     if used > 40 or set(runs[:used]) & set(fresh):
         return exercises.wrong(f"{used} runs (40 are allowed), or you used the check's own seeds, 9000 to 9019")
     if mean > statistics.mean(plain) - 2 * spread:
         return exercises.wrong(f"{text}. The recipe itself gives {statistics.mean(plain):.4f}")
     off = "more than one standard deviation off. Was it your criterion too?"
-    return exercises.right(text) if abs(said - mean) < spread else exercises.wrong(f"{text}: {off}")
+    return exercises.right(text) if abs(promised - mean) < spread else exercises.wrong(f"{text}: {off}")
 
 
 exercises.check(lab, "honest", check, answer)
@@ -696,12 +698,12 @@ def regret(choose, draws=10):
 def check(answer):
     if answer is None:
         return exercises.not_attempted()
-    mine, most = regret(answer)
+    mean, most = regret(answer)
     halvings, _ = regret(by_halving)
-    text = f"{most} epochs at most; mean regret {mine:.4f}, that of halving {halvings:.4f}"
+    text = f"{most} epochs at most; mean regret {mean:.4f}, that of halving {halvings:.4f}"
     if most > 32:
         return exercises.wrong(f"{text}. The budget is 32 epochs: train fewer candidates, or shorter")
-    if mine > halvings / 2:
+    if mean > halvings / 2:
         return exercises.wrong(
             f"{text}. Which candidates does one epoch drop, and how wide is the scatter of one seed?"
         )

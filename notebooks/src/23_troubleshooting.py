@@ -59,8 +59,8 @@ warnings.filterwarnings("ignore", "(Full backward hook is firing|For backward ho
 # All labels of a data set are masked by mistake (-100 means that a position does not count). The loss is then 0/0, which is NaN. The Trainer logs eight steps, with its defaults.
 
 # %%
-asked = "In how many of the eight lines of the log is the loss NaN?"
-widgets.predict(lab, "nan", asked, "lines", 0, 8)
+question = "In how many of the eight lines of the log is the loss NaN?"
+widgets.predict(lab, "nan", question, "lines", 0, 8)
 
 SIZES = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
 CONFIG = LlamaConfig(vocab_size=64, use_cache=False, **SIZES)
@@ -91,17 +91,17 @@ def script(watch, data=texts, build=None, half=False, optim=adam, late=None, log
     if late:
         late(model)
     watch(model, optimizer, meant=meant)
-    kept = []
+    log_entries = []
     for batch in data():
         loss = model(**batch).loss * scale
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        kept.append(log(model, batch) if log else loss.item())
+        log_entries.append(log(model, batch) if log else loss.item())
     model.eval()
     for batch in tests:
         with torch.no_grad():
-            kept.append(model(**batch).logits)
+            log_entries.append(model(**batch).logits)
 
 
 # %% [markdown]
@@ -159,8 +159,8 @@ def watch_modules(seen, model):
         if tensors(result) and is_zero(result) and not is_zero(given, named):
             seen["silent"].append(name)
 
-    def backward(name, module, leaves, came):
-        if broken(leaves) and not broken(came):
+    def backward(name, module, leaves, incoming):
+        if broken(leaves) and not broken(incoming):
             note(seen, "backward", name)
 
     for name, module in model.named_modules():
@@ -172,11 +172,11 @@ def watch_modules(seen, model):
 def watch_update(seen, model, optimizer, meant):
     def before(*_):
         seen["phase"] = "update"
-        mine = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+        optimized = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
         learners = {name: weight for name, weight in model.named_parameters() if meant in name}
         seen["meant"] = len(learners)
         seen["frozen"] = [name for name, weight in learners.items() if not weight.requires_grad]
-        seen["left out"] = [name for name, one in learners.items() if one.requires_grad and id(one) not in mine]
+        seen["left out"] = [name for name, one in learners.items() if one.requires_grad and id(one) not in optimized]
         seen["rates"].append(max(group["lr"] for group in optimizer.param_groups))
         grads = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
         [note(seen, "gradient", name) for name, one in grads.items() if broken(one)]
@@ -277,12 +277,12 @@ def two_ranks(script, folder, _):
 
     threads = [threading.Thread(target=rank_of, args=(rank,), daemon=True) for rank in range(2)]
     [thread.start() for thread in threads]
-    until, stands = time.monotonic() + 4, {}
+    until, stuck_at = time.monotonic() + 4, {}
     for rank, thread in enumerate(threads):
         thread.join(max(0, until - time.monotonic()))
         if thread.is_alive():
-            stands[str(rank)] = traceback.extract_stack(sys._current_frames()[thread.ident])[-1].name
-    return stands
+            stuck_at[str(rank)] = traceback.extract_stack(sys._current_frames()[thread.ident])[-1].name
+    return stuck_at
 
 
 # %%
@@ -667,7 +667,7 @@ def named_rightly(results):
     return (sum(row[1] == row[2] for row in faults) - alarms) / len(faults)
 
 
-rows = [[key, "✓" if fault == name else f"✗ {fault}", name, why] for key, fault, name, why in results.values()]
+rows = [[key, "✓" if fault == name else f"✗ {fault}", name, reason] for key, fault, name, reason in results.values()]
 plots.Table(["patient", "", "the tool says", "evidence"], rows)
 
 # %% [markdown]
@@ -729,7 +729,9 @@ backward = {one: partial(script, build=partial(with_module, layer=n % 2, made=on
 tried = [(fault, one) for fault, one in numbers.values()] + [
     (f"backward: {one.__name__}", backward[one]) for one in made
 ]
-rows = [[what, detector(one) or "nothing", anomaly(one) or "nothing", diagnose(examine(one))[1]] for what, one in tried]
+rows = [
+    [label, detector(one) or "nothing", anomaly(one) or "nothing", diagnose(examine(one))[1]] for label, one in tried
+]
 plots.Table(["planted", "transformers' detector: module, updates before", "anomaly mode", "ours"], rows)
 
 # %% [markdown]
@@ -771,7 +773,9 @@ def logged(steps=8, watch=lambda model: None, **options):
 ways = {"the defaults": {}, "logging_nan_inf_filter=False": dict(logging_nan_inf_filter=False)}
 ways |= {'debug="underflow_overflow"': dict(debug="underflow_overflow"), "Opening": dict(watch=Opening)}
 logs = {name: logged(**options) for name, options in ways.items()}
-rows = [[name, " ".join(map(str, lines)), nan, "yes" if spoke else "no"] for name, (lines, nan, spoke) in logs.items()]
+rows = [
+    [name, " ".join(map(str, lines)), nan, "yes" if warned else "no"] for name, (lines, nan, warned) in logs.items()
+]
 display(plots.Table(["way", "loss in the log", "losses that were NaN", "a detector reported"], rows))
 lines, nan, _ = logs["the defaults"]
 lines_of_nan = sum(line != line for line in lines)
@@ -789,10 +793,10 @@ def step_seconds(prepare, steps=3):
     optimizer = adam(model)
     with prepare(model, optimizer) or contextlib.nullcontext():
         for batch in texts(steps, length=32):
-            began = time.thread_time()
+            start = time.thread_time()
             model(**batch).loss.backward()
             optimizer.step(), optimizer.zero_grad()
-            seconds.append(time.thread_time() - began)
+            seconds.append(time.thread_time() - start)
     return min(seconds[1:])
 
 
@@ -820,17 +824,26 @@ plots.Table(["watch", "CPU time of a step / without watch"], rows)
 # The first and the last check require that the detector names the right module. For the two others any report counts.
 
 # %% tags=["claim"]
-wheres = ["model.layers.0.self_attn.q_proj", "model.layers.0.mlp.gate_proj", "model.layers.1.mlp.up_proj", "lm_head"]
-told = [detector(partial(halved, build=partial(filled, where=where, value=3e4))) for where in wheres]
-named = sum(one == (where, 0) for one, where in zip(told, wheres))
-display(claims.check("debug-overflow", named / len(wheres), note=", ".join(wheres)))
+module_names = [
+    "model.layers.0.self_attn.q_proj",
+    "model.layers.0.mlp.gate_proj",
+    "model.layers.1.mlp.up_proj",
+    "lm_head",
+]
+reports = [detector(partial(halved, build=partial(filled, where=name, value=3e4))) for name in module_names]
+named = sum(one == (name, 0) for one, name in zip(reports, module_names))
+display(claims.check("debug-overflow", named / len(module_names), note=", ".join(module_names)))
 vanishing = [detector(numbers[key][1]) is not None for key in ("5", "7")]
 display(claims.check("debug-underflow", sum(vanishing) / 2, note="gradients, and activations"))
-ways_told = [detector(numbers["4"][1]) is not None, logs['debug="underflow_overflow"'][2]]
-display(claims.check("debug-nan-loss", sum(ways_told) / 2, note="a loop of one's own, and the Trainer"))
-told = {one: detector(backward[one]) for one in (Root, Power, Share)}
-begun = [told[one] == (f"model.layers.{n}.mlp.act_fn.1", 0) for one, n in zip(told, (0, 1, 0))]
-display(claims.check("debug-backward", sum(begun) / 3, note=f"reported: {told[Root][0]}, after {told[Root][1]} update"))
+found_nan = [detector(numbers["4"][1]) is not None, logs['debug="underflow_overflow"'][2]]
+display(claims.check("debug-nan-loss", sum(found_nan) / 2, note="a loop of one's own, and the Trainer"))
+reports = {one: detector(backward[one]) for one in (Root, Power, Share)}
+matches = [reports[one] == (f"model.layers.{n}.mlp.act_fn.1", 0) for one, n in zip(reports, (0, 1, 0))]
+display(
+    claims.check(
+        "debug-backward", sum(matches) / 3, note=f"reported: {reports[Root][0]}, after {reports[Root][1]} update"
+    )
+)
 
 # %% [markdown]
 # ### The clinic, the log, anomaly mode and the cost
@@ -839,8 +852,8 @@ display(claims.check("debug-backward", sum(begun) / 3, note=f"reported: {told[Ro
 
 # %% tags=["claim"]
 healthy = sum(fault == "healthy" for _, fault, *_ in results.values())
-said = f"{len(results) - healthy} faults and {healthy} healthy patients"
-display(claims.check("troubleshooting", named_rightly(results), note=said))
+counts = f"{len(results) - healthy} faults and {healthy} healthy patients"
+display(claims.check("troubleshooting", named_rightly(results), note=counts))
 display(claims.check("nan-is-logged", lines_of_nan / nan, note=f"logged: {lines}"))
 rightly = sum(anomaly(backward[one]) == name for one, name in made.items())
 display(claims.check("anomaly-names-it", rightly / len(made), note=", ".join(made.values())))
@@ -855,8 +868,8 @@ display(claims.check("debug-cost", costs["transformers' detector"]))
 display(claims.check("resume-peak", resumed / scratch))
 ratio = fragments["expandable"] / fragments["as it is"]
 on_gpu = lab.machine.kind == "cuda"
-said = "" if on_gpu else f"{ratio:.2f} by the estimate, which applies the allocator's own rules"
-claims.check("oom-fragments", ratio if on_gpu else None, note=said)
+reason = "" if on_gpu else f"{ratio:.2f} by the estimate, which applies the allocator's own rules"
+claims.check("oom-fragments", ratio if on_gpu else None, note=reason)
 
 # %% [markdown]
 # ## Exercise: three at once
@@ -904,9 +917,9 @@ answer = None  # def job(watch, epochs=10): ..., then: answer = job
 
 # %% tags=["check"]
 def trained(job, samples=480):
-    began = time.thread_time()
+    start = time.thread_time()
     model = job(lambda *_: None)
-    return model, samples / (time.thread_time() - began)
+    return model, samples / (time.thread_time() - start)
 
 
 def check(answer):
@@ -920,15 +933,15 @@ def check(answer):
     with torch.no_grad():
         loss = model.eval()(**unseen).loss.item()
     fault, evidence = diagnose(examine(partial(answer, epochs=1)))
-    said = f"loss {loss:.2f}, {speed / best:.2f} of the speed, the tool says: {fault}, {evidence}"
-    return (exercises.right if loss < 1 and speed > best / 2 and fault == "healthy" else exercises.wrong)(said)
+    message = f"loss {loss:.2f}, {speed / best:.2f} of the speed, the tool says: {fault}, {evidence}"
+    return (exercises.right if loss < 1 and speed > best / 2 and fault == "healthy" else exercises.wrong)(message)
 
 
 exercises.check(lab, "three", check, answer)
 
 
 # %% tags=["solution"] jupyter={"source_hidden": true}
-def mended(watch, epochs=10, keep=True):
+def repaired(watch, epochs=10, keep=True):
     torch.manual_seed(0)
     model = LlamaForCausalLM(CONFIG)
     new_head(model)
@@ -943,7 +956,7 @@ def mended(watch, epochs=10, keep=True):
     return model
 
 
-exercises.prove(check, solution=mended, mistake=partial(mended, keep=False))
+exercises.prove(check, solution=repaired, mistake=partial(repaired, keep=False))
 
 # %% [markdown]
 # ## Exercise 2: the challenge
@@ -970,13 +983,13 @@ answer = None  # dict(plant=dict(data=...), reading=..., rule=...)
 # %%
 def unseen_loss(data=texts, **options):
     """Return the loss on unseen text after ten times as many batches."""
-    kept, many = [], [batch for _ in range(10) for batch in data()]
-    script(lambda model, *_, **__: kept.append(model), data=lambda: many, **options)
+    models, many = [], [batch for _ in range(10) for batch in data()]
+    script(lambda model, *_, **__: models.append(model), data=lambda: many, **options)
     with torch.no_grad():
-        return kept[0](**[*texts(count=12, rows=8)][-1]).loss.item()
+        return models[0](**[*texts(count=12, rows=8)][-1]).loss.item()
 
 
-def said_of(one, reading, rule):
+def diagnoses(one, reading, rule):
     """Return what the tool says of a script, and what the new rule says of it."""
     notes = defaultdict(list)
 
@@ -992,7 +1005,7 @@ def check(answer):
     if answer is None:
         return exercises.not_attempted()
     plant, *new = (answer[name] for name in ("plant", "reading", "rule"))
-    fault, evidence = said_of(partial(script, **plant), *new)
+    fault, evidence = diagnoses(partial(script, **plant), *new)
     if fault != "healthy":
         return exercises.wrong(f"the tool names it already: {fault}. Which link does none of its rules compare?")
     if not (harmed := unseen_loss(**plant)) > (well := unseen_loss()) + 1:
@@ -1000,7 +1013,7 @@ def check(answer):
     if not evidence:
         return exercises.wrong("your rule does not find it: print `seen` of this patient beside that of a healthy one")
     healthy = [one for kind, one in (*numbers.values(), *learning.values()) if kind == "healthy"]
-    alarms = [alarm for _, alarm in (said_of(one, *new) for one in (script, *healthy)) if alarm]
+    alarms = [alarm for _, alarm in (diagnoses(one, *new) for one in (script, *healthy)) if alarm]
     if alarms:
         return exercises.wrong(f"{len(alarms)} healthy patients are called sick, e.g. {alarms[0]}")
     return exercises.right(f"loss {harmed:.2f} instead of {well:.2f}; the tool says healthy, your rule: {evidence}")

@@ -54,8 +54,8 @@ logging.getLogger("torch._dynamo").setLevel(logging.ERROR)  # it warns of limits
 # Part of this lesson is about compilers, because a TPU runs only compiled programs. A model receives texts of every length from 1 to 64.
 
 # %%
-asked = "How many times does `torch.compile`, with its defaults, compile the model?"
-widgets.predict(lab, "graphs", asked, "times", 0, 64)
+question = "How many times does `torch.compile`, with its defaults, compile the model?"
+widgets.predict(lab, "graphs", question, "times", 0, 64)
 
 # %% [markdown]
 # ## By hand: a million tokens on this machine
@@ -177,7 +177,7 @@ exercises.question(
 
 
 # %%
-def told_by_driver(ask, handle):
+def thermal_limits(ask, handle):
     """Return a GPU's thresholds in degrees, or as margins (lower is hotter), and its power limit in watts."""
     known = {}
     for name, threshold, field in (("shutdown", 0, 193), ("slowdown", 1, 194), ("operating", 3, 196)):
@@ -191,16 +191,16 @@ def told_by_driver(ask, handle):
 def above_slowdown(known):
     """Return by how many degrees shutdown is above slowdown; None if the driver reports neither."""
     for above, name in ((1, "{}"), (-1, "{} margin")):
-        both = [known.get(name.format(what)) for what in ("shutdown", "slowdown")]
+        both = [known.get(name.format(threshold)) for threshold in ("shutdown", "slowdown")]
         if None not in both:
             return above * (both[0] - both[1])
     return None
 
 
-with hardware.nvml() as (ask, why):
+with hardware.nvml() as (ask, reason):
     handle = ask("nvmlDeviceGetHandleByUUID", lab.machine.gpus[0].uuid) if on_gpu else None
-    known = told_by_driver(ask, handle) if handle else {}
-print(known or f"no thermometer here: {why or 'this machine shows no GPU'}")
+    known = thermal_limits(ask, handle) if handle else {}
+print(known or f"no thermometer here: {reason or 'this machine shows no GPU'}")
 
 # %% [markdown]
 # Watch the *reasons* that the driver gives for lower clocks, not only the temperature. A power limit is also a reason, and it is normal on most cards under load.
@@ -213,30 +213,30 @@ THERMAL = 0x20 | 0x40  # slowed down for heat, by the driver or by the card itse
 
 def heated(seconds, uuid, _):
     left, right = torch.randn(2, 8192, 8192, device="cuda", dtype=torch.float16)
-    rows, began = [], time.perf_counter()
+    rows, start = [], time.perf_counter()
     with hardware.nvml() as (ask, _):
         handle = ask("nvmlDeviceGetHandleByUUID", uuid)
-        while time.perf_counter() - began < seconds:
-            start = time.perf_counter()
+        while time.perf_counter() - start < seconds:
+            batch_start = time.perf_counter()
             for _ in range(40):
                 left @ right
             torch.cuda.synchronize()
-            rate = 40 * 2 * 8192**3 / (time.perf_counter() - start)
+            rate = 40 * 2 * 8192**3 / (time.perf_counter() - batch_start)
             reasons = ask("nvmlDeviceGetCurrentClocksEventReasons", handle)
             degrees, clock = ask("nvmlDeviceGetTemperature", handle, 0), ask("nvmlDeviceGetClockInfo", handle, 1)
-            rows.append([time.perf_counter() - began, rate, degrees, clock, reasons])
+            rows.append([time.perf_counter() - start, rate, degrees, clock, reasons])
     return rows
 
 
 # %%
 def throttling(rows):
     """Return speeds under a thermal slowdown relative to the usual one, from rows (.., rate, .., reasons); or why not."""
-    told = [row for row in rows if row[-1] is not None]
-    hot = [row[1] for row in told if row[-1] & THERMAL]
-    cool = [row[1] for row in told if not row[-1] & THERMAL]
+    known = [row for row in rows if row[-1] is not None]
+    hot = [row[1] for row in known if row[-1] & THERMAL]
+    cool = [row[1] for row in known if not row[-1] & THERMAL]
     if len(hot) < 3 or not cool:  # an interval needs three
-        few = f"the driver told of a slowdown for heat in {len(hot)} of {len(told)} readings"
-        return None, few if told else "the driver tells no reasons for its clocks"
+        few = f"the driver reported a slowdown for heat in {len(hot)} of {len(known)} readings"
+        return None, few if known else "the driver reports no reasons for its clocks"
     return [rate / median(cool) for rate in hot], None
 
 
@@ -433,7 +433,7 @@ _ = widgets.explore(draw, price=[2, 1.5, 2.5, 3, 4], used=[100, 90, 75, 50])
 # You have three offers; their figures are made up, so replace them by your own. Your model must train on five million samples within 24 hours, at an effective batch of 16 and with the recipe below. Which offer is the cheapest **in total**? Does your model fit its card?
 
 # %%
-mine = Task("gpt2-medium", seq_len=256)
+my_task = Task("gpt2-medium", seq_len=256)
 samples, share = 5_000_000, 0.3  # the share of the ceiling that you expect to use
 recipe = dict(per_device_train_batch_size=4, gradient_accumulation_steps=4, bf16=True)
 
@@ -446,8 +446,8 @@ class Offer(NamedTuple):
 
 offers = {"small": Offer(60, 8, 0.20), "middle": Offer(125, 24, 1.00), "large": Offer(989, 80, 3.00)}
 exercises.hint(
-    "Memory first: lab.foresee(estimate, mine, device='cuda', compute_capability=(8, 0), **recipe).peak_bytes.",
-    "Hours: samples x roofline.model_flops(mine, 1) / (ceiling x share) / 3600.",
+    "Memory first: lab.foresee(estimate, my_task, device='cuda', compute_capability=(8, 0), **recipe).peak_bytes.",
+    "Hours: samples x roofline.model_flops(my_task, 1) / (ceiling x share) / 3600.",
     "Then hours x price per hour. The highest price per hour need not be the highest bill.",
 )
 
@@ -457,8 +457,8 @@ answer = None  # "small", "middle" or "large"
 
 # %%
 on_card = dict(device="cuda", compute_capability=(8, 0))
-said = lab.foresee(estimate, mine, **on_card, **recipe)
-flops = lab.foresee(roofline.model_flops, mine, 1)
+estimated = lab.foresee(estimate, my_task, **on_card, **recipe)
+flops = lab.foresee(roofline.model_flops, my_task, 1)
 
 
 def hours(offer):
@@ -466,7 +466,7 @@ def hours(offer):
 
 
 def fits(offer):
-    return said.peak_bytes + cards.CONTEXT_BYTES <= (1 - cards.MARGIN) * offer.gibibytes * 2**30
+    return estimated.peak_bytes + cards.CONTEXT_BYTES <= (1 - cards.MARGIN) * offer.gibibytes * 2**30
 
 
 # %% tags=["check"]
@@ -475,9 +475,9 @@ def check(answer):
         return exercises.not_attempted()
     if answer not in offers:
         return exercises.wrong(f"no offer is called {answer!r}; there are: {', '.join(offers)}")
-    if said is None or flops is None:
+    if estimated is None or flops is None:
         return exercises.not_measured("there is no estimate here")
-    offer, need = offers[answer], plots.bytes_text(said.peak_bytes)
+    offer, need = offers[answer], plots.bytes_text(estimated.peak_bytes)
     if not fits(offer):
         return exercises.wrong(
             f"{need} of tensors and the context do not fit into {offer.gibibytes} GiB with this recipe"
@@ -500,7 +500,7 @@ exercises.prove(check, solution="large", mistake="middle")
 
 # %%
 chosen = offers.get(answer) or max(offers.values(), key=lambda offer: offer.gibibytes)  # the most memory
-advice = lab.foresee(advise, mine, memory=f"{chosen.gibibytes}GiB", effective_batch=16, most=1, **on_card)
+advice = lab.foresee(advise, my_task, memory=f"{chosen.gibibytes}GiB", effective_batch=16, most=1, **on_card)
 advice
 
 # %% [markdown]
@@ -535,7 +535,7 @@ def middle_is_cheapest(count, price):
 def check(answer):
     if answer is None:
         return exercises.not_attempted()
-    if said is None or flops is None:
+    if estimated is None or flops is None:
         return exercises.not_measured("there is no estimate here")
     count, price = answer["samples"], answer["price"]
     around = {part: middle_is_cheapest(part * count, offers["large"].price_an_hour) for part in (0.98, 1.02)}

@@ -56,8 +56,8 @@ torch.set_num_threads(1)  # in this notebook's own process, where all tensors ar
 # Our Llama has 4 layers. Either all its weights learn, or only adapters of rank 4 beside the matrices for queries and values: one parameter of 250. The batch is 8 texts of 64 tokens.
 
 # %%
-asked = "What percentage of full training's peak memory does training with these adapters take?"
-widgets.predict(lab, "peak", asked, "%", 0, 110)
+question = "What percentage of full training's peak memory does training with these adapters take?"
+widgets.predict(lab, "peak", question, "%", 0, 110)
 
 # %% [markdown]
 # ## By hand: an adapter
@@ -128,8 +128,8 @@ warnings.filterwarnings("ignore", ".*is_gradient_checkpointing")  # an old name,
 
 
 def with_peft(model, rank=4):
-    how = peft.LoraConfig(r=rank, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    return peft.get_peft_model(model, how)
+    config = peft.LoraConfig(r=rank, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    return peft.get_peft_model(model, config)
 
 
 # %%
@@ -144,17 +144,17 @@ def filled(model):
 def apart(one, other, rows):
     """Return the largest difference of two models' logits, over the largest logit."""
     with torch.no_grad():
-        said, again = (model.eval()(input_ids=rows).logits for model in (one, other))
-    return ((said - again).abs().max() / said.abs().max()).item()
+        first, second = (model.eval()(input_ids=rows).logits for model in (one, other))
+    return ((first - second).abs().max() / first.abs().max()).item()
 
 
 # %%
 found, notes = {}, {}  # by claim; a value that was not measured is absent
 rows = torch.randint(1, 128, (4, 16), generator=torch.Generator().manual_seed(0))
 if not no_peft:
-    ours, theirs = filled(adapt(llama(), 4)), filled(with_peft(llama()))
-    print(f"ours and peft's differ by {apart(ours, theirs, rows):.1e}")
-    found["merged-same"] = apart(theirs, copy.deepcopy(theirs).merge_and_unload(), rows)
+    by_hand, by_peft = filled(adapt(llama(), 4)), filled(with_peft(llama()))
+    print(f"ours and peft's differ by {apart(by_hand, by_peft, rows):.1e}")
+    found["merged-same"] = apart(by_peft, copy.deepcopy(by_peft).merge_and_unload(), rows)
     four = filled(with_peft(adapters.quantized(llama(), {"load_in_4bit": True}, "cpu")))
     with warnings.catch_warnings(action="ignore"):  # peft warns that they may differ
         in_four = apart(four, copy.deepcopy(four).merge_and_unload(), rows)
@@ -201,16 +201,16 @@ rows = [[run.name, *(plots.bytes_text(part(run, kind, "backward" if kind == "gra
 display(plots.Table(["what learns", *(kind.replace("_", " ") for kind in kinds)], rows))
 if not no_peft:
     few, more = runs[1:]
-    kept = [sum(part(run, kind, "backward") or 0 for kind in ("gradients", "optimizer_states")) for run in (full, few)]
+    sizes = [sum(part(run, kind, "backward") or 0 for kind in ("gradients", "optimizer_states")) for run in (full, few)]
     trained = few.memory.trainable_parameters if few.peak_bytes else None
-    found["lora-states"] = over(kept[1] or None, trained and 12 * trained)
+    found["lora-states"] = over(sizes[1] or None, trained and 12 * trained)
     found["lora-memory"] = over(few.peak_bytes or None, full.peak_bytes)
     found["lora-activations"] = over(part(few, "activations", "forward"), part(full, "activations", "forward"))
     found["lora-rank"] = over(part(more, "activations", "forward"), part(few, "activations", "forward"))
     if trained:
         assert not more.peak_bytes or more.memory.trainable_parameters > trained  # otherwise the rank was ignored
         share = trained / few.memory.parameters
-        print(f"{share:.2%} of the parameters learn; gradients and states: {kept[1]:,} of {kept[0]:,} bytes")
+        print(f"{share:.2%} of the parameters learn; gradients and states: {sizes[1]:,} of {sizes[0]:,} bytes")
         widgets.revealed(lab, "peak", 100 * found["lora-memory"])
 
 # %% [markdown]
@@ -270,8 +270,8 @@ def error(weight, block, book=None):
 NF4 = code_book()
 weight = torch.randn(2048, 2048, generator=torch.Generator().manual_seed(0)) / 45
 once = bnb.functional.quantize_4bit(weight, blocksize=64, quant_type="nf4")
-mine = dequantize(*quantize(weight, NF4), NF4, weight.shape)
-same = torch.isclose(mine, bnb.functional.dequantize_4bit(*once), atol=1e-6).float().mean().item()
+restored = dequantize(*quantize(weight, NF4), NF4, weight.shape)
+same = torch.isclose(restored, bnb.functional.dequantize_4bit(*once), atol=1e-6).float().mean().item()
 assert same > 0.999  # a number midway between two values may be rounded either way
 even = torch.linspace(-1, 1, 16)
 print(f"{same:.3%} of the numbers as the library has them; error {error(weight, 64):.1%}, with one scale", end=" ")
@@ -316,8 +316,8 @@ if not no_peft:
     sixteen.append(counted("bf16", 4, words, dtype="bfloat16"))
     for prepare in (True, False):
         name = "4 bits, prepared" if prepare else "4 bits, not prepared"
-        how = dict(prepare_model_for_kbit_training=prepare, dtype="bfloat16")
-        sixteen.append(counted(name, 4, words, **nf4 | how))
+        changes = dict(prepare_model_for_kbit_training=prepare, dtype="bfloat16")
+        sixteen.append(counted(name, 4, words, **nf4 | changes))
 kinds = ("weights", "frozen_weights", "quantized_weights", "activations", "temporaries")
 rows = [[run.name, plots.bytes_text(run.peak_bytes or 0), *(plots.bytes_text(part(run, kind) or 0) for kind in kinds)]
         for run in sixteen]  # fmt: skip
@@ -467,12 +467,12 @@ def with_gradient(reentrant, inputs):
     model.activation_checkpointing_enable({"use_reentrant": reentrant})
     if not inputs:
         model.disable_input_require_grads()  # new
-    with warnings.catch_warnings(record=True, action="always") as told:
+    with warnings.catch_warnings(record=True, action="always") as caught:
         batch = text(4, 0)
         model(input_ids=batch, labels=batch).loss.backward()
     adapters = [layer.up for layer in model.modules() if isinstance(layer, Adapter)]
-    said = "; ".join({str(one.message)[:80] for one in told}) or "nothing"
-    return sum(up.grad is not None for up in adapters) / len(adapters), said
+    warned = "; ".join({str(one.message)[:80] for one in caught}) or "nothing"
+    return sum(up.grad is not None for up in adapters) / len(adapters), warned
 
 
 ways = {
@@ -538,8 +538,8 @@ def draw(bits, tokens):
     matrices, ranks = 6.48e9, [4, 16, 64, 256]
     frozen = (matrices * bits / 8 + 2 * others) / 1e9
     learns = [16 * layers * rank * 4 * width / 1e9 for rank in ranks]
-    kept = tokens * layers * width * 2 * 34 / 2 / 1e9  # some 34 bytes a token and unit of width, without scores
-    series = {"frozen": [frozen] * 4, "what learns, with its states": learns, "activations, about": [kept] * 4}
+    activations = tokens * layers * width * 2 * 34 / 2 / 1e9  # some 34 bytes a token and unit of width, without scores
+    series = {"frozen": [frozen] * 4, "what learns, with its states": learns, "activations, about": [activations] * 4}
     return plots.lines(ranks, series, "rank", "GB", title=f"7 billion parameters, {bits} bits, {tokens} tokens")
 
 
@@ -575,8 +575,10 @@ def check(answer):
     run = counted("yours", **answer)
     if not run.ok:
         return exercises.run_failed(run)
-    said = f"{plots.bytes_text(run.peak_bytes)} of {plots.bytes_text(runs[1].peak_bytes)}"
-    return exercises.right(said) if run.peak_bytes <= runs[1].peak_bytes / 2 else exercises.wrong(f"{said}: too much")
+    result = f"{plots.bytes_text(run.peak_bytes)} of {plots.bytes_text(runs[1].peak_bytes)}"
+    return (
+        exercises.right(result) if run.peak_bytes <= runs[1].peak_bytes / 2 else exercises.wrong(f"{result}: too much")
+    )
 
 
 exercises.check(lab, "half", check, answer)
@@ -620,15 +622,15 @@ def check(answer):
     if here <= 1:
         return exercises.wrong(f"activations are {here:.2f} of the frozen weights: how many texts are in the batch?")
     below = activations_per_frozen(int(0.9 * answer))
-    said = f"activations are {here:.2f} of the frozen weights, and {below:.2f} with nine tenths of the tokens"
-    return exercises.wrong(f"{said}: a shorter text is enough") if below > 1 else exercises.right(said)
+    message = f"activations are {here:.2f} of the frozen weights, and {below:.2f} with nine tenths of the tokens"
+    return exercises.wrong(f"{message}: a shorter text is enough") if below > 1 else exercises.right(message)
 
 
 exercises.check(lab, "length", check, answer)
 
 # %% tags=["solution"] jupyter={"source_hidden": true}
-frozen, kept = (no_peft or part(few, kind, "forward") for kind in ("frozen_weights", "activations"))
-tokens = 64 if no_peft or not kept else frozen / (kept / (8 * 64))
+frozen, activations = (no_peft or part(few, kind, "forward") for kind in ("frozen_weights", "activations"))
+tokens = 64 if no_peft or not activations else frozen / (activations / (8 * 64))
 exercises.prove(check, solution=1.05 * tokens, mistake=tokens / 8)  # as if the batch still had eight texts
 
 # %% [markdown]

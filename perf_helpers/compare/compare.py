@@ -175,11 +175,11 @@ def is_beyond_noise(old: float, old_interval: Sequence, new: float, new_interval
 
 def _lessons(lessons: list[tuple[dict, dict]]) -> Iterator[Change]:
     """Yield the lessons whose status changed; `lessons` has (old entry, new entry) of each."""
-    for then, lesson in lessons:
-        name, now, was = lesson["name"], lesson["status"], then["status"]
+    for previous, lesson in lessons:
+        name, now, was = lesson["name"], lesson["status"], previous["status"]
         if was != now:
-            why = f" ({lesson['message']})" if lesson.get("message") else ""
-            yield _change("lesson", "verdict", name, name, was, now, now != "ok" if "ok" in (was, now) else None, why)
+            note = f" ({lesson['message']})" if lesson.get("message") else ""
+            yield _change("lesson", "verdict", name, name, was, now, now != "ok" if "ok" in (was, now) else None, note)
 
 
 def _claims(old: list[dict], new: list[dict], judged: bool) -> Iterator[Change]:
@@ -189,9 +189,9 @@ def _claims(old: list[dict], new: list[dict], judged: bool) -> Iterator[Change]:
     for id in dict.fromkeys([*before, *after]):
         a, b = before.get(id), after.get(id)
         if a is None or b is None:
-            made, kind = (a, "disappeared") if a else (b, "appeared")
+            present, kind = (a, "disappeared") if a else (b, "appeared")
             verdicts = (a and a["verdict"], b and b["verdict"])
-            yield _change(kind, "verdict", id, made["lesson"], *verdicts, True if a else None)
+            yield _change(kind, "verdict", id, present["lesson"], *verdicts, True if a else None)
             continue
         if a["verdict"] != b["verdict"]:
             yield _change("verdict", "verdict", id, b["lesson"], a["verdict"], b["verdict"], _verdict_is_worse(a, b))
@@ -212,11 +212,11 @@ def _verdict_is_worse(old: dict, new: dict) -> bool | None:
     """
     if Verdict.NOT_TESTABLE in (old["verdict"], new["verdict"]):
         return (not new["as_expected"]) or None
-    fell = _RANK[Verdict(new["verdict"])] < _RANK[Verdict(old["verdict"])]
+    is_lower = _RANK[Verdict(new["verdict"])] < _RANK[Verdict(old["verdict"])]
     claim = load().get(new["id"])
     if claim and claim.decided_by == "time" and new["as_expected"] and old["as_expected"]:
         return None
-    return fell
+    return is_lower
 
 
 def _value_is_worse(old: dict, new: dict) -> bool | None:
@@ -263,16 +263,16 @@ def _runs(pairs: list[tuple[str, Run, Run]]) -> Iterator[Change]:
     for id, a, b in pairs:
         if a.status != b.status:
             worse = not b.ok if a.ok or b.ok else None
-            why = f" ({b.message})" if b.message else ""
-            yield _change("run", "verdict", id, id.partition("/")[0], a.status, b.status, worse, why)
+            message = f" ({b.message})" if b.message else ""
+            yield _change("run", "verdict", id, id.partition("/")[0], a.status, b.status, worse, message)
 
 
 def _memory(pairs: list[tuple[str, Run, Run]]) -> Iterator[Change]:
     for id, a, b in pairs:
-        if a.memory and b.memory and a.experiment == b.experiment and (what := _bytes_that_moved(a.memory, b.memory)):
+        if a.memory and b.memory and a.experiment == b.experiment and (text := _bytes_that_moved(a.memory, b.memory)):
             sizes = [str(run.memory.peak_bytes) for run in (a, b)]
             worse = _is_larger(a.memory, b.memory)
-            yield _change("memory", "memory", id, id.partition("/")[0], *sizes, worse, what=what)
+            yield _change("memory", "memory", id, id.partition("/")[0], *sizes, worse, text=text)
 
 
 def _is_larger(old: Memory, new: Memory) -> bool | None:
@@ -292,9 +292,9 @@ def _bytes_that_moved(old: Memory, new: Memory) -> str:
     where a leak shows.
     """
     parts = [_total("peak", old.peak_bytes, new.peak_bytes, old.breakdown, new.breakdown)]
-    here, there = (_operation_at_the_peak(memory) for memory in (new, old))
-    if here and (here != there or old.peak_bytes != new.peak_bytes):
-        parts.append(f"at {here}" + (f", before at {there}" if there and there != here else ""))
+    operation, previous = (_operation_at_the_peak(memory) for memory in (new, old))
+    if operation and (operation != previous or old.peak_bytes != new.peak_bytes):
+        parts.append(f"at {operation}" + (f", before at {previous}" if previous and previous != operation else ""))
     parts.append(_total("reserved", old.reserved_bytes, new.reserved_bytes))
     for phase, size in (new.phases or {}).items():
         breakdowns = [(memory.phase_breakdowns or {}).get(phase) for memory in (old, new)]
@@ -313,8 +313,8 @@ def _total(name: str, old: int | None, new: int | None, before: dict | None = No
 
 
 def _operation_at_the_peak(memory: Memory) -> str:
-    where = f" of {memory.peak_module}" if memory.peak_module else ""
-    return f"{memory.peak_operation}{where} ({memory.peak_phase})" if memory.peak_operation else ""
+    module = f" of {memory.peak_module}" if memory.peak_module else ""
+    return f"{memory.peak_operation}{module} ({memory.peak_phase})" if memory.peak_operation else ""
 
 
 def compare_steps(old: dict[str, Any] | None, new: dict[str, Any] | None) -> tuple[list[Change], list[str]]:
@@ -340,16 +340,16 @@ def compare_steps(old: dict[str, Any] | None, new: dict[str, Any] | None) -> tup
     limits = f"changes above {one} of one recipe, or {every} of all together, are reported"
     notes, changes = [f"step time: {len(ratios)} recipes compared; {limits}"], []
     if len(ratios) >= MANY and abs(whole) > limit["all"]:
-        what = f"a step takes {math.exp(whole):.2f} x as long"
-        changes.append(_change("speed", "speed", "all recipes", "", None, None, whole > 0, what=what))
+        difference = f"a step takes {math.exp(whole):.2f} x as long"
+        changes.append(_change("speed", "speed", "all recipes", "", None, None, whole > 0, text=difference))
     else:
         whole = 0.0
     for name, ratio in ratios.items():
         if abs(ratio - whole) > limit["one"]:
             sizes = [seconds_text(min(seconds)) for seconds in both[name]]
-            what = f"{sizes[0]} -> {sizes[1]}, a step takes {math.exp(ratio):.2f} x as long"
-            what += f", all recipes together {math.exp(whole):.2f} x" if whole else ""
-            changes.append(_change("speed", "speed", name, "", *sizes, ratio > whole, what=what))
+            difference = f"{sizes[0]} -> {sizes[1]}, a step takes {math.exp(ratio):.2f} x as long"
+            difference += f", all recipes together {math.exp(whole):.2f} x" if whole else ""
+            changes.append(_change("speed", "speed", name, "", *sizes, ratio > whole, text=difference))
     return changes, notes
 
 
@@ -359,10 +359,10 @@ def _noise_of_steps(night: Iterable[Sequence[float]]) -> float:
     return statistics.fmean(math.log(pair[-1] / pair[0]) for pair in pairs)
 
 
-def _change(kind, axis, id, lesson, old, new, worse, why: str = "", what: str | None = None) -> Change:
-    what = what or f"{old or 'absent'} -> {new or 'absent'}{why}"
-    text = f"{kind:11} {id}: {what}"
-    return Change(kind=kind, axis=axis, id=id, lesson=lesson, old=old, new=new, worse=worse, text=text)
+def _change(kind, axis, id, lesson, old, new, worse, reason: str = "", text: str | None = None) -> Change:
+    text = text or f"{old or 'absent'} -> {new or 'absent'}{reason}"
+    line = f"{kind:11} {id}: {text}"
+    return Change(kind=kind, axis=axis, id=id, lesson=lesson, old=old, new=new, worse=worse, text=line)
 
 
 def _notes(old: dict, new: dict, pairs: list[tuple[str, Run, Run]], rewritten: list[str]) -> list[str]:

@@ -209,32 +209,32 @@ class Claims:
         if id not in ledger:
             raise ValueError(f"the ledger has no claim {id!r}. {nearest_text(str(id), ledger)}")
         claim = ledger[id]
-        met, lacking = hardware.supports(claim.where, machine)
-        if met and machine.rehearsed and claim.decided_by != "memory":
-            what = "is no time" if claim.decided_by == "time" else "are no values"
-            value, missing = None, f"a rehearsal computes nothing, so there {what}"
+        is_met, lacking = hardware.supports(claim.where, machine)
+        if is_met and machine.rehearsed and claim.decided_by != "memory":
+            absent = "is no time" if claim.decided_by == "time" else "are no values"
+            value, missing = None, f"a rehearsal computes nothing, so there {absent}"
         number, interval, why_unknown = _measurement(id, value)
-        range_, why_unpredicted = _prediction(claim, predicted, measured=met and number is not None and not missing)
+        range_, why_unpredicted = _prediction(claim, predicted, measured=is_met and number is not None and not missing)
         missing = missing or why_unknown
-        if met and not missing and number is None:
+        if is_met and not missing and number is None:
             if not machine.rehearsed:
-                what = f"give {claim.quantity}, or missing='needs ...' with the reason"
-                raise ValueError(f"claim {id!r} has no value, but can be measured here: {what}")
+                remedy = f"give {claim.quantity}, or missing='needs ...' with the reason"
+                raise ValueError(f"claim {id!r} has no value, but can be measured here: {remedy}")
             missing = "not measured in this rehearsal"
-        verdict = decide(claim, interval or number, met and not missing)
+        verdict = decide(claim, interval or number, is_met and not missing)
         self.decided[id] = Decision(
             claim,
             verdict,
             value=number,
             interval=interval,
-            missing=(missing or None) if met else lacking,
+            missing=(missing or None) if is_met else lacking,
             note=str(note),
             predicted=range_,
             predicted_from=why_unpredicted or claim.predicted,
             kind=machine.kind,
             profile=self.lab.profile.name,
             rehearsed=machine.rehearsed,
-            excused=not met or (machine.rehearsed and verdict is Verdict.NOT_TESTABLE),
+            excused=not is_met or (machine.rehearsed and verdict is Verdict.NOT_TESTABLE),
             lesson=self.lab.lesson,
         )
         return self.decided[id]
@@ -256,19 +256,19 @@ class Claims:
         for id in owned if lab.machine.rehearsed else ():
             if id not in self.decided:  # its statement needed values and was skipped
                 self.check(id, missing="its cell needs values, which a rehearsal does not compute")
-        made, date = [*self.decided.values()], now()
-        rows = [decision.to_dict() for decision in made]
+        decisions, date = [*self.decided.values()], now()
+        rows = [decision.to_dict() for decision in decisions]
         problems = unexpected(rows)
         problems += [f"{id}: belongs to this lesson, but was not checked" for id in owned if id not in self.decided]
         others = ((id, one.claim.lesson) for id, one in self.decided.items() if id not in owned)
         problems += [f"{id}: belongs to lesson {owner}, not to this one" for id, owner in others]
-        if not made:
+        if not decisions:
             problems.append("nothing was checked: call claims.check before claims.finish")
         versions = [f"{name} {lab.versions[name]}" for name in ("torch", "transformers") if lab.versions.get(name)]
         title = " · ".join(filter(None, (lab.lesson, lab.machine.name, ", ".join(versions), date)))
-        display(Scoreboard(title, made, problems))
+        display(Scoreboard(title, decisions, problems))
         if not lab.machine.rehearsed:  # the learner's journal is about measurements only
-            learner_log.keep(lab, "finished", claims={decision.id: str(decision.verdict) for decision in made})
+            learner_log.keep(lab, "finished", claims={decision.id: str(decision.verdict) for decision in decisions})
         if lab.out:
             content = {"schema": 1, "lesson": lab.lesson, "profile": lab.profile.name, "machine": lab.machine.to_dict()}
             content |= {"versions": dict(lab.versions), "date": date, "claims": rows}

@@ -68,7 +68,7 @@ def run_course(
     data |= {"machine": hardware.describe().to_dict(), "versions": hardware.versions()}
     data |= {"profile": profile, "strict": strict, "lessons": [], "claims": [], "runs": []}
     cores = hardware.describe().cpu_cores or 1
-    lock, stopped, began = quiet.QuietLock(cores), threading.Event(), time.monotonic()
+    lock, stopped, start = quiet.QuietLock(cores), threading.Event(), time.monotonic()
     pages: dict[str, dict[str, Any]] = {}  # {lesson: its page of the report}, made when the lesson has ended
 
     def run_one(number: int, source: Path, environment: dict[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -105,7 +105,7 @@ def run_course(
             stopped.set()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    data["seconds"] = round(time.monotonic() - began, 1)
+    data["seconds"] = round(time.monotonic() - start, 1)
     for lesson, record in done:
         data["lessons"].append(lesson)
         data["claims"] += record.get("claims", [])

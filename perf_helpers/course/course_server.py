@@ -148,8 +148,8 @@ def _serve_one(joined: connection.Connection, has_gpus: bool) -> NoReturn:
             case "serve":
                 forked.die_with_parent()
                 server_process.serve_caller(joined, has_gpus)
-            case "module", *what:
-                _keep(joined, reduction.recv_handle(joined), *what)
+            case "module", *arguments:
+                _keep(joined, reduction.recv_handle(joined), *arguments)
     finally:
         os._exit(1)
 

@@ -127,8 +127,8 @@ def decide(claim: Claim, value: float | tuple[float, float] | None, machine_supp
     ends = value if isinstance(value, tuple) else (value, value)
     least, most = claim.window()
     at_one_end, at_the_other = (_verdict_on(number, least, most, claim) for number in ends)
-    holds_between_them = ends[0] < least and most < ends[1]
-    return Verdict.TOO_SMALL if holds_between_them or at_one_end is not at_the_other else at_one_end
+    holds_between = ends[0] < least and most < ends[1]
+    return Verdict.TOO_SMALL if holds_between or at_one_end is not at_the_other else at_one_end
 
 
 def _verdict_on(number: float, least: float, most: float, claim: Claim) -> Verdict:

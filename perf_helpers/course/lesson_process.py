@@ -114,21 +114,21 @@ def judge(name: str, folder: Path, code: int | None, timeout: float = 0) -> Judg
     except (OSError, ValueError, LookupError):  # missing, or cut off
         notebook, cells = None, []
     if code is None:
-        where = _first_line(cell) if (cell := _running(cells)) else "no cell"
-        return Judgement("timed out", f"killed after {timeout:g} s in: {where}", record)
+        place = _first_line(cell) if (cell := _running(cells)) else "no cell"
+        return Judgement("timed out", f"killed after {timeout:g} s in: {place}", record)
     if notebook is None:
         return Judgement("crashed", f"no executed notebook (exit code {code}); {_last_line(folder, name)}", record)
     for cell in cells:
         if errors := _errors(cell["outputs"]):
             trace = "\n".join(line for output in cell["outputs"] for line in output.get("traceback", ()))
             line = re.search(r"Cell In\[\d+\](, line \d+)", re.sub(r"\x1b\[[0-9;]*m", "", trace))
-            where = f"In [{cell['execution_count']}]" + (line[1] if line else "")
-            return Judgement("failed", f"{where}: {errors[0]}", record)
+            place = f"In [{cell['execution_count']}]" + (line[1] if line else "")
+            return Judgement("failed", f"{place}: {errors[0]}", record)
     never = [_first_line(cell) for cell in cells if cell["execution_count"] is None]
     if code or never:
-        what = f"the kernel died (exit code {code}), {len(never)} of {len(cells)} cells never ran"
-        what += f", the first: {never[0]}" if never else f"; {_last_line(folder, name)}"
-        return Judgement("crashed", what, record)
+        message = f"the kernel died (exit code {code}), {len(never)} of {len(cells)} cells never ran"
+        message += f", the first: {never[0]}" if never else f"; {_last_line(folder, name)}"
+        return Judgement("crashed", message, record)
     if errors := widget_errors(notebook):
         trouble = f"in a widget: {errors[0]}"
     return Judgement("failed" if trouble else "ok", trouble, record)

@@ -49,9 +49,9 @@ def nearest_recorded(machine: Machine | None, kind: str, capability: tuple[int, 
     def likeness(results: dict[str, Any]) -> tuple[bool, int, bool, str]:
         other = Machine.from_dict(results["machine"])
         major, minor = other.gpus[0].capability if kind == "cuda" else capability
-        apart = abs(10 * (major - capability[0]) + minor - capability[1])
+        distance = abs(10 * (major - capability[0]) + minor - capability[1])
         same = (machine.name == other.name, machine.cpu_model == other.cpu_model) if machine else (False, False)
-        return same[0], -apart, same[1], results["date"]
+        return same[0], -distance, same[1], results["date"]
 
     candidates = [results for results in recorded(RECORDED).values() if results["machine"]["kind"] == kind]
     return max(candidates, key=likeness, default=None)

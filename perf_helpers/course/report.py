@@ -38,8 +38,8 @@ def report(directory: str | Path, pages: Mapping[str, dict[str, Any]] | None = N
     baseline = data.get("baseline")
     changed = change_cases(baseline["changes"], data.get("fail_on", AXES)) if baseline else []
     write_whole(directory / "junit.xml", junit(data["date"], _cases(data) + changed))
-    made = pages or {}
-    shown_lessons = ((lesson, made.get(lesson["name"])) for lesson in data["lessons"])
+    lesson_pages = pages or {}
+    shown_lessons = ((lesson, lesson_pages.get(lesson["name"])) for lesson in data["lessons"])
     data["lessons"] = [lesson | (page or lesson_page(directory, lesson["name"])) for lesson, page in shown_lessons]
     count = Counter(claim["verdict"] for claim in data["claims"])
     facts = {"failures": failures(data), "to_send": to_send(data), "count": count, "verdicts": list(Verdict)}
@@ -96,11 +96,11 @@ def change_cases(changes: Sequence[dict[str, Any]], fail_on: Iterable[str]) -> l
     """
     cases = []
     for axis in AXES:
-        on_it = [change for change in changes if change["axis"] == axis]
-        outcomes = ["failure" if change["worse"] and axis in fail_on else None for change in on_it]
-        text = f"{len(on_it)} changed, {outcomes.count('failure')} for the worse"
+        selected = [change for change in changes if change["axis"] == axis]
+        outcomes = ["failure" if change["worse"] and axis in fail_on else None for change in selected]
+        text = f"{len(selected)} changed, {outcomes.count('failure')} for the worse"
         cases.append(("compare", axis, 0, "failure" if any(outcomes) else None, text))
-        pairs = zip(on_it, outcomes, strict=True)
+        pairs = zip(selected, outcomes, strict=True)
         cases += [(f"compare.{axis}", change["id"], 0, outcome, change["text"]) for change, outcome in pairs]
     return cases
 

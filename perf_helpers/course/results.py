@@ -42,8 +42,8 @@ def load_results(path: str | Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise ValueError(f"no results in {path}: name a results.json, or the folder of a course run") from None
     except (ValueError, LookupError, TypeError, OSError, RecursionError) as error:
-        what = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{path} is not the results of a course ({what}): run the course again to get one") from None
+        cause = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path} is not the results of a course ({cause}): run the course again to get one") from None
 
 
 def recorded(folder: str | Path) -> dict[str, dict[str, Any]]:
@@ -109,8 +109,8 @@ def unexpected(claims: list[dict[str, Any]]) -> list[str]:
         if not claim["as_expected"]:
             untested = claim["verdict"] == Verdict.NOT_TESTABLE
             expected = expectation_text(claim.get("expected"), None if untested else claim.get("predicted"))
-            why = claim.get("reason") if untested else f"measured {measured_text(claim)}"
-            lines.append(f"{claim['id']}: {claim['verdict']}, {expected}" + (f" ({why})" if why else ""))
+            reason = claim.get("reason") if untested else f"measured {measured_text(claim)}"
+            lines.append(f"{claim['id']}: {claim['verdict']}, {expected}" + (f" ({reason})" if reason else ""))
     return lines
 
 

@@ -60,9 +60,9 @@ def about_rehearsal() -> Finding:
 
     if hardware.is_rehearsal():
         return Finding("note", "rehearsal", "The GPU is rehearsed: memory is exact, nothing is computed.")
-    if why := build.problem():
+    if reason := build.problem():
         install = "" if build.compiler() else "Run `apt install g++`, or install your system's C++ compiler."
-        return Finding("note", "rehearsal", f"GPUs cannot be rehearsed: {why}.", install)
+        return Finding("note", "rehearsal", f"GPUs cannot be rehearsed: {reason}.", install)
     if build.interpreter() is None:
         text = "To rehearse GPUs, torch's CUDA build is needed: 5 GB, in a separate environment."
         return Finding("note", "rehearsal", text, "The first `perf-helpers rehearse` installs it.")
@@ -76,7 +76,7 @@ def is_supported() -> bool:
 
 def _about_gpus(machine: Machine) -> Iterator[Finding]:
     def remedy(reason: str, otherwise: str) -> str:
-        return next((what for words, what in REMEDIES.items() if words in reason), otherwise)
+        return next((fix for pattern, fix in REMEDIES.items() if pattern in reason), otherwise)
 
     if machine.cuda_reason:
         fix, unused = remedy(machine.cuda_reason, ""), ", ".join(gpu.name or "an NVIDIA GPU" for gpu in machine.gpus)
@@ -115,9 +115,9 @@ def _about_precision(machine: Machine) -> Iterator[Finding]:
     elif native is None:
         yield Finding("note", "precision", "Whether bf16 is native here is unknown.", "Let lesson 07 measure it.")
     else:
-        what = "GPU has no native bf16 (compute capability 8.0): bf16" if on_gpu else "CPU has no bf16: fp16 and bf16"
+        topic = "GPU has no native bf16 (compute capability 8.0): bf16" if on_gpu else "CPU has no bf16: fp16 and bf16"
         fp16 = on_gpu and machine.gpus[0].capability >= (7, 0)
-        text = f"This {what} operations are emulated: slower, with the same memory."
+        text = f"This {topic} operations are emulated: slower, with the same memory."
         yield Finding("note", "precision", text, "Use fp16=True, native here." if fp16 else "Train in fp32 here.")
     if not on_gpu and machine.cpu_features is not None and CPU_FP16.isdisjoint(machine.cpu_features):
         text = "This CPU has no instructions for fp16: a checkpoint that is loaded in fp16 runs very slowly."
@@ -154,19 +154,19 @@ def _about_host(machine: Machine) -> Iterator[Finding]:
 
 def _about_folders() -> Iterator[Finding]:
     """Check that the folders for runs and for temporary files can be written to and have room."""
-    kept = ("PERF_HELPERS_HOME", cache_folder, "runs, guesses and progress are not saved")
-    for name, find, lost in (kept, ("TMPDIR", tempfile.gettempdir, "no experiment can run")):
+    runs_folder = ("PERF_HELPERS_HOME", cache_folder, "runs, guesses and progress are not saved")
+    for name, find, lost in (runs_folder, ("TMPDIR", tempfile.gettempdir, "no experiment can run")):
         try:
             folder = Path(find()).absolute()
-            there = next(path for path in (folder, *folder.parents) if path.exists())
-            free = shutil.disk_usage(there).free if os.access(there, os.W_OK) else 0
+            existing = next(path for path in (folder, *folder.parents) if path.exists())
+            free = shutil.disk_usage(existing).free if os.access(existing, os.W_OK) else 0
         except FileNotFoundError:  # tempfile found no folder that it can write to
-            there, free = "Every folder for temporary files", 0
+            existing, free = "Every folder for temporary files", 0
         if free < SMALL_DISK_BYTES:
             text = f"has only {_amount(free)} free:" if free else "cannot be written to:"
             remedy = f"Type `export {name}=FOLDER`, with a folder that has 1 GB free and that you may write to."
             yield Finding(
-                "warning" if free or find is cache_folder else "error", name, f"{there} {text} {lost}.", remedy
+                "warning" if free or find is cache_folder else "error", name, f"{existing} {text} {lost}.", remedy
             )
         elif find is not cache_folder and len(os.fsencode(folder)) > LONG_TEMPORARY:
             text = f"{folder} is too long: DataLoader workers hang if a socket's path has more than 107 bytes."

@@ -99,9 +99,9 @@ class Lab(Runner):
             raise ValueError(f"nothing to compare {baseline.name!r} with: give another run")
         turns = whole_number("turns", self.profile.turns if turns is None else turns)
         positive("timeout", 1 if timeout is None else timeout)
-        how = turns, whole_number("steps_per_turn", steps_per_turn), timeout
+        options = turns, whole_number("steps_per_turn", steps_per_turn), timeout
         at_once = [run for run in others if baseline.ok and run.ok and self._is_inside_one(baseline, run)]
-        known = dict(zip([run.id for run in at_once], self._speeds(baseline, at_once, *how), strict=True))
+        known = dict(zip([run.id for run in at_once], self._speeds(baseline, at_once, *options), strict=True))
         found = []
         for run in others:
             failed = " ".join(each.failure for each in (baseline, run) if not each.ok)
@@ -113,7 +113,7 @@ class Lab(Runner):
             if failed:
                 speed = _Speed(Ratio.unknown(f"speed not measured: {failed}", error))
             else:
-                speed = known.get(run.id) or self._speeds(baseline, [run], *how)[0]
+                speed = known.get(run.id) or self._speeds(baseline, [run], *options)[0]
             found.append(Comparison(baseline, run, memory_ratio, speed.ratio, speed.wall_ratio, speed.step_seconds))
         return found if len(others) > 1 else found[0]
 
@@ -139,7 +139,7 @@ class Lab(Runner):
             question: the function; it is called with `arguments` and `options`.
             seconds: time limit of this call.
         """
-        began = time.monotonic()
+        start = time.monotonic()
         try:
             if self._patience <= 0:
                 raise TimeoutError(f"skipped, because earlier ones took {PATIENCE_SECONDS} s together")
@@ -150,7 +150,7 @@ class Lab(Runner):
             ):
                 return question(*arguments, **options)
         except Exception as error:
-            self._patience -= time.monotonic() - began
+            self._patience -= time.monotonic() - start
             if self.strict and doctor.is_supported():
                 raise
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
@@ -204,11 +204,11 @@ class Lab(Runner):
             quiet.experiment(quiet.Need.SHARE if inside_one else quiet.Need.MACHINE),
         ):
             on_turn = None if self.executor else lambda number: bar.update(number - bar.n)
-            how = players, done, steps_per_turn, timeout, on_turn
+            options = players, done, steps_per_turn, timeout, on_turn
             if inside_one:
-                outcome = self._perform(processes.side_by_side, *how, count, min(2, self.machine.cpu_cores or 1))
+                outcome = self._perform(processes.side_by_side, *options, count, min(2, self.machine.cpu_cores or 1))
             else:
-                outcome = self._perform(processes.alternate, *how)
+                outcome = self._perform(processes.alternate, *options)
         if not outcome.ok:
             return outcome
         taken = [[each * (turns // done) for each in process] for process in outcome.value]

@@ -70,8 +70,8 @@ def ceilings(dtype: str = "float32", device: str | None = None) -> Ceilings:
     threads = torch.get_num_threads() if device == "cpu" else None
     clock = CPU if threads == 1 else WALL
 
-    def fastest(what: str, work: Callable[[], object]) -> float:
-        ((*taken,),) = in_turns([work], TRIES[what])
+    def fastest(operation: str, work: Callable[[], object]) -> float:
+        ((*taken,),) = in_turns([work], TRIES[operation])
         return min(seconds[clock] for seconds in taken)
 
     flops = 2 * side**3 / fastest("product", lambda: torch.mm(left, right, out=product))

@@ -147,10 +147,10 @@ def _hold_back(middle, delay):
 
 
 def _do(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True)
-    if done.returncode:
+    completed = subprocess.run(command, capture_output=True)
+    if completed.returncode:
         name = next(word for word in command if word in ("ip", "tc"))
-        raise Unavailable(_reason(name, done.stderr))
+        raise Unavailable(_reason(name, completed.stderr))
 
 
 def _reason(name: str, errors: bytes) -> str:

@@ -146,17 +146,17 @@ class Workers(Executor):
 
     async def _look(self) -> None:
         """Remove workers that left and add those that came. Raises ValueError if there is none but unusable ones."""
-        there = set(await self._ask(self._client.nthreads))
-        for worker in [worker for address, worker in self._workers.items() if address not in there]:
+        connected = set(await self._ask(self._client.nthreads))
+        for worker in [worker for address, worker in self._workers.items() if address not in connected]:
             await self._gone(worker)
-        came, self._known, refused = [*(there - self._known)], there, []
-        answers = await self._ask(self._client.run, introduce, workers=came, on_error="return") if came else {}
+        added, self._known, refused = [*(connected - self._known)], connected, []
+        answers = await self._ask(self._client.run, introduce, workers=added, on_error="return") if added else {}
         for address, answer in answers.items():
             if isinstance(answer, OSError):  # the worker has left, or cannot be reached yet
                 self._known.discard(address)
             elif isinstance(answer, Exception):
-                why = f"cannot run perf_helpers ({type(answer).__name__}: {answer}): install this version there"
-                refused.append(f"the worker at {address} {why}")
+                problem = f"cannot run perf_helpers ({type(answer).__name__}: {answer}): install this version there"
+                refused.append(f"the worker at {address} {problem}")
             elif not answer.devices:
                 hint = f'start workers with --resources "{RESOURCE}=1", one per GPU'
                 refused.append(f"worker {answer.name} offers no resource {RESOURCE!r}: {hint}")
@@ -166,9 +166,9 @@ class Workers(Executor):
             raise ValueError(refused[0])
 
     def _welcome(self, worker: _Worker) -> None:
-        ours = _versions()
-        if differing := [name for name in ours if worker.versions[name] != ours[name]]:
-            listed = ", ".join(f"{name} {worker.versions[name]} (here {ours[name]})" for name in differing)
+        own_versions = _versions()
+        if differing := [name for name in own_versions if worker.versions[name] != own_versions[name]]:
+            listed = ", ".join(f"{name} {worker.versions[name]} (here {own_versions[name]})" for name in differing)
             self._tell_once(
                 f"worker {worker.name} has {listed}: do not compare its results with those of other versions"
             )
@@ -203,9 +203,9 @@ class Workers(Executor):
         number, attempts = uuid.uuid4().hex, []  # the failed attempts, as in `records.Run.attempts`
         while len(attempts) < 2:
             worker = await self._free({attempt["worker"] for attempt in attempts})
-            began, sharing = now("milliseconds"), self._sharing(worker)
-            where = {"key": f"perf_helpers-{number}-{len(attempts)}", "workers": [worker.address]}
-            future = self._client.submit(attend, worker.id, number, sharing, content, **where, resources={RESOURCE: 1})
+            start, sharing = now("milliseconds"), self._sharing(worker)
+            target = {"key": f"perf_helpers-{number}-{len(attempts)}", "workers": [worker.address]}
+            future = self._client.submit(attend, worker.id, number, sharing, content, **target, resources={RESOURCE: 1})
             worker.running.add(future)
             result = asyncio.ensure_future(future.result())
             try:
@@ -227,7 +227,7 @@ class Workers(Executor):
                 worker.running.discard(future)
                 self._wake()
             lost = f"worker {worker.name} ({worker.address}) was killed or disconnected"
-            attempt = {"worker": worker.name, "address": worker.address, "began": began, "ended": now("milliseconds")}
+            attempt = {"worker": worker.name, "address": worker.address, "began": start, "ended": now("milliseconds")}
             attempts.append(attempt | {"status": "killed", "message": lost})
             if len(attempts) == 1:
                 self._tell(f"{lost}: its row is run once more elsewhere")
@@ -290,9 +290,9 @@ def connected(
     import distributed
 
     with contextlib.ExitStack() as stack:
-        where = scheduler or stack.enter_context(_own_cluster(distributed, workers))
+        address = scheduler or stack.enter_context(_own_cluster(distributed, workers))
         try:
-            client = stack.enter_context(distributed.Client(where, timeout=PATIENCE_SECONDS, set_as_default=False))
+            client = stack.enter_context(distributed.Client(address, timeout=PATIENCE_SECONDS, set_as_default=False))
         except (OSError, TypeError, ValueError) as error:
             raise ValueError(f"no scheduler answers at {scheduler!r} ({error}): give its address and port") from None
         yield stack.enter_context(Workers(client, patience=patience, tell=tell))

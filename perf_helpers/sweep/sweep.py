@@ -179,9 +179,10 @@ def _outcomes(lab: Lab, plan: Plan, experiments: dict[int, Experiment]) -> Itera
         for number, experiment in experiments.items():
             yield number, executors.measure(experiment, plan.measure, timeout)
         return
-    how = (plan.measure, timeout)
+    options = (plan.measure, timeout)
     futures = {
-        executors.submit(lab.executor, executors.measure, each, *how): number for number, each in experiments.items()
+        executors.submit(lab.executor, executors.measure, each, *options): number
+        for number, each in experiments.items()
     }
     try:
         for future in as_completed(futures):
@@ -197,10 +198,10 @@ def _known(lab: Lab, plan: Plan, experiments: list[Experiment]) -> dict[int, Run
     A run with the row's name is preferred.
     """
     places_here = getattr(lab.executor, "seen", lambda: [(lab.machine, lab.versions)])()
-    here = {(machine.name, _decisive_versions(versions)) for machine, versions in places_here}
+    current = {(machine.name, _decisive_versions(versions)) for machine, versions in places_here}
     stored: dict[str, dict[str, Run]] = {}  # {experiment: {name: run}}, the latest run last
     for run in lab.store.read():
-        if run.ok and (run.machine.get("name"), _decisive_versions(run.versions)) in here:
+        if run.ok and (run.machine.get("name"), _decisive_versions(run.versions)) in current:
             runs = stored.setdefault(run.experiment, {})
             runs.pop(run.name, None)
             runs[run.name] = run
@@ -264,11 +265,11 @@ def _combinations(grid: dict[str, Any], taken: set[str]) -> list[tuple[str, dict
 def _listed(rows: list[Mapping[str, Any]]) -> Iterable[tuple[str, dict[str, Any]]]:
     """Yield (name, changes) of each row under [[rows]]."""
     for number, row in enumerate(rows, start=1):
-        where, changes = f"[[rows]] {number}", {name: value for name, value in row.items() if name != "name"}
-        changes = {name: _value(where, name, value) for name, value in changes.items()}
+        place, changes = f"[[rows]] {number}", {name: value for name, value in row.items() if name != "name"}
+        changes = {name: _value(place, name, value) for name, value in changes.items()}
         name = row.get("name", _name(changes) or "no changes")
         if not isinstance(name, str) or not name:
-            raise ValueError(f"{where}: name={shown(name)}: give a text")
+            raise ValueError(f"{place}: name={shown(name)}: give a text")
         yield name, changes
 
 
@@ -276,23 +277,23 @@ def _name(changes: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in changes.items())
 
 
-def _value(where: str, name: str, value: Any, in_task: bool = True) -> Any:
+def _value(place: str, name: str, value: Any, in_task: bool = True) -> Any:
     """Check a value of a plan and return it. transformers' parser converts the text of a training argument."""
     if name in TASK_FIELDS:
         if in_task and name != "config":
             return value
-        raise ValueError(f"{where}: {name!r} is not a training argument: give it under [task]")
+        raise ValueError(f"{place}: {name!r} is not a training argument: give it under [task]")
     if name in PLAN_FIELDS:  # in TOML, a key below a table's header belongs to that table
-        raise ValueError(f"{where}: {name!r} does not belong here: give it at the top of the file, before any [table]")
+        raise ValueError(f"{place}: {name!r} does not belong here: give it at the top of the file, before any [table]")
     if name == "output_dir":
-        raise ValueError(f"{where}: output_dir cannot be set, each training has its own folder: leave it out")
+        raise ValueError(f"{place}: output_dir cannot be set, each training has its own folder: leave it out")
     try:
         arguments.check_names([name], also=TASK_FIELDS)
         if not isinstance(value, str):
             return Arguments.of({name: value}).given.get(name)
         read = arguments.parse([f"--{name}={value}"]).given.get(name)
     except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
+        raise ValueError(f"{place}: {error}") from None
     return read if isinstance(read, bool | int | float) else value
 
 

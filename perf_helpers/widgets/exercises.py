@@ -57,21 +57,21 @@ class Feedback:
         return f"<div style='{style}'><b>{sign} {self.status}</b>{text}{self.picture}</div>"
 
 
-def not_attempted(what: str = "replace None by your answer and run the cell again") -> Feedback:
-    return Feedback("not attempted", what)
+def not_attempted(text: str = "replace None by your answer and run the cell again") -> Feedback:
+    return Feedback("not attempted", text)
 
 
-def wrong(because: str) -> Feedback:
-    return Feedback("wrong", because)
+def wrong(reason: str) -> Feedback:
+    return Feedback("wrong", reason)
 
 
 def right(text: str) -> Feedback:
     return Feedback("right", text)
 
 
-def not_measured(why: str) -> Feedback:
+def not_measured(reason: str) -> Feedback:
     """Return feedback on an answer that cannot be judged, because its reference is unknown; the journal skips it."""
-    return Feedback("not measured", why)
+    return Feedback("not measured", reason)
 
 
 def run_failed(run: Run) -> Feedback:
@@ -105,11 +105,11 @@ def question(lab: Lab, key: str, text: str, options: Mapping[str, str], right: s
     """
     import ipywidgets
 
-    if len(options) < 2 or not all(option.strip() and why.strip() for option, why in options.items()):
+    if len(options) < 2 or not all(option.strip() and reason.strip() for option, reason in options.items()):
         raise ValueError(f"options={options!r}: give at least two, each with its explanation")
     if right not in options:
         raise ValueError(f"right={right!r} is not an option: choose from {', '.join(map(repr, options))}")
-    answers = {option: Feedback("right" if option == right else "wrong", why) for option, why in options.items()}
+    answers = {option: Feedback("right" if option == right else "wrong", reason) for option, reason in options.items()}
     chosen = learner_log.choice(learner_log.of(lab).read(), lab.lesson, key)
     if chosen is None:
         learner_log.keep(lab, "question", key, choice=None, right=None)  # so that `progress` counts an open question
@@ -360,8 +360,8 @@ def progress(lab: Lab) -> plots.Table:
     It has one row per lesson in the working folder, and one for each other lesson in the journal.
     """
     known = learner_log.progress(learner_log.of(lab).read())
-    here = {path.stem for path in Path.cwd().glob("[0-9][0-9]_*.ipynb")}
-    lessons = sorted(here | {name for name in known if name})
+    present = {path.stem for path in Path.cwd().glob("[0-9][0-9]_*.ipynb")}
+    lessons = sorted(present | {name for name in known if name})
     rows = [[name.replace("_", " "), *_cells(known.get(name))] for name in lessons]
     return plots.Table(["lesson", "state", "claims decided", "guesses", "exercises right", "questions"], rows)
 

@@ -63,8 +63,8 @@ def explore(draw: Callable[..., Any], **choices: Sequence[Any]) -> "VBox":
     observe(controls.values(), redraw, output)
     box = ipywidgets.VBox([*controls.values(), output], layout={"max_width": "100%"})
     code = getattr(draw, "__code__", None)  # its file and line are the same if the cell is run again
-    where = getattr(code, "co_filename", ""), getattr(code, "co_firstlineno", repr(draw)), *choices
-    take(where, partial(close_widget, box))
+    key = getattr(code, "co_filename", ""), getattr(code, "co_firstlineno", repr(draw)), *choices
+    take(key, partial(close_widget, box))
     display(box)
     return box
 

@@ -23,21 +23,21 @@ ROW = {"display": "flex", "flex_flow": "row wrap", **WHOLE_WIDTH}  # layout of a
 OPEN: dict[Hashable, Callable[[], None]] = {}  # {place: the function that closes the element shown there}
 
 
-def take(where: Hashable, close: Callable[[], None]) -> None:
+def take(key: Hashable, close: Callable[[], None]) -> None:
     """Close the element at a place and register `close`, which the next element at this place will call."""
-    close_before = OPEN.pop(where, None)
-    OPEN[where] = close
+    close_before = OPEN.pop(key, None)
+    OPEN[key] = close
     if close_before:
         close_before()
 
 
 def place(
-    where: Hashable, parts: "Sequence[Widget]", static: str, plain: str, at_end: Callable[[], None] | None = None
+    key: Hashable, parts: "Sequence[Widget]", static: str, plain: str, at_end: Callable[[], None] | None = None
 ) -> None:
     """Display widgets below each other; a static page shows `static` (HTML) instead, and a terminal `plain` (text).
 
     Args:
-        where: the place, unique within this kernel; an element that is already there is closed.
+        key: the place, unique within this kernel; an element that is already there is closed.
         parts: the widgets.
         at_end: called before these widgets are closed, e.g. to end a thread.
     """
@@ -51,7 +51,7 @@ def place(
             at_end()
         close_widget(box)
 
-    take(where, close)
+    take(key, close)
     display({"text/plain": plain, "text/html": static} | view(box), raw=True)
 
 

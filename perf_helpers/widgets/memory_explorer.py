@@ -287,9 +287,9 @@ def _offer(controls: dict[str, "DOMWidget"]) -> None:
 def _verdict(answer: MemoryEstimate, parts: dict[str, int], own: dict[str, int]) -> str:
     """Say in words how much memory is needed, where the peak is, and on which cards and `own` devices it fits."""
     needed = sum(parts.values())
-    where = html.escape(f"in {answer.memory.peak_phase}, at {answer.memory.peak_operation}")
+    peak = html.escape(f"in {answer.memory.peak_phase}, at {answer.memory.peak_operation}")
     smallest = next((name for name, size in SIZES.items() if size >= needed), None)
-    text = f"<b>{bytes_text(needed, binary=True)}</b> traced: the peak is {where}. "
+    text = f"<b>{bytes_text(needed, binary=True)}</b> traced: the peak is {peak}. "
     text += f"It fits on cards from {smallest} up" if smallest else "It fits on none of these cards"
     for name, size in own.items():
         text += f"; {name} ({bytes_text(size, binary=True)}) is {'large enough' if size >= needed else 'too small'}"

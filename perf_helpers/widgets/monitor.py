@@ -105,8 +105,8 @@ class Monitor:
                 scale, unit = bytes_unit(max((value for _, value in points), default=0) or 1e6)
                 points = [(at, value / scale) for at, value in points]
             panels.append(svg.panel(name, unit, points, (samples[0][0], samples[-1][0] + 0.01)))
-        where = f"<div style='font-size:13px'>{html.escape(self.name)}</div>"
-        return f"<div style='display:flex;flex-wrap:wrap;gap:8px'>{''.join(panels)}</div>{where}"
+        caption = f"<div style='font-size:13px'>{html.escape(self.name)}</div>"
+        return f"<div style='display:flex;flex-wrap:wrap;gap:8px'>{''.join(panels)}</div>{caption}"
 
     def _work(self) -> None:
         """Run the thread: take and draw samples until the block ends."""

@@ -12,15 +12,15 @@ MAGIC = "%%sealed"
 _SHOWN = {"solution": "The solution", "code": "Code that holds an answer"}  # titles of the folded source, by kind
 
 
-def seal(source: str, kind: str, where: str) -> str:
+def seal(source: str, kind: str, path: str) -> str:
     """Return a cell's source encoded, so that a learner does not read it by accident.
 
     Args:
         source: the plain source.
         kind: "question", "solution" or "code".
-        where: the file that has the source in plain text.
+        path: the file that has the source in plain text.
     """
-    return f"{MAGIC} {kind}: run this cell; in plain text: {where}\n{base64.b64encode(source.encode()).decode()}"
+    return f"{MAGIC} {kind}: run this cell; in plain text: {path}\n{base64.b64encode(source.encode()).decode()}"
 
 
 def opened(cell: str) -> str:

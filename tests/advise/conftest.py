@@ -73,13 +73,13 @@ def followed(monkeypatch):
 def attending(monkeypatch, followed):
     """Lets the formula tell of these kernels of attention."""
 
-    def told(*kernels):
+    def with_kernels(*kernels):
         def estimate(task, **options):
             return dataclasses.replace(synthetic(task, **options), attention=kernels)
 
         monkeypatch.setattr("trainmem.advise.advice.estimate", estimate)
 
-    return told
+    return with_kernels
 
 
 @pytest.fixture

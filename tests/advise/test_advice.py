@@ -296,12 +296,12 @@ def test_the_command_names_a_mistake_and_ends_with_2(monkeypatch, capsys):
     assert "'16GB'" in printed.err and not printed.out
 
 
-# ---------------------------------------------------------------------------- what is said beside the recipes
+# ---------------------------------------------------------------------------- lines beside the recipes
 
 GPU = {"device": "cuda", "compute_capability": (8, 0)}
 
 
-def said(advice, word):
+def lines_with(advice, word):
     return [note for note in advice.notes if word in note]
 
 
@@ -310,12 +310,12 @@ def said(advice, word):
 )
 def test_attentions_kernel_is_reported(ask, attending, kernels, words):
     attending(*kernels)
-    (line,) = said(ask(), "Attention")
+    (line,) = lines_with(ask(), "Attention")
     assert words in line
 
 
 def test_compiled_code_is_reported_once_it_was_measured_with_its_memory(ask, pairs):
-    (line,) = said(ask(runs=pairs(13.0, torch_compile=True)), "torch.compile")
+    (line,) = lines_with(ask(runs=pairs(13.0, torch_compile=True)), "torch.compile")
     assert "cannot be estimated" in line, "the runs have no memory"
 
     def with_peak(run):
@@ -323,27 +323,27 @@ def test_compiled_code_is_reported_once_it_was_measured_with_its_memory(ask, pai
         return dataclasses.replace(run, memory=Memory(peak, "counted"))
 
     runs = [with_peak(run) for run in pairs(20.0, torch_compile=True)]
-    (line,) = said(ask(runs=runs), "torch.compile")
+    (line,) = lines_with(ask(runs=runs), "torch.compile")
     assert "2.00" in line and "1.20 x the peak" in line and "3 pairs" in line
-    (line,) = said(ask(runs=runs[:2]), "torch.compile")
+    (line,) = lines_with(ask(runs=runs[:2]), "torch.compile")
     assert "speed not measured" in line and "1.20 x the peak" in line, "one pair says nothing of speed"
 
 
 def test_a_vocabulary_is_padded_where_a_product_is_as_wide_and_the_device_wants_multiples(ask):
     language, classifier = Task("gpt2", seq_len=32), Task("bert-tiny", seq_len=32)
-    (line,) = said(ask(task=language, **GPU), "vocabulary")
+    (line,) = lines_with(ask(task=language, **GPU), "vocabulary")
     assert "pad_to_multiple_of=64" in line and "50304" in line and "MB" in line
-    (line,) = said(ask(task=language, device="cuda", compute_capability=(7, 5)), "vocabulary")
+    (line,) = lines_with(ask(task=language, device="cuda", compute_capability=(7, 5)), "vocabulary")
     assert "pad_to_multiple_of=8" in line and "50264" in line
-    assert not said(ask(task=language), "vocabulary"), "a CPU"
-    assert not said(ask(task=classifier, **GPU), "vocabulary"), "it is looked up, not multiplied"
-    assert not said(ask(task=language.replace(config={"vocab_size": 50304}), **GPU), "vocabulary")
+    assert not lines_with(ask(task=language), "vocabulary"), "a CPU"
+    assert not lines_with(ask(task=classifier, **GPU), "vocabulary"), "it is looked up, not multiplied"
+    assert not lines_with(ask(task=language.replace(config={"vocab_size": 50304}), **GPU), "vocabulary")
 
 
 def test_a_length_is_padded_to_eight(ask):
-    (line,) = said(ask(task=Task("bert-tiny", seq_len=30), **GPU), "multiple of 8")
+    (line,) = lines_with(ask(task=Task("bert-tiny", seq_len=30), **GPU), "multiple of 8")
     assert "pad to 32" in line
-    assert not said(ask(task=Task("bert-tiny", seq_len=32), **GPU), "multiple of 8")
+    assert not lines_with(ask(task=Task("bert-tiny", seq_len=32), **GPU), "multiple of 8")
 
 
 def test_plain_attention_and_unfused_adamw_are_for_who_asks(ask):

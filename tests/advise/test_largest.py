@@ -38,20 +38,20 @@ class Line:
     less: float  # part of the truth that shallow models tell
 
     def at(self, layers):
-        told = round(self.less * needed(self.task, layers, **self.arguments))
-        return told, told
+        estimated = round(self.less * needed(self.task, layers, **self.arguments))
+        return estimated, estimated
 
     def states_at(self, layers):
         return 0
 
 
 @pytest.fixture(params=[1.0, 0.93], ids=["exact", "too low"])
-def told(request):
+def precision(request):
     return request.param
 
 
 @pytest.fixture
-def ask(monkeypatch, told):
+def ask(monkeypatch, precision):
     """`advise` for the largest, by a formula in place of the estimate and of shallow models."""
 
     def estimate(task, *, device="cuda", device_memory=None, processes=1, compute_capability=None, **arguments):
@@ -61,7 +61,7 @@ def ask(monkeypatch, told):
         return MemoryEstimate("", {}, {}, device, memory, (), 0.0, None)
 
     def line(task, *, device, compute_capability, processes, **arguments):
-        return Line(task, arguments, told)
+        return Line(task, arguments, precision)
 
     monkeypatch.setattr("trainmem.advise.advice.estimate", estimate)
     monkeypatch.setattr(depth, "line", line)
@@ -88,9 +88,11 @@ def test_the_largest_model_is_the_last_that_fits(ask, memory):
 
 
 @pytest.mark.nightly
-def test_the_answer_of_shallow_models_is_shown_before_all_layers_are_traced(ask, told, monkeypatch):
+def test_the_answer_of_shallow_models_is_shown_before_all_layers_are_traced(ask, precision, monkeypatch):
     seen, estimate = [], advice.estimate
-    monkeypatch.setattr(advice, "estimate", lambda *task, **asked: seen.append("estimate") or estimate(*task, **asked))
+    monkeypatch.setattr(
+        advice, "estimate", lambda *task, **options: seen.append("estimate") or estimate(*task, **options)
+    )
     bar = Mock(set_postfix_str=seen.append)
     monkeypatch.setattr(advice.progress, "bar", lambda *_, **__: contextlib.nullcontext(bar))
     found = ask(Task("llama-3-8b", seq_len=2048), memory=24 * GB, may=["QLoRA"], largest="model").task.model
@@ -98,7 +100,7 @@ def test_the_answer_of_shallow_models_is_shown_before_all_layers_are_traced(ask,
     beyond = LLAMAS.index(likely) - LLAMAS.index(
         found
     )  # a larger one may seem to fit where shallow ones tell too little
-    assert beyond == 0 if told == 1 else beyond >= 0
+    assert beyond == 0 if precision == 1 else beyond >= 0
     assert "estimate" in seen[1:]
 
 

@@ -60,13 +60,13 @@ def test_a_smaller_micro_batch_has_the_speed_that_was_measured_of_it(by_name, pa
 def test_runs_whose_speed_says_nothing_are_left_out(by_name, pairs):
     runs = pairs(5.0, optim="adafactor")
     assert by_name(runs)["Adafactor, 16 x 4"] == 0.5
-    for change, why in [
+    for change, reason in [
         ({"machine": {"name": "another"}}, "another machine's"),
         ({"timing": Timing(*[Unknown()] * 5)}, "of a rehearsal nobody knows the time"),
         ({"kind": "function", "value": 1}, "of a function, not of the Trainer"),
         ({"status": "crashed"}, "crashed"),
     ]:
-        assert by_name([dataclasses.replace(run, **change) for run in runs]) == SILENT, why
+        assert by_name([dataclasses.replace(run, **change) for run in runs]) == SILENT, reason
 
 
 def test_it_is_reported_that_there_is_no_measurement(ask):

@@ -58,9 +58,9 @@ def large():
     ],
 )
 def test_bytes_are_the_estimates(name, more):
-    asked = {"per_device_train_batch_size": 4, "bf16": True}
-    found = by_name(parallelism(TASK, cards=4, card="a100", **asked))[name]
-    traced = estimate(TASK, processes=4, device="cuda", compute_capability=(8, 0), **asked, **more)
+    arguments = {"per_device_train_batch_size": 4, "bf16": True}
+    found = by_name(parallelism(TASK, cards=4, card="a100", **arguments))[name]
+    traced = estimate(TASK, processes=4, device="cuda", compute_capability=(8, 0), **arguments, **more)
     assert found.bytes_a_rank == traced.needed_bytes(CONTEXT_BYTES)
 
 
@@ -102,8 +102,8 @@ def test_what_fsdp_sends_is_half_as_wide_in_bf16_and_what_ddp_sends_is_not():
 @pytest.mark.nightly
 def test_deepspeed_sums_in_its_second_stage_after_each_pass(monkeypatch):
     monkeypatch.setattr("sys.path", [*sys.path])  # an offered DeepSpeed would be imported in every training after this
-    if why := optional_packages.offer("deepspeed"):
-        pytest.skip(why)
+    if reason := optional_packages.offer("deepspeed"):
+        pytest.skip(reason)
     stages, three = sent(sharding="deepspeed"), sent(sharding="deepspeed", gradient_accumulation_steps=3)
     weights = 3 / 4 * 4 * TASK.parameters()
     assert [stages[f"ZeRO {n}"] / weights for n in (1, 2, 3)] == pytest.approx([2, 2, 3], rel=0.01)

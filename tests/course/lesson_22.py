@@ -10,7 +10,7 @@ SOURCE = Path(__file__).resolve().parents[2] / "notebooks" / "src" / "22_hyperpa
 TAKEN = {"text", "Net", "train", "score", "expected_lead", "random_search", "lost_lead", "halving", "trainer_of"}
 TAKEN |= {"search"}
 TAKEN |= {"rates_of", "Steps", "accuracy", "held", "freed", "Noted", "warmups_of", "warmed_up", "careful", "seeds_of"}
-TAKEN |= {"seeded", "anew", "interval"}
+TAKEN |= {"seeded", "fresh_loss", "interval"}
 DATA = ("training", "validation", "unseen")
 
 

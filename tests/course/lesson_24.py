@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 SOURCE = Path(__file__).resolve().parents[2] / "notebooks" / "src" / "24_hardware.py"
-TAKEN = {"told_by_driver", "above_slowdown", "heated", "throttling", "searched", "network", "graphs", "Card"}
+TAKEN = {"thermal_limits", "above_slowdown", "heated", "throttling", "searched", "network", "graphs", "Card"}
 TAKEN |= {"price_of_million", "THERMAL", "SEARCH", "weight", "sheet"}
 
 

@@ -84,13 +84,13 @@ def forward(cpu: Cpu, samples: int, tokens: int, layers: int = 4, hidden: int = 
     )
 
 
-def backward(cpu: Cpu, *sizes, **how) -> float:
-    products, other, calls = forward(cpu, *sizes, **how)
+def backward(cpu: Cpu, *sizes, **options) -> float:
+    products, other, calls = forward(cpu, *sizes, **options)
     return 2 * products + 1.7 * other + 1.2 * calls
 
 
-def one_pass(cpu: Cpu, *sizes, **how) -> float:
-    return sum(forward(cpu, *sizes, **how)) + backward(cpu, *sizes, **how)
+def one_pass(cpu: Cpu, *sizes, **options) -> float:
+    return sum(forward(cpu, *sizes, **options)) + backward(cpu, *sizes, **options)
 
 
 def parameters(layers: int = 4, vocabulary: int = 8000, hidden: int = HIDDEN) -> int:
@@ -103,8 +103,10 @@ def update(cpu: Cpu, numbers: int, form: str = "fused") -> float:
     return sweeps * 28 * numbers / cpu.memory + 100 * cpu.call
 
 
-def step(cpu: Cpu, samples: int, tokens: int, layers: int = 4, steps: int = 1, vocabulary: int = 8000, **how) -> float:
-    return steps * one_pass(cpu, samples, tokens, layers, **how) + update(cpu, parameters(layers, vocabulary))
+def step(
+    cpu: Cpu, samples: int, tokens: int, layers: int = 4, steps: int = 1, vocabulary: int = 8000, **options
+) -> float:
+    return steps * one_pass(cpu, samples, tokens, layers, **options) + update(cpu, parameters(layers, vocabulary))
 
 
 def products_of(cpu: Cpu, samples: int, tokens: int, layers: int = 4, vocabulary: int = 8000) -> Products:

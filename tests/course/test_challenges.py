@@ -244,7 +244,7 @@ def test_24_both_numbers_are_tested_on_both_sides():
         price_an_hour: float
 
     offers = {"small": Offer(60, 8, 0.20), "middle": Offer(125, 24, 1.00), "large": Offer(989, 80, 3.00)}
-    scope = dict(offers=offers, samples=5_000_000, said=1, flops=1)
+    scope = dict(offers=offers, samples=5_000_000, estimated=1, flops=1)
     scope |= dict(hours=lambda offer: 20.5 * 125 / offer.tflops, fits=lambda offer: offer.gibibytes > 8)
     check = challenge("24", scope).check
     right = dict(samples=5_000_000 * 2 / 20.5, price=7.0)

@@ -109,10 +109,10 @@ def test_a_lesson_that_needs_a_failed_run_ends_with_the_runs_own_status_and_mess
     write_lesson(tmp_path / "lessons", "00_fails", cell)
     monkeypatch.setattr(course, "LESSONS", tmp_path / "lessons")
     (lesson,) = course.run_course(out=tmp_path / "out", timeout_per_lesson=120)["lessons"]
-    said = "'own loop' timed out: no result within 1 s. Give it more seconds with timeout="
-    assert lesson["status"] == "failed" and f", line 7: RunFailed: {said}" in lesson["message"]
+    message = "'own loop' timed out: no result within 1 s. Give it more seconds with timeout="
+    assert lesson["status"] == "failed" and f", line 7: RunFailed: {message}" in lesson["message"]
     for name in ("index.html", "00_fails.html", "00_fails.log", "results.json"):
-        assert said in html.unescape((tmp_path / "out" / name).read_text()), name
+        assert message in html.unescape((tmp_path / "out" / name).read_text()), name
 
 
 def marker_of(process):

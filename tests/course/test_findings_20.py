@@ -15,8 +15,8 @@ def model():
 def test_the_memory_footprint_leaves_the_scales_of_four_bit_weights_out(model, tmp_path):
     pytest.importorskip("bitsandbytes")
     model.save_pretrained(tmp_path)
-    how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-    four = LlamaForCausalLM.from_pretrained(tmp_path, quantization_config=how, device_map="cpu")
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    four = LlamaForCausalLM.from_pretrained(tmp_path, quantization_config=config, device_map="cpu")
     tensors = sum(tensor.nbytes for tensor in (*four.parameters(), *four.buffers()))
     scales = sum(part.weight.quant_state.absmax.nbytes for part in four.modules() if hasattr(part, "quant_state"))
     assert scales > 0

@@ -63,7 +63,7 @@ def test_a_misspelt_name_is_no_error_and_a_careful_space_makes_it_one(lesson):
         lesson.search(made, lesson.careful(lambda trial: {"rate": 0.1}, made.args), 1)
 
 
-def test_a_value_is_cast_to_the_type_that_stands_there(lesson):
+def test_a_value_is_cast_to_the_type_of_the_default(lesson):
     assert TrainingArguments("unused").warmup_steps == 0
     assert [used for _, used, _ in lesson.warmed_up()] == [0, 0, 0]
     assert all(requested == used for requested, used, _ in lesson.warmed_up(warmup_steps=0.0))
@@ -77,10 +77,10 @@ def test_a_trial_runs_with_the_seed_of_the_one_before_and_the_remedy_with_its_ow
     _, trials = lesson.search(lesson.trainer_of(**short), lesson.seeds_of, 2, seed=1)
     one, other = (trial.params for trial in trials)
     size = {"per_device_train_batch_size": other["per_device_train_batch_size"]}
-    assert math.isclose(trials[1].value, lesson.anew(one["seed"], **short, **size), rel_tol=1e-6)
-    assert not math.isclose(trials[1].value, lesson.anew(other["seed"], **short, **size), rel_tol=1e-6)
+    assert math.isclose(trials[1].value, lesson.fresh_loss(one["seed"], **short, **size), rel_tol=1e-6)
+    assert not math.isclose(trials[1].value, lesson.fresh_loss(other["seed"], **short, **size), rel_tol=1e-6)
     best, _ = lesson.search(lesson.trainer_of(lesson.seeded, **short), lesson.seeds_of, 2, seed=1)
-    assert math.isclose(best.objective, lesson.anew(**short | best.hyperparameters), rel_tol=1e-6)
+    assert math.isclose(best.objective, lesson.fresh_loss(**short | best.hyperparameters), rel_tol=1e-6)
 
 
 def test_the_batch_size_that_trains_stays_the_last_trials(lesson):

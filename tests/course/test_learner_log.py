@@ -26,8 +26,8 @@ def guess(value, **fields):
     return entry("guess", guess=value, unit="%", **fields)
 
 
-def revealed(measured, said=None, **fields):
-    return entry("revealed", measured=measured, guess=said, estimate=None, unit="%", **fields)
+def revealed(measured, guess=None, **fields):
+    return entry("revealed", measured=measured, guess=guess, estimate=None, unit="%", **fields)
 
 
 def test_what_was_kept_is_read_in_order_and_lies_beside_the_runs(lab, tmp_path):

@@ -75,11 +75,11 @@ def test_every_claim_has_its_mutants():
 def test_a_check_gives_the_verdict_that_its_measurement_deserves(claims, machine, id, what, value, verdict):
     machine.features |= {LEDGER[id].where} | ({"cuda"} if "cuda" in LEDGER[id].expected else set())
     low, high = value if isinstance(value, tuple) else (value, value)
-    foretold = (promised(LEDGER[id]) * 0.99, promised(LEDGER[id]) * 1.01)
-    predicted = {"predicted": foretold} if LEDGER[id].predicted else {}
+    prediction = (promised(LEDGER[id]) * 0.99, promised(LEDGER[id]) * 1.01)
+    predicted = {"predicted": prediction} if LEDGER[id].predicted else {}
     decision = claims.check(id, Ratio((low + high) / 2, low, high) if low < high else value, **predicted)
     assert decision.verdict is verdict
-    agrees = low <= foretold[1] and foretold[0] <= high if predicted else verdict in decision.expected
+    agrees = low <= prediction[1] and prediction[0] <= high if predicted else verdict in decision.expected
     assert decision.as_expected == agrees, "a strict run fails by it, or passes"
 
 

@@ -19,7 +19,7 @@ from trainmem.records import Ratio
 
 HOLDS, REFUTED, TOO_SMALL = Verdict.HOLDS, Verdict.REFUTED, Verdict.TOO_SMALL
 SOURCE = Path(__file__).resolve().parents[2] / "notebooks" / "src" / "19_cpus.py"
-FUNCTIONS = {"flagged", "note_type", "taken", "foretold", "an_update", "seconds", "faster", "in_types", "parts"}
+FUNCTIONS = {"flagged", "note_type", "taken", "predicted_speed", "an_update", "seconds", "faster", "in_types", "parts"}
 FUNCTIONS |= {"backward_of", "step_of"}
 SIZES = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=256)
 
@@ -86,15 +86,15 @@ def test_a_checkpoint_that_is_loaded_in_fp32_is_no_fp16(dtype):
     assert (found["fp16"] == "torch.float16") is (dtype is None)
 
 
-# ---- what is foretold
+# ---- predictions
 
 
 @pytest.mark.parametrize(
     ("fp16", "measured", "expected"),
     [(90e-3, 0.2, REFUTED), (10e-3, 1.0, HOLDS)],  # emulated; as fast as bf16
 )
-def test_what_the_parts_foretell_meets_what_a_step_takes(fp16, measured, expected):
-    low, high = lesson().foretold({"fp32": 20e-3, "bf16": 10e-3, "fp16": fp16}, 30e-3)
+def test_the_prediction_from_the_parts_contains_the_measured_step(fp16, measured, expected):
+    low, high = lesson().predicted_speed({"fp32": 20e-3, "bf16": 10e-3, "fp16": fp16}, 30e-3)
     assert low < measured < high
     assert verdict("cpu-fp16-as-bf16", Ratio.of_pairs([measured] * 7, 1.05)) is expected
 
@@ -165,6 +165,6 @@ def test_a_thread_that_is_missing_shows(fewer, expected):
     assert verdict("threads-minus-one", ratio) is expected
 
 
-@pytest.mark.parametrize(("told", "expected"), [([1, 1], HOLDS), ([3, 3], REFUTED)])
-def test_threads_that_the_environment_sets_are_not_torchruns(told, expected):
-    assert verdict("torchrun-threads", max(told)) is expected
+@pytest.mark.parametrize(("threads", "expected"), [([1, 1], HOLDS), ([3, 3], REFUTED)])
+def test_threads_that_the_environment_sets_are_not_torchruns(threads, expected):
+    assert verdict("torchrun-threads", max(threads)) is expected

@@ -39,7 +39,7 @@ def lesson():
         "graphs",
         "two_bits",
     }
-    wanted |= {"sentence_losses", "lost", "faster", "foreseen"}
+    wanted |= {"sentence_losses", "lost", "faster", "predicted_ratio"}
     taken = [node for node in ast.parse(SOURCE.read_text("utf-8")).body if getattr(node, "name", None) in wanted]
     assert {node.name for node in taken} == wanted
     scope = {"torch": torch, "model": LlamaForCausalLM(CONFIG).eval(), "copy": copy, "math": math, "counters": counters}
@@ -132,10 +132,10 @@ def test_answers_that_are_not_counted_make_a_batch_look_slow(lesson, share, expe
 
 
 @pytest.mark.parametrize("id", ["quantized-faster", "int8-faster"])
-def test_a_ratio_the_wrong_way_round_turns_and_leaves_what_is_foreseen(lesson, id):
+def test_an_inverted_ratio_turns_the_verdict_and_leaves_the_predicted_range(lesson, id):
     lesson.scope["taken"] = turns(half=1.0, quick=0.5, again=1.0, quick_again=0.5)
     lesson.scope |= {"step": {"bf16, 1": 10.0}, "rest": 2.0, "matrix": {"quick": 3.0}}
     right, wrong = lesson.faster("half", "quick", "again"), lesson.faster("quick", "half", "quick, again")
     assert verdict(id, right) is HOLDS and verdict(id, wrong) is REFUTED
-    low, high = lesson.foreseen("quick")
+    low, high = lesson.predicted_ratio("quick")
     assert low < right.value < high and not low < wrong.value < high

@@ -41,7 +41,7 @@ FUNCTIONS |= {
     "offloaded",
     "sentences",
     "training",
-    "who_gets_the_gradient",
+    "gradient_owners",
 }
 
 
@@ -92,13 +92,13 @@ class TestMemory:
                 weight.data = weight.data.clone()
             return model
 
-        as_it_is = found(lab, lesson, lesson.load)
+        unchanged = found(lab, lesson, lesson.load)
         twice = self.peak(lab, lesson, copied)
-        assert verdict("big-models", lesson.share(as_it_is, "peak")) is HOLDS
+        assert verdict("big-models", lesson.share(unchanged, "peak")) is HOLDS
         assert verdict("big-models", twice) is not HOLDS
         assert verdict("load-twice", twice) is HOLDS
         assert (
-            lesson.share(as_it_is, "loaded") < 0.5 < lesson.share(as_it_is, "held")
+            lesson.share(unchanged, "loaded") < 0.5 < lesson.share(unchanged, "held")
         )  # without an answer it is laziness
 
     def test_a_flag_that_did_what_it_says_would_hold(self, lab, lesson):
@@ -206,5 +206,5 @@ class TestTraining:
         assert self.changed(lesson, 4, freeze=True, **guard) < 0.6
 
     def test_the_gradient_goes_to_another_tensor_than_the_optimizers(self, lesson):
-        in_memory, on_disk = lesson.who_gets_the_gradient()
+        in_memory, on_disk = lesson.gradient_owners()
         assert (in_memory, on_disk) == ([0, "cpu", True, True, True], [7, "meta", False, True, False])

@@ -106,15 +106,15 @@ def test_what_lets_go_holds_nothing_and_settings_that_are_set_are_there(searchin
     after = searching.held(size)
     assert verdict("hpo-frees-memory", before - after) is REFUTED
     assert verdict("hpo-frees-memory", after - searching.held(size)) is HOLDS
-    gave = best.hyperparameters["learning_rate"]
-    assert verdict("hpo-applies-best", float(made.args.learning_rate == gave)) is REFUTED
-    made.args.learning_rate = gave
-    assert verdict("hpo-applies-best", float(made.args.learning_rate == gave)) is HOLDS
+    best_rate = best.hyperparameters["learning_rate"]
+    assert verdict("hpo-applies-best", float(made.args.learning_rate == best_rate)) is REFUTED
+    made.args.learning_rate = best_rate
+    assert verdict("hpo-applies-best", float(made.args.learning_rate == best_rate)) is HOLDS
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("settings", "expected"), [({}, REFUTED), ({"warmup_steps": 0.0}, HOLDS)])
-def test_a_fraction_that_stands_there_keeps_fractions(searching, settings, expected):
+def test_a_given_fraction_keeps_fractions(searching, settings, expected):
     rows = searching.warmed_up(**settings)
     assert verdict("hpo-value-kept", sum(requested == used for requested, used, _ in rows) / len(rows)) is expected
 
@@ -135,8 +135,8 @@ def test_a_careful_space_refuses_a_misspelt_name(searching, guarded, expected):
 def test_a_seed_that_is_set_before_the_model_is_made_is_the_trials_own(searching, remedied, expected):
     made = searching.trainer_of(*([searching.seeded] if remedied else []), **SHORT)
     best, trials = searching.search(made, searching.seeds_of, 2, seed=1)
-    own = [searching.anew(**SHORT | trial.params) for trial in trials]
+    own = [searching.fresh_loss(**SHORT | trial.params) for trial in trials]
     share = sum(math.isclose(trial.value, loss, rel_tol=1e-6) for trial, loss in zip(trials, own, strict=True)) / 2
     assert verdict("hpo-own-seed", share) is expected
     if remedied:
-        assert verdict("hpo-reproduces", searching.anew(**SHORT | best.hyperparameters) / best.objective) is HOLDS
+        assert verdict("hpo-reproduces", searching.fresh_loss(**SHORT | best.hyperparameters) / best.objective) is HOLDS

@@ -171,8 +171,8 @@ class TestVerdicts:
         reported = lesson.detector(partial(lesson.script, half=True, optim=lesson.sgd, build=build))
         assert verdict("debug-overflow", float(reported == (K_PROJ, 0))) is expected
 
-    @pytest.mark.parametrize(("mended", "expected"), [(False, REFUTED), (True, HOLDS)])
-    def test_a_detector_that_looked_for_zeros_would_find_underflow(self, lesson, mended, expected):
+    @pytest.mark.parametrize(("replaced", "expected"), [(False, REFUTED), (True, HOLDS)])
+    def test_a_detector_that_looked_for_zeros_would_find_underflow(self, lesson, replaced, expected):
         class Zeros(lesson.DebugUnderflowOverflow):
             def analyse_variable(self, var, ctx):
                 super().analyse_variable(var, ctx)
@@ -186,7 +186,7 @@ class TestVerdicts:
                     print(" " * 18 + "somewhere Linear\nDetected underflow")
                     raise ValueError("underflow")
 
-        if mended:
+        if replaced:
             lesson.scope["DebugUnderflowOverflow"] = Zeros
         tiny = partial(lesson.filled, where="model.layers.0.mlp.up_proj", value=1e-6)
         sick = [dict(scale=1e-5), dict(build=tiny)]

@@ -31,9 +31,9 @@ def driver(temperatures=None, margins=None, **more):
 
 def test_an_older_driver_tells_temperatures_and_a_newer_one_margins():
     lesson = functions()
-    older = lesson.told_by_driver(driver({0: 95, 1: 87}, nvmlDeviceGetEnforcedPowerLimit=300_000), "gpu")
-    newer = lesson.told_by_driver(driver(margins={193: -8, 194: -2}, nvmlDeviceGetMarginTemperature=40), "gpu")
-    silent = lesson.told_by_driver(driver({0: 0, 1: 0}), "gpu")
+    older = lesson.thermal_limits(driver({0: 95, 1: 87}, nvmlDeviceGetEnforcedPowerLimit=300_000), "gpu")
+    newer = lesson.thermal_limits(driver(margins={193: -8, 194: -2}, nvmlDeviceGetMarginTemperature=40), "gpu")
+    silent = lesson.thermal_limits(driver({0: 0, 1: 0}), "gpu")
     assert (older["slowdown"], older["watts"], lesson.above_slowdown(older)) == (87, 300, 8)
     assert (newer["slowdown"], newer["margin now"], lesson.above_slowdown(newer)) == (None, 40, 6)
     assert (silent["slowdown"], lesson.above_slowdown(silent), lesson.above_slowdown({})) == (None, None, None)
@@ -42,14 +42,14 @@ def test_an_older_driver_tells_temperatures_and_a_newer_one_margins():
 @pytest.mark.parametrize(("threshold", "expected"), [(1, HOLDS), (0, REFUTED)])
 def test_where_it_shuts_down_is_not_where_it_slows_down(threshold, expected):
     reported = {0: 95, 1: 87}
-    known = functions().told_by_driver(driver({1: reported[threshold]}), "gpu")
+    known = functions().thermal_limits(driver({1: reported[threshold]}), "gpu")
     assert verdict("cooling", known["slowdown"]) is expected
 
 
 @pytest.mark.parametrize(("as_degrees", "expected"), [(False, HOLDS), (True, REFUTED)])
 def test_a_lower_margin_is_a_higher_temperature(as_degrees, expected):
     lesson = functions()
-    known = lesson.told_by_driver(driver(margins={193: -8, 194: -2}), "gpu")
+    known = lesson.thermal_limits(driver(margins={193: -8, 194: -2}), "gpu")
     if as_degrees:  # a margin read as if it were a temperature
         known |= {name: known[f"{name} margin"] for name in ("shutdown", "slowdown")}
     assert verdict("shutdown-temperature", lesson.above_slowdown(known)) is expected
@@ -74,9 +74,9 @@ def test_a_limit_of_power_taken_for_heat_would_decide_the_claim():
 
 def test_a_card_that_stays_cool_decides_nothing_and_neither_does_a_driver_that_is_silent():
     throttling = functions().throttling
-    assert throttling([COLD, POWER]) == (None, "the driver told of a slowdown for heat in 0 of 2 readings")
-    assert throttling([COLD, HOT, HOT]) == (None, "the driver told of a slowdown for heat in 2 of 3 readings")
-    assert throttling([[*COLD[:-1], None]]) == (None, "the driver tells no reasons for its clocks")
+    assert throttling([COLD, POWER]) == (None, "the driver reported a slowdown for heat in 0 of 2 readings")
+    assert throttling([COLD, HOT, HOT]) == (None, "the driver reported a slowdown for heat in 2 of 3 readings")
+    assert throttling([[*COLD[:-1], None]]) == (None, "the driver reports no reasons for its clocks")
     assert throttling([HOT])[0] is None
 
 

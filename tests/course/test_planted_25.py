@@ -29,8 +29,8 @@ def adapting(lesson):
 def unfrozen(adapt):
     """Adapters beside a base that goes on learning."""
 
-    def planted(model, *how):
-        adapt(model, *how)
+    def planted(model, *arguments):
+        adapt(model, *arguments)
         return model.requires_grad_(True)
 
     return planted
@@ -53,9 +53,9 @@ def test_a_rank_that_is_ignored_or_a_base_that_learns_is_not_ten_thousand_times_
 def test_adapters_begin_as_nothing_and_are_peft_s(adapting):
     plain = adapting.llama()
     assert adapting.apart(adapting.adapt(adapting.llama(), 4), plain, ROWS) == 0
-    ours, theirs = (adapting.filled(how(adapting.llama(), 4)) for how in (adapting.adapt, adapting.with_peft))
-    assert adapting.apart(ours, theirs, ROWS) < 1e-5 < adapting.apart(ours, plain, ROWS)
-    numbers = [sum(one.numel() for one in adapting.learning(model)) for model in (ours, theirs)]
+    by_hand, by_peft = (adapting.filled(build(adapting.llama(), 4)) for build in (adapting.adapt, adapting.with_peft))
+    assert adapting.apart(by_hand, by_peft, ROWS) < 1e-5 < adapting.apart(by_hand, plain, ROWS)
+    numbers = [sum(one.numel() for one in adapting.learning(model)) for model in (by_hand, by_peft)]
     assert numbers[0] == numbers[1] > 0
 
 
@@ -84,7 +84,9 @@ def test_blocks_and_quantiles_are_what_keeps_the_error_low(lesson):
 def test_scales_that_stay_whole_or_larger_blocks_save_other_bits(lesson, block, double, expected, monkeypatch):
     functional = lesson.scope["bnb"].functional
     quantize = functional.quantize_4bit
-    monkeypatch.setattr(functional, "quantize_4bit", lambda *a, **how: quantize(*a, **how | {"blocksize": block}))
+    monkeypatch.setattr(
+        functional, "quantize_4bit", lambda *a, **options: quantize(*a, **options | {"blocksize": block})
+    )
     weight = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0))
     saved = lesson.scale_bits(weight, False) - (lesson.scale_bits(weight, True) if double else 0.5)
     if double and block == 64:

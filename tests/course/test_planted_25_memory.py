@@ -109,21 +109,21 @@ class Planted:
 
     Args:
         fault: called in the clean process, before it trains.
-        heard: what a library makes of a training's arguments.
+        change: returns what a library makes of a training's arguments.
         optimizer: as `Lab.train` takes it.
         names: of the trainings with the fault; none: all.
     """
 
-    def __init__(self, fault=None, heard=None, optimizer=None, names=()):
-        self.fault, self.heard, self.optimizer, self.names = fault, heard, optimizer, names
+    def __init__(self, fault=None, change=None, optimizer=None, names=()):
+        self.fault, self.change, self.optimizer, self.names = fault, change, optimizer, names
 
     def train(self, name, *, task, measure, **arguments):
         is_planted = not self.names or name in self.names
-        heard = self.heard(arguments) if self.heard and is_planted else arguments
+        effective = self.change(arguments) if self.change and is_planted else arguments
         optimizer = pickled(self.optimizer) if self.optimizer and is_planted else None
-        experiment = Experiment(name, task=task, arguments=Arguments.of(heard), optimizer=optimizer)
+        experiment = Experiment(name, task=task, arguments=Arguments.of(effective), optimizer=optimizer)
         fault = self.fault if is_planted else None
-        return trained(repr((experiment.task, heard)), fault, self.optimizer, Wrapped(experiment))
+        return trained(repr((experiment.task, effective)), fault, self.optimizer, Wrapped(experiment))
 
 
 class Wrapped:
@@ -194,7 +194,7 @@ def test_without_a_fault_the_verdicts_are_the_expected_ones():
         ("lora-activations", Planted(base_that_learns, names=("rank 4", "rank 32")), RANKS, HOLDS),
         ("full-16-bits", Planted(optimizer=whole_states, names=("all weights, bf16",)), (WORDS,), HOLDS),
         ("qlora-less", Planted(preparing_that_does_nothing, names=("4 bits, prepared",)), (WORDS,), HOLDS),
-        ("qlora-less", Planted(heard=without("dtype"), names=("bf16",)), (WORDS,), HOLDS),
+        ("qlora-less", Planted(change=without("dtype"), names=("bf16",)), (WORDS,), HOLDS),
         (
             "checkpointing-keeps",
             Planted(gradients_that_are_zeroed_and_kept, names=("checkpointing",)),
@@ -220,15 +220,15 @@ def test_a_comparison_of_two_things_at_once_turns_the_verdict(id, call, planted,
 
 
 @pytest.mark.parametrize(
-    ("lab", "cells", "said"),
+    ("lab", "cells", "line"),
     [
         (Planted(rank_that_is_ignored, names=("rank 32",)), RANKS, "the rank was ignored"),
-        (Planted(heard=without(*FOUR_BITS), names=("4 bits, prepared",)), (WORDS,), "a base that stayed whole"),
-        (Planted(heard=without("gradient_checkpointing")), (FULL, CHECKPOINTED), "nothing was checkpointed"),
+        (Planted(change=without(*FOUR_BITS), names=("4 bits, prepared",)), (WORDS,), "a base that stayed whole"),
+        (Planted(change=without("gradient_checkpointing")), (FULL, CHECKPOINTED), "nothing was checkpointed"),
     ],
 )
-def test_what_a_library_ignores_would_give_the_expected_verdict_and_the_lesson_stops(lab, cells, said):
+def test_what_a_library_ignores_would_give_the_expected_verdict_and_the_lesson_stops(lab, cells, line):
     with pytest.raises(AssertionError) as stopped:
         found(lab, cells)
     last = stopped.traceback[-1]
-    assert last.path == SOURCE and said in SOURCE.read_text("utf-8").splitlines()[last.lineno]
+    assert last.path == SOURCE and line in SOURCE.read_text("utf-8").splitlines()[last.lineno]

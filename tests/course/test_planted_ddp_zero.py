@@ -58,7 +58,7 @@ class TestSameGradients:
 
     def test_sums_that_are_not_divided_stop_the_lesson_though_the_losses_agree(self, lab):
         one, right = self.value(lab, 1, 0), self.value(lab, 2, 2)
-        wrong = self.value(lab, 2, 2, ("mine = mine.div_(self.ranks)", "mine = mine"))
+        wrong = self.value(lab, 2, 2, ("shard = shard.div_(self.ranks)", "shard = shard"))
         text = next(
             cell for cell in (SOURCES / "16_zero.py").read_text("utf-8").split("# %%") if "def same(run)" in cell
         )
@@ -150,10 +150,10 @@ class TestTwoHosts:
             link.join()
             torch.distributed.init_process_group("gloo")
             torch.distributed.barrier()
-            began = time.perf_counter()
+            start = time.perf_counter()
             for _ in range(messages):
                 torch.distributed.all_reduce(torch.ones(10))
-            return time.perf_counter() - began
+            return time.perf_counter() - start
 
         with slow_link.link(delay_seconds=0.05) as link:
             for messages in (1, 4):

@@ -90,8 +90,8 @@ def by_64(size, kind):
 
 @pytest.mark.parametrize(("card", "tile"), [*zip(CARDS, [*TILES, (256, 128)], strict=True)])
 def test_tiles_alone_are_not_taken_for_alignment(card, tile):
-    said = products_on(CARDS[card], tile, indifferent)
-    assert HOLDS not in (said["multiples-of-eight"], said["multiples-of-64"], said["multiple-varies"])
+    verdicts = products_on(CARDS[card], tile, indifferent)
+    assert HOLDS not in (verdicts["multiples-of-eight"], verdicts["multiples-of-64"], verdicts["multiple-varies"])
 
 
 def test_sizes_on_either_side_of_an_edge_would_have_been_taken_for_alignment():
@@ -148,7 +148,7 @@ def steps_on(one_pass, update, sizes=(1, 4, 12, 25, 51)):
 
 
 @pytest.mark.parametrize(
-    ("one_pass", "update", "said"),
+    ("one_pass", "update", "verdicts"),
     [
         (lambda size: 1 + size / 10, 0.0, (HOLDS, REFUTED, HOLDS)),  # updates are free: calls are what is shared
         (lambda size: 1 + size / 10, 0.3, (HOLDS, SMALLER, HOLDS)),  # some of it
@@ -161,8 +161,8 @@ def steps_on(one_pass, update, sizes=(1, 4, 12, 25, 51)):
         ),  # the most is at a quarter
     ],
 )
-def test_a_device_gets_the_verdicts_that_it_deserves(one_pass, update, said):
-    assert tuple(steps_on(one_pass, update).values()) == said
+def test_a_device_gets_the_verdicts_that_it_deserves(one_pass, update, verdicts):
+    assert tuple(steps_on(one_pass, update).values()) == verdicts
 
 
 def test_the_sweep_ends_at_the_largest_batch_that_fits():
@@ -191,14 +191,14 @@ def test_a_loss_on_the_floor_is_distinguished_from_one_above_it():
 
 
 @pytest.mark.parametrize(
-    ("factors", "said"),
+    ("factors", "expected"),
     [({8: (1, 2, 4), 128: (1, 4, 16)}, REFUTED), ({8: (4,), 128: (1, 4, 16)}, HOLDS)],  # planted: one rate, too high
 )
-def test_a_batch_that_is_given_one_rate_alone_may_seem_to_end_worse(factors, said):
+def test_a_batch_that_is_given_one_rate_alone_may_seem_to_end_worse(factors, expected):
     gaps = {(8, 1): 0.006, (8, 2): 0.004, (8, 4): 0.6, (128, 1): 0.6, (128, 4): 0.015, (128, 16): 0.6}
     curves = {f"{size} {rate} {seed}": ([], gap) for (size, rate), gap in gaps.items() for seed in range(3)}
     lesson = taken_from(BATCH, "gap", "ends", seeds=(0, 1, 2), factors=factors, curves=curves)
-    assert verdict("larger-batch-ends-better", lesson.ends(128, 8)) is said
+    assert verdict("larger-batch-ends-better", lesson.ends(128, 8)) is expected
 
 
 # ---- 02: a step

@@ -19,7 +19,7 @@ class Channel(AsyncZMQSocketChannel):
     get_msg = polling(AsyncZMQSocketChannel.get_msg)
 
 
-async def heard(channel_class, timeout):
+async def received(channel_class, timeout):
     """Return what a client hears of a reply that came while the client was sending, and after how many seconds."""
     session, context = Session(), zmq.asyncio.Context()
     kernel, client = zmq.Context.instance().socket(zmq.ROUTER), context.socket(zmq.DEALER)
@@ -43,14 +43,14 @@ async def heard(channel_class, timeout):
 
 
 def test_a_reply_that_came_while_sending_is_heard_a_second_later():
-    kind, seconds = asyncio.run(heard(Channel, timeout=None))
+    kind, seconds = asyncio.run(received(Channel, timeout=None))
     assert kind == "execute_reply" and seconds < 3 * POLL_SECONDS
 
 
 @pytest.mark.nightly
 def test_jupyters_own_channel_hears_it_only_when_its_time_is_over():
     """If this fails, Jupyter has fixed the fault, and `polling` can be removed."""
-    _, seconds = asyncio.run(heard(AsyncZMQSocketChannel, timeout=6.0))
+    _, seconds = asyncio.run(received(AsyncZMQSocketChannel, timeout=6.0))
     assert seconds > 3
 
 

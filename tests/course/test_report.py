@@ -24,7 +24,7 @@ def test_junit_has_a_case_for_each_lesson_and_claim(ran):
     assert counts == {"tests": len(outcome), "failures": 6, "errors": 1, "skipped": 2}
 
 
-def test_the_page_shows_each_claim_and_stands_alone(ran):
+def test_the_page_shows_each_claim_and_needs_no_other_file(ran):
     result, out = ran
     page = (out / "index.html").read_text(encoding="utf-8")
     assert f"in {result['seconds'] / 60:.1f} minutes" in page, "of all lessons together, which ran side by side"

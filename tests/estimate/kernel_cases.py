@@ -30,10 +30,10 @@ def ordered(events):
 def events(changes):
     """Turn (block, bytes, negative for a free) into bytes, and ~n for the free of the n-th block. Blocks that
     existed before are left out."""
-    numbers, found, born = {}, [], itertools.count()
+    numbers, found, counter = {}, [], itertools.count()
     for which, size in changes:
         if size > 0:
-            numbers[which] = next(born)
+            numbers[which] = next(counter)
             found.append(size)
         elif which in numbers:
             found.append(~numbers.pop(which))
@@ -61,16 +61,16 @@ def flash_backward(groups=4, size=64):
         query, key, value
     )
     rest = (query, key, value, out, logsumexp, first, second, longest, other, 0.0, False, seed, offset)
-    ours = (heads(BF16, size=size), *rest)
-    return lambda: aten._scaled_dot_product_flash_attention_backward(*ours)
+    arguments = (heads(BF16, size=size), *rest)
+    return lambda: aten._scaled_dot_product_flash_attention_backward(*arguments)
 
 
 def efficient_backward(dtype, size=64, groups=4, dropout=0.0):
     query, key, value = (heads(dtype, count, size=size) for count in (4, groups, groups))
     out, logsumexp, seed, offset = aten._scaled_dot_product_efficient_attention(query, key, value, None, True, dropout)
     gradient = heads(dtype, size=size)
-    ours = (gradient, query, key, value, None, out, logsumexp, seed, offset, dropout, [True, True, True, False])
-    return lambda: aten._scaled_dot_product_efficient_attention_backward(*ours)
+    arguments = (gradient, query, key, value, None, out, logsumexp, seed, offset, dropout, [True, True, True, False])
+    return lambda: aten._scaled_dot_product_efficient_attention_backward(*arguments)
 
 
 def zeros(*shape, dtype=F32):

@@ -158,8 +158,8 @@ def test_of_equal_blocks_each_release_takes_its_own(torch_version):
     """Three free blocks of 4 MiB: `a` in the youngest segment, which lies lowest; `b` made before both others; `c` in
     the oldest segment, split again since."""
     memory = filled("", 4, 16, 4, 16, 4, 16, rules=release(torch_version))
-    lies = {"c": address(memory, 0), "b": address(memory, 2), "a": address(memory, 4)}
-    assert lies["a"] < lies["b"] < lies["c"]
+    addresses = {"c": address(memory, 0), "b": address(memory, 2), "a": address(memory, 4)}
+    assert addresses["a"] < addresses["b"] < addresses["c"]
     memory.free(0)
     memory.free(1)
     memory.allocate("again", 4 * MIB)
@@ -167,7 +167,7 @@ def test_of_equal_blocks_each_release_takes_its_own(torch_version):
     for key in (4, 2, "again"):
         memory.free(key)
     memory.allocate("new", 4 * MIB)
-    assert address(memory, "new") == lies[TIES[torch_version]]
+    assert address(memory, "new") == addresses[TIES[torch_version]]
 
 
 def test_where_the_lowest_address_is_taken_the_same_training_reserves_more():
@@ -461,7 +461,7 @@ def test_settings_are_read_as_torch_reads_them():
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("max_split_size:128", "max_split_size_mb"),
         ("expandable_segments", "name:value"),
@@ -481,8 +481,8 @@ def test_settings_are_read_as_torch_reads_them():
         ("backend:cudaMallocAsync", "leave it out"),
     ],
 )
-def test_settings_that_torch_refuses_or_nobody_follows_are_refused_with_what_to_write(text, told):
-    with pytest.raises(ValueError, match=told):
+def test_settings_that_torch_refuses_or_nobody_follows_are_refused_with_what_to_write(text, message):
+    with pytest.raises(ValueError, match=message):
         Settings.parse(text)
 
 

@@ -45,6 +45,6 @@ def test_todays_classes_are_equal_or_have_a_reason(place, tmp_path):
     name = architectures.chosen(SLICE)[place]
     kind, _ = architectures.classes()[name]
     row = architectures.compared(Lab("cpu", out=tmp_path), name, kind, tmp_path)
-    if why := row.get("left_out"):
-        pytest.skip(why)
+    if reason := row.get("left_out"):
+        pytest.skip(reason)
     assert row.get("assumed") or name in architectures.REASONS or row.get("estimated") == row["counted"], name

@@ -30,10 +30,10 @@ def calls():
 @pytest.mark.parametrize("capability", attention_cases.CAPABILITIES, ids=str)
 @pytest.mark.parametrize("torch_version", CHOICES)
 def test_attention_takes_the_kernel_that_torch_was_seen_to_take(torch_version, capability, calls):
-    theirs = CHOICES[torch_version]["{}.{}".format(*capability)]
-    ours = selected(release(torch_version), capability, calls)
-    differ = [n for n, (our, their) in enumerate(zip(ours, theirs, strict=True)) if their not in ("-", our)]
-    assert not differ, [(calls[n], ours[n], theirs[n]) for n in differ[:3]]
+    expected = CHOICES[torch_version]["{}.{}".format(*capability)]
+    kernels = selected(release(torch_version), capability, calls)
+    differ = [n for n, (own, other) in enumerate(zip(kernels, expected, strict=True)) if other not in ("-", own)]
+    assert not differ, [(calls[n], kernels[n], expected[n]) for n in differ[:3]]
 
 
 def test_the_newest_releases_are_recorded():

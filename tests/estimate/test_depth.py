@@ -24,10 +24,10 @@ STATES = ("weights", "frozen_weights", "quantized_weights", "gradients", "optimi
 @pytest.mark.parametrize(("recipe", "device"), [*zip(RECIPES, ["cuda", "cuda", "cpu"], strict=True)])
 def test_two_shallow_models_tell_the_peak_of_a_deep_one_to_a_hundredth(recipe, device):
     arguments = {"per_device_train_batch_size": 2} | RECIPES[recipe]
-    if "peft" in arguments and (why := optional_packages.offer("peft")):
-        pytest.skip(why)
-    whose = {"device": device} | ({"compute_capability": (8, 0)} if device == "cuda" else {})
-    line, whole = depth.line(TASK, **whose, **arguments), estimate(TASK, **whose, **arguments)
+    if "peft" in arguments and (reason := optional_packages.offer("peft")):
+        pytest.skip(reason)
+    target = {"device": device} | ({"compute_capability": (8, 0)} if device == "cuda" else {})
+    line, whole = depth.line(TASK, **target, **arguments), estimate(TASK, **target, **arguments)
     alive, reserved = line.at(LAYERS)
     assert alive == pytest.approx(whole.peak_bytes, rel=0.01)
     assert alive <= reserved == pytest.approx(whole.memory.reserved_bytes or whole.peak_bytes, rel=0.15)

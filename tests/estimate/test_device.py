@@ -60,8 +60,8 @@ def test_a_tensor_counts_from_when_it_is_sent(tracker):
     with tracker, tracker.emulated():
         tracker.weights = Placement.DEVICE
         batch, number = torch.arange(16).view(4, 4), torch.tensor(2.0)
-        there = torch.zeros(8, device=torch.device("cpu"))
-        there * number
+        placed = torch.zeros(8, device=torch.device("cpu"))
+        placed * number
         assert sizes(tracker) == [32, 32, -32], "a number stays on the host, 'device=' says where a tensor is made"
         sent = batch.to(torch.device("cpu"))
         sent.to(torch.device("cpu"))

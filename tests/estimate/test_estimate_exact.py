@@ -76,8 +76,8 @@ def momentum(model, _):
     return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, nesterov=True)
 
 
-def _checkpointed(**how):
-    return {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": how}
+def _checkpointed(**options):
+    return {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": options}
 
 
 # {kind: settings that exclude one another}. A pair has one of each kind.
@@ -262,12 +262,12 @@ def both(request, configurations, tmp_path_factory):
         return run.memory, estimate(task, device="cpu", training=training, **arguments).memory
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        begun = {}
+        futures = {}
         for item in request.session.items:
             if "both" in item.fixturenames and item.module is request.module:
                 pair, training = item.callspec.params["pair"], item.function is not test_an_inference_is_exact
-                begun[_name(pair), training] = pool.submit(compare, pair, training)
-        yield lambda pair, training=True: begun[_name(pair), training].result()
+                futures[_name(pair), training] = pool.submit(compare, pair, training)
+        yield lambda pair, training=True: futures[_name(pair), training].result()
         pool.shutdown(cancel_futures=True)
 
 

@@ -219,7 +219,7 @@ def test_an_estimate_on_a_cpu_names_no_rules_of_cuda():
 
 
 @pytest.mark.nightly
-def test_an_estimate_says_for_which_torch_it_answers_and_can_be_asked_for_another(monkeypatch):
+def test_an_estimate_names_its_torch_release_and_takes_another(monkeypatch):
     monkeypatch.setattr(
         importlib.metadata,
         "version",
@@ -243,10 +243,10 @@ def test_on_a_machine_with_a_gpu_its_own_capability_counts(monkeypatch):
     gpu = hardware.Gpu(0, name="NVIDIA A100", memory_bytes=80 * 2**30, capability=(8, 0))
     monkeypatch.setattr(hardware, "describe", lambda: hardware.Machine("NVIDIA A100", "cuda", gpus=(gpu,)))
     options = {"task": TINY, "per_device_train_batch_size": 2}
-    here, there = (estimate(**options, **more) for more in ({}, {"device": "cuda", "compute_capability": (8, 0)}))
-    assert here.device == "cuda" and here.memory == there.memory
+    default, explicit = (estimate(**options, **more) for more in ({}, {"device": "cuda", "compute_capability": (8, 0)}))
+    assert default.device == "cuda" and default.memory == explicit.memory
     hopper = estimate(**options, compute_capability=(9, 0))
-    assert hopper.peak_bytes > here.peak_bytes, "its workspace is larger"
+    assert hopper.peak_bytes > default.peak_bytes, "its workspace is larger"
 
 
 def test_where_no_gpu_is_named_and_none_is_there_the_default_one_is_meant(monkeypatch):

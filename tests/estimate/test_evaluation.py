@@ -42,11 +42,11 @@ CASES = {
 }
 
 
-def compared(task, recipe, **how):
+def compared(task, recipe, **options):
     """Return the memory that was counted; it is the estimated one."""
-    run = Lab().train("evaluated", task=task, measure=("memory",), **how, **recipe)
+    run = Lab().train("evaluated", task=task, measure=("memory",), **options, **recipe)
     assert run.ok, run.message
-    estimated = estimate(task, device="cpu", **how, **recipe).memory
+    estimated = estimate(task, device="cpu", **options, **recipe).memory
     names = ("peak_bytes", "peak_phase", "peak_operation", "peak_module", "breakdown", "phases", "phase_breakdowns")
     assert {name: getattr(estimated, name) for name in names} == {name: getattr(run.memory, name) for name in names}
     return run.memory
@@ -66,8 +66,8 @@ def test_the_estimate_is_the_count(case):
 
 @pytest.mark.nightly
 def test_adapters_are_saved_and_loaded():
-    if why := optional_packages.offer("peft"):
-        pytest.skip(why)
+    if reason := optional_packages.offer("peft"):
+        pytest.skip(reason)
     memory = compared(LLAMA, EVALUATED | BEST | {"peft": {"r": 4, "target_modules": ["q_proj", "v_proj"]}})
     assert "loading" in memory.phases
 

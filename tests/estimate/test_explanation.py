@@ -28,8 +28,8 @@ def adapters(**more):
 
 @pytest.fixture(scope="module", autouse=True)
 def peft():
-    if why := optional_packages.offer("peft"):
-        pytest.skip(why)
+    if reason := optional_packages.offer("peft"):
+        pytest.skip(reason)
 
 
 @pytest.mark.nightly
@@ -149,13 +149,13 @@ def test_what_cannot_be_switched_alone_is_switched_with_the_next():
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "told"),
+    ("a", "b", "message"),
     [
         (BATCH, dict(BATCH), "give b an argument"),
         (BATCH, BATCH | {"optim": "adamv"}, "optim='adamv'"),
         (BATCH, BATCH | {"torch_compile": True}, "torch_compile"),
     ],
 )
-def test_what_cannot_be_compared_is_reported_before_anything_is_traced(a, b, told):
-    with pytest.raises(ValueError, match=told):
+def test_what_cannot_be_compared_is_reported_before_anything_is_traced(a, b, message):
+    with pytest.raises(ValueError, match=message):
         explain(LLAMA, a, b, timeout=0.01)

@@ -98,7 +98,7 @@ def test_a_training_has_no_cache(lab):
 
 
 @pytest.mark.parametrize(
-    ("task", "options", "why"),
+    ("task", "options", "reason"),
     [
         (LLAMA, {"num_beams": 3}, "num_beams needs max_new_tokens"),
         (LLAMA, {"max_new_tokens": 0}, "max_new_tokens=0"),
@@ -111,8 +111,8 @@ def test_a_training_has_no_cache(lab):
         ),
     ],
 )
-def test_what_cannot_write_is_refused(task, options, why):
-    with pytest.raises(ValueError, match=why):
+def test_what_cannot_write_is_refused(task, options, reason):
+    with pytest.raises(ValueError, match=reason):
         estimate(task, device="cpu", training=False, **options)
 
 

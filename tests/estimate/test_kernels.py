@@ -13,7 +13,7 @@ from trainmem.estimate.device import DeviceTracker, Placement
 from trainmem.measure import processes
 
 
-def asked(names, capability, torch_version=None, tell=None):
+def requests(names, capability, torch_version=None, tell=None):
     """Return {case: events} of the traced cases; call it in a fresh process."""
     found = {}
     for name in names:
@@ -33,21 +33,21 @@ CHANGED = [each for each in RELEASES if any(each in case for case in SEEN.values
 
 
 @pytest.fixture(scope="module", params=CHANGED)
-def seen_and_followed(request):
+def recorded_and_traced(request):
     """Return, by case, the recorded requests of one torch release, and those traced by its rules."""
     seen = {}
     for name, case in SEEN.items():
         for since, events in case.items():
             if is_since(since, release(request.param)):
                 seen[name] = events
-    return seen, processes.call(asked, list(seen), (8, 0), request.param, timeout=120)
+    return seen, processes.call(requests, list(seen), (8, 0), request.param, timeout=120)
 
 
 @pytest.mark.parametrize("name", SEEN)
-def test_a_kernel_asks_for_what_cuda_was_seen_to_ask_for(seen_and_followed, name):
-    seen, followed = seen_and_followed
+def test_a_kernel_asks_for_what_cuda_was_seen_to_ask_for(recorded_and_traced, name):
+    seen, traced = recorded_and_traced
     if name in seen:
-        assert followed[name] == seen[name]
+        assert traced[name] == seen[name]
     else:
         assert name in kernel_cases.SINCE_2_14
 

@@ -142,8 +142,8 @@ def test_lengths_come_from_files_columns_and_rows(tmp_path):
     rows = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3], [1]], "length": [3, 1]})
     assert checked(rows["input_ids"]) == checked(rows["length"]) == checked(np.array([3, 1])) == (3, 1)
     file.write_bytes(b"\xff\xfe\x00")
-    for wrong, why in ((file, "not text"), (tmp_path, "cannot be read"), (tmp_path / "none.txt", "cannot be read")):
-        with pytest.raises(ValueError, match=why):
+    for wrong, reason in ((file, "not text"), (tmp_path, "cannot be read"), (tmp_path / "none.txt", "cannot be read")):
+        with pytest.raises(ValueError, match=reason):
             read(wrong)
 
 

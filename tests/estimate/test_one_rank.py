@@ -59,6 +59,6 @@ def test_while_gradients_accumulate_nothing_is_sent_and_no_order_is_learnt():
     assert fourth[0] == 5 and fourth[-1] == 1600
 
 
-def test_buffers_stay_where_they_are_if_asked():
+def test_buffers_stay_where_they_are_on_request():
     _, first = processes.call(lambda tell: made(["step"], broadcast_buffers=False), timeout=120)
     assert first == []

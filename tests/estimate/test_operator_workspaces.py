@@ -92,9 +92,9 @@ def ended(monkeypatch):
 
 
 def found(*operations):
-    asked = Probe(1)
-    asked.run(operations)
-    return [asked[one] for one in operations]
+    probe = Probe(1)
+    probe.run(operations)
+    return [probe[one] for one in operations]
 
 
 def factors(one):
@@ -127,11 +127,11 @@ def test_sizes_that_lie_on_no_line_are_measured_or_assumed_and_never_negative(ma
 
 def test_what_a_product_is_assumed_to_hide_is_reported_with_its_size(machine):
     machine(lambda one: one.bytes // 2 + len(str(one.bytes)) * 1000, bytes_a_second=1e6)
-    asked, large = Probe(1), mm(8192, 4096, 8192)
-    asked.run([large])
-    (reported,) = operator_workspaces.assumptions([large], asked)
+    probe, large = Probe(1), mm(8192, 4096, 8192)
+    probe.run([large])
+    (reported,) = operator_workspaces.assumptions([large], probe)
     assert reported.startswith("aten.mm.default is assumed to allocate up to ")
-    assert f"{asked[large].bytes / 1e6:,.1f} MB" in reported
+    assert f"{probe[large].bytes / 1e6:,.1f} MB" in reported
 
 
 def test_a_product_that_hides_nothing_at_three_sizes_is_not_run_at_its_own(machine):
@@ -186,11 +186,11 @@ def test_whatever_is_measured_the_answer_is_not_negative_and_comes_after_a_few_r
 def test_all_that_is_run_at_its_own_size_together_takes_a_few_seconds(machine):
     operations = [mm(2000 + n, 2048, 2048) for n in range(400)]
     seen = machine(lambda one: hash(one.signature) % 10**6, bytes_a_second=2e8)
-    hows = [hidden.how for hidden in found(*operations)]
+    sources = [hidden.how for hidden in found(*operations)]
     whole = [one for one in seen.ran if one in operations]
-    assert 0 < len(whole) < len(operations) and set(hows) == {"measured", "assumed"}
+    assert 0 < len(whole) < len(operations) and set(sources) == {"measured", "assumed"}
     assert sum(one.bytes for one in whole) / 2e8 < 2 * operator_workspaces.OWN_SIZE_SECONDS
-    assert hows[: len(whole)] == ["measured"] * len(whole), "the first ones matter most"
+    assert sources[: len(whole)] == ["measured"] * len(whole), "the first ones matter most"
 
 
 def test_what_is_too_large_for_this_process_is_not_run(machine):
@@ -215,12 +215,12 @@ def test_strides_keep_their_order_and_what_is_broadcast_stays_so():
     assert cut.leaves[0] == Spec((8, 16, 32), (0, 1, 16), F32) and cut.leaves[1] == one.leaves[1]
 
 
-def test_an_operation_that_needs_its_data_is_unknown_and_told():
+def test_an_operation_that_needs_its_data_is_unknown_and_reported():
     gone = operation("aten.embedding.default", dense(4, 4), "no tensor")
-    asked = Probe(1)
-    asked.run([gone])
-    assert asked[gone] == Hidden(None, "unknown")
-    (reported,) = operator_workspaces.assumptions([gone], asked)
+    probe = Probe(1)
+    probe.run([gone])
+    assert probe[gone] == Hidden(None, "unknown")
+    (reported,) = operator_workspaces.assumptions([gone], probe)
     assert "aten.embedding.default" in reported and "0 bytes" in reported
 
 
@@ -251,8 +251,8 @@ def test_heads_that_are_shared_may_be_cut_to_what_no_kernel_takes():
 def test_what_is_known_for_some_threads_is_not_taken_for_others(machine):
     machine(lambda _: 100)
     one, four = Probe(1), Probe(1).under(4)
-    for asked in (one, four):
-        asked.run([mm(8, 8, 8)])
+    for probe in (one, four):
+        probe.run([mm(8, 8, 8)])
     assert (one[mm(8, 8, 8)].bytes, four[mm(8, 8, 8)].bytes) == (100, 400)
 
 
@@ -261,8 +261,8 @@ def test_on_this_machine_the_estimate_is_what_the_allocator_did():
     operations = [
         build(rows, 128, 256, dtype) for build in (mm, addmm) for rows in (1, 64, 300) for dtype in (F32, BF16)
     ]
-    asked = Probe(1)
-    asked.run(operations)
+    probe = Probe(1)
+    probe.run(operations)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -272,6 +272,6 @@ def test_on_this_machine_the_estimate_is_what_the_allocator_did():
                 result = one.function(*tensors)
             sizes = [e.nbytes() for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
             totals = [sum(sizes[: n + 1]) for n in range(len(sizes))]
-            assert asked[one] == Hidden(max(totals) - result.nbytes, "measured")
+            assert probe[one] == Hidden(max(totals) - result.nbytes, "measured")
     finally:
         torch.set_num_threads(threads)

@@ -40,7 +40,7 @@ def exported(tmp_path_factory):
     return estimate(TASK, snapshot=file, **options), file, pickle.loads(file.read_bytes())
 
 
-def births_and_deaths(trace):
+def allocations_and_frees(trace):
     """Return (address, requested bytes, +1 or -1) of each event of a trace."""
     signs = {"alloc": 1, "free_completed": -1}
     return [(entry["addr"], entry["size"], signs[entry["action"]]) for entry in trace if entry["action"] in signs]
@@ -69,7 +69,7 @@ def test_the_segments_are_what_is_reserved_and_hold_the_blocks_that_live(exporte
     assert sum(segment["total_size"] for segment in segments) == found.memory.reserved_bytes
     assert sum(entry["size"] for entry in trace if entry["action"] == "segment_alloc") == found.memory.reserved_bytes
     live = collections.Counter()
-    for address, size, sign in births_and_deaths(trace):
+    for address, size, sign in allocations_and_frees(trace):
         live[address, size] += sign
     blocks = [block for segment in segments for block in segment["blocks"] if block["state"] == "active_allocated"]
     assert +live == collections.Counter((block["address"], block["requested_size"]) for block in blocks)

@@ -172,8 +172,8 @@ def test_a_result_from_the_cache_is_the_one_that_torch_gives(work):
         caches.append(tracker.cache)
     assert seen[0] == seen[1]
     assert caches[1].known and caches[2].known == caches[1].known
-    asked_again = requested.count(2), NOT_KEPT.get(work, 0)
-    assert requested.count(1) and asked_again[0] == asked_again[1], "a known result is not requested again"
+    repeated = requested.count(2), NOT_KEPT.get(work, 0)
+    assert requested.count(1) and repeated[0] == repeated[1], "a known result is not requested again"
 
 
 def test_views_of_what_was_never_traced_and_shared_results_are_not_kept():

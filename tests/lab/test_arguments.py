@@ -36,9 +36,9 @@ def test_what_is_read_from_the_library_s_source_is_what_the_library_has():
             kind = getattr(action.type, "__name__", action.type)
             yield action.dest, [*action.option_strings], action.nargs, action.const, kind, list(action.choices or [])
 
-    theirs, ours = (list(actions(fields)) for fields in (TrainingArguments, arguments._read()))
-    different = {their[0] for their, our in zip(theirs, ours, strict=True) if their != our}
-    assert different == {"log_level", "log_level_replica", "parallelism_config"} and len(theirs) > 100
+    expected, built = (list(actions(fields)) for fields in (TrainingArguments, arguments._read()))
+    different = {one[0] for one, other in zip(expected, built, strict=True) if one != other}
+    assert different == {"log_level", "log_level_replica", "parallelism_config"} and len(expected) > 100
     assert {*arguments._kernels()} == {"eager", *(name for name in ALL_ATTENTION_FUNCTIONS if "|" not in name)}
     for optimizer in OptimizerNames:
         Arguments.of({"optim": optimizer}), Arguments.of({"optim": optimizer.value})

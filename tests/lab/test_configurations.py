@@ -218,9 +218,9 @@ def quantized_folder(tmp_path_factory):
     whole = saved(tmp_path_factory.mktemp("whole"), "bfloat16")
 
     def of(bits):
-        how = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
-        how |= {"bnb_4bit_use_double_quant": True}
-        config = BitsAndBytesConfig(**(how if bits == 4 else {"load_in_8bit": True}))
+        quantization = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
+        quantization |= {"bnb_4bit_use_double_quant": True}
+        config = BitsAndBytesConfig(**(quantization if bits == 4 else {"load_in_8bit": True}))
         folder = tmp_path_factory.mktemp(f"in {bits} bits")
         AutoModelForCausalLM.from_pretrained(whole, quantization_config=config).save_pretrained(folder)
         return folder
@@ -346,11 +346,11 @@ def test_a_training_in_bf16_weights_takes_half_the_bytes(tmp_path, lab):
 
 
 @pytest.mark.daily(1)
-@pytest.mark.parametrize(("dtype", "why"), [("bfloat16", "bfloat16"), ("float16", "FP16")])
-def test_fp16_on_weights_of_16_bits_is_reported_as_the_training_s_failure(tmp_path, dtype, why):
+@pytest.mark.parametrize(("dtype", "reason"), [("bfloat16", "bfloat16"), ("float16", "FP16")])
+def test_fp16_on_weights_of_16_bits_is_reported_as_the_training_s_failure(tmp_path, dtype, reason):
     """As a rehearsal on torch's CUDA build fails, in 2.13 to 2.15; on a CPU the Trainer ignores fp16."""
     task = Task(str(saved(tmp_path, dtype)), seq_len=16)
-    with pytest.raises(ValueError, match=rf"{why}.*dtype='float32'"):
+    with pytest.raises(ValueError, match=rf"{reason}.*dtype='float32'"):
         estimate(task, **T4, fp16=True)
     assert estimate(task, **T4, fp16=True, dtype="float32").peak_bytes
     with pytest.warns(UserWarning, match="ignores fp16"):

@@ -30,12 +30,14 @@ def build(monkeypatch, tmp_path):
     import transformers
     from transformers import trainer_optimizer
 
-    got = []
+    received = []
 
     class Recorded(torch.optim.SGD):
         def __init__(self, params, **settings):
             groups = [each for each in (params if isinstance(params, list) else [{}])]
-            got.extend(settings | {name: value for name, value in each.items() if name != "params"} for each in groups)
+            received.extend(
+                settings | {name: value for name, value in each.items() if name != "params"} for each in groups
+            )
             super().__init__([torch.nn.Parameter(torch.ones(1))], lr=0.1)
 
     for module, names in CLASSES.items():
@@ -44,11 +46,11 @@ def build(monkeypatch, tmp_path):
         monkeypatch.setattr(trainer_optimizer, f"is_{name}_available", lambda: True)
 
     def built(optim, **more):
-        got.clear()
+        received.clear()
         targets = {"optim_target_modules": ["query"]} if optim.startswith(("galore", "apollo")) else {}
         args = transformers.TrainingArguments(str(tmp_path), optim=optim, use_cpu=True, **targets, **SETTINGS, **more)
         transformers.Trainer(model=Task("bert-tiny").build_model(), args=args).create_optimizer()
-        return [*got]
+        return [*received]
 
     return built
 

@@ -227,8 +227,8 @@ def test_a_fresh_process_has_a_folder_that_ends_with_it_and_no_other_process_has
 
         return [forked.own_folder(), os.path.isdir(forked.own_folder())]
 
-    folder, was_there = lab.run(look, measure=("none",)).value
-    assert was_there and not os.path.exists(folder) and forked.own_folder() is None
+    folder, existed = lab.run(look, measure=("none",)).value
+    assert existed and not os.path.exists(folder) and forked.own_folder() is None
 
 
 def test_a_process_of_a_replaced_server_goes_on_and_its_end_is_known(lab, monkeypatch):

@@ -55,7 +55,7 @@ def test_each_is_called_once_a_turn_and_once_to_warm_up(clock, count):
     assert len(turns) == 7 and all(sorted(turn) == [*range(count)] for turn in turns)
 
 
-def test_at_the_smallest_sizes_one_turn_stands_for_all(clock, monkeypatch):
+def test_at_the_smallest_sizes_one_turn_is_enough(clock, monkeypatch):
     monkeypatch.setenv(quiet.UNTIMED, "1")
     called = []
     (taken,) = interleaving.in_turns([lambda: called.append(1)], turns=5)
@@ -284,10 +284,10 @@ def test_what_does_not_fit_beside_the_other_has_a_process_for_each_turn(tmp_path
             import os
             import pathlib
 
-            (mine := pathlib.Path(tmp_path, f"{name}-{os.getpid()}")).touch()
+            (own := pathlib.Path(tmp_path, f"{name}-{os.getpid()}")).touch()
             others = {int(path.name.split("-")[1]) for path in pathlib.Path(tmp_path).iterdir()} - {os.getpid()}
             if not together and any(pathlib.Path(f"/proc/{other}").exists() for other in others):
-                mine.unlink()
+                own.unlink()
                 raise MemoryError("two are too many")
 
         return step

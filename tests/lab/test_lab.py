@@ -16,7 +16,7 @@ from trainmem.records import Memory, Ratio, Store
 from trainmem.unknown import Unknown
 
 
-def test_what_is_foreseen_is_the_answer_and_no_answer_is_one_line(lab, capsys):
+def test_foresee_returns_the_answer_and_reports_a_missing_one_in_one_line(lab, capsys):
     assert lab.foresee(lambda a, b: a + b, 1, b=2) == 3 and capsys.readouterr().out == ""
 
     def refused():
@@ -40,16 +40,16 @@ def test_what_takes_too_long_to_foresee_is_given_up(lab, capsys):
 
 def test_a_lab_that_has_waited_in_vain_for_long_waits_no_more(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("perf_helpers.lab.lab.PATIENCE_SECONDS", 1)
-    impatient, asked = Lab("cpu", out=tmp_path), []
+    impatient, calls = Lab("cpu", out=tmp_path), []
 
     def slow():
-        asked.append(1)
+        calls.append(1)
         impatient.run(lambda _: __import__("time").sleep(600), task=TINY, measure=("none",))
         raise ValueError("no answer")
 
     assert [impatient.foresee(slow) for _ in range(3)] == [None] * 3
     lines = capsys.readouterr().out.splitlines()
-    assert len(asked) == 1 and lines[0] == "no estimate: no answer"
+    assert len(calls) == 1 and lines[0] == "no estimate: no answer"
     assert len(lines) == 3 and all(line.startswith("no estimate: skipped") for line in lines[1:])
 
 
@@ -174,8 +174,8 @@ def test_a_comparison_whose_turns_fail_is_unknown_and_says_why(lab, monkeypatch,
         "speed not measured: 'alone and alone in turns' timed out: no result within 1 s."
     )
     assert comparison.memory_ratio == 1 and "in turns' timed out: no result within 1 s" in capsys.readouterr().err
-    nobody = lab.run(lambda task: 1, "nobody asked", measure=("none",))
-    assert lab.compare(nobody, nobody).memory_ratio.why.endswith("measure=")
+    unmeasured = lab.run(lambda task: 1, "nobody asked", measure=("none",))
+    assert lab.compare(unmeasured, unmeasured).memory_ratio.why.endswith("measure=")
 
 
 @pytest.fixture
@@ -185,30 +185,30 @@ def with_gpus(tmp_path):
     def make(count=1):
         lab = Lab("cpu", out=tmp_path)
         gpus = tuple(Gpu(n, memory_bytes=80 * 2**30) for n in range(count))
-        lab.machine, asked = Machine("rehearsed", "cuda", gpus=gpus), []
+        lab.machine, requests = Machine("rehearsed", "cuda", gpus=gpus), []
 
         def perform(function, *arguments):
-            asked.append((function.__name__, *arguments))
+            requests.append((function.__name__, *arguments))
             if function.__name__ in ("alternate", "side_by_side"):
                 experiments, turns, *_ = arguments
                 return Outcome(value=[[[(1.0, 1.0)] * turns] * len(experiments)])
             return Outcome(memory=Memory(1, "allocated", breakdown={}, phases={}))
 
         lab._perform = perform
-        return lab, asked
+        return lab, requests
 
     return make
 
 
-def turns_taken(lab, asked, *runs):
+def turns_taken(lab, requests, *runs):
     """(how they took turns, threads of each) of each group of runs of a comparison."""
-    asked.clear()
+    requests.clear()
     lab.compare(*runs, turns=3)
-    return [(name, *(each.threads for each in experiments)) for name, experiments, *_ in asked]
+    return [(name, *(each.threads for each in experiments)) for name, experiments, *_ in requests]
 
 
 def test_the_noise_floor_and_the_threads_follow_where_a_run_ran_and_not_what_the_machine_has(with_gpus):
-    lab, asked = with_gpus(count=2)
+    lab, requests = with_gpus(count=2)
     on_gpu, on_cpu = (lab.train(str(cpu), task=TINY, use_cpu=cpu) for cpu in (False, True))
     two, three = (lab.run(lambda task: 1, f"{n} ranks", processes=n) for n in (2, 3))
     assert [lab.noise_floor(run) for run in (on_gpu, two, on_cpu, three)] == [1.02, 1.02, 1.3, 1.3]
@@ -217,10 +217,10 @@ def test_the_noise_floor_and_the_threads_follow_where_a_run_ran_and_not_what_the
     assert lab.compare(on_cpu, on_cpu).speed_ratio.high == 1.05 and lab.compare(on_gpu, on_gpu).speed_ratio.high == 1.02
     assert lab.compare(on_cpu, three).speed_ratio.high == 1.3
     inside_one = ("side_by_side", 1, 1, 1)
-    assert turns_taken(lab, asked, on_cpu, on_cpu) == [inside_one]
-    assert turns_taken(lab, asked, on_gpu, three) == [("alternate", 1, 1)]
-    assert turns_taken(lab, asked, on_gpu, two) == [("alternate", None, None)]
-    several = turns_taken(lab, asked, on_cpu, on_cpu, three, on_gpu, two)
+    assert turns_taken(lab, requests, on_cpu, on_cpu) == [inside_one]
+    assert turns_taken(lab, requests, on_gpu, three) == [("alternate", 1, 1)]
+    assert turns_taken(lab, requests, on_gpu, two) == [("alternate", None, None)]
+    several = turns_taken(lab, requests, on_cpu, on_cpu, three, on_gpu, two)
     assert several == [("side_by_side", 1, 1, 1, 1), ("alternate", 1, 1), ("alternate", 1, 1)]
 
 
@@ -286,16 +286,16 @@ def test_an_executor_can_take_the_place_of_this_machine(tmp_path):
 
 
 def test_a_function_may_say_that_it_uses_the_cpu(lab, monkeypatch):
-    asked = []
+    values = []
 
     def performed(experiment, measure, *_):
-        asked.append(experiment.arguments.get("use_cpu"))
+        values.append(experiment.arguments.get("use_cpu"))
         return Outcome()
 
     monkeypatch.setattr(processes, "execute", performed)
     for use_cpu in (False, True):
         lab.run(lambda _: 1, measure=("none",), use_cpu=use_cpu)
-    assert asked == [None, True]
+    assert values == [None, True]
 
 
 def test_a_function_that_cannot_travel_says_what_to_do(lab):

@@ -165,7 +165,7 @@ def test_a_function_of_the_users_is_counted_to_the_byte(lab):
     assert run.peak_bytes == lab.run(count, task=TINY, measure=("none",)).value
 
 
-def test_memory_that_no_operation_made_is_counted_and_stands_inside_operations(lab):
+def test_memory_that_no_operation_made_is_counted_inside_operations(lab):
     """Autograd works in place only without a tracker: the total is that of a pass without one."""
 
     def train(held):

@@ -110,9 +110,9 @@ import sys, time
 from trainmem.measure import quiet
 for need in map(quiet.Need, (0, 2, 0, 2, 1)):
     with quiet.experiment(need):
-        began = time.monotonic()
+        start = time.monotonic()
         time.sleep(0.2)
-        print(int(need), began, time.monotonic(), flush=True)
+        print(int(need), start, time.monotonic(), flush=True)
 """
 
 
@@ -132,7 +132,7 @@ def test_between_processes_nothing_runs_beside_what_is_timed():
         def ended(name, lesson):
             lines = lesson.communicate()[0].decode().split("\n")[:-1]
             lock.leave(name)
-            return [(name, int(need), float(began), float(end)) for need, began, end in map(str.split, lines)]
+            return [(name, int(need), float(start), float(end)) for need, start, end in map(str.split, lines)]
 
         answers = {}
         threads = [
@@ -145,8 +145,8 @@ def test_between_processes_nothing_runs_beside_what_is_timed():
             thread.join()
     rows = [row for each in answers.values() for row in each]
     assert len(rows) == 15
-    for name, need, began, end in rows:
-        beside = [row for row in rows if row[0] != name and row[2] < end and row[3] > began]
+    for name, need, start, end in rows:
+        beside = [row for row in rows if row[0] != name and row[2] < end and row[3] > start]
         assert not (need == MACHINE and beside), f"{name} was alone, beside {beside}"
 
 
@@ -189,7 +189,7 @@ def test_what_takes_turns_has_a_quiet_machine_and_may_read_clocks(lab):
 
 
 ON_TWO = "(__import__('torch').set_num_threads(2), in_turns([int], 2))"
-ASKED = {  # what a lesson asks of the lock, in order
+LOCK_CALLS = {  # what a lesson asks of the lock, in order
     "lab.run(lambda task: 1, measure='value')": [SHARE],
     "lab.run(lambda task: 1, measure='none')": [MACHINE, SHARE],
     "lab.run(lambda task: len(in_turns([int], 2)), measure='value')": [SHARE, CORE, SHARE],
@@ -208,7 +208,7 @@ ASKED = {  # what a lesson asks of the lock, in order
 @pytest.mark.parametrize("variables", [{}, {quiet.UNTIMED: "1"}], ids=["timed", "smallest sizes"])
 def test_only_what_is_timed_has_the_machine_for_itself(variables):
     code = "from perf_helpers import Lab; from trainmem.measure.interleaving import in_turns; lab = Lab('tiny')\n"
-    code += "\n".join(f"{line}; print('next', flush=True); input()" for line in ASKED)
+    code += "\n".join(f"{line}; print('next', flush=True); input()" for line in LOCK_CALLS)
     requested = []
 
     class Lock(quiet.QuietLock):
@@ -221,7 +221,7 @@ def test_only_what_is_timed_has_the_machine_for_itself(variables):
         environment = os.environ | quiet.entry("a", 1, address) | variables
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         with subprocess.Popen([sys.executable, "-c", code], env=environment, **pipes) as lesson:
-            for _ in ASKED:
+            for _ in LOCK_CALLS:
                 assert lesson.stdout.readline() == "next\n"
                 found.append([*requested])
                 requested.clear()
@@ -229,7 +229,7 @@ def test_only_what_is_timed_has_the_machine_for_itself(variables):
     if variables:
         assert found and {*itertools.chain(*found)} == {SHARE}, "no time means anything, so nobody waits"
     else:
-        assert dict(zip(ASKED, found, strict=True)) == ASKED
+        assert dict(zip(LOCK_CALLS, found, strict=True)) == LOCK_CALLS
 
 
 def test_libraries_may_read_clocks(lab):

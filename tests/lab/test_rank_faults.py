@@ -159,7 +159,7 @@ def test_ranks_whose_tensors_differ_in_size_are_reported(provoke):
 
 
 @pytest.mark.nightly
-def test_what_gloo_does_not_notice_torch_tells_if_it_is_asked_to(provoke, monkeypatch):
+def test_torch_reports_on_request_what_gloo_does_not_notice(provoke, monkeypatch):
     """One size and two dtypes: without the check both ranks continue, one of them with other numbers."""
 
     def disagree(rank):
@@ -202,12 +202,12 @@ def test_a_port_of_ones_own_that_is_taken_is_reported(provoke):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
 
-        def meet_there(rank):
+        def open_store(rank):
             import torch
 
             torch.distributed.TCPStore("127.0.0.1", port, is_master=True)
 
-        run = provoke(on_rank_1(lambda: meet_there(1)))
+        run = provoke(on_rank_1(lambda: open_store(1)))
     assert run.status == "crashed" and str(port) in run.message and "EADDRINUSE" in run.message, run
 
 
@@ -267,11 +267,11 @@ def test_a_rank_waits_a_minute_for_others_to_connect_and_longer_for_what_they_se
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         patience = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout.total_seconds()
         dist.destroy_process_group()
-        began = time.monotonic()
+        start = time.monotonic()
         try:
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=2)
         except RuntimeError as error:
-            return [patience, worker._NEVER_MET in str(error), time.monotonic() - began < 20]
+            return [patience, worker._NEVER_MET in str(error), time.monotonic() - start < 20]
 
     run = lab.run(alone, measure=("none",), timeout=60)
     assert run.value == [1800, True, True], run.message

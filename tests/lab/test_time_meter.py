@@ -20,11 +20,11 @@ def test_an_experiment_without_steps_has_no_time(lab):
     assert run.ok and run.timing is None and run.samples_per_second is None
 
 
-@pytest.mark.parametrize(("kind", "how"), [("Adafactor", {}), ("AdamW", {}), ("AdamW", {"fused": True})])
-def test_a_step_that_the_scaler_skips_is_a_step(kind, how):
+@pytest.mark.parametrize(("kind", "options"), [("Adafactor", {}), ("AdamW", {}), ("AdamW", {"fused": True})])
+def test_a_step_that_the_scaler_skips_is_a_step(kind, options):
     """As an H100 showed: there all recipes of fp16 with Adafactor and 8-bit Adam ended before their turns were over."""
     weight = torch.nn.Parameter(torch.ones(4))
-    optimizer = getattr(torch.optim, kind)([weight], lr=0.1, **how)
+    optimizer = getattr(torch.optim, kind)([weight], lr=0.1, **options)
     scaler, seen = torch.amp.GradScaler("cpu", init_scale=2.0**127), []
     plain = torch.amp.GradScaler.step
     with TimeMeter(1, seen.append) as meter:

@@ -12,7 +12,7 @@ from machines import TINY
 from trainmem.core.task import Task
 
 
-def ending(how):
+def ending(end):
     """A function whose rank 1 ends in some way while rank 0 waits for it."""
 
     def wait(task):
@@ -20,7 +20,7 @@ def ending(how):
 
         torch.distributed.init_process_group("gloo")
         if torch.distributed.get_rank() == 1:
-            how()
+            end()
         torch.distributed.barrier()
 
     return wait
@@ -28,7 +28,7 @@ def ending(how):
 
 @pytest.mark.daily(2)
 @pytest.mark.parametrize(
-    "how, status, message",
+    "end, status, message",
     [
         (lambda: os._exit(9), "crashed", "rank 1: the process ended with exit code 9"),
         (lambda: os.kill(os.getpid(), signal.SIGKILL), "killed", "rank 1: the process was killed by SIGKILL"),
@@ -37,8 +37,8 @@ def ending(how):
     ],
     ids=["exit", "signal", "exception", "out of memory"],
 )
-def test_the_rank_at_fault_is_named_and_not_the_one_that_noticed(lab, how, status, message):
-    run = lab.run(ending(how), measure=("none",), processes=2)
+def test_the_rank_at_fault_is_named_and_not_the_one_that_noticed(lab, end, status, message):
+    run = lab.run(ending(end), measure=("none",), processes=2)
     assert run.status == status and run.message.startswith(message)
 
 

@@ -122,7 +122,7 @@ OPTIONS = {
 
 @pytest.mark.nightly
 def test_options_of_other_releases_are_refused_where_this_torch_refuses_them(measure):
-    def ours(text):
+    def is_parsed(text):
         try:
             return bool(Settings.parse(text, hardware.versions()["torch"]))
         except ValueError:
@@ -131,7 +131,7 @@ def test_options_of_other_releases_are_refused_where_this_torch_refuses_them(mea
     texts = [f"{name}:{value}" for name, value in OPTIONS.items()]
     with Rehearsal(measure.ROOM) as stage:
         torch_says = stage.submit(lambda: {text: accepted(text) for text in texts}).result()
-    assert {text: ours(text) for text in texts} == torch_says
+    assert {text: is_parsed(text) for text in texts} == torch_says
 
 
 def test_every_option_that_this_torch_names_is_known():
@@ -144,7 +144,7 @@ def test_every_option_that_this_torch_names_is_known():
     assert found & known and {name for name in found - known if name.endswith(("_mb", "reserve", "class"))} == set()
 
 
-SAID = {
+ACCEPTED = {
     "max_split_size_mb:20": True,
     "max_split_size_mb:19": False,
     "large_segment_size_mb:32,max_split_size_mb:20": False,
@@ -175,19 +175,19 @@ def accepted(text):
 
 @pytest.mark.nightly
 def test_settings_are_refused_where_torch_refuses_them(measure):
-    def ours(text):
+    def is_parsed(text):
         try:
             return bool(Settings.parse(text))
         except ValueError:
             return False
 
     with Rehearsal(measure.ROOM) as stage:
-        torch_says = stage.submit(lambda: {text: accepted(text) for text in SAID}).result()
-    assert torch_says == SAID
-    assert {text: ours(text) for text in SAID} == SAID
+        torch_says = stage.submit(lambda: {text: accepted(text) for text in ACCEPTED}).result()
+    assert torch_says == ACCEPTED
+    assert {text: is_parsed(text) for text in ACCEPTED} == ACCEPTED
 
 
-def test_a_record_stands_with_the_versions_that_rehearsed(measure):
+def test_a_record_names_the_versions_that_rehearsed(measure):
     versions = sys.modules["runner"].stamp(rehearsed=True)["versions"]
     with Rehearsal(measure.ROOM) as stage:
         assert versions == stage.submit(hardware.versions).result() and versions["torch"]

@@ -48,11 +48,11 @@ def test_attention_takes_the_kernel_that_torch_takes(capability):
     from test_attention import selected
 
     seed, rules = 1, release()  # other calls than those of the record
-    ours = selected(rules, capability, attention_cases.calls(400, seed))
-    theirs = letters(capability, 400, seed)
-    differ = [n for n, (our, their) in enumerate(zip(ours, theirs, strict=True)) if their not in ("-", our)]
-    assert not differ, [(attention_cases.calls(400, seed)[n], ours[n], theirs[n]) for n in differ[:3]]
-    assert len({*theirs}) > 2, "no kernel but plain attention was selected"
+    kernels = selected(rules, capability, attention_cases.calls(400, seed))
+    expected = letters(capability, 400, seed)
+    differ = [n for n, (own, other) in enumerate(zip(kernels, expected, strict=True)) if other not in ("-", own)]
+    assert not differ, [(attention_cases.calls(400, seed)[n], kernels[n], expected[n]) for n in differ[:3]]
+    assert len({*expected}) > 2, "no kernel but plain attention was selected"
 
 
 if __name__ == "__main__":  # writes what the installed release chooses

@@ -157,7 +157,7 @@ def test_what_was_free_is_given_back_where_the_training_says_so():
             answer.append(estimate(task, card="t4", per_device_train_batch_size=2, **way).memory)
         found.append(lab.run(loop_that_empties, task=task, measure="memory").memory)
         answer.append(estimate(task, card="t4", function=loop_that_empties).memory)
-    answer, found = ([(each.peak_bytes, each.reserved_bytes) for each in those] for those in (answer, found))
+    answer, found = ([(each.peak_bytes, each.reserved_bytes) for each in memories] for memories in (answer, found))
     assert answer == found and answer[0] != answer[1], "the option tells, and the estimate knows it"
 
 
@@ -225,6 +225,6 @@ def test_an_evaluation_takes_what_torchs_allocator_says(capability):
         for task, options in itertools.product(tasks, EVALUATIONS):
             recipe = EVALUATED | options
             found = lab.train(f"{task.model}, {options}", task=task, measure=("memory",), **recipe).memory
-            said = estimate(task, device="cuda", compute_capability=capability, **recipe).memory
-            said, found = ((each.peak_bytes, each.reserved_bytes, each.phases) for each in (said, found))
-            assert said == found and "evaluation" in found[2], (task.model, options)
+            estimated = estimate(task, device="cuda", compute_capability=capability, **recipe).memory
+            estimated, found = ((each.peak_bytes, each.reserved_bytes, each.phases) for each in (estimated, found))
+            assert estimated == found and "evaluation" in found[2], (task.model, options)

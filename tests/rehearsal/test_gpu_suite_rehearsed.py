@@ -14,7 +14,7 @@ if build.problem() or build.interpreter() is None:
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import gpu_page
 import measure_gpu
-from gpu_rows import Kept
+from gpu_rows import StoredRow
 
 import build as build_page
 
@@ -31,7 +31,7 @@ def report(tmp_path_factory):
 
 @pytest.mark.nightly
 def test_a_rehearsed_suite_has_bytes_and_no_times(report):
-    data = gpu_page.content(Store(report, Kept).read())
+    data = gpu_page.content(Store(report, StoredRow).read())
     assert data["machine"]["rehearsed"] and data["machine"]["name"] == "rehearsed A100 80 GiB"
     rows = {(row["part"], row["name"]): row for row in data["rows"]}
     for (part, name), row in rows.items():
@@ -47,7 +47,7 @@ def test_a_rehearsed_suite_has_bytes_and_no_times(report):
 
 @pytest.mark.nightly
 def test_its_claims_are_decided_by_memory_alone(report):
-    data = gpu_page.content(Store(report, Kept).read())
+    data = gpu_page.content(Store(report, StoredRow).read())
     claims = {claim["id"]: claim for claim in data["claims"]}
     peaks = {row["name"]: row["runs"][0]["memory"]["peak_bytes"] for row in data["rows"] if row["runs"]}
     share = peaks["Adafactor"] / peaks["vanilla"]
@@ -57,7 +57,7 @@ def test_its_claims_are_decided_by_memory_alone(report):
 
 @pytest.mark.nightly
 def test_the_estimate_is_what_torchs_allocator_says(report):
-    rows = build_page.held_against({"suite": build_page.of_suite(gpu_page.content(Store(report, Kept).read()))})
+    rows = build_page.held_against({"suite": build_page.of_suite(gpu_page.content(Store(report, StoredRow).read()))})
     assert rows
     for row in rows:
         answer, counted = row["peak_bytes"]

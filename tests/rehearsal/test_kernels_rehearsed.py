@@ -23,7 +23,7 @@ import test_kernels  # noqa: E402
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
-def asked_of_torch(names):
+def torch_requests(names):
     """A function for a clean process of a rehearsal: what each case asks torch's allocator for, {name: events}."""
 
     def work(_):
@@ -66,10 +66,10 @@ def names_of(capability, cases=(*kernel_cases.RUNS, *kernel_cases.DRAWN)):
 def test_kernels_ask_for_what_the_rules_say(capability):
     names = names_of(capability)
     with Rehearsal(card(None, capability, "40GB")) as stage:
-        run = Lab("gpu", executor=stage).run(asked_of_torch(names), measure="none")
+        run = Lab("gpu", executor=stage).run(torch_requests(names), measure="none")
     assert run.ok, run.message
-    ours = processes.call(test_kernels.asked, names, capability, timeout=120)
-    assert ours == run.value
+    modelled = processes.call(test_kernels.requests, names, capability, timeout=120)
+    assert modelled == run.value
 
 
 def of_all_kinds(_):
@@ -97,7 +97,7 @@ def test_kernels_of_all_kinds_are_answered(capability):
 if __name__ == "__main__":  # adds to `tests/estimate/kernels.json` what the installed release changed
     with Rehearsal(card(None, (8, 0), "40GB")) as stage:
         names = names_of((8, 0), kernel_cases.RUNS)
-        seen = Lab("gpu", executor=stage).run(asked_of_torch(names), measure="none").value
+        seen = Lab("gpu", executor=stage).run(torch_requests(names), measure="none").value
     record, newest = Path(ESTIMATE, "kernels.json"), release().torch
     known = json.loads(record.read_text(encoding="utf-8"))
     for name, events in seen.items():

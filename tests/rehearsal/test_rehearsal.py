@@ -83,7 +83,7 @@ def pretended(monkeypatch, tmp_path, version, names=()):
 
 
 @pytest.mark.parametrize(
-    ("version", "names", "told"),
+    ("version", "names", "expected"),
     [
         ("2.15.0+cu130", (), []),
         ("2.99.0a0+git", (), ["torch 2.99.0a0+git is untested", releases.NEWEST_TORCH]),
@@ -91,10 +91,10 @@ def pretended(monkeypatch, tmp_path, version, names=()):
         ("2.99.0", ("ncclAllGatherV",), ["torch 2.99.0 is untested", "ncclAllGatherV"]),
     ],
 )
-def test_a_rehearsal_says_whether_its_stub_matches_the_torch(monkeypatch, tmp_path, version, names, told):
+def test_a_rehearsal_says_whether_its_stub_matches_the_torch(monkeypatch, tmp_path, version, names, expected):
     pretended(monkeypatch, tmp_path, version, names)
     found = build.doubts(tmp_path, tmp_path)
-    assert bool(found) == bool(told) and all(words in found for words in told)
+    assert bool(found) == bool(expected) and all(words in found for words in expected)
 
 
 def test_a_rehearsal_by_an_untested_torch_warns_once(monkeypatch, tmp_path):

@@ -69,16 +69,16 @@ from pathlib import Path
 sys.path[:] = {path!r}
 from trainmem.rehearsal import rehearse
 from test_rehearsal_faults import hang_in
-rehearse(hang_in(Path({told!r})), on="t4")
+rehearse(hang_in(Path({ready!r})), on="t4")
 """
 
 
 @pytest.mark.nightly
 def test_of_a_rehearsal_whose_caller_is_killed_nothing_survives(temporary, tmp_path):
-    told = tmp_path / "told"
-    caller = subprocess.Popen([sys.executable, "-c", CALLER.format(path=sys.path, told=str(told))])
-    assert wait_for(lambda: told.exists() or caller.poll() is not None) and caller.poll() is None
-    pids = [*map(int, told.read_text().split())]
+    ready = tmp_path / "ready"
+    caller = subprocess.Popen([sys.executable, "-c", CALLER.format(path=sys.path, ready=str(ready))])
+    assert wait_for(lambda: ready.exists() or caller.poll() is not None) and caller.poll() is None
+    pids = [*map(int, ready.read_text().split())]
     caller.kill()
     caller.wait()
     assert len(pids) == 3 and wait_for(lambda: not any(map(psutil.pid_exists, pids)))

@@ -225,7 +225,7 @@ def test_what_is_whole_or_boolean_is_computed(here):
     assert here(integers) == expected
 
 
-def asked_by_a_question():
+def membership():
     import torch
 
     numbers = torch.arange(4, device="cuda")
@@ -236,7 +236,7 @@ def asked_by_a_question():
 
 def test_a_question_about_known_values_asks_the_allocator_as_on_a_device(here):
     # Which are equal, and whether any is: transformers asks so whether a batch is padded.
-    assert here(asked_by_a_question) == ((True, False), 4)
+    assert here(membership) == ((True, False), 4)
 
 
 def constants():
@@ -381,7 +381,7 @@ def test_a_norm_is_not_below_zero(here):
 
 @pytest.mark.nightly
 def test_small_whole_numbers_reach_the_other_ranks():
-    def asked(task):
+    def broadcast(task):
         import torch
         import torch.distributed as dist
 
@@ -393,7 +393,7 @@ def test_small_whole_numbers_reach_the_other_ranks():
         dist.broadcast(second, src=1)
         return [*first.tolist(), second.item()]
 
-    run = rehearse(asked, on="a100", task=SMALL, processes=2)
+    run = rehearse(broadcast, on="a100", task=SMALL, processes=2)
     assert run.ok, run.message
     assert [rank["value"] for rank in run.ranks] == 2 * [[7, 8, 9, 1]]
 
@@ -413,23 +413,23 @@ def exchanged(task):
     def nothing(count=2):
         return [numbers(0, 0) for _ in range(count)]
 
-    mine, found = numbers(41, 42), {}
+    local, found = numbers(41, 42), {}
     found["all_gather"] = nothing()
-    dist.all_gather(found["all_gather"], mine)
+    dist.all_gather(found["all_gather"], local)
     with dist._coalescing_manager(device=device, async_ops=False):  # one group of collectives
         found["all_gather, coalesced"] = [numbers(0, 0, 0, 0), numbers(0, 0, 0, 0)]
-        dist.all_gather_into_tensor(found["all_gather, coalesced"][0], mine)
-        dist.all_gather_into_tensor(found["all_gather, coalesced"][1], mine + 1)
+        dist.all_gather_into_tensor(found["all_gather, coalesced"][0], local)
+        dist.all_gather_into_tensor(found["all_gather, coalesced"][1], local + 1)
     found["all_gather_into_tensor"] = numbers(0, 0, 0, 0)
-    dist.all_gather_into_tensor(found["all_gather_into_tensor"], mine)
-    found["broadcast"] = mine.clone() if rank == 0 else numbers(0, 0)
+    dist.all_gather_into_tensor(found["all_gather_into_tensor"], local)
+    found["broadcast"] = local.clone() if rank == 0 else numbers(0, 0)
     dist.broadcast(found["broadcast"], src=0)
-    found["all_reduce"] = mine.clone()
+    found["all_reduce"] = local.clone()
     dist.all_reduce(found["all_reduce"])
     found["all_to_all_single"] = numbers(0, 0)
     dist.all_to_all_single(found["all_to_all_single"], numbers(7, 7))
     found["reduce_scatter_tensor"] = numbers(0)
-    dist.reduce_scatter_tensor(found["reduce_scatter_tensor"], mine)
+    dist.reduce_scatter_tensor(found["reduce_scatter_tensor"], local)
     return {
         name: [t.tolist() for t in made] if isinstance(made, list) else made.tolist() for name, made in found.items()
     }
@@ -458,7 +458,7 @@ def test_the_stub_answers_whatever_this_torch_copies_and_allocates_with():
 
 
 @pytest.mark.parametrize(
-    "ask",
+    "expression",
     [
         "bool(x > 0)",
         "bool(x < 0)",
@@ -477,19 +477,19 @@ def test_the_stub_answers_whatever_this_torch_copies_and_allocates_with():
         "torch.testing.assert_close([x.item()], [1.0])",
     ],
 )
-def test_who_needs_a_value_hears_so_at_once(here, ask):
-    def asked(ask):
+def test_who_needs_a_value_hears_so_at_once(here, expression):
+    def evaluated(expression):
         import torch
 
         rows = torch.randn(100, device="cuda")
         try:
-            return eval(ask, {"torch": torch, "rows": rows, "x": rows.sum()})
+            return eval(expression, {"torch": torch, "rows": rows, "x": rows.sum()})
         except Exception as error:
             while error and not isinstance(error, NeedsValues):
                 error = error.__cause__ or error.__context__
             return type(error).__name__
 
-    assert here(asked, ask) == "NeedsValues"
+    assert here(evaluated, expression) == "NeedsValues"
 
 
 def test_an_experiment_that_needs_values_is_no_crash(a100):

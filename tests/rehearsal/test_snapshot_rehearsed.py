@@ -40,7 +40,7 @@ def sizes(trace):
     ]
 
 
-def with_deaths_sorted(events):
+def with_frees_sorted(events):
     """Sort the frees between two allocations by size: autocast's cache is emptied in the order of a hash table."""
     runs = itertools.groupby(events, key=lambda event: event[0])
     return [event for action, run in runs for event in (run if action == "alloc" else sorted(run))]
@@ -49,7 +49,7 @@ def with_deaths_sorted(events):
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("recipe", "arranged"),
-    [({}, list), ({"bf16": True, "gradient_checkpointing": True, "optim": "sgd"}, with_deaths_sorted)],
+    [({}, list), ({"bf16": True, "gradient_checkpointing": True, "optim": "sgd"}, with_frees_sorted)],
 )
 def test_a_rehearsal_and_an_estimate_allocate_and_free_the_same(tmp_path, recipe, arranged):
     run = rehearse(TASK, on="a100", snapshot=tmp_path / "rehearsed", **RECIPE, **recipe)
@@ -101,10 +101,10 @@ def events_of_both(random_trace, performed, text, seeds):
     settings, found = Settings.parse(text), []
     for seed in seeds:
         torch.cuda.memory._record_memory_history(context=None, clear_history=True)
-        live, told = {}, []
+        live, events = {}, []
 
-        def tell(action, place, size, told=told):
-            told.append((action, size, place if action == "oom" else None))
+        def tell(action, place, size, events=events):
+            events.append((action, size, place if action == "oom" else None))
 
         double = CachingAllocator(settings, capacity, tell=tell)
         for event in random_trace(seed, capacity):
@@ -122,7 +122,7 @@ def events_of_both(random_trace, performed, text, seeds):
             for entry in trace
             if entry["action"] not in ("free_requested", "snapshot")
         ]
-        found.append((recorded, told))
+        found.append((recorded, events))
         live.clear()
         torch.cuda.empty_cache()
     return found
@@ -130,14 +130,14 @@ def events_of_both(random_trace, performed, text, seeds):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("number", [10, 11, -1])
-def test_the_allocator_tells_what_torch_records(measure, number, monkeypatch):
+def test_the_allocator_reports_what_torch_records(measure, number, monkeypatch):
     room, text = measure.CONFIGURATIONS[number]
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", text)
     with Rehearsal(room) as stage:
         requested = measure.trace, measure.performed, text, [f"test-{seed}" for seed in range(12)]
         found = stage.submit(events_of_both, *requested).result()
-    for recorded, told in found:
-        assert told == recorded
+    for recorded, events in found:
+        assert events == recorded
     actions = {action for recorded, _ in found for action, *_ in recorded}
     mapped = {"segment_map", "segment_unmap"} if "expandable" in text else {"segment_alloc", "segment_free"}
     assert actions == {"alloc", "free", "oom", *mapped}

@@ -53,8 +53,8 @@ def test_workers_work_at_once_and_never_two_on_one_device(client):
     assert len(by_worker) == 2 and all(map(bool, by_worker.values()))
     for calls in by_worker.values():
         assert all(before[1] <= after[0] for before, after in itertools.pairwise(calls)), calls
-    here, there = by_worker.values()
-    assert any(a[0] < b[1] and b[0] < a[1] for a in here for b in there), "at no moment did both work"
+    first_spans, second_spans = by_worker.values()
+    assert any(a[0] < b[1] and b[0] < a[1] for a in first_spans for b in second_spans), "at no moment did both work"
 
 
 @pytest.mark.nightly
@@ -101,10 +101,10 @@ def test_a_killed_workers_experiment_is_made_once_more_elsewhere_and_leaves_noth
 
 
 def test_two_killed_workers_are_enough_and_the_others_go_on(client, tmp_path):
-    begun = tmp_path / "begun"
+    starts = tmp_path / "starts"
 
     def deadly():
-        with begun.open("a") as file:
+        with starts.open("a") as file:
             file.write("again\n")
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -114,7 +114,7 @@ def test_two_killed_workers_are_enough_and_the_others_go_on(client, tmp_path):
         outcome = executors.outcome_of(deadly_one)
         values = [executors.outcome_of(other).value for other in others]
     assert outcome.status == "killed" and outcome.message.count("was killed") == 2, outcome
-    assert begun.read_text().splitlines() == ["again"] * 2
+    assert starts.read_text().splitlines() == ["again"] * 2
     assert [attempt["status"] for attempt in outcome.attempts] == ["killed"] * 2
     assert values == [0, 1, 2, 3]
 
@@ -163,8 +163,8 @@ def test_a_run_has_the_machine_and_the_packages_of_where_it_ran(client, elsewher
         lab = Lab("cpu", out=tmp_path, executor=executor)
         runs = [lab.keep(Experiment("kept", TINY), outcome) for outcome in outcomes]
     for run in runs:
-        there = run.attempts[-1]["address"] == one_elsewhere
-        assert (run.machine["name"] == "another machine") == there == (run.versions["torch"] == "1.0")
+        is_elsewhere = run.attempts[-1]["address"] == one_elsewhere
+        assert (run.machine["name"] == "another machine") == is_elsewhere == (run.versions["torch"] == "1.0")
     (line,) = [line for line in reported if "do not compare" in line]
     assert "torch 1.0 (here" in line and "\n" not in line
 

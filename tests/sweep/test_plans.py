@@ -20,8 +20,8 @@ def test_every_combination_is_a_row_and_further_rows_stand_as_they_are():
             "rows": [{"name": "large", "per_device_train_batch_size": 64, "bf16": True}],
         }
     )
-    told = [(row.arguments.given.get("per_device_train_batch_size"), row.task.seq_len) for row in plan.rows]
-    assert told == [(1, 8), (1, 16), (2, 8), (2, 16), (64, None)]
+    sizes = [(row.arguments.given.get("per_device_train_batch_size"), row.task.seq_len) for row in plan.rows]
+    assert sizes == [(1, 8), (1, 16), (2, 8), (2, 16), (64, None)]
     assert plan.rows[1].name == "per_device_train_batch_size=1, seq_len=16", "what does not vary is not in the name"
     assert plan.rows[1].arguments.given == {"bf16": False, "per_device_train_batch_size": 1, "optim": "sgd"}
     assert plan.rows[4].name == "large" and plan.rows[4].arguments.given["bf16"] is True
@@ -34,7 +34,7 @@ def test_a_number_in_quotes_is_the_number():
 
 
 @pytest.mark.parametrize(
-    ("told", "words"),
+    ("content", "words"),
     [
         ({"task": TINY}, "give lists of values under [grid]"),
         ({"task": TINY, "gird": GRID}, "a plan has no 'gird'. Did you mean 'grid'"),
@@ -74,10 +74,10 @@ def test_a_number_in_quotes_is_the_number():
         ({"task": TINY, "grid": GRID, "timeout": -1}, "timeout=-1: give a number above 0"),
     ],
 )
-def test_a_mistake_is_refused_in_one_line_that_says_where(told, words, monkeypatch):
+def test_a_mistake_is_refused_in_one_line_that_says_where(content, words, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ValueError, match=re.escape(words)) as refused:
-        Plan.of(told)
+        Plan.of(content)
     assert "\n" not in str(refused.value)
 
 

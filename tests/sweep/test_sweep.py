@@ -48,11 +48,11 @@ def quick(monkeypatch):
 
 @pytest.mark.nightly
 def test_a_sweep_is_performed_by_several_workers_at_once_and_kept_in_one_store(client, tmp_path):
-    told = []
-    with Workers(client, tell=told.append) as executor:
+    messages = []
+    with Workers(client, tell=messages.append) as executor:
         lab = Lab("cpu", out=tmp_path, executor=executor)
-        found = sweep.run(lab, FOUR, tell=told.append)
-        again = sweep.run(Lab("cpu", out=tmp_path, executor=executor), FOUR, tell=told.append)
+        found = sweep.run(lab, FOUR, tell=messages.append)
+        again = sweep.run(Lab("cpu", out=tmp_path, executor=executor), FOUR, tell=messages.append)
     assert found.ok and [run.name for run in found.runs] == [row.name for row in Plan.of(FOUR).rows]
     peaks = {run.name: run.peak_bytes for run in found.runs}
     assert peaks["per_device_train_batch_size=2, optim=adamw_torch"] > peaks["per_device_train_batch_size=2, optim=sgd"]
@@ -64,26 +64,26 @@ def test_a_sweep_is_performed_by_several_workers_at_once_and_kept_in_one_store(c
     assert {run.id for run in lab.runs} == {run.id for run in found.runs}
     assert {run.id for run in Store(tmp_path / "runs.jsonl").read()} == {run.id for run in lab.runs}
     assert again.runs == found.runs and len(again.reused) == 4, "and nothing was trained again"
-    assert [line for line in told if line.startswith("4 of 4 rows are taken")]
+    assert [line for line in messages if line.startswith("4 of 4 rows are taken")]
     workers = {run.attempts[0]["worker"] for run in found.runs}
     assert all(worker in repr(found) for worker in workers) and "(earlier)" in repr(again)
 
 
 def test_an_interrupted_sweep_goes_on_where_it_was(tmp_path, quick, monkeypatch):
-    performed, told = [], []
+    performed, messages = [], []
     quick(performed.append)
 
     def interrupt(line):
-        told.append(line)
+        messages.append(line)
         if line.startswith("2/4"):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         sweep.run(Lab("cpu", out=tmp_path), FOUR, tell=interrupt)
-    assert told[-1].startswith("interrupted: 2 of 4 rows") and len(performed) == 2
-    found = sweep.run(Lab("cpu", out=tmp_path), FOUR, tell=told.append)
+    assert messages[-1].startswith("interrupted: 2 of 4 rows") and len(performed) == 2
+    found = sweep.run(Lab("cpu", out=tmp_path), FOUR, tell=messages.append)
     assert found.ok and len(performed) == len(set(performed)) == 4 and len(found.reused) == 2
-    assert any(line.startswith("2 of 4 rows are taken") for line in told)
+    assert any(line.startswith("2 of 4 rows are taken") for line in messages)
     sweep.run(Lab("cpu", out=tmp_path), FOUR)
     assert len(performed) == 4
     versions = hardware.versions() | {"torch": "1.0"}
@@ -137,11 +137,11 @@ def test_an_interrupted_sweep_ends_what_its_workers_do(client, tmp_path):
 
 
 def test_a_row_that_kills_its_workers_fails_and_the_others_are_performed(client, tmp_path, quick):
-    begun = tmp_path / "begun"
+    starts = tmp_path / "starts"
 
     def before(name):
         if name == "deadly":
-            with begun.open("a") as file:
+            with starts.open("a") as file:
                 file.write(f"{os.getpid()}\n")
             os.kill(os.getpid(), signal.SIGKILL)
         elif name == "deadly once" and not (tmp_path / "once").exists():
@@ -156,7 +156,7 @@ def test_a_row_that_kills_its_workers_fails_and_the_others_are_performed(client,
             Lab("cpu", out=tmp_path, executor=executor), {"task": TASK, "measure": "memory", "rows": rows}
         )
     assert not found.ok and [run.status for run in found.runs] == ["killed", "ok", "ok", "ok"]
-    assert [len(run.attempts) for run in found.runs] == [2, 1, 2, 1] and len(begun.read_text().split()) == 2
+    assert [len(run.attempts) for run in found.runs] == [2, 1, 2, 1] and len(starts.read_text().split()) == 2
     assert "second attempt" in repr(found) and found.failures()[0].startswith("deadly: killed, worker ")
     assert found.to_dict()["status"] == "failed"
     assert {run.id: run for run in Store(tmp_path / "runs.jsonl").read()} == {run.id: run for run in found.runs}
@@ -164,17 +164,17 @@ def test_a_row_that_kills_its_workers_fails_and_the_others_are_performed(client,
 
 def test_without_dask_one_row_follows_another_and_it_is_reported_how_to_have_more(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    told = []
-    with dask_workers.connected(tell=told.append) as executor:
+    messages = []
+    with dask_workers.connected(tell=messages.append) as executor:
         assert executor is None
-    assert len(told) == 1 and "one by one" in told[0] and dask_workers.INSTALL in told[0]
-    for asked in ({"workers": 2}, {"scheduler": "tcp://127.0.0.1:9"}):
-        with pytest.raises(ValueError, match="need Dask: pip install"), dask_workers.connected(**asked):
+    assert len(messages) == 1 and "one by one" in messages[0] and dask_workers.INSTALL in messages[0]
+    for options in ({"workers": 2}, {"scheduler": "tcp://127.0.0.1:9"}):
+        with pytest.raises(ValueError, match="need Dask: pip install"), dask_workers.connected(**options):
             pass
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("options", "words"),
     [
         ({"workers": 0}, "workers=0: give a whole number"),
         ({"workers": 2, "scheduler": "tcp://127.0.0.1:9"}, "keep one of the two"),
@@ -182,10 +182,10 @@ def test_without_dask_one_row_follows_another_and_it_is_reported_how_to_have_mor
         ({"scheduler": "nowhere"}, "no scheduler answers at 'nowhere'"),
     ],
 )
-def test_a_cluster_that_cannot_be_had_is_one_line(monkeypatch, asked, words):
+def test_a_cluster_that_cannot_be_had_is_one_line(monkeypatch, options, words):
     pytest.importorskip("distributed", reason="pip install perf-helpers[cluster]")
     monkeypatch.setattr(dask_workers, "PATIENCE_SECONDS", 0.5)
-    with pytest.raises(ValueError) as refused, dask_workers.connected(**asked):
+    with pytest.raises(ValueError) as refused, dask_workers.connected(**options):
         pass
     assert words in str(refused.value) and "\n" not in str(refused.value)
 
@@ -267,12 +267,12 @@ def test_the_command_prints_one_object_says_what_failed_and_leaves_nothing(comma
     pytest.importorskip("distributed", reason="pip install perf-helpers[cluster]")
     start, left = command
     process = start(HEAD + "[grid]\nmodel = ['bert-tiny', 'mixtral-8x7b']", "--json")
-    printed, told = process.communicate()
-    assert process.returncode == 1, told
+    printed, errors = process.communicate()
+    assert process.returncode == 1, errors
     result = json.loads(printed)
     assert result["status"] == "failed" and [run["status"] for run in result["runs"]] == ["ok", "refused"]
     assert [run["attempts"][0]["worker"] for run in result["runs"]] == ["cpu-0"] * 2 or hardware.describe().gpus
-    assert result["runs"][0]["memory"]["peak_bytes"] > 0 and "1/2 " in told and "Traceback" not in told
+    assert result["runs"][0]["memory"]["peak_bytes"] > 0 and "1/2 " in errors and "Traceback" not in errors
     assert all(map(gone, left()))
 
 
@@ -286,7 +286,7 @@ def test_an_interrupted_command_is_exit_code_130_and_leaves_nothing(command, tmp
         if line.startswith("1/2 short: ok"):
             break
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    printed, told = process.communicate()
-    assert (process.returncode, printed) == (130, ""), told
-    assert "interrupted: 1 of 2 rows" in told and "Traceback" not in told, told
+    printed, errors = process.communicate()
+    assert (process.returncode, printed) == (130, ""), errors
+    assert "interrupted: 1 of 2 rows" in errors and "Traceback" not in errors, errors
     assert all(map(gone, left()))

@@ -57,9 +57,9 @@ def test_the_pages_allocator_counts_what_the_packages_does(count):
             expandable, capacity = KINDS[number % len(KINDS)]
             events = measure_allocator.trace(f"page {number}", capacity or 16 * 1024 * MIB)
             traces.append({"events": events, "expandable": expandable, "capacity": capacity})
-        for number, trace, there in zip(numbers, traces, run(traces), strict=True):
-            here = counted(**trace)
-            differ = [place for place, both in enumerate(zip(here, there, strict=True)) if both[0] != both[1]]
+        for number, trace, on_page in zip(numbers, traces, run(traces), strict=True):
+            expected = counted(**trace)
+            differ = [place for place, both in enumerate(zip(expected, on_page, strict=True)) if both[0] != both[1]]
             assert not differ, f"trace {number}, {trace['expandable']}, {trace['capacity']}, event {differ[0]}"
-            full += any(event[-1] for event in here)
+            full += any(event[-1] for event in expected)
     assert full > count / 20, "traces that fill the device are among them"

@@ -102,7 +102,7 @@ def shown(page, address, choice, done="answer"):
     }
 
 
-def said(choice):
+def estimated(choice):
     """The same by the estimate."""
     recipe = Recipe(*(choice[name] for name in QUESTIONS), "")
     settings = "expandable_segments:True" if choice["segments"] == "expandable" else ""
@@ -142,7 +142,7 @@ def test_the_page_says_what_the_estimate_does_to_the_byte(site, page):
     answers = set()
     for choice in choices(12):
         found = shown(page, site[0], choice)
-        assert found == said(choice), choice
+        assert found == estimated(choice), choice
         answers.add(found["fits"])
     assert "yes" in answers
 
@@ -190,11 +190,11 @@ def test_what_the_site_shows_is_the_estimate_for_hundreds_of_choices(tmp_path, p
     wrong = []
     with browser.served(tmp_path) as address:
         for number, choice in enumerate(published_choices(COUNT), 1):
-            found, expected = shown(page, f"{address}index.html", choice), said(choice)
+            found, expected = shown(page, f"{address}index.html", choice), estimated(choice)
             *own, (_, unused), _ = page.evaluate(SEEN)
             names = [name for name, _ in INDEX["categories"]]
-            there = [(name, size) for name, size in zip(names, expected["parts"], strict=True) if size > 0]
-            is_seen = [*map(tuple, own)] == there
+            visible = [(name, size) for name, size in zip(names, expected["parts"], strict=True) if size > 0]
+            is_seen = [*map(tuple, own)] == visible
             is_seen &= unused == max(expected["reserved"] - expected["peak"], 0)
             if found != expected or not is_seen:
                 wrong.append(choice)
@@ -213,7 +213,7 @@ def test_a_wrong_table_is_noticed(site, page):
         route.fulfill(body=gzip.compress(json.dumps(recipe).encode()))
 
     page.route("**/*.json.gz", wrong)
-    assert shown(page, site[0], choice) != said(choice)
+    assert shown(page, site[0], choice) != estimated(choice)
 
 
 def test_the_command_on_the_page_answers_what_the_page_does(site, page):
@@ -321,7 +321,7 @@ def test_the_page_keeps_the_standard_and_nothing_on_it_is_cut_off(site, page):
     assert browser.violations(page) == []
 
 
-def test_a_line_says_on_focus_and_on_hover_which_cards_it_stands_for(site, page):
+def test_a_line_names_its_cards_on_focus_and_on_hover(site, page):
     shown(page, site[0], {"model": MODEL, "precision": "fp32", "batch": 512, "length": 512, "card": "4090"})
     lines = page.locator(".calculator-line")
     assert lines.count() > 5

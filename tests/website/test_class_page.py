@@ -163,14 +163,14 @@ def journals(files):
 
 def guess_lines(entries, lesson, key, unit):
     """Return the page's lines about a guess."""
-    asked = [[entry for entry in one if (entry.lesson, entry.key) == (lesson, key)] for one in entries.values()]
-    scored = [score for one in asked for score in learner_log.history(one)]
-    late = sum(any(entry.kind == "guess" for entry in one) and not learner_log.history(one) for one in asked)
-    measured = [entry.content["measured"] for one in asked for entry in one if entry.kind == "revealed"]
+    by_learner = [[entry for entry in one if (entry.lesson, entry.key) == (lesson, key)] for one in entries.values()]
+    scored = [score for one in by_learner for score in learner_log.history(one)]
+    late = sum(any(entry.kind == "guess" for entry in one) and not learner_log.history(one) for one in by_learner)
+    measured = [entry.content["measured"] for one in by_learner for entry in one if entry.kind == "revealed"]
     guess, off = (statistics.median(getattr(score, name) for score in scored) for name in ("guess", "error"))
     ends = f"({number_text(min(measured))} to {number_text(max(measured))})"
     return [
-        f"{len(scored)} guesses counted, of {len(asked)} learners; {late} came after the measurement",
+        f"{len(scored)} guesses counted, of {len(by_learner)} learners; {late} came after the measurement",
         f"median guess {number_text(guess, unit)}; half were off by {100 * off:.0f} % or less",
         f"measured {number_text(statistics.median(measured), unit)} {ends} by {len(measured)} learners",
     ]

@@ -76,7 +76,7 @@ def test_where_what_is_free_is_given_back_the_page_does_so():
         where = {"capability": card.capability, "capacity": card.memory_bytes, "context": 0}
         where |= {"memory": card.memory_bytes, "limit": card.limit_bytes}
         given = {"recipe": {"parts": [{"least": 1} | table(traced)]}, "card": where, "categories": 1}
-        (there,) = answers([("memory", given | {"sizes": {"batch": 1, "length": 128, "expandable": False}})])
-        found[bool(emptied)] = there["reservedBytes"]
-        assert there["reservedBytes"] == replayed(log).reserved_peak
+        (answer,) = answers([("memory", given | {"sizes": {"batch": 1, "length": 128, "expandable": False}})])
+        found[bool(emptied)] = answer["reservedBytes"]
+        assert answer["reservedBytes"] == replayed(log).reserved_peak
     assert found[True] != found[False]

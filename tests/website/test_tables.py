@@ -45,24 +45,24 @@ def test_the_index_names_every_table_and_knows_the_cards():
 def compare(model, key, chance):
     """A table against the estimate at a point and on a card that chance decides."""
     recipe, about = Recipe(*key.split(".")), INDEX["models"][model]
-    if recipe.method == "lora" and (why := optional_packages.offer("peft")):
-        pytest.skip(why)
+    if recipe.method == "lora" and (reason := optional_packages.offer("peft")):
+        pytest.skip(reason)
     able = [each for each in INDEX["cards"] if recipe.kernels in ("any", OF_MAJOR.get(str(each["capability"][0])))]
     card, expandable = chance.choice(able), chance.random() < 0.3
     batch, length = int(about["most"] ** chance.random()), 128 * chance.randint(1, about["longest"] // 128)
     sizes = {"batch": batch, "length": length, "expandable": expandable}
     table = calculator_tables.read(TABLES / model / f"{key}.json.gz")
     given = {"recipe": table, "sizes": sizes, "card": card, "categories": len(INDEX["categories"])}
-    (there,) = answers([("memory", given)])
+    (answer,) = answers([("memory", given)])
     samples = 4 * batch * int(recipe.accumulation)
     settings = "expandable_segments:True" * expandable
     options = {"card": card["key"], "allocator_settings": settings, "timeout": 900}
-    here = estimate(Task(model, length, samples), **options, **recipe.arguments(batch))
+    traced = estimate(Task(model, length, samples), **options, **recipe.arguments(batch))
     names = "peakBytes", "reservedBytes", "parts", "operation", "phase"
-    memory = here.memory
+    memory = traced.memory
     expected = memory.peak_bytes, memory.reserved_bytes, [*memory.breakdown.values()]
     expected += memory.peak_operation, memory.peak_phase
-    assert tuple(there[name] for name in names) == expected, f"{model} {key} {sizes} {card['key']}"
+    assert tuple(answer[name] for name in names) == expected, f"{model} {key} {sizes} {card['key']}"
 
 
 @pytest.mark.parametrize("kind", OF_KIND)

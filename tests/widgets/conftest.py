@@ -63,13 +63,13 @@ def gpu(monkeypatch):
     monkeypatch.setattr(hardware, "ask_driver", lambda visible, order: ([GPU], None))
 
     def answer(query, value):
-        def told(handle, *arguments):
+        def replacement(handle, *arguments):
             assert (handle, arguments) == (GPU, (1,) if query == "nvmlDeviceGetClockInfo" else ())
             if isinstance(value, Exception):
                 raise value
             return value
 
-        setattr(module, query, told)
+        setattr(module, query, replacement)
 
     def fail(query):
         answer(query, module.NVMLError(query))

@@ -129,7 +129,7 @@ def test_a_second_guess_after_the_fact_leaves_the_first_one_scored(lab, shown):
     assert "your guess was 40 %" in feedback.text and "60 % came after the fact" in feedback.text
 
 
-def test_a_key_that_was_not_asked_for_is_an_error(lab, shown):
+def test_an_unknown_key_is_an_error(lab, shown):
     ask(lab)
     with pytest.raises(ValueError, match="'peek'"):
         widgets.revealed(lab, "peek", 60)

@@ -189,10 +189,10 @@ def test_nothing_is_traced_until_the_controls_rest(lab, shown, traced, monkeypat
 
 
 def test_what_is_moved_while_a_position_is_traced_is_not_drawn_over(lab, shown, traced, monkeypatch):
-    begun, go_on, quick = threading.Event(), threading.Event(), memory_explorer.estimate
+    started, go_on, quick = threading.Event(), threading.Event(), memory_explorer.estimate
 
     def estimate_slowly(task, **arguments):
-        begun.set()
+        started.set()
         assert go_on.wait(300)
         return quick(task, **arguments)
 
@@ -200,7 +200,7 @@ def test_what_is_moved_while_a_position_is_traced_is_not_drawn_over(lab, shown, 
     monkeypatch.setattr(memory_explorer, "estimate", estimate_slowly)
     slider = control(shown, "micro-batch")
     slider.value = 8
-    assert begun.wait(300)
+    assert started.wait(300)
     slider.value = 16
     slider.value = 4
     assert picture(4) in text(shown)

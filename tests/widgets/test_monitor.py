@@ -252,8 +252,8 @@ def test_without_a_gpu_the_host_is_read_with_its_children():
 
 
 def test_cpu_utilisation_is_that_since_the_sample_before(monkeypatch, copied):
-    told = [0.0, 75.0, 2.5]  # psutil's first figure is about nothing
-    monkeypatch.setattr(monitor, "psutil", copied(monitor.psutil, cpu_percent=lambda: told.pop(0)))
+    readings = [0.0, 75.0, 2.5]  # psutil's first figure is about nothing
+    monkeypatch.setattr(monitor, "psutil", copied(monitor.psutil, cpu_percent=lambda: readings.pop(0)))
     assert [figures["CPU utilisation"] for figures in read(2)] == [75, 2.5]
 
 

@@ -50,7 +50,7 @@ def test_where_no_speed_is_known_the_recipes_are_shown_by_their_memory(lab, show
     assert "samples per second" not in text(shown) and "smaller and faster" not in text(shown)
 
 
-def test_a_memory_that_is_unknown_stands_apart_and_fits_nowhere(lab, shown, no_estimates):
+def test_an_unknown_memory_is_drawn_apart_and_fits_nowhere(lab, shown, no_estimates):
     lab.runs = [run("timed", None, 20.0), run("both", 300, 9.0), run("neither")]
     explorers.recipes(lab)
     lines = [line for line, _ in control(shown, "recipe").options]
@@ -77,7 +77,7 @@ def test_days_are_not_mixed(lab, shown, no_estimates):
 
 
 @pytest.mark.nightly
-def test_an_estimate_stands_beside_the_runs_without_a_speed(lab, shown):
+def test_an_estimate_is_shown_beside_the_runs_without_a_speed(lab, shown):
     lab.runs = [run("small", 100, 4.0)]
     estimate(TASK, device="cpu", per_device_train_batch_size=4)
     explorers.recipes(lab)

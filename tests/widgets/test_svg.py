@@ -43,14 +43,14 @@ def strips(picture):
     boxes = [each for each in ElementTree.fromstring(picture).iter() if "grid-row" in each.get("style", "")]
     apart = [each for each in boxes if "background" in each.get("style")]
 
-    def told(part):
+    def texts(part):
         titles = [each.get("title") for each in part.iter() if each.get("title")]
         return [" ".join("".join(part.itertext()).split()), *titles]
 
-    return [told(each) for each in apart], [told(each) for each in boxes if each not in apart]
+    return [texts(each) for each in apart], [texts(each) for each in boxes if each not in apart]
 
 
-def test_a_point_without_a_speed_stands_apart_and_says_so():
+def test_a_point_without_a_speed_is_drawn_apart_and_says_so():
     (strip,), (plot, *_) = strips(scatter := svg.scatter([TIMED, UNTIMED], UNTIMED, {}))
     assert plot[1:] == ["timed: 10 B, 2 samples/s"]
     assert strip == ["speed not measured (ringed: not timed)■", "not timed: 20 B, speed not measured"]
@@ -58,7 +58,7 @@ def test_a_point_without_a_speed_stands_apart_and_says_so():
     assert strips(svg.scatter([TIMED], TIMED, {}))[0] == [], "no strip where all are timed"
 
 
-def test_a_point_without_a_memory_stands_apart_and_says_so():
+def test_a_point_without_a_memory_is_drawn_apart_and_says_so():
     (strip,), (plot, *_) = strips(scatter := svg.scatter([TIMED, UNSIZED], UNSIZED, {"8": 12}))
     assert plot[1:] == ["timed: 10 B, 2 samples/s"]
     assert strip[0].endswith("memory not measured■ not sized")
@@ -69,7 +69,7 @@ def test_a_point_without_a_memory_stands_apart_and_says_so():
 
 
 @pytest.mark.parametrize("points", [[TIMED, UNTIMED], [TIMED, UNSIZED], [UNTIMED], [UNSIZED]])
-def test_no_point_stands_at_0_for_want_of_a_measurement(points):
+def test_a_missing_measurement_is_not_drawn_at_0(points):
     picture = svg.scatter(points, None, {})
     marks = re.findall(r'title="[^"]*" style="position:absolute;left:([^;]*);bottom:([^;]*)', picture)
     assert len(marks) == len(points)
