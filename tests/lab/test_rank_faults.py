@@ -4,6 +4,7 @@ import contextlib
 import gc
 import os
 import signal
+import socket
 import tempfile
 import time
 from datetime import timedelta
@@ -12,7 +13,9 @@ from multiprocessing import resource_tracker
 import psutil
 import pytest
 
-from trainmem.core import outcomes, stack_dumps
+from trainmem.core import outcomes, stack_dumps, training
+from trainmem.core.arguments import Arguments
+from trainmem.core.task import Task
 from trainmem.measure import worker
 
 
@@ -197,8 +200,6 @@ def test_the_labs_own_port_is_free_whatever_the_environment_says(provoke, monkey
 
 @pytest.mark.nightly
 def test_a_port_of_ones_own_that_is_taken_is_reported(provoke):
-    import socket
-
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
 
@@ -238,6 +239,30 @@ def test_ranks_that_never_met_are_launched_once_more(lab, tmp_path):
 
     run = lab.run(meet, measure=("none",), processes=2)
     assert [rank["value"] for rank in run.ranks] == ["0", "1"], run.message
+
+
+def test_ranks_get_another_port_if_a_process_takes_theirs(monkeypatch):
+    import torch
+    from torch.distributed.launcher import api
+
+    endpoints = []
+
+    def launch(config, _):
+        endpoints.append(config.rdzv_endpoint)
+        host, port = config.rdzv_endpoint.split(":")
+
+        def start(*_):
+            if len(endpoints) == 1:
+                with socket.create_server((host, int(port))):
+                    torch.distributed.TCPStore(host, int(port), is_master=True)
+            return dict.fromkeys(range(2), outcomes.Outcome())
+
+        return start
+
+    monkeypatch.setattr(api, "elastic_launch", launch)
+    two = training.Experiment("two", Task("bert-tiny"), processes=2, arguments=Arguments({"use_cpu": True}))
+    assert worker._launch(two, "none", None).ok
+    assert len(set(endpoints)) == 2
 
 
 def test_an_option_of_gloo_that_a_newer_torch_has_is_passed_on(monkeypatch):

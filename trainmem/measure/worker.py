@@ -207,7 +207,7 @@ def _launch_once(experiment: Experiment, measure: str, on_step: Callable[[int], 
         return Outcome("refused", text)
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
-            socket.create_connection(server.getsockname(), timeout=10).close()
+            socket.create_connection(address := server.getsockname(), timeout=10).close()
     except OSError as error:  # torch's launcher would look for it for minutes
         return Outcome("refused", f"ranks cannot connect over loopback ({error}): type `ip link set lo up`")
     fork = multiprocessing.get_context("fork")
@@ -219,8 +219,11 @@ def _launch_once(experiment: Experiment, measure: str, on_step: Callable[[int], 
             max_nodes=1,
             nproc_per_node=experiment.processes,
             run_id=f"perf_helpers-{os.getpid()}",
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
+            # The default, c10d, names the caller of each event by inspect.stack(): with transformers imported these
+            # calls take 40 % of a launch.
+            rdzv_backend="static",
+            rdzv_configs={"rank": 0},
+            rdzv_endpoint="{}:{}".format(*address),
             local_addr="127.0.0.1",  # else the machine's name is looked up, which may fail or take seconds
             logs_specs=DefaultLogsSpecs(log_dir=folder),
             max_restarts=0,
@@ -231,6 +234,8 @@ def _launch_once(experiment: Experiment, measure: str, on_step: Callable[[int], 
             ranks = elastic_launch(config, _rank)(
                 experiment.replace(threads=threads), measure, on_step, folder, barrier, ends
             )
+        except torch.distributed.DistNetworkError as error:  # another process took the port meanwhile
+            return Outcome("crashed", f"{_NEVER_MET}: {error}")
         except ChildFailedError as error:
             rank, first = error.get_first_failure()
             told = {}
