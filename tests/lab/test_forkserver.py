@@ -7,12 +7,15 @@ import sys
 import textwrap
 import time
 
+import cloudpickle
 import psutil
 import pytest
 from machines import TINY
 
 from trainmem.core import optional_packages
-from trainmem.measure import forked
+from trainmem.core.arguments import Arguments
+from trainmem.core.training import Experiment
+from trainmem.measure import forked, forkserver
 from trainmem.unknown import is_measured
 
 
@@ -78,6 +81,22 @@ def test_bitsandbytes_is_imported_beside_the_first_job_where_the_second_will_nee
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split("\n")[:2] == ["[False, True]", f"[{wanted}, True]"]
+
+
+@pytest.mark.parametrize(
+    ("given", "needs"),
+    [
+        ({}, False),
+        ({"optim": "adafactor", "gradient_checkpointing": True}, False),
+        ({"optim": "adamw_bnb_8bit"}, True),
+        ({"optim": "paged_lion_32bit"}, True),
+        ({"load_in_8bit": True, "peft": {"r": 8}}, True),
+        ({"quantization_config": {"load_in_4bit": True}, "peft": {"r": 8}}, True),
+    ],
+)
+def test_only_a_job_that_needs_bitsandbytes_waits_for_its_import(given, needs):
+    training = Experiment("one", TINY, Arguments(given))
+    assert bool(forkserver._BITSANDBYTES.search(cloudpickle.dumps(training))) == needs
 
 
 def test_functions_travel_with_what_they_close_over(lab):

@@ -47,7 +47,7 @@ PRELOAD = (
 )
 # It joins them before a job that names it, or one of its optimizers: to import it takes a quarter of the time of all
 # these, and touches the device where there is one.
-_BITSANDBYTES = re.compile(rb"bitsandbytes|bnb|[48]bit|quantization|paged|lion|ademamix")
+_BITSANDBYTES = re.compile(rb"bitsandbytes|bnb|[48]bit|quantization_config|paged|lion|ademamix")
 # Where nobody sets them. A thread of OpenMP that waits spins for milliseconds: on a machine with other work to do a
 # step took 10 to 20 times as long (9.4 s instead of 0.4 s). glibc gives each thread an arena of its own: the third of
 # equal trainings in threads took 13 % more CPU time. Python walks sets of names in an order drawn for each process,
