@@ -172,7 +172,7 @@ claims.check("restart-needed", left / held, note=note)
 lab.run(lambda task: os.kill(os.getpid(), 9), "killed on purpose", measure="value")
 
 # %% [markdown]
-# The next cell is the first one that begins with `%%sealed`. Such a cell holds a question with its key, a solution, or code that would give an answer away. Run it like any other; a solution or code can be unfolded below it.
+# The next cell is the first one that begins with `%%sealed`. Such a cell holds a question with its key, hints, a solution, or code that would give an answer away. Run it like any other. Hints open one by one, and a solution or code can be unfolded below its cell.
 
 # %%
 exercises.question(
@@ -326,7 +326,7 @@ _ = widgets.explore(draw, measured=[0.7, 0.8, 0.85, 0.95, 1.05, 1.1], give_or_ta
 #
 # The sealed cell below sets `limit`, a memory limit between the peak of batch 4 and that of batch 8. Find a batch size that stays within it and uses at least 90 % of it. Predict it from the two runs you have, then try: the check trains with your batch size.
 
-# %%
+# %% jupyter={"source_hidden": true}
 exercises.hint(
     "From batch 4 to batch 8 the peak grows by the same bytes with each sample.",
     "How many samples more than 4 can be paid with `limit - small.peak_bytes`?",
@@ -372,7 +372,7 @@ exercises.prove(check, solution=6, mistake=8)
 #
 # Five claims with invented measurements, each from another machine. Which verdict does each get? The last machine is a laptop without a GPU. Look at the rules in the table: not every one names a value that means *no effect*.
 
-# %%
+# %% jupyter={"source_hidden": true}
 exercises.hint(
     "The verdict looks at both ends of an interval, not at its middle. A number alone is an interval of no width.",
     "Both ends within the rule: holds. Both between it and no effect: smaller. One here and one there: nobody knows.",

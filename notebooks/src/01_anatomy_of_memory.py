@@ -619,7 +619,7 @@ lab.foresee(explorers.memory, lab, device="cuda")
 # first one's gradients wait. How many bytes per parameter do weights, copies, gradients and states take together at the
 # peak, within 2 %?
 
-# %%
+# %% jupyter={"source_hidden": true}
 exercises.hint(
     "Which of the four kinds are whole in the second forward pass? List weights, copies, gradients, states.",
     "The gradients of the first micro-batch wait for the second: they are whole, and so are the copies.",
@@ -659,7 +659,7 @@ exercises.prove(check, solution=sum(per_parameter(mixed, "forward")) + 4, mistak
 #
 # A task you have not seen: two more layers, half the length, batch 16, fp32, AdamW. Predict its peak in MB, within 10 %, before it is trained. You may count parameters, and you may run a forward pass at batch 1.
 
-# %%
+# %% jupyter={"source_hidden": true}
 exercises.hint(
     "At which moment is most alive? In forward the activations pile up, in backward they go as gradients come.",
     "Where backward begins there are weights, states and all activations. Of gradients there are hardly any yet.",

@@ -834,12 +834,14 @@ _ = widgets.explore(draw, operation=operations, size=sizes, precision=list(ceili
 #
 # **A** a matrix rate twice as high · **B** one fused kernel for the three · **C** activations in 16 bits · **D** a cheaper formula for GELU, with half the FLOPs
 
-# %% tags=["exercise"]
+# %% jupyter={"source_hidden": true}
 exercises.hint(
     "Write the time as max(FLOPs / rate, bytes / bandwidth). Which of the two terms is larger here?",
     "A change that touches only the smaller term changes nothing.",
     "Two of them leave every byte where it is.",
 )
+
+# %% tags=["exercise"]
 answer = None  # a set of letters, such as {"A"}
 
 
@@ -876,16 +878,16 @@ exercises.prove(check, solution={"B", "C"}, mistake={"A", "C"})
 #
 # The check runs steps of both models alternately in one process, and multiplies the ratio of their seconds by the milliseconds printed below. So it does not matter if the machine has become slower since the step above was timed.
 
-# %% tags=["exercise"]
-display(
-    exercises.hint(
-        "8 sequences of half the length are as many tokens as before. Which operations are fewer, and which smaller?",
-        "`[Row(*row) for row in lab.run(lambda task: count(task, 8), task=unseen, measure=('none',)).value]` lists the "
-        "operations of `unseen` without timing them. The update takes time in proportion to `unseen.parameters()`.",
-        "`timed_plain` says how many times as long as `roof.seconds(flops, moved)` the operations of each name take. "
-        "Multiply the printed step by the sum for `unseen` over the sum for the model above, the update included.",
-    )
+# %% jupyter={"source_hidden": true}
+exercises.hint(
+    "8 sequences of half the length are as many tokens as before. Which operations are fewer, and which smaller?",
+    "`[Row(*row) for row in lab.run(lambda task: count(task, 8), task=unseen, measure=('none',)).value]` lists the "
+    "operations of `unseen` without timing them. The update takes time in proportion to `unseen.parameters()`.",
+    "`timed_plain` says how many times as long as `roof.seconds(flops, moved)` the operations of each name take. "
+    "Multiply the printed step by the sum for `unseen` over the sum for the model above, the update included.",
 )
+
+# %% tags=["exercise"]
 halves = {name: getattr(config, name) // 2 for name in ("num_hidden_layers", "intermediate_size")}
 unseen = plain_task.replace(seq_len=length // 2, config=halves)
 reference, update = fastest_step(step_turns), min(each[CPU] for one in step_turns for each in one[3])

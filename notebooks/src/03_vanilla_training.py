@@ -475,7 +475,7 @@ _ = widgets.explore(draw, first=[*range(1, 1 + max((len(groups(each)) for each i
 #
 # Here are four changes to the plain loop, one at a time. Each one changes the losses, but from which step on? Steps are counted from 1; a loss is taken *before* its step's update. The loop without a change trains at a learning rate of `1e-3` here. Think through `backward`, `step` and `schedule` before you answer.
 
-# %%
+# %% jupyter={"source_hidden": true}
 exercises.hint(
     "Loss number n is computed from batch n and the weights after n - 1 updates. What does each change touch first?",
     "Other data are in loss 1 already. Another rate changes update 1, and the first loss after that is loss 2.",
@@ -523,7 +523,7 @@ exercises.prove(check, solution=steps, mistake=steps | {"constant rate": 2})
 #
 # Two recipes differ in one argument: with gradient clipping, as by default, and without (`max_grad_norm=0`). Clipping takes the norm of all gradients at every step, so less work ought to be faster. Is it, here? Answer with a word *and the interval that defends it*. The check measures again.
 
-# %%
+# %% jupyter={"source_hidden": true}
 exercises.hint(
     "`lab.compare(a, b)` returns a comparison. Its `speed_ratio` has the pairs, and their interval: `low` to `high`.",
     "1 inside the interval is an answer, too. Which one?",

@@ -489,14 +489,14 @@ _ = widgets.explore(draw, card=cards, columns=[1024, 4096, 512], tile=["256 x 12
 #
 # **A** an H100, 512 rows, 1024 columns · **B** one core, 512 rows, 1024 columns · **C** an H100, 4096 rows, 8192 columns · **D** a T4, 16 rows, 16384 columns
 
-# %% tags=["exercise"]
-display(
-    exercises.hint(
-        "For each: how many waves now, and with twice the rows? `waves(rows, columns, (256, 128), at_once)`.",
-        "As many waves for twice the rows mean up to twice the speed; twice the waves bring no speed.",
-        "And D is below its first knee: it waits for its weights, whether or not multiprocessors are idle.",
-    )
+# %% jupyter={"source_hidden": true}
+exercises.hint(
+    "For each: how many waves now, and with twice the rows? `waves(rows, columns, (256, 128), at_once)`.",
+    "As many waves for twice the rows mean up to twice the speed; twice the waves bring no speed.",
+    "And D is below its first knee: it waits for its weights, whether or not multiprocessors are idle.",
 )
+
+# %% tags=["exercise"]
 answer = None  # a set of letters, such as {"A"}
 
 # %% tags=["check"]
@@ -748,14 +748,14 @@ claims.check("larger-batch-ends-better", ends(128, 8), note=f"16 steps and 256; 
 #
 # Reach a low loss in a given time, under a memory limit. You choose the batch size and the learning rate. Your training may take as much memory as batch 128, and it gets as many steps as fit into the budget, at the seconds that a step of your size takes here. The budget is 24 steps of batch 32. The target is between the loss of guessing (0.69) and the loss of batch 32 at its best rate after 16 steps.
 
-# %% tags=["exercise"]
-display(
-    exercises.hint(
-        "Print `step_of`: how many steps does each size get?",
-        "Too few steps learn nothing, and too small batches at a high rate jump about. Look at the table of seconds.",
-        "Between the extremes, with a rate that is scaled up.",
-    )
+# %% jupyter={"source_hidden": true}
+exercises.hint(
+    "Print `step_of`: how many steps does each size get?",
+    "Too few steps learn nothing, and too small batches at a high rate jump about. Look at the table of seconds.",
+    "Between the extremes, with a rate that is scaled up.",
 )
+
+# %% tags=["exercise"]
 budget = 24 * step_of[32]
 target = math.sqrt(loss(32, best(32, 16), 16) * math.log(2))
 print(f"budget {1e3 * budget:.0f} ms, target {target:.2f}")

@@ -551,7 +551,7 @@ _ = widgets.explore(draw, layers=[24, 4, 12, 48, 96, 256], inside=[30, 15, 4, 1]
 #
 # 48 blocks, each of which saves 3 tensors as large as its input. How many blocks should a segment have?
 
-# %%
+# %% jupyter={"source_hidden": true}
 exercises.hint(
     "There are 48 / k inputs to keep, and k blocks' insides while one segment is recomputed.",
     "The sum is smallest where both parts are equal: k = √(n / I). What is I?",
@@ -590,7 +590,7 @@ exercises.prove(check, solution=4, mistake=8)
 #
 # A model has 8 layers, numbered from 0. Get at least half of what full checkpointing saves, and recompute **at most half** of the layers: that is half of a forward, or a sixth more matmuls per step. Which layers do you checkpoint?
 
-# %%
+# %% jupyter={"source_hidden": true}
 exercises.hint(
     "It is not only how many. Where is the peak: at which moment of backward is most in memory?",
     "Backward begins with the last layer. If that one is recomputed, which insides are waiting at that moment?",

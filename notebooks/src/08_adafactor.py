@@ -447,7 +447,7 @@ _ = widgets.explore(draw, learning_rate=RATES, task=list(contests))
 #
 # Write a function that takes the shape of a tensor (a tuple) and returns how many numbers Adafactor keeps for it, without a first moment. Mind vectors, and stacks of matrices (a mixture of experts has some), whose matrices are factored one by one. The check compares your function with the library.
 
-# %%
+# %% jupyter={"source_hidden": true}
 exercises.hint(
     "Three cases, by the number of dimensions: one, two, more. `len(shape)` tells them apart.",
     "A vector is kept whole. A matrix keeps one number a row and one a column: `shape[-2] + shape[-1]`.",
@@ -493,7 +493,7 @@ exercises.prove(check, solution=numbers, mistake=sum)
 #
 # The look-up task, 30 steps of the Trainer. AdamW, well tuned, gives the loss printed below; but your device holds only `limit`, not enough for its states at this batch. Give training arguments that stay under the limit and end below a loss of **0.1** (guessing gives 2.1). Then: how low can you go?
 
-# %%
+# %% jupyter={"source_hidden": true}
 exercises.hint(
     "The task and the batch stay, so weights, gradients and activations do. What is left to shrink, and by which `optim`?",
     "It fits but does not learn? Look at the upper left picture: the two optimizers have their minima at different rates.",

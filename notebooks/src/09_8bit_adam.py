@@ -435,7 +435,7 @@ _ = widgets.explore(draw, block=[256, 64, 1024, 4096], outlier=[1000, 1, 10, 100
 #
 # A step trains one sequence of 32 tokens, so hardly any activations are left. What is the flag's peak divided by AdamW's? Answer to within 10 %. Everything that you need has been printed.
 
-# %%
+# %% jupyter={"source_hidden": true}
 exercises.hint(
     "Weights and states do not depend on the batch, activations do. Without them, is the peak still in backward?",
     "The table of the last measurement has a column for the step's highest moment. The update works on whole tensors "
@@ -476,7 +476,7 @@ exercises.prove(
 #
 # Keep as few bytes of states per parameter as you can, without a worse loss. Your answer is a function that takes the model's parameters and returns an optimizer. It is tried on the look-up task. Its states may take **2.5** bytes per parameter at most, and its median final loss over three seeds must not exceed the worst of AdamW's five by more than a tenth. The cell below the hints prints this limit. If your answer is right, try to find one with still fewer bytes.
 
-# %%
+# %% jupyter={"source_hidden": true}
 exercises.hint(
     "The embeddings are most of this model, and the Trainer's flag spares them. Which optimizer above did not?",
     "bitsandbytes' classes spare small tensors only: `bnb.optim.AdamW8bit(parameters, lr=..., weight_decay=0)`.",

@@ -675,14 +675,14 @@ _ = widgets.explore(draw, numbers_a_tensor=[2**power for power in range(6, 19, 2
 lean = peak_run("Adafactor", from_trainer("adafactor"))
 limit = 0.9 * min(inside.peak_bytes, lean.peak_bytes)
 
-# %% tags=["exercise"]
-display(
-    exercises.hint(
-        "Add up the bytes per parameter of each: weights 4, gradients 4, states by the table.",
-        "An update in backward saves the gradients. Which `optim` leaves next to nothing of the states?",
-        "Neither idea reaches the limit alone, so take both. The table has a rate to begin with.",
-    )
+# %% jupyter={"source_hidden": true}
+exercises.hint(
+    "Add up the bytes per parameter of each: weights 4, gradients 4, states by the table.",
+    "An update in backward saves the gradients. Which `optim` leaves next to nothing of the states?",
+    "Neither idea reaches the limit alone, so take both. The table has a rate to begin with.",
 )
+
+# %% tags=["exercise"]
 worst = max(found[FUSED].value["losses"]) + 0.1
 print(f"limit: {plots.bytes_text(limit)} (AdamW {plots.bytes_text(plain.peak_bytes)}), loss at most {worst:.2f}")
 answer = None  # dict(optim=..., rate=..., in_backward=...)

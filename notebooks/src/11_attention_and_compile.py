@@ -779,20 +779,20 @@ _ = widgets.explore(draw, batch=[1, 4, 16, 64], heads=[16, 4, 12, 32], bits=[16,
 # This is attention over packed documents, in which a token sees the tokens of its own document up to itself. The function below splits the row at lengths that Python must *know*, so nothing is captured. Rewrite it so that it gives the same outputs for every packing, in **one graph**.
 
 
+# %% jupyter={"source_hidden": true}
+exercises.hint(
+    "Which call turns a tensor into Python numbers? What could you mask instead of splitting the row?",
+    "Number the tokens by document. A token sees the tokens that have its number and do not come later.",
+    "`repeat_interleave` makes a tensor whose length depends on values, and breaks too. Which document does a "
+    "position belong to, if you know where each document ends? `torch.bucketize` answers such questions.",
+)
+
+
 # %% tags=["exercise"]
 def broken(q, k, v, lengths):  # lengths: a tensor of whole numbers, whose sum is the length of the row
     parts = zip(*(x.split(lengths.tolist(), dim=-2) for x in (q, k, v)))
     return torch.cat([scaled_dot_product_attention(*part, is_causal=True) for part in parts], dim=-2)
 
-
-display(
-    exercises.hint(
-        "Which call turns a tensor into Python numbers? What could you mask instead of splitting the row?",
-        "Number the tokens by document. A token sees the tokens that have its number and do not come later.",
-        "`repeat_interleave` makes a tensor whose length depends on values, and breaks too. Which document does a "
-        "position belong to, if you know where each document ends? `torch.bucketize` answers such questions.",
-    )
-)
 
 answer = None  # a function of q, k, v, lengths
 

@@ -702,14 +702,14 @@ _ = widgets.explore(draw, loading=loadings, workers=[2, 0, 1, 3, 4, 8], prefetch
 #
 # Synthetic data would be ready at once, without a reader. Reach **95 %** of the speed that a training on such data would have, with *at most 3 workers*. The reader takes the time of one step for a batch, and of eight steps for every fifth batch. The check measures; it does not simulate. Only the input should decide, so the device is replaced by a wait of 150 ms per step.
 
-# %% tags=["exercise"]
-display(
-    exercises.hint(
-        "Its mean is 2.4 steps per batch. How many workers does that take at least?",
-        "The late batch delays those that follow. How many batches must be ready to bridge eight steps?",
-        "Above, `simulate` ran with `irregular` and several prefetch factors. Run it with your own reader.",
-    )
+# %% jupyter={"source_hidden": true}
+exercises.hint(
+    "Its mean is 2.4 steps per batch. How many workers does that take at least?",
+    "The late batch delays those that follow. How many batches must be ready to bridge eight steps?",
+    "Above, `simulate` ran with `irregular` and several prefetch factors. Run it with your own reader.",
 )
+
+# %% tags=["exercise"]
 answer = None  # dict(num_workers=..., prefetch_factor=...): arguments of DataLoader
 
 
