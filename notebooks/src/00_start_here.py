@@ -257,7 +257,7 @@ _ = plots.memory([small, large])
 #
 # ## What held
 #
-# The lab counted the weights of the running experiment, with no knowledge of our count by hand: they must agree. But are they what you would get? The guides load their model with `from_pretrained`, so the claim is put to a model loaded that way.
+# The lab counted the weights of the running experiment, with no knowledge of our count by hand. The two counts must agree; the next cell checks that. But the lab's model has random weights, and you would load yours with `from_pretrained`, as the guides do. So the claim is decided by a model that was saved and loaded again.
 
 
 # %%
@@ -375,8 +375,9 @@ exercises.prove(check, solution=6, mistake=8)
 # %% jupyter={"source_hidden": true}
 exercises.hint(
     "The verdict looks at both ends of an interval, not at its middle. A number alone is an interval of no width.",
-    "Both ends within the rule: holds. Both between it and no effect: smaller. One here and one there: nobody knows.",
-    "And where nothing was measured there is nothing to judge: the table of verdicts has a word for it.",
+    "Both ends satisfy the rule: holds. Both ends are between the rule's limit and no effect: smaller than promised. "
+    "The two ends would get different verdicts: too small to tell.",
+    "If nothing was measured, there is nothing to decide. The table of verdicts has a row for that, too.",
 )
 
 # %% tags=["exercise"]

@@ -177,8 +177,8 @@ _ = ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
 # %% [markdown]
 # The states appear in the first `step` and stay, so the bar of forward 2 is higher than that of forward 1: a training can survive its
 # first step and run out of memory in the second. Activations and gradients are never both in memory in full, because
-# backward frees the one while it makes the other. And no bar reaches the dashed line: the peak lies *inside*
-# backward, with temporaries in it, where no look between two lines can see it.
+# backward frees the one while it makes the other. And no bar reaches the dashed line: the peak is *inside* backward,
+# and temporaries are part of it. We only looked between two lines of code, so we could not see it.
 #
 # Which modules saved the activations of one layer?
 
@@ -616,8 +616,9 @@ lab.foresee(explorers.memory, lab, device="cuda")
 #
 # Mixed precision with `gradient_accumulation_steps=2`: the Trainer runs forward and backward on two small batches
 # (*micro-batches*), adds up their gradients, and only then updates the weights. So the second micro-batch runs while the
-# first one's gradients wait. How many bytes per parameter do weights, copies, gradients and states take together at the
-# peak, within 2 %?
+# first one's gradients wait. The model is that of the table *Bytes per parameter in mixed precision* above, which has the
+# numbers that you need. How many bytes per parameter do weights, copies, gradients and states take together at the peak,
+# within 2 %?
 
 # %% jupyter={"source_hidden": true}
 exercises.hint(
