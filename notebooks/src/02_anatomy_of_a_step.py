@@ -443,7 +443,7 @@ plots.Table(header, table)
 #
 # The last claim is about the matmuls alone. The guide says that backward is sometimes more than twice as slow because its sizes are more *awkward*, that is, further from the sizes that the device multiplies fastest. If that is true here, a FLOP of backward takes longer than one of forward.
 #
-# `Ratio.of_turns` divides the seconds of steps that ran alternately, and gives an interval. The first contender runs twice: the interval is never narrower than its difference from itself.
+# `Ratio.of_turns` divides the seconds of steps that ran alternately, and gives an interval. The first of the two steps runs twice in every turn. Both times it is the same code, so any difference is noise, and the interval is never narrower than this noise.
 
 
 # %%
@@ -682,7 +682,7 @@ exercises.question(
         "It rises: there is more to multiply.": "It has, but the model needs no more than before. What counts "
         "executed FLOPs is another figure, the hardware FLOPs utilization.",
         "It stays: more FLOPs in more time.": "Only the time grew. FLOPs done twice are counted once.",
-        "It falls by a quarter: the same model FLOPs in 4/3 of the time.": "It measures progress, not business.",
+        "It falls by a quarter: the same model FLOPs in 4/3 of the time.": "It measures progress, not how busy the device is.",
     },
     right="It falls by a quarter: the same model FLOPs in 4/3 of the time.",
 )
@@ -874,7 +874,7 @@ exercises.prove(check, solution={"B", "C"}, mistake={"A", "C"})
 # %% [markdown]
 # ## Exercise 2: the challenge
 #
-# You have not timed `unseen`: it has half the layers, feed-forward layers half as wide, sequences half as long, and a batch of 8 instead of 4. How many milliseconds does one of its training steps take: forward, backward and AdamW's update, in fp32, without dropout? Predict it within 25 % before it runs. You have the seconds of the model above (`timed_plain` has those of each operation, the next cell prints those of a step and of its update) and the ceilings (`roof`), and you may count the operations of `unseen`.
+# You have not timed `unseen`: it has half the layers, feed-forward layers half as wide, sequences half as long, and a batch of 8 instead of 4. How many milliseconds does one of its training steps take: forward, backward and AdamW's update, in fp32, without dropout? Predict it within 25 % before it runs. You have the seconds of the model above (`timed_plain` has those of each operation, the next cell prints those of a step and of its update) and the ceilings (`roof`), and you may count the operations of `unseen` with the function `count` from above.
 #
 # The check runs steps of both models alternately in one process, and multiplies the ratio of their seconds by the milliseconds printed below. So it does not matter if the machine has become slower since the step above was timed.
 

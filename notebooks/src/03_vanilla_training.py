@@ -281,7 +281,7 @@ for year, pairs in (("2023", from_2023), ("2022", from_2022)):
         rows.append([year, pair[0], words[0], pair[1] or "", words[1]])
 verdicts = Counter(row[2].split()[0].strip(":") for row in rows)
 caption = f"{len(rows)} lines, today: " + ", ".join(f"{verdict} {number}" for verdict, number in verdicts.most_common())
-plots.Table(["guide", "its line", "today", "instead", "and that"], rows, caption)
+plots.Table(["guide", "its line", "today", "instead", "outcome of it"], rows, caption)
 
 # %% [markdown]
 # A line that raises tells you that it no longer works, and a line that warns gives you time. Look for the rows with *differs*: they run, and do something else than the guide says. Examples are labels of a single class, or a model in 16 bits that was meant as fp32. (Whether a row about GPUs can run depends on this machine. The scripts that the guides start, `run_glue.py` and others, are in transformers' repository and not run here.)
@@ -401,7 +401,14 @@ exercises.question(
 #
 # ## By hand: the interval
 #
-# How well do these pairs determine their median? Draw as many processes at random as there were, repeats allowed, and from each as many of its pairs; take the median of all; do so 2000 times; keep the middle 95 %. That is a **bootstrap** interval. Then the lab widens it to the noise floor.
+# How well do these pairs determine their median? A **bootstrap** interval answers that by drawing again from what was measured:
+#
+# 1. Draw processes at random, as many as there were. The same one may be drawn more than once.
+# 2. From each process drawn, draw pairs in the same way, as many as it has.
+# 3. Take the median of all pairs drawn.
+# 4. Repeat this 2000 times, and keep the middle 95 % of the medians.
+#
+# Then the lab widens this interval to the noise floor.
 
 
 # %%
@@ -435,7 +442,7 @@ rows = [[name, *map("{:.3f}".format, ends)] for name, ends in bounds.items()]
 plots.Table(["the same against itself", "from", "to"], rows, caption)
 
 # %% [markdown]
-# Why wider? The bootstrap knows only what varied *within* these pairs. If the same code against itself comes out a few percent off, an effect of that size proves nothing, however narrow the interval. On a quiet day the code may differ from itself by less than on others, so the lab never takes the floor to be less than a fixed factor (1.05 on a CPU): tomorrow other programs may run. The last row is by the clock on the wall, which counts the waiting, too.
+# Why does the lab make the interval wider? The bootstrap knows only what varied *within* these pairs. If the same code against itself comes out a few percent off, an effect of that size proves nothing, however narrow the interval. On a quiet day the code may differ from itself by less than on others, so the lab never takes the floor to be less than a fixed factor (1.05 on a CPU): tomorrow other programs may run. The last row is by the clock on the wall, which counts the waiting, too.
 #
 # ## What held
 

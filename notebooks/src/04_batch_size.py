@@ -374,7 +374,7 @@ plots.Table(["FLOP/s against n", f"n - 1 = {base - 1}", f"n = {base}", "n + 1", 
 #
 # ### The batch
 #
-# `Ratio.of_turns` divides the seconds of steps that ran alternately, and gives an interval. The first contender runs twice: the interval is never narrower than its difference from itself.
+# `Ratio.of_turns` divides the seconds of steps that ran alternately, and gives an interval. The first of the two steps runs twice in every turn. Both times it is the same code, so any difference is noise, and the interval is never narrower than this noise.
 
 
 # %% tags=["claim"]
@@ -588,7 +588,13 @@ print("simple noise scale: {:.0f} samples at the start, {:.0f} after 24 steps".f
 # %% [markdown]
 # The line is drawn through the two ends, and comes close to the five points between them. The noise scale is not constant: it changes as the model learns. That is one reason why no batch size is right for a whole training, and why a high learning rate is often approached in small steps (*warm-up*).
 #
-# Now we train with batches of 8, 32 and 128 samples. The model has to find out whether a marker occurs in a sequence. Each size gets three learning rates. For the larger sizes these are the rate of batch 8 as it is, scaled by the square root of the factor, and scaled in proportion to it; batch 8 gets the same multiples as batch 32, to be fair. All sizes get the same 2048 samples, in three seeds, and are judged on unseen sequences. The table's last column, *above the best rule*, is the distance between the model's probabilities and the best ones possible. A perfect model has 0 there, though not a loss of 0: some marked sequences have no marker by chance.
+# Now we train with batches of 8, 32 and 128 samples. The model has to find out whether a marker occurs in a sequence. Each size gets three learning rates. Batches 32 and 128 get
+#
+# - the rate of batch 8 as it is,
+# - this rate times the square root of (batch size / 8),
+# - this rate times (batch size / 8).
+#
+# Batch 8 gets the same rates as batch 32, to be fair. All sizes get the same 2048 samples, in three seeds, and are judged on unseen sequences. The table's last column, *above the best rule*, is the distance between the model's probabilities and the best ones possible. A perfect model has 0 there, though not a loss of 0: some marked sequences have no marker by chance.
 
 
 # %%
