@@ -371,7 +371,7 @@ _ = plots.memory(runs)
 #
 # What would you expect? A backward has twice the matmuls of its forward, so a step is three parts. Recomputing runs the forward again and makes it four: 25 % less throughput. In time the cost depends on the forward's share of the step, which the notes below measure:
 #
-# - Dropout makes forward longer on a CPU, which is slow at drawing random numbers; a GPU hardly notices them. So the runs on a CPU leave dropout out. The second note gives the forward's share with it.
+# - Dropout makes forward longer on a CPU, which is slow at drawing random numbers; a GPU hardly notices them. So the runs on a CPU leave dropout out. The note of the second claim about the cost (`checkpointing-cost-2022`) gives the forward's share with dropout.
 # - The optimizer's update takes as long with recomputation as without. The larger its part of the step, the smaller the cost in percent; short sequences make its part larger.
 
 # %% tags=["claim"]
