@@ -337,7 +337,7 @@ plots.Table(["run", *names], rows)
 #
 # ## Does it learn as well?
 #
-# The task is the look-up of lesson 08: name each token's class, for a thousand rare tokens. This is a hard test for the states of embeddings, and here even these are in 8 bits. Both optimizers try the same four learning rates on one seed. Then both train with AdamW's best rate on five other seeds.
+# The task is the look-up of lesson 08: name each token's class, for a thousand rare tokens. This is a hard test for the states of embeddings. Here even these states are in 8 bits, because bitsandbytes' optimizer is made without the Trainer and its rule. Both optimizers try the same four learning rates on one seed. Then both train with AdamW's best rate on five other seeds.
 
 # %%
 classes = dict(hidden_size=64, num_hidden_layers=1, intermediate_size=256, vocab_size=1000, num_labels=8)

@@ -536,7 +536,7 @@ for name, reason in absent.items():
 plots.Table(["not here", "the Trainer's message"], [[", ".join(group), reason] for reason, group in reasons.items()])
 
 # %% [markdown]
-# GaLore and APOLLO keep Adam's states in a space of low rank. LOMO keeps no states and updates in the backward pass. Schedule-free methods average weights instead of lowering the rate. torchao's optimizers keep 8 or 4 bits. If you install the package that a message names, and run the lesson again, the optimizer gets a row in the table below (if it needs a training loop of its own, the row says so).
+# GaLore and APOLLO project each gradient matrix to a much smaller one and keep Adam's states for that (*low rank*). LOMO keeps no states and updates in the backward pass. Schedule-free methods average weights instead of lowering the rate. torchao's optimizers keep 8 or 4 bits. If you install the package that a message names, and run the lesson again, the optimizer gets a row in the table below (if it needs a training loop of its own, the row says so).
 #
 # ## One table
 #

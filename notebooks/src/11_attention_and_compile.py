@@ -520,9 +520,9 @@ plots.Table(["lengths", "graphs"], list(recompilations.items()))
 # %% [markdown]
 # ## What it costs, what it gains
 #
-# Now take a backend that does compile: `inductor`, the default, writes C++ for a CPU and Triton for a GPU. Three processes train the same model. The first one finds an empty cache on disk: a **cold start**. The other two find the files that the first one left: a **warm start**. (Some headers are compiled once per machine and cached elsewhere, so the very first start on your machine may have taken longer.)
+# Now take a backend that does compile: `inductor`, the default, writes C++ for a CPU, and for a GPU Triton, a language for GPU kernels. Three processes train the same model. The first one finds an empty cache on disk: a **cold start**. The other two find the files that the first one left: a **warm start**. (Some headers are compiled once per machine and cached elsewhere, so the very first start on your machine may have taken longer.)
 #
-# Each process runs five kinds of step alternately: one for each of three backends, and steps without a compiler twice. `Ratio.of_turns` compares a backend with the first steps without a compiler. It also compares these with the second ones: they are equal, so their difference is noise, and the interval is never narrower than this noise. The column *operations* counts torch's operations in a step; kernels that the compiler wrote do not count.
+# Each process runs five steps in turn: one for each of three backends, and the step without a compiler twice. `Ratio.of_turns` compares a backend with the step without a compiler. It also compares the two times of the step without a compiler: it is the same code both times, so their difference is noise, and the interval is never narrower than this noise. The column *operations* counts torch's operations in a step; kernels that the compiler wrote do not count.
 
 
 # %%

@@ -185,7 +185,7 @@ def threaded(way, depth=2):
 exercises.question(
     lab,
     "thread",
-    "Your collate function spends 20 ms in plain Python loops, and a step spends 20 ms in many small operations. You "
+    "Your collate function, which joins samples to a batch, spends 20 ms in plain Python loops, and a step spends 20 ms in many small operations. You "
     "move loading into a thread. How long do loading and step take together now?",
     {
         "About 20 ms: the two now overlap.": "This would be true if the thread waited for a disk. Two threads that both "
@@ -447,7 +447,11 @@ plots.Table(["four workers over 128 samples", "samples read", "different samples
 #
 # ## Less work: tokenise once
 #
-# Work that is the same in every epoch can be done once. In the next cell, a tokenizer is trained on generated text. Then one epoch is loaded in three ways: tokenised batch by batch; from Arrow files that `map` wrote before, with rows as Python lists; and from the same files with rows as tensors.
+# Work that is the same in every epoch can be done once. In the next cell, a tokenizer is trained on generated text. Then one epoch is loaded in three ways:
+#
+# - tokenised batch by batch;
+# - tokenised once before, by `map` of the library datasets, which writes files in the Arrow format; their rows are read as Python lists;
+# - from the same files, with rows read as tensors.
 
 
 # %%
