@@ -3,7 +3,7 @@
 #
 # You have one machine, and guides full of advice that was measured on other machines. Which advice can you check here, and which of it is true here?
 #
-# Welcome. Plan 20 minutes for this lesson (the cells compute for about 1 of them). You need to have trained a model once, no more. It needs no GPU: a claim that a CPU cannot decide is listed as *not testable here*. Run the cells one after the other (Shift + Enter), or all of them (menu *Run*, *Run All Cells*).
+# Welcome. Plan 20 minutes for this lesson (the cells compute for about 1 of them), and another 10 for the two exercises at its end. You need to have trained a model once, no more. It needs no GPU: a claim that a CPU cannot decide is listed as *not testable here*. Run the cells one after the other (Shift + Enter), or all of them (menu *Run*, *Run All Cells*).
 #
 # **You will see**
 # - what this machine has, and how many of the guides' statements it can put to the test

@@ -9,7 +9,7 @@
 # - whether the guides order their three groups of operations rightly, and whether backward costs twice the forward in FLOPs and in time
 # - how to read a trace, and what "100 % utilization" means
 #
-# **Time:** a quarter of an hour of reading, one to three minutes of computing on two CPU cores. **Before this:** lesson 00. **Not on a CPU:** the claim that bandwidth usually limits activations, the rates of tensor cores, the driver's utilization counter.
+# **Time:** plan 45 minutes with the code and the exercises: a quarter of an hour of reading, one to three minutes of computing on two CPU cores. **Before this:** lesson 00. **Not on a CPU:** the claim that bandwidth usually limits activations, the rates of tensor cores, the driver's utilization counter.
 
 # %% tags=["parameters"]
 profile = "auto"

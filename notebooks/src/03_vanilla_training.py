@@ -8,7 +8,7 @@
 # - how many times the weights' bytes a vanilla training takes
 # - how much the time of one and the same code varies, and what follows from that for "it is faster"
 #
-# **Time:** a quarter of an hour of reading, one to five minutes of computing on two CPU cores. **Before this:** lesson 00. **Not on a CPU:** some lines of the guides need a GPU; the table says which.
+# **Time:** plan 40 minutes with the code and the exercises: a quarter of an hour of reading, one to five minutes of computing on two CPU cores. **Before this:** lesson 00. **Not on a CPU:** some lines of the guides need a GPU; the table says which.
 
 # %% tags=["parameters"]
 profile = "auto"

@@ -8,7 +8,7 @@
 # - how to find the largest batch that fits, with and without a crash, what it brings, and at which sizes the time jumps
 # - what a larger batch does to learning: by samples, by steps and by seconds
 #
-# **Time:** a quarter of an hour of reading, one to two minutes of computing on two CPU cores. **Before this:** lessons 01 and 02. **Not on a CPU:** the six claims about multiples of 8 and 64, about tiles, and about fp16.
+# **Time:** plan 45 minutes with the code and the exercises: a quarter of an hour of reading, one to two minutes of computing on two CPU cores. **Before this:** lessons 01 and 02. **Not on a CPU:** the six claims about multiples of 8 and 64, about tiles, and about fp16.
 
 # %% tags=["parameters"]
 profile = "auto"

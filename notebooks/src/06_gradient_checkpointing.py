@@ -8,7 +8,7 @@
 # - how far apart checkpoints should be, and where the square root in the textbooks comes from
 # - what the library's flag saves and costs, which layers pay for it, and where it saves nothing
 #
-# **Time:** ten minutes of reading, one to three minutes of computing on two CPU cores. **Before this:** lesson 01; for one comparison lesson 05. **Not on a CPU:** checkpoints that are offloaded to the host.
+# **Time:** plan 40 minutes with the code and the exercises: ten minutes of reading, one to three minutes of computing on two CPU cores. **Before this:** lesson 01; for one comparison lesson 05. **Not on a CPU:** checkpoints that are offloaded to the host.
 
 # %% tags=["parameters"]
 profile = "auto"

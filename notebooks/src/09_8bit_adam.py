@@ -8,7 +8,7 @@
 # - which tensors stay in 32 bits, which library decides this and why, counted to the byte
 # - why fewer bytes of states do not always mean a lower peak, and how much the peak falls on your machine
 #
-# **Time:** ten minutes of reading, about a minute of computing on two CPU cores. **Before this:** lesson 08. **Not on a CPU:** the claim about speed, which is about CUDA's kernels.
+# **Time:** plan 35 minutes with the code and the exercises: ten minutes of reading, about a minute of computing on two CPU cores. **Before this:** lesson 08. **Not on a CPU:** the claim about speed, which is about CUDA's kernels.
 
 # %% tags=["parameters"]
 profile = "auto"

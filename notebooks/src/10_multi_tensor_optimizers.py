@@ -8,7 +8,7 @@
 # - an update inside the backward pass, where a full set of gradients never exists, and what such an update rules out
 # - every optimizer that the Trainer can make on this machine, in one table
 #
-# **Time:** a quarter of an hour of reading, one to three minutes of computing on two CPU cores. **Before this:** lesson 01. **Not on a CPU:** the claim that `foreach` is torch's default, and the time of launches on a GPU.
+# **Time:** plan 30 minutes with the code and the exercise: a quarter of an hour of reading, one to three minutes of computing on two CPU cores. **Before this:** lesson 01. **Not on a CPU:** the claim that `foreach` is torch's default, and the time of launches on a GPU.
 
 # %% tags=["parameters"]
 profile = "auto"

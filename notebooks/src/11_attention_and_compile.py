@@ -8,7 +8,7 @@
 # - which attention kernel torch takes on your machine, how masks, dropout and padding change its choice, and what you gain by packing sequences into one row
 # - what `torch.compile` captures, what its start costs, what it gains, and after how many steps it has paid for itself
 #
-# **Minutes:** about 15 of reading; the cells compute for about 1 on two cores.
+# **Minutes:** plan 30 with the code and the exercise, about 15 of them for reading; the cells compute for about 1 on two cores.
 #
 # **Before you start:** lessons 01 (activations, peak) and 03 (intervals).
 #

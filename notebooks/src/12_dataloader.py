@@ -8,7 +8,7 @@
 # - when more workers help, when they hurt, and what each worker costs
 # - how to make batches cheaper: tokenise once, pad less or pack, send to a GPU from pinned memory
 #
-# **Minutes:** about 15 of reading; the cells compute for about 1 on two cores.
+# **Minutes:** plan 30 with the code and the exercise, about 15 of them for reading; the cells compute for about 1 on two cores.
 #
 # **Before you start:** lesson 03 (intervals). Packing is explained in lesson 11.
 #
@@ -185,8 +185,8 @@ def threaded(way, depth=2):
 exercises.question(
     lab,
     "thread",
-    "Your collate function, which joins samples to a batch, spends 20 ms in plain Python loops, and a step spends 20 ms in many small operations. You "
-    "move loading into a thread. How long do loading and step take together now?",
+    "Your collate function, which joins samples to a batch, spends 20 ms in plain Python loops, and a step spends 20 ms "
+    "in many small operations. You move loading into a thread. How long do loading and step take together now?",
     {
         "About 20 ms: the two now overlap.": "This would be true if the thread waited for a disk. Two threads that both "
         "need the interpreter run in turn, however many cores there are.",
@@ -359,7 +359,7 @@ plots.Table(["workers", "to the first batch, ms", "unique MB per worker, array",
 # %% [markdown]
 # The start is paid again in every epoch, unless `persistent_workers=True` keeps the workers alive.
 #
-# A fork shares its parent's memory only until one of the two writes to it. Even *reading* a Python object writes to memory, because Python updates the object's reference count. Page by page, each worker therefore gets its own copy of the list. An array, a tensor or an Arrow table has one reference count for all of its content.
+# A fork shares its parent's memory only until one of the two writes to it. Even *reading* a Python object writes to memory, because Python updates the object's reference count. Page by page, each worker therefore gets its own copy of the list. An array, a tensor or an Arrow table (the form in which the library datasets stores rows) has one reference count for all of its content.
 #
 # If `/dev/shm` is full, the training ends. With 4 MB of it, torch 2.13 ended with *unable to allocate shared memory ... No space left on device*; older versions ended with a *bus error*. A remedy that is often given, `torch.multiprocessing.set_sharing_strategy("file_system")`, ended with the same message, because its files are in `/dev/shm` too. (It is a remedy against *too many open files*.) More space helps, and so do fewer workers or smaller batches.
 #
