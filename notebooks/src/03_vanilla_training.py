@@ -442,7 +442,7 @@ rows = [[name, *map("{:.3f}".format, ends)] for name, ends in bounds.items()]
 plots.Table(["the same against itself", "from", "to"], rows, caption)
 
 # %% [markdown]
-# Why does the lab make the interval wider? The bootstrap knows only what varied *within* these pairs. If the same code against itself comes out a few percent off, an effect of that size proves nothing, however narrow the interval. On a quiet day the code may differ from itself by less than on others, so the lab never takes the floor to be less than a fixed factor (1.05 on a CPU): tomorrow other programs may run. The last row is by the clock on the wall, which counts the waiting, too.
+# If the bootstrap's interval is narrower than the noise floor, the lab's is wider; otherwise the two are equal. Why the floor? The bootstrap knows only what varied *within* these pairs. If the same code against itself comes out a few percent off, an effect of that size proves nothing, however narrow the interval. On a quiet day the code may differ from itself by less than on others, so the lab never takes the floor to be less than a fixed factor (1.05 on a CPU): tomorrow other programs may run. The last row is by the clock on the wall, which counts the waiting, too.
 #
 # ## What held
 

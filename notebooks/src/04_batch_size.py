@@ -135,7 +135,7 @@ counts = sorted({1, max(1, cores // 2), cores, cores + 1, 2 * cores, 2 * cores +
 tile_seconds = [min(wall for wall, _ in taken) for taken in lab.run(some_tiles, measure="value").value]
 stairs = [tile_seconds[counts.index(cores)] * math.ceil(n / cores) for n in counts]
 shown = {"measured": [1e3 * each for each in tile_seconds], "waves x one wave": [1e3 * each for each in stairs]}
-plots.lines(counts, shown, f"tiles, for {cores} at once", "milliseconds", title="Time goes by waves").set_ylim(0)
+_ = plots.lines(counts, shown, f"tiles, for {cores} at once", "milliseconds", title="Time goes by waves").set_ylim(0)
 
 # %% jupyter={"source_hidden": true}
 assert waves(512, 1024, (256, 128), 132) == waves(4096, 1024, (256, 128), 132) == 1  # the question's right answer

@@ -35,6 +35,8 @@ torch.set_num_threads(1)  # in this notebook's own process, where all tensors ar
 # %% [markdown]
 # ## Idea
 #
+# (If the cell above printed that a package `kernels` is missing: bitsandbytes needs it for 4-bit matmuls, and this lesson has none.)
+#
 # Adafactor (lesson 08) discards most of Adam's memory. **8-bit Adam** ([Dettmers and others, 2021](https://arxiv.org/abs/2110.02861)) keeps all of it, less exactly: each number of a state becomes the nearest of 256 values, and only the index of that value is stored, one byte.
 #
 # ## Predict

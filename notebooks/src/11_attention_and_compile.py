@@ -429,7 +429,7 @@ def gate(x):
 [node.name for node in captured(gate, torch.randn(8, 8))[0][0].graph.nodes]
 
 # %% [markdown]
-# Each of these four operations reads and writes a whole tensor. A compiler that sees them together makes one loop of them.
+# The list has the graph's input, four operations, and the output. Each of these four operations reads and writes a whole tensor. A compiler that sees them together makes one loop of them.
 #
 # Some Python cannot be put into a graph, for example an `if` that must know a tensor's value before it can go on. It *breaks* the graph: the result is two graphs with plain Python between them, and nothing is fused across the break. Breaks are silent. The result is right, only slower. With `fullgraph=True` each break is an error, and `TORCH_LOGS=graph_breaks` prints them.
 #

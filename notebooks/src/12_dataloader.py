@@ -365,7 +365,7 @@ plots.Table(["workers", "to the first batch, ms", "unique MB per worker, array",
 #
 # ## Irregular readers
 #
-# Suppose that loading a batch takes half a step, but every seventh batch takes ten steps because a file is opened. The mean is under two steps, so three workers should be enough. But a late batch delays all batches after it. Look for the smallest `prefetch_factor` without waits.
+# Suppose that loading a batch takes half a step, but every seventh batch takes ten steps because a file is opened. The mean is under two steps, so three workers should be enough. But a late batch delays all batches after it. Look for the smallest `prefetch_factor` for which the rules predict no waiting, and compare it with what is measured.
 
 
 # %%
@@ -387,6 +387,8 @@ rows = [[factor, f"{rule:.0%}", f"{waiting_share(found[factor]):.0%}"] for facto
 plots.Table(["prefetch_factor", "waiting, by the rules", "waiting, measured"], rows)
 
 # %% [markdown]
+# Some waiting is measured even then, because reads and steps vary and each batch must be handed over. But the late batch no longer decides.
+#
 # Prefetching bridges one late batch. It cannot make up for readers that are too slow on average: if every batch takes 2.5 steps, you need three workers.
 #
 # ## What each worker has: random numbers, and the whole stream
