@@ -121,7 +121,7 @@ header = [
 plots.Table(header, rows)
 
 # %% [markdown]
-# Look at the ridge: an operation needs so many FLOPs per byte before arithmetic, not memory, sets its time. A faster precision raises the ridge. But in 16 bits the same operation also moves half the bytes, so its own FLOPs per byte double. To compare two precisions, use the last column, the ridge in FLOPs per *number* moved: an operation does as many FLOPs per number in one precision as in the other. If the value is higher in 16 bits, more operations wait for memory there.
+# Look at the column *ridge*: an operation with fewer FLOPs per byte waits for memory, one with more is limited by arithmetic. How do two precisions compare? A faster precision raises the ridge. But in 16 bits the same operation also moves half the bytes, so its own FLOPs per byte double, and the two ridges cannot be compared directly. Its FLOPs per *number* moved stay the same. So compare the last column, the ridge in FLOPs per number: if it is higher in 16 bits, more operations wait for memory there.
 #
 # ## By hand: three operations
 #

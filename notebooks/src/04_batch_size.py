@@ -106,6 +106,7 @@ print(f"half of the highest rate is reached at {enough} rows; the knee was predi
 
 # %% [markdown]
 # Left of the dotted line the layer waits for its weights. Right of it the layer waits for arithmetic, and the curve is flat. If few rows are faster than predicted, the weights came from a cache. If rows around the knee are slower, the kernels for few rows do not reach the ceiling.
+#
 # ## The second knee: has every core something to do?
 #
 # That was one core. A device has many: a GPU has about a hundred **multiprocessors**. Each takes one **tile** of the result, a block of, for example, 256 x 128 numbers. If there are fewer tiles than multiprocessors, the others are idle. Here we call the share of multiprocessors at work **occupancy**. (NVIDIA uses the word for the threads *within* one multiprocessor.) If there is one tile too many, a second **wave** begins for it. So time is a staircase. See its steps on your own cores.

@@ -387,7 +387,7 @@ rows = [[factor, f"{rule:.0%}", f"{waiting_share(found[factor]):.0%}"] for facto
 plots.Table(["prefetch_factor", "waiting, by the rules", "waiting, measured"], rows)
 
 # %% [markdown]
-# Some waiting is measured even then, because reads and steps vary and each batch must be handed over. But the late batch no longer decides.
+# Some waiting is measured even then: reads and steps vary, and each batch must be handed over.
 #
 # Prefetching bridges one late batch. It cannot make up for readers that are too slow on average: if every batch takes 2.5 steps, you need three workers.
 #
