@@ -96,6 +96,7 @@ def test_an_inserted_cell_changes_no_other_cell():
 
 QUESTION = '# %%\nexercises.question(\n    lab, "key", "Why?", {"a": "for", "b": "no"}, right="a"\n)\n\n'
 PLANTED = '# %% jupyter={"source_hidden": true}\npatient = "the leak"\n\n'
+HINT = '# %% jupyter={"source_hidden": true}\nexercises.hint("the cause", "the remedy")\n\n'
 
 
 def sealed_cells(text):
@@ -114,6 +115,12 @@ def test_what_holds_an_answer_is_sealed_by_the_build():
     ) == 3
     assert not any(answer in text for answer in ("right=", "the leak", "solution = 1"))
     assert tagged(nbformat.reads(text, as_version=4).cells, "setup").source == f"setup = 1\n\n{build.OPENS}"
+
+
+def test_the_source_of_a_hidden_hint_is_sealed():
+    text = build.build(source(HINT), name="05_it_fits")
+    assert [kind for kind, _ in sealed_cells(text)] == ["hint:", "solution:"]
+    assert "the remedy" not in text
 
 
 def test_a_question_has_its_own_cell():

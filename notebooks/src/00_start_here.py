@@ -3,7 +3,7 @@
 #
 # You have one machine, and guides full of advice that was measured on other machines. Which advice can you check here, and which of it is true here?
 #
-# Welcome. Plan 20 minutes for this lesson (the cells compute for about 1 of them). You need to have trained a model once, no more. It needs no GPU: a claim that a CPU cannot decide is listed as *not testable here*. Run the cells one after the other (Shift + Enter), or all of them (menu *Run*, *Run All Cells*).
+# Welcome. Plan 20 minutes for this lesson (the cells compute for about 1 of them), and another 10 for the two exercises at its end. You need to have trained a model once, no more. It needs no GPU: a claim that a CPU cannot decide is listed as *not testable here*. Run the cells one after the other (Shift + Enter), or all of them (menu *Run*, *Run All Cells*).
 #
 # **You will see**
 # - what this machine has, and how many of the guides' statements it can put to the test
@@ -172,7 +172,7 @@ claims.check("restart-needed", left / held, note=note)
 lab.run(lambda task: os.kill(os.getpid(), 9), "killed on purpose", measure="value")
 
 # %% [markdown]
-# The next cell is the first one that begins with `%%sealed`. Such a cell holds a question with its key, a solution, or code that would give an answer away. Run it like any other; a solution or code can be unfolded below it.
+# The next cell is the first one that begins with `%%sealed`. Such a cell holds a question with its key, hints, a solution, or code that would give an answer away. Run it like any other. Hints open one by one, and a solution or code can be unfolded below its cell.
 
 # %%
 exercises.question(
@@ -257,7 +257,7 @@ _ = plots.memory([small, large])
 #
 # ## What held
 #
-# The lab counted the weights of the running experiment, with no knowledge of our count by hand: they must agree. But are they what you would get? The guides load their model with `from_pretrained`, so the claim is put to a model loaded that way.
+# The lab counted the weights of the running experiment, with no knowledge of our count by hand. The two counts must agree; the next cell checks that. But the lab's model has random weights, and you would load yours with `from_pretrained`, as the guides do. So the claim is decided by a model that was saved and loaded again.
 
 
 # %%
@@ -326,7 +326,7 @@ _ = widgets.explore(draw, measured=[0.7, 0.8, 0.85, 0.95, 1.05, 1.1], give_or_ta
 #
 # The sealed cell below sets `limit`, a memory limit between the peak of batch 4 and that of batch 8. Find a batch size that stays within it and uses at least 90 % of it. Predict it from the two runs you have, then try: the check trains with your batch size.
 
-# %%
+# %% jupyter={"source_hidden": true}
 exercises.hint(
     "From batch 4 to batch 8 the peak grows by the same bytes with each sample.",
     "How many samples more than 4 can be paid with `limit - small.peak_bytes`?",
@@ -372,11 +372,12 @@ exercises.prove(check, solution=6, mistake=8)
 #
 # Five claims with invented measurements, each from another machine. Which verdict does each get? The last machine is a laptop without a GPU. Look at the rules in the table: not every one names a value that means *no effect*.
 
-# %%
+# %% jupyter={"source_hidden": true}
 exercises.hint(
     "The verdict looks at both ends of an interval, not at its middle. A number alone is an interval of no width.",
-    "Both ends within the rule: holds. Both between it and no effect: smaller. One here and one there: nobody knows.",
-    "And where nothing was measured there is nothing to judge: the table of verdicts has a word for it.",
+    "Both ends satisfy the rule: holds. Both ends are between the rule's limit and no effect: smaller than promised. "
+    "The two ends would get different verdicts: too small to tell.",
+    "If nothing was measured, there is nothing to decide. The table of verdicts has a row for that, too.",
 )
 
 # %% tags=["exercise"]

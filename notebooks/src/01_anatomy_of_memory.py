@@ -177,8 +177,8 @@ _ = ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
 # %% [markdown]
 # The states appear in the first `step` and stay, so the bar of forward 2 is higher than that of forward 1: a training can survive its
 # first step and run out of memory in the second. Activations and gradients are never both in memory in full, because
-# backward frees the one while it makes the other. And no bar reaches the dashed line: the peak lies *inside*
-# backward, with temporaries in it, where no look between two lines can see it.
+# backward frees the one while it makes the other. And no bar reaches the dashed line: the peak is *inside* backward,
+# and temporaries are part of it. We only looked between two lines of code, so we could not see it.
 #
 # Which modules saved the activations of one layer?
 
@@ -616,10 +616,11 @@ lab.foresee(explorers.memory, lab, device="cuda")
 #
 # Mixed precision with `gradient_accumulation_steps=2`: the Trainer runs forward and backward on two small batches
 # (*micro-batches*), adds up their gradients, and only then updates the weights. So the second micro-batch runs while the
-# first one's gradients wait. How many bytes per parameter do weights, copies, gradients and states take together at the
-# peak, within 2 %?
+# first one's gradients wait. The model is that of the table *Bytes per parameter in mixed precision* above, which has the
+# numbers that you need. How many bytes per parameter do weights, copies, gradients and states take together at the peak,
+# within 2 %?
 
-# %%
+# %% jupyter={"source_hidden": true}
 exercises.hint(
     "Which of the four kinds are whole in the second forward pass? List weights, copies, gradients, states.",
     "The gradients of the first micro-batch wait for the second: they are whole, and so are the copies.",
@@ -659,7 +660,7 @@ exercises.prove(check, solution=sum(per_parameter(mixed, "forward")) + 4, mistak
 #
 # A task you have not seen: two more layers, half the length, batch 16, fp32, AdamW. Predict its peak in MB, within 10 %, before it is trained. You may count parameters, and you may run a forward pass at batch 1.
 
-# %%
+# %% jupyter={"source_hidden": true}
 exercises.hint(
     "At which moment is most alive? In forward the activations pile up, in backward they go as gradients come.",
     "Where backward begins there are weights, states and all activations. Of gradients there are hardly any yet.",

@@ -9,7 +9,7 @@
 # - whether the guides order their three groups of operations rightly, and whether backward costs twice the forward in FLOPs and in time
 # - how to read a trace, and what "100 % utilization" means
 #
-# **Time:** a quarter of an hour of reading, one to three minutes of computing on two CPU cores. **Before this:** lesson 00. **Not on a CPU:** the claim that bandwidth usually limits activations, the rates of tensor cores, the driver's utilization counter.
+# **Time:** plan 45 minutes with the code and the exercises: a quarter of an hour of reading, one to three minutes of computing on two CPU cores. **Before this:** lesson 00. **Not on a CPU:** the claim that bandwidth usually limits activations, the rates of tensor cores, the driver's utilization counter.
 
 # %% tags=["parameters"]
 profile = "auto"
@@ -121,7 +121,7 @@ header = [
 plots.Table(header, rows)
 
 # %% [markdown]
-# Look at the ridge: an operation needs so many FLOPs per byte before arithmetic, not memory, sets its time. A faster precision raises the ridge. But in 16 bits the same operation also moves half the bytes, so its own FLOPs per byte double. To compare two precisions, use the last column, the ridge in FLOPs per *number* moved: an operation does as many FLOPs per number in one precision as in the other. If the value is higher in 16 bits, more operations wait for memory there.
+# Look at the column *ridge*: an operation with fewer FLOPs per byte waits for memory, one with more is limited by arithmetic. How do two precisions compare? A faster precision raises the ridge. But in 16 bits the same operation also moves half the bytes, so its own FLOPs per byte double, and the two ridges cannot be compared directly. Its FLOPs per *number* moved stay the same. So compare the last column, the ridge in FLOPs per number: if it is higher in 16 bits, more operations wait for memory there.
 #
 # ## By hand: three operations
 #
@@ -443,7 +443,7 @@ plots.Table(header, table)
 #
 # The last claim is about the matmuls alone. The guide says that backward is sometimes more than twice as slow because its sizes are more *awkward*, that is, further from the sizes that the device multiplies fastest. If that is true here, a FLOP of backward takes longer than one of forward.
 #
-# `Ratio.of_turns` divides the seconds of steps that ran alternately, and gives an interval. The first contender runs twice: the interval is never narrower than its difference from itself.
+# `Ratio.of_turns` divides the seconds of steps that ran alternately, and gives an interval. The first of the two steps runs twice in every turn. Both times it is the same code, so any difference is noise, and the interval is never narrower than this noise.
 
 
 # %%
@@ -682,7 +682,7 @@ exercises.question(
         "It rises: there is more to multiply.": "It has, but the model needs no more than before. What counts "
         "executed FLOPs is another figure, the hardware FLOPs utilization.",
         "It stays: more FLOPs in more time.": "Only the time grew. FLOPs done twice are counted once.",
-        "It falls by a quarter: the same model FLOPs in 4/3 of the time.": "It measures progress, not business.",
+        "It falls by a quarter: the same model FLOPs in 4/3 of the time.": "It measures progress, not how busy the device is.",
     },
     right="It falls by a quarter: the same model FLOPs in 4/3 of the time.",
 )
@@ -834,12 +834,14 @@ _ = widgets.explore(draw, operation=operations, size=sizes, precision=list(ceili
 #
 # **A** a matrix rate twice as high · **B** one fused kernel for the three · **C** activations in 16 bits · **D** a cheaper formula for GELU, with half the FLOPs
 
-# %% tags=["exercise"]
+# %% jupyter={"source_hidden": true}
 exercises.hint(
     "Write the time as max(FLOPs / rate, bytes / bandwidth). Which of the two terms is larger here?",
     "A change that touches only the smaller term changes nothing.",
     "Two of them leave every byte where it is.",
 )
+
+# %% tags=["exercise"]
 answer = None  # a set of letters, such as {"A"}
 
 
@@ -872,20 +874,20 @@ exercises.prove(check, solution={"B", "C"}, mistake={"A", "C"})
 # %% [markdown]
 # ## Exercise 2: the challenge
 #
-# You have not timed `unseen`: it has half the layers, feed-forward layers half as wide, sequences half as long, and a batch of 8 instead of 4. How many milliseconds does one of its training steps take: forward, backward and AdamW's update, in fp32, without dropout? Predict it within 25 % before it runs. You have the seconds of the model above (`timed_plain` has those of each operation, the next cell prints those of a step and of its update) and the ceilings (`roof`), and you may count the operations of `unseen`.
+# You have not timed `unseen`: it has half the layers, feed-forward layers half as wide, sequences half as long, and a batch of 8 instead of 4. How many milliseconds does one of its training steps take: forward, backward and AdamW's update, in fp32, without dropout? Predict it within 25 % before it runs. You have the seconds of the model above (`timed_plain` has those of each operation, the next cell prints those of a step and of its update) and the ceilings (`roof`), and you may count the operations of `unseen` with the function `count` from above.
 #
 # The check runs steps of both models alternately in one process, and multiplies the ratio of their seconds by the milliseconds printed below. So it does not matter if the machine has become slower since the step above was timed.
 
-# %% tags=["exercise"]
-display(
-    exercises.hint(
-        "8 sequences of half the length are as many tokens as before. Which operations are fewer, and which smaller?",
-        "`[Row(*row) for row in lab.run(lambda task: count(task, 8), task=unseen, measure=('none',)).value]` lists the "
-        "operations of `unseen` without timing them. The update takes time in proportion to `unseen.parameters()`.",
-        "`timed_plain` says how many times as long as `roof.seconds(flops, moved)` the operations of each name take. "
-        "Multiply the printed step by the sum for `unseen` over the sum for the model above, the update included.",
-    )
+# %% jupyter={"source_hidden": true}
+exercises.hint(
+    "8 sequences of half the length are as many tokens as before. Which operations are fewer, and which smaller?",
+    "`[Row(*row) for row in lab.run(lambda task: count(task, 8), task=unseen, measure=('none',)).value]` lists the "
+    "operations of `unseen` without timing them. The update takes time in proportion to `unseen.parameters()`.",
+    "`timed_plain` says how many times as long as `roof.seconds(flops, moved)` the operations of each name take. "
+    "Multiply the printed step by the sum for `unseen` over the sum for the model above, the update included.",
 )
+
+# %% tags=["exercise"]
 halves = {name: getattr(config, name) // 2 for name in ("num_hidden_layers", "intermediate_size")}
 unseen = plain_task.replace(seq_len=length // 2, config=halves)
 reference, update = fastest_step(step_turns), min(each[CPU] for one in step_turns for each in one[3])

@@ -8,7 +8,7 @@
 # - how many times the weights' bytes a vanilla training takes
 # - how much the time of one and the same code varies, and what follows from that for "it is faster"
 #
-# **Time:** a quarter of an hour of reading, one to five minutes of computing on two CPU cores. **Before this:** lesson 00. **Not on a CPU:** some lines of the guides need a GPU; the table says which.
+# **Time:** plan 40 minutes with the code and the exercises: a quarter of an hour of reading, one to five minutes of computing on two CPU cores. **Before this:** lesson 00. **Not on a CPU:** some lines of the guides need a GPU; the table says which.
 
 # %% tags=["parameters"]
 profile = "auto"
@@ -281,7 +281,7 @@ for year, pairs in (("2023", from_2023), ("2022", from_2022)):
         rows.append([year, pair[0], words[0], pair[1] or "", words[1]])
 verdicts = Counter(row[2].split()[0].strip(":") for row in rows)
 caption = f"{len(rows)} lines, today: " + ", ".join(f"{verdict} {number}" for verdict, number in verdicts.most_common())
-plots.Table(["guide", "its line", "today", "instead", "and that"], rows, caption)
+plots.Table(["guide", "its line", "today", "instead", "outcome of it"], rows, caption)
 
 # %% [markdown]
 # A line that raises tells you that it no longer works, and a line that warns gives you time. Look for the rows with *differs*: they run, and do something else than the guide says. Examples are labels of a single class, or a model in 16 bits that was meant as fp32. (Whether a row about GPUs can run depends on this machine. The scripts that the guides start, `run_glue.py` and others, are in transformers' repository and not run here.)
@@ -401,7 +401,14 @@ exercises.question(
 #
 # ## By hand: the interval
 #
-# How well do these pairs determine their median? Draw as many processes at random as there were, repeats allowed, and from each as many of its pairs; take the median of all; do so 2000 times; keep the middle 95 %. That is a **bootstrap** interval. Then the lab widens it to the noise floor.
+# How well do these pairs determine their median? A **bootstrap** interval answers that by drawing again from what was measured:
+#
+# 1. Draw processes at random, as many as there were. The same one may be drawn more than once.
+# 2. From each process drawn, draw pairs in the same way, as many as it has.
+# 3. Take the median of all pairs drawn.
+# 4. Repeat this 2000 times, and keep the middle 95 % of the medians.
+#
+# Then the lab widens this interval to the noise floor.
 
 
 # %%
@@ -435,7 +442,7 @@ rows = [[name, *map("{:.3f}".format, ends)] for name, ends in bounds.items()]
 plots.Table(["the same against itself", "from", "to"], rows, caption)
 
 # %% [markdown]
-# Why wider? The bootstrap knows only what varied *within* these pairs. If the same code against itself comes out a few percent off, an effect of that size proves nothing, however narrow the interval. On a quiet day the code may differ from itself by less than on others, so the lab never takes the floor to be less than a fixed factor (1.05 on a CPU): tomorrow other programs may run. The last row is by the clock on the wall, which counts the waiting, too.
+# If the bootstrap's interval is narrower than the noise floor, the lab's is wider; otherwise the two are equal. Why the floor? The bootstrap knows only what varied *within* these pairs. If the same code against itself comes out a few percent off, an effect of that size proves nothing, however narrow the interval. On a quiet day the code may differ from itself by less than on others, so the lab never takes the floor to be less than a fixed factor (1.05 on a CPU): tomorrow other programs may run. The last row is by the clock on the wall, which counts the waiting, too.
 #
 # ## What held
 
@@ -475,7 +482,7 @@ _ = widgets.explore(draw, first=[*range(1, 1 + max((len(groups(each)) for each i
 #
 # Here are four changes to the plain loop, one at a time. Each one changes the losses, but from which step on? Steps are counted from 1; a loss is taken *before* its step's update. The loop without a change trains at a learning rate of `1e-3` here. Think through `backward`, `step` and `schedule` before you answer.
 
-# %%
+# %% jupyter={"source_hidden": true}
 exercises.hint(
     "Loss number n is computed from batch n and the weights after n - 1 updates. What does each change touch first?",
     "Other data are in loss 1 already. Another rate changes update 1, and the first loss after that is loss 2.",
@@ -523,7 +530,7 @@ exercises.prove(check, solution=steps, mistake=steps | {"constant rate": 2})
 #
 # Two recipes differ in one argument: with gradient clipping, as by default, and without (`max_grad_norm=0`). Clipping takes the norm of all gradients at every step, so less work ought to be faster. Is it, here? Answer with a word *and the interval that defends it*. The check measures again.
 
-# %%
+# %% jupyter={"source_hidden": true}
 exercises.hint(
     "`lab.compare(a, b)` returns a comparison. Its `speed_ratio` has the pairs, and their interval: `low` to `high`.",
     "1 inside the interval is an answer, too. Which one?",

@@ -8,7 +8,7 @@
 # - how to find the largest batch that fits, with and without a crash, what it brings, and at which sizes the time jumps
 # - what a larger batch does to learning: by samples, by steps and by seconds
 #
-# **Time:** a quarter of an hour of reading, one to two minutes of computing on two CPU cores. **Before this:** lessons 01 and 02. **Not on a CPU:** the six claims about multiples of 8 and 64, about tiles, and about fp16.
+# **Time:** plan 45 minutes with the code and the exercises: a quarter of an hour of reading, one to two minutes of computing on two CPU cores. **Before this:** lessons 01 and 02. **Not on a CPU:** the six claims about multiples of 8 and 64, about tiles, and about fp16.
 
 # %% tags=["parameters"]
 profile = "auto"
@@ -106,6 +106,7 @@ print(f"half of the highest rate is reached at {enough} rows; the knee was predi
 
 # %% [markdown]
 # Left of the dotted line the layer waits for its weights. Right of it the layer waits for arithmetic, and the curve is flat. If few rows are faster than predicted, the weights came from a cache. If rows around the knee are slower, the kernels for few rows do not reach the ceiling.
+#
 # ## The second knee: has every core something to do?
 #
 # That was one core. A device has many: a GPU has about a hundred **multiprocessors**. Each takes one **tile** of the result, a block of, for example, 256 x 128 numbers. If there are fewer tiles than multiprocessors, the others are idle. Here we call the share of multiprocessors at work **occupancy**. (NVIDIA uses the word for the threads *within* one multiprocessor.) If there is one tile too many, a second **wave** begins for it. So time is a staircase. See its steps on your own cores.
@@ -135,7 +136,7 @@ counts = sorted({1, max(1, cores // 2), cores, cores + 1, 2 * cores, 2 * cores +
 tile_seconds = [min(wall for wall, _ in taken) for taken in lab.run(some_tiles, measure="value").value]
 stairs = [tile_seconds[counts.index(cores)] * math.ceil(n / cores) for n in counts]
 shown = {"measured": [1e3 * each for each in tile_seconds], "waves x one wave": [1e3 * each for each in stairs]}
-plots.lines(counts, shown, f"tiles, for {cores} at once", "milliseconds", title="Time goes by waves").set_ylim(0)
+_ = plots.lines(counts, shown, f"tiles, for {cores} at once", "milliseconds", title="Time goes by waves").set_ylim(0)
 
 # %% jupyter={"source_hidden": true}
 assert waves(512, 1024, (256, 128), 132) == waves(4096, 1024, (256, 128), 132) == 1  # the question's right answer
@@ -374,7 +375,7 @@ plots.Table(["FLOP/s against n", f"n - 1 = {base - 1}", f"n = {base}", "n + 1", 
 #
 # ### The batch
 #
-# `Ratio.of_turns` divides the seconds of steps that ran alternately, and gives an interval. The first contender runs twice: the interval is never narrower than its difference from itself.
+# `Ratio.of_turns` divides the seconds of steps that ran alternately, and gives an interval. The first of the two steps runs twice in every turn. Both times it is the same code, so any difference is noise, and the interval is never narrower than this noise.
 
 
 # %% tags=["claim"]
@@ -489,14 +490,14 @@ _ = widgets.explore(draw, card=cards, columns=[1024, 4096, 512], tile=["256 x 12
 #
 # **A** an H100, 512 rows, 1024 columns · **B** one core, 512 rows, 1024 columns · **C** an H100, 4096 rows, 8192 columns · **D** a T4, 16 rows, 16384 columns
 
-# %% tags=["exercise"]
-display(
-    exercises.hint(
-        "For each: how many waves now, and with twice the rows? `waves(rows, columns, (256, 128), at_once)`.",
-        "As many waves for twice the rows mean up to twice the speed; twice the waves bring no speed.",
-        "And D is below its first knee: it waits for its weights, whether or not multiprocessors are idle.",
-    )
+# %% jupyter={"source_hidden": true}
+exercises.hint(
+    "For each: how many waves now, and with twice the rows? `waves(rows, columns, (256, 128), at_once)`.",
+    "As many waves for twice the rows mean up to twice the speed; twice the waves bring no speed.",
+    "And D is below its first knee: it waits for its weights, whether or not multiprocessors are idle.",
 )
+
+# %% tags=["exercise"]
 answer = None  # a set of letters, such as {"A"}
 
 # %% tags=["check"]
@@ -588,7 +589,13 @@ print("simple noise scale: {:.0f} samples at the start, {:.0f} after 24 steps".f
 # %% [markdown]
 # The line is drawn through the two ends, and comes close to the five points between them. The noise scale is not constant: it changes as the model learns. That is one reason why no batch size is right for a whole training, and why a high learning rate is often approached in small steps (*warm-up*).
 #
-# Now we train with batches of 8, 32 and 128 samples. The model has to find out whether a marker occurs in a sequence. Each size gets three learning rates. For the larger sizes these are the rate of batch 8 as it is, scaled by the square root of the factor, and scaled in proportion to it; batch 8 gets the same multiples as batch 32, to be fair. All sizes get the same 2048 samples, in three seeds, and are judged on unseen sequences. The table's last column, *above the best rule*, is the distance between the model's probabilities and the best ones possible. A perfect model has 0 there, though not a loss of 0: some marked sequences have no marker by chance.
+# Now we train with batches of 8, 32 and 128 samples. The model has to find out whether a marker occurs in a sequence. Each size gets three learning rates. Batches 32 and 128 get
+#
+# - the rate of batch 8 as it is,
+# - this rate times the square root of (batch size / 8),
+# - this rate times (batch size / 8).
+#
+# Batch 8 gets the same rates as batch 32, to be fair. All sizes get the same 2048 samples, in three seeds, and are judged on unseen sequences. The table's last column, *above the best rule*, is the distance between the model's probabilities and the best ones possible. A perfect model has 0 there, though not a loss of 0: some marked sequences have no marker by chance.
 
 
 # %%
@@ -748,14 +755,14 @@ claims.check("larger-batch-ends-better", ends(128, 8), note=f"16 steps and 256; 
 #
 # Reach a low loss in a given time, under a memory limit. You choose the batch size and the learning rate. Your training may take as much memory as batch 128, and it gets as many steps as fit into the budget, at the seconds that a step of your size takes here. The budget is 24 steps of batch 32. The target is between the loss of guessing (0.69) and the loss of batch 32 at its best rate after 16 steps.
 
-# %% tags=["exercise"]
-display(
-    exercises.hint(
-        "Print `step_of`: how many steps does each size get?",
-        "Too few steps learn nothing, and too small batches at a high rate jump about. Look at the table of seconds.",
-        "Between the extremes, with a rate that is scaled up.",
-    )
+# %% jupyter={"source_hidden": true}
+exercises.hint(
+    "Print `step_of`: how many steps does each size get?",
+    "Too few steps learn nothing, and too small batches at a high rate jump about. Look at the table of seconds.",
+    "Between the extremes, with a rate that is scaled up.",
 )
+
+# %% tags=["exercise"]
 budget = 24 * step_of[32]
 target = math.sqrt(loss(32, best(32, 16), 16) * math.log(2))
 print(f"budget {1e3 * budget:.0f} ms, target {target:.2f}")

@@ -593,7 +593,7 @@ _ = widgets.explore(draw, micro_batch=[8, 1, 2, 4], update_costs=["1 x", "3 x", 
 #
 # Repair the last row of the table of broken gradients. Write a function that returns the weight of one micro-batch's *mean* loss. Its arguments are the number of tokens in this micro-batch, the number of tokens in the whole batch, and the number of micro-batches.
 
-# %%
+# %% jupyter={"source_hidden": true}
 exercises.hint(
     "Write the mean over all tokens as a sum over micro-batches. What must each one's own mean be multiplied by?",
     "A mean times its number of tokens is a sum again.",
@@ -630,7 +630,7 @@ exercises.prove(
 #
 # Train an effective batch of **32** at the best speed, with a peak under the limit printed below: use as few passes as fit. Change only `per_device_train_batch_size` and `gradient_accumulation_steps`. The limit is slightly above the peak of *8 x 1*.
 
-# %%
+# %% jupyter={"source_hidden": true}
 exercises.hint(
     "Two numbers whose product is 32. The larger the micro-batch, the fewer the passes.",
     "8 x 1 fits under the limit. Which bytes does 8 x 4 have in memory that 8 x 1 does not? Compare the bars of 1 x 4 and 1 x 1.",

@@ -8,7 +8,7 @@
 # - how far apart checkpoints should be, and where the square root in the textbooks comes from
 # - what the library's flag saves and costs, which layers pay for it, and where it saves nothing
 #
-# **Time:** ten minutes of reading, one to three minutes of computing on two CPU cores. **Before this:** lesson 01; for one comparison lesson 05. **Not on a CPU:** checkpoints that are offloaded to the host.
+# **Time:** plan 40 minutes with the code and the exercises: ten minutes of reading, one to three minutes of computing on two CPU cores. **Before this:** lesson 01; for one comparison lesson 05. **Not on a CPU:** checkpoints that are offloaded to the host.
 
 # %% tags=["parameters"]
 profile = "auto"
@@ -371,7 +371,7 @@ _ = plots.memory(runs)
 #
 # What would you expect? A backward has twice the matmuls of its forward, so a step is three parts. Recomputing runs the forward again and makes it four: 25 % less throughput. In time the cost depends on the forward's share of the step, which the notes below measure:
 #
-# - Dropout makes forward longer on a CPU, which is slow at drawing random numbers; a GPU hardly notices them. So the runs on a CPU leave dropout out. The second note gives the forward's share with it.
+# - Dropout makes forward longer on a CPU, which is slow at drawing random numbers; a GPU hardly notices them. So the runs on a CPU leave dropout out. The note of the second claim about the cost (`checkpointing-cost-2022`) gives the forward's share with dropout.
 # - The optimizer's update takes as long with recomputation as without. The larger its part of the step, the smaller the cost in percent; short sequences make its part larger.
 
 # %% tags=["claim"]
@@ -551,7 +551,7 @@ _ = widgets.explore(draw, layers=[24, 4, 12, 48, 96, 256], inside=[30, 15, 4, 1]
 #
 # 48 blocks, each of which saves 3 tensors as large as its input. How many blocks should a segment have?
 
-# %%
+# %% jupyter={"source_hidden": true}
 exercises.hint(
     "There are 48 / k inputs to keep, and k blocks' insides while one segment is recomputed.",
     "The sum is smallest where both parts are equal: k = √(n / I). What is I?",
@@ -590,7 +590,7 @@ exercises.prove(check, solution=4, mistake=8)
 #
 # A model has 8 layers, numbered from 0. Get at least half of what full checkpointing saves, and recompute **at most half** of the layers: that is half of a forward, or a sixth more matmuls per step. Which layers do you checkpoint?
 
-# %%
+# %% jupyter={"source_hidden": true}
 exercises.hint(
     "It is not only how many. Where is the peak: at which moment of backward is most in memory?",
     "Backward begins with the last layer. If that one is recomputed, which insides are waiting at that moment?",

@@ -379,12 +379,14 @@ claims.check("layernorm-accumulates-fp32", norm_error, note=f"the plain sum in f
 #
 # With a loss weight of 1e-9 even the usual start of 65536 is too small. Find a scale (a power of two) with which fp16 loses less than 1 % of the gradients and none overflows.
 
-# %% tags=["exercise"]
+# %% jupyter={"source_hidden": true}
 exercises.hint(
     "With a weight of 1 hardly any gradient was lost. Which scale makes up for a weight of 1e-9?",
     "1e9 is about 2 to the power of 30.",
     "`2.0**30` makes the gradients as large as with a weight of 1. A slightly larger scale rescues the smallest ones.",
 )
+
+# %% tags=["exercise"]
 my_scale = None  # e.g. 2.0**16
 
 
@@ -797,7 +799,7 @@ claims.check("half-inference-speed", served_speed, predicted=in_step.half_speed)
 # %% [markdown]
 # ### What held: speed
 #
-# The 2022 guide's "up to 5x" was seen in Megatron-DeepSpeed. A GPU's largest matmuls show whether it is possible.
+# The 2022 guide's "up to 5x" was seen in Megatron-DeepSpeed, a program that trains very large models. Such a model's step is mostly large matmuls, so on a GPU the cell times one large matmul in fp32 and in fp16.
 
 
 # %%
@@ -874,12 +876,14 @@ claims.check("tf32-convergence", tf32_losses, note=f"final losses: {finals}")
 #
 # Find the fastest recipe on this machine that still learns as fp32 does. Your answer is a dict of training arguments, such as `{"bf16": True}`, `{"dtype": "float16"}`, or `{}` for fp32. The final loss (the mean of the last 10 steps, as above) may be at most a tenth above that of the worst fp32 seed. The speed must be at least 0.8 of that of fp32 or of mixed precision, whichever is faster.
 
-# %% tags=["exercise"]
+# %% jupyter={"source_hidden": true}
 exercises.hint(
     "You have already measured two candidates: their losses over three seeds, and their speeds in interleaved runs.",
     "Pure half precision moves the fewest bytes. Look at what Adam divides by: can fp16 hold a squared gradient?",
     "If `speed` above is more than 1, mixed precision is the safe answer; otherwise `{}` is.",
 )
+
+# %% tags=["exercise"]
 my_recipe = None
 
 

@@ -42,11 +42,11 @@ torch.set_num_threads(1)  # in this notebook's own process, where all tensors ar
 #
 # A gradient $g$ says which way to move a weight, but not how far. Adam keeps two running averages of each weight's gradients: the **first moment** $m$ of $g$, which smooths the direction, and the **second moment** $v$ of $g^2$, which sets the scale. The step is $m/\sqrt{v}$: weights with small gradients move about as far as weights with large ones.
 #
-# [Adafactor](https://arxiv.org/abs/1804.04235) (Shazeer and Stern, 2018) asks what can go. It leaves $m$ out by default. Of $v$, for a matrix of $r$ rows and $c$ columns, it keeps the mean of each row and of each column, $r + c$ numbers instead of $r \times c$, and rebuilds the matrix from them whenever it needs it.
+# [Adafactor](https://arxiv.org/abs/1804.04235) (Shazeer and Stern, 2018) needs less memory. It leaves $m$ out by default. If $v$ is a matrix of $r$ rows and $c$ columns, Adafactor keeps only the mean of each row and of each column, $r + c$ numbers instead of $r \times c$. It rebuilds the matrix from them whenever it needs it.
 #
 # ## Predict
 #
-# The next cell prints the number of parameters. Adam's two averages are 4 bytes each. Commit a number before you run on.
+# The next cell prints the number of parameters. Each of Adam's two averages takes 4 bytes per parameter. Commit a number before you run on.
 
 # %%
 parameters = lab.task.parameters()
@@ -293,7 +293,7 @@ rows = [[name, *map(plots.seconds_text, seconds)] for name, seconds in zip(names
 plots.Table(["part of a step", "process 1", "process 2", "process 3"], rows)
 
 # %% [markdown]
-# The price fades as the batch grows (the last line takes the passes to be proportional to the batch), and gradient accumulation hides it in the same way. It depends on the device, too: passes compute, an update reads and writes memory, and a V100, the guide's, does some 17 operations in the time in which it moves one byte. Where a device does fewer, an update is a smaller part of the step.
+# The price fades as the batch grows (the last line takes the passes to be proportional to the batch), and gradient accumulation hides it in the same way. It depends on the device, too: passes compute, an update reads and writes memory, and the guide's V100 does some 17 operations in the time in which it moves one byte. On a device that does fewer operations in that time, the passes take longer compared with the update, and the update is a smaller part of the step.
 #
 # > **On a GPU:** the parts alone do not give the time of a step, because the host queues small operations while the GPU is still busy. There, two whole trainings are interleaved.
 
@@ -307,10 +307,10 @@ print("Adafactor's throughput / AdamW's:", cost)
 # %% [markdown]
 # ## Does it learn as well?
 #
-# Each optimizer gets the same four rates to try on one seed, and its best one is judged on five other seeds. Two tasks, since one could happen to suit one of them:
+# Each optimizer gets the same four rates to try on one seed, and its best one is judged on five other seeds. There are two tasks, because a single task could happen to suit one of the two optimizers:
 #
 # - **look-up**: name each token's class, its number modulo 8. A thousand tokens, each of them rare.
-# - **copy**: predict the next token where the second half repeats the first. The model must find the rule.
+# - **copy**: predict the next token in sequences whose second half repeats the first. The model must find the rule.
 
 # %%
 classes = dict(hidden_size=64, num_hidden_layers=1, intermediate_size=256, vocab_size=1000, num_labels=8)
@@ -447,7 +447,7 @@ _ = widgets.explore(draw, learning_rate=RATES, task=list(contests))
 #
 # Write a function that takes the shape of a tensor (a tuple) and returns how many numbers Adafactor keeps for it, without a first moment. Mind vectors, and stacks of matrices (a mixture of experts has some), whose matrices are factored one by one. The check compares your function with the library.
 
-# %%
+# %% jupyter={"source_hidden": true}
 exercises.hint(
     "Three cases, by the number of dimensions: one, two, more. `len(shape)` tells them apart.",
     "A vector is kept whole. A matrix keeps one number a row and one a column: `shape[-2] + shape[-1]`.",
@@ -491,9 +491,9 @@ exercises.prove(check, solution=numbers, mistake=sum)
 # %% [markdown]
 # ## Exercise 2: the challenge
 #
-# The look-up task, 30 steps of the Trainer. AdamW, well tuned, gives the loss printed below; but your device holds only `limit`, not enough for its states at this batch. Give training arguments that stay under the limit and end below a loss of **0.1** (guessing gives 2.1). Then: how low can you go?
+# The look-up task, 30 steps of the Trainer. AdamW, well tuned, gives the loss printed below; but your device holds only `limit`, not enough for its states at this batch. Give training arguments that stay under the limit and end below a loss of **0.1** (guessing gives 2.1). If your answer is right, try for a lower loss.
 
-# %%
+# %% jupyter={"source_hidden": true}
 exercises.hint(
     "The task and the batch stay, so weights, gradients and activations do. What is left to shrink, and by which `optim`?",
     "It fits but does not learn? Look at the upper left picture: the two optimizers have their minima at different rates.",

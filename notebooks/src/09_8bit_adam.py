@@ -8,7 +8,7 @@
 # - which tensors stay in 32 bits, which library decides this and why, counted to the byte
 # - why fewer bytes of states do not always mean a lower peak, and how much the peak falls on your machine
 #
-# **Time:** ten minutes of reading, about a minute of computing on two CPU cores. **Before this:** lesson 08. **Not on a CPU:** the claim about speed, which is about CUDA's kernels.
+# **Time:** plan 35 minutes with the code and the exercises: ten minutes of reading, about a minute of computing on two CPU cores. **Before this:** lesson 08. **Not on a CPU:** the claim about speed, which is about CUDA's kernels.
 
 # %% tags=["parameters"]
 profile = "auto"
@@ -34,6 +34,8 @@ torch.set_num_threads(1)  # in this notebook's own process, where all tensors ar
 
 # %% [markdown]
 # ## Idea
+#
+# (If the cell above printed that a package `kernels` is missing: bitsandbytes needs it for 4-bit matmuls, and this lesson has none.)
 #
 # Adafactor (lesson 08) discards most of Adam's memory. **8-bit Adam** ([Dettmers and others, 2021](https://arxiv.org/abs/2110.02861)) keeps all of it, less exactly: each number of a state becomes the nearest of 256 values, and only the index of that value is stored, one byte.
 #
@@ -337,7 +339,7 @@ plots.Table(["run", *names], rows)
 #
 # ## Does it learn as well?
 #
-# The task is the look-up of lesson 08: name each token's class, for a thousand rare tokens. This is a hard test for the states of embeddings, and here even these are in 8 bits. Both optimizers try the same four learning rates on one seed. Then both train with AdamW's best rate on five other seeds.
+# The task is the look-up of lesson 08: name each token's class, for a thousand rare tokens. This is a hard test for the states of embeddings. Here even these states are in 8 bits, because bitsandbytes' optimizer is made without the Trainer and its rule. Both optimizers try the same four learning rates on one seed. Then both train with AdamW's best rate on five other seeds.
 
 # %%
 classes = dict(hidden_size=64, num_hidden_layers=1, intermediate_size=256, vocab_size=1000, num_labels=8)
@@ -435,7 +437,7 @@ _ = widgets.explore(draw, block=[256, 64, 1024, 4096], outlier=[1000, 1, 10, 100
 #
 # A step trains one sequence of 32 tokens, so hardly any activations are left. What is the flag's peak divided by AdamW's? Answer to within 10 %. Everything that you need has been printed.
 
-# %%
+# %% jupyter={"source_hidden": true}
 exercises.hint(
     "Weights and states do not depend on the batch, activations do. Without them, is the peak still in backward?",
     "The table of the last measurement has a column for the step's highest moment. The update works on whole tensors "
@@ -476,7 +478,7 @@ exercises.prove(
 #
 # Keep as few bytes of states per parameter as you can, without a worse loss. Your answer is a function that takes the model's parameters and returns an optimizer. It is tried on the look-up task. Its states may take **2.5** bytes per parameter at most, and its median final loss over three seeds must not exceed the worst of AdamW's five by more than a tenth. The cell below the hints prints this limit. If your answer is right, try to find one with still fewer bytes.
 
-# %%
+# %% jupyter={"source_hidden": true}
 exercises.hint(
     "The embeddings are most of this model, and the Trainer's flag spares them. Which optimizer above did not?",
     "bitsandbytes' classes spare small tensors only: `bnb.optim.AdamW8bit(parameters, lr=..., weight_decay=0)`.",

@@ -8,7 +8,7 @@
 # - an update inside the backward pass, where a full set of gradients never exists, and what such an update rules out
 # - every optimizer that the Trainer can make on this machine, in one table
 #
-# **Time:** a quarter of an hour of reading, one to three minutes of computing on two CPU cores. **Before this:** lesson 01. **Not on a CPU:** the claim that `foreach` is torch's default, and the time of launches on a GPU.
+# **Time:** plan 30 minutes with the code and the exercise: a quarter of an hour of reading, one to three minutes of computing on two CPU cores. **Before this:** lesson 01. **Not on a CPU:** the claim that `foreach` is torch's default, and the time of launches on a GPU.
 
 # %% tags=["parameters"]
 profile = "auto"
@@ -536,7 +536,7 @@ for name, reason in absent.items():
 plots.Table(["not here", "the Trainer's message"], [[", ".join(group), reason] for reason, group in reasons.items()])
 
 # %% [markdown]
-# GaLore and APOLLO keep Adam's states in a space of low rank. LOMO keeps no states and updates in the backward pass. Schedule-free methods average weights instead of lowering the rate. torchao's optimizers keep 8 or 4 bits. If you install the package that a message names, and run the lesson again, the optimizer gets a row in the table below (if it needs a training loop of its own, the row says so).
+# GaLore and APOLLO project each gradient matrix to a much smaller one and keep Adam's states for that (*low rank*). LOMO keeps no states and updates in the backward pass. Schedule-free methods average weights instead of lowering the rate. torchao's optimizers keep 8 or 4 bits. If you install the package that a message names, and run the lesson again, the optimizer gets a row in the table below (if it needs a training loop of its own, the row says so).
 #
 # ## One table
 #
@@ -675,14 +675,14 @@ _ = widgets.explore(draw, numbers_a_tensor=[2**power for power in range(6, 19, 2
 lean = peak_run("Adafactor", from_trainer("adafactor"))
 limit = 0.9 * min(inside.peak_bytes, lean.peak_bytes)
 
-# %% tags=["exercise"]
-display(
-    exercises.hint(
-        "Add up the bytes per parameter of each: weights 4, gradients 4, states by the table.",
-        "An update in backward saves the gradients. Which `optim` leaves next to nothing of the states?",
-        "Neither idea reaches the limit alone, so take both. The table has a rate to begin with.",
-    )
+# %% jupyter={"source_hidden": true}
+exercises.hint(
+    "Add up the bytes per parameter of each: weights 4, gradients 4, states by the table.",
+    "An update in backward saves the gradients. Which `optim` leaves next to nothing of the states?",
+    "Neither idea reaches the limit alone, so take both. The table has a rate to begin with.",
 )
+
+# %% tags=["exercise"]
 worst = max(found[FUSED].value["losses"]) + 0.1
 print(f"limit: {plots.bytes_text(limit)} (AdamW {plots.bytes_text(plain.peak_bytes)}), loss at most {worst:.2f}")
 answer = None  # dict(optim=..., rate=..., in_backward=...)

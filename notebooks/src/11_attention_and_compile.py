@@ -8,7 +8,7 @@
 # - which attention kernel torch takes on your machine, how masks, dropout and padding change its choice, and what you gain by packing sequences into one row
 # - what `torch.compile` captures, what its start costs, what it gains, and after how many steps it has paid for itself
 #
-# **Minutes:** about 15 of reading; the cells compute for about 1 on two cores.
+# **Minutes:** plan 30 with the code and the exercise, about 15 of them for reading; the cells compute for about 1 on two cores.
 #
 # **Before you start:** lessons 01 (activations, peak) and 03 (intervals).
 #
@@ -429,7 +429,7 @@ def gate(x):
 [node.name for node in captured(gate, torch.randn(8, 8))[0][0].graph.nodes]
 
 # %% [markdown]
-# Each of these four operations reads and writes a whole tensor. A compiler that sees them together makes one loop of them.
+# The list has the graph's input, four operations, and the output. Each of these four operations reads and writes a whole tensor. A compiler that sees them together makes one loop of them.
 #
 # Some Python cannot be put into a graph, for example an `if` that must know a tensor's value before it can go on. It *breaks* the graph: the result is two graphs with plain Python between them, and nothing is fused across the break. Breaks are silent. The result is right, only slower. With `fullgraph=True` each break is an error, and `TORCH_LOGS=graph_breaks` prints them.
 #
@@ -520,9 +520,9 @@ plots.Table(["lengths", "graphs"], list(recompilations.items()))
 # %% [markdown]
 # ## What it costs, what it gains
 #
-# Now take a backend that does compile: `inductor`, the default, writes C++ for a CPU and Triton for a GPU. Three processes train the same model. The first one finds an empty cache on disk: a **cold start**. The other two find the files that the first one left: a **warm start**. (Some headers are compiled once per machine and cached elsewhere, so the very first start on your machine may have taken longer.)
+# Now take a backend that does compile: `inductor`, the default, writes C++ for a CPU, and for a GPU Triton, a language for GPU kernels. Three processes train the same model. The first one finds an empty cache on disk: a **cold start**. The other two find the files that the first one left: a **warm start**. (Some headers are compiled once per machine and cached elsewhere, so the very first start on your machine may have taken longer.)
 #
-# Each process runs five kinds of step alternately: one for each of three backends, and steps without a compiler twice. `Ratio.of_turns` compares a backend with the first steps without a compiler. It also compares these with the second ones: they are equal, so their difference is noise, and the interval is never narrower than this noise. The column *operations* counts torch's operations in a step; kernels that the compiler wrote do not count.
+# Each process runs five steps in turn: one for each of three backends, and the step without a compiler twice. `Ratio.of_turns` compares a backend with the step without a compiler. It also compares the two times of the step without a compiler: it is the same code both times, so their difference is noise, and the interval is never narrower than this noise. The column *operations* counts torch's operations in a step; kernels that the compiler wrote do not count.
 
 
 # %%
@@ -779,20 +779,20 @@ _ = widgets.explore(draw, batch=[1, 4, 16, 64], heads=[16, 4, 12, 32], bits=[16,
 # This is attention over packed documents, in which a token sees the tokens of its own document up to itself. The function below splits the row at lengths that Python must *know*, so nothing is captured. Rewrite it so that it gives the same outputs for every packing, in **one graph**.
 
 
+# %% jupyter={"source_hidden": true}
+exercises.hint(
+    "Which call turns a tensor into Python numbers? What could you mask instead of splitting the row?",
+    "Number the tokens by document. A token sees the tokens that have its number and do not come later.",
+    "`repeat_interleave` makes a tensor whose length depends on values, and breaks too. Which document does a "
+    "position belong to, if you know where each document ends? `torch.bucketize` answers such questions.",
+)
+
+
 # %% tags=["exercise"]
 def broken(q, k, v, lengths):  # lengths: a tensor of whole numbers, whose sum is the length of the row
     parts = zip(*(x.split(lengths.tolist(), dim=-2) for x in (q, k, v)))
     return torch.cat([scaled_dot_product_attention(*part, is_causal=True) for part in parts], dim=-2)
 
-
-display(
-    exercises.hint(
-        "Which call turns a tensor into Python numbers? What could you mask instead of splitting the row?",
-        "Number the tokens by document. A token sees the tokens that have its number and do not come later.",
-        "`repeat_interleave` makes a tensor whose length depends on values, and breaks too. Which document does a "
-        "position belong to, if you know where each document ends? `torch.bucketize` answers such questions.",
-    )
-)
 
 answer = None  # a function of q, k, v, lengths
 

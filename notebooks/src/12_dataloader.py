@@ -8,7 +8,7 @@
 # - when more workers help, when they hurt, and what each worker costs
 # - how to make batches cheaper: tokenise once, pad less or pack, send to a GPU from pinned memory
 #
-# **Minutes:** about 15 of reading; the cells compute for about 1 on two cores.
+# **Minutes:** plan 30 with the code and the exercise, about 15 of them for reading; the cells compute for about 1 on two cores.
 #
 # **Before you start:** lesson 03 (intervals). Packing is explained in lesson 11.
 #
@@ -185,8 +185,8 @@ def threaded(way, depth=2):
 exercises.question(
     lab,
     "thread",
-    "Your collate function spends 20 ms in plain Python loops, and a step spends 20 ms in many small operations. You "
-    "move loading into a thread. How long do loading and step take together now?",
+    "Your collate function, which joins samples to a batch, spends 20 ms in plain Python loops, and a step spends 20 ms "
+    "in many small operations. You move loading into a thread. How long do loading and step take together now?",
     {
         "About 20 ms: the two now overlap.": "This would be true if the thread waited for a disk. Two threads that both "
         "need the interpreter run in turn, however many cores there are.",
@@ -359,13 +359,13 @@ plots.Table(["workers", "to the first batch, ms", "unique MB per worker, array",
 # %% [markdown]
 # The start is paid again in every epoch, unless `persistent_workers=True` keeps the workers alive.
 #
-# A fork shares its parent's memory only until one of the two writes to it. Even *reading* a Python object writes to memory, because Python updates the object's reference count. Page by page, each worker therefore gets its own copy of the list. An array, a tensor or an Arrow table has one reference count for all of its content.
+# A fork shares its parent's memory only until one of the two writes to it. Even *reading* a Python object writes to memory, because Python updates the object's reference count. Page by page, each worker therefore gets its own copy of the list. An array, a tensor or an Arrow table (the form in which the library datasets stores rows) has one reference count for all of its content.
 #
 # If `/dev/shm` is full, the training ends. With 4 MB of it, torch 2.13 ended with *unable to allocate shared memory ... No space left on device*; older versions ended with a *bus error*. A remedy that is often given, `torch.multiprocessing.set_sharing_strategy("file_system")`, ended with the same message, because its files are in `/dev/shm` too. (It is a remedy against *too many open files*.) More space helps, and so do fewer workers or smaller batches.
 #
 # ## Irregular readers
 #
-# Suppose that loading a batch takes half a step, but every seventh batch takes ten steps because a file is opened. The mean is under two steps, so three workers should be enough. But a late batch delays all batches after it. Look for the smallest `prefetch_factor` without waits.
+# Suppose that loading a batch takes half a step, but every seventh batch takes ten steps because a file is opened. The mean is under two steps, so three workers should be enough. But a late batch delays all batches after it. Look for the smallest `prefetch_factor` for which the rules predict no waiting, and compare it with what is measured.
 
 
 # %%
@@ -387,6 +387,8 @@ rows = [[factor, f"{rule:.0%}", f"{waiting_share(found[factor]):.0%}"] for facto
 plots.Table(["prefetch_factor", "waiting, by the rules", "waiting, measured"], rows)
 
 # %% [markdown]
+# Some waiting is measured even then: reads and steps vary, and each batch must be handed over.
+#
 # Prefetching bridges one late batch. It cannot make up for readers that are too slow on average: if every batch takes 2.5 steps, you need three workers.
 #
 # ## What each worker has: random numbers, and the whole stream
@@ -447,7 +449,11 @@ plots.Table(["four workers over 128 samples", "samples read", "different samples
 #
 # ## Less work: tokenise once
 #
-# Work that is the same in every epoch can be done once. In the next cell, a tokenizer is trained on generated text. Then one epoch is loaded in three ways: tokenised batch by batch; from Arrow files that `map` wrote before, with rows as Python lists; and from the same files with rows as tensors.
+# Work that is the same in every epoch can be done once. In the next cell, a tokenizer is trained on generated text. Then one epoch is loaded in three ways:
+#
+# - tokenised batch by batch;
+# - tokenised once before, by `map` of the library datasets, which writes files in the Arrow format; their rows are read as Python lists;
+# - from the same files, with rows read as tensors.
 
 
 # %%
@@ -702,14 +708,14 @@ _ = widgets.explore(draw, loading=loadings, workers=[2, 0, 1, 3, 4, 8], prefetch
 #
 # Synthetic data would be ready at once, without a reader. Reach **95 %** of the speed that a training on such data would have, with *at most 3 workers*. The reader takes the time of one step for a batch, and of eight steps for every fifth batch. The check measures; it does not simulate. Only the input should decide, so the device is replaced by a wait of 150 ms per step.
 
-# %% tags=["exercise"]
-display(
-    exercises.hint(
-        "Its mean is 2.4 steps per batch. How many workers does that take at least?",
-        "The late batch delays those that follow. How many batches must be ready to bridge eight steps?",
-        "Above, `simulate` ran with `irregular` and several prefetch factors. Run it with your own reader.",
-    )
+# %% jupyter={"source_hidden": true}
+exercises.hint(
+    "Its mean is 2.4 steps per batch. How many workers does that take at least?",
+    "The late batch delays those that follow. How many batches must be ready to bridge eight steps?",
+    "Above, `simulate` ran with `irregular` and several prefetch factors. Run it with your own reader.",
 )
+
+# %% tags=["exercise"]
 answer = None  # dict(num_workers=..., prefetch_factor=...): arguments of DataLoader
 
 
