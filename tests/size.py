@@ -16,9 +16,9 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 # (part, patterns of its files, lines at most, files at most)
 BUDGETS = (
-    ("trainmem", ["trainmem/**/*.py"], 11_417, 82),
+    ("trainmem", ["trainmem/**/*.py"], 11_425, 82),
     ("  core", ["trainmem/core/*.py"], 1_979, 15),
-    ("  measure", ["trainmem/measure/*.py"], 2_081, 14),
+    ("  measure", ["trainmem/measure/*.py"], 2_090, 14),
     ("  estimate", ["trainmem/estimate/*.py"], 3_994, 27),
     ("  rehearsal", ["trainmem/rehearsal/**/*.py"], 1_101, 9),
     ("  advise", ["trainmem/advise/*.py"], 1_129, 8),
