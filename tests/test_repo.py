@@ -136,11 +136,11 @@ def test_imports_run_one_way():
     "module, line, message",
     [
         ("trainmem/core/hardware", "from trainmem.core import task", "inside the core"),
-        ("trainmem/records", "def f():\n    from trainmem import commands", "rooms of the engine"),
+        ("trainmem/records", "def f():\n    from trainmem import commands", "layers of the engine"),
         ("trainmem/advise/advice", "from perf_helpers.lab import Lab", "the engine knows no course"),
         ("trainmem/tables", "def f():\n    import matplotlib", "the engine knows no course"),
-        ("perf_helpers/lab/lab", "from perf_helpers import cli", "rooms of the course"),
-        ("perf_helpers/course/claims", "def f():\n    from perf_helpers import widgets", "rooms of the course"),
+        ("perf_helpers/lab/lab", "from perf_helpers import cli", "layers of the course"),
+        ("perf_helpers/course/claims", "def f():\n    from perf_helpers import widgets", "layers of the course"),
         ("perf_helpers/lab/odds", "import json", "inside the lab"),
     ],
 )
