@@ -14,7 +14,7 @@ from trainmem.texts import bytes_text
 # How a program ended, and the exit code of its rehearsal; a program's own error has the program's own code.
 CODES = {"finished": 0, "needs values": 3, "needs a library": 3, "out of memory": 4}
 _ENDS = {
-    "finished": "it ran to its end",
+    "finished": "it came to its end",
     "needs values": "it needed a value, and a rehearsal computes none",
     "needs a library": "it needed a library of CUDA that a rehearsal does not answer for",
     "out of memory": "it ran out of memory",
