@@ -26,7 +26,7 @@ app = typer.Typer(
 )
 FailOn = Annotated[
     str,
-    typer.Option("--fail-on", help="Comparisons that give exit code 1 if worse, with commas, e.g. memory,verdict."),
+    typer.Option("--fail-on", help="Comparisons that decide the exit code, separated by commas, e.g. memory,verdict."),
 ]
 CourseFolder = Annotated[
     Path, typer.Option(help="Output folder for executed notebooks, results.json, junit.xml and index.html.")
@@ -84,7 +84,7 @@ def course(
     timeout: Annotated[float, typer.Option(min=1, help="Time limit per lesson in seconds, e.g. 600.")] = 900,
     at_once: Annotated[
         int | None,
-        typer.Option(min=1, help="Lessons to run at once, e.g. 2 (default: up to 4 on a CPU with enough memory)."),
+        typer.Option(min=1, help="Lessons to run at once (default: up to 4 on a CPU with enough memory, otherwise 1)."),
     ] = None,
 ) -> int:
     """Run the lessons, all or those named, and write a report.
