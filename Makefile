@@ -17,23 +17,23 @@ FRESH := fresh
 endif
 
 help:
-	@echo "make setup     create .venv; every other target does so first"
-	@echo "make course    run every lesson and write a report to build/course/index.html"
+	@echo "make setup     create .venv; every other target does this first if needed"
+	@echo "make course    run every lesson and write a report to build/course/index.html; 13 minutes on two cores"
 	@echo "make lab       open the lessons in JupyterLab"
 	@echo "make lessons   generate notebooks/*.ipynb from notebooks/src/*.py"
 	@echo "make check     check style, structure, sizes and generated files, in seconds"
-	@echo "make test      check, then the quick tests and every lesson at the smallest sizes"
+	@echo "make test      run make check, the quick tests, and every lesson at the smallest sizes; 15 minutes on two cores"
 	@echo "make nightly   run all other tests: lessons at their real sizes, browser, web pages, instruction sets, rehearsals"
 	@echo "make test-all  run make test, then make nightly"
 	@echo "make levels    run the tests that depend on CPU instructions with older instruction sets"
 	@echo "make random    check the CUDA estimate on randomly generated configurations for an hour"
-	@echo "make architectures check the CPU estimate on 60 classes of transformers, shrunk; others each day"
+	@echo "make architectures check the CPU estimate on 60 small models of transformers' classes, other ones each day"
 	@echo "make rehearse  dry-run every lesson for several GPUs, with torch's CUDA build on a stub CUDA runtime"
 	@echo "make record    run make course, and keep the run in results/ as this machine's reference"
 	@echo "make site      build the web pages of all recorded results in build/site/index.html"
-	@echo "make matrix    run the course with four sets of library versions, oldest to newest, and compare them"
-	@echo "make gpu       on a machine with a GPU, measure what the course needs one for (ARGS=--list prints the parts)"
-	@echo "make wheel     run the tests that depend on torch's build, and those of rehearsals, with its CUDA build"
+	@echo "make matrix    run the course with six sets of library versions, oldest to newest, and compare them"
+	@echo "make gpu       on a machine with a GPU, measure what cannot be measured without one (ARGS=--list prints the parts)"
+	@echo "make wheel     run the tests of rehearsals, and those that depend on torch's build, with torch's CUDA build"
 
 course: extras
 	$(BIN)/perf-helpers course --out build/course $(ARGS)

@@ -179,11 +179,11 @@ def lessons(measured: dict[str, dict]) -> str:
         binder = f"https://mybinder.org/v2/gh/{repository}/main?urlpath=lab/tree/notebooks/{path.name}"
         took = f"{max(round(seconds[path.stem] / 60), 1)}" if path.stem in seconds else "not recorded"
         name = f"[{titles[path.name[:2]]}](notebooks/{path.name})"
-        question = first.splitlines()[0].removeprefix("# ")
-        part = PARTS_OF_COURSE.get(path.name[:2], "")
+        question, part = first.splitlines()[0].removeprefix("# "), PARTS_OF_COURSE.get(path.name[:2], "")
         rows.append([part, name, question, took, f"[Colab]({colab}) [Binder]({binder})"])
-    about = "Minutes in the newest recorded run, rounded, without waiting for other lessons; all lessons together took "
-    about += f"{data.get('seconds', sum(seconds.values())) / 60:.0f} minutes ({caption(data, short=True)})."
+    about = "Minutes in the newest recorded run, at least 1, without waiting for other lessons. "
+    minutes = f"{data.get('seconds', sum(seconds.values())) / 60:.0f} minutes"
+    about += f"Several lessons may run at once: all together took {minutes} ({caption(data, short=True)})."
     return f"{table(['part', 'lesson', 'question', 'computing, minutes', 'open in'], rows)}\n\n{about}"
 
 

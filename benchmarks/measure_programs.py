@@ -229,7 +229,7 @@ def page() -> str:
         rows.append([program, each["status"] + reason, str(each.get("steps", 0)), memory, answers])
     head = ["program", "its end", "optimizer updates", "MiB allocated / reserved", "assumed answers"]
     ends = Counter(each["status"] for each in record["rows"])
-    about = f"{ends['finished']} of {len(rows)} came to their end ({versions(record)}, {record['date'][:10]})."
+    about = f"{ends['finished']} of {len(rows)} programs finished ({versions(record)}, {record['date'][:10]})."
     return f"{about}\n\n{table(head, rows)}"
 
 

@@ -173,7 +173,7 @@ def conclude(answers: list[dict], options) -> dict:
         pairs.append({"name": one.name, "file": one.file, **one.figures, "said": replies})
     own = ABOUT["fitted"]  # a tool fitted to these trainings has a second row without them
     table = [row(each, found, file) for each in answers for file in dict.fromkeys((None, own.get(each["tool"])))]
-    what = f"On others' ground: {len(found)} trainings that they measured on a real A100 or T4"
+    what = f"{len(found)} trainings that others measured on a real A100 or T4"
     return {"what": what, "table": table, "not_run": ABOUT["not_run"], "note": ABOUT["note"], "pairs": pairs}
 
 

@@ -84,7 +84,7 @@ def course(
     timeout: Annotated[float, typer.Option(min=1, help="Time limit per lesson in seconds, e.g. 600.")] = 900,
     at_once: Annotated[
         int | None,
-        typer.Option(min=1, help="Lessons at a time (default: up to 4 on a CPU with enough memory, otherwise 1)."),
+        typer.Option(min=1, help="Lessons to run at once (default: up to 4 on a CPU with enough memory, otherwise 1)."),
     ] = None,
 ) -> int:
     """Run the lessons, all or those named, and write a report.
@@ -145,7 +145,7 @@ def history(
     out: Annotated[Path, typer.Option(help="HTML page to write.")] = Path("build/history.html"),
     json_output: Json = False,
 ) -> None:
-    """Plot many runs of the course over time: every change of bytes, and the medians of noisy values."""
+    """Plot many runs of the course over time. Each change of bytes is marked; noisy values have their medians."""
     from perf_helpers.compare import history as module
 
     histories = module.write(folder, out)
@@ -162,9 +162,7 @@ def sweep(
         int | None, typer.Option(help="Number of workers on this machine, e.g. 2 (default: one per GPU, at least one).")
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder that keeps the runs, in runs.jsonl.")] = Path("build/sweep"),
-    wait: Annotated[
-        float, typer.Option(help="Time limit in seconds for a worker to appear while there is none, e.g. 60.")
-    ] = 600,
+    wait: Annotated[float, typer.Option(help="Time limit in seconds while no worker is connected, e.g. 60.")] = 600,
     json_output: Json = False,
 ) -> int:
     """Train with every combination of a grid of arguments, on one or several workers.

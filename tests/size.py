@@ -31,7 +31,7 @@ BUDGETS = (
     ("  widgets", ["perf_helpers/widgets/*.py"], 1_002, 11),
     ("benchmarks", ["benchmarks/*.py"], 5_589, 42),
     ("website", [f"website/{kind}" for kind in ("*.py", "*.md", "*/*.j2", "_static/*.js", "_static/*.css")], 3_200, 25),
-    ("README.md", ["README.md"], 182, 1),
+    ("README.md", ["README.md"], 200, 1),
     ("CONTRIBUTING.md", ["CONTRIBUTING.md"], 455, 1),
 )
 

@@ -136,11 +136,11 @@ def test_imports_run_one_way():
     "module, line, message",
     [
         ("trainmem/core/hardware", "from trainmem.core import task", "inside the core"),
-        ("trainmem/records", "def f():\n    from trainmem import commands", "rooms of the engine"),
+        ("trainmem/records", "def f():\n    from trainmem import commands", "layers of the engine"),
         ("trainmem/advise/advice", "from perf_helpers.lab import Lab", "the engine knows no course"),
         ("trainmem/tables", "def f():\n    import matplotlib", "the engine knows no course"),
-        ("perf_helpers/lab/lab", "from perf_helpers import cli", "rooms of the course"),
-        ("perf_helpers/course/claims", "def f():\n    from perf_helpers import widgets", "rooms of the course"),
+        ("perf_helpers/lab/lab", "from perf_helpers import cli", "layers of the course"),
+        ("perf_helpers/course/claims", "def f():\n    from perf_helpers import widgets", "layers of the course"),
         ("perf_helpers/lab/odds", "import json", "inside the lab"),
     ],
 )
@@ -576,7 +576,7 @@ def test_a_wrong_file_tree_is_reported():
 
 # ---- pages: how long, and where their links lead
 
-MOST_BYTES = 12_000  # of the README without the addresses of links: a newcomer reads it to its end
+MOST_BYTES = 13_500  # of the README without the addresses of links: a newcomer reads it to its end
 SCHEME = re.compile(r"[a-z][a-z0-9+.-]*:", re.IGNORECASE)  # of an address elsewhere
 LINK = re.compile(r"\]\(([^()\s]+)\)|\bsrc=\"([^\"]+)\"")
 NAMED = re.compile(r"(?<![\w/.-])((?:README|CONTRIBUTING|docs/[\w-]+)\.md)(#[\w-]+)?")  # in a comment or a message
@@ -717,7 +717,7 @@ def test_the_readme_is_short_and_names_every_page():
 def test_a_long_readme_and_a_page_that_it_does_not_name_are_reported():
     assert page_problems("[a](docs/a.md)", ["docs/a.md"]) == []
     assert page_problems("ä" * (MOST_BYTES // 2 + 1), ["docs/a.md"]) == [
-        "README.md has 12,002 bytes, 12,000 are enough",
+        "README.md has 13,502 bytes, 13,500 are enough",
         "README.md does not name docs/a.md",
     ]
 
