@@ -1,7 +1,7 @@
-"""Predict the peak memory of a training without running it: the functions that callers use.
+"""Predict a training's peak memory without running it: the functions for users of the package.
 
 `estimate` calls `peak_memory.estimate_experiment` in a fresh subprocess (`fresh_process`), which traces the training on
-fake tensors (`trace`) and measures what operators allocate internally (`operator_workspaces`).
+fake tensors (`trace`) and measures the operator workspaces (`operator_workspaces`).
 """
 
 import dataclasses
@@ -151,4 +151,4 @@ def target(
     return Device(kind, capability, allocator_settings, device_memory, rules)
 
 
-_made: dict[tuple, MemoryEstimate] = {}  # the estimates of this process, by what was requested, in order
+_made: dict[tuple, MemoryEstimate] = {}  # this process's estimates, in order, by (experiment, task, device)
