@@ -145,11 +145,11 @@ def assumptions(operations: Sequence[Operation], probe: Probe) -> list[str]:
             unknown[operation.name] = None
     return [
         *(
-            f"{name} is assumed to allocate up to {bytes_text(size)} inside itself, the largest share of its operands "
-            "found at smaller sizes: they do not extrapolate linearly, and its own size takes too long or too much"
+            f"{name} is assumed to allocate up to {bytes_text(size)} internally, by the largest ratio to its operands "
+            "at smaller sizes: these do not extrapolate linearly, and its own size takes too much time or memory"
             for name, size in assumed.items()
         ),
-        *(f"the memory that {name} allocates inside itself is unknown and counted as 0 bytes" for name in unknown),
+        *(f"the memory that {name} allocates internally is unknown and counted as 0 bytes" for name in unknown),
     ]
 
 
@@ -250,7 +250,7 @@ class _Tried:
         return None if end is None else Hidden(end, "line")
 
     def assumption(self) -> Hidden:
-        """Return an assumed workspace: the largest ratio to the operands at smaller sizes, times those at its own size."""
+        """Return an assumption: the largest ratio to the operands at smaller sizes, times the operands' own size."""
         pairs = zip(self.group, self.seen, strict=True)
         shares = [seen.bytes / cut.bytes for cut, seen in pairs if seen and cut.bytes]
         return Hidden(round(max(shares) * self.operation.bytes), "assumed") if shares else _UNKNOWN
