@@ -114,7 +114,7 @@ def _bucketed(
 
 
 @contextlib.contextmanager
-def fsdp_taken_up(send: Callable[[torch.Tensor], None]) -> Iterator[None]:
+def fsdp_enabled(send: Callable[[torch.Tensor], None]) -> Iterator[None]:
     """Make accelerate apply the Trainer's `fsdp` in this context, as it does only on GPUs.
 
     `send` is called with each tensor that FSDP2 sends to the device before it is sharded.

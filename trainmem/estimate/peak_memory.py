@@ -230,8 +230,8 @@ def _with_totals(experiment: Experiment, trace: Trace, device: Device, probe: "P
 
 
 _OF_ROUTING = (
-    "experts: which tokens choose which depends on values; balanced routing is assumed, of which the tensors peak at "
-    "{}; if all tokens choose the same experts, at {}"
+    "experts: routing depends on values, so balanced routing is assumed, with which the tensors peak at {}; if all "
+    "tokens choose the same experts, they peak at {}"
 )
 _OF_LAYERDROP = "layerdrop: no layer is left out; the training leaves out each with the configured probability"
 _OF_LOSS = "evaluation computes the loss only: add prediction_loss_only=False if the training computes metrics"
