@@ -80,7 +80,7 @@ class Part:
         self.size = size
         return rest
 
-    def take_in(self, behind: "Part") -> None:
+    def absorb(self, behind: "Part") -> None:
         """Grow by the next part, `behind`, which must not be used afterwards."""
         self.size += behind.size
         self.next = behind.next
@@ -127,11 +127,11 @@ class Pool:
         other, mapped = part.next, part.is_mapped
         if other is not None and other.is_free and other.is_mapped == mapped:
             self.remove(other)
-            part.take_in(other)
+            part.absorb(other)
         other = part.previous
         if other is not None and other.is_free and other.is_mapped == mapped:
             self.remove(other)
-            other.take_in(part)
+            other.absorb(part)
             other.age, part = part.age, other
         self.add(part)
         return part
@@ -152,7 +152,7 @@ class Addresses:
         self._taken.insert(place, (end - size, end))
         return end - size
 
-    def give(self, address: int) -> None:
+    def free(self, address: int) -> None:
         """Free the range that begins at `address`."""
         self._taken = [taken for taken in self._taken if taken[0] != address]
 
@@ -363,7 +363,7 @@ class CachingAllocator:
         """Return the memory of a segment that is one free block to the device."""
         block.pool.remove(block)
         del self._heads[block.address]
-        self._spaces.give(block.address)
+        self._spaces.free(block.address)
         self._reserve(-block.size, -next_multiple(block.size, SEGMENT_BYTES))
         self._on_event("segment_free", block.address, block.size)
 
@@ -448,4 +448,4 @@ class CachingAllocator:
         if block.is_whole:
             block.pool.remove(block)
             del self._heads[block.address]
-            self._spaces.give(block.address)
+            self._spaces.free(block.address)

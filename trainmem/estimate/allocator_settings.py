@@ -67,7 +67,7 @@ class Settings:
         read = {name: _read(name, value) for name, value in words.items() if name in _READERS}
         if not read.get("expandable_segments"):
             read.pop("expandable_segments_reserve", None)
-        elif read.get("expandable_segments_reserve") == _OF_THE_CARD:
+        elif read.get("expandable_segments_reserve") == _SHARE_OF_CARD:
             raise ValueError(
                 "expandable_segments_reserve as a share of the card is not supported, because an estimate does not "
                 "know the card's whole memory: give GiB, e.g. expandable_segments_reserve:40G"
@@ -143,11 +143,11 @@ def _power_of_2(text: str) -> int:
     return number
 
 
-_OF_THE_CARD = -1.0  # the value is a share of the card's memory
+_SHARE_OF_CARD = -1.0  # the value is a share of the card's memory
 
 
 def _reserve(value: str) -> float | None:
-    """Return GiB, or `_OF_THE_CARD`, or None for a value that is not above 0, which torch ignores with a warning."""
+    """Return GiB, or `_SHARE_OF_CARD`, or None for a value that is not above 0, which torch ignores with a warning."""
     is_gib = value[-1:] in ("G", "g")
     try:
         size = float(value[:-1] if is_gib else value)
@@ -155,7 +155,7 @@ def _reserve(value: str) -> float | None:
         return None
     if not 0 < size < float("inf"):
         return None
-    return size if is_gib else _OF_THE_CARD
+    return size if is_gib else _SHARE_OF_CARD
 
 
 # For each option a function that reads its value (it raises LookupError or ValueError), and a text that says what to

@@ -88,7 +88,7 @@ def estimate(
         processes=processes,
     )
     if experiment.arguments.compiles:
-        raise ValueError(OF_COMPILED)
+        raise ValueError(COMPILED_ERROR)
     for text in dropped(experiment.arguments.training):
         warnings.warn(text, stacklevel=2)
     key = (repr(experiment.replace(name="")), task.identity(), target_device)
@@ -109,7 +109,7 @@ def estimate(
     return _made[key]
 
 
-OF_COMPILED = (
+COMPILED_ERROR = (
     "torch_compile cannot be estimated, because the compiler decides what compiled code keeps. Measure it with "
     "lab.train(..., torch_compile=True), or leave torch_compile out"
 )

@@ -201,13 +201,13 @@ def overload(name: str) -> torch._ops.OpOverload:
     return getattr(getattr(torch.ops.aten, packet), which or "default")
 
 
-OF_SCALER = (
+SCALER_ERROR = (
     "this training fails: {why}. With fp16=True trainable weights must be in float32: give dtype='float32', or "
     "bf16=True instead of fp16=True"
 )
 
 
-OF_NORM = (
+NORM_ERROR = (
     "this training fails: on a CPU torch has no norm kernel for inputs in {} and weights in {}. Give "
     "dtype='float32', or leave bf16 out"
 )
@@ -221,4 +221,4 @@ def scaler_failures() -> Iterator[None]:
     except ValueError as error:
         if "unscale FP16" not in str(error):
             raise
-        raise Invalid(OF_SCALER.format(why=str(error).rstrip("."))) from error
+        raise Invalid(SCALER_ERROR.format(why=str(error).rstrip("."))) from error

@@ -23,7 +23,7 @@ from trainmem.estimate import kernels, quantized_kernels, trl_kernels
 from trainmem.estimate.allocator_settings import Release, release
 from trainmem.estimate.one_rank import DeviceName
 from trainmem.estimate.operation_cache import OperationCache
-from trainmem.estimate.replacements import to_of
+from trainmem.estimate.replacements import fake_module_to
 from trainmem.estimate.trace import WEIGHT_OF_NORM, FakeTracker
 from trainmem.measure.tracker import calling, name_of
 from trainmem.measure.watcher import Block
@@ -33,7 +33,8 @@ aten = torch.ops.aten
 # Functions of torch that make a tensor from no other one: on the host, unless `device=` is given.
 _FACTORIES = {"zeros", "ones", "full", "arange", "tensor", "as_tensor", "eye", "linspace", "empty", "randint"}
 _FACTORIES |= {"randperm", "rand", "randn", "scalar_tensor", "tril_indices", "triu_indices", "from_numpy", "stack"}
-_OF_MODEL = (Phase.FORWARD, Phase.BACKWARD, Phase.STEP, Phase.GATHER, Phase.REDUCER)  # phases that run on the device
+# Phases that run on the device.
+_DEVICE_PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.STEP, Phase.GATHER, Phase.REDUCER)
 
 _ACTIVATIONS = {"relu_", "silu_", "gelu_", "elu_", "leaky_relu_", "hardswish_", "hardsigmoid_", "hardtanh_"}  # in place
 
@@ -105,7 +106,7 @@ class DeviceTracker(FakeTracker):
 
     def _replacements(self, paged: bool) -> Iterator[tuple[Any, str, Callable]]:
         """Yield (owner, name, replacement) for each library function to replace."""
-        yield torch.nn.Module, "to", to_of(self)
+        yield torch.nn.Module, "to", fake_module_to(self)
         yield torch.cuda, "empty_cache", self.cache_emptied
         yield memory, "is_cuda_available", lambda *_, **__: True
         yield memory, "is_mps_available", lambda *_, **__: False
@@ -193,7 +194,7 @@ class DeviceTracker(FakeTracker):
         elif self._requested and not self._from_the_start:
             return self._requested
         else:
-            on_device = self._from_the_start or self.moment in _OF_MODEL
+            on_device = self._from_the_start or self.moment in _DEVICE_PHASES
         return Placement.DEVICE if on_device else Placement.HOST
 
     def execute(self, function, args, kwargs):
@@ -222,7 +223,7 @@ class DeviceTracker(FakeTracker):
         self._blocks[storage._cdata] = copy, reference
 
     def as_kernels_do(self, function, args, kwargs):
-        if function.namespace == "bitsandbytes" and function._opname in quantized_kernels.OF_OUTLIERS:
+        if function.namespace == "bitsandbytes" and function._opname in quantized_kernels.OUTLIER_OPERATIONS:
             return quantized_kernels.without_outliers(function._opname, *args, **kwargs)
         result = super().as_kernels_do(function, args, kwargs)
         is_4bit = self.cache.within and function.namespace == "bitsandbytes"

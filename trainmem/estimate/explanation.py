@@ -134,7 +134,7 @@ def explain(
     if not names:
         raise ValueError("a and b are the same recipe: give b an argument that a lacks, or another value")
     if any(each.compiles for each in given):
-        raise ValueError(api.OF_COMPILED)
+        raise ValueError(api.COMPILED_ERROR)
     if any(each.adapters.get("peft") is not None for each in given):
         optional_packages.offer("peft")
     found = []
@@ -198,14 +198,14 @@ def _explained(experiment: Experiment, device: Device, probe: Any, tell: Tell):
         live[*what, source] += sign * (rounded(size) if on_cuda else size)
     hidden = "rounding of the allocator" if on_cuda else made.memory.peak_operation
     live[str(Category.INSIDE_OPERATIONS), "", hidden, ""] += made.peak_bytes - live.total()
-    warnings += tuple(_of_peak(experiment, made, sizes))
+    warnings += tuple(_peak_warnings(experiment, made, sizes))
     return made, Counter({tensor: size for tensor, size in live.items() if size}), warnings
 
 
 _LEAST = 0.05  # of the peak; smaller parts are not explained
 
 
-def _of_peak(experiment: Experiment, made: MemoryEstimate, sizes: Counter) -> Iterator[str]:
+def _peak_warnings(experiment: Experiment, made: MemoryEstimate, sizes: Counter) -> Iterator[str]:
     """Yield the reasons for the peak. `sizes`: {bytes: number of activations and temporaries of that size there}."""
     arguments, task, memory = experiment.arguments, experiment.task, made.memory
     size = functools.partial(bytes_text, binary=made.device == "cuda")

@@ -60,7 +60,7 @@ class Kernels:
         if rule := _RULES.get(packet):
             return rule(self, made, *args, **kwargs)
         if function.namespace == "bitsandbytes":
-            copied, steps, _ = self._of_bitsandbytes(function, made, args, kwargs)
+            copied, steps, _ = self._bitsandbytes_program(function, made, args, kwargs)
             return [*(bytes_ for each in copied for bytes_ in contiguous_copy(each)), *steps]
         if packet in _COPIED:
             before, after = _COPIED[packet]
@@ -75,14 +75,14 @@ class Kernels:
             return [*made, *self._reduction(_REDUCTIONS[packet], made[0], *args, **kwargs)]
         return made
 
-    def _of_bitsandbytes(self, function, made, args, kwargs):
+    def _bitsandbytes_program(self, function, made, args, kwargs):
         gpu = self._gpu.processors.count, self._gpu.capability
         return quantized_kernels.program(gpu, function._opname, made, *args, **kwargs)
 
     def multiplies(self, function, args: Sequence, kwargs: dict) -> bool:
         """Return whether cuBLAS or cuBLASLt runs the operation."""
         if function.namespace == "bitsandbytes":
-            return self._of_bitsandbytes(function, [args[0]] * 3, args, kwargs)[2]
+            return self._bitsandbytes_program(function, [args[0]] * 3, args, kwargs)[2]
         if function.overloadpacket is aten._grouped_mm:  # without a kernel of its own: one matmul per group
             return not self._has_grouped_kernel(args[0])
         if function.overloadpacket is aten.bmm and args[0].shape[-1] == 1 and not self._gpu.rules.keeps_workspaces:

@@ -25,8 +25,8 @@ from trainmem.texts import bytes_text, reading
 LONGEST = 1 << 20  # most tokens of a sample
 _MOST_ROWS = 1 << 10  # upper limit of the search for the largest batch
 # Arguments that affect the order of the samples.
-_OF_ORDER = ("per_device_train_batch_size", "gradient_accumulation_steps", "seed", "data_seed", "accelerator_config")
-_OF_ORDER += ("train_sampling_strategy", "dataloader_drop_last")
+_ORDER_ARGUMENTS = ("per_device_train_batch_size", "gradient_accumulation_steps", "seed", "data_seed")
+_ORDER_ARGUMENTS += ("accelerator_config", "train_sampling_strategy", "dataloader_drop_last")
 
 Steps = list[list[list[int]]]  # for each optimizer step its micro-batches, as lists of sample numbers
 
@@ -78,7 +78,7 @@ class WorstBatch:
 
     @property
     def assumptions(self) -> list[str]:
-        """What was modelled or left out, one sentence each."""
+        """The assumptions: what was modelled or left out, one sentence each."""
         left = "; free memory cached by steps of other shapes may add to the reserved bytes" * (
             self.estimate.device == "cuda"
         )
@@ -160,8 +160,8 @@ def worst_batch(
 
     room = positions(config := task.build_config())
     task.replace(seq_len=wide(max(lengths))).length(config)  # raises ValueError if that is too long
-    of_order = Arguments({name: value for name, value in given.training.items() if name in _OF_ORDER})
-    steps: Steps = processes.call(_drawn, lengths, of_order, timeout=timeout)
+    order_arguments = Arguments({name: value for name, value in given.training.items() if name in _ORDER_ARGUMENTS})
+    steps: Steps = processes.call(_drawn, lengths, order_arguments, timeout=timeout)
     shapes = tuple(tuple((len(rows), wide(max(lengths[i] for i in rows))) for rows in step) for step in steps)
 
     def worst(sizes: list[list[int]], packed: bool) -> tuple[int, MemoryEstimate]:

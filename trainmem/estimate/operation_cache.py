@@ -146,15 +146,15 @@ def uniform_value(operation: Operation, leaves: list, any_known: bool) -> float 
     is computed on one element.
     """
     name = operation.name
-    if name in _OF_FINITE:
-        of_finite, other = _OF_FINITE[name], leaves[1] if len(leaves) > 1 else None
+    if name in _RESULT_IF_FINITE:
+        of_finite, other = _RESULT_IF_FINITE[name], leaves[1] if len(leaves) > 1 else None
         if name == "aten.isnan.default" or leaves[0] is other or (type(other) is float and math.isinf(other)):
             return of_finite
     if not any_known or operation.takes_list:
         return None
     values = [getattr(leaf, "uniform", None) for leaf in leaves if isinstance(leaf, torch.Tensor)]
     # A sum of zeros is zero; any other sum depends on the number of elements.
-    if None in values or not name.startswith(_OF_VALUES) or (name.startswith("aten.sum") and any(values)):
+    if None in values or not name.startswith(_UNIFORM_OPERATIONS) or (name.startswith("aten.sum") and any(values)):
         return None
     leaves = [
         torch.full((1,) * leaf.dim(), leaf.uniform, dtype=leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
@@ -166,7 +166,7 @@ def uniform_value(operation: Operation, leaves: list, any_known: bool) -> float 
 
 
 # Comparisons of a tensor with itself or with infinity, and their results for a finite tensor.
-_OF_FINITE = {
+_RESULT_IF_FINITE = {
     "aten.isnan.default": False,
     "aten.eq.Tensor": True,
     "aten.ne.Tensor": False,
@@ -174,7 +174,7 @@ _OF_FINITE = {
     "aten.ne.Scalar": True,
 }
 # Operations whose result is uniform if their operands are.
-_OF_VALUES = tuple(
+_UNIFORM_OPERATIONS = tuple(
     f"aten.{name}."
     for name in ("all", "any", "sum", "mul", "eq", "ne", "logical_not", "logical_or", "logical_and", "bitwise_not")
 )

@@ -128,7 +128,7 @@ def _as_traced(experiment: Experiment, device: Device) -> Experiment:
         importlib.import_module("bitsandbytes")
     arguments, task, processes = experiment.arguments, experiment.task, experiment.processes
     if arguments.get("dataloader_num_workers"):  # workers hold their batches in other processes
-        arguments = arguments.without(*(f"dataloader_{name}" for name in _OF_WORKERS))
+        arguments = arguments.without(*(f"dataloader_{name}" for name in _WORKER_ARGUMENTS))
     if device.kind == "cpu" or processes == 1:  # accelerate ignores fsdp's arguments
         arguments = arguments.without(*(name for name in arguments.given if name.startswith("fsdp")))
     if experiment.training and not experiment.function and not evaluation.evaluates(arguments):
@@ -136,7 +136,7 @@ def _as_traced(experiment: Experiment, device: Device) -> Experiment:
     return experiment.replace(arguments=arguments, task=task)
 
 
-_OF_WORKERS = ("num_workers", "prefetch_factor", "persistent_workers")
+_WORKER_ARGUMENTS = ("num_workers", "prefetch_factor", "persistent_workers")
 
 
 def enough_samples(arguments: Arguments, processes: int = 1) -> int:
@@ -210,35 +210,35 @@ def _with_totals(experiment: Experiment, trace: Trace, device: Device, probe: "P
     """Add an experiment's totals, which on a CPU include operator workspaces, and its assumptions to its trace."""
     assumptions = _rank_assumptions(experiment.arguments, device.kind == "cuda") if experiment.processes > 1 else []
     if experiment.training and not experiment.function and _drops_layers(experiment.task.build_config().to_dict()):
-        assumptions.append(_OF_LAYERDROP)
+        assumptions.append(_LAYERDROP_NOTE)
     if evaluation.evaluates(experiment.arguments) and not evaluation.metrics(experiment.arguments):
-        assumptions.append(_OF_LOSS)
+        assumptions.append(_LOSS_NOTE)
     if device.kind == "cuda":
         from trainmem.estimate import cuda
 
         assumptions += [*cuda.assumptions(), _rules_assumption(device.rules or release())]
         if trace.one_sided:
             peaks = [int(each.high.max()) for each in (trace, trace.one_sided)]
-            assumptions.append(_OF_ROUTING.format(*(bytes_text(peak, binary=True) for peak in peaks)))
+            assumptions.append(_ROUTING_NOTE.format(*(bytes_text(peak, binary=True) for peak in peaks)))
         return TracedExperiment(trace, trace.high, tuple(assumptions))
     totals, unsure = _with_workspaces(trace, probe.under(worker.threads_of(experiment)))
     if trace.one_sided:
         other, _ = _with_workspaces(trace.one_sided, probe)
         peaks = [int(each.max()) for each in (totals, other)]
-        assumptions.append(_OF_ROUTING.format(*map(bytes_text, peaks)))
+        assumptions.append(_ROUTING_NOTE.format(*map(bytes_text, peaks)))
     return TracedExperiment(trace, totals, (*assumptions, *unsure))
 
 
-_OF_ROUTING = (
+_ROUTING_NOTE = (
     "experts: routing depends on values, so balanced routing is assumed, with which the tensors peak at {}; if all "
     "tokens choose the same experts, they peak at {}"
 )
-_OF_LAYERDROP = "layerdrop: no layer is left out; the training leaves out each with the configured probability"
-_OF_LOSS = "evaluation computes the loss only: add prediction_loss_only=False if the training computes metrics"
-_OF_REPLICAS = "DistributedDataParallel: one rank is traced, with the reducer's buckets, without network buffers"
-_OF_SHARDS = "FSDP2: one rank is traced, as accelerate and torch shard and gather weights, without network buffers"
-_OF_ZERO = "DeepSpeed: one rank is traced, as ZeRO shards, flattens and gathers; on a GPU with room for a flat copy"
-_NOT_TAKEN_UP = "fsdp: on a CPU accelerate ignores it and trains with DistributedDataParallel"
+_LAYERDROP_NOTE = "layerdrop: no layer is left out; the training leaves out each with the configured probability"
+_LOSS_NOTE = "evaluation computes the loss only: add prediction_loss_only=False if the training computes metrics"
+_DDP_NOTE = "DistributedDataParallel: one rank is traced, with the reducer's buckets, without network buffers"
+_FSDP_NOTE = "FSDP2: one rank is traced, as accelerate and torch shard and gather weights, without network buffers"
+_ZERO_NOTE = "DeepSpeed: one rank is traced, as ZeRO shards, flattens and gathers; on a GPU with room for a flat copy"
+_FSDP_IGNORED_NOTE = "fsdp: on a CPU accelerate ignores it and trains with DistributedDataParallel"
 
 
 def _drops_layers(fields: dict[str, Any]) -> bool:
@@ -250,10 +250,10 @@ def _drops_layers(fields: dict[str, Any]) -> bool:
 def _rank_assumptions(arguments: Arguments, on_cuda: bool) -> list[str]:
     """Return how one of several ranks was traced, as assumptions."""
     if arguments.get("deepspeed"):
-        return [_OF_ZERO]
+        return [_ZERO_NOTE]
     if arguments.get("fsdp"):
-        return [_OF_SHARDS] if on_cuda else [_OF_REPLICAS, _NOT_TAKEN_UP]
-    return [_OF_REPLICAS]
+        return [_FSDP_NOTE] if on_cuda else [_DDP_NOTE, _FSDP_IGNORED_NOTE]
+    return [_DDP_NOTE]
 
 
 def _rules_assumption(rules: Release) -> str:
@@ -268,7 +268,7 @@ def _rules_assumption(rules: Release) -> str:
 
 
 _TAKEN = {
-    "address": "the one at the lowest address, as addresses descend",
+    "address": "the one at the lowest address (newer segments have lower ones)",
     "block": "the one that it made first",
     "segment": "the one in the oldest segment",
 }

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 GPU = tuple[int, tuple[int, int]]  # (number of multiprocessors, compute capability)
-OF_OUTLIERS = {"int8_vectorwise_quant", "int8_mixed_scaled_mm"}
+OUTLIER_OPERATIONS = {"int8_vectorwise_quant", "int8_mixed_scaled_mm"}
 
 
 def program(gpu: GPU, name: str, made: list[torch.Tensor], *args, **kwargs) -> tuple[list, list, bool]:

@@ -71,7 +71,7 @@ def fake_parameters() -> Iterator[None]:
         yield
 
 
-def to_of(tracker: "FakeTracker") -> Callable:
+def fake_module_to(tracker: "FakeTracker") -> Callable:
     """Return a `Module.to` that keeps fake weights, because they cannot be exchanged for other objects."""
 
     def to(module, *args, **options):

@@ -33,10 +33,10 @@ from trainmem.core.outcomes import Invalid
 from trainmem.core.training import Experiment, infer, train
 from trainmem.estimate import beside_steps
 from trainmem.estimate.allocator_settings import WORKSPACES
-from trainmem.estimate.autocast import OF_NORM, OF_SCALER, scaler_failures
+from trainmem.estimate.autocast import NORM_ERROR, SCALER_ERROR, scaler_failures
 from trainmem.estimate.one_rank import deepspeed_on_a_card, fsdp_enabled, one_rank_of
 from trainmem.estimate.operation_cache import OperationCache, by_position, fake, grouped_product, uniform_value
-from trainmem.estimate.replacements import fake_parameters, few_micro_batches, matched, to_of
+from trainmem.estimate.replacements import fake_module_to, fake_parameters, few_micro_batches, matched
 from trainmem.estimate.trace_records import Label, Log, Operation, Spec, Trace, flat, highest
 from trainmem.measure import forked
 from trainmem.measure.tracker import RESIZE, Tracker, counted, local, name_of, watched
@@ -71,7 +71,7 @@ def follow(experiment: Experiment, tracker: "FakeTracker") -> Trace:
         stack.enter_context(fake_parameters())
         stack.enter_context(tracker.collating())
         if not tracker.places_modules:
-            stack.enter_context(patch.object(torch.nn.Module, "to", to_of(tracker)))
+            stack.enter_context(patch.object(torch.nn.Module, "to", fake_module_to(tracker)))
         # Make torch handle lists of fake tensors like lists of tensors.
         kinds = [*_foreach_utils._foreach_supported_types, FakeTensor]
         stack.enter_context(patch.object(_foreach_utils, "_foreach_supported_types", kinds))
@@ -160,7 +160,7 @@ class FakeTracker(Tracker):
             result = self.routing.replaced(function, args, kwargs, result)
         if function is aten._amp_foreach_non_finite_check_and_unscale_.default:
             if self.places_modules and any(gradient.dtype is torch.bfloat16 for gradient in args[0]):
-                raise Invalid(OF_SCALER.format(why="CUDA has no kernel that unscales gradients in bfloat16"))
+                raise Invalid(SCALER_ERROR.format(why="CUDA has no kernel that unscales gradients in bfloat16"))
             args[1].uniform, self._any_uniform = 0.0, True  # gradients count as finite: no step is skipped
         elif self._any_uniform and function._schema.is_mutable:
             for tensor in tensors:
@@ -287,7 +287,7 @@ class FakeTracker(Tracker):
         if weight is not None:
             if not self.places_modules and weight.dtype not in (args[0].dtype, torch.float32):
                 kinds = [str(each.dtype).removeprefix("torch.") for each in (args[0], weight)]
-                raise Invalid(OF_NORM.format(*kinds))
+                raise Invalid(NORM_ERROR.format(*kinds))
             # The kernel keeps mean and deviation in the weights' type, which autocast leaves at float32.
             out, *statistics = result
             return out, *(each.to(weight.dtype) for each in statistics)
