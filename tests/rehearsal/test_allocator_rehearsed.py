@@ -10,8 +10,8 @@ import pytest
 from trainmem.core import hardware
 from trainmem.estimate.allocator_settings import (
     _ELSEWHERE,
-    _UNSUPPORTED,
     _READERS,
+    _UNSUPPORTED,
     RELEASES,
     Settings,
     release,
