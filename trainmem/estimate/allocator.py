@@ -167,7 +167,7 @@ class Segment(NamedTuple):
     blocks: list[Part]
 
 
-def shown(head: Part, is_expandable: bool) -> list[Segment]:
+def segment_runs(head: Part, is_expandable: bool) -> list[Segment]:
     """Return the segment that begins with `head`, with its blocks; of an expandable one, each mapped run."""
     found, run, part = [], [], head
     while part is not None:
@@ -290,7 +290,7 @@ class CachingAllocator:
     def segments(self) -> list[Segment]:
         """Return all segments with their blocks, by address."""
         heads = sorted(self._heads.items())
-        return [segment for _, head in heads for segment in shown(head, self._expands)]
+        return [segment for _, head in heads for segment in segment_runs(head, self._expands)]
 
     def _divided(self, size: int) -> int:
         """Return the bytes of a block under `roundup_power2_divisions` (torch: roundup_power2_next_division)."""

@@ -1,8 +1,8 @@
 """List the memory requests of CUDA's attention kernels in their order: results, and buffers used during the operation.
 
-Each rule returns the requests of one operation: a result, the bytes of a buffer that it holds until it ends, or a
-`Free` for a buffer freed earlier (see `kernels`). The kernels are torch's flash, memory-efficient and cuDNN attention,
-forward and backward. `made` are the operation's results on fake tensors; queries, keys and values have the shape
+Each rule returns one operation's requests in order: a tensor is a result, a number the bytes of a buffer that is held
+until the operation ends, and `Free` frees a buffer earlier. The kernels are torch's flash, memory-efficient and cuDNN
+attention, forward and backward. `made` are the results on fake tensors; queries, keys and values have the shape
 (batch, heads, length, head dimension).
 """
 
@@ -19,12 +19,12 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 class Free(NamedTuple):
-    """The operation frees one of its buffers, the one at `index`, before it ends."""
+    """Free one of the held buffers, the one at `index`, before the operation ends."""
 
     index: int
 
 
-Step = torch.Tensor | int | Free  # a result, or bytes of a buffer that is held until the operation ends, or its end
+Step = torch.Tensor | int | Free  # a result, bytes of a buffer held until the operation ends, or an earlier free
 
 
 @dataclass(frozen=True, slots=True)

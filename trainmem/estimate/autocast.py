@@ -30,7 +30,7 @@ Arguments = tuple[tuple, dict[str, Any]]  # the positional and the named argumen
 
 @contextlib.contextmanager
 def emulated(library: torch.library.Library) -> Iterator[None]:
-    """Make `torch.autocast("cpu")` follow CUDA's rules in this context, and fp16=True autocast in a Trainer.
+    """Make `torch.autocast("cpu")` follow CUDA's rules in this context, and let a Trainer with fp16=True autocast.
 
     Args:
         library: a library of "aten" that is open for implementations, and that the caller closes after this context.
@@ -151,7 +151,7 @@ def _no_rule(name, *_):
 
 
 def _fp16_trainings_autocast() -> contextlib.AbstractContextManager:
-    """Make accelerate, and so the Trainer, autocast fp16=True and scale its loss; without this only a GPU does so."""
+    """Make accelerate, and so the Trainer, autocast and scale the loss under fp16=True, as it does only on a GPU."""
     from accelerate import Accelerator
 
     prepare = Accelerator.__init__

@@ -1,4 +1,4 @@
-"""Trace, on fake tensors, the Trainer's work outside training steps: evaluation batches and checkpoints."""
+"""Trace the Trainer's work outside training steps on fake tensors: evaluation batches and checkpoints."""
 
 import collections
 import contextlib

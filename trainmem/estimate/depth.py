@@ -62,14 +62,14 @@ class Line:
     states: tuple[int, int]  # most bytes of weights, gradients and optimizer states together
 
     def at(self, layers: int) -> tuple[int, int]:
-        """Return about (peak of live bytes, most reserved bytes) with so many layers; may be some per cent too high."""
+        """Return about (peak of live bytes, reserved bytes) for this many layers; the latter may be too high."""
         few, more = self.places
         peak = max(_beyond((few[place], more[place]), layers) for place in few.keys() & more.keys())
         beside = [held - max(places.values()) for held, places in zip(self.reserved, self.places, strict=True)]
         return peak, peak + max(_beyond(beside, layers), 0)
 
     def states_at(self, layers: int) -> int:
-        """Return the bytes of weights, gradients and optimizer states with so many layers."""
+        """Return the bytes of weights, gradients and optimizer states for this many layers."""
         return _beyond(self.states, layers)
 
 

@@ -1,7 +1,7 @@
 """List the memory requests of CUDA's kernels in their order: results, and buffers used during the operation.
 
 Some kernels make several results in another order than they return them, and some take memory that no tensor shows.
-Each rule reproduces the requests of torch 2.13's CUDA build in a rehearsal; its docstring names the sources. An
+Each rule reproduces the requests of torch 2.13's CUDA build in a rehearsal; its docstring says what the kernel does. An
 operation without a rule requests only its results, in order. A rule gets `made`, the results on fake tensors, and the
 operation's arguments; it returns tensors (results) and bytes of buffers, which are held until the end or a `Free`.
 """

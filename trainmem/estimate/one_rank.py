@@ -165,7 +165,7 @@ class DeviceName(str):
 
 @contextlib.contextmanager
 def deepspeed_on_a_card(config: dict | str, empty_cache: Callable[[], None]) -> Iterator[None]:
-    """Make DeepSpeed decide in this context as on a GPU with enough room: it uses streams, and waits for no operation.
+    """Make DeepSpeed decide in this context as on a GPU with enough room: it uses streams, and never waits for them.
 
     `empty_cache` is called whenever DeepSpeed empties the allocator's cache.
 

@@ -90,7 +90,7 @@ class Probe:
         self._runner.close()
 
     def __getitem__(self, operation: Operation) -> Hidden:
-        """Return an operation's workspace; raise KeyError if `run` has not got this operation."""
+        """Return an operation's workspace; raise KeyError if `run` was not called with it."""
         if hidden := self.known.get(self._key(operation)):
             return hidden
         raise KeyError(operation.name)

@@ -113,7 +113,7 @@ def trace_all(experiments: Sequence[Experiment], device: Device, probe: "Probe",
     return [_with_totals(each, trace, device, probe) for each, trace in zip(experiments, traces, strict=True)]
 
 
-_FEW = 2  # so few experiments are traced in this process: a fork and the trip back take as long
+_FEW = 2  # up to this many are traced in this process: a fork, and sending a trace back, take as long
 _with: dict[str, Any] = {}  # arguments of `trace_of` in the process that traces
 
 
@@ -230,8 +230,8 @@ def _with_totals(experiment: Experiment, trace: Trace, device: Device, probe: "P
 
 
 _ROUTING_NOTE = (
-    "experts: routing depends on values, so balanced routing is assumed, with which the tensors peak at {}; if all "
-    "tokens choose the same experts, they peak at {}"
+    "experts: routing depends on values; with balanced routing, which is assumed, the tensors peak at {}, and at {} if "
+    "all tokens choose the same experts"
 )
 _LAYERDROP_NOTE = "layerdrop: no layer is left out; the training leaves out each with the configured probability"
 _LOSS_NOTE = "evaluation computes the loss only: add prediction_loss_only=False if the training computes metrics"

@@ -19,10 +19,9 @@ OUTLIER_OPERATIONS = {"int8_vectorwise_quant", "int8_mixed_scaled_mm"}
 
 
 def program(gpu: GPU, name: str, made: list[torch.Tensor], *args, **kwargs) -> tuple[list, list, bool]:
-    """Return the requests of an operation that makes the tensors `made`, as three values.
+    """Return (tensors that are copied first if they are not contiguous, the requests in order, whether it calls cuBLAS).
 
-    The tensors that are copied first if they are not contiguous; then the requests in order, as tensors and as bytes of
-    buffers that it holds until its end; and whether it calls cuBLAS.
+    `made` are the results of the operation `name`. A request is a result, or bytes that it holds until its end.
     """
     tensor = args[0]
     match name:

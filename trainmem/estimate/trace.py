@@ -1,7 +1,7 @@
 """Trace a training on fake tensors: log each allocation and free of a storage, without the memory.
 
 The code that runs is the measured code, including transformers' Trainer: the data are real, and every tensor that
-depends on a weight is fake. Operator workspaces show on no tensor: see `operator_workspaces`.
+depends on a weight is fake. No tensor shows operator workspaces: see `operator_workspaces`.
 
 Call it only in a fresh subprocess that trains nothing afterwards: it installs hooks and replaces functions.
 """
@@ -187,8 +187,8 @@ class FakeTracker(Tracker):
         These are the loss, then gradients that did not exist before; or predictions. Return None if it cannot be
         repeated: it left other blocks (except workspaces, which a thread keeps), or freed blocks of earlier operations.
 
-        `span`: (lengths of the log and of the operations before it, the same after it, the tensors left). Each of these
-        is (weight if it is a gradient, otherwise None, `Spec` of the tensor, block).
+        `span`: (lengths of the log and of the operations before it, the same after it, the tensors left). Each tensor
+        left is (weight that it is the gradient of, or None; its `Spec`; its block).
         """
         (start, first), (end, last), left = span
         entries, kept = self.log[start:end], {id(block) for *_, block in left}
@@ -266,7 +266,7 @@ class FakeTracker(Tracker):
         return numbers_alone or function.overloadpacket in _ALWAYS_REAL
 
     def _fake_result(self, function, args, kwargs, operation: Operation):
-        """Return torch's result of an operation on fake tensors; raise DependsOnValues if values decide its shape."""
+        """Return torch's result of an operation on fake tensors; raise DependsOnValues if values decide it."""
         try:
             with self.fake:
                 return self.as_kernels_do(function, args, kwargs)
