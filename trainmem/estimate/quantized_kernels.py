@@ -19,7 +19,7 @@ OUTLIER_OPERATIONS = {"int8_vectorwise_quant", "int8_mixed_scaled_mm"}
 
 
 def program(gpu: GPU, name: str, made: list[torch.Tensor], *args, **kwargs) -> tuple[list, list, bool]:
-    """Return (tensors that are copied first if they are not contiguous, the requests in order, whether it calls cuBLAS).
+    """Return (tensors to copy first if they are not contiguous, the requests in order, whether it calls cuBLAS).
 
     `made` are the results of the operation `name`. A request is a result, or bytes that it holds until its end.
     """
