@@ -43,7 +43,7 @@ class Settings:
 
     @classmethod
     def parse(cls, text: str, torch_version: str | None = None) -> "Settings":
-        """Return the settings that the value of such a variable describes, e.g. "max_split_size_mb:128".
+        """Return the settings in a value of PYTORCH_CUDA_ALLOC_CONF, e.g. "max_split_size_mb:128".
 
         Args:
             torch_version: the release that is to read them, e.g. "2.13"; None: any.

@@ -112,7 +112,7 @@ def checkpoints(tracker: "FakeTracker") -> Iterator[None]:
 
 
 def _header(tensors: dict[str, torch.Tensor], metadata: Any) -> bytes:
-    """Return bytes as long as the header of a safetensors file: its length, names and shapes, to a multiple of 8."""
+    """Return zeros, as many as a safetensors header has bytes: its length, and names and shapes, to a multiple of 8."""
     kinds = {kind: name for name, kind in sys.modules["safetensors.torch"]._TYPES.items()}
     about, offset = {"__metadata__": metadata} if metadata else {}, 0
     for name, tensor in sorted(tensors.items(), key=lambda each: (-each[1].itemsize, each[0])):

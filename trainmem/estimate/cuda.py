@@ -253,7 +253,7 @@ def _with_batch(rules: Release, query, key, value, mask):
 def _heads_fit(rules: Release, query, key, value, takes_groups: bool, values_alike: bool = True) -> bool:
     """Return whether a fused kernel supports these numbers of heads.
 
-    `takes_groups`: several query heads may share one of keys and values; `values_alike`: those must be equally many.
+    `takes_groups`: query heads may share keys and values. `values_alike`: there must be as many values as keys.
     """
     heads, keys, values = (tensor.shape[1] for tensor in (query, key, value))
     if takes_groups:

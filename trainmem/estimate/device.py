@@ -135,7 +135,7 @@ class DeviceTracker(FakeTracker):
             return plain(*args, **kwargs)
 
     def _move_adapter(self, plain, layer, *args, **kwargs):
-        """Let peft move an adapter; its copy of AdaLoRA's `ranknum` on a quantized base's device is trainable."""
+        """Let peft move an adapter. Mark its copy of AdaLoRA's `ranknum` on a quantized base's device as trainable."""
         plain(layer, *args, **kwargs)
         if self.is_on_device(layer.get_base_layer().weight):
             for name in layer.other_param_names:

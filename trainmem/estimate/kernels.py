@@ -161,7 +161,7 @@ class Kernels:
         return [*(index.numel() * WORD for index in narrow), *made]
 
     def _put(self, made, tensor, indices, values, accumulate=False, unsafe=False, *_, **__):
-        """Sort values to add by their index, after a check that the smallest and largest are in bounds
+        """Sort the values by index before they are added; first check that the smallest and largest index are in bounds
         (cuda/Indexing.cu: index_put_with_sort_kernel)."""
         positions = [index for index in indices if index is not None]
         if not accumulate or not positions or positions[0].dtype not in (torch.int64, torch.int32):
@@ -192,7 +192,7 @@ class Kernels:
         return [*made, count * WORD, self._sort_bytes(count, 1 << (8 * key - 2), key)]
 
     def _scan(self, made, tensor, dim, *_, **__):
-        """Scan. Experts are counted in floats on a CPU, but in int32 on a GPU (transformers/integrations/moe.py)."""
+        """Cast first. Not to count experts: a CPU does so in floats, a GPU in int32 (transformers/integrations/moe.py)."""
         dtype, counted = made[0].dtype, made[0].dtype is torch.int32 and tensor.dtype is torch.float32
         cast = [] if counted or tensor.dtype is dtype else [tensor.numel() * dtype.itemsize]
         copy = [] if cast else contiguous_copy(tensor)
@@ -230,7 +230,7 @@ class Kernels:
         return [*made, *copies, gradient.numel() * gradient.element_size()]
 
     def _isinf(self, made, tensor, *_, **__):
-        """Compute the absolute value first."""
+        """Compute the absolute values in a buffer first."""
         return [tensor.numel() * tensor.element_size(), *made, Free(0)]
 
     def _group_norm(self, made, tensor, weight, bias, size, channels, *_, **__):
@@ -282,7 +282,7 @@ class Kernels:
     def _norms(self, made, tensors, *_, **__):
         """Compute a partial norm for each chunk of 65,536 elements (cuda/ForeachReduceOp.cu).
 
-        By release, each tensor has as many as the largest one, or only its own, plus offsets of non-empty tensors.
+        In older releases each tensor gets as many as the largest one; newer ones need the offsets of non-empty tensors.
         """
         chunks = [-(-tensor.numel() // 65536) for tensor in tensors]
         if self._gpu.rules.compacts_norms:

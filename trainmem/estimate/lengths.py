@@ -167,8 +167,8 @@ def worst_batch(
     def worst(sizes: list[list[int]], packed: bool) -> tuple[int, MemoryEstimate]:
         """Return the step with the highest peak, and its estimate.
 
-        It has the largest micro-batch, or the largest after a step's first, because gradients exist by then. Of equal
-        ones it is the one with the largest next batch, which is fetched meanwhile.
+        Two candidates are traced: the step with the largest micro-batch, and the one with the largest micro-batch after
+        a step's first, when gradients exist. Ties go to the step with the largest next batch, which is fetched ahead.
         """
         both = [a + b for a, b in itertools.pairwise([*map(sum, sizes), 0])]
         keys = (max, lambda step: max(step[1:], default=0)) if len(sizes[0]) > 1 else (max,)
@@ -212,7 +212,7 @@ def _around(steps: Steps, number: int, lengths: tuple[int, ...]) -> list[int]:
 
 
 def _drawn(lengths: tuple[int, ...], arguments: Arguments, tell: Callable[[int], None]) -> Steps:
-    """Return the batches of the first epoch, from the Trainer's own loader. Call it in a fresh subprocess: it seeds."""
+    """Return the first epoch's batches, from the Trainer's own loader. Call it in a fresh subprocess: it sets seeds."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch
     from transformers import Trainer

@@ -248,7 +248,7 @@ def _drops_layers(fields: dict[str, Any]) -> bool:
 
 
 def _rank_assumptions(arguments: Arguments, on_cuda: bool) -> list[str]:
-    """Return how one of several ranks was traced, as assumptions."""
+    """Return the assumptions about one rank of several, one sentence each."""
     if arguments.get("deepspeed"):
         return [_ZERO_NOTE]
     if arguments.get("fsdp"):
