@@ -192,7 +192,7 @@ class Kernels:
         return [*made, count * WORD, self._sort_bytes(count, 1 << (8 * key - 2), key)]
 
     def _scan(self, made, tensor, dim, *_, **__):
-        """Cast first, but not to count experts: CPUs do so in floats, GPUs in int32 (transformers/integrations/moe.py)."""
+        """Cast first, except to count experts: in floats on CPUs, int32 on GPUs (transformers/integrations/moe.py)."""
         dtype, counted = made[0].dtype, made[0].dtype is torch.int32 and tensor.dtype is torch.float32
         cast = [] if counted or tensor.dtype is dtype else [tensor.numel() * dtype.itemsize]
         copy = [] if cast else contiguous_copy(tensor)
