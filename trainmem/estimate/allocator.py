@@ -386,7 +386,7 @@ class CachingAllocator:
 
     def _expanded(self, pool: Pool, size: int) -> Part | None:
         """Return a free block grown to `size` bytes, or None (torch: try_allocate_expandable_block). torch before 2.15
-        takes a new segment even if no segment has enough addresses for the request."""
+        takes a new segment even for a request that exceeds every segment's addresses."""
         if self._refuses_early and size > self._space[pool.page]:
             return None
         block = self._expandable(pool, size)
