@@ -10,8 +10,8 @@ import pytest
 from trainmem.core import hardware
 from trainmem.estimate.allocator_settings import (
     _ELSEWHERE,
-    _NOT_FOLLOWED,
     _READERS,
+    _UNSUPPORTED,
     RELEASES,
     Settings,
     release,
@@ -140,7 +140,7 @@ def test_every_option_that_this_torch_names_is_known():
     named = b"".join((libraries / name).read_bytes() for name in ("libc10.so", "libc10_cuda.so"))
     like = rb"\0((?:pinned|expandable_segments|max_|large_segment|roundup|release_lock|graph_capture)_?[a-z0-9_]+)\0"
     found = {name.decode() for name in re.findall(like, named)}
-    known = _READERS.keys() | _ELSEWHERE | _NOT_FOLLOWED.keys()
+    known = _READERS.keys() | _ELSEWHERE | _UNSUPPORTED.keys()
     assert found & known and {name for name in found - known if name.endswith(("_mb", "reserve", "class"))} == set()
 
 

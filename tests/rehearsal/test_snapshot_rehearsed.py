@@ -106,7 +106,7 @@ def events_of_both(random_trace, performed, text, seeds):
         def tell(action, place, size, events=events):
             events.append((action, size, place if action == "oom" else None))
 
-        double = CachingAllocator(settings, capacity, tell=tell)
+        double = CachingAllocator(settings, capacity, on_event=tell)
         for event in random_trace(seed, capacity):
             performed(torch, live, event)
             if event is None:

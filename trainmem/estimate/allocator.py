@@ -1,9 +1,8 @@
-"""What a GPU's memory holds besides tensors: the segments of the caching allocator, cuBLAS' workspaces, the context.
+"""Model torch's CUDA caching allocator: how allocations and frees become segments of a GPU's memory.
 
-Covers how torch's CUDA allocator turns the births and deaths of tensors into segments taken from the device, with
-every option of PYTORCH_CUDA_ALLOC_CONF that decides about the device's memory. Nothing here needs torch or a GPU. Each
-figure names the source that it was read in: see also `cuda.PARTS`. Not covered: private pools (CUDA graphs), what
-`per_process_memory_fraction` sets off, the allocator `backend:cudaMallocAsync`.
+Covers the segments, cuBLAS' workspaces, and every option of PYTORCH_CUDA_ALLOC_CONF that affects the device's memory.
+Nothing here needs torch or a GPU. Each figure names its source; see also `cuda.PARTS`. Not covered: private pools (CUDA
+graphs), the effects of `per_process_memory_fraction`, the allocator `backend:cudaMallocAsync`.
 """
 
 import bisect
@@ -16,44 +15,47 @@ from typing import Any, NamedTuple
 from trainmem.estimate.allocator_settings import Release, Settings, is_since, release
 
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
-SEGMENT_BYTES = 2 * MIB  # the smallest segment, and what larger ones are multiples of
+SEGMENT_BYTES = 2 * MIB  # the smallest segment; larger ones are multiples of it
 BLOCK_BYTES = 512  # blocks are multiples of it (c10/core/AllocatorConfig.h: kMinBlockSize)
 UNLIMITED = 1 << 62
-TOP_ADDRESS = 0x7F0000000000  # where the first segment ends
+TOP_ADDRESS = 0x7F0000000000  # the end of the first segment
 
 
 def next_multiple(size: int, unit: int) -> int:
-    """The smallest multiple of `unit` that is at least `size`."""
+    """Return the smallest multiple of `unit` that is at least `size`."""
     return -(-size // unit) * unit
 
 
 def rounded(size: int) -> int:
-    """Bytes of the block that holds `size` bytes: the next multiple of 512; 0 takes none."""
+    """Return the bytes of the block that holds `size` bytes: the next multiple of 512, 0 for 0."""
     return next_multiple(size, BLOCK_BYTES)
 
 
 def workspace_bytes(compute_capability: tuple[int, int]) -> int:
-    """Bytes of a workspace of cuBLAS, which the caching allocator holds from the first product on: each thread that
-    multiplies has one, in a training the forward's and autograd's. On compute capability 9, 10 and 12 it is 32 MiB,
-    else 2 buffers of 4096 KiB and 8 of 16 KiB (ATen/cuda/CublasHandlePool.cpp: parseChosenWorkspaceSize)."""
+    """Return the bytes of one cuBLAS workspace, which the caching allocator holds from the first matmul on.
+
+    Each thread that runs matmuls has one: in a training the forward's thread and autograd's. It has 32 MiB on compute
+    capability 9, 10 and 12, otherwise 2 buffers of 4096 KiB and 8 of 16 KiB
+    (ATen/cuda/CublasHandlePool.cpp: parseChosenWorkspaceSize).
+    """
     return 32 * MIB if compute_capability[0] in (9, 10, 12) else (2 * 4096 + 8 * 16) * KIB
 
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """A part of a segment, linked with its neighbours: a block in use, or what is free."""
+    """A part of a segment, linked with its neighbours: a block in use, or a free part (torch: Block)."""
 
     pool: "Pool"
     address: int
     size: int  # bytes
     base: int  # the segment's first address
-    order: int  # how many segments were taken up to this one
-    age: int = 0  # how many blocks torch had made up to this one; what is split off behind it keeps it
+    order: int  # the segment's number, counted in the order in which segments were taken
+    age: int = 0  # the number of torch's Block object, in the order of creation; parts split off behind it keep it
     previous: "Part | None" = None
     next: "Part | None" = None
     is_mapped: bool = True  # False: addresses without memory, in an expandable segment
-    requested: int = 0  # bytes of it that were asked for; 0 where it is free
-    key: Hashable | None = None  # who holds it; None where it is free
+    requested: int = 0  # bytes that the program requested; 0 if the part is free
+    key: Hashable | None = None  # the key that `allocate` got; None if the part is free
 
     @property
     def is_free(self) -> bool:
@@ -61,15 +63,15 @@ class Part:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is all of its segment."""
+        """Whether this part is its whole segment."""
         return self.previous is None and self.next is None
 
     def reach(self) -> int:
-        """Bytes, with those of the unmapped addresses behind it."""
+        """Return the part's bytes, plus those of the unmapped addresses directly behind it."""
         return self.size + (self.next.size if self.next is not None and not self.next.is_mapped else 0)
 
     def cut(self, size: int) -> "Part":
-        """Keep the first `size` bytes; the rest, a part of its own."""
+        """Keep the first `size` bytes; return the rest as a new part."""
         rest = Part(self.pool, self.address + size, self.size - size, self.base, self.order, self.age)
         rest.is_mapped = self.is_mapped
         rest.previous, rest.next, self.next = self, self.next, rest
@@ -78,8 +80,8 @@ class Part:
         self.size = size
         return rest
 
-    def take_in(self, behind: "Part") -> None:
-        """Grow by the next part, which is none any more."""
+    def absorb(self, behind: "Part") -> None:
+        """Grow by the next part, `behind`, which must not be used afterwards."""
         self.size += behind.size
         self.next = behind.next
         if behind.next is not None:
@@ -94,77 +96,79 @@ TIES: dict[str, Callable[[Part], int]] = {
 
 
 class Pool:
-    """The free parts of small segments, or of large ones: BlockPool in torch. `ties`: by what parts of one size are
-    ordered, see `allocator_settings.Release`."""
+    """The free parts of small segments, or of large ones (torch: BlockPool).
+
+    `ties` decides the order of parts of one size: "address", "block" or "segment", see `allocator_settings.Release`.
+    """
 
     def __init__(self, is_small: bool, page: int, ties: str = "segment"):
         self.is_small = is_small
         self.page = page  # bytes by which expandable segments grow
         self._tie = TIES[ties]
-        self.free: list[tuple[int, int, int, Part]] = []  # (bytes, what decides a tie, address, part), sorted
+        self.free: list[tuple[int, int, int, Part]] = []  # (bytes, tie breaker, address, part), sorted
         self.unmapped: list[tuple[int, Part]] = []  # (address, part), sorted
 
     def add(self, part: Part) -> None:
-        """A free part can be found from now on."""
+        """Add a free part to the pool."""
         if part.is_mapped:
             bisect.insort(self.free, (part.size, self._tie(part), part.address, part))
         else:
             bisect.insort(self.unmapped, (part.address, part))
 
     def remove(self, part: Part) -> None:
-        """A part cannot be found any more."""
+        """Remove a free part from the pool."""
         if part.is_mapped:
             del self.free[bisect.bisect_left(self.free, (part.size, self._tie(part), part.address))]
         else:
             del self.unmapped[bisect.bisect_left(self.unmapped, (part.address,))]
 
     def join(self, part: Part) -> Part:
-        """Add a free part, joined with its neighbours if they are as free and as mapped; what became of it."""
+        """Add a free part, merged with free neighbours that are mapped or unmapped like it; return the merged part."""
         other, mapped = part.next, part.is_mapped
         if other is not None and other.is_free and other.is_mapped == mapped:
             self.remove(other)
-            part.take_in(other)
+            part.absorb(other)
         other = part.previous
         if other is not None and other.is_free and other.is_mapped == mapped:
             self.remove(other)
-            other.take_in(part)
+            other.absorb(part)
             other.age, part = part.age, other
         self.add(part)
         return part
 
 
 class Addresses:
-    """Ranges of addresses, each in the highest free place: Linux' order, which rehearsals have."""
+    """Ranges of addresses. Each takes the highest free place, as under Linux, where rehearsals run."""
 
     def __init__(self, top: int):
         self._top = top
-        self._taken: list[tuple[int, int]] = []  # (first address, the one behind the last), from the top down
+        self._taken: list[tuple[int, int]] = []  # (first address, the one after the last), highest first
 
     def take(self, size: int) -> int:
-        """The first address of a free range, which is taken from now on."""
+        """Reserve `size` addresses and return the first of them."""
         end, place = self._top, 0
         while place < len(self._taken) and end - self._taken[place][1] < size:
             end, place = self._taken[place][0], place + 1
         self._taken.insert(place, (end - size, end))
         return end - size
 
-    def give(self, address: int) -> None:
-        """The range that begins there is free again."""
+    def free(self, address: int) -> None:
+        """Free the range that begins at `address`."""
         self._taken = [taken for taken in self._taken if taken[0] != address]
 
 
 class Segment(NamedTuple):
-    """Neighbouring memory that was taken from the device; of an expandable segment, a part without a hole."""
+    """Contiguous memory taken from the device: a segment, or one contiguously mapped run of an expandable segment."""
 
     address: int
     size: int  # bytes
-    is_small: bool  # of the pool for up to 1 MiB
+    is_small: bool  # whether it belongs to the pool for blocks of up to 1 MiB
     is_expandable: bool
     blocks: list[Part]
 
 
-def shown(head: Part, is_expandable: bool) -> list[Segment]:
-    """A segment with its blocks from its first part on; of an expandable one, each part without a hole."""
+def segment_runs(head: Part, is_expandable: bool) -> list[Segment]:
+    """Return the segment that begins with `head`, with its blocks; of an expandable one, each mapped run."""
     found, run, part = [], [], head
     while part is not None:
         if part.is_mapped:
@@ -178,35 +182,36 @@ def shown(head: Part, is_expandable: bool) -> list[Segment]:
 
 
 class OutOfMemory(MemoryError):
-    """The card does not hold the bytes asked for, whatever is freed of the cache."""
+    """The request does not fit on the card, even after the cache has been freed."""
 
 
 class CachingAllocator:
-    """The segments and blocks of torch's CUDA allocator. What one stream gives back only that stream gets again.
+    """The segments and blocks of torch's CUDA allocator. Only the stream that freed memory can get it again.
 
     Follows c10/cuda/CUDACachingAllocator.cpp of torch 2.13: malloc, get_free_block, alloc_block, should_split,
     free_block, release_available_cached_blocks, release_cached_blocks and the expandable segments.
     `benchmarks/measure_allocator.py` compares every count and every block with torch's own.
 
-    Which of several free blocks of one size is taken, each release of torch decides in its own way. Where the address
-    decides, as it always does of two expandable segments, it counts where the driver puts segments: each lies below all
-    before, or in the highest gap, as Linux gives addresses. A real T4's fall so (docs/upstream/lora-on-a-t4.md).
+    Releases of torch differ in which of several free blocks of one size they take. If the address decides, as it always
+    does between two expandable segments, the result depends on where the driver puts segments. This class puts each
+    below all earlier ones or in the highest gap, as Linux does, and as seen on a real T4
+    (docs/upstream/lora-on-a-t4.md).
 
     Args:
-        settings: as torch reads them at its start; they stay.
-        rules: of the release that is followed; None: the installed one's.
-        capacity: bytes that the device has for segments: its memory less the context and whatever else holds of it.
-            An expandable segment has 9/8 of them in addresses, as torch gives it 9/8 of the card's. None: no limit.
-        tell: is told (action, address, bytes) of whatever happens, in its order: "alloc" and "free" with the bytes
-            that were asked for, and what torch's snapshots call "segment_alloc", "segment_free", "segment_map" and
-            "segment_unmap"; of "oom" it is told the bytes that the device has left instead of an address.
+        settings: the options, as torch reads them at its start.
+        capacity: bytes that the device has for segments: its memory minus the context and other uses. An expandable
+            segment has 9/8 of them in addresses, as torch gives it 9/8 of the card's. None: no limit.
+        on_event: called with (action, address, bytes) for each event, in order: "alloc" and "free" with the requested
+            bytes, and "segment_alloc", "segment_free", "segment_map" and "segment_unmap" as in torch's snapshots. For
+            "oom" the second value is the bytes that the device has left instead of an address.
+        rules: those of the modelled torch release; None: the installed release's.
     """
 
     def __init__(
         self,
         settings: Settings | None = None,
         capacity: int | None = None,
-        tell: Callable[[str, int, int], Any] = lambda *_: None,
+        on_event: Callable[[str, int, int], Any] = lambda *_: None,
         rules: Release | None = None,
     ):
         settings, rules = settings or Settings(), rules or release()
@@ -214,16 +219,16 @@ class CachingAllocator:
         self.allocated_bytes = self.peak_allocated_bytes = 0  # of all blocks in use
         self.reserved_bytes = self.peak_reserved_bytes = 0  # of all segments
         self.retries = 0  # how often the whole cache was freed for a request (torch: num_alloc_retries)
-        self._tell = tell
-        self._pages = SEGMENT_BYTES, settings.large_segment_size_mb * MIB  # of pools for small blocks, and for large
-        # By stream, for small blocks and for large ones.
+        self._on_event = on_event
+        self._pages = SEGMENT_BYTES, settings.large_segment_size_mb * MIB  # of the pools for small and large blocks
+        # Two pools per stream: for small blocks and for large ones.
         small, large = ((is_small, page, ties) for is_small, page in zip((True, False), self._pages, strict=True))
         self._pools = collections.defaultdict(lambda: (Pool(*small), Pool(*large)))
         self._used: dict[Hashable, Part] = {}
         self._heads: dict[int, Part] = {}  # the first block of each segment, by its address
-        self._order = self._made = 0  # how many segments were taken; how many blocks were made
+        self._order = self._made = 0  # counts of segments taken and of blocks made
         self._spaces = Addresses(TOP_ADDRESS)
-        self._device_bytes = 0  # taken of the device: segments in its pages
+        self._device_bytes = 0  # taken from the device: segments rounded up to its pages
         self._capacity = UNLIMITED if capacity is None else capacity
         self._expands = settings.expandable_segments
         self._divisions = settings.roundup_power2_divisions
@@ -235,11 +240,11 @@ class CachingAllocator:
         self._space = {page: next_multiple(space, page) for page in self._pages}
 
     def allocate(self, key: Hashable, size: int, stream: int = 0) -> None:
-        """Place `size` bytes under the name `key`, for what runs on a `stream` of the device.
+        """Allocate a block for `size` bytes under the name `key`, on a `stream` of the device.
 
         Raises:
             ValueError: the key is in use.
-            OutOfMemory: there is no room, whatever is freed of the cache.
+            OutOfMemory: there is no room, even after the cache has been freed.
         """
         if key in self._used:
             raise ValueError(f"key={key!r} is already allocated: give each live block its own key")
@@ -256,20 +261,20 @@ class CachingAllocator:
         self._used[key] = block
         self.allocated_bytes += block.size
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
-        self._tell("alloc", block.address, requested)
+        self._on_event("alloc", block.address, requested)
 
     def free(self, key: Hashable) -> None:
-        """Give the block back, joined with its free neighbours. A key that holds no bytes is passed over."""
+        """Free the block of this key and merge it with free neighbours; ignore a key without a block."""
         block = self._used.pop(key, None)
         if block is None:
             return
-        self._tell("free", block.address, block.requested)
+        self._on_event("free", block.address, block.requested)
         self.allocated_bytes -= block.size
         block.requested, block.key = 0, None
         block.pool.join(block)
 
     def empty_cache(self) -> None:
-        """Give segments without a block in use back to the device, and such pages of expandable ones."""
+        """Return unused segments to the device, and unused pages of expandable segments."""
         for pool in [pools[is_large] for is_large in (True, False) for pools in self._pools.values()]:
             for *_, block in list(pool.free):
                 if self._expands:
@@ -278,17 +283,17 @@ class CachingAllocator:
                     self._release(block)
 
     def reset_peaks(self) -> None:
-        """Peaks count from what there is now."""
+        """Restart the peaks from the present values."""
         self.peak_allocated_bytes = self.allocated_bytes
         self.peak_reserved_bytes = self.reserved_bytes
 
     def segments(self) -> list[Segment]:
-        """Every segment with its blocks, by address."""
+        """Return all segments with their blocks, by address."""
         heads = sorted(self._heads.items())
-        return [segment for _, head in heads for segment in shown(head, self._expands)]
+        return [segment for _, head in heads for segment in segment_runs(head, self._expands)]
 
     def _divided(self, size: int) -> int:
-        """Bytes of a block where sizes are rounded to steps between powers of two (roundup_power2_next_division)."""
+        """Return the bytes of a block under `roundup_power2_divisions` (torch: roundup_power2_next_division)."""
         steps = self._divisions[min(max(size.bit_length() - 21, 0), 15)]
         if steps <= 1 or size <= BLOCK_BYTES * steps:
             return rounded(size)
@@ -296,12 +301,12 @@ class CachingAllocator:
         return next_multiple(size, step)
 
     def _cached(self, pool: Pool, size: int) -> Part | None:
-        """The smallest free block that holds so much, no longer in its pool (get_free_block)."""
+        """Take the smallest sufficient free block out of its pool and return it, or None (torch: get_free_block)."""
         free = pool.free
         index = bisect.bisect_left(free, (size,))
         if index == len(free):
             return None
-        if self._expands:  # a block counts with the addresses behind it, into which it can grow
+        if self._expands:  # a block's size includes the unmapped addresses behind it, into which it can grow
             while index + 1 < len(free) and free[index + 1][-1].reach() < free[index][-1].reach():
                 index += 1
         found = free[index][0]
@@ -310,7 +315,7 @@ class CachingAllocator:
         return free.pop(index)[-1]
 
     def _new(self, pool: Pool, size: int, requested: int) -> Part:
-        """A block of memory that is taken now (the rest of malloc)."""
+        """Return a block of memory newly taken from the device (torch: the rest of malloc)."""
         block = self._taken(pool, size)
         if block is None and self._max_split != UNLIMITED and self._released_enough(pool, size):
             block = self._taken(pool, size)
@@ -319,13 +324,13 @@ class CachingAllocator:
             self.retries += 1
             block = self._taken(pool, size)
         if block is None:
-            self._tell("oom", self._capacity - self._device_bytes, size)
+            self._on_event("oom", self._capacity - self._device_bytes, size)
             now = f"{self.allocated_bytes} are allocated and {self.reserved_bytes} reserved"
             raise OutOfMemory(f"cannot allocate {requested} bytes: {now}")
         return block
 
     def _taken(self, pool: Pool, size: int) -> Part | None:
-        """A block of a new segment, or of one that grows; None where there is no room (alloc_block)."""
+        """Return a block of a new or growing segment, or None if there is no room (torch: alloc_block)."""
         if self._expands:
             return self._expanded(pool, size)
         segment = next_multiple(size, SEGMENT_BYTES) if size <= MIB or size >= 10 * MIB else self._pages[1]
@@ -334,7 +339,7 @@ class CachingAllocator:
             return None
         self._reserve(segment, device_bytes)
         block = self._new_segment(pool, segment)
-        self._tell("segment_alloc", block.address, segment)
+        self._on_event("segment_alloc", block.address, segment)
         return block
 
     def _new_segment(self, pool: Pool, size: int) -> Part:
@@ -344,7 +349,7 @@ class CachingAllocator:
         return self._is_new(block)
 
     def _is_new(self, block: Part) -> Part:
-        """torch makes a block of its own for it."""
+        """Number the block as a Block object that torch creates now, and return it."""
         self._made += 1
         block.age = self._made
         return block
@@ -355,16 +360,16 @@ class CachingAllocator:
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
 
     def _release(self, block: Part) -> None:
-        """Give a segment back that is one free block."""
+        """Return the memory of a segment that is one free block to the device."""
         block.pool.remove(block)
         del self._heads[block.address]
-        self._spaces.give(block.address)
+        self._spaces.free(block.address)
         self._reserve(-block.size, -next_multiple(block.size, SEGMENT_BYTES))
-        self._tell("segment_free", block.address, block.size)
+        self._on_event("segment_free", block.address, block.size)
 
     def _released_enough(self, pool: Pool, size: int) -> bool:
-        """Give one block back that is too large to be split and holds so much, or several, the largest first; whether
-        that was enough (release_available_cached_blocks)."""
+        """Release one sufficient block that is too large to be split, otherwise several, largest first. Return whether
+        that freed enough (torch: release_available_cached_blocks)."""
         if self._expands:
             return False
         wanted, released = max(size, self._max_split), 0
@@ -380,8 +385,8 @@ class CachingAllocator:
     # ---- expandable segments: addresses are reserved once, and memory is mapped to them page by page
 
     def _expanded(self, pool: Pool, size: int) -> Part | None:
-        """A free block that has grown to hold so much (try_allocate_expandable_block). For what no segment's
-        addresses hold, torch before 2.15 takes a segment in vain."""
+        """Return a free block grown to `size` bytes, or None (torch: try_allocate_expandable_block). torch before 2.15
+        takes a new segment even for a request that exceeds every segment's addresses."""
         if self._refuses_early and size > self._space[pool.page]:
             return None
         block = self._expandable(pool, size)
@@ -394,7 +399,7 @@ class CachingAllocator:
         return block
 
     def _expandable(self, pool: Pool, size: int) -> Part:
-        """The lowest block that can grow to so much (find_expandable_block)."""
+        """Return the lowest block that can grow to `size` bytes (torch: find_expandable_block)."""
         for _, block in pool.unmapped:
             if block.previous is not None and block.previous.is_free:
                 block = block.previous
@@ -410,7 +415,7 @@ class CachingAllocator:
         return block
 
     def _map(self, block: Part, size: int) -> Part | None:
-        """Map memory to the first addresses of an unmapped block; the free block that holds it (map_block)."""
+        """Map memory to the start of an unmapped block; return the free block that holds it (torch: map_block)."""
         page = block.pool.page
         size = next_multiple(size, page)
         if self._device_bytes + size > self._capacity:
@@ -420,11 +425,11 @@ class CachingAllocator:
             block.pool.add(self._is_new(block.cut(size)))
         block.is_mapped = True
         self._reserve(size, size)
-        self._tell("segment_map", block.address, size)
+        self._on_event("segment_map", block.address, size)
         return block.pool.join(block)
 
     def _unmap(self, block: Part) -> None:
-        """Give the whole pages of a free block back, and its segment where nothing is left of it (unmap_block)."""
+        """Unmap the whole pages of a free block; remove its segment if nothing of it is left (torch: unmap_block)."""
         page = block.pool.page
         begin = next_multiple(block.address - block.base, page) + block.base
         end = (block.address + block.size - block.base) // page * page + block.base
@@ -438,9 +443,9 @@ class CachingAllocator:
             block.pool.add(self._is_new(block.cut(end - block.address)))
         block.is_mapped = False
         self._reserve(begin - end, begin - end)
-        self._tell("segment_unmap", begin, end - begin)
+        self._on_event("segment_unmap", begin, end - begin)
         block = block.pool.join(block)
         if block.is_whole:
             block.pool.remove(block)
             del self._heads[block.address]
-            self._spaces.give(block.address)
+            self._spaces.free(block.address)

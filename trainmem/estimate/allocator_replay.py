@@ -1,10 +1,10 @@
-"""The births and deaths of a training replayed on the CUDA caching allocator: what it allocates and reserves, and its
-memory as a snapshot of torch's, a file for the viewer at docs.pytorch.org/memory_viz.
+"""Replay a training's allocations and frees on the model of CUDA's caching allocator.
 
-A snapshot has the form of `torch.cuda.memory._snapshot()` of torch 2.13. As there, an entry of the trace has the bytes
-that were asked for, and the blocks of a segment are as large as they were cut. What differs: where the viewer shows a
-stack, each block has its operation, module, phase and category; it has the category's colour; and there is no time, so
-entries are numbered where torch has microseconds.
+The result is the allocated and reserved memory, or a memory snapshot for torch's viewer (docs.pytorch.org/memory_viz).
+A snapshot has the form of `torch.cuda.memory._snapshot()` of torch 2.13: an entry of the trace has the requested bytes,
+and a segment's blocks have the sizes that the allocator cut. It differs from torch's in three points: each block has
+its operation, module, phase and category instead of a stack; it has the category's colour; and entries are numbered
+where torch has microseconds, because an estimate has no time.
 """
 
 import contextlib
@@ -26,27 +26,27 @@ from trainmem.records import BEGIN, TENSOR_CATEGORIES, Memory, Phase, explain, i
 from trainmem.texts import name_text, shown
 
 _ESTIMATED = "estimated by perf-helpers: nothing was run"
-_PROTOCOL = 4  # of pickle: the viewer, which reads the file in JavaScript, knows no later one
+_PROTOCOL = 4  # of pickle: the newest that the viewer, which reads the file in JavaScript, can read
 _SAME = {"stream": 0, "compile_context": "N/A", "pool_id": (0, 0), "user_metadata": _ESTIMATED}
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What the allocator says, in bytes."""
+    """The allocator's memory over a replayed training, in bytes."""
 
     log: Log
-    allocated: np.ndarray  # (events + 1,): in use before the first event and after each
-    reserved_peak: int  # from the first forward on
-    is_too_large: bool = False  # for the card: these are the figures of one without limit
+    allocated: np.ndarray  # (events + 1,): bytes in use before the first event and after each
+    reserved_peak: int  # from the first forward pass on
+    is_too_large: bool = False  # whether the card is too small; the figures are then those without a limit
 
     @property
     def peak(self) -> int:
-        """After how many events most is allocated, from the first forward on."""
+        """The number of events after which most bytes are allocated, from the first forward pass on."""
         first = self.log.position("start")
         return first + int(self.allocated[first:].argmax())
 
     def memory(self) -> Memory:
-        """As a lab measures it."""
+        """Return the memory in the form in which a lab measures it."""
         positions = {label: position for label, position in self.log.marks if is_end(label)}
         for phase, *marks in stretches(label for label, _ in self.log.marks):
             begin, end = (self.log.marks[mark][1] for mark in marks)
@@ -68,7 +68,7 @@ class Replay:
         )
 
     def _breakdown(self, position: int) -> dict[str, int]:
-        """Bytes by category after so many events; what no tensor shows lies inside operations."""
+        """Return the bytes per category after `position` events; bytes of no tensor count as inside operations."""
         live = dict.fromkeys(TENSOR_CATEGORIES, 0)
         for event in self.log.events[:position]:
             size, label = self.log.blocks[event if event >= 0 else ~event]
@@ -78,12 +78,15 @@ class Replay:
 
 
 def replayed(log: Log, settings: str = "", capacity: int | None = None, rules: Release | None = None) -> Replay:
-    """The log on torch's allocator.
+    """Replay the log on torch's allocator.
 
     Args:
-        settings: as in PYTORCH_CUDA_ALLOC_CONF; ValueError where torch has no such option.
+        settings: the value of PYTORCH_CUDA_ALLOC_CONF.
         capacity: bytes that the card has for segments; None: no limit.
-        rules: of torch's release; None: the installed one's.
+        rules: those of a torch release; None: the installed release's.
+
+    Raises:
+        ValueError: torch has no such option in `settings`.
     """
     allocator = CachingAllocator(Settings.parse(settings), capacity, rules=rules)
     first, allocated = log.position("start"), []
@@ -99,8 +102,10 @@ def replayed(log: Log, settings: str = "", capacity: int | None = None, rules: R
 
 
 def _played(log: Log, allocator: CachingAllocator) -> Iterator[Label]:
-    """Perform the log on an allocator; before each event comes its block's label. Raises OutOfMemory where there is no
-    room."""
+    """Perform the log's events on an allocator; yield the label of each event's block before the event.
+
+    Raises OutOfMemory if there is no room.
+    """
     emptied = set(log.emptied)
     for number, event in enumerate(log.events):
         block = event if event >= 0 else ~event
@@ -118,7 +123,7 @@ def _played(log: Log, allocator: CachingAllocator) -> Iterator[Label]:
 
 
 def place(file: str | os.PathLike) -> Path:
-    """Where a snapshot is to be written, as an absolute path; raises ValueError where no file can be made."""
+    """Return the absolute path for a snapshot file; raise ValueError if no file can be written there."""
     path = Path(file).absolute()
     if len(path.name) > 255 or os.path.isdir(path) or not os.access(path.parent, os.W_OK):
         raise ValueError(
@@ -128,20 +133,22 @@ def place(file: str | os.PathLike) -> Path:
 
 
 def save(file: Path, *of) -> None:
-    """Write the snapshot of a log; the arguments are those of `replayed`."""
+    """Write the snapshot of a log to `file`; the other arguments are those of `snapshot`."""
     file.write_bytes(pickle.dumps(snapshot(*of), protocol=_PROTOCOL))
 
 
 def snapshot(log: Log, settings: str = "", capacity: int | None = None, rules: Release | None = None) -> dict[str, Any]:
-    """The allocator's memory after a log, and all that led to it, as `torch.cuda.memory._snapshot()` has them. Where
-    there is no room it ends as torch's does: with an entry "oom". The arguments are those of `replayed`."""
+    """Return the allocator's history and final state in the form of `torch.cuda.memory._snapshot()`.
+
+    If memory runs out it ends, as torch's does, with an entry "oom". Arguments and errors are those of `replayed`.
+    """
     trace: list[dict[str, Any]] = []
-    frames = functools.cache(_frames)  # one list for all blocks of a label: the file stays small
+    frames = functools.cache(_frames)  # one list for all blocks of a label keeps the file small
     causes: dict[int, list[dict[str, Any]]] = {}  # the frames of segments, by address
-    label = None  # of the block that is born or dies just now
+    label = None  # of the block that is allocated or freed at the moment
 
     def note(action: str, address: int, size: int) -> None:
-        # The viewer fails where there are categories and "unknown" is not among them: segments have it.
+        # The viewer fails if there are categories but no "unknown": segments get it.
         category = name_text(label.category) if action in ("alloc", "free") else "unknown"
         if action in ("segment_alloc", "segment_map"):
             causes[address] = frames(label)
@@ -151,7 +158,7 @@ def snapshot(log: Log, settings: str = "", capacity: int | None = None, rules: R
             trace.append({"action": name, "time_us": len(trace), **known})
 
     allocator = CachingAllocator(Settings.parse(settings), capacity, note, rules)
-    lengths = []  # of the trace after so many events
+    lengths = []  # entry i: length of the trace after i events
     with contextlib.suppress(OutOfMemory):
         for label in _played(log, allocator):  # noqa: B007, `note` reads it
             lengths.append(len(trace))
@@ -171,14 +178,14 @@ def snapshot(log: Log, settings: str = "", capacity: int | None = None, rules: R
 
 
 def _frames(label: Label) -> list[dict[str, Any]]:
-    """What is known of a block, in the place of a stack: the innermost comes first."""
+    """Return what is known of a block in the form of a stack's frames, innermost first."""
     known = {**label._asdict(), "category": name_text(label.category)}
     names = ("operation", "module", "phase", "category")
     return [{"name": str(known[name]), "filename": name, "line": 0} for name in names if known[name]]
 
 
 def _segments(allocator: CachingAllocator, log: Log, frames: Callable, causes: dict) -> list[dict[str, Any]]:
-    """The segments as they are in the end, with their blocks."""
+    """Return the final segments with their blocks, in the form of torch's snapshots."""
     found = []
     for segment in allocator.segments():
         blocks = [

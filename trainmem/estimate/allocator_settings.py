@@ -1,7 +1,8 @@
-"""The options of torch's caching allocator, as PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF name them.
+"""Parse the options of torch's caching allocator (PYTORCH_CUDA_ALLOC_CONF), and list how torch's releases differ.
 
-Covers those that decide about the device's memory. Not covered: what they do (`allocator`). Torch reads one of the two
-variables: PYTORCH_CUDA_ALLOC_CONF if it is set, even to an empty text (seen in rehearsals of 2.13, 2.14 and 2.15).
+Covers the options that affect the device's memory; `allocator` applies them. Torch reads only one of two variables:
+PYTORCH_CUDA_ALLOC_CONF if it is set, even to an empty text, otherwise PYTORCH_ALLOC_CONF (seen in rehearsals of 2.13,
+2.14 and 2.15).
 """
 
 import functools
@@ -18,18 +19,18 @@ from trainmem.texts import nearest_text, shown
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The options of PYTORCH_CUDA_ALLOC_CONF, or PYTORCH_ALLOC_CONF, that decide about the device's memory.
+    """The options of PYTORCH_CUDA_ALLOC_CONF, or PYTORCH_ALLOC_CONF, that affect the device's memory.
 
     Names, defaults and limits are those of torch 2.15 (c10/core/AllocatorConfig, c10/cuda/CUDAAllocatorConfig).
     """
 
-    expandable_segments: bool = False  # segments that grow, instead of one segment after the other
-    expandable_segments_reserve: float | None = None  # GiB of addresses of each; None: 9/8 of the card's memory
-    max_split_size_mb: int | None = None  # blocks of so many MiB are not split; None: all are
+    expandable_segments: bool = False  # whether segments grow, instead of more segments being added
+    expandable_segments_reserve: float | None = None  # GiB of addresses per segment; None: 9/8 of the card's memory
+    max_split_size_mb: int | None = None  # blocks of at least this many MiB are not split; None: all are
     max_non_split_rounding_mb: int | None = None  # how much larger such a block may be; None: large_segment_size_mb
-    large_segment_size_mb: int = 20  # the segment for more than 1 MiB and less than 10 MiB
-    # Steps between two powers of two that sizes are rounded up to: entry i is for 2**i to 2**(i+1) MiB, the first for
-    # all that is smaller, the last for all that is larger. 0 and 1: none.
+    large_segment_size_mb: int = 20  # size of the segment for requests of more than 1 MiB and less than 10 MiB
+    # Sizes are rounded up to this many steps between two powers of two: entry i is for 2**i to 2**(i+1) MiB, the first
+    # also for all smaller sizes, the last for all larger ones. 0 and 1: no rounding.
     roundup_power2_divisions: tuple[int, ...] = (0,) * 16
 
     def __post_init__(self):
@@ -42,18 +43,18 @@ class Settings:
 
     @classmethod
     def parse(cls, text: str, torch_version: str | None = None) -> "Settings":
-        """The settings that such a variable describes: `Settings.parse("max_split_size_mb:128")`.
+        """Return the settings in a value of PYTORCH_CUDA_ALLOC_CONF, e.g. "max_split_size_mb:128".
 
         Args:
             torch_version: the release that is to read them, e.g. "2.13"; None: any.
 
         Raises:
-            ValueError: an option that torch, or that release, does not know or that is not followed, a value that torch
-                refuses, another allocator than torch's own.
+            ValueError: an option that torch or that release does not have, an option or an allocator `backend` that is
+                not supported here, or a value that torch refuses.
         """
         words = _words("".join(text.split()))
-        for name in words.keys() & _NOT_FOLLOWED.keys():
-            raise ValueError(f"{name} is not supported: {_NOT_FOLLOWED[name]}")
+        for name in words.keys() & _UNSUPPORTED.keys():
+            raise ValueError(f"{name} is not supported: {_UNSUPPORTED[name]}")
         for name in words.keys() - _READERS.keys() - _ELSEWHERE:
             options = sorted(_READERS.keys() | _ELSEWHERE)
             raise ValueError(f"allocator_settings: unknown option {shown(name)}. {nearest_text(name, options)}")
@@ -66,7 +67,7 @@ class Settings:
         read = {name: _read(name, value) for name, value in words.items() if name in _READERS}
         if not read.get("expandable_segments"):
             read.pop("expandable_segments_reserve", None)
-        elif read.get("expandable_segments_reserve") == _OF_THE_CARD:
+        elif read.get("expandable_segments_reserve") == _SHARE_OF_CARD:
             raise ValueError(
                 "expandable_segments_reserve as a share of the card is not supported, because an estimate does not "
                 "know the card's whole memory: give GiB, e.g. expandable_segments_reserve:40G"
@@ -74,8 +75,8 @@ class Settings:
         return cls(**read)
 
 
-# Options of memory of the host, of locks and of CUDA graphs; the choice of the allocator itself; what is done only
-# under a fraction of the card's memory; and addresses for streams of a class, which only C++ can give to a stream.
+# Valid options without an effect here: for the host's memory, locks and CUDA graphs; the choice of the allocator; those
+# that apply only under a fraction of the card's memory; and addresses for classes of streams, which only C++ assigns.
 _ELSEWHERE = {
     *("expandable_segments_reserve_by_class", "pinned_max_cached_size_mb", "pinned_max_round_threshold_mb"),
     *("backend", "garbage_collection_threshold", "graph_capture_record_stream_reuse", "pinned_free_catch_all"),
@@ -84,8 +85,8 @@ _ELSEWHERE = {
     *("release_lock_on_cudamalloc", "release_lock_on_hipmalloc"),
 }
 
-# Options that not every release here has, with the first that does. An older one raises ValueError at the first use of
-# CUDA: "Unrecognized key ... in CUDA allocator config". (2.13 is the oldest that was tried with its two.)
+# Options that some known releases lack, with the first release that has them. An older one raises ValueError at the
+# first use of CUDA: "Unrecognized key ... in CUDA allocator config". (2.13 is the oldest tried with its two.)
 _SINCE = {
     "expandable_segments_reserve": "2.15",
     "expandable_segments_reserve_by_class": "2.15",
@@ -93,15 +94,15 @@ _SINCE = {
     "pinned_max_round_threshold_mb": "2.13",
 }
 
-# They ask for the bytes of the whole card, which an estimate is not told.
-_NOT_FOLLOWED = {
+# They depend on the whole card's bytes, which an estimate does not know.
+_UNSUPPORTED = {
     "per_process_memory_fraction": "give device_memory= the bytes that it allows instead",
     "throw_on_cudamalloc_oom": "leave it out, it matters only if the card is full",
 }
 
 
 def _words(text: str) -> dict[str, str]:
-    """`name:value` by name; a comma inside of brackets separates nothing."""
+    """Return the values of `name:value` pairs by name; commas inside brackets do not separate pairs."""
     words = {}
     for word in filter(None, re.split(r",(?![^[]*\])", text)):
         name, colon, value = word.partition(":")
@@ -113,8 +114,10 @@ def _words(text: str) -> dict[str, str]:
 
 
 def _divisions(value: str) -> tuple[int, ...]:
-    """One number for all sizes; or, for each interval from that many MiB on, one of its own. torch leaves the intervals
-    that lie between two named ones alone."""
+    """Return the divisions of the 16 intervals: one number for all, or one per listed interval of sizes in MiB.
+
+    Like torch, leave intervals between two listed ones at 0.
+    """
     if not value.startswith("["):
         return (_power_of_2(value),) * 16
     divisions, last = [0] * 16, None
@@ -140,11 +143,11 @@ def _power_of_2(text: str) -> int:
     return number
 
 
-_OF_THE_CARD = -1.0  # a share of the card's memory
+_SHARE_OF_CARD = -1.0  # the value is a share of the card's memory
 
 
 def _reserve(value: str) -> float | None:
-    """GiB, or `_OF_THE_CARD`. A value that is no number above 0 torch ignores, with a warning."""
+    """Return GiB, or `_SHARE_OF_CARD`, or None for a value that is not above 0, which torch ignores with a warning."""
     is_gib = value[-1:] in ("G", "g")
     try:
         size = float(value[:-1] if is_gib else value)
@@ -152,10 +155,11 @@ def _reserve(value: str) -> float | None:
         return None
     if not 0 < size < float("inf"):
         return None
-    return size if is_gib else _OF_THE_CARD
+    return size if is_gib else _SHARE_OF_CARD
 
 
-# How the value of each option is read, by a function that raises LookupError or ValueError; and what to write.
+# For each option a function that reads its value (it raises LookupError or ValueError), and a text that says what to
+# write.
 _READERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "expandable_segments": ({"True": True, "False": False}.__getitem__, "True or False"),
     "expandable_segments_reserve": (_reserve, "GiB, e.g. 40G"),
@@ -179,29 +183,29 @@ def _read(name: str, value: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """What a release of torch decides about the device's memory, and another one otherwise."""
+    """The rules of a torch release about the device's memory that differ between releases."""
 
     torch: str  # "2.13"
-    # Which of several free blocks of one size is taken: the one at the lowest "address", the "block" that torch made
-    # first, or the one of the "segment" that was taken first, and in it at the lowest address.
+    # Which of several free blocks of one size is taken: the one with the lowest "address", the "block" that torch made
+    # first, or the one of the "segment" that was taken first, and within it with the lowest address.
     ties: str
-    shares_workspace: bool  # whether cuBLASLt has cuBLAS' workspace; else one of LT_WORKSPACE_BYTES for each thread
-    lt_takes_both: bool  # whether its products, where they have one of their own, bring cuBLAS' too
+    shares_workspace: bool  # whether cuBLASLt uses cuBLAS' workspace; otherwise LT_WORKSPACE_BYTES for each thread
+    lt_takes_both: bool  # whether a matmul of cuBLASLt with its own workspace allocates cuBLAS' too
     # Whether each thread keeps the workspaces of its first matmuls; otherwise each matmul allocates and frees its own.
     keeps_workspaces: bool = True
-    # Whether memory-efficient attention takes grouped queries, and every fused kernel a single head of keys and values
-    # without `enable_gqa`; and cuDNN's takes heads of up to 256 on compute capability 10 too.
+    # Whether memory-efficient attention takes grouped queries, every fused kernel takes a single head of keys and
+    # values without `enable_gqa`, and cuDNN's takes heads of up to 256 on compute capability 10 too.
     groups_attention: bool = False
-    seeds_on_device: bool = False  # whether memory-efficient attention without dropout has its unused seed there
-    compacts_norms: bool = False  # whether _foreach_norm's partial results have no gaps
+    seeds_on_device: bool = False  # whether memory-efficient attention without dropout keeps its unused seed there
+    compacts_norms: bool = False  # whether the partial results of _foreach_norm have no gaps
 
 
-WORKSPACES = ("cuBLAS workspace", "cuBLASLt workspace")  # what their blocks are called
+WORKSPACES = ("cuBLAS workspace", "cuBLASLt workspace")  # names of their blocks
 LT_WORKSPACE_BYTES = 1 << 20  # ATen/cuda/CublasHandlePool.cpp: parseCUDABlasLtWorkspaceSize
-# Ties: c10/cuda/CUDACachingAllocator.cpp, named after the comparators in each wheel's libc10_cuda.so; by age since pull
-# request 178362, by the segment's since 183591. Workspaces: pull requests 151163, 168175 and 173002. Each was seen in a
-# rehearsal of that release: `benchmarks/measure_allocator.py`, `tests/rehearsal/test_kernels_rehearsed.py`.
-# Workspaces that are not kept: 194311, which heeds TORCH_CUBLAS_WORKSPACE_CACHE. Attention: 191085. Norms: 190549.
+# Sources. Ties: c10/cuda/CUDACachingAllocator.cpp, named after the comparators in each wheel's libc10_cuda.so; by age
+# since pull request 178362, by the segment's since 183591. Workspaces: 151163, 168175 and 173002. Each was
+# seen in a rehearsal of its release: `benchmarks/measure_allocator.py`, `tests/rehearsal/test_kernels_rehearsed.py`.
+# Workspaces freed after each matmul: 194311 (not if TORCH_CUBLAS_WORKSPACE_CACHE=1). Attention: 191085. Norms: 190549.
 _SINCE_2_14 = {"groups_attention": True, "seeds_on_device": True}
 RELEASES = {
     each.torch: each
@@ -217,14 +221,14 @@ RELEASES = {
 
 
 def release(torch_version: str | None = None) -> Release:
-    """The rules of a release, "2.11" or "2.11.0+cu130"; None: of the installed one. As torch does, it heeds
-    TORCH_CUBLASLT_UNIFIED_WORKSPACE and, since 2.15, TORCH_CUBLAS_WORKSPACE_CACHE, 1 or 0.
+    """Return the rules of a release such as "2.11" or "2.11.0+cu130"; None: of the installed release.
 
-    A release newer than all that are known has the newest known rules under its own name, see `is_tested`; a warning
-    says so, once in a process.
+    Like torch, obey TORCH_CUBLASLT_UNIFIED_WORKSPACE and, since 2.15, TORCH_CUBLAS_WORKSPACE_CACHE (1 or 0). For a
+    release newer than all known ones return the newest known rules under its name (see `is_tested`), and warn once per
+    process.
 
     Raises:
-        ValueError: the text names no release, or one that is older than all that are known.
+        ValueError: the text names no release, or one that is older than all known ones.
     """
     version = importlib.metadata.version("torch") if torch_version is None else str(torch_version)
     number = _number(version)
@@ -247,22 +251,22 @@ _SWITCH = {"1": True, "0": False}
 
 
 def newest() -> str:
-    """The newest release whose rules are known, e.g. "2.14"."""
+    """Return the newest release whose rules are known, e.g. "2.14"."""
     return max(RELEASES, key=_number)
 
 
 def is_tested(rules: Release) -> bool:
-    """Whether these are the rules of that very release, and not of the newest known before it."""
+    """Return whether the rules' own release is known; otherwise they are those of the newest known one."""
     return rules.torch in RELEASES
 
 
 def is_since(torch: str, rules: Release) -> bool:
-    """Whether the rules are of this release, e.g. "2.15", or of a newer one."""
+    """Return whether the rules are those of the release `torch`, e.g. "2.15", or of a newer one."""
     return _number(rules.torch) >= _number(torch)
 
 
 def untested_text(torch: str) -> str:
-    """What to say of a release that is newer than all that are known."""
+    """Return a sentence that warns of a release newer than all known ones."""
     return f"torch {torch} is untested: the rules of torch {newest()} (newest known) were used"
 
 
@@ -272,6 +276,6 @@ def _warn_of_untested(torch: str) -> None:
 
 
 def _number(version: str) -> tuple[int, ...]:
-    """(2, 11) of "2.11" or "2.11.0a0+git"; () of what names no release."""
+    """Return (2, 11) for "2.11" or "2.11.0a0+git"; () for a text that names no release."""
     found = re.fullmatch(r"(\d{1,3})\.(\d{1,3})((\.|\+|a|b|rc).*)?", version)
     return (int(found[1]), int(found[2])) if found else ()

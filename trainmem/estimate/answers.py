@@ -1,8 +1,8 @@
-"""Store the answers of estimates for commands, so that a repeated question is answered in a tenth of the time.
+"""Store estimates for commands, so that a repeated question is answered in a tenth of the time.
 
-An answer follows from the question, the installed libraries, this package's code, the CPU and the environment: the key
-of a stored answer names all of them. Only commands use stored answers (see `stored`): lessons and callers of
-`estimate` always trace.
+A stored answer's key names everything that the answer depends on: the question, the installed libraries, this package's
+code, the CPU and the environment. Only commands use stored answers (see `stored`): lessons and callers of `estimate`
+always trace.
 """
 
 import contextlib
@@ -23,14 +23,14 @@ from trainmem.core.training import Experiment
 from trainmem.records import write_whole
 
 SWITCH = "PERF_HELPERS_ANSWERS"  # environment variable; "0" turns stored answers off
-_MOST_FILES = 300  # that are kept; the oldest are removed first
-# Environment variables that decide what libraries do.
+_MOST_FILES = 300  # files to keep; the oldest are removed first
+# Prefixes of environment variables that change what libraries do.
 _DECIDING = ("ACCELERATE_", "ATEN_", "BNB_", "CUDA_", "DNNL_", "HF_", "MKL_", "OMP_", "ONEDNN_", "PYTORCH_", "TORCH")
 _active: contextvars.ContextVar["Answers | None"] = contextvars.ContextVar("answers", default=None)
 
 
 class Answers:
-    """The stored answers of this user. `used` counts those that were found."""
+    """The user's stored answers in `folder`. `used` counts those that were found."""
 
     def __init__(self, folder: Path):
         self.used = 0
@@ -38,7 +38,7 @@ class Answers:
 
     @property
     def note(self) -> str:
-        """How many stored answers were used, and how to estimate again; "" if none was."""
+        """A text for the user: how many stored answers were used, and how to estimate again; "" if none was."""
         count = f"{self.used} stored answers" if self.used > 1 else "a stored answer"
         return f"used {count} to the same question ({SWITCH}=0 estimates again)" if self.used else ""
 
@@ -84,8 +84,10 @@ def remembered(function: Callable, arguments: Sequence, ask: Callable[[], Any]) 
 
 
 def _question(arguments: Sequence) -> list[str] | None:
-    """Return the arguments as text, with the content or time of each file that they name. None: the answer also depends
-    on something that cannot be named, e.g. a function of the user's, or a model on the Hub."""
+    """Return the arguments as text, with the content or time of each file that they name.
+
+    Return None if the answer depends on something that has no name, e.g. a user's function, or a model on the Hub.
+    """
     parts = [repr(arguments)]
     for each in (part for argument in arguments for part in (argument if isinstance(argument, list) else [argument])):
         if isinstance(each, Experiment):
@@ -105,7 +107,7 @@ def _question(arguments: Sequence) -> list[str] | None:
 
 @functools.cache
 def _surroundings() -> str:
-    """Return what decides an answer beside the question."""
+    """Return as text everything beside the question that an answer depends on."""
     code = sorted(each for each in Path(__file__).parents[1].rglob("*") if each.suffix in (".py", ".toml", ".json"))
     folders = [Path(each) for each in sys.path if each.endswith(("site-packages", "dist-packages"))]
     times = [(str(each), each.stat().st_mtime_ns) for each in (*code, *folders) if each.exists()]

@@ -1,7 +1,7 @@
-"""Predict the peak memory of a training without running it: the functions that callers use.
+"""Predict a training's peak memory without running it: the functions for users of the package.
 
 `estimate` calls `peak_memory.estimate_experiment` in a fresh subprocess (`fresh_process`), which traces the training on
-fake tensors (`trace`) and measures what operators allocate internally (`operator_workspaces`).
+fake tensors (`trace`) and measures the operator workspaces (`operator_workspaces`).
 """
 
 import dataclasses
@@ -88,7 +88,7 @@ def estimate(
         processes=processes,
     )
     if experiment.arguments.compiles:
-        raise ValueError(OF_COMPILED)
+        raise ValueError(COMPILED_ERROR)
     for text in dropped(experiment.arguments.training):
         warnings.warn(text, stacklevel=2)
     key = (repr(experiment.replace(name="")), task.identity(), target_device)
@@ -109,7 +109,7 @@ def estimate(
     return _made[key]
 
 
-OF_COMPILED = (
+COMPILED_ERROR = (
     "torch_compile cannot be estimated, because the compiler decides what compiled code keeps. Measure it with "
     "lab.train(..., torch_compile=True), or leave torch_compile out"
 )
@@ -151,4 +151,4 @@ def target(
     return Device(kind, capability, allocator_settings, device_memory, rules)
 
 
-_made: dict[tuple, MemoryEstimate] = {}  # the estimates of this process, by what was requested, in order
+_made: dict[tuple, MemoryEstimate] = {}  # this process's estimates, in order, by (experiment, task, device)

@@ -1,7 +1,9 @@
-"""In which order CUDA's attention kernels ask for memory: results, and what they need for themselves while they run.
+"""List the memory requests of CUDA's attention kernels in their order: results, and buffers used during the operation.
 
-Each function lists what one operation asks for: its results, and bytes that it holds until it ends or frees before (see
-`kernels`). The kernels are torch's flash, memory-efficient and cuDNN attention, forward and backward.
+Each rule returns one operation's requests in order: a tensor is a result, a number the bytes of a buffer that is held
+until the operation ends, and `Free` frees a buffer earlier. The kernels are torch's flash, memory-efficient and cuDNN
+attention, forward and backward. `made` are the results on fake tensors; queries, keys and values have the shape
+(batch, heads, length, head dimension).
 """
 
 from dataclasses import dataclass
@@ -17,17 +19,17 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 class Free(NamedTuple):
-    """One of the blocks held is given back before the operation ends."""
+    """Free one of the held buffers, the one at `index`, before the operation ends."""
 
     index: int
 
 
-Step = torch.Tensor | int | Free  # a result that is made, or bytes that are held until the operation ends
+Step = torch.Tensor | int | Free  # a result, bytes of a buffer held until the operation ends, or an earlier free
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """What decides how kernels work: the compute capability, its multiprocessors, the rules of torch's release."""
+    """The properties of a GPU that kernels depend on, with the rules of the modelled torch release."""
 
     capability: tuple[int, int]
     processors: Processors
@@ -35,26 +37,29 @@ class Gpu:
 
 
 def contiguous_copy(tensor: torch.Tensor, layout: torch.memory_format = torch.contiguous_format) -> list[int]:
-    """The bytes of the copy that puts a tensor into this order, if one is needed."""
+    """Return the bytes of the copy that brings a tensor into this layout: [] if it has it already."""
     return [] if tensor.is_contiguous(memory_format=layout) else [tensor.nbytes]
 
 
 def efficient_forward(gpu: Gpu, made, query, key, value, *_, **__):
-    """Heads beyond 128 are summed in fp32 (mem_eff_attention/kernel_forward.h: kNeedsOutputAccumulatorBuffer)."""
+    """Return the requests. Heads wider than 128 are summed in fp32
+    (mem_eff_attention/kernel_forward.h: kNeedsOutputAccumulatorBuffer)."""
     wide = query.dtype in HALF and value.shape[-1] > 128
     sums = [4 * query[..., 0].numel() * value.shape[-1]] if wide else []
     return [*made[2:], *made[:2], *sums] if gpu.rules.seeds_on_device else [*made, *sums]
 
 
 def efficient_backward(gpu: Gpu, made, gradient, query, key, value, bias, *rest, **__):
-    """Row sums, then tiles of dQ in fp32 with a header of 16 bytes each, and in 16 bits of wide heads dK and dV in
-    fp32; in fp32 a product comes before the tiles (mem_eff_attention/kernel_backward.h). How large a tile is
-    depends on the shared memory."""
+    """Return the requests (mem_eff_attention/kernel_backward.h).
+
+    First come the row sums, then tiles of dQ in fp32 with a header of 16 bytes each; for wide heads in 16 bits also dK
+    and dV in fp32. In fp32 a matmul comes before the tiles. The size of a tile depends on the GPU's shared memory.
+    """
     batch, heads, length, head = query.shape
     half, roomy = query.dtype in HALF, gpu.capability == (8, 0) or gpu.capability[0] in (9, 10)
     tight = (8, 6) <= gpu.capability <= (8, 9) or gpu.capability[0] == 12
     dropout = rest[4]
-    # The widest heads whose dK and dV stay in registers; the kernel for 96 takes no dropout.
+    # The widest heads whose dK and dV stay in registers; the kernel for 96 does not support dropout.
     in_registers = 128 if not tight else 96 if gpu.capability[0] == 8 and not dropout else 64
     is_small = head <= 64 or (in_registers < head <= 128 if half else not roomy)
     side = 64 if is_small else 128
@@ -64,7 +69,7 @@ def efficient_backward(gpu: Gpu, made, gradient, query, key, value, bias, *rest,
     sums = 4 * next_multiple(key.shape[2], 64) * wide if half and head > in_registers else 0
     rows, tiled = 4 * batch * heads * length, batch * heads * (tiles + sums)
     copies = contiguous_copy(gradient.transpose(1, 2))
-    grouped = heads != key.shape[1]  # dK and dV of each query head come first, and are summed for each group
+    grouped = heads != key.shape[1]  # dK and dV are computed for each query head, then summed for each group
     of_heads = [heads * each[:, 0].numel() * each.element_size() for each in (key, value)] if grouped else []
     made = [*copies, *made[:3], *of_heads, *made[3:]]
     first = len(copies) + len(of_heads)
@@ -75,12 +80,12 @@ def efficient_backward(gpu: Gpu, made, gradient, query, key, value, bias, *rest,
 
 
 def flash_forward(gpu: Gpu, made, query, key, value, dropout_p=0.0, *_, **__):
-    """Where few rows leave the card idle the keys are split, and each part is summed in fp32 before all are
-    (flash_attn/flash_api.cpp: set_params_splitkv, num_splits_heuristic)."""
+    """Return the requests. If too few rows would leave the card idle, the kernel splits the keys into parts, sums each
+    part in fp32 and combines them (flash_attn/flash_api.cpp: set_params_splitkv, num_splits_heuristic)."""
     if dropout_p:
         return [*made[:2], 16, *made[:1:-1]]
     batch, heads, length, head = query.shape
-    if length == 1 and heads > key.shape[1]:  # grouped queries become rows
+    if length == 1 and heads > key.shape[1]:  # the kernel makes rows of grouped queries
         heads, length = key.shape[1], heads // key.shape[1]
     keys = 256 if head <= 64 else 128 if head <= 128 else 64
     parts = _parts(batch * heads * -(-length // 64), 2 * gpu.processors.count, -(-key.shape[2] // keys))
@@ -90,7 +95,7 @@ def flash_forward(gpu: Gpu, made, query, key, value, dropout_p=0.0, *_, **__):
 
 
 def flash_backward(gpu: Gpu, made, gradient, query, key, value, out, *_, **__):
-    """fp32 sums of dQ and of each row, and under grouped queries dK and dV for each query head
+    """Return the requests: fp32 sums of dQ and of each row; for grouped queries also dK and dV for each query head
     (flash_attn/flash_api.cpp: mha_bwd)."""
     batch, heads, length, head = query.shape
     rows = batch * heads * next_multiple(length, 128)
@@ -101,19 +106,21 @@ def flash_backward(gpu: Gpu, made, gradient, query, key, value, out, *_, **__):
 
 
 def cudnn_forward(gpu: Gpu, made, *_, **__):
-    """Seed and offset come first."""
+    """Return the requests: seed and offset come first."""
     return [*made[2:], *made[:2]]
 
 
 def cudnn_backward(gpu: Gpu, made, gradient, query, key, value, out, *_, **__):
-    """fp32 sums of dQ and of each row (NVIDIA/cudnn-frontend, scaled_dot_product_flash_attention.h:
-    get_fe_workspace_size_node); on compute capability 10 heads of 256 need none of dQ."""
+    """Return the requests: fp32 sums of dQ and of each row (NVIDIA/cudnn-frontend,
+    scaled_dot_product_flash_attention.h: get_fe_workspace_size_node); on compute capability 10 heads of 256 need none
+    of dQ."""
     rows, of_queries = 4 * query[..., 0].numel(), 4 * query.numel()
     return [*made, rows if gpu.capability[0] == 10 and query.shape[-1] == 256 else of_queries + rows]
 
 
 def _parts(blocks: int, places: int, most: int) -> int:
-    """Into how many parts flash splits keys: the fewest that fill the last wave of blocks nearly as well as any."""
+    """Return how many parts flash splits the keys into: the fewest that fill the last wave of blocks nearly as well as
+    any other number. `places` blocks run at once; `most` is the number of key blocks."""
     if blocks >= 0.8 * places:
         return 1
     counts = range(1, min(128, places, most) + 1)

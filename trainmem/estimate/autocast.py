@@ -1,8 +1,8 @@
-"""CUDA's rules of autocast, applied under `torch.autocast("cpu")`: which type each operator computes in.
+"""Apply CUDA's autocast rules under `torch.autocast("cpu")`: they decide the type in which each operator computes.
 
-On CUDA each operator belongs to one list: it runs in 16 bits, in fp32, or in the widest type of its operands. The CPU
-has other lists. `emulated` registers CUDA's at the CPU's place in torch's dispatcher, with the cache of weights' casts
-that CUDA keeps. Source: ATen/autocast_mode.h (AT_FORALL_...) and ATen/autocast_mode.cpp (cached_cast).
+On CUDA each operator is on one list: it runs in 16 bits, in fp32, or in the widest type of its operands. The CPU has
+other lists. `emulated` registers CUDA's rules for the CPU in torch's dispatcher, with CUDA's cache of weights' casts.
+Source: ATen/autocast_mode.h (AT_FORALL_...) and ATen/autocast_mode.cpp (cached_cast).
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from trainmem.core.outcomes import Invalid
 from trainmem.estimate.allocator_settings import newest
 
 _LISTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))  # operators of each list
-# Norms have no place for the type of their result: they are run in an overload that has one.
+# Norms without an argument for the result's type run as an overload that has one.
 _NORMS = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
 
 Arguments = tuple[tuple, dict[str, Any]]  # the positional and the named arguments of an operator
@@ -30,15 +30,15 @@ Arguments = tuple[tuple, dict[str, Any]]  # the positional and the named argumen
 
 @contextlib.contextmanager
 def emulated(library: torch.library.Library) -> Iterator[None]:
-    """Inside this context `torch.autocast("cpu")` follows CUDA's rules, and fp16=True autocasts in a Trainer too.
+    """Make `torch.autocast("cpu")` follow CUDA's rules in this context, and let a Trainer with fp16=True autocast.
 
     Args:
-        library: a library of "aten" that is open for implementations, and is closed after this context.
+        library: a library of "aten" that is open for implementations, and that the caller closes after this context.
     """
     registered = torch._C._dispatch_get_registrations_for_dispatch_key
     own = [[name for name in registered(key) if name.startswith("aten::")] for key in ("AutocastCUDA", "AutocastCPU")]
     cuda, cpu = ({name.removeprefix("aten::") for name in names} for names in own)  # torchvision registers some too
-    casts, fallthrough = _Casts(), torch.library.fallthrough_kernel  # for what the CPU casts and CUDA does not
+    casts, fallthrough = _Casts(), torch.library.fallthrough_kernel  # fallthrough: what the CPU casts and CUDA does not
     rules = casts.rules()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
@@ -51,19 +51,19 @@ def emulated(library: torch.library.Library) -> Iterator[None]:
         casts.kept.clear()
         clear(*args, **options)
 
-    # `torch.autocast` calls it when the outermost context ends.
+    # `torch.autocast` calls `clear_all` when the outermost context ends.
     with patch.object(torch, "clear_autocast_cache", clear_all), _fp16_trainings_autocast(), _cuda_is_meant():
         yield
 
 
 class _Casts:
-    """The rules that cast operands, and the casts of weights: each is made once and kept until autocast ends."""
+    """The rules that cast operands. A weight is cast once; its cast is kept until autocast ends."""
 
     def __init__(self):
-        self.kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id of a weight: the weight and its cast
+        self.kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # {id of a weight: (weight, its cast)}
 
     def rules(self) -> dict[str, Callable[[str, tuple, dict], Arguments]]:
-        """For each operator that CUDA's lists name, what its rule makes of the operator's name and arguments."""
+        """Return {operator: rule}; a rule returns the operator's new arguments from its name and its arguments."""
         lists = {
             "lower_precision": self._lower,
             "fp32": self._fp32,
@@ -84,15 +84,14 @@ class _Casts:
         return self._cast((args, kwargs), torch.float32 if wide else torch.get_autocast_dtype("cpu"))
 
     def _cast(self, arguments: Arguments, dtype: torch.dtype) -> Arguments:
-        """The last argument first: so a C++ compiler evaluates the arguments of a call. The tensors of a list in their
-        order."""
+        """Cast the last argument first, as C++ compilers evaluate a call's arguments; tensors of a list in order."""
         cast = functools.partial(tree_map, lambda leaf: self._cast_one(leaf, dtype) if _is_cast(leaf) else leaf)
         args, kwargs = arguments
         options = {name: cast(value) for name, value in reversed(kwargs.items())}
         return tuple([cast(value) for value in reversed(args)][::-1]), options
 
     def _cast_one(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """As `cached_cast`: the 16-bit cast of an fp32 weight is made once."""
+        """Cast a tensor; cast an fp32 weight to 16 bits only once (torch: cached_cast)."""
         if tensor.dtype is dtype:
             return tensor
         is_weight = tensor.dtype is torch.float32 and tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
@@ -104,27 +103,29 @@ class _Casts:
 
 
 def _is_cast(leaf: Any) -> bool:
-    """Whether autocast casts it: floating point of at most 32 bits on the device. A real tensor without dimensions is a
-    number on the host."""
+    """Return whether autocast casts this argument: a tensor on the device, in floating point of at most 32 bits.
+
+    A real tensor without dimensions is a number on the host.
+    """
     if not isinstance(leaf, torch.Tensor) or not (isinstance(leaf, FakeTensor) or leaf.dim()):
         return False
     return leaf.is_floating_point() and leaf.dtype is not torch.float64
 
 
 def _ruled(rule, name, *args, **kwargs):
-    """The operator with the arguments that its rule gives it. Inside of it autocast is off."""
+    """Run the operator with the arguments that its rule returns, with autocast off inside."""
     function = overload(_NORMS.get(name, name))
     below = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
     with torch._C._ExcludeDispatchKeyGuard(below):
         args, kwargs = rule(name, args, kwargs)
         result = function(*args, **kwargs)
-    while args:  # the last was cast first, and C++ destroys it last
+    while args:  # free the last argument last, as C++ does
         args = args[1:]
     return result
 
 
 def _fp32_result(name, args, kwargs) -> Arguments:
-    """A sum or product is told to make fp32, unless its caller asked for a type."""
+    """Request fp32 for the result of a sum or product, unless the caller requested a type."""
     index = [argument.name for argument in overload(name)._schema.arguments].index("dtype")
     given = args[index] if len(args) > index else kwargs.get("dtype")
     if given is not None or not _is_cast(args[0]):
@@ -133,7 +134,7 @@ def _fp32_result(name, args, kwargs) -> Arguments:
 
 
 def _fp32_norm(name, args, kwargs) -> Arguments:
-    """A norm runs in the overload that takes the type of its result, see `_NORMS`."""
+    """Add the arguments of the overload that takes the result's type, see `_NORMS`."""
     defaults = [argument.default_value for argument in overload(name)._schema.arguments]
     dtype = torch.float32 if _is_cast(args[0]) else args[0].dtype
     return (*args, *defaults[len(args) :]), kwargs | {"dtype": dtype}
@@ -144,13 +145,13 @@ def _banned(name, *_):
 
 
 def _no_rule(name, *_):
-    """For an operator that no list names: only a CUDA build registers `_cudnn_rnn`, and only a GPU calls it."""
+    """Reject an operator that no list names: only a CUDA build registers `_cudnn_rnn`, and only a GPU calls it."""
     remedy = f"use torch {newest()} or older"
     raise RuntimeError(f"the rule by which torch {torch.__version__} autocasts {name} on CUDA is unknown: {remedy}")
 
 
 def _fp16_trainings_autocast() -> contextlib.AbstractContextManager:
-    """Accelerate, and with it the Trainer, autocasts fp16=True and scales its loss on a GPU only: here it does too."""
+    """Make accelerate, and so the Trainer, autocast and scale the loss under fp16=True, as it does only on a GPU."""
     from accelerate import Accelerator
 
     prepare = Accelerator.__init__
@@ -167,16 +168,18 @@ def _fp16_trainings_autocast() -> contextlib.AbstractContextManager:
 
 @contextlib.contextmanager
 def _cuda_is_meant() -> Iterator[None]:
-    """In a loop of one's own `torch.autocast("cuda")` and its `GradScaler` do nothing where there is no GPU: here they
-    do what they do on one, and who asks is told so."""
+    """Make `torch.autocast("cuda")` and its `GradScaler` work in a user's loop as on a GPU.
+
+    Without a GPU torch ignores both. Functions that report autocast's state report it for "cuda" too.
+    """
     autocast, scaler = torch.amp.autocast, torch.amp.GradScaler
     plain, plain_scaler = autocast.__init__, scaler.__init__
     is_on, dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
 
-    def asked(device_type="cuda", *args, **options):
+    def is_enabled(device_type="cuda", *args, **options):
         return is_on("cpu" if device_type == "cuda" else device_type, *args, **options)
 
-    def asked_dtype(device_type, *args, **options):
+    def enabled_dtype(device_type, *args, **options):
         return dtype_of("cpu" if device_type == "cuda" and is_on("cpu") else device_type, *args, **options)
 
     def init(self, device_type, dtype=None, *args, **kwargs):
@@ -187,24 +190,24 @@ def _cuda_is_meant() -> Iterator[None]:
     def init_scaler(self, device="cuda", *args, **kwargs):
         plain_scaler(self, "cpu" if device == "cuda" else device, *args, **kwargs)
 
-    answers = patch.multiple(torch, is_autocast_enabled=asked, get_autocast_dtype=asked_dtype)
+    answers = patch.multiple(torch, is_autocast_enabled=is_enabled, get_autocast_dtype=enabled_dtype)
     with answers, patch.object(autocast, "__init__", init), patch.object(scaler, "__init__", init_scaler):
         yield
 
 
 def overload(name: str) -> torch._ops.OpOverload:
-    """An operator of aten by its name, e.g. "sum.dim_IntList"; "mm" is short for "mm.default"."""
+    """Return an operator of aten by its name, e.g. "sum.dim_IntList"; "mm" is short for "mm.default"."""
     packet, _, which = name.partition(".")
     return getattr(getattr(torch.ops.aten, packet), which or "default")
 
 
-OF_SCALER = (
+SCALER_ERROR = (
     "this training fails: {why}. With fp16=True trainable weights must be in float32: give dtype='float32', or "
     "bf16=True instead of fp16=True"
 )
 
 
-OF_NORM = (
+NORM_ERROR = (
     "this training fails: on a CPU torch has no norm kernel for inputs in {} and weights in {}. Give "
     "dtype='float32', or leave bf16 out"
 )
@@ -218,4 +221,4 @@ def scaler_failures() -> Iterator[None]:
     except ValueError as error:
         if "unscale FP16" not in str(error):
             raise
-        raise Invalid(OF_SCALER.format(why=str(error).rstrip("."))) from error
+        raise Invalid(SCALER_ERROR.format(why=str(error).rstrip("."))) from error

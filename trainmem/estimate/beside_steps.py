@@ -1,4 +1,4 @@
-"""Trace on fake tensors what the Trainer does beside the steps: an evaluation's batches, checkpoints."""
+"""Trace the Trainer's work outside training steps on fake tensors: evaluation batches and checkpoints."""
 
 import collections
 import contextlib
@@ -22,12 +22,14 @@ if TYPE_CHECKING:
     from trainmem.estimate.trace import FakeTracker
 
 
-_MADE = " "  # in the place of an input's name
+_MADE = " "  # stands for a tensor that the operation made, in place of an input's name
 
 
 def few_batches(tracker: "FakeTracker") -> contextlib.AbstractContextManager:
-    """Of an evaluation's batches of one shape only the first two are traced; each later one repeats the second, and the
-    Trainer then keeps its predictions as those of any other."""
+    """Return a context in which only the first two of an evaluation's batches of one shape are traced.
+
+    Each later one repeats the second; the Trainer keeps its predictions like those of any other batch.
+    """
     from transformers import Trainer
 
     plain, seen = Trainer.prediction_step, collections.defaultdict(list)
@@ -62,8 +64,11 @@ def few_batches(tracker: "FakeTracker") -> contextlib.AbstractContextManager:
 
 @contextlib.contextmanager
 def checkpoints(tracker: "FakeTracker") -> Iterator[None]:
-    """Let libraries save and load fake tensors. What is loaded is on a CPU, where it counts if the training is there;
-    peft loads adapters on the GPU that the training uses."""
+    """Let libraries save and load fake tensors in this context.
+
+    Loaded tensors are on the CPU, where they count if the training is there. Only peft's adapters are loaded on the GPU
+    that the training uses.
+    """
     files: dict[str, dict[str, Spec]] = {}
 
     def save(tensors: dict[str, torch.Tensor], file: str | os.PathLike, metadata: Any = None) -> None:
@@ -107,7 +112,7 @@ def checkpoints(tracker: "FakeTracker") -> Iterator[None]:
 
 
 def _header(tensors: dict[str, torch.Tensor], metadata: Any) -> bytes:
-    """Return what a file of safetensors begins with: its length, names and shapes, to a multiple of 8 bytes."""
+    """Return zeros, as many as a safetensors header has bytes: its length, and names and shapes, to a multiple of 8."""
     kinds = {kind: name for name, kind in sys.modules["safetensors.torch"]._TYPES.items()}
     about, offset = {"__metadata__": metadata} if metadata else {}, 0
     for name, tensor in sorted(tensors.items(), key=lambda each: (-each[1].itemsize, each[0])):
@@ -118,12 +123,12 @@ def _header(tensors: dict[str, torch.Tensor], metadata: Any) -> bytes:
 
 
 def peaks(marks: list[tuple[str, int, int]], totals: np.ndarray, begins: np.ndarray, first: int) -> tuple:
-    """Return `Trace.apart`.
+    """Return `Trace.apart`: the peak of each phase outside the steps.
 
     Args:
-        marks: of the tracker.
-        totals: bytes before the first entry of its log and after each.
-        begins: entries before each operation, and all of them, from the operation with the number `first` on.
+        marks: the tracker's.
+        totals: bytes before the first entry of the tracker's log and after each, (entries + 1,).
+        begins: entries before each operation, from the operation with the number `first` on, then all entries.
     """
     found = []
     for phase, *borders in stretches(label for label, *_ in marks):

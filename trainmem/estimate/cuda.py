@@ -1,8 +1,8 @@
-"""How CUDA differs from the CPU in memory, for an estimate that is made without a GPU.
+"""Make a training on the CPU's fake tensors take CUDA's decisions, for an estimate that is made without a GPU.
 
-A training that is followed on fake "cpu" tensors takes the CPU's decisions: its attention kernel, its dropout, its
-lists of autocast operators. `emulated` makes it take CUDA's, as they stand in torch's sources. What no tensor shows is
-computed in `allocator`. Each difference has a name and is told as an assumption with its source (`cuda.toml`).
+On fake "cpu" tensors torch would choose the CPU's attention kernel, dropout and autocast lists. `emulated` makes it
+choose CUDA's, as in torch's sources. `allocator` models the memory that no tensor shows. Each difference has a name;
+the estimate lists it as an assumption with its source (`cuda.toml`).
 """
 
 import contextlib
@@ -25,7 +25,7 @@ PARTS: dict[str, str] = tomllib.loads(Path(__file__).with_suffix(".toml").read_t
 
 
 def assumptions() -> list[str]:
-    """Return what an estimate for CUDA assumes, a sentence each."""
+    """Return the assumptions of every estimate for CUDA, one sentence each."""
     return [
         "CUDA is modelled on torch's sources, and checked against torch's allocator in rehearsals and on an H100.",
         *(f"{name}: {text}." for name, text in PARTS.items()),
@@ -34,14 +34,14 @@ def assumptions() -> list[str]:
 
 @contextlib.contextmanager
 def emulated(compute_capability: tuple[int, int] = DEFAULT_CAPABILITY, rules: Release | None = None) -> Iterator[None]:
-    """A training on fake "cpu" tensors inside this context takes the decisions that it would take on CUDA.
+    """Make a training on fake "cpu" tensors take the decisions of CUDA in this context.
 
-    The operators of the whole process are replaced meanwhile, so that C++ and Python callers alike get them. Whoever
-    counts the device's memory follows it with `device.DeviceTracker`. The attention kernels are those of a GPU of this
-    compute capability, by the rules of a release of torch (None: the installed one's).
+    The operators of the whole process are replaced, so that C++ and Python callers get the replacements. Use
+    `device.DeviceTracker` to count the device's memory. Attention kernels are those of a GPU of this compute capability
+    under the rules of a torch release (None: the installed one's).
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.compiler.set_stance("force_eager"))  # a compiler does not see what is emulated
+        stack.enter_context(torch.compiler.set_stance("force_eager"))  # compiled code would bypass the replacements
         library = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
         replacements: dict[str, Callable] = {
             "scaled_dot_product_attention": functools.partial(_attention, rules or release(), compute_capability),
@@ -53,24 +53,24 @@ def emulated(compute_capability: tuple[int, int] = DEFAULT_CAPABILITY, rules: Re
             library.impl(name, replacement, "AutogradCPU")
         stack.enter_context(autocast.emulated(library))
         stack.enter_context(_foreach_allowed())
-        # Else a program's own arguments refuse bf16 and tf32.
+        # Without these patches TrainingArguments refuses bf16 and tf32.
         stack.enter_context(patch("transformers.training_args.is_torch_bf16_gpu_available", lambda *_, **__: True))
         has_tf32 = compute_capability >= (8, 0)
         stack.enter_context(patch("transformers.training_args.is_torch_tf32_available", lambda *_, **__: has_tf32))
-        if compute_capability < (8, 0):  # torch has no grouped products there, and transformers falls back
+        if compute_capability < (8, 0):  # torch has no grouped matmuls there, and transformers falls back
             stack.enter_context(patch("transformers.integrations.moe._can_use_grouped_mm", lambda *_, **__: False))
         yield
 
 
 def _dropout(tensor, p, train):
-    """Dropout by the kernel that keeps a mask of one byte an element."""
+    """Apply dropout with CUDA's kernel, which keeps a mask of one byte per element."""
     if train and 0 < p < 1 and tensor.numel():
         return torch.ops.aten.native_dropout(tensor, p, train)[0]
     return tensor * 0 if train and p == 1 else tensor
 
 
 def _softmax(name, tensor, dim, dtype=None):
-    """Softmax from fp16 to fp32 in one kernel, without a cast of its input before it."""
+    """Compute softmax from fp16 to fp32 in one kernel, as CUDA does, without a cast of its input."""
     kernel = getattr(torch.ops.aten, f"_{name}")
     if tensor.dtype is torch.float16 and dtype is torch.float32 and isinstance(tensor, FakeTensor):
         return kernel(tensor, dim, True)
@@ -78,7 +78,7 @@ def _softmax(name, tensor, dim, dtype=None):
 
 
 def _linear(tensor, weight, bias=None):
-    """As for tensors that are no subclass: there the bias is added in place to what is no single product."""
+    """Compute `linear` as torch does for plain tensors: if no single matmul does it, the bias is added in place."""
     if bias is None:
         return torch.matmul(tensor, weight.t())
     if tensor.dim() == 2:
@@ -91,7 +91,7 @@ def _linear(tensor, weight, bias=None):
 
 @contextlib.contextmanager
 def _foreach_allowed() -> Iterator[None]:
-    """Optimizers take their foreach form for fake tensors "on the cpu" too."""
+    """Let optimizers use their foreach implementation for fake tensors "on the cpu" too."""
     from torch.optim import optimizer
     from torch.utils import _foreach_utils
 
@@ -101,7 +101,7 @@ def _foreach_allowed() -> Iterator[None]:
         patch.object(optimizer, name, lambda *args, **options: [*devices(*args, **options), "cpu"]),
         contextlib.ExitStack() as stack,
     ):
-        for module in (optimizer, _foreach_utils):  # they ask for a tensor's exact type
+        for module in (optimizer, _foreach_utils):  # both compare a tensor's exact type
             kinds = [*module._foreach_supported_types, FakeTensor]
             stack.enter_context(patch.object(module, "_foreach_supported_types", kinds))
         yield
@@ -113,17 +113,17 @@ def _foreach_allowed() -> Iterator[None]:
 def _attention(
     rules, capability, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ):
-    """scaled_dot_product_attention as on a GPU of this compute capability."""
+    """Compute scaled_dot_product_attention as on a GPU of this compute capability."""
     with_batch = _with_batch(rules, query, key, value, attn_mask)
     kernel = attention_kernel(rules, capability, *with_batch, dropout_p, is_causal, enable_gqa)
-    if kernel == "math" or not isinstance(query, FakeTensor):  # a real tensor is computed, and on the CPU
+    if kernel == "math" or not isinstance(query, FakeTensor):  # a real tensor is computed on the CPU
         return _plain_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     output = _fused_attention(kernel, *with_batch, dropout_p, is_causal, scale)
     return output.squeeze(0) if query.dim() == 3 else output
 
 
 def _fused_attention(kernel, query, key, value, attn_mask, dropout_p, is_causal, scale):
-    """Attention by one of torch's fused kernels."""
+    """Run attention with one of torch's fused kernels."""
     aten = torch.ops.aten
     if kernel == "flash":
         size = query.shape[-1]
@@ -136,14 +136,14 @@ def _fused_attention(kernel, query, key, value, attn_mask, dropout_p, is_causal,
     if kernel == "efficient" and attn_mask is not None:
         if any(stride % 8 for stride in attn_mask.stride()[:-1]) or attn_mask.stride(-1) != 1:
             length = attn_mask.shape[-1]
-            attn_mask = torch.nn.functional.pad(attn_mask, (0, 8 - length % 8))[..., :length]  # 8 more where none lack
+            attn_mask = torch.nn.functional.pad(attn_mask, (0, 8 - length % 8))[..., :length]  # by 8 if none is missing
         attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
     run = getattr(aten, f"_scaled_dot_product_{kernel}_attention")
     return _first(run(query, key, value, attn_mask, keep_logsumexp, dropout_p, is_causal, scale=scale))
 
 
 def _first(results):
-    """The first of several results; the others go in their order, as C++ destroys them."""
+    """Return the first of several results and free the others in their order, as C++ does."""
     first, results = results[0], results[1:]
     while results:
         results = results[1:]
@@ -151,19 +151,19 @@ def _first(results):
 
 
 def _additive(mask, dtype):
-    """The mask as it is added to scores: of a boolean one 0 where it is true, else minus infinity."""
+    """Return the mask in the form that is added to scores: 0 where a boolean mask is true, minus infinity elsewhere."""
     if mask is None or mask.dtype is not torch.bool:
         return mask
     return torch.where(mask, *(mask.new_full((), value, dtype=dtype) for value in (0.0, -math.inf)))
 
 
 def _plain_attention(query, key, value, mask, dropout, causal, scale, enable_gqa):
-    """`_scaled_dot_product_attention_math` as for tensors that are no subclass: there the mask is added in place."""
+    """Run `_scaled_dot_product_attention_math` as torch does for plain tensors, which adds the mask in place."""
     dtype = query.dtype
     mask = _additive(mask, dtype)
     if dtype in HALF and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
         query, key, value = query.float(), key.float(), value.float()
-    wide = query, key, value  # noqa: F841, they live until the end
+    wide = query, key, value  # noqa: F841, torch keeps them until the end
     root = math.sqrt(query.shape[-1] ** -0.5 if scale is None else scale)
     query = query * root
     if causal:
@@ -175,7 +175,7 @@ def _plain_attention(query, key, value, mask, dropout, causal, scale, enable_gqa
     weights = torch.ops.aten._safe_softmax(weights if mask is None else weights.add_(mask), -1)
     if dropout:
         weights = torch.dropout(weights, dropout, True)
-    second = weights.to(dtype)  # noqa: F841, the kernel's other result, which the caller drops
+    second = weights.to(dtype)  # noqa: F841, the kernel's second result, which the caller drops
     return torch.matmul(weights, value).to(dtype)
 
 
@@ -195,7 +195,7 @@ def attention_kernel(
     Args:
         rules: the rules of torch's release.
         capability: the GPU's compute capability.
-        query, key, value: (batch, heads, length, head size); without a batch they are fused since torch 2.14.
+        query, key, value: (batch, heads, length, head size); without a batch, fused kernels take them since torch 2.14.
         mask, dropout, causal, enable_gqa: as in scaled_dot_product_attention.
 
     Source: ATen/native/transformers/cuda/sdp_utils.cpp, select_sdp_backend.
@@ -251,7 +251,10 @@ def _with_batch(rules: Release, query, key, value, mask):
 
 
 def _heads_fit(rules: Release, query, key, value, takes_groups: bool, values_alike: bool = True) -> bool:
-    """Whether a fused kernel takes these numbers of heads. `takes_groups`: queries may share keys and values."""
+    """Return whether a fused kernel supports these numbers of heads.
+
+    `takes_groups`: query heads may share keys and values. `values_alike`: there must be as many values as keys.
+    """
     heads, keys, values = (tensor.shape[1] for tensor in (query, key, value))
     if takes_groups:
         return (keys == values or not values_alike) and not heads % keys
@@ -262,7 +265,7 @@ def _fits_cudnn(rules: Release, capability, query, key, value, mask, dropout, tr
     head, value_head = query.shape[-1], value.shape[-1]
     sizes, limit = (head, value_head), 128
     if rules.groups_attention and (capability == (9, 0) or capability[0] == 10):
-        limit = 256  # its backward takes few sizes beyond 128 (check_cudnn_d256_bprop_head_dim)
+        limit = 256  # for more than 128 its backward supports few sizes (check_cudnn_d256_bprop_head_dim)
         if trains and max(sizes) > 128 and sizes not in ((192, 128), (256, 256)):
             return False
     elif capability == (9, 0):
@@ -287,7 +290,7 @@ def _mask_fits_cudnn(mask, query, key) -> bool:
 
 def _fits_flash(capability, query, key, value, dropout, causal, trains) -> bool:
     head = query.shape[-1]
-    # The backward of the largest heads needs more shared memory than consumer GPUs have.
+    # The backward pass of the largest heads needs more shared memory than consumer GPUs have.
     is_small = (8, 6) <= capability <= (8, 9) or capability[0] == 12
     too_large = trains and is_small and head > 192 and (head <= 224 or dropout)
     return (
@@ -298,6 +301,6 @@ def _fits_flash(capability, query, key, value, dropout, causal, trains) -> bool:
 
 
 def _padded(tensor):
-    """The tensor with zeros behind its last dimension, up to a multiple of 8."""
+    """Pad the last dimension with zeros to a multiple of 8."""
     missing = -tensor.shape[-1] % 8
     return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor

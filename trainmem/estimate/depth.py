@@ -1,8 +1,8 @@
-"""What a deep model needs, told from two shallow ones of its kind: a search's first look, before it follows all layers.
+"""Predict a deep model's memory from two shallow ones, as the first step of the advisor's search.
 
-At each place of a training, such as the backward of the first layer's norm, there live bytes that grow in a straight
-line with the number of layers. The highest of these lines is the peak. What is told so is no estimate: it says where to
-look (`tests/estimate/test_depth.py` has how near it comes).
+At each place of a training, such as the backward pass of the first layer's norm, the live bytes grow linearly with the
+number of layers. The highest of these lines is the peak. The result is not an estimate: it tells the search which
+settings to trace with all layers (`tests/estimate/test_depth.py` shows how close it comes).
 """
 
 import re
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from trainmem.estimate.operator_workspaces import Probe
 
 _SHALLOW = (2, 4)  # layers
-_DEEP = 24  # up to so many all are followed at once
+_DEEP = 24  # models with at most this many layers are traced whole
 
 STATES = (Category.WEIGHTS, Category.FROZEN_WEIGHTS, Category.QUANTIZED_WEIGHTS, Category.GRADIENTS)
 STATES += (Category.OPTIMIZER_STATES,)
@@ -37,14 +37,15 @@ Places = dict[tuple[str, str, str], int]  # the most bytes alive, by phase, oper
 
 
 def layers_of(task: Task) -> int | None:
-    """How many layers a model has, where they are in one row and too many to follow them at each look; else None."""
+    """Return the number of a model's layers if it is deep and its layers are one stack, otherwise None."""
     config = task.build_config()
     layers = getattr(config, "num_hidden_layers", 0) or 0
     return layers if layers > _DEEP and not config.is_encoder_decoder else None
 
 
 def parameters(tasks: Sequence[Task]) -> list[int]:
-    """The number of parameters of each, counted where torch is imported. Raises ValueError as `estimate` does."""
+    """Return the number of parameters of each task's model, counted in a fresh subprocess. Raises ValueError as
+    `estimate` does."""
     return ask(_parameters, [*tasks], model=tasks[0].model, timeout=300)
 
 
@@ -54,42 +55,42 @@ def _parameters(tasks: list[Task], probe: "Probe", tell: Tell) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """What a training takes by its number of layers, from two that were followed."""
+    """A training's memory as a function of the number of layers, from two traced shallow models."""
 
-    places: tuple[Places, Places]  # of the shallow ones
+    places: tuple[Places, Places]  # of the two shallow models
     reserved: tuple[int, int]  # bytes
-    states: tuple[int, int]  # bytes of weights, gradients and optimizer states, where these are most
+    states: tuple[int, int]  # most bytes of weights, gradients and optimizer states together
 
     def at(self, layers: int) -> tuple[int, int]:
-        """About how many bytes are alive at the peak, and how many are reserved at the most, or some per cent more."""
+        """Return about (peak of live bytes, reserved bytes) for this many layers; the latter may be too high."""
         few, more = self.places
         peak = max(_beyond((few[place], more[place]), layers) for place in few.keys() & more.keys())
         beside = [held - max(places.values()) for held, places in zip(self.reserved, self.places, strict=True)]
         return peak, peak + max(_beyond(beside, layers), 0)
 
     def states_at(self, layers: int) -> int:
-        """Bytes of weights, gradients and optimizer states."""
+        """Return the bytes of weights, gradients and optimizer states for this many layers."""
         return _beyond(self.states, layers)
 
 
 def _beyond(shallow: Sequence[int], layers: int) -> int:
-    """What lies on the straight line through the bytes of the two shallow models."""
+    """Return the bytes at `layers` on the straight line through those of the two shallow models."""
     return round(shallow[1] + (layers - _SHALLOW[1]) / (_SHALLOW[1] - _SHALLOW[0]) * (shallow[1] - shallow[0]))
 
 
-def line(task: Task, *, processes: int = 1, timeout: float = 300, **asked) -> Line:
-    """What a training takes by its number of layers; whatever the task has itself.
+def line(task: Task, *, processes: int = 1, timeout: float = 300, **options) -> Line:
+    """Return the memory of a training as a function of the number of layers; the task's own number is ignored.
 
     Args:
-        asked: `device` and `compute_capability` as `estimate` takes them, and the training arguments.
+        options: `device` and `compute_capability` as in `estimate`, and training arguments.
 
     Raises:
         ValueError: as `estimate` does.
     """
-    target_device = target(asked.pop("device", None), asked.pop("compute_capability", None))
+    target_device = target(options.pop("device", None), options.pop("compute_capability", None))
     for name, usual in (("gradient_accumulation_steps", 1), ("max_steps", 2)):
-        asked[name] = min(asked.get(name, usual), 2)  # more of them take as much
-    arguments = Arguments.of(asked)
+        options[name] = min(options.get(name, usual), 2)  # more of them take no more memory
+    arguments = Arguments.of(options)
     tasks = [task.with_text(num_hidden_layers=count) for count in _SHALLOW]
     experiments = [Experiment(each.model, each, arguments, processes=processes) for each in tasks]
     found = ask(_shallow, experiments, target_device, model=task.model, timeout=timeout)
@@ -99,7 +100,7 @@ def line(task: Task, *, processes: int = 1, timeout: float = 300, **asked) -> Li
 def _shallow(
     experiments: list[Experiment], device: Device, probe: "Probe", tell: Tell
 ) -> list[tuple[Places, int, int]]:
-    """The fields of a `Line` for each training; to be called by `fresh_process.with_probe`."""
+    """Return the fields of a `Line` for each training; call it through `fresh_process.with_probe`."""
     found = []
     traced = peak_memory.trace_all(experiments, device, probe, tell)
     for count, each in zip(_SHALLOW, traced, strict=True):
@@ -113,8 +114,11 @@ def _shallow(
 
 
 def _places(trace: Trace, totals: "np.ndarray", layers: int) -> Places:
-    """First and last layer are places of their own; those between them are one. What runs in no module is left out,
-    but for the optimizer's and predictions: at what time it runs may differ with the depth."""
+    """Return the most bytes alive at each place. First and last layer are places of their own, all others are one.
+
+    Operations outside all modules are skipped, except the optimizer's and an evaluation's: the depth may change when
+    they run.
+    """
     places: Places = {}
     names = {"0": "first", str(layers - 1): "last"}
     for phase, operation, module, total in zip(trace.phases, trace.operations, trace.modules, totals, strict=True):

@@ -1,7 +1,7 @@
-"""Track which tensors a GPU's memory would hold, and in which order it is allocated, for estimates on CUDA.
+"""Track which tensors would be in a GPU's memory, and the order of its allocations, for estimates on CUDA.
 
 All tensors of an estimate report the device "cpu". `DeviceTracker` knows where each one would be (`Placement`): weights
-and batches are sent to the device, and the results of operations on tensors that are there are there too.
+and batches are sent to the device, and operations on tensors there put their results there.
 """
 
 import contextlib
@@ -23,22 +23,23 @@ from trainmem.estimate import kernels, quantized_kernels, trl_kernels
 from trainmem.estimate.allocator_settings import Release, release
 from trainmem.estimate.one_rank import DeviceName
 from trainmem.estimate.operation_cache import OperationCache
-from trainmem.estimate.replacements import to_of
+from trainmem.estimate.replacements import fake_module_to
 from trainmem.estimate.trace import WEIGHT_OF_NORM, FakeTracker
 from trainmem.measure.tracker import calling, name_of
 from trainmem.measure.watcher import Block
 from trainmem.records import Category, Phase
 
 aten = torch.ops.aten
-# Functions of torch that make a tensor from no other one: on the host, unless they are given a device.
+# Functions of torch that make a tensor from no other one: on the host, unless `device=` is given.
 _FACTORIES = {"zeros", "ones", "full", "arange", "tensor", "as_tensor", "eye", "linspace", "empty", "randint"}
 _FACTORIES |= {"randperm", "rand", "randn", "scalar_tensor", "tril_indices", "triu_indices", "from_numpy", "stack"}
-_OF_MODEL = (Phase.FORWARD, Phase.BACKWARD, Phase.STEP, Phase.GATHER, Phase.REDUCER)  # phases that run on the device
+# Phases that run on the device.
+_DEVICE_PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.STEP, Phase.GATHER, Phase.REDUCER)
 
 _ACTIVATIONS = {"relu_", "silu_", "gelu_", "elu_", "leaky_relu_", "hardswish_", "hardsigmoid_", "hardtanh_"}  # in place
 
 _DEVICES = (torch.device, DeviceName)  # arguments that mean the device; the text "cpu" means the host
-_PAGED = 100_000  # elements from which on bitsandbytes pages a state (optim/optimizer.py: get_state_buffer)
+_PAGED = 100_000  # bitsandbytes pages states from this many elements on (optim/optimizer.py: get_state_buffer)
 
 
 class Placement(Enum):
@@ -50,17 +51,18 @@ class Placement(Enum):
 
 
 class NotSent(Exception):
-    """A user's loop computes, and has not sent its model to the device."""
+    """A user's loop computes before it has sent its model to the device."""
 
 
 class DeviceTracker(FakeTracker):
-    """Track what is on a GPU.
+    """Track which tensors are on a GPU, and log its allocations and frees in the order of CUDA's kernels.
 
     Args:
         capability: the GPU's compute capability.
-        is_function: a user's loop is traced.
-        from_the_start: the loop never sends its model to the device, so all that it makes counts as made there.
-        rules: the rules of torch's release; None: the installed one's.
+        is_function: whether a user's loop is traced.
+        from_the_start: whether to treat everything that the loop makes as on the device, because the loop never sends
+            its model there.
+        rules: those of a torch release; None: the installed one's.
     """
 
     places_modules = True
@@ -77,21 +79,21 @@ class DeviceTracker(FakeTracker):
         self._rules = rules or release()
         self._is_function, self._from_the_start = is_function, is_function and from_the_start
         self._kernels = kernels.Kernels(capability, self.is_on_device, self._rules)
-        # Where weights are. While they are on the host, so is everything else.
+        # Where the weights are. While they are on the host, so is everything else.
         self.weights = Placement.DEVICE if self._from_the_start else Placement.HOST
-        self._requested: Placement | None = None  # by `device=` of the factory function that runs; None: none runs
-        self._forced: Placement | None = None  # for all that is made now, whatever else holds
+        self._requested: Placement | None = None  # by `device=` of the running factory function; None: none runs
+        self._forced: Placement | None = None  # overrides all other rules for new tensors
         self._adapter_base: Placement | None = None  # where the base model is to which peft adds adapters now
         self._results = Placement.HOST  # of the present operation
         self._has_inputs = False  # whether the present operation has tensors among its arguments
-        self._overwritten: set[int] = set()  # elements of the views that an activation overwrote
-        self._streams = {torch.cpu.current_stream(): 0}  # streams that allocated, by number
-        self._workspaces: set[tuple[bool, str]] = set()  # of autograd's thread (True) and of the one that called it
+        self._overwritten: set[int] = set()  # numbers of elements of the views that an activation overwrote
+        self._streams = {torch.cpu.current_stream(): 0}  # {stream that allocated: its number}
+        self._workspaces: set[tuple[bool, str]] = set()  # (whether it is that of autograd's thread, its name)
 
     def emulated(self, paged: bool = False) -> contextlib.AbstractContextManager:
-        """Return a context in which code that sends something to a GPU places it there.
+        """Return a context in which code that sends a tensor or a module to a GPU places it there.
 
-        `paged`: an optimizer of bitsandbytes keeps its large states in memory that the driver pages.
+        `paged`: whether a bitsandbytes optimizer keeps its large states in memory that the driver pages.
         """
         stack = contextlib.ExitStack()
         if self._is_function:
@@ -103,8 +105,8 @@ class DeviceTracker(FakeTracker):
         return stack
 
     def _replacements(self, paged: bool) -> Iterator[tuple[Any, str, Callable]]:
-        """Yield (owner, name, replacement) for each function of a library that is replaced."""
-        yield torch.nn.Module, "to", to_of(self)
+        """Yield (owner, name, replacement) for each library function to replace."""
+        yield torch.nn.Module, "to", fake_module_to(self)
         yield torch.cuda, "empty_cache", self.cache_emptied
         yield memory, "is_cuda_available", lambda *_, **__: True
         yield memory, "is_mps_available", lambda *_, **__: False
@@ -128,12 +130,12 @@ class DeviceTracker(FakeTracker):
             return plain(*args, **kwargs)
 
     def _add_adapters(self, plain, *args, **kwargs):
-        """peft sends new adapters to the device of the base's weights: only a quantized base is on the GPU by then."""
+        """Add peft's adapters on the device of the base's weights: only a quantized base is on the GPU by then."""
         with patch.object(self, "_adapter_base", self.weights):
             return plain(*args, **kwargs)
 
     def _move_adapter(self, plain, layer, *args, **kwargs):
-        """When peft sends a parameter to a quantized base's device, the copy is trainable: AdaLoRA's `ranknum`."""
+        """Let peft move an adapter. Mark its copy of AdaLoRA's `ranknum` on a quantized base's device as trainable."""
         plain(layer, *args, **kwargs)
         if self.is_on_device(layer.get_base_layer().weight):
             for name in layer.other_param_names:
@@ -148,7 +150,7 @@ class DeviceTracker(FakeTracker):
     def send_module(self, module: torch.nn.Module) -> torch.nn.Module:
         """Send parameters and buffers to the device, in the order of `Module._apply`."""
         if self._adapter_base is Placement.HOST:
-            return module  # an adapter goes to its base
+            return module  # an adapter stays with its base
         self.weights = Placement.DEVICE
         for child in module.children():
             self.send_module(child)
@@ -162,7 +164,7 @@ class DeviceTracker(FakeTracker):
         return module
 
     def send(self, tensor: torch.Tensor, category: str = Category.INPUTS) -> None:
-        """Send a tensor to the device, unless it is there."""
+        """Send a tensor to the device, unless it is there already."""
         storage = None if is_traceable_wrapper_subclass(tensor) else self._storage(tensor)
         if category == Category.WEIGHTS:
             self.weights = Placement.DEVICE
@@ -177,7 +179,7 @@ class DeviceTracker(FakeTracker):
         self._has_inputs = bool(tensors)
         self._results = self._placement_of_results(tensors, any_fake)
         if self._results is Placement.DEVICE and any_fake:
-            for tensor in tensors:  # a real one that meets a fake one was copied; a number stays on the host
+            for tensor in tensors:  # a real tensor used with a fake one was copied; a number stays on the host
                 if not isinstance(tensor, FakeTensor) and tensor.dim():
                     self.send(tensor)
 
@@ -188,12 +190,12 @@ class DeviceTracker(FakeTracker):
         if self.weights is Placement.HOST or self.collates:
             return Placement.HOST
         if inputs:
-            is_there = any_fake or any(map(self.is_on_device, inputs))
+            on_device = any_fake or any(map(self.is_on_device, inputs))
         elif self._requested and not self._from_the_start:
             return self._requested
         else:
-            is_there = self._from_the_start or self.moment in _OF_MODEL
-        return Placement.DEVICE if is_there else Placement.HOST
+            on_device = self._from_the_start or self.moment in _DEVICE_PHASES
+        return Placement.DEVICE if on_device else Placement.HOST
 
     def execute(self, function, args, kwargs):
         if function.overloadpacket.__name__ in _ACTIVATIONS and args[0]._is_view():
@@ -208,9 +210,9 @@ class DeviceTracker(FakeTracker):
         return result
 
     def _copy_into_base(self, gradient: torch.Tensor) -> None:
-        """Copy the gradient of a view that was overwritten into a gradient of the view's base, and free it.
+        """Copy the gradient of an overwritten view into a new gradient of the view's base, and free it.
 
-        AsStridedBackward0 does so. Under a dispatch mode autograd takes the view back instead, which copies nothing.
+        AsStridedBackward0 does so. Under a dispatch mode autograd replays the view instead, which copies nothing.
         """
         storage = self._storage(gradient)
         if storage is None or storage._cdata not in self._blocks or torch.is_grad_enabled():
@@ -221,26 +223,26 @@ class DeviceTracker(FakeTracker):
         self._blocks[storage._cdata] = copy, reference
 
     def as_kernels_do(self, function, args, kwargs):
-        if function.namespace == "bitsandbytes" and function._opname in quantized_kernels.OF_OUTLIERS:
+        if function.namespace == "bitsandbytes" and function._opname in quantized_kernels.OUTLIER_OPERATIONS:
             return quantized_kernels.without_outliers(function._opname, *args, **kwargs)
         result = super().as_kernels_do(function, args, kwargs)
         is_4bit = self.cache.within and function.namespace == "bitsandbytes"
-        if is_4bit and self._kernels.multiplies(function, args, kwargs):  # torch does, inside, with autocast on
+        if is_4bit and self._kernels.multiplies(function, args, kwargs):  # torch's matmul inside runs under autocast
             return result.to(self.cache.within)
-        if function is aten.log_sigmoid_forward.default:  # the backward needs its input alone
+        if function is aten.log_sigmoid_forward.default:  # CUDA's backward needs only the input
             return result[0], result[1].new_empty(0)
         if function is aten._scaled_dot_product_efficient_attention.default and self._rules.seeds_on_device:
             return *result[:2], *(args[0].new_empty((), dtype=torch.int64) for _ in result[2:])
         if function is aten._scaled_dot_product_efficient_attention_backward.default:
-            # Before 2.14 torch takes keys and values to have the queries' heads.
+            # Before 2.14 torch assumes that keys and values have the queries' heads.
             alike = (torch.empty_permuted(each.shape, (0, 2, 1, 3), dtype=each.dtype) for each in args[2:4])
             return result[0], *alike, result[3]
-        if function in WEIGHT_OF_NORM:  # mean and deviation are accumulated in fp32, and kept so
+        if function in WEIGHT_OF_NORM:  # CUDA accumulates and keeps mean and deviation in fp32
             return result[0], *(each.float() if each.dtype in kernels.HALF else each for each in result[1:])
         return result
 
     def _track_result(self, tensor, function, args, kwargs):
-        pass  # `_run_kernel` did, in the order of the kernel
+        pass  # `_run_kernel` has done it, in the order of the kernel
 
     def mark(self, label):
         if self._is_function and self.weights is Placement.HOST:
@@ -249,21 +251,21 @@ class DeviceTracker(FakeTracker):
 
     def tag(self, tensor, category, keep=()):
         if category == Category.WEIGHTS:
-            self.weights = Placement.DEVICE  # a model that computes is on the device, however it came there
+            self.weights = Placement.DEVICE  # a model that computes is on the device, whatever sent it there
         super().tag(tensor, category, keep)
 
     def _stream(self) -> int:
         return self._streams.setdefault(torch.cpu.current_stream(), len(self._streams))
 
     def track_unlisted(self, tensor, operation):
-        pass  # random states and numbers that autograd keeps: they are on the host
+        pass  # random states and numbers that autograd keeps are on the host
 
     def _run_kernel(self, function, args, kwargs, result) -> None:
-        """Log what the operation's kernel allocates and frees, in its order."""
+        """Log what the operation's kernel allocates and frees, in the kernel's order."""
         held: list[Block] = []
         on_host = [*map(id, self._kernels.on_host(function, args, result))]
-        in_place = function.overloadpacket.__name__.endswith("_")  # of a real tensor and a fake one a fake is returned
-        # In a loop whose model is never sent, real tensors from no other ones stay on the host, unless requested.
+        in_place = function.overloadpacket.__name__.endswith("_")  # on a real and a fake tensor it returns a fake one
+        # In a loop that never sends its model, factory functions make real tensors on the host, unless requested.
         real_count = not self._from_the_start or self._has_inputs or self._requested is Placement.DEVICE
         for step in self._kernels.program(function, args, kwargs, result):
             if isinstance(step, torch.Tensor):
@@ -276,7 +278,7 @@ class DeviceTracker(FakeTracker):
         for name, size in self._kernels.workspaces(function, args, kwargs):
             if not self._rules.keeps_workspaces:
                 held.append(self._hold(size, name))
-            elif (kept := (self.phase == Phase.BACKWARD, name)) not in self._workspaces:  # a thread's first
+            elif (kept := (self.phase == Phase.BACKWARD, name)) not in self._workspaces:  # the thread's first matmul
                 self._workspaces.add(kept)
                 self._hold(size, name)
         for block in reversed(held):
@@ -289,13 +291,13 @@ class DeviceTracker(FakeTracker):
 
 
 def _send_8bit(plain, weight, *args, **kwargs):
-    """Keep quantized `Int8Params`: peft sends them to the CPU, where fake weights claim to be, and `to` would
-    lose the layer's scales."""
+    """Return quantized `Int8Params` unchanged: peft sends them to the CPU, where fake weights claim to be, and `to`
+    would lose the layer's scales."""
     return weight if weight.data.dtype is torch.int8 else plain(weight, *args, **kwargs)
 
 
 def _matmul_8bit(tensor, weight, out=None, state=None, threshold=0.0, bias=None, *_, **__):
-    """`bitsandbytes.matmul` as on a GPU."""
+    """Compute `bitsandbytes.matmul` as on a GPU."""
     from bitsandbytes.autograd._functions import MatMul8bitLt
 
     state.threshold = threshold or state.threshold
@@ -303,7 +305,7 @@ def _matmul_8bit(tensor, weight, out=None, state=None, threshold=0.0, bias=None,
 
 
 class _DeviceArguments(TorchFunctionMode):
-    """Place tensors as `device=` arguments and calls of `to` request."""
+    """Place tensors as `device=` arguments and calls of `to` request it."""
 
     def __init__(self, tracker: DeviceTracker):
         super().__init__()
@@ -320,13 +322,13 @@ class _DeviceArguments(TorchFunctionMode):
     def _to(self, function, args, kwargs):
         tracker = self._tracker
         if tracker.sends_weights and any(isinstance(each, _DEVICES) for each in (*args, *kwargs.values())):
-            tracker.weights = Placement.DEVICE  # weight by weight, and never the module
+            tracker.weights = Placement.DEVICE  # weights are sent one by one, never the module
         if tracker.weights is Placement.HOST:
             return function(*args, **kwargs)
         words = {*kwargs, *(["device"] if isinstance(args[1] if len(args) > 1 else None, _DEVICES) else [])}
         only_moves = "device" in words and words <= {"device", "non_blocking"} and len(args) < 3
         if only_moves and tracker.is_on_device(args[0]):
-            return args[0]  # it is there: "cpu" and "cpu:0" are one device here
+            return args[0]  # already there: "cpu" and "cpu:0" are one device here
         result = function(*args, **kwargs)
         if any(isinstance(each, (*_DEVICES, torch.Tensor)) for each in (*args[1:2], *kwargs.values())):
             tracker.send(result, tracker._category_at_allocation(None, ()))

@@ -2,7 +2,7 @@
 
 It also warns of properties of the built model that a user may not expect. Both recipes are traced as for an estimate,
 while a `Witness` notes the innermost line of Python outside the libraries at each operation. Tensors that autograd
-makes, and those that belong to a parameter, get the line where the forward of their module begins.
+makes, and those that belong to a parameter, get the first line of their module's forward.
 """
 
 import bisect
@@ -33,32 +33,32 @@ from trainmem.records import Category, Phase
 from trainmem.texts import arguments_of_kind, bytes_text, name_text, phase_text
 
 _ROWS = 10  # tensors that are shown one by one
-_MOST_ALONE = 4  # switches up to which each is priced alone, too: but for the first an estimate more for each
-# Between the model's code and torch: their lines are passed over; those of what calls the model end the search.
+_MOST_ALONE = 4  # up to this many switches, each is also priced alone: one more estimate for all but the first
+# Files between the model's code and torch, whose lines are skipped; files that call the model end the search.
 _LIBRARIES = {"torch", "accelerate", "peft", "bitsandbytes", "trainmem", "contextlib.py", "functools.py"}
 _CALLERS = ("transformers/trainer", "trainmem/core/training.py")
 _IDLE = "re-entrant checkpointing passes gradients only to inputs that require one. Set use_reentrant=False"
 
-# Category, module or parameter with "*" for numbers, operation, file:line. All weights are of one category, and of none
-# of its operations: a weight is one tensor, whether it learns, is frozen, or quantized.
+# (category, module or parameter with "*" for numbers, operation, file:line). All weights have one category and no
+# operation, so that a weight is the same tensor whether it is trained, frozen or quantized.
 Tensor = tuple[str, str, str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The difference of two recipes, A and B. Pairs of bytes are (in A, in B)."""
+    """The difference between two recipes, A and B. Pairs of bytes are (in A, in B)."""
 
     a: MemoryEstimate
     b: MemoryEstimate
-    # {arguments: (bytes after the switches before, alone in A)} from A to B; the first sum to the difference of the
-    # peaks. Arguments that are no recipe without the next are with it; None: not asked for, or no recipe.
+    # {arguments: (bytes after the switches before, alone in A)} from A to B; the first ones sum to the difference of
+    # the peaks. Arguments that are invalid without the next one are joined with it; None: not estimated, or invalid.
     switches: dict[str, tuple[int, int | None]]
     tensors: dict[Tensor, tuple[int, int]]  # alive at each peak, the largest difference first; these sum to the peaks
-    warnings: dict[str, tuple[str, ...]]  # what holds of "A", and of "B"
+    warnings: dict[str, tuple[str, ...]]  # {"A" or "B": unexpected properties of its model and peak}
 
     @property
     def difference_bytes(self) -> int:
-        """What B takes more than A."""
+        """B's peak minus A's."""
         return self.b.peak_bytes - self.a.peak_bytes
 
     def by_category(self) -> dict[str, tuple[int, int]]:
@@ -66,7 +66,7 @@ class Explanation:
         return {str(name): (a[name], b[name]) for name in a if a[name] or b[name]}
 
     def by_tensor(self, count: int = _ROWS) -> list[tuple[Tensor, tuple[int, int]]]:
-        """So many tensors, and the sum of all others."""
+        """Return the first `count` tensors, and the sum of all others as one row."""
         every, rest = [*self.tensors.items()][:count], [*self.tensors.values()][count:]
         others = ("others", f"{len(rest)} more", "", ""), (sum(a for a, _ in rest), sum(b for _, b in rest))
         return every + ([others] if rest else [])
@@ -115,18 +115,18 @@ class Explanation:
 def explain(
     task: Task, a: Mapping[str, Any], b: Mapping[str, Any], *, processes: int = 1, timeout: float = 300, **where: Any
 ) -> Explanation:
-    """Explain why a training by recipe B peaks higher, or lower, than by A. Nothing is run, as with `estimate`.
+    """Explain why a training by recipe B peaks higher, or lower, than by A. As in `estimate`, nothing is run.
 
     Args:
         task: the model and its data.
-        a, b: all training arguments of each recipe, as `estimate` takes them. They are changed from A to B one by one,
-            in the order in which B names them, then those that only A names.
-        processes, timeout: as in `estimate`. There is an estimate of A, one after each change, and, if
-            changes are few, one of each change alone.
+        a, b: all training arguments of each recipe, as in `estimate`. They are changed from A to B one by one, in the
+            order in which B names them, then those that only A names.
+        processes, timeout: as in `estimate`. There is one estimate of A, one after each change, and, if there are few
+            changes, one of each change alone.
         where: card, device, compute_capability, device_memory, allocator_settings, as in `estimate`.
 
     Raises:
-        ValueError: A and B do not differ; or as `estimate`.
+        ValueError: A and B do not differ; or as `estimate` does.
     """
     arguments_of_kind(explain, locals())
     given, target_device = (Arguments.of(a), Arguments.of(b)), api.target(**where)
@@ -134,7 +134,7 @@ def explain(
     if not names:
         raise ValueError("a and b are the same recipe: give b an argument that a lacks, or another value")
     if any(each.compiles for each in given):
-        raise ValueError(api.OF_COMPILED)
+        raise ValueError(api.COMPILED_ERROR)
     if any(each.adapters.get("peft") is not None for each in given):
         optional_packages.offer("peft")
     found = []
@@ -148,7 +148,7 @@ def explain(
     order = sorted(pairs, key=lambda each: (-abs(pairs[each][1] - pairs[each][0]), -pairs[each][0], each))
 
     def peak(switched: Iterable[str]) -> int | None:
-        """Of A with these as in B; None where that is no recipe."""
+        """Return the peak of A with these arguments as in B; None if they are no valid recipe."""
         mixed = {name: value for name, value in a.items() if name not in switched}
         mixed |= {name: b[name] for name in switched if name in b}
         with contextlib.suppress(ValueError):
@@ -160,7 +160,7 @@ def explain(
 
 
 def _priced(names: list[str], peak: Any, ends: tuple[int, int]) -> dict[str, tuple[int, int | None]]:
-    """The switches, see `Explanation`; `ends`: the peaks of A and B."""
+    """Return `Explanation.switches`. `peak(names)` estimates A with these arguments switched; `ends`: peaks of A, B."""
     found, before, waiting = [], ends[0], []
     for number, name in enumerate(names, 1):
         waiting.append(name)
@@ -177,11 +177,11 @@ def _priced(names: list[str], peak: Any, ends: tuple[int, int]) -> dict[str, tup
 
 
 def _explained(experiment: Experiment, device: Device, probe: Any, tell: Tell):
-    """The estimate, bytes by tensor at its peak, and warnings. To be called by `fresh_process.with_probe`."""
+    """Return the estimate, bytes by tensor at its peak, and warnings. Call it through `fresh_process.with_probe`."""
     from trainmem.estimate import trace
     from trainmem.measure.tracker import WEIGHTS
 
-    with patch.object(trace, "follow", functools.partial(_witnessed, trace.follow)):  # forks have it, too
+    with patch.object(trace, "follow", functools.partial(_witnessed, trace.follow)):  # forks inherit it
         (traced,) = peak_memory.trace_all([experiment], device, probe, tell)
     made, (blocks, ends, warnings) = peak_memory.estimate_of(experiment, traced, device), traced.trace.witnessed
     log, on_cuda, live = traced.trace.log, device.kind == "cuda", Counter()
@@ -189,7 +189,7 @@ def _explained(experiment: Experiment, device: Device, probe: Any, tell: Tell):
         peak = allocator_replay.replayed(log, device.settings, device.memory_bytes).peak
     else:
         peak = ends[traced.totals.argmax()]
-    sizes: Counter = Counter()  # of what the model computed, in bytes
+    sizes: Counter = Counter()  # {bytes: number of live activations and temporaries of that size}
     for event in log.events[:peak]:
         number, sign = (event, 1) if event >= 0 else (~event, -1)
         (size, label), (module, source) = log.blocks[number], blocks[number]
@@ -198,15 +198,15 @@ def _explained(experiment: Experiment, device: Device, probe: Any, tell: Tell):
         live[*what, source] += sign * (rounded(size) if on_cuda else size)
     hidden = "rounding of the allocator" if on_cuda else made.memory.peak_operation
     live[str(Category.INSIDE_OPERATIONS), "", hidden, ""] += made.peak_bytes - live.total()
-    warnings += tuple(_of_peak(experiment, made, sizes))
+    warnings += tuple(_peak_warnings(experiment, made, sizes))
     return made, Counter({tensor: size for tensor, size in live.items() if size}), warnings
 
 
-_LEAST = 0.05  # of the peak: smaller parts are not explained
+_LEAST = 0.05  # of the peak; smaller parts are not explained
 
 
-def _of_peak(experiment: Experiment, made: MemoryEstimate, sizes: Counter) -> Iterator[str]:
-    """Yield why the peak is where it is; `sizes`: how many activations and temporaries of which bytes live there."""
+def _peak_warnings(experiment: Experiment, made: MemoryEstimate, sizes: Counter) -> Iterator[str]:
+    """Yield the reasons for the peak. `sizes`: {bytes: number of activations and temporaries of that size there}."""
     arguments, task, memory = experiment.arguments, experiment.task, made.memory
     size = functools.partial(bytes_text, binary=made.device == "cuda")
     batch = arguments.get("per_device_train_batch_size", 8)
@@ -235,7 +235,7 @@ def _of_peak(experiment: Experiment, made: MemoryEstimate, sizes: Counter) -> It
 
 
 def _witnessed(follow: Callable, experiment: Experiment, tracker: Any):
-    """`trace.follow`, and what a witness tells: (module, line) of each block, ends of operations, warnings."""
+    """Run `trace.follow` with a `Witness`; add (module, line) of each block, ends of operations, and warnings."""
     from torch.nn.modules.module import register_module_forward_pre_hook
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -260,18 +260,18 @@ def _witnessed(follow: Callable, experiment: Experiment, tracker: Any):
 
 
 class Witness:
-    """Looks on while a tracker follows a training."""
+    """Observe a tracker that traces a training: note lines of code, and the parameters that blocks belong to."""
 
     def __init__(self, tracker: Any):
         self._tracker, self._execute, self._prepared = tracker, tracker.execute, adapters.prepared
         self._model: Any = None  # the outermost module that was called
-        self._lines: dict[int, str] = {}  # by the number of the operation
-        self._owners: dict[int, str] = {}  # parameters, by the id of a block that holds one, its gradient or states
-        self._cast: set[int] = set()  # ids of the parameters that were cast up
-        self._idle: list[str] = []  # parameters that should learn and got no gradient
+        self._lines: dict[int, str] = {}  # {number of an operation: line}
+        self._owners: dict[int, str] = {}  # {id of a block with a weight, its gradient or states: parameter's name}
+        self._cast: set[int] = set()  # ids of the parameters that were cast to a wider type
+        self._idle: list[str] = []  # trainable parameters that got no gradient
 
     def enter(self, module, _) -> None:
-        self._model = self._model or getattr(module, "module", module)  # of ranks the model is inside
+        self._model = self._model or getattr(module, "module", module)  # DistributedDataParallel wraps the model
 
     def see(self, function, args, kwargs):
         self._lines[len(self._tracker.operations)] = _line(sys._getframe(1))
@@ -284,7 +284,7 @@ class Witness:
         return made
 
     def note(self, optimizer, *_) -> None:
-        """Whose the blocks of weights, gradients and the optimizer's states are."""
+        """Note which parameter the blocks of weights, gradients and optimizer states belong to."""
         import torch
 
         constants = {id(weight): kept for weight, kept in adapters.constants(self._model)}
@@ -303,7 +303,7 @@ class Witness:
         for position, (block, sign) in enumerate(self._tracker.log):
             number = min(bisect.bisect_right(ends, position), len(ends) - 1)
             name, line = self._owners.get(id(block)), ""
-            if name is None and block.operation not in ("before", "copy to the device"):  # by no operation
+            if name is None and block.operation not in ("before", "copy to the device"):  # these two are no operations
                 name, line = operations[number][3], self._lines.get(number)
             if sign > 0:
                 found.append((self._plain(name), line or self._forward_of(name)) if name else ("", line))
@@ -315,8 +315,8 @@ class Witness:
 
     @functools.cache  # noqa: B019, it lives as long as its process
     def _forward_of(self, name: str) -> str:
-        """The line at which the forward begins of the module that has this name, or holds the parameter: of the
-        nearest around it that is the model's own."""
+        """Return the first line, as file:line, of the forward of this module or of the module that holds this
+        parameter. If that is a library's, take the nearest enclosing module with code of its own."""
         module = self._modules.get(name)
         code = module is not None and getattr(inspect.unwrap(type(module).forward), "__code__", None)
         if code and not _is_library(file := _shown(code.co_filename)):
@@ -325,7 +325,7 @@ class Witness:
 
     @functools.cache  # noqa: B019
     def _plain(self, name: str) -> str:
-        """The name of a module or a parameter, one for all layers, and the same with adapters as without."""
+        """Return a module's or parameter's name with "*" for layer numbers, the same with and without adapters."""
         model = self._model.get_base_model() if hasattr(self._model, "get_base_model") else self._model
         if name in ("base_model", "base_model.model", type(self._model).__name__):
             return type(model).__name__
@@ -333,7 +333,7 @@ class Witness:
         return name.replace(".base_layer", "").replace(".default", "")
 
     def warnings(self, experiment: Experiment) -> tuple[str, ...]:
-        """What holds of the model as it was built, each with its evidence."""
+        """Return warnings about the model as it was built, each with its evidence."""
         import torch
 
         weights, found = dict(self._model.named_parameters()), []
@@ -348,38 +348,38 @@ class Witness:
         head, table = (getattr(self._model, f"get_{end}put_embeddings", lambda: None)() for end in ("out", "in"))
         tied = [n for n, w in weights.items() if w is getattr(head, "weight", None) is getattr(table, "weight", None)]
 
-        def tell(text: str, names: Iterable[str]) -> None:
+        def warn(text: str, names: Iterable[str]) -> None:
             shown, size = [*dict.fromkeys(map(self._plain, names))], sum(weights[name].nbytes for name in names)
             more = f" and {len(shown) - 3} more" * (len(shown) > 3)
             found.extend([f"{text}: {', '.join(shown[:3])}{more}, {bytes_text(size)}"] if shown else [])
 
         if quantization:
-            tell("these experts are not quantized, because they are not linear layers", experts)
-            tell("these linear layers are not quantized", linear)
+            warn("these experts are not quantized, because they are not linear layers", experts)
+            warn("these linear layers are not quantized", linear)
         elif adapted:
-            tell("the frozen weights are in fp32", [n for n, w in base.items() if w.dtype is torch.float32])
+            warn("the frozen weights are in fp32", [n for n, w in base.items() if w.dtype is torch.float32])
         if adapted and (kind := experiment.weights.dtype) != "float32":
             cast = [n for n, w in weights.items() if w.requires_grad and w.dtype is torch.float32 and n not in copies]
-            tell(f"peft casts these adapters to fp32 beside a base in {kind} (autocast_adapter_dtype)", cast)
+            warn(f"peft casts these adapters to fp32 beside a base in {kind} (autocast_adapter_dtype)", cast)
         cast = [n for n, w in weights.items() if id(w) in self._cast]
-        tell("prepare_model_for_kbit_training cast these weights to fp32", cast)
-        tell("modules_to_save makes trainable copies of whole modules", copies)
+        warn("prepare_model_for_kbit_training cast these weights to fp32", cast)
+        warn("modules_to_save makes trainable copies of whole modules", copies)
         if getattr(self._model.config, "tie_word_embeddings", False):
             shape = getattr(getattr(table, "weight", None), "shape", None)
             text = "modules_to_save breaks the tie of head and embedding: these copies are beside the matrix of both"
-            tell(text, [n for n in copies if weights[n].shape == shape])
+            warn(text, [n for n in copies if weights[n].shape == shape])
         wrapped = {id(each.get_param()) for each in self._modules.values() if type(each).__name__ == "ParamWrapper"}
         text = "target_parameters adds adapters to these whole weights: each forward makes tensors of their size"
-        tell(text, [n for n, w in weights.items() if id(w) in wrapped])
+        warn(text, [n for n, w in weights.items() if id(w) in wrapped])
         if quantization or copies:
-            tell("the head is tied to the embedding, which is stored once, unquantized", tied)
+            warn("the head is tied to the embedding, which is stored once, unquantized", tied)
         if arguments.get("gradient_checkpointing"):
-            tell(f"no gradient reaches these weights: {_IDLE}", [*dict.fromkeys(self._idle)])
+            warn(f"no gradient reaches these weights: {_IDLE}", [*dict.fromkeys(self._idle)])
         return tuple(found)
 
 
 def _line(frame: Any) -> str:
-    """The innermost line outside the libraries, as file:line; "" where what calls the model comes first."""
+    """Return the innermost line outside the libraries as file:line; "" if the code that calls the model comes first."""
     while frame is not None and not (file := _shown(frame.f_code.co_filename)).startswith(_CALLERS):
         if not _is_library(file):
             return f"{file}:{frame.f_lineno}"
@@ -393,6 +393,6 @@ def _is_library(file: str) -> bool:
 
 @functools.cache
 def _shown(file: str) -> str:
-    """A file, from the folder on that Python finds it in."""
+    """Return a file's path relative to the folder in which Python finds it."""
     folders = [each for each in sys.path if each and file.startswith(each + os.sep)]
     return file[len(max(folders, key=len)) + 1 :].replace(os.sep, "/") if folders else file

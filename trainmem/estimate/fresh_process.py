@@ -9,7 +9,7 @@ from typing import Any
 from trainmem.estimate import answers
 from trainmem.measure import processes
 
-Tell = Callable[[int], Any]  # is called with the percentage of the work that is done
+Tell = Callable[[int], Any]  # a function to call with the percentage of the work that is done
 
 
 def ask(
@@ -23,7 +23,7 @@ def ask(
 
     Args:
         function: e.g. `peak_memory.estimate_experiment`.
-        model: its name, for messages.
+        model: the model's name, for messages.
         timeout: seconds.
         on_percent: called with the percentage of the work that is done.
 

@@ -1,8 +1,9 @@
-"""In which order CUDA's kernels ask for memory: results, and what they need for themselves while they run.
+"""List the memory requests of CUDA's kernels in their order: results, and buffers used during the operation.
 
-A result of several tensors is not always made in the order in which it is returned, and some kernels take memory that
-no tensor shows. Each rule is what torch 2.13's own CUDA build was seen to ask its allocator for in a rehearsal; the
-sources name why. What has no rule here makes its results in order and takes nothing else.
+Some kernels make several results in another order than they return them, and some take memory that no tensor shows.
+Each rule reproduces the requests of torch 2.13's CUDA build in a rehearsal; its docstring says what the kernel does. An
+operation without a rule requests only its results, in order. A rule gets `made`, the results on fake tensors, and the
+operation's arguments; it returns tensors (results) and bytes of buffers, which are held until the end or a `Free`.
 """
 
 import math
@@ -19,16 +20,16 @@ from trainmem.estimate.attention_kernels import HALF, Free, Gpu, Step, contiguou
 
 aten = torch.ops.aten
 WORD = 8  # bytes of an index
-CUB_BYTES = 256  # the parts of what CUB takes are multiples of it
+CUB_BYTES = 256  # CUB's buffers consist of parts that are multiples of it
 
 
 class Kernels:
-    """The kernels of a GPU of one compute capability.
+    """The memory requests of kernels on a GPU of one compute capability.
 
     Args:
         capability: the compute capability.
-        is_on_device: whether a tensor is on the GPU.
-        rules: the rules of torch's release; None: the installed one's.
+        is_on_device: tells whether a tensor is on the GPU.
+        rules: those of a torch release; None: the installed one's.
     """
 
     def __init__(
@@ -41,14 +42,17 @@ class Kernels:
         self._gpu = Gpu(capability, reduction_scratch.processors(capability), rules or release())
         self.workspace_bytes = workspace_bytes(capability)
         newest = capability >= (9, 0)
-        # Numbers that a block of threads takes at once, see `_scan_bytes` and `_sort_bytes` (by the bytes of a key).
+        # Elements that a block of threads takes at once, see `_scan_bytes` and `_sort_bytes` (by the bytes of a key).
         self._unique_at_once = 4928 if newest else 1344 if capability == (8, 0) else 320
         sorted_at_once = {7: (2816, 2816), 8: (3072, 3840)}.get(capability[0], (5376, 4608))
         self._sorted_at_once = dict(zip((4, 8), sorted_at_once, strict=True))
 
     def program(self, function, args: Sequence, kwargs: dict, result) -> Iterable[Step]:
-        """What the operation asks for, in order. `function` is what autograd leaves on CPU tensors: grid_sampler_2d of
-        `grid_sample`, say; where a GPU takes another operation, `cuda.py` decides."""
+        """Return the requests of an operation in their order.
+
+        `function` is the operation that autograd calls on CPU tensors, e.g. grid_sampler_2d for `grid_sample`. If a GPU
+        would run another one, `cuda.py` has already replaced it.
+        """
         made = [result] if isinstance(result, torch.Tensor) else [*filter(torch.is_tensor, tree_leaves(result))]
         packet = function.overloadpacket
         if rule := attention_kernels.RULES.get(packet):
@@ -56,7 +60,7 @@ class Kernels:
         if rule := _RULES.get(packet):
             return rule(self, made, *args, **kwargs)
         if function.namespace == "bitsandbytes":
-            copied, steps, _ = self._of_bitsandbytes(function, made, args, kwargs)
+            copied, steps, _ = self._bitsandbytes_program(function, made, args, kwargs)
             return [*(bytes_ for each in copied for bytes_ in contiguous_copy(each)), *steps]
         if packet in _COPIED:
             before, after = _COPIED[packet]
@@ -71,22 +75,22 @@ class Kernels:
             return [*made, *self._reduction(_REDUCTIONS[packet], made[0], *args, **kwargs)]
         return made
 
-    def _of_bitsandbytes(self, function, made, args, kwargs):
+    def _bitsandbytes_program(self, function, made, args, kwargs):
         gpu = self._gpu.processors.count, self._gpu.capability
         return quantized_kernels.program(gpu, function._opname, made, *args, **kwargs)
 
     def multiplies(self, function, args: Sequence, kwargs: dict) -> bool:
-        """Whether cuBLAS does it."""
+        """Return whether cuBLAS or cuBLASLt runs the operation."""
         if function.namespace == "bitsandbytes":
-            return self._of_bitsandbytes(function, [args[0]] * 3, args, kwargs)[2]
-        if function.overloadpacket is aten._grouped_mm:  # group by group unless it has a kernel
+            return self._bitsandbytes_program(function, [args[0]] * 3, args, kwargs)[2]
+        if function.overloadpacket is aten._grouped_mm:  # without a kernel of its own: one matmul per group
             return not self._has_grouped_kernel(args[0])
         if function.overloadpacket is aten.bmm and args[0].shape[-1] == 1 and not self._gpu.rules.keeps_workspaces:
-            return False  # Triton does outer products (torch/_native/ops/bmm_outer_product)
-        return function.overloadpacket in _PRODUCTS or function.namespace == "transformers"  # experts, one by one
+            return False  # Triton computes outer products (torch/_native/ops/bmm_outer_product)
+        return function.overloadpacket in _PRODUCTS or function.namespace == "transformers"  # experts one by one
 
     def workspaces(self, function, args: Sequence, kwargs: dict) -> list[tuple[str, int]]:
-        """Return the workspaces that a matmul asks for, a name and bytes each, if cuBLAS or cuBLASLt does it."""
+        """Return (name, bytes) of the workspaces that an operation requests if it is a matmul, otherwise []."""
         if not self.multiplies(function, args, kwargs):
             return []
         rules = self._gpu.rules
@@ -99,7 +103,7 @@ class Kernels:
         return self._gpu.capability[0] in (9, 10) and tensor.dtype is torch.bfloat16
 
     def _grouped(self, made, first, second, offsets=None, *_, **__):
-        """Sizes, strides and pointers of each group, and a workspace for each multiprocessor (cuda/GroupMM.cu)."""
+        """Request sizes, strides and pointers of each group, and a workspace per multiprocessor (cuda/GroupMM.cu)."""
         if not self._has_grouped_kernel(first):
             return made
         groups = first.shape[0] if offsets is None else offsets.numel()
@@ -116,7 +120,7 @@ class Kernels:
         return [*made, *self._reduction(max(4, made[0].element_size()), made[0], tensor, dim)]
 
     def _reduction(self, bytes_each: int, made, tensor, dim=None, keepdim=False, *_, dtype=None, **__) -> list[Step]:
-        """A sum, a mean, ... along some dimensions: whole numbers are widened first, several blocks share a result."""
+        """Return a reduction's requests: integers are widened first; several blocks of threads may share a result."""
         if not tensor.numel():
             return []
         dims = range(tensor.dim()) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
@@ -126,12 +130,14 @@ class Kernels:
         copy = [tensor.numel() * made.element_size()] if casts else []
         return copy + reduction_scratch.scratch_bytes(tensor.shape, tensor.stride(), dims, self._gpu.processors, wider)
 
-    # ---- sorts and what is sorted
+    # ---- sorts, and operations that sort
 
     def _embedding_backward(self, made, gradient, indices, weights, padding, scale_by_frequency, *_, **__):
-        """Indices sorted, and a sum for each run of up to 10 equal ones: kept in fp32 until those of an index are
-        added, or where few rows are asked for often added to fp32 rows at once; few indices need neither
-        (cuda/Embedding.cu, cuda/EmbeddingBackwardKernel.cu)."""
+        """Sort the indices, and sum each run of up to 10 equal ones (cuda/Embedding.cu, EmbeddingBackwardKernel.cu).
+
+        The sums are kept in fp32 until those of one index are added. If few rows occur often, they are added to fp32
+        rows at once. A short list of indices needs neither.
+        """
         count, width = indices.numel(), gradient.shape[-1]
         copies = [*contiguous_copy(gradient), *contiguous_copy(indices)]
         if count <= 3072 and not scale_by_frequency:
@@ -150,17 +156,17 @@ class Kernels:
         return [*copies, *ordered, *made, *unique, *parts]
 
     def _index(self, made, tensor, indices, *_, **__):
-        """Indices of 32 bits are widened (TensorAdvancedIndexing.cpp: make_info)."""
+        """Widen indices of 32 bits (TensorAdvancedIndexing.cpp: make_info)."""
         narrow = [index for index in indices if index is not None and index.dtype is torch.int32]
         return [*(index.numel() * WORD for index in narrow), *made]
 
     def _put(self, made, tensor, indices, values, accumulate=False, unsafe=False, *_, **__):
-        """Values that are added are sorted by their index first, once the smallest and the largest are known to be
-        inside (cuda/Indexing.cu: index_put_with_sort_kernel)."""
+        """Sort the values by index before they are added; first check that the smallest and largest index are in bounds
+        (cuda/Indexing.cu: index_put_with_sort_kernel)."""
         positions = [index for index in indices if index is not None]
         if not accumulate or not positions or positions[0].dtype not in (torch.int64, torch.int32):
             return made
-        # Autograd's own formula puts gradients into zeros, and looks at no bounds.
+        # Autograd's own formula puts gradients into zeros, and checks no bounds.
         is_checked = torch.is_grad_enabled() and not unsafe
         checks = [step for index in positions for step in self._bounds(index)] if is_checked else []
         count = math.prod(torch.broadcast_shapes(*(index.shape for index in positions)))
@@ -171,7 +177,7 @@ class Kernels:
         return [*made, *checks, *place, *contiguous_copy(values), each, each, each, sort]
 
     def _bounds(self, index: torch.Tensor) -> list[Step]:
-        """Smallest and largest at once, and whether they are inside."""
+        """Return the requests of the check: smallest and largest index at once, and whether they are in bounds."""
         shared = reduction_scratch.scratch_bytes(
             index.shape, index.stride(), range(index.dim()), self._gpu.processors, 2 * WORD
         )
@@ -186,21 +192,22 @@ class Kernels:
         return [*made, count * WORD, self._sort_bytes(count, 1 << (8 * key - 2), key)]
 
     def _scan(self, made, tensor, dim, *_, **__):
-        """Experts are counted in floats on a CPU, in int32 on a GPU (transformers/integrations/moe.py)."""
+        """Cast first, except to count experts: in floats on CPUs, int32 on GPUs (transformers/integrations/moe.py)."""
         dtype, counted = made[0].dtype, made[0].dtype is torch.int32 and tensor.dtype is torch.float32
         cast = [] if counted or tensor.dtype is dtype else [tensor.numel() * dtype.itemsize]
         copy = [] if cast else contiguous_copy(tensor)
-        is_one = tensor.dim() and tensor.numel() == tensor.shape[dim]  # else each row is summed by itself
+        is_one = tensor.dim() and tensor.numel() == tensor.shape[dim]  # otherwise each row is a scan of its own
         tile = (1920, 8) if dtype.itemsize == 4 else (7680, 16) if dtype in HALF else ()
         return [*made, *cast, *copy, *([_scan_bytes(tensor.numel(), *tile)] if is_one else [])]
 
     def _safe_softmax(self, made, tensor, dim, *_, **__):
-        """Which rows are masked as a whole, and the zero that is written there (native/SoftMax.cpp)."""
+        """Find the fully masked rows, and make the zero that is written there (native/SoftMax.cpp)."""
         return [*made, tensor.numel(), tensor.numel() // tensor.shape[dim], made[0].element_size()]
 
     def _sort_bytes(self, count: int, largest: int, key: int = WORD) -> int:
-        """Of a radix sort of keys with their positions: the bins of each pass over 8 bits, how far each block's share
-        is, and for more than one pass both once more (NVIDIA/cccl, cub/device/dispatch/dispatch_radix_sort.cuh)."""
+        """Return the bytes of a radix sort of keys with positions (NVIDIA/cccl,
+        cub/device/dispatch/dispatch_radix_sort.cuh): the bins of each pass over 8 bits, each block's progress, and for
+        more than one pass a second set of keys and positions."""
         passes = -(-max(largest - 1, 1).bit_length() // 8)
         shares = -(-count // self._sorted_at_once[key])
         again = next_multiple(count * key, CUB_BYTES) + next_multiple(count * WORD, CUB_BYTES) if passes > 1 else 0
@@ -209,35 +216,35 @@ class Kernels:
     # ---- others
 
     def _where(self, made, condition, *values, **__):
-        """A number is copied to the device first (native/TensorCompare.cpp: where_self_out)."""
+        """Copy numbers to the device first (native/TensorCompare.cpp: where_self_out)."""
         numbers = [value for value in values if not value.dim() and not self._is_on_device(value)]
         return [*(value.element_size() for value in numbers), *made]
 
     def _masked_scatter(self, made, tensor, *_, **__):
-        """The number of each element among those that the mask chooses (cuda/IndexKernel.cu: masked_scatter_kernel)."""
+        """Number the elements that the mask selects (cuda/IndexKernel.cu: masked_scatter_kernel)."""
         return [*made, WORD * tensor.numel(), _scan_bytes(tensor.numel())]
 
     def _softmax_backward(self, made, gradient, output, *_, **__):
-        """Gradient times output (cuda/SoftMax.cu: softmax_backward_cuda_out)."""
+        """Multiply gradient and output (cuda/SoftMax.cu: softmax_backward_cuda_out)."""
         copies = [*contiguous_copy(gradient), *contiguous_copy(output)]
         return [*made, *copies, gradient.numel() * gradient.element_size()]
 
     def _isinf(self, made, tensor, *_, **__):
-        """Whether the absolute value is infinite."""
+        """Compute the absolute values in a buffer first."""
         return [tensor.numel() * tensor.element_size(), *made, Free(0)]
 
     def _group_norm(self, made, tensor, weight, bias, size, channels, *_, **__):
-        """Mean and deviation in fp32, a factor and a shift for each sample and channel (cuda/group_norm_kernel.cu)."""
+        """Make mean and deviation in fp32, and factor and shift per sample and channel (cuda/group_norm_kernel.cu)."""
         wide = [2 * made[1].nbytes] * 2 if made[1].dtype in HALF else []
         return [*made, *wide, *([4 * size * channels] * 2 if weight is not None else [])]
 
     def _group_norm_backward(self, made, gradient, tensor, mean, deviation, weight, size, channels, _, groups, *__):
-        """Sums for each sample and channel, and for each sample and group (cuda/group_norm_kernel.cu)."""
+        """Sum per sample and channel, and per sample and group (cuda/group_norm_kernel.cu)."""
         each, group = 4 * size * channels, 4 * size * groups
         return [*made, each, each, group, group, each]
 
     def _roll(self, made, tensor, shifts, dims=(), *_, **__):
-        """One dimension after the other (TensorTransformations.h: roll_common)."""
+        """Roll one dimension after the other (TensorTransformations.h: roll_common)."""
         steps: list[Step] = contiguous_copy(tensor)
         for _ in dims[1:]:
             steps += [tensor.nbytes, Free(0)] if steps else [tensor.nbytes]
@@ -250,7 +257,7 @@ class Kernels:
     def _convolution_backward(
         self, made, gradient, tensor, weight, biases, stride, padding, dilation, transposed, extra, groups, wanted, **__
     ):
-        """Gradients of the images, the weights and the bias; torch's own kernel makes that of the weights first
+        """Make the gradients of images, weights and bias; torch's own depthwise kernel makes that of the weights first
         (native/Convolution.cpp: convolution_backward)."""
         layout = _layout_of_convolution(tensor, weight)
         rest = iter(made)
@@ -273,8 +280,10 @@ class Kernels:
         return [*steps, bias, *shared]
 
     def _norms(self, made, tensors, *_, **__):
-        """A partial norm for each chunk of 65,536 elements: as many for each tensor as for the largest, or just those
-        that it has, with the offsets of the tensors that are not empty (cuda/ForeachReduceOp.cu)."""
+        """Compute a partial norm for each chunk of 65,536 elements (cuda/ForeachReduceOp.cu).
+
+        In older releases each tensor gets as many as the largest one; newer ones need the offsets of non-empty tensors.
+        """
         chunks = [-(-tensor.numel() // 65536) for tensor in tensors]
         if self._gpu.rules.compacts_norms:
             return [WORD * (1 + sum(map(bool, chunks))), 4 * sum(chunks), *made]
@@ -285,8 +294,8 @@ class Kernels:
 
 
 def _is_lt(function, args, kwargs) -> bool:
-    """Whether cuBLASLt does the matmul: one to which a bias of one number per column is added, and in 16 bits a matrix
-    (native/cuda/Blas.cpp: isInputCompliesAddmmCudaLt)."""
+    """Return whether cuBLASLt runs the operation: a matmul that adds a bias with one number per column or, in 16 bits,
+    a matrix (native/cuda/Blas.cpp: isInputCompliesAddmmCudaLt)."""
     if function.namespace == "bitsandbytes":  # weights of 4 bits are dequantized for `linear`
         bias = kwargs.get("bias", args[6] if len(args) > 6 else None)
         return bias is not None and (args[0].dim() == 2 or args[0].is_contiguous())
@@ -303,16 +312,16 @@ def _is_lt(function, args, kwargs) -> bool:
 
 
 def _scan_bytes(count: int, tile: int = 896, each: int = 16) -> int:
-    """Of a running sum by CUB, or one over whether neighbours differ: what it knows of each tile and of 32 before the
-    first (NVIDIA/cccl, cub/agent/single_pass_scan_operators.cuh)."""
+    """Return the bytes of CUB's running sum over `count` elements (NVIDIA/cccl,
+    cub/agent/single_pass_scan_operators.cuh): `each` bytes for each `tile` of elements and for 32 before the first."""
     return next_multiple(each * (-(-count // tile) + 32), CUB_BYTES) + 511
 
 
-# ---- in which order a kernel wants a tensor's elements: those that lie otherwise are copied first
+# ---- memory formats that kernels need: other tensors are copied first
 
 
 def _layout_of_convolution(tensor: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
-    """The order in which a convolution works: channels last if the images or the weights lie so
+    """Return the memory format of a convolution: channels last if the images or the weights have it
     (ATen/native/ConvUtils.h: cudnn_conv_suggest_memory_format)."""
     if tensor.dim() != 4 or torch.float64 in (tensor.dtype, weight.dtype):
         return torch.contiguous_format
@@ -323,7 +332,7 @@ def _layout_of_convolution(tensor: torch.Tensor, weight: torch.Tensor) -> torch.
 def _is_torchs_own_depthwise(
     tensor: torch.Tensor, weight: torch.Tensor, stride: Sequence[int], dilation: Sequence[int], groups: int
 ) -> bool:
-    """Whether torch convolves each channel by itself with its own kernel, and not with cuDNN's
+    """Return whether torch's own kernel, not cuDNN's, convolves each channel by itself
     (ATen/native/Convolution.cpp: use_cudnn_depthwise, check_cudnn_depthwise_workload_with_filter)."""
     if groups == 1 or tensor.shape[1] != groups or weight.shape[0] % groups:
         return False
@@ -347,7 +356,7 @@ def _is_torchs_own_depthwise(
     return not (groups >= 512 or (groups >= 256 and width >= 28))
 
 
-# ---- which operation has which rule
+# ---- the rules by operation
 
 _RULES: dict[torch._ops.OpOverloadPacket, Callable[..., Iterable[Step]]] = {
     aten.native_dropout: Kernels._dropout,
@@ -374,8 +383,8 @@ _RULES: dict[torch._ops.OpOverloadPacket, Callable[..., Iterable[Step]]] = {
     aten._grouped_mm: Kernels._grouped,
     aten._foreach_norm: Kernels._norms,
 }
-# Operations with no rule but that some arguments have to be contiguous: which are copied before the results are made,
-# and which after.
+# Operations whose only rule is that some arguments must be contiguous: positions of those that are copied before the
+# results are made, and of those copied after.
 _COPIED = {
     aten.embedding: ((1,), ()),
     aten.native_layer_norm: ((0,), ()),
@@ -394,7 +403,7 @@ _COPIED = {
 }
 _ON_IMAGES = {aten.max_pool2d_with_indices, aten.max_pool2d_with_indices_backward, aten._adaptive_avg_pool2d}
 _ON_IMAGES |= {aten.avg_pool2d, aten.avg_pool2d_backward, aten.upsample_nearest2d}
-# Bytes of one number that a reduction accumulates; 0: those of its result, but for half of fp32, and whole numbers are
+# Bytes of one accumulated number of a reduction; 0: those of the result's type, but fp32 for 16 bits, and integers are
 # widened first.
 _REDUCTIONS = {aten.sum: 0, aten.mean: 0, aten.nansum: 0, aten.any: 1, aten.all: 1, aten.amax: 4, aten.amin: 4}
 _REDUCTIONS |= {aten.max: 4, aten.min: 4}

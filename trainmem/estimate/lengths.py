@@ -1,7 +1,7 @@
-"""The worst batch of a data set, from the lengths of its samples: which step holds the peak, and what fits a card.
+"""Find the worst batch of a data set from its samples' lengths: the step with the peak, and the sizes that fit a card.
 
-The batches are those of the Trainer's own loader, drawn in a clean process. A step is followed on the very lengths of
-its samples, padded or packed (`Task.lengths`), between the steps before and after it.
+The batches come from the Trainer's own loader, in a fresh subprocess. A step is traced with the exact lengths of its
+samples, padded or packed (`Task.lengths`), between the steps before and after it.
 """
 
 import bisect
@@ -22,26 +22,27 @@ from trainmem.estimate.memory_estimate import Fits, MemoryEstimate
 from trainmem.measure import processes
 from trainmem.texts import bytes_text, reading
 
-LONGEST = 1 << 20  # tokens of a sample
-_MOST_ROWS = 1 << 10  # of a batch that is looked for
-_OF_ORDER = ("per_device_train_batch_size", "gradient_accumulation_steps", "seed", "data_seed", "accelerator_config")
-_OF_ORDER += ("train_sampling_strategy", "dataloader_drop_last")
+LONGEST = 1 << 20  # most tokens of a sample
+_MOST_ROWS = 1 << 10  # upper limit of the search for the largest batch
+# Arguments that affect the order of the samples.
+_ORDER_ARGUMENTS = ("per_device_train_batch_size", "gradient_accumulation_steps", "seed", "data_seed")
+_ORDER_ARGUMENTS += ("accelerator_config", "train_sampling_strategy", "dataloader_drop_last")
 
-Steps = list[list[list[int]]]  # of each optimizer step its micro-batches, as numbers of samples
+Steps = list[list[list[int]]]  # for each optimizer step its micro-batches, as lists of sample numbers
 
 
 def read(file: str | os.PathLike) -> tuple[int, ...]:
-    """The lengths in a text file, with blanks, commas or ends of lines between. Raises ValueError as `checked` does."""
+    """Read lengths from a text file, separated by blanks, commas or line ends. Raises ValueError as `checked` does."""
     with reading(file, "text", "a text file"):
         text = Path(file).read_text(encoding="utf-8")
     return checked(text.translate(str.maketrans(",[]", "   ")).split(), str(file))
 
 
 def checked(values: Iterable, name: str = "lengths") -> tuple[int, ...]:
-    """Lengths as whole numbers, e.g. of a column of `datasets`; of rows of token ids their lengths count.
+    """Return lengths as whole numbers. Rows of token ids, e.g. a column of `datasets`, count with their lengths.
 
     Raises:
-        ValueError: there are none, or one is no whole number from 1 to `LONGEST`; they are called by their `name`.
+        ValueError: there are none, or one is not a whole number from 1 to `LONGEST`; the message calls them `name`.
     """
     found = []
     for number, value in enumerate(values, 1):
@@ -57,27 +58,27 @@ def checked(values: Iterable, name: str = "lengths") -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class WorstBatch:
-    """The step that holds the peak of a training's first epoch, and what the other ways to batch would take."""
+    """The step that holds the peak of a training's first epoch, and what other ways to batch would need."""
 
     lengths: tuple[int, ...]  # tokens in each sample
     shapes: tuple[tuple[tuple[int, int], ...], ...]  # (rows, padded length) of each step's micro-batches, as sampled
     step: int  # the worst one, counted from 0
-    order: tuple[int, ...]  # of the samples, with the worst step's first: train_sampling_strategy="sequential"
+    order: tuple[int, ...]  # samples, the worst step's first, for train_sampling_strategy="sequential"
     estimate: MemoryEstimate  # of the worst step between its neighbours, with the optimizer's states
-    packed: MemoryEstimate | None  # the same of the worst step with packed batches; None: not of this kind of model
-    padded_tokens: int  # of the epoch, padding included; packed there are sum(lengths)
-    fits: Fits | None = None  # whether the worst step does; None: no card was named
-    largest_batch: tuple[int, Fits] | None = None  # rows, with samples as long as the longest; 0: not even one
-    largest_length: tuple[int, Fits] | None = None  # tokens, in batches of as many rows as now
+    packed: MemoryEstimate | None  # the same for the worst step of packed batches; None: not a causal language model
+    padded_tokens: int  # of the epoch, with padding; packed batches have sum(lengths)
+    fits: Fits | None = None  # whether the worst step fits; None: no card was named
+    largest_batch: tuple[int, Fits] | None = None  # rows, with samples as long as the longest; 0: not even one fits
+    largest_length: tuple[int, Fits] | None = None  # tokens, with the present number of rows
 
     @property
     def weights(self) -> str:
-        """Their type, and who chose it."""
+        """The weights' type, and what decided it."""
         return self.estimate.weights
 
     @property
     def assumptions(self) -> list[str]:
-        """In words, what was modelled or left out."""
+        """The assumptions: what was modelled or left out, one sentence each."""
         left = "; free memory cached by steps of other shapes may add to the reserved bytes" * (
             self.estimate.device == "cuda"
         )
@@ -87,15 +88,15 @@ class WorstBatch:
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON holds it: peaks in bytes; an answer that is unknown is null."""
+        """Return a dictionary for JSON: peaks in bytes; an unknown answer is null."""
         names = ("weights", "lengths", "shapes", "step", "order", "padded_tokens", "assumptions")
         peaks = {"peak_bytes": self.estimate.peak_bytes, "packed_peak_bytes": self.packed and self.packed.peak_bytes}
         largest = {name: getattr(self, name) for name in ("largest_batch", "largest_length")}
-        told = {name: found and {"size": found[0], **found[1].to_dict()} for name, found in largest.items()}
+        sizes = {name: found and {"size": found[0], **found[1].to_dict()} for name, found in largest.items()}
         return (
             {name: getattr(self, name) for name in names}
             | peaks
-            | told
+            | sizes
             | (self.fits.to_dict() if self.fits is not None else {})
         )
 
@@ -129,15 +130,15 @@ def worst_batch(
 ) -> WorstBatch:
     """Find the batch of a data set that takes the most memory, and with a `card` whether it fits.
 
-    `estimate(Task(..., lengths=...))` traces all batches.
+    To trace all batches instead, use `estimate(Task(..., lengths=...))`.
 
     Args:
-        lengths: tokens in each sample, as `checked` takes them.
-        pad_to_multiple_of: to which the longest sample of a batch is padded.
-        card, device, compute_capability, timeout, arguments: as `estimate` has them, for one process.
+        lengths: tokens in each sample, in a form that `checked` accepts.
+        pad_to_multiple_of: the length of the longest sample in a batch is padded to a multiple of it.
+        card, device, compute_capability, timeout, arguments: as in `estimate`, for one process.
 
     Raises:
-        ValueError: as `estimate` does; lengths that are none, or longer than the model's positions.
+        ValueError: as `estimate` does; or there are no lengths, or one exceeds the model's positions.
     """
     lengths, task = checked(lengths), Task(task) if isinstance(task, str) else task
     task, given = task.replace(pad_to_multiple_of=pad_to_multiple_of), Arguments.of(arguments)
@@ -146,31 +147,34 @@ def worst_batch(
             "train_sampling_strategy='batch_rebalance' is not supported here: choose another strategy, or use "
             "estimate(Task(..., lengths=...))"
         )
-    whose = {"device": device, "compute_capability": compute_capability, "timeout": timeout}
-    if card:  # without a limit of memory: what is given back near it depends on what came before
-        whose |= {"device": "cuda", "compute_capability": cards.named(card).capability}
+    where = {"device": device, "compute_capability": compute_capability, "timeout": timeout}
+    if card:  # without a memory limit: what the allocator frees near a limit depends on earlier steps
+        where |= {"device": "cuda", "compute_capability": cards.named(card).capability}
 
-    def followed(samples: Iterable[int], packed: bool = False, **more) -> MemoryEstimate:
-        asked = arguments | {"train_sampling_strategy": "sequential"} | more
-        return estimate(task.replace(lengths=tuple(samples), packed=packed), **whose, **asked)
+    def traced(samples: Iterable[int], packed: bool = False, **more) -> MemoryEstimate:
+        options = arguments | {"train_sampling_strategy": "sequential"} | more
+        return estimate(task.replace(lengths=tuple(samples), packed=packed), **where, **options)
 
     def wide(size: int) -> int:
         return -(-size // pad_to_multiple_of) * pad_to_multiple_of
 
     room = positions(config := task.build_config())
-    task.replace(seq_len=wide(max(lengths))).length(config)  # says what is too long
-    of_order = Arguments({name: value for name, value in given.training.items() if name in _OF_ORDER})
-    steps: Steps = processes.call(_drawn, lengths, of_order, timeout=timeout)
+    task.replace(seq_len=wide(max(lengths))).length(config)  # raises ValueError if that is too long
+    order_arguments = Arguments({name: value for name, value in given.training.items() if name in _ORDER_ARGUMENTS})
+    steps: Steps = processes.call(_drawn, lengths, order_arguments, timeout=timeout)
     shapes = tuple(tuple((len(rows), wide(max(lengths[i] for i in rows))) for rows in step) for step in steps)
 
     def worst(sizes: list[list[int]], packed: bool) -> tuple[int, MemoryEstimate]:
-        """The step with the highest peak, and its estimate: it has the largest micro-batch, or the largest after the
-        first of a step, where gradients are there already; of equals with most of what is fetched meanwhile."""
+        """Return the step with the highest peak, and its estimate.
+
+        Two candidates are traced: the step with the largest micro-batch, and the one with the largest micro-batch after
+        a step's first, when gradients exist. Ties go to the step with the largest next batch, which is fetched ahead.
+        """
         both = [a + b for a, b in itertools.pairwise([*map(sum, sizes), 0])]
         keys = (max, lambda step: max(step[1:], default=0)) if len(sizes[0]) > 1 else (max,)
         found = {max(range(len(sizes)), key=lambda k: (key(sizes[k]), both[k])) for key in keys}
-        told = {k: followed(_around(steps, k, lengths), packed) for k in found}
-        return max(told.items(), key=lambda item: item[1].peak_bytes)
+        estimates = {k: traced(_around(steps, k, lengths), packed) for k in found}
+        return max(estimates.items(), key=lambda item: item[1].peak_bytes)
 
     padded = [[rows * width for rows, width in step] for step in shapes]
     step, found = worst(padded, packed=False)
@@ -185,13 +189,13 @@ def worst_batch(
     unit = pad_to_multiple_of if pad_to_multiple_of > 1 else 8  # of the largest length, in tokens
 
     def largest(most: int, rows: int = 0, width: int = 0) -> tuple[int, Fits]:
-        """The largest number up to `most`, of rows or of units of width, that fits in three steps alike, and what was
-        said of it. All samples but the first of a batch are one token shorter, so that there is padding."""
+        """Return the largest number up to `most`, of rows or of units of width, that fits in three equal steps, and
+        the `Fits`. All samples but the first of a batch are one token shorter, so that there is padding."""
 
         def ask(number: int) -> Fits:
             high, wide = rows or number, width or number * unit
             samples = [wide, *[max(wide - 1, 1)] * (high - 1)] * (3 * passes)
-            return followed(samples, per_device_train_batch_size=high).fits(card)
+            return traced(samples, per_device_train_batch_size=high).fits(card)
 
         number = bisect.bisect_left(range(1, most + 1), True, key=lambda number: ask(number).answer is not True)
         return number, ask(max(number, 1))
@@ -201,21 +205,21 @@ def worst_batch(
 
 
 def _around(steps: Steps, number: int, lengths: tuple[int, ...]) -> list[int]:
-    """Lengths of a step's samples, with those of the steps before and after it. A first step comes second: its peak
-    would be without the optimizer's states, which it has in all later epochs."""
+    """Return the lengths of a step's samples and of the steps before and after it. A first step is put second, because
+    otherwise its peak would lack the optimizer's states, which it has in all later epochs."""
     before = steps[number - 1] if number else steps[1] if len(steps) > 2 else []
     return [lengths[i] for rows in (*before, *itertools.chain(*steps[number : number + 2])) for i in rows]
 
 
 def _drawn(lengths: tuple[int, ...], arguments: Arguments, tell: Callable[[int], None]) -> Steps:
-    """The batches of the first epoch, from the Trainer's own loader. To be called in a clean process: it seeds."""
+    """Return the first epoch's batches, from the Trainer's own loader. Call it in a fresh subprocess: it sets seeds."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch
     from transformers import Trainer
 
     class Nothing(torch.nn.Module):
         def forward(self, input_ids, number):
-            """What it takes is not removed from the samples."""
+            """Name the columns that the Trainer must not remove from the samples."""
 
     samples = [{"input_ids": range(length), "number": number} for number, length in enumerate(lengths)]
     with tempfile.TemporaryDirectory(prefix="perf_helpers-") as folder:

@@ -1,4 +1,4 @@
-"""Define what an estimate is made for (`Device`) and returns: `MemoryEstimate`, and whether it `Fits` a card."""
+"""Define an estimate's device (`Device`) and its result: `MemoryEstimate`, and whether it `Fits` a card."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,23 +14,23 @@ from trainmem.unknown import Unknown
 class Device:
     """The device whose memory is estimated."""
 
-    kind: str  # "cpu", as it is counted, or "cuda", as `cuda.PARTS` model it
+    kind: str  # "cpu", where memory is counted, or "cuda", where `cuda.PARTS` model it
     compute_capability: tuple[int, int] = cards.DEFAULT_CAPABILITY  # of the GPU
     settings: str = ""  # of torch's allocator, as in PYTORCH_CUDA_ALLOC_CONF
-    memory_bytes: int | None = None  # that the card has for segments; None: no limit
-    rules: Release | None = None  # of torch's allocator; None: the installed one's
+    memory_bytes: int | None = None  # memory that the card has for segments; None: no limit
+    rules: Release | None = None  # of torch's allocator; None: the installed release's
 
 
 @dataclass(frozen=True, slots=True)
 class Fits:
-    """Whether a training fits a card: `bool` returns the answer, or raises `unknown.NeedsValues` with the reason why it
-    is unknown."""
+    """Whether a training fits a card. `bool` returns the answer; if it is unknown, `bool` raises `unknown.NeedsValues`
+    with the reason."""
 
     what: str  # the estimate's name
     card: cards.Card
     answer: bool | Unknown
-    needed_bytes: int  # what the allocator reserves, and the context
-    context_bytes: int  # of these, assumed
+    needed_bytes: int  # the allocator's reserved bytes plus the context
+    context_bytes: int  # the context's part of them, assumed
 
     def __bool__(self) -> bool:
         return bool(self.answer)
@@ -62,36 +62,37 @@ class MemoryEstimate:
 
     name: str  # in tables and pictures
     task: dict[str, Any]  # see `Task.to_dict`
-    arguments: dict[str, Any]  # training arguments, as they were given
+    arguments: dict[str, Any]  # training arguments, as the caller gave them
     device: str  # "cpu" or "cuda"
     memory: Memory  # with the same fields, in bytes, as that of a measured run
-    assumptions: tuple[str, ...]  # in words, what was modelled or left out
-    seconds: float  # that the estimate took
+    assumptions: tuple[str, ...]  # what was modelled or left out, one sentence each
+    seconds: float  # time that the estimate took
     own_bytes: int | None  # peak memory of the process that made it
     processes: int = 1  # ranks of the training; the figures are those of one rank
-    is_too_large: bool = False  # for the card whose memory was given: the figures are those on a card without limit
+    is_too_large: bool = False  # whether it exceeds `device_memory`; the figures are then those without a limit
     attention: tuple[str, ...] = ()  # its fused kernels, e.g. "flash"; empty: attention is plain
-    compute_capability: tuple[int, int] | None = None  # that was requested; None on a CPU
-    device_memory: int | None = None  # bytes for the allocator that were requested; None: no limit
+    compute_capability: tuple[int, int] | None = None  # the requested one; None on a CPU
+    device_memory: int | None = None  # the requested bytes for the allocator; None: no limit
     torch_rules: str | None = None  # the torch release whose rules of CUDA's memory were used; None on a CPU
     untested_torch: str | None = None  # the newer release that they were used for; None: the rules are its own
-    weights: str | None = None  # their type and who chose it, e.g. "weights in bfloat16 (config.json)"
+    weights: str | None = None  # their type and what decided it, e.g. "weights in bfloat16 (config.json)"
 
     @property
     def peak_bytes(self) -> int:
         return self.memory.peak_bytes
 
     def needed_bytes(self, context_bytes: int = 0) -> int:
-        """Return the bytes that the device must have: those that the allocator reserves, or the peak if these are
-        unknown, and on CUDA the context, or `context_bytes` if it is unknown."""
+        """Return the bytes that the device must have: the reserved bytes, or the peak if these are unknown, plus on
+        CUDA the context's, or `context_bytes` if these are unknown."""
         reserved = max(self.memory.reserved_bytes or 0, self.memory.peak_bytes)
         return reserved + (self.memory.context_bytes or (context_bytes if self.device == "cuda" else 0))
 
     def fits(self, card: str | cards.Card) -> Fits:
-        """Return whether it fits a card, given by its name (`cards.CARDS`), with `cards.MARGIN` of its memory free.
+        """Return whether the training fits a card, given by name (`cards.CARDS`), with `cards.MARGIN` of it free.
 
-        True and False are for the card of the estimate, or another of its compute capability. The answer is unknown for
-        any other card, whose attention kernels and workspaces differ, and if it fits only without the margin.
+        True and False are for the estimate's card, or another of its compute capability. The answer is unknown for any
+        other card, because its attention kernels and workspaces differ, and if the training fits only without the
+        margin.
 
         Raises:
             ValueError: an unknown card.

@@ -1,7 +1,7 @@
-"""One rank of a training that several share, in a process that has neither the others nor a GPU.
+"""Trace one rank of a multi-GPU training in a process that has neither the other ranks nor a GPU.
 
-Covers DistributedDataParallel, FSDP2 as the Trainer's `fsdp` asks for it, and DeepSpeed's ZeRO: what each sends,
-divides and gathers. Not covered: a network's buffers.
+Covers DistributedDataParallel, FSDP2 as the Trainer's `fsdp` configures it, and DeepSpeed's ZeRO: what each sends,
+shards and gathers. Not covered: a network's buffers.
 """
 
 import contextlib
@@ -21,12 +21,12 @@ from torch.utils._pytree import tree_map_only
 
 from trainmem.core.outcomes import Invalid
 
-BUCKETS = [1 << 20, 25 << 20]  # bytes of the reducer's first bucket and of the others, at least
+BUCKETS = [1 << 20, 25 << 20]  # minimum bytes of the reducer's first bucket and of the others
 
 
 @contextlib.contextmanager
 def one_rank_of(ranks: int) -> Iterator[None]:
-    """This process is rank 0 of a group whose other members exist in name only."""
+    """Make this process rank 0 of a fake process group with so many `ranks` in this context."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
@@ -36,19 +36,21 @@ def one_rank_of(ranks: int) -> Iterator[None]:
             yield
     finally:
         torch.distributed.destroy_process_group()
-        if deepspeed := sys.modules.get("deepspeed"):  # which keeps the group, and the next training has another
+        if deepspeed := sys.modules.get("deepspeed"):  # it keeps the group, but the next training has another one
             deepspeed.comm.comm.cdb = deepspeed.utils.groups._WORLD_GROUP = None
 
 
 class Replica(torch.nn.parallel.DistributedDataParallel):
-    """A data-parallel model as far as memory goes (torch/nn/parallel/distributed.py): what is sent at the start and,
-    of buffers, before each forward, the reducer's buckets, which are a second set of gradients, and its map of what
-    was used."""
+    """A data-parallel model as far as memory goes (torch/nn/parallel/distributed.py).
+
+    It allocates the buffers of broadcasts at the start and, for the module's buffers, before each forward pass; the
+    reducer's buckets, which are a second set of gradients; and the reducer's map of used parameters.
+    """
 
     def __init__(self, module, *_, find_unused_parameters=False, broadcast_buffers=True, **__):
         torch.nn.Module.__init__(self)
         self.module, self.looks_for_unused = module, find_unused_parameters
-        self.arrived: list[torch.nn.Parameter] = []  # in the first backward; their buckets are made anew in this order
+        self.arrived: list[torch.nn.Parameter] = []  # in the first backward; the buckets are rebuilt in this order
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         _send([*module.parameters(), *module.buffers()])
         self.sends_buffers = broadcast_buffers and any(True for _ in module.buffers())
@@ -62,14 +64,14 @@ class Replica(torch.nn.parallel.DistributedDataParallel):
                 parameter.register_post_accumulate_grad_hook(self._arrive)
 
     def _arrive(self, parameter):
-        if self.arrived is not None and self.syncs_gradients:  # it looks at no others
+        if self.arrived is not None and self.syncs_gradients:  # the reducer ignores passes without a sync
             self.arrived.append(parameter)
 
     def _pre_forward(self):
         if self.arrived and torch.is_grad_enabled():
             arrived, self.arrived = list(dict.fromkeys(self.arrived)), None
             agreed = torch.empty(len(arrived) + 1, dtype=torch.int32, device=arrived[0].device)
-            del agreed  # rank 0's order, sent to all
+            del agreed  # rank 0 broadcasts its order
             self.buckets.clear()
             self.buckets = [*_bucketed(arrived, BUCKETS)]
         if self.sends_buffers and self.syncs_buffers:
@@ -77,7 +79,7 @@ class Replica(torch.nn.parallel.DistributedDataParallel):
         self.syncs_buffers = torch.is_grad_enabled() and self.syncs_gradients  # before the next forward
 
     def forward(self, *args, **kwargs):
-        """Where unused parameters are looked for, what the model returns passes a node of autograd that copies it."""
+        """Run the module. If unused parameters are looked for, autograd copies its outputs."""
         self._pre_forward()
         output = self.module(*args, **kwargs)
         return tree_map_only(torch.Tensor, torch.clone, output) if self.looks_for_unused else output
@@ -87,8 +89,8 @@ class Replica(torch.nn.parallel.DistributedDataParallel):
 
 
 def _send(tensors: list[torch.Tensor]) -> None:
-    """What rank 0 sends to all: flat copies, two at a time (csrc/distributed/c10d/comm.cpp: broadcast_coalesced); a
-    tensor that has no other of its type is sent as it is."""
+    """Allocate rank 0's broadcast buffers: flat copies, two at a time; a tensor that is alone in its bucket is sent
+    without a copy (csrc/distributed/c10d/comm.cpp: broadcast_coalesced)."""
     sent: list[torch.Tensor | None] = []
     for bucket in _bucketed(tensors, [250 << 20], shares_one=True):
         sent = [*sent[-1:], bucket]
@@ -97,8 +99,10 @@ def _send(tensors: list[torch.Tensor]) -> None:
 def _bucketed(
     tensors: list[torch.Tensor], limits: list[int], backwards: bool = False, shares_one: bool = False
 ) -> Iterator[torch.Tensor | None]:
-    """A flat tensor for each bucket into which DistributedDataParallel puts these, or the last bucket first.
-    `shares_one`: None for a bucket of one."""
+    """Yield a flat tensor for each bucket into which DistributedDataParallel puts the tensors.
+
+    `backwards`: begin with the last bucket. `shares_one`: yield None for a bucket of one tensor.
+    """
     buckets, _ = torch.distributed._compute_bucket_assignment_by_size(tensors, limits)
     for bucket in reversed(buckets) if backwards else buckets:
         first, count = tensors[bucket[0]], sum(tensors[index].numel() for index in bucket)
@@ -110,9 +114,11 @@ def _bucketed(
 
 
 @contextlib.contextmanager
-def fsdp_taken_up(send: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Inside this context accelerate takes the Trainer's `fsdp` up, as it does on GPUs only, and `send` is told each
-    tensor that FSDP2 sends to the device before it is divided."""
+def fsdp_enabled(send: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Make accelerate apply the Trainer's `fsdp` in this context, as it does only on GPUs.
+
+    `send` is called with each tensor that FSDP2 sends to the device before it is sharded.
+    """
     from accelerate.state import AcceleratorState
     from accelerate.utils import DistributedType
     from torch.distributed.fsdp._fully_shard import _fsdp_init
@@ -125,18 +131,18 @@ def fsdp_taken_up(send: Callable[[torch.Tensor], None]) -> Iterator[None]:
             state.fsdp_plugin = fsdp_plugin
             if state._mixed_precision != "no":
                 fsdp_plugin.set_mixed_precision(state._mixed_precision)
-        if getattr(state, "fsdp_plugin", None) is not None:  # whoever asks for the state again, too
+        if getattr(state, "fsdp_plugin", None) is not None:  # also for later `AcceleratorState` objects
             state.distributed_type = DistributedType.FSDP
 
     def mesh(*args, **kwargs):
-        with _disable_current_modes():  # its table of ranks is the host's
+        with _disable_current_modes():  # its table of ranks is on the host
             return plain_mesh(*args, **kwargs)
 
     def move(parameters, buffers, *_, **__):
         for tensor in itertools.chain(parameters, buffers):
             if isinstance(tensor, FakeTensor):
                 with _disable_current_modes(), tensor.fake_mode:
-                    tensor.data = torch.empty_like(tensor)  # what was on the host stays there
+                    tensor.data = torch.empty_like(tensor)  # the old memory stays on the host
                 send(tensor)
 
     with (
@@ -153,17 +159,18 @@ def fsdp_taken_up(send: Callable[[torch.Tensor], None]) -> Iterator[None]:
 
 
 class DeviceName(str):
-    """What DeepSpeed calls its device: torch takes it for the "cpu", where all tensors of an estimate lie, and whoever
-    asks where a tensor is to lie can tell it from the host."""
+    """DeepSpeed's name of its device: torch reads it as "cpu", where all tensors of an estimate are, but
+    `DeviceTracker` can tell it from the host."""
 
 
 @contextlib.contextmanager
 def deepspeed_on_a_card(config: dict | str, empty_cache: Callable[[], None]) -> Iterator[None]:
-    """Inside this context DeepSpeed decides as on a GPU that has room: it has streams, and waits for no operation.
-    `empty_cache` is called where the allocator gives back what is free.
+    """Make DeepSpeed decide in this context as on a GPU with enough room: it uses streams, and never waits for them.
+
+    `empty_cache` is called whenever DeepSpeed empties the allocator's cache.
 
     Raises:
-        Invalid: something is kept on the host, which is not told from the device here.
+        Invalid: the configuration keeps something on the host, which cannot be separated from the device here.
     """
     words = config if isinstance(config, dict) else json.loads(Path(config).read_text(encoding="utf-8"))
     for name in ("offload_optimizer", "offload_param"):
@@ -193,13 +200,13 @@ def deepspeed_on_a_card(config: dict | str, empty_cache: Callable[[], None]) -> 
             empty_cache()
 
         def available_memory(self, device_index=None):
-            return 1 << 60  # else it makes its flat copy of the weights on the host
+            return 1 << 60  # with less it would make its flat copy of the weights on the host
 
         def default_stream(self, device_index=None):
             return default
 
     def finding_none(kind):
-        """It looks for numbers that are not finite, and finds none: gradients count as finite, no step is skipped."""
+        """Let the search for infinite gradients run, but report that it found none, so that no step is skipped."""
         look = kind.has_overflow
 
         def looked(*args, **kwargs):
@@ -210,7 +217,7 @@ def deepspeed_on_a_card(config: dict | str, empty_cache: Callable[[], None]) -> 
 
     with (
         patch.object(accelerators.real_accelerator, "ds_accelerator", Card()),
-        # A tensor that another stream uses is freed once that is done: here every operation is done at once.
+        # torch frees a tensor that another stream uses when that stream is done; here operations finish at once.
         patch.object(torch.Tensor, "record_stream", lambda *_, **__: None),
         patch.object(torch.cpu.Stream, "synchronize", lambda *_, **__: None, create=True),
         finding_none(stages_1_and_2.DeepSpeedZeroOptimizer),

@@ -1,4 +1,4 @@
-"""What operations make of fake tensors, kept: to ask torch takes most of the time of following a training."""
+"""Cache the results of operations on fake tensors, because torch's own computation takes most of a trace's time."""
 
 import functools
 import math
@@ -26,24 +26,24 @@ class View:
 class OperationCache:
     """Cache what operations return, by their arguments.
 
-    Running an operation on fake tensors takes most of the time of a trace, and the result depends on the arguments
-    alone. A result is kept if it can be rebuilt from a `Spec`, a `View`, or several `Spec`s.
+    Running an operation on fake tensors takes most of the time of a trace, and the result depends only on the
+    arguments. A result is kept if it can be rebuilt from a `Spec`, a `View`, or several `Spec`s.
 
     Args:
         known: facts about operations by key, also of other kinds; new results are added.
-        device: whose kernels compute: "cpu", or "cuda, torch 2.15".
+        device: the device that the kernels run on: "cpu", or e.g. "cuda, torch 2.15".
     """
 
     def __init__(self, known: dict[tuple, Any] | None = None, device: str = "cpu"):
         self.known = {} if known is None else known
         self._device = device
-        self.within: torch.dtype | None = None  # autocast's, which bears on products of 4 bits beside their arguments
+        self.within: torch.dtype | None = None  # autocast's type, on which 4-bit matmuls also depend
 
     def result(self, operation: Operation, function, args: tuple, tensors: list, mode: FakeTensorMode, ask: Callable):
-        """What the operation makes of fake tensors, by `ask` where it is not known. `tensors`: those that it has."""
+        """Return the operation's result: the cached one, or that of `ask()`. `tensors`: those among its arguments."""
         offset = args[0].storage_offset() if args and isinstance(args[0], torch.Tensor) else 0
         about = operation.structure, offset, self.within, torch.get_default_dtype()
-        key = self._device, *operation.signature, *about  # what it depends on
+        key = self._device, *operation.signature, *about
         made = self.known.get(key)
         if made is None:
             result = ask()
@@ -56,7 +56,7 @@ class OperationCache:
         return fake(made, mode, args[0])
 
     def _keep(self, key: tuple, function, args: tuple, result: Any, tensors: list[torch.Tensor]) -> None:
-        """Keep a result, if the next one can be made of it."""
+        """Store a result if it can be rebuilt later."""
         if torch.Tag.inplace_view in function.tags or key[1].startswith(("aten.resize", "aten.set")):
             return
         if function._schema.is_mutable:
@@ -74,7 +74,7 @@ class OperationCache:
 
 
 def _made(result: Any, tensors: list[torch.Tensor]) -> Spec | View | None:
-    """How to make such a tensor again; None where it neither fills memory of its own nor lies on the first tensor's."""
+    """Return how to rebuild the result. None: it neither fills its own memory nor is a view of the first tensor."""
     if not isinstance(result, FakeTensor) or result.requires_grad or result.fake_device.type == "meta":
         return None
     spec = spec_of(result)
@@ -94,7 +94,7 @@ def spec_of(tensor: torch.Tensor) -> Spec:
 
 
 def fake(made: Spec | View, mode: FakeTensorMode, base: torch.Tensor | None = None) -> FakeTensor:
-    """A fake tensor as it was described; a view lies on `base`."""
+    """Return a fake tensor with this description; a view shares the memory of `base`."""
     if type(made) is View:
         with torch._C._DisableTorchDispatch():
             plain = torch.as_strided(base, made.spec.shape, made.spec.stride, made.offset)
@@ -108,8 +108,10 @@ def fake(made: Spec | View, mode: FakeTensorMode, base: torch.Tensor | None = No
 
 
 def grouped_product(first, second, offsets=None, bias=None, out_dtype=None) -> torch.Tensor:
-    """What `aten._grouped_mm` makes: torch knows it of fake tensors in bfloat16 alone. Rows begin at multiples of 16
-    bytes; raises Invalid where those of an operand do not, as the kernel does."""
+    """Return the fake result of `aten._grouped_mm`, for which torch supports fake tensors only in bfloat16.
+
+    Rows begin at multiples of 16 bytes. Raises Invalid if those of an operand do not, as the kernel requires.
+    """
     if any(max(each.stride()[-2:]) * each.itemsize % 16 for each in (first, second)):
         raise Invalid("grouped matmuls need strides that are multiples of 16 bytes: choose such sizes")
     groups = [len(offsets)] if first.dim() == second.dim() == 2 else [first.shape[0]] * (first.dim() == second.dim())
@@ -121,7 +123,7 @@ def grouped_product(first, second, offsets=None, bias=None, out_dtype=None) -> t
 
 
 def by_position(function, args: tuple) -> tuple[Callable, tuple]:
-    """The operation that chooses by positions where this one does by masks of known values, as kernels do."""
+    """Return the operation that selects by position instead of by masks of known values, as kernels do."""
     if function is torch.ops.aten.masked_select.default:
         function, args = torch.ops.aten.index.Tensor, (args[0], [args[1].expand(args[0].shape)])
     indices = []
@@ -133,26 +135,26 @@ def by_position(function, args: tuple) -> tuple[Callable, tuple]:
 
 @functools.lru_cache(maxsize=1)
 def _state(mode: FakeTensorMode) -> dict[str, Any]:
-    """What every new fake tensor keeps in Python: to set it one by one takes longer than an operation."""
+    """Return the Python attributes of a new fake tensor: setting them one by one takes longer than an operation."""
     return dict(FakeTensor(mode, torch.empty(0, device="meta"), torch.device("cpu")).__dict__)
 
 
 def uniform_value(operation: Operation, leaves: list, any_known: bool) -> float | int | bool | None:
-    """The one value that all elements of a result have, or None where it is not known.
+    """Return the value that all elements of a result have, or None if it is unknown.
 
-    Tensors count as finite: isnan(x) is False everywhere. What follows from such a test is computed on one element,
-    where there is `any_known` value.
+    Tensors count as finite: isnan(x) is False everywhere. If there is `any_known` value, a result that follows from it
+    is computed on one element.
     """
     name = operation.name
-    if name in _OF_FINITE:
-        of_finite, other = _OF_FINITE[name], leaves[1] if len(leaves) > 1 else None
+    if name in _RESULT_IF_FINITE:
+        of_finite, other = _RESULT_IF_FINITE[name], leaves[1] if len(leaves) > 1 else None
         if name == "aten.isnan.default" or leaves[0] is other or (type(other) is float and math.isinf(other)):
             return of_finite
     if not any_known or operation.takes_list:
         return None
     values = [getattr(leaf, "uniform", None) for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    # A sum of zeros is zero, any other depends on how many there are.
-    if None in values or not name.startswith(_OF_VALUES) or (name.startswith("aten.sum") and any(values)):
+    # A sum of zeros is zero; any other sum depends on the number of elements.
+    if None in values or not name.startswith(_UNIFORM_OPERATIONS) or (name.startswith("aten.sum") and any(values)):
         return None
     leaves = [
         torch.full((1,) * leaf.dim(), leaf.uniform, dtype=leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
@@ -163,16 +165,16 @@ def uniform_value(operation: Operation, leaves: list, any_known: bool) -> float 
         return operation.function(*args, **kwargs).flatten()[0].item()
 
 
-# Comparisons of a tensor with itself or with infinity, and what they say of one that is finite.
-_OF_FINITE = {
+# Comparisons of a tensor with itself or with infinity, and their results for a finite tensor.
+_RESULT_IF_FINITE = {
     "aten.isnan.default": False,
     "aten.eq.Tensor": True,
     "aten.ne.Tensor": False,
     "aten.eq.Scalar": False,
     "aten.ne.Scalar": True,
 }
-# Operations whose result is uniform where their operands are.
-_OF_VALUES = tuple(
+# Operations whose result is uniform if their operands are.
+_UNIFORM_OPERATIONS = tuple(
     f"aten.{name}."
     for name in ("all", "any", "sum", "mul", "eq", "ne", "logical_not", "logical_or", "logical_and", "bitwise_not")
 )

@@ -1,10 +1,10 @@
-"""What operations allocate and free inside themselves, beyond their results: bytes that show on no tensor.
+"""Measure operator workspaces on a CPU: memory that operations allocate and free internally, and that no tensor shows.
 
-There is no rule for them. A CPU's matrix products lay their operands out anew, in buffers whose sizes jump from one
-shape to the next and differ with strides, instructions and threads. So each operation is run on zeros, and the
-allocator is asked what it did: at the operation's own size wherever that is affordable. Where it is not, it is run at
-three smaller sizes; if what it hides there lies on a straight line, the line is followed to the operation's own size,
-else the largest share of its operands is assumed, and told as an assumption.
+No rule gives their sizes. A CPU's matmuls copy their operands into another layout, in buffers whose sizes jump from one
+shape to the next and differ with strides, instruction sets and threads. Each operation is therefore run on zeros under
+the allocator's profiler, at its own size if that is affordable. Otherwise it is run at three smaller sizes: if their
+workspaces are on a straight line, the line is extrapolated to the operation's own size; if not, the largest ratio to
+its operands is taken, and reported as an assumption.
 """
 
 import bisect
@@ -28,50 +28,50 @@ from trainmem.measure import memory_meter
 from trainmem.measure.watcher import MARK
 from trainmem.texts import bytes_text
 
-# Up to these bytes an operation is run at its own size without more ado. Products take time that grows faster than
-# their size, random numbers take long.
+# Operations up to these bytes are run at their own size. The limit is lower for matmuls, whose time grows faster than
+# their size, and for random numbers, which are slow.
 _AT_ONCE_BYTES = 16 * 2**20
 _AT_ONCE_SLOW_BYTES = 2**20
-# What a larger one may take at its own size: memory for one, seconds for all that are asked for together.
+# Limits for larger operations at their own size: memory for each one, seconds for all of a call together.
 OWN_SIZE_BYTES = 512 * 2**20
 OWN_SIZE_SECONDS = 5.0
 _FACTORS = (1, 2, 4)  # between the three smaller sizes
-_SHORTEST = 2  # what is left at least of a length that is cut
-_ON_LINE_BYTES = 64  # how far off a line a size may lie: allocators align their blocks
-_GROWTH = 1.5  # time grows at most with this power of the bytes: that of a product whose sides all grow
-_SLOW_BYTES_A_SECOND = 1e8  # of an operation that was never timed
+_SHORTEST = 2  # the least that a length is cut to
+_ON_LINE_BYTES = 64  # how far a size may be off the line: allocators align their blocks
+_GROWTH = 1.5  # time grows at most with this power of the bytes, as in a matmul in which all sides grow
+_SLOW_BYTES_A_SECOND = 1e8  # assumed speed of an operation that was never timed
 _SLOW = ("mm.", "addmm.", "bmm.", "baddbmm.", "_grouped_mm.")
-_HIDES_NOTHING = ("profiler.", "storage.", memory_meter.COLLECTIVES)  # what gloo takes for collectives is not counted
-_AT_OWN_SIZE = ("fsdp.",)  # that work into a tensor which they are given, whose size follows from all others
-# Their buffers follow no line, though three sizes may lie on one by chance: it is believed where they hide nothing.
+_HIDES_NOTHING = ("profiler.", "storage.", memory_meter.COLLECTIVES)  # gloo's buffers for collectives are not counted
+_AT_OWN_SIZE = ("fsdp.",)  # they write into a given tensor, whose size follows from all the others
+# Their workspaces follow no line, although three sizes may be on one by chance: it is believed only if it is 0.
 _UNEVEN = (*_SLOW, "convolution", "_convolution", "mkldnn_", "_scaled_dot_product_")
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What one operation did when it was run."""
+    """A measured run of one operation."""
 
-    bytes: int  # hidden: the highest total while it ran, less what its results take
+    bytes: int  # workspace: the highest total while it ran, minus its results
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Hidden:
-    """The bytes that one operation allocates and frees inside itself, at its own size."""
+    """The workspace of one operation at its own size."""
 
-    bytes: int | None  # None if it cannot be run by itself
+    bytes: int | None  # None if the operation cannot be run by itself
     how: str  # "measured" at its own size, on a "line" through three smaller ones, "assumed", or "unknown"
-    seconds: float = field(default=0.0, compare=False)  # that it took, if it was run at its own, large size
+    seconds: float = field(default=0.0, compare=False)  # time of the run at its own size if that is large
 
 
 _UNKNOWN = Hidden(None, "unknown")
 
 
 class Probe:
-    """What operations hide, asked once and remembered.
+    """Measure and remember operator workspaces: `run` measures, `probe[operation]` looks one up.
 
     Args:
-        threads: that the experiment computes on, for buffers are made for each thread; None: as many as torch takes.
+        threads: number of the experiment's threads, because each gets buffers of its own; None: torch's default.
     """
 
     def __init__(self, threads: int | None = None):
@@ -80,17 +80,17 @@ class Probe:
         self._runner = Runner()
 
     def under(self, threads: int | None) -> "Probe":
-        """A probe that shares what this one knows, for an experiment on so many threads."""
+        """Return a probe that shares this one's results, for an experiment on so many threads."""
         other = copy.copy(self)
         other.threads = threads or torch.get_num_threads()
         return other
 
     def close(self) -> None:
-        """End the process in which operations were run."""
+        """End the subprocess that runs the operations."""
         self._runner.close()
 
     def __getitem__(self, operation: Operation) -> Hidden:
-        """Raises KeyError where it was never asked for."""
+        """Return an operation's workspace; raise KeyError if `run` was not called with it."""
         if hidden := self.known.get(self._key(operation)):
             return hidden
         raise KeyError(operation.name)
@@ -99,8 +99,8 @@ class Probe:
         return self.threads, *operation.signature
 
     def run(self, operations: Sequence[Operation]) -> None:
-        """Find out what each of these operations hides, where it is not known yet. Time to run large ones at their own
-        size is limited: the first ones matter most."""
+        """Determine the workspaces of these operations unless they are known. Put the important ones first: the time
+        for runs of large operations at their own size is limited."""
         run = functools.partial(self._runner, threads=self.threads)
         tried: dict[tuple, _Tried] = {}
         for operation in operations:
@@ -116,8 +116,7 @@ class Probe:
             each.seen = list(itertools.islice(seen, len(each.group)))
             if hidden := each.conclusion():
                 self.known[key] = hidden
-        # The largest of the smaller sizes once more: what a library prepares at the first run of a size is no part of
-        # how long it takes.
+        # Time the largest of the smaller sizes again: the first run of a size includes a library's preparations.
         again = [each for key, each in tried.items() if not self.known.get(key) and each.seen and each.seen[0]]
         for each, warm in zip(again, run([each.group[0] for each in again]), strict=True):
             each.warm = warm
@@ -125,7 +124,7 @@ class Probe:
         for operation in operations:
             key = self._key(operation)
             if hidden := self.known.get(key):
-                left -= hidden.seconds  # as when it was run, so that what is known changes no other result
+                left -= hidden.seconds  # also if run earlier, so that cached results do not change other ones
                 continue
             ran, seconds = None, tried[key].expected_seconds()
             if operation.bytes <= OWN_SIZE_BYTES and seconds <= left:
@@ -135,7 +134,7 @@ class Probe:
 
 
 def assumptions(operations: Sequence[Operation], probe: Probe) -> list[str]:
-    """In words what had to be assumed of these operations, a sentence for each name."""
+    """Return what had to be assumed about these operations, one sentence per operator."""
     assumed: dict[str, int] = {}
     unknown: dict[str, None] = {}
     for operation in operations:
@@ -146,20 +145,22 @@ def assumptions(operations: Sequence[Operation], probe: Probe) -> list[str]:
             unknown[operation.name] = None
     return [
         *(
-            f"{name} is assumed to allocate up to {bytes_text(size)} inside itself, the largest share of its operands "
-            "found at smaller sizes: they do not extrapolate linearly, and its own size takes too long or too much"
+            f"{name} is assumed to allocate up to {bytes_text(size)} internally, by the largest ratio to its operands "
+            "at smaller sizes: these do not extrapolate linearly, and its own size takes too much time or memory"
             for name, size in assumed.items()
         ),
-        *(f"the memory that {name} allocates inside itself is unknown and counted as 0 bytes" for name in unknown),
+        *(f"the memory that {name} allocates internally is unknown and counted as 0 bytes" for name in unknown),
     ]
 
 
-# ---- at what sizes an operation is run
+# ---- the sizes at which an operation is run
 
 
 def _at_first(operation: Operation) -> list[Operation]:
-    """The operation itself or, if it is large, at three smaller sizes, the largest first; [] if it cannot be cut. One
-    whose size does not matter is run on tensors of one element."""
+    """Return the operation itself, or, if it is large, three smaller versions, largest first; [] if it cannot be cut.
+
+    If its workspace does not depend on sizes, return it with tensors of one element.
+    """
     if _is_sizeless(operation):
         leaves = (
             Spec((1,) * len(leaf.shape), (1,) * len(leaf.shape), leaf.dtype) if type(leaf) is Spec else leaf
@@ -178,7 +179,7 @@ def _is(operation: Operation, names: tuple[str, ...]) -> bool:
 
 
 def _is_sizeless(operation: Operation) -> bool:
-    """Whether what the operation hides does not depend on sizes: element by element with no type to convert."""
+    """Return whether the workspace is independent of sizes: an elementwise operation that converts no type."""
     name = operation.name.removeprefix("aten.")
     in_lists = name.startswith(("_foreach_", "_fused_")) and "norm" not in name
     if torch.Tag.pointwise in operation.function.tags or in_lists:
@@ -187,8 +188,10 @@ def _is_sizeless(operation: Operation) -> bool:
 
 
 def smaller(operation: Operation, limit: int) -> list[Operation]:
-    """The operation at three sizes of at most `limit` bytes, the largest first; [] where no lengths are left to cut.
-    The same lengths are cut in all three, so that what grows with only some of them lies on no line."""
+    """Return the operation at three sizes of at most `limit` bytes, largest first; [] if no length can be cut further.
+
+    The same lengths are cut in all three, so that a workspace that grows with only some of them is on no line.
+    """
     factors: dict[int, int] = {}  # {length: what it is divided by}
     while (cut := resized(operation, factors)).bytes > limit:
         longest = [n for n in operation.lengths if n // (2 * factors.get(n, 1)) >= _SHORTEST * _FACTORS[-1]]
@@ -201,7 +204,7 @@ def smaller(operation: Operation, limit: int) -> list[Operation]:
 
 
 def resized(operation: Operation, factors: dict[int, int]) -> Operation:
-    """The operation with every length in `factors` divided by its factor, and what it then reads and makes."""
+    """Return the operation with every length in `factors` divided by its factor, and its bytes scaled."""
     part = dataclasses.replace(operation, leaves=tuple(_resized(leaf, factors) for leaf in operation.leaves))
     read, left = (sum(spec.bytes for spec in each.specs) for each in (operation, part))
     share = left / read if left < read else math.prod(1 / factor for factor in factors.values())
@@ -209,7 +212,7 @@ def resized(operation: Operation, factors: dict[int, int]) -> Operation:
 
 
 def _resized(leaf: Any, factors: dict[int, int]) -> Any:
-    """A tensor or a whole number with its lengths divided; dimensions keep their order in memory."""
+    """Divide the lengths of a tensor's `Spec`, or a whole number; dimensions keep their order in memory."""
     if type(leaf) is not Spec:
         return leaf // factors.get(leaf, 1) if type(leaf) is int else leaf
     shape = tuple(length // factors.get(length, 1) for length in leaf.shape)
@@ -220,21 +223,21 @@ def _resized(leaf: Any, factors: dict[int, int]) -> Any:
     return Spec(shape, tuple(strides), leaf.dtype)
 
 
-# ---- what is concluded
+# ---- conclusions
 
 
 @dataclass(slots=True)
 class _Tried:
-    """An operation, and how it did at the sizes at which it was run first."""
+    """An operation with its first runs."""
 
     operation: Operation
-    group: list[Operation]  # the operation at those sizes, see `_at_first`
-    seen: Sequence[Seen | None] = ()  # how it did at each; None where it could not be run
-    warm: Seen | None = None  # how it did at the largest of them when it was run once more
+    group: list[Operation]  # the operation at the sizes of these runs, see `_at_first`
+    seen: Sequence[Seen | None] = ()  # the run at each size; None if it failed
+    warm: Seen | None = None  # a second run at the largest of these sizes
 
     def conclusion(self) -> Hidden | None:
-        """What it hides at its own size; None where these runs do not tell."""
-        if len(self.group) == 1:  # at its own size, or where size does not matter
+        """Return the workspace at the operation's own size, or None if these runs do not determine it."""
+        if len(self.group) == 1:  # at its own size, or size does not matter
             return Hidden(self.seen[0].bytes, "measured") if self.seen[0] else _UNKNOWN
         if not self.group or None in self.seen:
             return None
@@ -247,20 +250,20 @@ class _Tried:
         return None if end is None else Hidden(end, "line")
 
     def assumption(self) -> Hidden:
-        """The largest share of its operands that it hid at a smaller size, taken at its own size."""
+        """Return an assumption: the largest ratio to the operands at smaller sizes, times the operands' own size."""
         pairs = zip(self.group, self.seen, strict=True)
         shares = [seen.bytes / cut.bytes for cut, seen in pairs if seen and cut.bytes]
         return Hidden(round(max(shares) * self.operation.bytes), "assumed") if shares else _UNKNOWN
 
     def expected_seconds(self) -> float:
-        """How long it would take at its own size; without a run to go by, as long as to move its bytes slowly."""
+        """Return the expected time at the operation's own size, from a run or else from an assumed slow speed."""
         if not self.warm:
             return self.operation.bytes / _SLOW_BYTES_A_SECOND
         return self.warm.seconds * (self.operation.bytes / max(self.group[0].bytes, 1)) ** _GROWTH
 
 
 def line(sizes: Sequence[int], hidden: Sequence[int], wanted: int) -> int | None:
-    """The bytes at the size `wanted` on the line through three points; None if there is none, or it goes below zero."""
+    """Return the bytes at the size `wanted` on the line through three points; None if there is none, or below zero."""
     (a, b, c), (first, second, third) = sizes, hidden
     if not a > b > c:
         return None
@@ -271,24 +274,24 @@ def line(sizes: Sequence[int], hidden: Sequence[int], wanted: int) -> int | None
     return end if end >= 0 else None
 
 
-# ---- how an operation is run
+# ---- running operations
 
 
 class Runner:
-    """Runs operations in a fork of this process, one for all: this one stays as it is, whatever they do."""
+    """Run operations in one fork of this process, so that this process stays as it is, whatever they do."""
 
     def __init__(self):
         self._pool: ProcessPoolExecutor | None = None
 
     def __call__(self, operations: list[Operation], threads: int) -> list[Seen | None]:
-        """How each operation did; None where it cannot be run without its data, or ends its process: a kernel may
-        divide by a length that was cut to nothing."""
+        """Return each operation's run. It is None if the operation needs its data, or ends its process: a kernel may
+        divide by a length that was cut to 0."""
         if not operations:
             return []
         self._pool = self._pool or ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork"))
         try:
             return self._pool.submit(_run, operations, threads).result()
-        except BrokenProcessPool:  # each half by itself, until the culprit is alone
+        except BrokenProcessPool:  # run each half separately until the culprit is alone
             self.close()
             half = len(operations) // 2
             return [*self(operations[:half], threads), *self(operations[half:], threads)] if half else [None]
@@ -300,8 +303,8 @@ class Runner:
 
 
 def _run(operations: list[Operation], threads: int) -> list[Seen | None]:
-    """How each operation did, in a process that nobody needs afterwards."""
-    faulthandler.disable()  # should an operation end this process, that is an answer and no news
+    """Return each operation's run. Call it in a disposable process."""
+    faulthandler.disable()  # an operation may crash this process, which is no error to report
     torch.set_num_threads(threads)
     with memory_meter.profiled() as profile:
         for number, operation in enumerate(operations):
@@ -320,7 +323,7 @@ def _run(operations: list[Operation], threads: int) -> list[Seen | None]:
 
 
 def _once(operation: Operation, mark: str) -> None:
-    """Run the operation on zeros between two marks of the profiler; without the second where it cannot be."""
+    """Run the operation on zeros between two marks of the profiler; if it fails, the second mark is missing."""
     try:
         leaves = [
             torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype).zero_() if type(leaf) is Spec else leaf

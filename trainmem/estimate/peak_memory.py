@@ -1,8 +1,8 @@
-"""Trace experiments on fake tensors and add up their peak memory, in a fresh subprocess (see `fresh_process`).
+"""Trace experiments on fake tensors and calculate their peak memory, in a fresh subprocess (see `fresh_process`).
 
-The steps for one experiment: it is brought into the form that is traced (`_as_traced`); it is traced (`trace`); what no
-tensor shows is added, operator workspaces on a CPU (`operator_workspaces`), segments and workspaces on CUDA
-(`allocator_replay`); the highest total is the peak.
+Four steps per experiment: bring it into the form that is traced (`_as_traced`); trace it (`trace`); add the memory that
+no tensor shows, which is operator workspaces on a CPU (`operator_workspaces`) and segments and workspaces on CUDA
+(`allocator_replay`); take the highest total.
 
 Importing this module is quick: its functions import torch, in the subprocess.
 """
@@ -41,8 +41,9 @@ if TYPE_CHECKING:
 def estimate_experiment(
     experiment: Experiment, device: Device, with_log: bool, probe: "Probe", tell: Tell
 ) -> tuple[MemoryEstimate, Log | None]:
-    """Return the estimate of one experiment, and, `with_log`, the allocations and frees on CUDA that it was made from.
-    To be called by `fresh_process.with_probe`: it replaces parts of torch.
+    """Return the estimate of one experiment and, `with_log`, the log of CUDA's allocations and frees behind it.
+
+    Call it through `fresh_process.with_probe`: it replaces parts of torch.
 
     Raises:
         Invalid: the experiment cannot be built, or one of its operations cannot be traced.
@@ -52,7 +53,7 @@ def estimate_experiment(
 
 
 def estimate_of(experiment: Experiment, traced: "TracedExperiment", device: Device) -> MemoryEstimate:
-    """Return the estimate of an experiment that was traced."""
+    """Return the estimate of a traced experiment."""
     from trainmem.measure import memory_meter
 
     on_cuda = device.kind == "cuda"
@@ -65,7 +66,7 @@ def estimate_of(experiment: Experiment, traced: "TracedExperiment", device: Devi
         device=device.kind,
         memory=memory,
         assumptions=traced.assumptions,
-        seconds=0.0,  # the process that waits for this one knows
+        seconds=0.0,  # `api.estimate` fills it in
         own_bytes=memory_meter.peak_rss_bytes(),
         processes=experiment.processes,
         is_too_large=is_too_large,
@@ -83,22 +84,25 @@ def estimate_of(experiment: Experiment, traced: "TracedExperiment", device: Devi
 
 @dataclass(frozen=True, slots=True)
 class TracedExperiment:
-    """An experiment that was traced."""
+    """An experiment's trace, with workspaces added."""
 
     trace: Trace
-    totals: np.ndarray  # the highest total at each operation, with its workspace, in bytes
+    totals: np.ndarray  # (operations,): the highest total during each, with its workspace, in bytes
     assumptions: tuple[str, ...]
 
 
 def trace_all(experiments: Sequence[Experiment], device: Device, probe: "Probe", tell: Tell) -> list[TracedExperiment]:
-    """Trace experiments on fake tensors; if there are many, as many at once as there are cores. With the last trace,
-    80 % of the work is done. Raises Invalid as `estimate_experiment` does."""
+    """Trace experiments on fake tensors, in parallel on all cores if there are many.
+
+    Calls `tell` with the percentage done, which is 80 after the last trace. Raises Invalid as `estimate_experiment`
+    does.
+    """
     plain, settings = [_as_traced(each, device) for each in experiments], {"device": device, "known": probe.known}
     traces, run = [], map
     with contextlib.ExitStack() as stack:
         if len(plain) > _FEW or device.kind == "cpu":  # `Probe` runs operations in forks of this process
             fork, count = multiprocessing.get_context("fork"), min(len(plain), os.cpu_count() or 1)
-            # A fork has these from the start: they need not travel.
+            # Forks inherit the settings, which need not be pickled then.
             run = stack.enter_context(ProcessPoolExecutor(count, fork, _with.update, [settings])).map
         else:
             _with.update(settings)
@@ -109,34 +113,34 @@ def trace_all(experiments: Sequence[Experiment], device: Device, probe: "Probe",
     return [_with_totals(each, trace, device, probe) for each, trace in zip(experiments, traces, strict=True)]
 
 
-_FEW = 2  # experiments that are traced in this process: a fork, and sending a trace back, take as long
-_with: dict[str, Any] = {}  # arguments of `trace_of` in a process that traces
+_FEW = 2  # up to this many are traced in this process: a fork, and sending a trace back, take as long
+_with: dict[str, Any] = {}  # arguments of `trace_of` in the process that traces
 
 
 def _as_traced(experiment: Experiment, device: Device) -> Experiment:
-    """Return the experiment as it is traced: without data loader workers, without shards if nothing shards, and with no
-    more samples than it reaches. Raises Invalid if there is no such model."""
+    """Return the experiment as it is traced: without data loader workers, without `fsdp` if nothing is sharded, and
+    with no more samples than the trace reaches. Raises Invalid if there is no such model."""
     try:
         _, weights = experiment.task.model_class(), experiment.weights
     except ValueError as error:
         raise Invalid(str(error)) from error
-    if weights and weights.bits:  # processes that run its operations are forks of this one, and need them
+    if weights and weights.bits:  # subprocesses that run its operations are forks of this one, and need the import
         importlib.import_module("bitsandbytes")
     arguments, task, processes = experiment.arguments, experiment.task, experiment.processes
-    if arguments.get("dataloader_num_workers"):  # workers hold their batches elsewhere
-        arguments = arguments.without(*(f"dataloader_{name}" for name in _OF_WORKERS))
-    if device.kind == "cpu" or processes == 1:  # accelerate ignores them
+    if arguments.get("dataloader_num_workers"):  # workers hold their batches in other processes
+        arguments = arguments.without(*(f"dataloader_{name}" for name in _WORKER_ARGUMENTS))
+    if device.kind == "cpu" or processes == 1:  # accelerate ignores fsdp's arguments
         arguments = arguments.without(*(name for name in arguments.given if name.startswith("fsdp")))
     if experiment.training and not experiment.function and not evaluation.evaluates(arguments):
         task = task.replace(dataset_size=min(task.dataset_size, enough_samples(arguments, processes)))
     return experiment.replace(arguments=arguments, task=task)
 
 
-_OF_WORKERS = ("num_workers", "prefetch_factor", "persistent_workers")
+_WORKER_ARGUMENTS = ("num_workers", "prefetch_factor", "persistent_workers")
 
 
 def enough_samples(arguments: Arguments, processes: int = 1) -> int:
-    """Return the samples with which a training is traced: three steps, and more, for a batch is fetched ahead."""
+    """Return the number of samples to trace with: three steps, and one more because a batch is fetched ahead."""
     return 4 * arguments.samples_per_step(processes)
 
 
@@ -153,9 +157,9 @@ def _trace_one(experiment: Experiment) -> tuple[Trace, dict[tuple, Any]]:
 
 
 def trace_of(experiment: Experiment, device: Device, known: dict[tuple, Any] | None = None) -> Trace:
-    """Return the trace of an experiment. To be called in a fresh subprocess: it replaces parts of torch.
+    """Return the trace of an experiment. Call it in a fresh subprocess: it replaces parts of torch.
 
-    If tokens choose their experts by values, their routing is taken as balanced, and traced as one-sided as well.
+    If values decide which experts the tokens choose, trace balanced routing, and one-sided routing as well.
     """
     from trainmem.estimate.trace import DependsOnValues, Routing
 
@@ -172,14 +176,14 @@ def trace_of(experiment: Experiment, device: Device, known: dict[tuple, Any] | N
 
 
 def _has_experts(experiment: Experiment) -> bool:
-    """Return whether the model may be a mixture of experts; whatever a function builds may be one."""
+    """Return whether the model may be a mixture of experts; a user's function may build one."""
     return experiment.function is not None or "expert" in str(experiment.task.build_config().to_dict())
 
 
 def _traced(
     experiment: Experiment, device: Device, known: dict[tuple, Any] | None, routing: "Routing | None" = None
 ) -> Trace:
-    """Return the trace of an experiment with a certain routing of tokens to experts."""
+    """Return the trace of an experiment with a given routing of tokens to experts."""
     from trainmem.estimate import trace
     from trainmem.estimate.operation_cache import OperationCache
 
@@ -193,7 +197,7 @@ def _traced(
     capability, rules = device.compute_capability, device.rules or release()
     cache = OperationCache(known, f"cuda, torch {rules.torch}")
     paged, is_function = str(experiment.arguments.get("optim", "")).startswith("paged"), experiment.function is not None
-    for from_the_start in (False, True):  # again only a loop that never sends its model
+    for from_the_start in (False, True):  # the second time only for a loop that never sends its model
         tracker = DeviceTracker(capability, is_function, from_the_start, cache, rules)
         tracker.routing = routing
         with contextlib.suppress(NotSent), cuda.emulated(capability, rules), tracker.emulated(paged):
@@ -203,57 +207,57 @@ def _traced(
 
 
 def _with_totals(experiment: Experiment, trace: Trace, device: Device, probe: "Probe") -> TracedExperiment:
-    """Return an experiment's trace with its totals, which on a CPU include operator workspaces, and the assumptions."""
+    """Add an experiment's totals, which on a CPU include operator workspaces, and its assumptions to its trace."""
     assumptions = _rank_assumptions(experiment.arguments, device.kind == "cuda") if experiment.processes > 1 else []
     if experiment.training and not experiment.function and _drops_layers(experiment.task.build_config().to_dict()):
-        assumptions.append(_OF_LAYERDROP)
+        assumptions.append(_LAYERDROP_NOTE)
     if evaluation.evaluates(experiment.arguments) and not evaluation.metrics(experiment.arguments):
-        assumptions.append(_OF_LOSS)
+        assumptions.append(_LOSS_NOTE)
     if device.kind == "cuda":
         from trainmem.estimate import cuda
 
         assumptions += [*cuda.assumptions(), _rules_assumption(device.rules or release())]
         if trace.one_sided:
             peaks = [int(each.high.max()) for each in (trace, trace.one_sided)]
-            assumptions.append(_OF_ROUTING.format(*(bytes_text(peak, binary=True) for peak in peaks)))
+            assumptions.append(_ROUTING_NOTE.format(*(bytes_text(peak, binary=True) for peak in peaks)))
         return TracedExperiment(trace, trace.high, tuple(assumptions))
     totals, unsure = _with_workspaces(trace, probe.under(worker.threads_of(experiment)))
     if trace.one_sided:
         other, _ = _with_workspaces(trace.one_sided, probe)
         peaks = [int(each.max()) for each in (totals, other)]
-        assumptions.append(_OF_ROUTING.format(*map(bytes_text, peaks)))
+        assumptions.append(_ROUTING_NOTE.format(*map(bytes_text, peaks)))
     return TracedExperiment(trace, totals, (*assumptions, *unsure))
 
 
-_OF_ROUTING = (
-    "experts: which tokens choose which depends on values; balanced routing is assumed, of which the tensors peak at "
-    "{}; if all tokens choose the same experts, at {}"
+_ROUTING_NOTE = (
+    "experts: routing depends on values; with balanced routing, which is assumed, the tensors peak at {}, and at {} if "
+    "all tokens choose the same experts"
 )
-_OF_LAYERDROP = "layerdrop: no layer is left out; the training leaves out each with the configured probability"
-_OF_LOSS = "evaluation computes the loss only: add prediction_loss_only=False if the training computes metrics"
-_OF_REPLICAS = "DistributedDataParallel: one rank is traced, with the reducer's buckets, without network buffers"
-_OF_SHARDS = "FSDP2: one rank is traced, as accelerate and torch shard and gather weights, without network buffers"
-_OF_ZERO = "DeepSpeed: one rank is traced, as ZeRO shards, flattens and gathers; on a GPU with room for a flat copy"
-_NOT_TAKEN_UP = "fsdp: on a CPU accelerate ignores it and trains with DistributedDataParallel"
+_LAYERDROP_NOTE = "layerdrop: no layer is left out; the training leaves out each with the configured probability"
+_LOSS_NOTE = "evaluation computes the loss only: add prediction_loss_only=False if the training computes metrics"
+_DDP_NOTE = "DistributedDataParallel: one rank is traced, with the reducer's buckets, without network buffers"
+_FSDP_NOTE = "FSDP2: one rank is traced, as accelerate and torch shard and gather weights, without network buffers"
+_ZERO_NOTE = "DeepSpeed: one rank is traced, as ZeRO shards, flattens and gathers; on a GPU with room for a flat copy"
+_FSDP_IGNORED_NOTE = "fsdp: on a CPU accelerate ignores it and trains with DistributedDataParallel"
 
 
 def _drops_layers(fields: dict[str, Any]) -> bool:
-    """Return whether layers are left out at random, by a configuration's fields and those of its parts."""
+    """Return whether a configuration, or a part of it, leaves layers out at random."""
     own = any("layerdrop" in str(name) and value for name, value in fields.items())
     return own or any(_drops_layers(part) for part in fields.values() if isinstance(part, dict))
 
 
 def _rank_assumptions(arguments: Arguments, on_cuda: bool) -> list[str]:
-    """Return how one of several ranks was traced."""
+    """Return the assumptions about one rank of several, one sentence each."""
     if arguments.get("deepspeed"):
-        return [_OF_ZERO]
+        return [_ZERO_NOTE]
     if arguments.get("fsdp"):
-        return [_OF_SHARDS] if on_cuda else [_OF_REPLICAS, _NOT_TAKEN_UP]
-    return [_OF_REPLICAS]
+        return [_FSDP_NOTE] if on_cuda else [_DDP_NOTE, _FSDP_IGNORED_NOTE]
+    return [_DDP_NOTE]
 
 
 def _rules_assumption(rules: Release) -> str:
-    """Return for which release of torch the memory is."""
+    """Return as an assumption the torch release whose allocator rules were used."""
     torch = f"torch {rules.torch}" if is_tested(rules) else untested_text(rules.torch)
     workspace = "cuBLAS' workspace" if rules.shares_workspace else "a workspace of its own, 1 MiB a thread"
     matmuls = f"cuBLASLt uses {workspace}" if rules.keeps_workspaces else "each matmul frees its workspace"
@@ -264,21 +268,21 @@ def _rules_assumption(rules: Release) -> str:
 
 
 _TAKEN = {
-    "address": "the one at the lowest address, as addresses descend",
+    "address": "the one at the lowest address (newer segments have lower ones)",
     "block": "the one that it made first",
     "segment": "the one in the oldest segment",
 }
 
 
 def _with_workspaces(trace: Trace, probe: "Probe") -> tuple[np.ndarray, list[str]]:
-    """Return the highest total at each operation, with the operation's workspace, and which workspaces are assumed.
+    """Return the highest total during each operation, with its workspace, and the assumptions about workspaces.
 
-    Operations with one signature have one workspace, so each kind is measured once. Measuring is limited in time, so
-    those that run when most is live come first.
+    Operations with one signature have one workspace, so each kind is measured once. The time for measuring is limited,
+    so kinds that run when most bytes are live come first.
     """
     from trainmem.estimate.operator_workspaces import assumptions
 
-    numbers: dict[tuple, int] = {}  # of the kinds
+    numbers: dict[tuple, int] = {}  # {signature: number of its kind}
     kind = np.array([numbers.setdefault(each.signature, len(numbers)) for each in trace.operations])
     live = trace.live.sum(axis=1)
     first = np.unique(kind, return_index=True)[1]
@@ -294,8 +298,8 @@ _KERNELS = {"flash": "flash", "efficient": "memory-efficient", "cudnn": "cuDNN"}
 
 
 def attention_kernels(trace: Trace) -> tuple[str, ...]:
-    """Return the fused kernels that attention takes: "flash", "memory-efficient", "cuDNN"; () if attention is
-    plain, because that was requested (eager) or no kernel takes these inputs."""
+    """Return the fused kernels that attention takes: "flash", "memory-efficient", "cuDNN". () means plain attention,
+    because it was requested (eager) or no fused kernel supports the inputs."""
     fused = (each.name.partition("_scaled_dot_product_")[2] for each in trace.operations)
     return tuple(dict.fromkeys(_KERNELS[kernel] for name in fused if (kernel := name.partition("_")[0]) in _KERNELS))
 
@@ -304,7 +308,7 @@ def attention_kernels(trace: Trace) -> tuple[str, ...]:
 
 
 def memory_of(traced: TracedExperiment) -> Memory:
-    """Return the memory of an experiment that was traced; for CUDA, before the allocator rounds it."""
+    """Return the memory of a traced experiment; on CUDA, as before the allocator rounds it."""
     trace, totals = traced.trace, traced.totals
     peak = int(totals.argmax())  # the index of the operation
     marks = {label: _by_category(live) for label, live in trace.marks.items()}
@@ -343,7 +347,7 @@ def _timeline(trace: Trace, totals: np.ndarray) -> dict[str, Any] | None:
 
 
 def _on_cuda(trace: Trace, device: Device) -> tuple[Memory, bool]:
-    """Replay a trace on the allocator; return its memory, and whether the training is too large for the card."""
+    """Replay a trace on the allocator model; return the memory, and whether it is too large for the card."""
     found = allocator_replay.replayed(trace.log, device.settings, device.memory_bytes, device.rules)
     memory, context = found.memory(), cards.context_bytes(device.compute_capability)
     memory = replace(

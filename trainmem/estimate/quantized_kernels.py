@@ -1,8 +1,8 @@
-"""What bitsandbytes' kernels for weights of 8 and 4 bits ask a GPU's allocator for.
+"""List the memory requests of bitsandbytes' kernels for 8- and 4-bit weights on a GPU.
 
-As its code has it (bitsandbytes 0.50, backends/cuda/ops.py and backends/default/ops.py): what is written in C++ gets
-all its memory from Python. Which products of 4 bits have a kernel of their own, and which are made with the whole
-matrix, the installed version is asked: by its source, for the module cannot be imported where there is no CUDA.
+Source: bitsandbytes 0.50, backends/cuda/ops.py and backends/default/ops.py; its C++ code gets all memory from Python.
+Whether a 4-bit matmul has its own kernel, or first dequantizes the whole matrix, is read from the source of the
+installed version, because its module cannot be imported without CUDA.
 """
 
 import ast
@@ -14,25 +14,27 @@ from typing import Any
 
 import torch
 
-GPU = tuple[int, tuple[int, int]]  # its multiprocessors, and its compute capability
-OF_OUTLIERS = {"int8_vectorwise_quant", "int8_mixed_scaled_mm"}
+GPU = tuple[int, tuple[int, int]]  # (number of multiprocessors, compute capability)
+OUTLIER_OPERATIONS = {"int8_vectorwise_quant", "int8_mixed_scaled_mm"}
 
 
 def program(gpu: GPU, name: str, made: list[torch.Tensor], *args, **kwargs) -> tuple[list, list, bool]:
-    """Of an operation that makes these tensors: (those that are copied first where they are not contiguous, what it
-    asks for then, in order: tensors and bytes that it holds until its end, whether cuBLAS is asked)."""
+    """Return (tensors to copy first if they are not contiguous, the requests in order, whether it calls cuBLAS).
+
+    `made` are the results of the operation `name`. A request is a result, or bytes that it holds until its end.
+    """
     tensor = args[0]
     match name:
         case "gemm_4bit":
             return _product_of_4_bits(gpu, made, *args, **kwargs)
         case "quantize_4bit" | "quantize_blockwise":  # scales first
             return [tensor], [made[1], made[0]], False
-        case "int8_vectorwise_quant":  # sizes are compared where outliers are looked for
+        case "int8_vectorwise_quant":  # with a threshold it compares magnitudes, to find outliers
             looks = kwargs.get("threshold", args[1] if len(args) > 1 else 0.0) > 0
             return [], [made[1], made[0], *([tensor.nbytes, tensor.numel()] if looks else [])], False
         case "int8_vectorwise_dequant":  # times the scales first, then times 1 / 127
             return [], [made[0].nbytes, *made], False
-        case "int8_scaled_mm" | "int8_mixed_scaled_mm":  # in 32 bits, in fp16, and in the type that is wanted
+        case "int8_scaled_mm" | "int8_mixed_scaled_mm":  # in 32 bits, then in fp16, then in the requested type
             result = made[0]
             half = [] if result.dtype is torch.float16 else [2 * result.numel()]
             return [], [4 * result.numel(), *half, result], False
@@ -45,7 +47,7 @@ def _product_of_4_bits(
     rows, width = tensor.numel() // tensor.shape[-1], tensor.shape[-1]
     if width % blocksize == 0 and _has_kernel(*gpu)(tensor.dtype, rows, shape[0], width):
         return [tensor], made, False
-    scales = [] if absmax_8bit is None else [4 * absmax_8bit.numel()] * 2  # read, and with their offset
+    scales = [] if absmax_8bit is None else [4 * absmax_8bit.numel()] * 2  # dequantized, then with their offset
     count, result = shape[0] * shape[1], made[0]
     casts = [result.itemsize * size for size in (0 if bias is None else bias.numel(), count, tensor.numel())]
     casts = casts if result.dtype is not tensor.dtype else []  # autocast's
@@ -54,7 +56,7 @@ def _product_of_4_bits(
 
 @functools.cache
 def _has_kernel(multiprocessors: int, capability: tuple[int, int]) -> Callable[[torch.dtype, int, int, int], bool]:
-    """Whether a product of an (M, K) and an (N, K) of 4 bits has a kernel of its own: of (dtype, M, N, K)."""
+    """Return a function of (dtype, M, N, K): whether a 4-bit matmul of (M, K) and (N, K) has a kernel of its own."""
     source = Path(importlib.util.find_spec("bitsandbytes").origin).parent / "backends" / "cuda" / "ops.py"
     names: dict[str, Any] = {"torch": torch, "functools": functools}
     names["_gpu_dispatch_props"] = lambda _: (multiprocessors, *capability)
@@ -69,7 +71,7 @@ def _has_kernel(multiprocessors: int, capability: tuple[int, int]) -> Callable[[
 
 
 def without_outliers(name: str, tensor: torch.Tensor, *args, **kwargs) -> tuple:
-    """What an operation of LLM.int8 makes where no activation reaches the threshold, which only values tell."""
+    """Return the result of an LLM.int8 operation if no activation reaches the threshold, as an estimate assumes."""
     operations, none = torch.ops.bitsandbytes, tensor.new_empty((0,), dtype=torch.int64)
     if name == "int8_vectorwise_quant":
         threshold = kwargs.get("threshold", args[0] if args else 0.0)

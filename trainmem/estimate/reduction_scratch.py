@@ -1,28 +1,28 @@
-"""The memory that a reduction takes on a GPU when several blocks of threads share one result.
+"""Calculate the memory that a reduction takes on a GPU when several blocks of threads share one result.
 
-Computed from sizes and strides as torch 2.13 does (ATen/native/cuda/Reduce.cuh: setReduceConfig). The same header is in
-every wheel, so that a newer torch can be compared.
+The rules are those of torch 2.13 (ATen/native/cuda/Reduce.cuh: setReduceConfig), applied to sizes and strides. Every
+wheel contains that header, so that a newer torch can be compared.
 """
 
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-_MOST_THREADS, _WARP = 512, 32  # of a block
+_MOST_THREADS, _WARP = 512, 32  # threads per block, at most; threads per warp
 _VECTOR = 4  # elements that a thread reads at once
-_FEWEST_VALUES, _MOST_VALUES = 16, 256  # that each thread sums
+_FEWEST_VALUES, _MOST_VALUES = 16, 256  # values that each thread sums
 
 
 @dataclass(frozen=True, slots=True)
 class Processors:
-    """How many threads a GPU runs at once."""
+    """The number of threads that a GPU runs at once."""
 
     count: int  # streaming multiprocessors
     threads: int  # of each
 
 
 def processors(capability: tuple[int, int]) -> Processors:
-    """Return those of the GPU that represents its compute capability: T4, A100, A10, H100, B200, RTX 5090 (CUDA
+    """Return the processors of the GPU that represents a compute capability: T4, A100, A10, H100, B200, RTX 5090 (CUDA
     Programming Guide, "Technical Specifications per Compute Capability")."""
     if capability >= (12, 0):
         return Processors(170, 1536)
@@ -40,12 +40,13 @@ def scratch_bytes(
     gpu: Processors,
     accumulated_bytes: int = 4,
 ) -> list[int]:
-    """The blocks that reducing the dimensions `reduced` of a tensor takes besides its result: partial results and a
-    counter for each; [] where no result is shared.
+    """Return the bytes of the buffers for reducing the dimensions `reduced` of a tensor, besides its result.
+
+    They are partial results and counters; [] if no two blocks share a result.
 
     Args:
         stride: in elements.
-        accumulated_bytes: of one number that is accumulated: 4 for floating point.
+        accumulated_bytes: bytes of one accumulated number: 4 for floating point.
     """
     inner = _joined([(shape[d], stride[d]) for d in reduced])
     outer = _joined([(shape[d], stride[d]) for d in range(len(shape)) if d not in reduced])
@@ -60,7 +61,7 @@ def scratch_bytes(
         if is_inner_fastest and width >= 128 and len(inner) == 1:
             width //= _VECTOR
         elif not is_inner_fastest:
-            # As wide as the length and all other strides allow: both numbers are powers of 2.
+            # As wide as the length and all other strides allow; both numbers are powers of 2.
             vector = math.gcd(_VECTOR, outer[0][0], *(step for _, step in (*inner, *outer[1:])))
             width //= vector
     most = _MOST_THREADS // vector
@@ -83,7 +84,7 @@ def scratch_bytes(
 
 
 def _joined(dims: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """(size, stride) of these dimensions, the fastest first, those joined that lie behind each other."""
+    """Return (size, stride) of these dimensions, fastest first, with adjacent ones merged."""
     joined: list[tuple[int, int]] = []
     for size, step in sorted((dim for dim in dims if dim[0] != 1), key=lambda dim: dim[1]):
         if joined and joined[-1][0] * joined[-1][1] == step:
@@ -94,5 +95,5 @@ def _joined(dims: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _power_of_2(number: int) -> int:
-    """The largest power of 2 up to it."""
+    """Return the largest power of 2 up to `number`, 1 for 0."""
     return 1 << (number.bit_length() - 1) if number else 1

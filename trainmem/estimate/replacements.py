@@ -1,6 +1,6 @@
-"""Replace parts of torch and transformers during a trace: they run on fake tensors, and equal batches are traced once.
+"""Replace parts of torch and transformers during a trace, so that they run on fake tensors and skip repeated batches.
 
-To be entered in the subprocess of a trace (see `trace`).
+Enter these contexts in the subprocess of a trace (see `trace`).
 """
 
 import collections
@@ -23,12 +23,12 @@ from trainmem.records import Phase
 if TYPE_CHECKING:
     from trainmem.estimate.trace import FakeTracker
 
-_REPEATED = 32  # micro-batches of a step: beyond these, time is saved
+_REPEATED = 32  # micro-batches of a step that are repeated on a GPU; later ones are skipped to save time
 
 
 @contextlib.contextmanager
 def matched() -> Iterator[None]:
-    """Detection matches objects with queries by values, on the host; how many are matched does not depend on them."""
+    """Make detection models match objects with queries on fake tensors: values decide the pairs, but not how many."""
 
     def assigned(plain, cost, *args, **kwargs):
         pairs = np.arange(min(cost.shape)) if isinstance(cost, FakeTensor) else None
@@ -44,7 +44,7 @@ def matched() -> Iterator[None]:
 
 @contextlib.contextmanager
 def fake_parameters() -> Iterator[None]:
-    """Parameters of a class of their own, bitsandbytes', can be made of fake tensors: they are of both classes."""
+    """Let parameters of a class of their own, like bitsandbytes', be made of fake tensors: they get both classes."""
     plain = torch.Tensor._make_subclass
 
     @functools.cache
@@ -59,10 +59,10 @@ def fake_parameters() -> Iterator[None]:
         return made
 
     def copied(weight, memo):
-        """DoRA copies a layer to read it; bitsandbytes would make the copy of an empty tensor that is not fake."""
+        """Copy a layer's weight, which DoRA reads; bitsandbytes' own copy would be of an empty tensor, not a fake."""
         names = ("blocksize", "compress_statistics", "quant_type", "quant_storage", "bnb_quantized", "module")
         kept = {name: getattr(weight, name) for name in names}
-        state = copy.deepcopy(weight.quant_state)  # first, as there
+        state = copy.deepcopy(weight.quant_state)  # first, as bitsandbytes does
         return type(weight).__mro__[1](weight.data.clone(), quant_state=state, **kept)
 
     with patch.object(torch.Tensor, "_make_subclass", staticmethod(make_subclass)), contextlib.ExitStack() as stack:
@@ -71,8 +71,8 @@ def fake_parameters() -> Iterator[None]:
         yield
 
 
-def to_of(tracker: "FakeTracker") -> Callable:
-    """`Module.to`: fake weights cannot be exchanged for others, so they stay the objects that they are."""
+def fake_module_to(tracker: "FakeTracker") -> Callable:
+    """Return a `Module.to` that keeps fake weights, because they cannot be exchanged for other objects."""
 
     def to(module, *args, **options):
         device, dtype, *_ = torch._C._nn._parse_to(*args, **options)
@@ -85,9 +85,12 @@ def to_of(tracker: "FakeTracker") -> Callable:
 
 
 def few_micro_batches(tracker: "FakeTracker", alike: bool) -> contextlib.AbstractContextManager:
-    """Of a step's micro-batches only the first two and the last are followed: those between repeat the second, on a GPU
-    with all that it asks the allocator for, whose free blocks may lie otherwise after each. Where all are `alike` but a
-    step's first, which makes the gradients, so do the last and those of later steps, whose first repeats the first."""
+    """Return a context in which only the first two and the last of a step's micro-batches are traced.
+
+    Those between repeat the second. On a GPU they also repeat its requests to the allocator, because the layout of free
+    blocks may change with each. If all are `alike` except a step's first, which makes the gradients, then the last
+    repeats the second too, and the micro-batches of later steps repeat those of the first.
+    """
     from transformers import Trainer
 
     plain, counts, seen = Trainer.training_step, collections.defaultdict(itertools.count), {}
@@ -95,7 +98,7 @@ def few_micro_batches(tracker: "FakeTracker", alike: bool) -> contextlib.Abstrac
     def training_step(trainer, model, inputs, *rest, **options):
         step, last = trainer.state.global_step, trainer.current_gradient_accumulation_steps - 1
         number = next(counts[step])
-        empties = trainer.args.torch_empty_cache_steps  # the cache is emptied in one of so many steps
+        empties = trainer.args.torch_empty_cache_steps  # the cache is emptied once in this many steps
         place = (number > 0, empties and step % empties) if alike else (number > 0, number == last, step)
         if place in seen:
             is_between = 1 < number < last

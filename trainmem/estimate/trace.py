@@ -1,7 +1,7 @@
 """Trace a training on fake tensors: log each allocation and free of a storage, without the memory.
 
-The code that runs is the code that is measured, including transformers' Trainer: the data are real, and whatever uses a
-weight is fake. No tensor shows what an operation allocates internally: see `operator_workspaces`.
+The code that runs is the measured code, including transformers' Trainer: the data are real, and every tensor that
+depends on a weight is fake. No tensor shows operator workspaces: see `operator_workspaces`.
 
 Call it only in a fresh subprocess that trains nothing afterwards: it installs hooks and replaces functions.
 """
@@ -33,10 +33,10 @@ from trainmem.core.outcomes import Invalid
 from trainmem.core.training import Experiment, infer, train
 from trainmem.estimate import beside_steps
 from trainmem.estimate.allocator_settings import WORKSPACES
-from trainmem.estimate.autocast import OF_NORM, OF_SCALER, scaler_failures
-from trainmem.estimate.one_rank import deepspeed_on_a_card, fsdp_taken_up, one_rank_of
+from trainmem.estimate.autocast import NORM_ERROR, SCALER_ERROR, scaler_failures
+from trainmem.estimate.one_rank import deepspeed_on_a_card, fsdp_enabled, one_rank_of
 from trainmem.estimate.operation_cache import OperationCache, by_position, fake, grouped_product, uniform_value
-from trainmem.estimate.replacements import fake_parameters, few_micro_batches, matched, to_of
+from trainmem.estimate.replacements import fake_module_to, fake_parameters, few_micro_batches, matched
 from trainmem.estimate.trace_records import Label, Log, Operation, Spec, Trace, flat, highest
 from trainmem.measure import forked
 from trainmem.measure.tracker import RESIZE, Tracker, counted, local, name_of, watched
@@ -45,10 +45,10 @@ from trainmem.records import CATEGORIES, TENSOR_CATEGORIES, Category, Phase, is_
 
 aten = torch.ops.aten
 
-# What these make is carried out, for others look at it: samplers at orders, the makers of masks at positions.
+# Results that are always computed, because other code reads them: samplers read orders, makers of masks read positions.
 _ALWAYS_REAL = (aten.randperm, aten.arange, aten.linspace)
 _REAL_IN_FORWARD = (aten.ones, aten.zeros, aten.full)
-# They take masks, and how many elements these choose is known where the masks are real.
+# They take masks. If a mask is real, the number of elements that it selects is known.
 _CHOOSE = {aten.index.Tensor, aten.masked_select.default, aten.index_put.default, aten._unsafe_index_put.default}
 _CHOOSE |= {aten.index_put_.default, aten._index_put_impl_.default}
 _LARGE = 2**24  # elements of a real tensor beyond which results are fake
@@ -61,7 +61,9 @@ class DependsOnValues(Invalid):
 
 def follow(experiment: Experiment, tracker: "FakeTracker") -> Trace:
     """Trace an experiment on fake tensors: two or three optimizer steps, two forward passes, or the user's function.
-    Raises Invalid if it cannot be built, or if the result of an operation depends on values."""
+
+    Raises Invalid if the experiment cannot be built, or if the result of an operation depends on values.
+    """
     import cloudpickle
 
     with contextlib.ExitStack() as stack:
@@ -69,20 +71,20 @@ def follow(experiment: Experiment, tracker: "FakeTracker") -> Trace:
         stack.enter_context(fake_parameters())
         stack.enter_context(tracker.collating())
         if not tracker.places_modules:
-            stack.enter_context(patch.object(torch.nn.Module, "to", to_of(tracker)))
-        # Lists of fake tensors are handled as lists of tensors are.
+            stack.enter_context(patch.object(torch.nn.Module, "to", fake_module_to(tracker)))
+        # Make torch handle lists of fake tensors like lists of tensors.
         kinds = [*_foreach_utils._foreach_supported_types, FakeTensor]
         stack.enter_context(patch.object(_foreach_utils, "_foreach_supported_types", kinds))
         deepspeed = experiment.arguments.get("deepspeed")
         if not experiment.task.lengths:  # equal micro-batches repeat each other
-            # On one GPU; with others something is sent after the last.
+            # On one GPU only: several ranks also send something after the last micro-batch.
             alike = tracker.places_modules and experiment.processes == 1 and not deepspeed
             stack.enter_context(few_micro_batches(tracker, alike))
         stack.enter_context(beside_steps.few_batches(tracker))
         if experiment.processes > 1 or deepspeed:
             stack.enter_context(one_rank_of(experiment.processes))
         if experiment.processes > 1 and experiment.arguments.get("fsdp"):
-            stack.enter_context(fsdp_taken_up(functools.partial(tracker.send, category=Category.WEIGHTS)))
+            stack.enter_context(fsdp_enabled(functools.partial(tracker.send, category=Category.WEIGHTS)))
         weights = experiment.weights
         stack.enter_context(matched())
         tracker.checks_hold = not experiment.function and experiment.task.family() in LISTED
@@ -105,37 +107,37 @@ def follow(experiment: Experiment, tracker: "FakeTracker") -> Trace:
 
 
 class FakeTracker(Tracker):
-    """Track a training whose weights are fake: an operation is computed only if all its tensors are real.
+    """Track a training with fake weights: an operation is computed only if all its tensors are real.
 
-    `cache`: results of operations that are known; new ones are added.
+    `cache`: known results of operations; new ones are added.
     """
 
-    places_modules = False  # whether a module that is sent to a device is to be noticed there
+    places_modules = False  # whether the tracker notices that a module is sent to a device
     sends_weights = False  # whether weights go to a device one by one, before any module does
-    empties_weights = False  # whether a weight's data may become an empty tensor, as with DeepSpeed
+    empties_weights = False  # whether a weight's data may become an empty tensor, as under DeepSpeed
 
     def __init__(self, cache: OperationCache | None = None):
         super().__init__()
-        self.checks_hold = False  # whether what is said of all elements is true, as checks of boxes say it
-        self.routing: Routing | None = None  # of tokens to experts; None: no value of it is known
+        self.checks_hold = False  # whether checks of all elements, e.g. of boxes, count as true
+        self.routing: Routing | None = None  # of tokens to experts; None: unknown, because values decide it
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.cache = cache or OperationCache()
-        self.collates = False  # whether a data loader gathers a batch: its data are real, and on the host
+        self.collates = False  # whether a data loader is gathering a batch, whose data are real and on the host
         self.emptied: list[int] = []  # lengths of the log at which the allocator's cache was emptied
         self.begun: list[tuple[int, Operation]] = []  # (length of the log before it, operation)
-        self._any_uniform = False  # whether any fake tensor has a value that is known, see `uniform_value`
+        self._any_uniform = False  # whether any fake tensor has a known value, see `uniform_value`
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled, and the wrapper that skips takes its time at every call
+        return False  # nothing is compiled, and torch's wrapper for skipping takes time at every call
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function is torch.ops.prim.device.default:  # a question, asked several times for each operation
+        if function is torch.ops.prim.device.default:  # torch queries it several times per operation
             return args[0].fake_device
-        return self.watch(function, types, args, kwargs)  # no step more: this runs at each operation
+        return self.watch(function, types, args, kwargs)  # nothing else: this runs at each operation
 
     def execute(self, function, args, kwargs):
-        """What the operation returns: computed where nothing in it is fake, else fake tensors of the right shapes."""
+        """Run an operation: compute it if none of its tensors is fake, otherwise return fake tensors of its shapes."""
         if function in _CHOOSE and isinstance(args[0], FakeTensor):
             function, args = by_position(function, args)
         leaves, structure = flat(args, kwargs)
@@ -144,21 +146,21 @@ class FakeTracker(Tracker):
         self._begin(tensors, any_fake)
         operation = _operation(function, args, leaves, structure)
         self.begun.append((len(self.log), operation))
-        if any_fake and function is aten._local_scalar_dense.default:  # never computed; what is read is a loss or norm
+        if any_fake and function is aten._local_scalar_dense.default:  # not computed: the number is a loss or a norm
             kind = tensors[0].dtype
             return getattr(tensors[0], "uniform", False if kind is torch.bool else 1.0 if kind.is_floating_point else 1)
-        if not any_fake and self._is_carried_out(function, args, tensors):
+        if not any_fake and self._is_computed(function, args, tensors):
             if function.overloadpacket is aten.rand:
-                function = aten.ones.default  # decides whether a layer is left out: none is
+                function = aten.ones.default  # the number decides whether a layer is left out: none is
             return function(*args, **kwargs)
         ask = functools.partial(self._fake_result, function, args, kwargs, operation)
-        is_kept = any_fake or not tensors  # real tensors may be shared, or changed in place
+        is_kept = any_fake or not tensors  # a real result may be shared, or changed in place
         result = self.cache.result(operation, function, args, tensors, self.fake, ask) if is_kept else ask()
         if self.routing and any_fake and function in (aten.topk.default, aten.argmax.default):
             result = self.routing.replaced(function, args, kwargs, result)
         if function is aten._amp_foreach_non_finite_check_and_unscale_.default:
             if self.places_modules and any(gradient.dtype is torch.bfloat16 for gradient in args[0]):
-                raise Invalid(OF_SCALER.format(why="CUDA has no kernel that unscales gradients in bfloat16"))
+                raise Invalid(SCALER_ERROR.format(why="CUDA has no kernel that unscales gradients in bfloat16"))
             args[1].uniform, self._any_uniform = 0.0, True  # gradients count as finite: no step is skipped
         elif self._any_uniform and function._schema.is_mutable:
             for tensor in tensors:
@@ -180,29 +182,32 @@ class FakeTracker(Tracker):
         return module
 
     def repeated(self, span: tuple) -> list[FakeTensor] | None:
-        """Repeat a micro-batch, or a batch of an evaluation, and return what it left: the loss, then
-        gradients where there are none, or predictions. None where anything else was left behind, but for workspaces,
-        which a thread keeps, or anything was given back that was there before. `span`: lengths of the log and of the
-        operations, before it and after, and what it left, as (weight whose gradient it is or None, how to make such a
-        tensor, block)."""
+        """Repeat a micro-batch or an evaluation's batch in the log, and return the tensors that it left.
+
+        These are the loss, then gradients that did not exist before; or predictions. Return None if it cannot be
+        repeated: it left other blocks (except workspaces, which a thread keeps), or freed blocks of earlier operations.
+
+        `span`: (lengths of the log and of the operations before it, the same after it, the tensors left). Each tensor
+        left is (weight that it is the gradient of, or None; its `Spec`; its block).
+        """
         (start, first), (end, last), left = span
         entries, kept = self.log[start:end], {id(block) for *_, block in left}
-        born, dead = ({id(block): block for block, sign in entries if sign == which} for which in (1, -1))
-        workspaces = {key for key in born.keys() - dead.keys() - kept if born[key].operation in WORKSPACES}
-        if born.keys() ^ dead.keys() ^ workspaces != kept or len(kept) < len(left):
+        allocated, freed = ({id(block): block for block, sign in entries if sign == which} for which in (1, -1))
+        workspaces = {key for key in allocated.keys() - freed.keys() - kept if allocated[key].operation in WORKSPACES}
+        if allocated.keys() ^ freed.keys() ^ workspaces != kept or len(kept) < len(left):
             return None
         if any(owner.grad is not None for owner, *_ in left if owner is not None):
             return None
         twins, made = {}, []
         for owner, like, block in left:
-            with _disable_current_modes():  # no operation of the training makes it
+            with _disable_current_modes():  # this is no operation of the training
                 made.append(fake(like, self.fake))
             self._add_block(made[-1].untyped_storage(), block.category, block.operation)
             twins[id(block)] = self.log.pop()[0]
             twins[id(block)].bytes = block.bytes
             if owner is not None:
                 owner.grad = made[-1]
-        places = [len(self.log)]  # the length of the log after each of the entries
+        places = [len(self.log)]  # lengths of the log after each of the entries
         for block, sign in entries:
             if id(block) not in workspaces:
                 if id(block) not in twins:
@@ -235,33 +240,33 @@ class FakeTracker(Tracker):
             yield
 
     def cache_emptied(self, *_, **__) -> None:
-        if any(sign < 0 for _, sign in self.log):  # else nothing is free: each Trainer empties it before the first step
+        if any(sign < 0 for _, sign in self.log):  # otherwise nothing is free: each Trainer empties it at its start
             self.emptied.append(len(self.log))
 
     def _begin(self, tensors: list[torch.Tensor], any_fake: bool) -> None:
-        """Called before an operation runs, with its tensors and whether any is fake."""
+        """Prepare for an operation with these tensors; called before each one."""
 
-    def _is_carried_out(self, function, args, tensors: list[torch.Tensor]) -> bool:
-        """Whether an operation without fake tensors is computed: small ones are, so that data, positions and orders are
-        right for whoever looks at them."""
+    def _is_computed(self, function, args, tensors: list[torch.Tensor]) -> bool:
+        """Return whether to compute an operation without fake tensors. Small ones are computed, so that data, positions
+        and orders have the right values for code that reads them."""
         if tensors:
             return function.is_view or all(tensor.numel() <= _LARGE for tensor in tensors)
         if function is aten.empty.memory_format and not math.prod(args[0]) and not self.empties_weights:
-            return True  # to be set on a storage, as where a number is copied
+            return True  # it will be set on a storage, e.g. when a number is copied
         if function.overloadpacket is aten.rand and math.prod(args[0]) == 1:
-            return True  # for a decision, as whether a layer is left out
+            return True  # for a decision, e.g. whether a layer is left out
         if function is aten.empty.memory_format and not args[0] and self.moment in (Phase.SETUP, Phase.BEFORE):
             return True  # for a seed, which a loader draws before a sampler draws its order
         if function is aten.scalar_tensor.default and self.moment == Phase.FORWARD:
-            return True  # a mask's, which others look at
+            return True  # part of a mask, which other code reads
         if function.overloadpacket in _REAL_IN_FORWARD:
             return (self.moment == Phase.FORWARD or self.collates) and np.prod(args[0], dtype=np.int64) <= _LARGE
-        # Numbers alone where tensors could be, as in torch.div(length, 2): the result may be the length of something.
+        # Only numbers where tensors could be, e.g. torch.div(length, 2): the result may be the length of something.
         numbers_alone = any("Tensor" in str(argument.type) for argument in function._schema.arguments)
         return numbers_alone or function.overloadpacket in _ALWAYS_REAL
 
     def _fake_result(self, function, args, kwargs, operation: Operation):
-        """What torch says an operation makes of fake tensors."""
+        """Return torch's result of an operation on fake tensors; raise DependsOnValues if values decide it."""
         try:
             with self.fake:
                 return self.as_kernels_do(function, args, kwargs)
@@ -272,7 +277,7 @@ class FakeTracker(Tracker):
             ) from None
 
     def as_kernels_do(self, function, args, kwargs):
-        """What an operation makes of fake tensors, corrected where torch is wrong about this device's kernels."""
+        """Return an operation's result on fake tensors, corrected where torch differs from this device's kernels."""
         if function is aten._ctc_loss.Tensor and not isinstance(args[3], FakeTensor):
             return _alignments(*args[:4])
         if function is aten._grouped_mm.default:
@@ -282,12 +287,12 @@ class FakeTracker(Tracker):
         if weight is not None:
             if not self.places_modules and weight.dtype not in (args[0].dtype, torch.float32):
                 kinds = [str(each.dtype).removeprefix("torch.") for each in (args[0], weight)]
-                raise Invalid(OF_NORM.format(*kinds))
-            # The kernel keeps mean and deviation in the type of the weights, which autocast leaves in float32.
+                raise Invalid(NORM_ERROR.format(*kinds))
+            # The kernel keeps mean and deviation in the weights' type, which autocast leaves at float32.
             out, *statistics = result
             return out, *(each.to(weight.dtype) for each in statistics)
         if function is aten.native_layer_norm_backward.default:
-            # The kernel's result is contiguous whatever the order of its input.
+            # The kernel's result is contiguous whatever the layout of its input.
             return tuple(part if part is None else part.contiguous() for part in result)
         return result
 
@@ -295,14 +300,14 @@ class FakeTracker(Tracker):
         try:
             tensor = tensor if isinstance(tensor, FakeTensor) else local(tensor)
             if (tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device).type == "meta":
-                return None  # a shape that somebody keeps
+                return None  # only a shape, without memory
             return tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):  # sparse tensors and some subclasses have none
             return None
 
 
 def _operation(function, args, leaves: list, structure: tuple) -> Operation:
-    """The operation as it is kept. Written for speed: this runs at each one."""
+    """Return an operation in the form that is kept. Written for speed: this runs at each one."""
     kept = [
         Spec(tuple(leaf.shape), leaf.stride(), leaf.dtype)
         if isinstance(leaf, torch.Tensor)
@@ -316,8 +321,10 @@ def _operation(function, args, leaves: list, structure: tuple) -> Operation:
 
 
 def _alignments(log_probabilities, _, __, lengths) -> tuple:
-    """What CTC keeps: a loss per sequence, and the probabilities of the alignments with as many states as twice the
-    longest transcript and one. Its `lengths` are data, so they are known."""
+    """Return fake tensors like those that CTC's loss keeps: a loss per sequence, and the probabilities of alignments.
+
+    An alignment has 2 x the longest transcript + 1 states. `lengths` are data, so their values are known.
+    """
     steps, batch, _ = log_probabilities.shape
     with _disable_current_modes():
         states = 2 * int(lengths.max()) + 1
@@ -325,13 +332,13 @@ def _alignments(log_probabilities, _, __, lengths) -> tuple:
 
 
 class Routing(Enum):
-    """Which experts the tokens choose: what is drawn by values is replaced by known numbers."""
+    """An assumed choice of experts: known numbers replace the choice that values would decide."""
 
-    BALANCED = "balanced"  # each expert has as many tokens
-    ONE_SIDED = "one-sided"  # all tokens choose the same
+    BALANCED = "balanced"  # each expert gets equally many tokens
+    ONE_SIDED = "one-sided"  # all tokens choose the same experts
 
     def replaced(self, function, args, kwargs, result):
-        """Return the result of a choice, `topk` or `argmax`, with known numbers of what is chosen."""
+        """Return the result of a choice (`topk` or `argmax`) with known numbers of the chosen experts."""
         is_topk = function is aten.topk.default
         names = ("self", "k", "dim") if is_topk else ("self", "dim")
         given = dict(zip(names, args, strict=False)) | kwargs
@@ -347,30 +354,30 @@ class Routing(Enum):
         return (result[0], numbers) if is_topk else numbers
 
 
-WEIGHT_OF_NORM = {aten.native_layer_norm.default: 2, aten.native_batch_norm.default: 1}  # index of that argument
+WEIGHT_OF_NORM = {aten.native_layer_norm.default: 2, aten.native_batch_norm.default: 1}  # the weight's argument number
 
 
 # ---- the trace
 
 
 def _traced(tracker: FakeTracker, parameters: int, trainable: int) -> Trace:
-    """What the tracker saw from the first forward on, as arrays."""
+    """Return the tracker's records as arrays, from the first forward pass on."""
     column = {category: number for number, category in enumerate(CATEGORIES)}
     changes = np.zeros((len(tracker.log) + 1, len(column)), dtype=np.int64)
     columns = [column[block.category] for block, _ in tracker.log]
     changes[np.arange(1, len(changes)), columns] = [sign * block.bytes for block, sign in tracker.log]
-    live = changes.cumsum(axis=0)  # row n: after n entries of the log
+    live = changes.cumsum(axis=0)  # row n: bytes after n entries of the log
     total, live = live.sum(axis=1), live[:, : len(TENSOR_CATEGORIES)]
-    births = np.concatenate([[0], np.maximum(changes.sum(axis=1), 0)[1:].cumsum()])
+    grown = np.concatenate([[0], np.maximum(changes.sum(axis=1), 0)[1:].cumsum()])  # all bytes allocated by then
     first = next((operations for label, _, operations in tracker.marks if label == "start"), 0)
     begins = np.array([begin for begin, _ in tracker.begun[first:]] + [len(tracker.log)])
     ends = np.array([length for length, *_ in tracker.operations[first:]])
-    born = births[ends] - births[begins[:-1]]
+    made = grown[ends] - grown[begins[:-1]]
     ends_of_steps = [operations for label, _, operations in tracker.marks if label == "step"]
     apart = beside_steps.peaks(tracker.marks, total, begins, first)
     last = next((begin for *_, (begin, _) in apart if ends_of_steps and begin >= ends_of_steps[-1] - first), len(ends))
     return Trace(
-        operations=[*_shared(zip((operation for _, operation in tracker.begun[first:]), born.tolist(), strict=True))],
+        operations=[*_shared(zip((operation for _, operation in tracker.begun[first:]), made.tolist(), strict=True))],
         phases=[phase for _, phase, *_ in tracker.operations[first:]],
         modules=[module for *_, module in tracker.operations[first:]],
         live=live[ends],
@@ -386,11 +393,11 @@ def _traced(tracker: FakeTracker, parameters: int, trainable: int) -> Trace:
 
 
 def recorded(tracker: FakeTracker) -> Log:
-    """The births and deaths that a tracker saw, without what dies after the last birth and mark."""
+    """Return the tracker's allocations and frees, without the frees after the last allocation and the last mark."""
     entries, marks = list(tracker.log), [(label, position) for label, position, _ in tracker.marks]
     makers = np.searchsorted([end for end, *_ in tracker.operations], np.arange(len(entries)), side="right").tolist()
-    numbers: dict[int, int] = {}  # of the blocks
-    labels: dict[tuple, Label] = {}  # one object for all that are equal, so that few are sent between processes
+    numbers: dict[int, int] = {}  # {id of a block: its number}
+    labels: dict[tuple, Label] = {}  # equal labels become one object, so that little is sent between processes
     blocks, events, length = [], [], max((position for _, position in marks), default=0)
     for position, (block, sign) in enumerate(entries):
         if sign < 0:
@@ -406,9 +413,9 @@ def recorded(tracker: FakeTracker) -> Log:
 
 
 def _shared(operations: Iterable[tuple[Operation, int]]) -> Iterator[Operation]:
-    """Operations with the bytes that they made, one object for all that are equal: a trace has few kinds of them."""
+    """Yield operations with the bytes that they made; equal ones are one object, because a trace has few kinds."""
     known: dict[tuple, Operation] = {}
-    again: dict[tuple[int, int], Operation] = {}  # of repeated micro-batches: to hash a whole operation takes time
+    again: dict[tuple[int, int], Operation] = {}  # for repeated micro-batches: hashing a whole operation takes time
     for operation, made_bytes in operations:
         which = id(operation), made_bytes
         if which not in again:

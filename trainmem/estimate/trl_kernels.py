@@ -1,5 +1,8 @@
-"""TRL's loss as on a GPU, where kernels written in Triton fold tiles of logits: they ask for no memory, so nothing is
-launched (TRL 1.16: kernels/chunked_logprob.py). The products around them are torch's own, and are followed."""
+"""Run TRL's loss as on a GPU, where Triton kernels fold tiles of logits.
+
+These kernels request no memory, so nothing is launched (TRL 1.16: kernels/chunked_logprob.py). The matmuls around them
+are torch's own, and are traced.
+"""
 
 import contextlib
 import importlib
@@ -19,15 +22,17 @@ class _Kernel:
 
 @contextlib.contextmanager
 def emulated():
-    """Inside this context TRL, where it is installed, takes its way on a GPU. A loss whose kernels are not emulated
-    raises Invalid."""
+    """Make TRL, if it is installed, take its code path for GPUs in this context.
+
+    A loss with other Triton kernels raises Invalid.
+    """
     try:
-        utils = importlib.import_module("trl.trainer.utils")  # the user's, where it is
-    except (ImportError, RuntimeError, AttributeError):  # also where it does not go with the libraries here
+        utils = importlib.import_module("trl.trainer.utils")  # the user's TRL
+    except (ImportError, RuntimeError, AttributeError):  # not installed, or incompatible with the libraries here
         yield
         return
     with contextlib.ExitStack() as stack:
-        if hasattr(utils, "_supports_trl_loss_kernel"):  # from 1.14 on; it is asked only where there is Triton
+        if hasattr(utils, "_supports_trl_loss_kernel"):  # from 1.14 on; TRL calls it only if there is Triton
             there = {"is_triton_available": lambda *_, **__: True, "_fused_logprob_entropy": _Kernel()}
             stack.enter_context(patch.multiple(utils, create=True, _supports_trl_loss_kernel=_refuse, **there))
         if hasattr(utils, "_use_triton"):  # from 1.16 on
