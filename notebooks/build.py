@@ -73,12 +73,14 @@ def build(source: str, recorded: str = "", name: str = "NN_slug") -> str:
 
 
 def _answer_in(cell) -> str:
-    """Return which answer a cell contains: a "question" (its key), a "solution", "code", or "" if it contains none."""
+    """Return which answer a cell contains: "question" (its key), "solution", "hints", "code", or "" if it has none."""
     if cell.cell_type != "code":
         return ""
     if "solution" in tags(cell):
         return "solution"
-    return "question" if _asks(cell) else "code" if cell.metadata.get("jupyter", {}).get("source_hidden") else ""
+    if _asks(cell) or not cell.metadata.get("jupyter", {}).get("source_hidden"):
+        return "question" if _asks(cell) else ""
+    return "hints" if cell.source.startswith("exercises.hint(") else "code"
 
 
 def recorded_text(lesson: str, results: Path = HERE.parent / "results") -> str:
@@ -184,7 +186,8 @@ def _assignments(source):
 
 
 def _lint_prose(cells):
-    cells = [cell for cell in cells if RECORDED not in tags(cell) and not _asks(cell)]  # a sealed cell is not read
+    unread = ("question", "hints")  # sealed, and not part of the lesson's text
+    cells = [cell for cell in cells if RECORDED not in tags(cell) and _answer_in(cell) not in unread]
     if not MIN_CELLS <= len(cells) <= MAX_CELLS:
         yield f"{len(cells)} cells; {MIN_CELLS} to {MAX_CELLS}"
     text = "\n\n".join(cell.source for cell in cells if cell.cell_type == "markdown")

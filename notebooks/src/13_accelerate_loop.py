@@ -394,7 +394,7 @@ _ = widgets.explore(one_epoch, micro_batch=[4, 1, 2, 8], accumulate=[4, 1, 2, 8]
 #
 # A training on two processes with micro-batches of 2 and 4 accumulation steps was killed; its checkpoint is of optimizer step 6. Which number must `skip_first_batches` get, on each of the processes? The check distributes 512 samples with Accelerate's own sampler, and finds the samples that your training would see twice, or never.
 
-# %%
+# %% jupyter={"source_hidden": true}
 exercises.hint(
     "`skip_first_batches` skips batches of the data loader: micro-batches, not optimizer steps.",
     "Each process has a data loader of its own, and skips in that one only.",
@@ -435,7 +435,7 @@ exercises.prove(check_skip, solution=24, mistake=48)
 #
 # No clock can measure a difference of 2 % between two runs on a busy CPU. It can measure which share of *one* step the call takes, so the check does that. For the sake of GPUs the call must not read a number back either: `item()`, `float()` and `print` make the program wait until the device has finished all queued work.
 
-# %%
+# %% jupyter={"source_hidden": true}
 exercises.hint(
     "The norm from before clipping has been computed already. By which function?",
     "`clip_grad_norm_` returns it, as a tensor. It must not become a number in each step, only at the end.",

@@ -593,13 +593,13 @@ else:
 # Your card holds the share of vanilla's peak that is printed below. Which of the ten recipes fits and has the most
 # samples/s? (On a CPU, use the V100's samples/s.)
 
-# %% tags=["exercise"]
-display(
-    exercises.hint(
-        "A recipe fits if its share is at most the limit: find these recipes in the table.",
-        "Among these, look for the most samples per second. `speed_of` below returns it.",
-    )
+# %% jupyter={"source_hidden": true}
+exercises.hint(
+    "A recipe fits if its share is at most the limit: find these recipes in the table.",
+    "Among these, look for the most samples per second. `speed_of` below returns it.",
 )
+
+# %% tags=["exercise"]
 limit = sorted(filter(None, share.values()))[3]  # the four smallest fit
 print(f"The card holds {limit:.1%} of vanilla's peak.")
 answer = None  # the name of a recipe, as in the table
@@ -640,16 +640,15 @@ exercises.prove(check, solution=max(fitting, key=speed_of), mistake="half precis
 # cell of the check. Keep the effective batch of 4. Your answer is a dict of training arguments; `dtype` and
 # `attn_implementation` are allowed too. Every recipe that meets the target is ranked below.
 
-# %% tags=["exercise"]
-display(
-    exercises.hint(
-        "What is the largest part of the smallest bar of the ten? No technique of part II shrinks it.",
-        "Weights and gradients are left. Their size is a number of parameters times bytes each.",
-        "`dtype` sets the bytes of a weight, and a gradient has the type of its weight.",
-    )
+# %% jupyter={"source_hidden": true}
+exercises.hint(
+    "What is the largest part of the smallest bar of the ten? No technique of part II shrinks it.",
+    "Weights and gradients are left. Their size is a number of parameters times bytes each.",
+    "`dtype` sets the bytes of a weight, and a gradient has the type of its weight.",
 )
-answer = None  # {"per_device_train_batch_size": ..., ...}
 
+# %% tags=["exercise"]
+answer = None  # {"per_device_train_batch_size": ..., ...}
 
 # %% tags=["check"]
 target = {

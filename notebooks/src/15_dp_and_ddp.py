@@ -699,7 +699,7 @@ claims.check("topology-legend", explains, missing=no_topology)
 #
 # Find arguments for `economical`, e.g. `{"accumulate": 2, "learning_rate": 1e-3}`, that send at most half the bytes of gradients for the same 40 micro-batches. The mean loss over three seeds must stay in the band: it must not be above the worst of the same three seeds when everything is sent.
 
-# %%
+# %% jupyter={"source_hidden": true}
 exercises.hint(
     "There are two ways to send less: less often, or each number in fewer bytes. Which one leaves the number of updates?",
     "Half as many updates learn less at the same rate. The other way changes no update by more than a rounding.",

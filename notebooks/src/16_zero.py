@@ -774,7 +774,7 @@ for question in ({"card_bytes": "80GB"}, {"card_bytes": "80GB", "slow_link": Tru
 #
 # Offload moves the gradients of a rank's shard to the host and its weights back. The check draws new cases each time, from 2 to 64 ranks.
 
-# %%
+# %% jupyter={"source_hidden": true}
 exercises.hint(
     "How many bytes does each stage send at N ranks? The table of volumes has the unit 4 (N-1)/N bytes per parameter.",
     "Offload takes the states of a rank's shard off its device. How large is a shard in stage 0, and in the others?",

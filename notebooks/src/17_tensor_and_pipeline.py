@@ -942,12 +942,14 @@ claims.check("three-d-scales", limits[8][2] / alone, note=f"alone {alone:.3f} MB
 #
 # The check draws new models each time, each with a limit that some split meets.
 
-# %% tags=["exercise"]
+# %% jupyter={"source_hidden": true}
 exercises.hint(
     "If the first stage gets `cut` layers, the ranks hold `sum(layers_MB[:cut])` and `sum(layers_MB[cut:])`.",
     "What that cut sends is `sent_MB[cut - 1]`. Which cuts are allowed at all? `range(1, len(layers_MB))`.",
     "First keep the cuts at which both ranks are within the limit. Then take the one that sends least.",
 )
+
+# %% tags=["exercise"]
 answer = None  # def answer(layers_MB, sent_MB, limit_MB): ...
 
 

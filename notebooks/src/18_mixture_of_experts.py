@@ -685,13 +685,15 @@ _ = widgets.explore(draw, experts=[8, 1, 2, 16, 64, 256], k=[2, 1, 4, 8], width=
 #
 # Write a function that takes the FFN's width, 512 or more, and returns the number of experts, *k* and their width. The check draws new widths each time.
 
-# %% tags=["exercise"]
+# %% jupyter={"source_hidden": true}
 exercises.hint(
     "A token meets k x width. That may not be much more than the FFN's width.",
     "The gate has `hidden` numbers per expert, an expert three matrices of `hidden` (the model's width) x its own width. So "
     "the gate costs as much per expert as a third of one unit of an expert's width.",
     "One wide expert for each token gives as many sets as there are experts. How many give k of n? `math.comb`.",
 )
+
+# %% tags=["exercise"]
 answer = None  # for example lambda ffn: {"experts": 8, "k": 2, "width": ffn}
 
 

@@ -539,14 +539,14 @@ if large:
     print(f"one by one {slow:.2f} s of computing; all at once {plots.bytes_text(large)}")
     print(f"your limits: {seconds_limit:.2f} s and {plots.bytes_text(bytes_limit)}")
 
-# %% tags=["exercise"]
-display(
-    exercises.hint(
-        "What does a batch of one long and fifteen short requests compute for the short ones?",
-        "The peak is that of the batch with the most tokens, padding included.",
-        "Sort the numbers by length, then cut the list: `order[first : first + 8]`, and so on.",
-    )
+# %% jupyter={"source_hidden": true}
+exercises.hint(
+    "What does a batch of one long and fifteen short requests compute for the short ones?",
+    "The peak is that of the batch with the most tokens, padding included.",
+    "Sort the numbers by length, then cut the list: `order[first : first + 8]`, and so on.",
 )
+
+# %% tags=["exercise"]
 answer = None  # dict(plan=lambda lengths: [[0, 1], [2, 3], ...], side=..., dtype=...)
 
 
@@ -578,14 +578,14 @@ exercises.prove(check, solution=dict(plan=lambda _: batches), mistake=dict(plan=
 #
 # Serve the same requests within a *tenth* of the memory of all at once, in at most 12 batches. Each answer must still be the one that its request gets alone. What can you hold constant in each batch, if not its number of requests? bf16 weights are allowed: does any answer change with them?
 
-# %% tags=["exercise"]
-display(
-    exercises.hint(
-        "Which batch of your solution above has the most tokens, padding included? The others have room to spare.",
-        "A batch has (number of requests) x (longest of them) tokens. Limit this product.",
-        "Go through the numbers, sorted by length. Start a new batch when one more request would exceed the limit.",
-    )
+# %% jupyter={"source_hidden": true}
+exercises.hint(
+    "Which batch of your solution above has the most tokens, padding included? The others have room to spare.",
+    "A batch has (number of requests) x (longest of them) tokens. Limit this product.",
+    "Go through the numbers, sorted by length. Start a new batch when one more request would exceed the limit.",
 )
+
+# %% tags=["exercise"]
 most = 12  # batches
 answer = None  # dict(plan=lambda lengths: [[0, 1], [2, 3], ...], side=..., dtype=...)
 

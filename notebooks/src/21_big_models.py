@@ -590,14 +590,14 @@ _ = widgets.explore(draw, billions=[7, 1, 3, 13, 70], bytes_a_parameter=[2, 4])
 #
 # Load the model so that it answers, and the process holds at most **half** of the weights' bytes at the peak, private and mapped together. The answers must be those of the checkpoint. Your answer is the arguments of `from_pretrained`; the check measures it.
 
-# %% tags=["exercise"]
-display(
-    exercises.hint(
-        "Which ways in the table are below 0.5, at the peak and not only afterwards?",
-        "How many layers may stay? A layer is about a twelfth of the weights, and one more layer is in memory while it computes.",
-        "`places(12, in_memory)` makes a `device_map`.",
-    )
+# %% jupyter={"source_hidden": true}
+exercises.hint(
+    "Which ways in the table are below 0.5, at the peak and not only afterwards?",
+    "How many layers may stay? A layer is about a twelfth of the weights, and one more layer is in memory while it computes.",
+    "`places(12, in_memory)` makes a `device_map`.",
 )
+
+# %% tags=["exercise"]
 answer = None  # dict(...): arguments of from_pretrained, beside the folder
 
 
@@ -637,14 +637,14 @@ exercises.prove(check, solution=dict(device_map=places(12, 2)), mistake=dict(dty
 #
 # `torch.from_file(name, shared=True, size=...)` returns a tensor whose changes go into the file. And where are the gradients? The check reports their bytes.
 
-# %% tags=["exercise"]
-display(
-    exercises.hint(
-        "Nothing replaces a parameter here: it stays the one that the optimizer gets. Only its bytes move.",
-        "`weight.data = tensor` gives a parameter other bytes. Copy the weight's values into the file's tensor first.",
-        "`torch.from_file` returns one dimension: `.view_as(weight)`. Use one file per weight, e.g. `files / name`.",
-    )
+# %% jupyter={"source_hidden": true}
+exercises.hint(
+    "Nothing replaces a parameter here: it stays the one that the optimizer gets. Only its bytes move.",
+    "`weight.data = tensor` gives a parameter other bytes. Copy the weight's values into the file's tensor first.",
+    "`torch.from_file` returns one dimension: `.view_as(weight)`. Use one file per weight, e.g. `files / name`.",
 )
+
+# %% tags=["exercise"]
 answer = None  # def answer(source, files): ...; return model
 
 

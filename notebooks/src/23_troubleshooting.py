@@ -904,14 +904,14 @@ def job(watch, epochs=10):
 
 diagnose(examine(partial(job, epochs=1)))
 
-# %% tags=["exercise"]
-display(
-    exercises.hint(
-        "Fix what the tool names, and examine again: it names one fault at a time.",
-        "Which labels must not count? And which weights does the optimizer know?",
-        "How often is each batch tokenized? Keep a list.",
-    )
+# %% jupyter={"source_hidden": true}
+exercises.hint(
+    "Fix what the tool names, and examine again: it names one fault at a time.",
+    "Which labels must not count? And which weights does the optimizer know?",
+    "How often is each batch tokenized? Keep a list.",
 )
+
+# %% tags=["exercise"]
 answer = None  # def job(watch, epochs=10): ..., then: answer = job
 
 
@@ -969,14 +969,14 @@ exercises.prove(check, solution=repaired, mistake=partial(repaired, keep=False))
 #
 # The check trains ten times as many batches as a patient gets. Your fault must make the loss on unseen text worse by at least 1. Your rule must find it, and must not call a healthy patient of the clinic sick.
 
-# %% tags=["exercise"]
-display(
-    exercises.hint(
-        "With labels of other texts every number is finite and every weight learns. What do the labels no longer agree with?",
-        "`model.register_forward_pre_hook(hook, with_kwargs=True)` calls `hook(module, given, named)`; the batch is in `named`.",
-        "In this task a label is its own input, unless it is -100. Count the labels of which that is not true.",
-    )
+# %% jupyter={"source_hidden": true}
+exercises.hint(
+    "With labels of other texts every number is finite and every weight learns. What do the labels no longer agree with?",
+    "`model.register_forward_pre_hook(hook, with_kwargs=True)` calls `hook(module, given, named)`; the batch is in `named`.",
+    "In this task a label is its own input, unless it is -100. Count the labels of which that is not true.",
 )
+
+# %% tags=["exercise"]
 answer = None  # dict(plant=dict(data=...), reading=..., rule=...)
 
 

@@ -550,14 +550,14 @@ _ = widgets.explore(draw, bits=[16, 8, 4.5, 4.127], tokens=[2048, 512, 8192])
 #
 # The training with adapters of rank 4 must fit into **half of its peak**. Keep eight samples per update, fp32, and adapters of at least rank 4 beside queries and values. Your answer is a dict of arguments of `counted`: the `rank`, and arguments of the Trainer.
 
-# %% tags=["exercise"]
-display(
-    exercises.hint(
-        "Which part of the second bar is the largest?",
-        "Neither rank nor bits of the base touch that part.",
-        "Lessons 05 and 06 are about it. Two arguments of the Trainer, or one.",
-    )
+# %% jupyter={"source_hidden": true}
+exercises.hint(
+    "Which part of the second bar is the largest?",
+    "Neither rank nor bits of the base touch that part.",
+    "Lessons 05 and 06 are about it. Two arguments of the Trainer, or one.",
 )
+
+# %% tags=["exercise"]
 answer = None  # dict(rank=4, ...)
 
 
@@ -595,14 +595,14 @@ exercises.prove(
 #
 # The same model with adapters of rank 4, but one text at a time (micro-batch 1). From which length on do activations take more memory than the frozen weights, when the forward pass ends? Predict the number of tokens from the table of this lesson, whose batch is 8 texts of 64 tokens. The check trains with your length and with nine tenths of it, and counts. For your own model, `perf-helpers estimate` takes `--peft`, `--load_in_4bit` and `--freeze`.
 
-# %% tags=["exercise"]
-display(
-    exercises.hint(
-        "Frozen weights do not depend on the batch. How do activations depend on the number of tokens?",
-        "The row `rank 4` of the table: divide its activations by the tokens of that batch.",
-        "Tokens = frozen weights / activations per token.",
-    )
+# %% jupyter={"source_hidden": true}
+exercises.hint(
+    "Frozen weights do not depend on the batch. How do activations depend on the number of tokens?",
+    "The row `rank 4` of the table: divide its activations by the tokens of that batch.",
+    "Tokens = frozen weights / activations per token.",
 )
+
+# %% tags=["exercise"]
 answer = None  # tokens
 
 

@@ -17,7 +17,7 @@ def seal(source: str, kind: str, path: str) -> str:
 
     Args:
         source: the plain source.
-        kind: "question", "solution" or "code".
+        kind: "question", "solution", "hints" or "code".
         path: the file that has the source in plain text.
     """
     return f"{MAGIC} {kind}: run this cell; in plain text: {path}\n{base64.b64encode(source.encode()).decode()}"
