@@ -325,7 +325,7 @@ plots.Table(["after forward", "weights", "gradients", "states", "activations", "
 #
 # ### What each stage sends
 #
-# In the usual *ring*, each rank sends to the next one, piece by piece: (N-1)/N of a tensor for a reduce-scatter or an all-gather, and twice that for an all-reduce, which is both. The table's unit is 4 P(N-1)/N bytes, which one reduce-scatter of all weights sends: hence "times the weights". The *volume* is calculated from the messages; the network's own counter gives the last column. Before the table, the cell prints the messages of one module in stage 3: the embeddings.
+# In the usual *ring*, each rank sends to the next one, piece by piece: (N-1)/N of a tensor for a reduce-scatter or an all-gather, and twice that for an all-reduce, which is both. The table's unit is 4 P(N-1)/N bytes, which one all-gather of all weights sends: hence "times the weights". The *volume* is calculated from the messages; the network's own counter gives the last column. Before the table, the cell prints the messages of one module in stage 3: the embeddings.
 
 # %%
 UNITS = {"allreduce": 2, "reduce_scatter_base": 1, "allgather_base": 1}
