@@ -475,7 +475,7 @@ numbers = {
 ward("First ward: numbers", numbers, [slice(5)])
 
 # %% [markdown]
-# Besides the patient whose labels are masked, three patients of this ward log NaN, at the latest from the second step on. In each of the three another link broke first, so the cures differ, too. If the gradients broke first, fix the operation that made the NaN. If the update did, keep the weights in fp32 (lesson 07). If the forward pass did, use bf16 or smaller activations.
+# Besides the patient whose labels are masked, three patients of this ward log NaN, at the latest from the second step on. In each of the three a different link broke first, so the cures differ, too. If the gradients broke first, fix the operation that made the NaN. If the update did, keep the weights in fp32 (lesson 07). If the forward pass did, use bf16 or smaller activations.
 #
 # **Explore** the vanishing gradients: in which type, and at which scale of the loss, do they become 0? A *loss scaler* (lesson 07) multiplies the loss for that reason.
 
@@ -874,7 +874,7 @@ claims.check("oom-fragments", ratio if on_gpu else None, note=reason)
 # %% [markdown]
 # ## Exercise: three at once
 #
-# The script below runs, but three things are wrong with it. Its task is to predict, after four given words, the twelve that follow, with a new head. Write a repaired `job` that returns its model. It passes if
+# The script below runs, but three things are wrong with it. Its task is to predict, after four given words, the twelve that follow, with a new head: `new_head(model)` puts an untrained output layer into the model. Write a repaired `job` that returns its model. It passes if
 #
 # - the loss on unseen answers is below 1;
 # - the tool calls it healthy;
