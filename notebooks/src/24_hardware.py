@@ -510,7 +510,7 @@ advice
 #
 # Suppose that every started hour is billed in full. Find two numbers; each may be off by 2 %:
 #
-# - `samples`: up to which number of samples is the middle offer the cheapest?
+# - `samples`: up to which number of samples is the middle offer the cheapest, at the prices above?
 # - `price`: from which price per hour of the large offer on is the middle offer the cheapest, for the five million samples?
 
 # %% jupyter={"source_hidden": true}
