@@ -3,7 +3,7 @@
 #
 # You fine-tune with LoRA to save memory, and the peak hardly moves. A colleague uses QLoRA, and it takes *more* than LoRA. Both reports are right. Training holds four numbers for each parameter that learns: the weight, its gradient and two of AdamW's. Adapters let few parameters learn, and keep the rest in few bits. Which of the bytes in your training does that remove?
 #
-# **Time:** the cells compute for about a minute. **Before it:** lesson 01 (memory of a step), lessons 04 to 06 (activations) and lesson 09 (code books). **Machine:** everything here runs on the CPU, also if you have a GPU. The comparison with the library needs peft (`make course` installs it).
+# **Time:** about 45 minutes; the cells compute for about a minute. **Before it:** lesson 01 (memory of a step), lessons 04 to 06 (activations) and lesson 09 (code books). **Machine:** everything here runs on the CPU, also if you have a GPU. The comparison with the library needs peft (`make course` installs it).
 #
 # **You will see**
 # - how an adapter works in ten lines, how few parameters it trains, and what it does not change: activations and frozen weights
@@ -217,7 +217,7 @@ if not no_peft:
 # Gradients and optimizer states are almost gone. Look at what remains:
 #
 # - **Frozen weights** stay whole: the forward pass reads them.
-# - **Activations** are what a layer keeps for its backward pass. A gradient on its way to the *first* adapter passes through all layers above it, so attention, norms and activation functions keep what they kept before. Only the inputs of frozen matrices need not be kept, because they serve only *those* matrices' gradients.
+# - **Activations** are what a layer keeps for its backward pass. A gradient on its way to the *first* adapter passes through all layers above it, so attention, norms and activation functions keep what they kept before. The inputs of the frozen matrices are an exception: they would serve only for the gradients of these matrices, which nobody needs, so they are not kept.
 #
 # So people report "LoRA saves little" if activations were the peak: with long texts, large batches, large vocabularies. And LoRA saves much if weights and optimizer states were the peak: with large models and few tokens.
 
@@ -337,7 +337,7 @@ if not no_peft:
 #
 # In a model of 7 billion parameters it is the other way round: the vocabulary is 4 % of the weights, and the layers decide.
 #
-# **Can such numbers be trusted?** Other people published the memory of seventeen trainings with LoRA on a Tesla T4. We repeated them in a rehearsal (a dry run on a stub CUDA runtime). With a release of torch whose allocator follows the same rules as theirs, the rehearsal allocates as many bytes as they measured, **to the byte**, in all seventeen. For thirteen of them the publication named another release of torch, and with that release the bytes did *not* agree: the name was wrong, and the bytes revealed it. The memory of 4-bit weights varies by some MiB from run to run even on one card.
+# **Can such numbers be trusted?** Other people published the memory of seventeen trainings with LoRA on a Tesla T4. We repeated them in a rehearsal (a dry run on a stub CUDA runtime). With a release of torch whose allocator follows the same rules as theirs, the rehearsal allocates as many bytes as they measured, **to the byte**, in all seventeen. For thirteen of them the publication named a different release. In a rehearsal with that release the bytes did *not* agree: the publication had named the wrong one, and the bytes revealed it. The memory of 4-bit weights varies by some MiB from run to run even on one card.
 #
 # ## Seconds, by parts
 #
