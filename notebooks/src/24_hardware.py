@@ -99,6 +99,26 @@ if found.ok and plots.is_measured(speed):
 else:
     print(f"utilization is not known here: {found.failure or 'no speed was measured'}")
 
+# %%
+answers = [
+    "the card with the lower price per hour",
+    "the card with the higher peak TFLOP/s",
+    "neither number decides it",
+]
+exercises.question(
+    lab,
+    "cheaper",
+    "Two cards hold your training. Which one makes it cheaper?",
+    {
+        answers[0]: "A card at a third of the price that takes four times as long costs more in the end.",
+        answers[1]: "Its price may be higher by more than its speed. And the peak may be with sparsity, or in 8 bits.",
+        answers[2]: "A card is not better value in general: it depends on the kind of work. Compare the "
+        "ratio of the prices with the ratio of the speeds, for this work, at the share of the "
+        "ceiling that you reach on each card.",
+    },
+    right=answers[2],
+)
+
 # %% [markdown]
 # ## Two cards, two ceilings
 #
@@ -145,26 +165,6 @@ ax.set_xscale("log", base=2)
 
 # %% [markdown]
 # Read the line of the H100 over the A100. With few answers at once, the H100 is worth the ratio of the bandwidths; with hundreds, it is worth the ratio of the arithmetic. The T4 and the A100 have nearly the same balance of the two, so their line is flat. (The keys and values of lesson 20 must be read too. They are left out here.)
-
-# %%
-answers = [
-    "the card with the lower price per hour",
-    "the card with the higher peak TFLOP/s",
-    "neither number decides it",
-]
-exercises.question(
-    lab,
-    "cheaper",
-    "Two cards hold your training. Which one makes it cheaper?",
-    {
-        answers[0]: "A card at a third of the price that takes four times as long costs more in the end.",
-        answers[1]: "Its price may be higher by more than its speed. And the peak may be with sparsity, or in 8 bits.",
-        answers[2]: "A card is not better value in general: it depends on the kind of work. Compare the "
-        "ratio of the prices with the ratio of the speeds, for this work, at the share of the "
-        "ceiling that you reach on each card.",
-    },
-    right=answers[2],
-)
 
 # %% [markdown]
 # ## Heat and power

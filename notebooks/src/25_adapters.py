@@ -213,14 +213,6 @@ if not no_peft:
         print(f"{share:.2%} of the parameters learn; gradients and states: {sizes[1]:,} of {sizes[0]:,} bytes")
         widgets.revealed(lab, "peak", 100 * found["lora-memory"])
 
-# %% [markdown]
-# Gradients and optimizer states are almost gone. Look at what remains:
-#
-# - **Frozen weights** stay whole: the forward pass reads them.
-# - **Activations** are what a layer keeps for its backward pass. A gradient on its way to the *first* adapter passes through all layers above it, so attention, norms and activation functions keep what they kept before. The inputs of the frozen matrices are an exception: they would serve only for the gradients of these matrices, which nobody needs, so they are not kept.
-#
-# So people report "LoRA saves little" if activations were the peak: with long texts, large batches, large vocabularies. And LoRA saves much if weights and optimizer states were the peak: with large models and few tokens.
-
 # %%
 answers = ["a rank of 1", "half of the tokens in a batch", "adapters beside more matrices"]
 exercises.question(
@@ -235,6 +227,14 @@ exercises.question(
     },
     right=answers[1],
 )
+
+# %% [markdown]
+# Gradients and optimizer states are almost gone. Look at what remains:
+#
+# - **Frozen weights** stay whole: the forward pass reads them.
+# - **Activations** are what a layer keeps for its backward pass. A gradient on its way to the *first* adapter passes through all layers above it, so attention, norms and activation functions keep what they kept before. The inputs of the frozen matrices are an exception: they would serve only for the gradients of these matrices, which nobody needs, so they are not kept.
+#
+# So people report "LoRA saves little" if activations were the peak: with long texts, large batches, large vocabularies. And LoRA saves much if weights and optimizer states were the peak: with large models and few tokens.
 
 # %% [markdown]
 # ## By hand: four bits
