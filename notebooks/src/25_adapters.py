@@ -232,7 +232,7 @@ exercises.question(
 # Gradients and optimizer states are almost gone. Look at what remains:
 #
 # - **Frozen weights** stay whole: the forward pass reads them.
-# - **Activations** are what a layer keeps for its backward pass. A gradient on its way to the *first* adapter passes through all layers above it, so attention, norms and activation functions keep what they kept before. The inputs of the frozen matrices are an exception: they would serve only for the gradients of these matrices, which nobody needs, so they are not kept.
+# - **Activations** are what a layer keeps for its backward pass. A gradient on its way to the *first* adapter passes through all layers above it, so attention, norms and activation functions keep what they kept before. The inputs of the frozen matrices are an exception: they would serve only for the gradients of these matrices, which are not computed, so they are not kept.
 #
 # So people report "LoRA saves little" if activations were the peak: with long texts, large batches, large vocabularies. And LoRA saves much if weights and optimizer states were the peak: with large models and few tokens.
 
