@@ -217,7 +217,7 @@ def keep(accelerator, folder, done, losses, die_after):
 # %% [markdown]
 # ## Baseline
 #
-# The baseline is the Trainer with the same recipe. One more thing must be equal: the loss. Lesson 05 found that the Trainer may fail to divide an accumulated loss for this class of model (it does so with transformers 5.23 and 5.24). Our loop divides. Without a remedy we would compare two different recipes, so the Trainer gets the remedy of lesson 05, in the line marked below.
+# The baseline is the Trainer with the same recipe. One more thing must be equal: the loss. Lesson 05 found that the Trainer may fail to divide an accumulated loss for this class of model (with transformers 5.23 and 5.24 it does fail). Our loop divides. Without a remedy we would compare two different recipes, so the Trainer gets the remedy of lesson 05, in the line marked below.
 #
 # While it trains, a live monitor shows the state of the machine: on a GPU its memory, load, power and clocks, otherwise the memory and load of the host. The monitor stops at the end of its `with` block. Look at such a monitor in the first minutes of a training of hours.
 
@@ -358,7 +358,7 @@ exercises.question(
 # %% [markdown]
 # Each rank sees only the loss of its own samples. The mean over the ranks is the loss of the whole batch, and equals the loss of one process. The wrapped model combines the gradients of the ranks, so all of them take the same step. Three things change with two processes:
 # - **The effective batch** doubles: 1 x 4 x 2. At a fixed number of epochs there are half as many steps.
-# - **The schedule** advances once *for each process* if it is wrapped, so a schedule that was planned in samples still ends at the right place. If you plan the schedule in optimizer steps instead, it has ended when half of the steps are done, and the second half of the training runs at a learning rate of zero. Hence `steps * accelerator.num_processes` in `build`.
+# - **The schedule**, if it is wrapped, advances once *for each process* in every optimizer step: here by two. A schedule planned for one process still ends at the last sample, because two processes need half as many steps. But a schedule planned in the optimizer steps that two processes take has ended when half of these steps are done, and the second half of the training runs at a learning rate of zero. Hence `steps * accelerator.num_processes` in `build`.
 # - **Printing and saving**: every process runs every line. Use `accelerator.print` and `if accelerator.is_main_process` to print once; `save_state` must be called by all.
 #
 # ## What held
@@ -394,7 +394,7 @@ _ = widgets.explore(one_epoch, micro_batch=[4, 1, 2, 8], accumulate=[4, 1, 2, 8]
 #
 # A training on two processes with micro-batches of 2 and 4 accumulation steps was killed; its checkpoint is of optimizer step 6. Which number must `skip_first_batches` get, on each of the processes? The check distributes 512 samples with Accelerate's own sampler, and finds the samples that your training would see twice, or never.
 
-# %%
+# %% jupyter={"source_hidden": true}
 exercises.hint(
     "`skip_first_batches` skips batches of the data loader: micro-batches, not optimizer steps.",
     "Each process has a data loader of its own, and skips in that one only.",
@@ -433,9 +433,9 @@ exercises.prove(check_skip, solution=24, mistake=48)
 #
 # Your answer is a function with the arguments `(model, norm, log)`. It is called after clipping in every step: `norm` is the value that `clip_grad_norm_` returned, and `log` is a list. Append to it the norm that the whole gradient had before it was clipped. After training, `[float(n) for n in log]` must be the norms, and the call may take 2 % of a step at most.
 #
-# No clock can measure a difference of 2 % between two runs on a busy CPU. It can measure which share of *one* step the call takes, so the check does that. For the sake of GPUs the call must not read a number back either: `item()`, `float()` and `print` make the program wait until the device has finished all queued work.
+# No clock can measure a difference of 2 % between two runs on a busy CPU. It can measure which share of *one* step the call takes, so the check does that. The call also must not read a number back from the device. `item()`, `float()` and `print` do that, and on a GPU they make the program wait until the device has finished all queued work.
 
-# %%
+# %% jupyter={"source_hidden": true}
 exercises.hint(
     "The norm from before clipping has been computed already. By which function?",
     "`clip_grad_norm_` returns it, as a tensor. It must not become a number in each step, only at the end.",

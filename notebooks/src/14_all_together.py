@@ -48,8 +48,8 @@ cuda = lab.machine.kind == "cuda"
 # %% [markdown]
 # ## Idea
 #
-# Each technique of part II removes some of the bytes that are alive at the peak (lesson 01), and has a price of another
-# kind.
+# Each technique of part II removes some of the bytes that are alive at the peak (lesson 01), and each has its own
+# kind of price.
 #
 # | technique | removes | price | lesson |
 # |---|---|---|---|
@@ -373,7 +373,8 @@ Markdown(
 # **Model FLOPs utilisation** ([PaLM, appendix B](https://arxiv.org/abs/2204.02311)) is the FLOPs of the matmuls that
 # the model needs for a sample (recomputation does not count), times samples per second, divided by the FLOP rate of the
 # hardware. PaLM divides by the data sheet's rate. We divide by the rate of a large matmul, measured here in the
-# recipe's precision. The goal on a GPU is 10 times the guides' throughput in no more memory, at 50 % or more.
+# recipe's precision. This course's goal for a GPU: 10 times the throughput of
+# the guides' vanilla, in no more memory, at a utilisation of 50 % or more.
 
 
 # %%
@@ -491,8 +492,8 @@ for cell, claim in {"speed": "zero-slows-if-fits", "memory": "zero-saves"}.items
 
 # %% [markdown]
 # The claims on the speed and the memory of "batch size" go in two directions: a larger batch is faster, a smaller one
-# takes less memory. And a yes means that the best case exists, not that it is yours: the intervals of the ladder show
-# your case.
+# takes less memory. And a yes means that some training gains, not that yours does: the intervals of the ladder show
+# the gains of this training.
 #
 # ## Explore
 #
@@ -572,8 +573,8 @@ else:
 # %% [markdown]
 # ## On Monday
 #
-# Ask three questions in this order, and in each row stop as soon as the answer is yes, because every technique has a
-# price.
+# Ask three questions in this order. If the answer is no, try the techniques of the last column from left to right, and
+# stop as soon as the answer is yes, because every technique has a price.
 #
 # | question | how to find out | if not, try in this order |
 # |---|---|---|
@@ -593,13 +594,13 @@ else:
 # Your card holds the share of vanilla's peak that is printed below. Which of the ten recipes fits and has the most
 # samples/s? (On a CPU, use the V100's samples/s.)
 
-# %% tags=["exercise"]
-display(
-    exercises.hint(
-        "A recipe fits if its share is at most the limit: find these recipes in the table.",
-        "Among these, look for the most samples per second. `speed_of` below returns it.",
-    )
+# %% jupyter={"source_hidden": true}
+exercises.hint(
+    "A recipe fits if its share is at most the limit: find these recipes in the table.",
+    "Among these, look for the most samples per second. `speed_of` below returns it.",
 )
+
+# %% tags=["exercise"]
 limit = sorted(filter(None, share.values()))[3]  # the four smallest fit
 print(f"The card holds {limit:.1%} of vanilla's peak.")
 answer = None  # the name of a recipe, as in the table
@@ -640,16 +641,15 @@ exercises.prove(check, solution=max(fitting, key=speed_of), mistake="half precis
 # cell of the check. Keep the effective batch of 4. Your answer is a dict of training arguments; `dtype` and
 # `attn_implementation` are allowed too. Every recipe that meets the target is ranked below.
 
-# %% tags=["exercise"]
-display(
-    exercises.hint(
-        "What is the largest part of the smallest bar of the ten? No technique of part II shrinks it.",
-        "Weights and gradients are left. Their size is a number of parameters times bytes each.",
-        "`dtype` sets the bytes of a weight, and a gradient has the type of its weight.",
-    )
+# %% jupyter={"source_hidden": true}
+exercises.hint(
+    "What is the largest part of the smallest bar of the ten? No technique of part II shrinks it.",
+    "Weights and gradients are left. Their size is a number of parameters times bytes each.",
+    "`dtype` sets the bytes of a weight, and a gradient has the type of its weight.",
 )
-answer = None  # {"per_device_train_batch_size": ..., ...}
 
+# %% tags=["exercise"]
+answer = None  # {"per_device_train_batch_size": ..., ...}
 
 # %% tags=["check"]
 target = {

@@ -491,9 +491,9 @@ print(f"an RTX 3090's NVLink: 4 links of 14.0625 GB/s are {4 * 14.0625} GB/s eac
 # %% [markdown]
 # Look at the column *s added* (it is there if this machine could make the cables). With few bytes per second, the larger model waits longer, because its bytes take longer and backward hides only a part of that. With late messages the bytes hardly count. What counts is how many messages a step **waits for, one after the other**. DDP waits for its sum. Sharded layers wait for their weights twice, in forward and in backward, and then for the sums of their gradients.
 #
-# Two ranks sum a vector as follows. They send each other one half, add, and send the finished half back. So each rank sends as many bytes as it hands over. With $n$ ranks it sends $2(n-1)/n$ times as many, never more than twice.
+# Two ranks sum a vector as follows. Each rank sends the other one half of its vector, adds up the half that it kept, and sends the finished half back. Two halves are one vector, so each rank sends as many bytes as it hands over. With $n$ ranks it sends $2(n-1)/n$ times as many, never more than twice.
 #
-# The last two printed lines repeat the guide's own calculations. How much InfiniBand and Omni-Path between hosts help can be measured only on machines that have them.
+# The last two printed lines repeat calculations from the guide: what its two times mean in percent and in steps per second, and how many GB/s the NVLink of an RTX 3090 carries. How much InfiniBand and Omni-Path between hosts help can be measured only on machines that have them.
 #
 # ### Send less
 #
@@ -697,9 +697,9 @@ claims.check("topology-legend", explains, missing=no_topology)
 # %% [markdown]
 # ### Exercise, a challenge: half the bytes, the same loss
 #
-# Find arguments for `economical`, e.g. `{"accumulate": 2, "learning_rate": 1e-3}`, that send at most half the bytes of gradients for the same 40 micro-batches. The mean loss over three seeds must stay in the band: it must not be above the worst of the same three seeds when everything is sent.
+# Find arguments for `economical`, e.g. `{"accumulate": 2, "learning_rate": 1e-3}`, that send at most half the bytes of gradients for the same 40 micro-batches. The loss has a limit, too. The check first trains three seeds with everything sent; their losses are a band. Your mean loss over the same three seeds must not be above the worst of the band.
 
-# %%
+# %% jupyter={"source_hidden": true}
 exercises.hint(
     "There are two ways to send less: less often, or each number in fewer bytes. Which one leaves the number of updates?",
     "Half as many updates learn less at the same rate. The other way changes no update by more than a rounding.",

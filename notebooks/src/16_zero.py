@@ -325,7 +325,7 @@ plots.Table(["after forward", "weights", "gradients", "states", "activations", "
 #
 # ### What each stage sends
 #
-# In the usual *ring*, each rank sends to the next one, piece by piece: (N-1)/N of a tensor for a reduce-scatter or an all-gather, and twice that for an all-reduce, which is both. The table's unit is 4 P(N-1)/N bytes, "times the weights". Its *volume* follows from this formula; the last column is what the network's own counter saw. Before the table, the cell prints the messages of one module in stage 3: the embeddings.
+# In the usual *ring*, each rank sends to the next one, piece by piece: (N-1)/N of a tensor for a reduce-scatter or an all-gather, and twice that for an all-reduce, which is both. The table's unit is 4 P(N-1)/N bytes, which one all-gather of all weights sends: hence "times the weights". The *volume* is calculated from the messages; the network's own counter gives the last column. Before the table, the cell prints the messages of one module in stage 3: the embeddings.
 
 # %%
 UNITS = {"allreduce": 2, "reduce_scatter_base": 1, "allgather_base": 1}
@@ -466,7 +466,7 @@ plots.Table(
 )
 
 # %% [markdown]
-# The estimate was compared with rehearsals, dry runs of torch's CUDA build without a GPU, of small GPT-2s and Llamas on two and four A100. torch's allocator handed out what the estimate says, to the byte, except for one number in an accumulated loss.
+# The estimate was compared with rehearsals, dry runs of torch's CUDA build without a GPU, of small GPT-2s and Llamas on two and four A100. torch's allocator handed out what the estimate says, to the byte. The exception was one number of an accumulated loss.
 #
 # With accelerate 1.15 some trainings stop with an error if `fsdp` is on:
 #
@@ -597,7 +597,7 @@ if lab.machine.kind == "cuda":
     on_gpu, on_host = (run.memory.phases["forward"] for run in both)
 
 # %% [markdown]
-# In each step every gradient crosses PCIe once and every weight once, whatever the batch size. As in stage 3: which takes longer, computing or sending? A token costs some 6 FLOPs per parameter (lesson 02). The bytes grow with the parameters, too, so the size of the model does not matter. The number of **tokens per card and step** does: with too few, the link is the bottleneck. In bf16, stage 3 sends 3 x 2 bytes per parameter; offload moves 2 bytes to the host and 2 back.
+# In each step every gradient crosses PCIe once and every weight once, whatever the batch size. Which takes longer, computing or sending? A token costs some 6 FLOPs per parameter (lesson 02). The bytes grow with the parameters, too, so the size of the model does not matter. The number of **tokens per card per step** does matter: with too few, the link is the bottleneck. In bf16, stage 3 sends 3 x 2 bytes per parameter; offload moves 2 bytes to the host and 2 back.
 #
 # ### Explore
 #
@@ -774,7 +774,7 @@ for question in ({"card_bytes": "80GB"}, {"card_bytes": "80GB", "slow_link": Tru
 #
 # Offload moves the gradients of a rank's shard to the host and its weights back. The check draws new cases each time, from 2 to 64 ranks.
 
-# %%
+# %% jupyter={"source_hidden": true}
 exercises.hint(
     "How many bytes does each stage send at N ranks? The table of volumes has the unit 4 (N-1)/N bytes per parameter.",
     "Offload takes the states of a rank's shard off its device. How large is a shard in stage 0, and in the others?",

@@ -120,7 +120,7 @@ exercises.question(
 )
 
 # %% [markdown]
-# So the *pair* needs no message in its middle, and one all-reduce (a sum over the ranks) at its end. Backward is the mirror image: each rank computes a summand of the gradient of the pair's input, and one all-reduce adds them up. Megatron-LM made two functions of this, each the other's mirror. Below, `Into` takes the input to the shards and sums in backward; `OutOf` sums in forward. Attention is split by heads: query, key and value by columns, the output by rows.
+# So the *pair* needs no message in its middle, and one all-reduce (a sum over the ranks) at its end. Backward is the mirror image: each rank computes a summand of the gradient of the pair's input, and one all-reduce adds them up. NVIDIA's Megatron-LM has a function for each end of a pair, and so do we. `Into`, at its start, passes the input on unchanged in forward, and sums the gradients in backward. `OutOf`, at its end, sums the outputs in forward, and passes the gradient on unchanged in backward. Attention is split by heads: query, key and value by columns, the output by rows.
 #
 # What do the shards send? Two real processes, connected by gloo, run the block. `Traffic`, the dispatch mode of lesson 15, sees every operation before it is executed, and records the operations that send something to other ranks.
 #
@@ -894,7 +894,7 @@ plots.Table(["ranks", "tensor parallel", "pipeline", "best grid"], rows, "MB of 
 #
 # ## What held
 #
-# The 2022 index asks whether each GPU has a full copy of the model, or the model itself is distributed. The guides add that distributed models are for what does not fit *with all the other tricks*.
+# The index page of the 2022 guide asks whether each GPU has a full copy of the model, or the model itself is distributed. The guides add that distributed models are for what does not fit *with all the other tricks*.
 #
 # ### Where are the weights?
 #
@@ -934,7 +934,7 @@ claims.check("three-d-scales", limits[8][2] / alone, note=f"alone {alone:.3f} MB
 # %% [markdown]
 # ## Exercise, a challenge: the cheapest split that fits
 #
-# A model has layers of unequal widths. Split it into two stages so that no rank stores more weights than a limit allows, and so that the fewest bytes are sent. Write a function that returns how many layers the first stage gets. It takes
+# A model has layers of unequal widths. Split it into two stages so that no rank stores more weights than a limit allows, and so that the fewest bytes are sent. Write a function `answer(layers_MB, sent_MB, limit_MB)` that returns how many layers the first stage gets. It takes
 #
 # - the MB of each layer,
 # - for each layer but the last, the MB that are sent if the split is *after* it,
@@ -942,12 +942,14 @@ claims.check("three-d-scales", limits[8][2] / alone, note=f"alone {alone:.3f} MB
 #
 # The check draws new models each time, each with a limit that some split meets.
 
-# %% tags=["exercise"]
+# %% jupyter={"source_hidden": true}
 exercises.hint(
     "If the first stage gets `cut` layers, the ranks hold `sum(layers_MB[:cut])` and `sum(layers_MB[cut:])`.",
     "What that cut sends is `sent_MB[cut - 1]`. Which cuts are allowed at all? `range(1, len(layers_MB))`.",
     "First keep the cuts at which both ranks are within the limit. Then take the one that sends least.",
 )
+
+# %% tags=["exercise"]
 answer = None  # def answer(layers_MB, sent_MB, limit_MB): ...
 
 

@@ -253,7 +253,7 @@ rows += [["the experts alone, by formula", float(by_formula), by_formula / cost[
 plots.Table(["", "operations per token", "x dense"], rows)
 
 # %% [markdown]
-# If the third row is the second minus the fourth, the counter missed the experts, and a utilization that is computed from it is far too low. The mixture itself adds only the gate: one matmul with 32 rows.
+# Add the fourth row to the third. If the sum is the second row, the counter missed the experts, and a utilization that is computed from its count is far too low. The mixture itself adds only the gate: one matmul with 32 rows.
 #
 # ### Seconds
 #
@@ -645,7 +645,7 @@ claims.check("moe-every-other", every_other)
 # %% [markdown]
 # ## Explore
 #
-# A model of Mixtral's size (32 layers, width 4096), with other experts. AdamW in mixed precision takes 18 bytes per parameter (lesson 01). Activations are not included.
+# The picture shows a model with Mixtral's layers and width (32 and 4096). Change its experts: which bars grow with their number, and which with *k*? AdamW in mixed precision takes 18 bytes per parameter (lesson 01). Activations are not included.
 
 
 # %% tags=["widget"]
@@ -683,15 +683,17 @@ _ = widgets.explore(draw, experts=[8, 1, 2, 16, 64, 256], k=[2, 1, 4, 8], width=
 # - a token costs at most 5 % more operations, including the gate's;
 # - a token can get at least 100,000 different sets of experts. (DeepSeekMoE's reason for narrow experts: the more sets, the better they can specialize.)
 #
-# Write a function that takes the FFN's width, 512 or more, and returns the number of experts, *k* and their width. The check draws new widths each time.
+# Write a function that takes the FFN's width, 512 or more, and returns a dict with the number of experts, *k* and the width of an expert. The check draws new widths each time.
 
-# %% tags=["exercise"]
+# %% jupyter={"source_hidden": true}
 exercises.hint(
     "A token meets k x width. That may not be much more than the FFN's width.",
     "The gate has `hidden` numbers per expert, an expert three matrices of `hidden` (the model's width) x its own width. So "
     "the gate costs as much per expert as a third of one unit of an expert's width.",
     "One wide expert for each token gives as many sets as there are experts. How many give k of n? `math.comb`.",
 )
+
+# %% tags=["exercise"]
 answer = None  # for example lambda ffn: {"experts": 8, "k": 2, "width": ffn}
 
 

@@ -457,6 +457,8 @@ display(
 # The guide contradicts itself. A tip recommends one thread fewer than the processor has cores. The part on Kubernetes recommends as many threads as units of CPU, which are cores. On a machine with few cores, the core that is left free is a large share of the machine.
 #
 # ## Explore
+#
+# The picture shows the samples/s of the layouts that were measured. Does the same layout win with micro-batch 2 as with 8, and in bf16 as in fp32?
 
 
 # %% tags=["widget"]
@@ -477,7 +479,7 @@ _ = widgets.explore(draw, micro=[8, 2], kind=["fp32", "bf16"])
 #
 # `Trainer(use_cpu=True)` starts in fp32, with one process and all cores. Choose better values for the dtype, the processes, the threads and the micro-batch, for updates of 16 samples. Choose among the layouts and the micro-batches (8 and 2) that were measured above. Your recipe must reach 90 % of the samples/s of the best recipe measured above, within the noise. Its loss may differ from fp32's by no more than another seed would change it.
 
-# %%
+# %% jupyter={"source_hidden": true}
 exercises.hint(
     "Which row of the first table is the fastest? That decides the dtype. Then move the explorer: the larger micro-batch first, then the layouts."
 )
@@ -545,16 +547,16 @@ exercises.prove(
 # - at least 90 % of the returned weights are what a training in fp32 gives, once its result is rounded to fp16
 # - the training runs at 0.8 of the speed of an fp32 model or faster, by CPU time, within the noise.
 
+# %% jupyter={"source_hidden": true}
+exercises.hint(
+    "Which argument of `from_pretrained` sets the type in which the weights are trained?",
+    "AdamW keeps squares of gradients. The smallest fp16 number above 0 is 0.00000006. What is the square of 0.0001?",
+    "The type that is trained and the type that is returned need not be the same: `model.half()` gives fp16.",
+)
+
 # %% tags=["exercise"]
 import copy
 
-display(
-    exercises.hint(
-        "Which argument of `from_pretrained` sets the type in which the weights are trained?",
-        "AdamW keeps squares of gradients. The smallest fp16 number above 0 is 0.00000006. What is the square of 0.0001?",
-        "The type that is trained and the type that is returned need not be the same: `model.half()` gives fp16.",
-    )
-)
 answer = None  # def answer(folder, train): ...; return model
 
 

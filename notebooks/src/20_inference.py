@@ -60,6 +60,21 @@ model = LlamaForCausalLM(config)
 question = "How many KB does the cache of one answer take when it holds 63 tokens?"
 widgets.predict(lab, "cache", question, "KB", 0, 600)
 
+# %%
+answers = ["a quarter", "the same", "four times as much"]
+exercises.question(
+    lab,
+    "shared-heads",
+    "With 8 heads for keys and values in place of 2, what would the cache take?",
+    {
+        answers[0]: "More heads make more keys and values, not fewer.",
+        answers[1]: "The number of query heads stays the same, but queries are not kept. Keys and values are.",
+        answers[2]: "Keys and values count, queries do not. That is why newer models let several query heads share one "
+        "head of keys and values.",
+    },
+    right=answers[2],
+)
+
 # %% [markdown]
 # ## A model that has learnt something
 #
@@ -156,21 +171,6 @@ for batch in (1, 4, 16):
 figure, ax = plt.subplots(figsize=(7, 4), layout="constrained")
 _ = plots.lines(
     lengths, grown, "tokens in the cache", "KB of keys and values", ax, "The cache grows with tokens and answers"
-)
-
-# %%
-answers = ["a quarter", "the same", "four times as much"]
-exercises.question(
-    lab,
-    "shared-heads",
-    "With 8 heads for keys and values in place of 2, what would the cache take?",
-    {
-        answers[0]: "More heads make more keys and values, not fewer.",
-        answers[1]: "The number of query heads stays the same, but queries are not kept. Keys and values are.",
-        answers[2]: "Keys and values count, queries do not. That is why newer models let several query heads share one "
-        "head of keys and values.",
-    },
-    right=answers[2],
 )
 
 # %% [markdown]
@@ -499,7 +499,7 @@ lab.foresee(
 # %% [markdown]
 # ## Exercise: serve 64 requests
 #
-# As in practice, many requests are short and some are long. Each answer must be the one that its request gets alone. You decide which requests share a batch, on which side the padding goes, and the type of the weights. Two bad solutions set your limits, which are printed below. One request at a time is slow: you may take 0.75 of its time. All at once takes much memory: you may take a third of it.
+# As in practice, many requests are short and some are long. Each answer must be the one that its request gets alone. You decide which requests share a batch, on which side the padding goes, and the type of the weights: your answer is a dict with these three arguments of `serve`, the function below. Two bad solutions set your limits, which are printed below. One request at a time is slow: you may take 0.75 of its time. All at once takes much memory: you may take a third of it.
 
 
 # %%
@@ -539,14 +539,14 @@ if large:
     print(f"one by one {slow:.2f} s of computing; all at once {plots.bytes_text(large)}")
     print(f"your limits: {seconds_limit:.2f} s and {plots.bytes_text(bytes_limit)}")
 
-# %% tags=["exercise"]
-display(
-    exercises.hint(
-        "What does a batch of one long and fifteen short requests compute for the short ones?",
-        "The peak is that of the batch with the most tokens, padding included.",
-        "Sort the numbers by length, then cut the list: `order[first : first + 8]`, and so on.",
-    )
+# %% jupyter={"source_hidden": true}
+exercises.hint(
+    "What does a batch of one long and fifteen short requests compute for the short ones?",
+    "The peak is that of the batch with the most tokens, padding included.",
+    "Sort the numbers by length, then cut the list: `order[first : first + 8]`, and so on.",
 )
+
+# %% tags=["exercise"]
 answer = None  # dict(plan=lambda lengths: [[0, 1], [2, 3], ...], side=..., dtype=...)
 
 
@@ -578,14 +578,14 @@ exercises.prove(check, solution=dict(plan=lambda _: batches), mistake=dict(plan=
 #
 # Serve the same requests within a *tenth* of the memory of all at once, in at most 12 batches. Each answer must still be the one that its request gets alone. What can you hold constant in each batch, if not its number of requests? bf16 weights are allowed: does any answer change with them?
 
-# %% tags=["exercise"]
-display(
-    exercises.hint(
-        "Which batch of your solution above has the most tokens, padding included? The others have room to spare.",
-        "A batch has (number of requests) x (longest of them) tokens. Limit this product.",
-        "Go through the numbers, sorted by length. Start a new batch when one more request would exceed the limit.",
-    )
+# %% jupyter={"source_hidden": true}
+exercises.hint(
+    "Which batch of your solution above has the most tokens, padding included? The others have room to spare.",
+    "A batch has (number of requests) x (longest of them) tokens. Limit this product.",
+    "Go through the numbers, sorted by length. Start a new batch when one more request would exceed the limit.",
 )
+
+# %% tags=["exercise"]
 most = 12  # batches
 answer = None  # dict(plan=lambda lengths: [[0, 1], [2, 3], ...], side=..., dtype=...)
 

@@ -8,7 +8,7 @@
 # **You will see**
 # - how many copies of the weights the usual way of loading holds, and where the weights are when a library seems to hold none
 # - which arguments of `from_pretrained` change its memory, and which do nothing
-# - how a model with layers on disk gives the same outputs, while the Trainer trains only half of it
+# - whether a model with layers on disk gives the same outputs, and which of its layers the Trainer trains
 
 # %% tags=["parameters"]
 profile = "auto"
@@ -385,7 +385,26 @@ plots.Table(heads, rows, "GB of a Llama 8B's weights in bf16")
 #
 # ## It runs. Does it train?
 #
-# The documentation of accelerate says that a model with layers on disk "can still be used as a regular PyTorch model". A warning below that sentence adds that only inference is supported, because most of the work runs under `torch.no_grad`. The Trainer accepts such a model anyway. We test it with a small Llama of 8 layers, 4 of them on disk, and sentences in which each word has one fixed successor. To see which weights changed, we read the checkpoint that the Trainer saves.
+# The documentation of accelerate says that a model with layers on disk "can still be used as a regular PyTorch model". A warning below that sentence adds that only inference is supported, because most of the work runs under `torch.no_grad`. The Trainer accepts such a model anyway.
+
+# %%
+exercises.question(
+    lab,
+    "loss",
+    "A fine-tuning with layers on disk lowers the loss from 4.2 to 1.1. What does that show?",
+    {
+        "that all layers learn": "The run below lowers its loss as well, with half of the layers as they were. A loss says "
+        "that something learns, not what.",
+        "that something learns; a comparison with the checkpoint shows which weights": "Load both and compare tensor by "
+        "tensor. It takes a minute, once.",
+        "nothing: layers on disk get no gradient at all, so it is noise": "The layers in memory do get gradients, through "
+        "the ones on disk too. They learn.",
+    },
+    right="that something learns; a comparison with the checkpoint shows which weights",
+)
+
+# %% [markdown]
+# We test it with a small Llama of 8 layers, 4 of them on disk, and sentences in which each word has one fixed successor. To see which weights changed, we read the checkpoint that the Trainer saves.
 
 
 # %%
@@ -506,22 +525,6 @@ for name, run in runs.items():
     if run:
         print(f"{name}:", f"{run.value['changed']:.1%} of the parameters changed" if run.ok else run.failure)
 
-# %%
-exercises.question(
-    lab,
-    "loss",
-    "A fine-tuning with layers on disk lowers the loss from 4.2 to 1.1. What does that show?",
-    {
-        "that all layers learn": "The run above lowered its loss as well, with half of the layers as they were. A loss says "
-        "that something learns, not what.",
-        "that something learns; a comparison with the checkpoint shows which weights": "Load both and compare tensor by "
-        "tensor. It takes a minute, once.",
-        "nothing: layers on disk get no gradient at all, so it is noise": "The layers in memory do get gradients, through "
-        "the ones on disk too. They learn.",
-    },
-    right="that something learns; a comparison with the checkpoint shows which weights",
-)
-
 # %% [markdown]
 # ## What held
 #
@@ -590,14 +593,14 @@ _ = widgets.explore(draw, billions=[7, 1, 3, 13, 70], bytes_a_parameter=[2, 4])
 #
 # Load the model so that it answers, and the process holds at most **half** of the weights' bytes at the peak, private and mapped together. The answers must be those of the checkpoint. Your answer is the arguments of `from_pretrained`; the check measures it.
 
-# %% tags=["exercise"]
-display(
-    exercises.hint(
-        "Which ways in the table are below 0.5, at the peak and not only afterwards?",
-        "How many layers may stay? A layer is about a twelfth of the weights, and one more layer is in memory while it computes.",
-        "`places(12, in_memory)` makes a `device_map`.",
-    )
+# %% jupyter={"source_hidden": true}
+exercises.hint(
+    "Which ways in the table are below 0.5, at the peak and not only afterwards?",
+    "How many layers may stay? A layer is about a twelfth of the weights, and one more layer is in memory while it computes.",
+    "`places(12, in_memory)` makes a `device_map`.",
 )
+
+# %% tags=["exercise"]
 answer = None  # dict(...): arguments of from_pretrained, beside the folder
 
 
@@ -637,14 +640,14 @@ exercises.prove(check, solution=dict(device_map=places(12, 2)), mistake=dict(dty
 #
 # `torch.from_file(name, shared=True, size=...)` returns a tensor whose changes go into the file. And where are the gradients? The check reports their bytes.
 
-# %% tags=["exercise"]
-display(
-    exercises.hint(
-        "Nothing replaces a parameter here: it stays the one that the optimizer gets. Only its bytes move.",
-        "`weight.data = tensor` gives a parameter other bytes. Copy the weight's values into the file's tensor first.",
-        "`torch.from_file` returns one dimension: `.view_as(weight)`. Use one file per weight, e.g. `files / name`.",
-    )
+# %% jupyter={"source_hidden": true}
+exercises.hint(
+    "Nothing replaces a parameter here: it stays the one that the optimizer gets. Only its bytes move.",
+    "`weight.data = tensor` gives a parameter other bytes. Copy the weight's values into the file's tensor first.",
+    "`torch.from_file` returns one dimension: `.view_as(weight)`. Use one file per weight, e.g. `files / name`.",
 )
+
+# %% tags=["exercise"]
 answer = None  # def answer(source, files): ...; return model
 
 

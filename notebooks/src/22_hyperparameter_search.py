@@ -583,14 +583,14 @@ _ = widgets.explore(draw, trials=[20, 5, 50, 100], seeds=[1, 3, 10])
 # - The mean loss with your settings must be lower than the mean loss without any, by at least two standard deviations of your 20 losses.
 # - The loss that you report must be within one of these standard deviations of the mean loss with your settings.
 
-# %% tags=["exercise"]
-display(
-    exercises.hint(
-        "Which setting did the defaults have wrong, above? Search that.",
-        "The score by which you choose is not the score that you report.",
-        "Keep some of the 40 runs for seeds that took no part in the choice.",
-    )
+# %% jupyter={"source_hidden": true}
+exercises.hint(
+    "Which setting did the defaults have wrong, above? Search that.",
+    "The score by which you choose is not the score that you report.",
+    "Keep some of the 40 runs for seeds that took no part in the choice.",
 )
+
+# %% tags=["exercise"]
 answer = None  # def answer(run): ...; return dict(...), loss
 
 
@@ -640,14 +640,14 @@ exercises.prove(check, solution=honest, mistake=lucky)
 #
 # The check repeats this for ten draws of rates. The *regret* of a draw is the loss that your rate gives on unseen data with fresh seeds, minus that of the best of the 16. Your mean regret must be at most half of halving's.
 
-# %% tags=["exercise"]
-display(
-    exercises.hint(
-        "Plot the losses after 1, 2 and 4 epochs over the rates. Which rates win after 1 epoch, and which after 4?",
-        "Do all 16 candidates deserve a training? The curve of the loss over the learning rate has one valley.",
-        "Sort the rates, train every fourth one in full, and then the neighbours of the best.",
-    )
+# %% jupyter={"source_hidden": true}
+exercises.hint(
+    "Plot the losses after 1, 2 and 4 epochs over the rates. Which rates win after 1 epoch, and which after 4?",
+    "Do all 16 candidates deserve a training? The curve of the loss over the learning rate has one valley.",
+    "Sort the rates, train every fourth one in full, and then the neighbours of the best.",
 )
+
+# %% tags=["exercise"]
 answer = None  # def answer(run, rates): ...; return rate
 
 # %%
@@ -738,7 +738,7 @@ exercises.prove(check, solution=coarse_to_fine, mistake=by_halving)
 #
 # The numbers are those of a recorded run (AMD EPYC, 2 cores, torch 2.15.0, 2026-11-28).
 #
-# - The best of 20 equal recipes came out about two standard deviations ahead, as predicted. With fresh seeds and data the search's winner had lost 1.00 times the lead that luck alone gives.
+# - The best of 20 equal recipes came out about two standard deviations ahead, as predicted. The search's winner was ahead by luck alone: trained again with fresh seeds, on fresh data, it lost 1.00 times the lead that luck alone gives.
 # - The search found a learning rate that gave 0.35 of the default's loss, and a pruner found as good a one in 0.54 of the steps. In the default space 0.63 of the winner's gain was left at equal length. The rest was a longer training.
 # - The library's default direction returned 0.83 of the best accuracy. Pass `compute_objective` and `direction`, and check the space.
 # - Training again after the search gave 1.41 times the best loss. Create a new Trainer for the winning settings.

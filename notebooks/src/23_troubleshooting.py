@@ -475,7 +475,7 @@ numbers = {
 ward("First ward: numbers", numbers, [slice(5)])
 
 # %% [markdown]
-# Besides the patient whose labels are masked, three patients of this ward log NaN, at the latest from the second step on. In each of the three another link broke first, so the cures differ, too. If the gradients broke first, fix the operation that made the NaN. If the update did, keep the weights in fp32 (lesson 07). If the forward pass did, use bf16 or smaller activations.
+# Besides the patient whose labels are masked, three patients of this ward log NaN, at the latest from the second step on. In each of the three a different link broke first, so the cures differ, too. If the gradients broke first, fix the operation that made the NaN. If the update did, keep the weights in fp32 (lesson 07). If the forward pass did, use bf16 or smaller activations.
 #
 # **Explore** the vanishing gradients: in which type, and at which scale of the loss, do they become 0? A *loss scaler* (lesson 07) multiplies the loss for that reason.
 
@@ -874,7 +874,7 @@ claims.check("oom-fragments", ratio if on_gpu else None, note=reason)
 # %% [markdown]
 # ## Exercise: three at once
 #
-# The script below runs, but three things are wrong with it. Its task is to predict, after four given words, the twelve that follow, with a new head. Write a repaired `job` that returns its model. It passes if
+# The script below runs, but three things are wrong with it. Its task is to predict, after four given words, the twelve that follow, with a new head: `new_head(model)` puts an untrained output layer into the model. Write a repaired `job` that returns its model. It passes if
 #
 # - the loss on unseen answers is below 1;
 # - the tool calls it healthy;
@@ -904,14 +904,14 @@ def job(watch, epochs=10):
 
 diagnose(examine(partial(job, epochs=1)))
 
-# %% tags=["exercise"]
-display(
-    exercises.hint(
-        "Fix what the tool names, and examine again: it names one fault at a time.",
-        "Which labels must not count? And which weights does the optimizer know?",
-        "How often is each batch tokenized? Keep a list.",
-    )
+# %% jupyter={"source_hidden": true}
+exercises.hint(
+    "Fix what the tool names, and examine again: it names one fault at a time.",
+    "Which labels must not count? And which weights does the optimizer know?",
+    "How often is each batch tokenized? Keep a list.",
 )
+
+# %% tags=["exercise"]
 answer = None  # def job(watch, epochs=10): ..., then: answer = job
 
 
@@ -969,14 +969,14 @@ exercises.prove(check, solution=repaired, mistake=partial(repaired, keep=False))
 #
 # The check trains ten times as many batches as a patient gets. Your fault must make the loss on unseen text worse by at least 1. Your rule must find it, and must not call a healthy patient of the clinic sick.
 
-# %% tags=["exercise"]
-display(
-    exercises.hint(
-        "With labels of other texts every number is finite and every weight learns. What do the labels no longer agree with?",
-        "`model.register_forward_pre_hook(hook, with_kwargs=True)` calls `hook(module, given, named)`; the batch is in `named`.",
-        "In this task a label is its own input, unless it is -100. Count the labels of which that is not true.",
-    )
+# %% jupyter={"source_hidden": true}
+exercises.hint(
+    "With labels of other texts every number is finite and every weight learns. What do the labels no longer agree with?",
+    "`model.register_forward_pre_hook(hook, with_kwargs=True)` calls `hook(module, given, named)`; the batch is in `named`.",
+    "In this task a label is its own input, unless it is -100. Count the labels of which that is not true.",
 )
+
+# %% tags=["exercise"]
 answer = None  # dict(plant=dict(data=...), reading=..., rule=...)
 
 

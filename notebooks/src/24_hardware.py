@@ -99,6 +99,26 @@ if found.ok and plots.is_measured(speed):
 else:
     print(f"utilization is not known here: {found.failure or 'no speed was measured'}")
 
+# %%
+answers = [
+    "the card with the lower price per hour",
+    "the card with the higher peak TFLOP/s",
+    "neither number decides it",
+]
+exercises.question(
+    lab,
+    "cheaper",
+    "Two cards hold your training. Which one makes it cheaper?",
+    {
+        answers[0]: "A card at a third of the price that takes four times as long costs more in the end.",
+        answers[1]: "Its price may be higher by more than its speed. And the peak may be with sparsity, or in 8 bits.",
+        answers[2]: "A card is not better value in general: it depends on the kind of work. Compare the "
+        "ratio of the prices with the ratio of the speeds, for this work, at the share of the "
+        "ceiling that you reach on each card.",
+    },
+    right=answers[2],
+)
+
 # %% [markdown]
 # ## Two cards, two ceilings
 #
@@ -145,26 +165,6 @@ ax.set_xscale("log", base=2)
 
 # %% [markdown]
 # Read the line of the H100 over the A100. With few answers at once, the H100 is worth the ratio of the bandwidths; with hundreds, it is worth the ratio of the arithmetic. The T4 and the A100 have nearly the same balance of the two, so their line is flat. (The keys and values of lesson 20 must be read too. They are left out here.)
-
-# %%
-answers = [
-    "the card with the lower price per hour",
-    "the card with the higher peak TFLOP/s",
-    "neither number decides it",
-]
-exercises.question(
-    lab,
-    "cheaper",
-    "Two cards hold your training. Which one makes it cheaper?",
-    {
-        answers[0]: "A card at a third of the price that takes four times as long costs more in the end.",
-        answers[1]: "Its price may be higher by more than its speed. And the peak may be with sparsity, or in 8 bits.",
-        answers[2]: "A card is not better value in general: it depends on the kind of work. Compare the "
-        "ratio of the prices with the ratio of the speeds, for this work, at the share of the "
-        "ceiling that you reach on each card.",
-    },
-    right=answers[2],
-)
 
 # %% [markdown]
 # ## Heat and power
@@ -432,6 +432,13 @@ _ = widgets.explore(draw, price=[2, 1.5, 2.5, 3, 4], used=[100, 90, 75, 50])
 #
 # You have three offers; their figures are made up, so replace them by your own. Your model must train on five million samples within 24 hours, at an effective batch of 16 and with the recipe below. Which offer is the cheapest **in total**? Does your model fit its card?
 
+# %% jupyter={"source_hidden": true}
+exercises.hint(
+    "Memory first: lab.foresee(estimate, my_task, device='cuda', compute_capability=(8, 0), **recipe).peak_bytes.",
+    "Hours: samples x roofline.model_flops(my_task, 1) / (ceiling x share) / 3600.",
+    "Then hours x price per hour. The highest price per hour need not be the highest bill.",
+)
+
 # %%
 my_task = Task("gpt2-medium", seq_len=256)
 samples, share = 5_000_000, 0.3  # the share of the ceiling that you expect to use
@@ -445,11 +452,6 @@ class Offer(NamedTuple):
 
 
 offers = {"small": Offer(60, 8, 0.20), "middle": Offer(125, 24, 1.00), "large": Offer(989, 80, 3.00)}
-exercises.hint(
-    "Memory first: lab.foresee(estimate, my_task, device='cuda', compute_capability=(8, 0), **recipe).peak_bytes.",
-    "Hours: samples x roofline.model_flops(my_task, 1) / (ceiling x share) / 3600.",
-    "Then hours x price per hour. The highest price per hour need not be the highest bill.",
-)
 
 # %% tags=["exercise"]
 answer = None  # "small", "middle" or "large"
@@ -508,17 +510,17 @@ advice
 #
 # Suppose that every started hour is billed in full. Find two numbers; each may be off by 2 %:
 #
-# - `samples`: up to which number of samples is the middle offer the cheapest?
+# - `samples`: up to which number of samples is the middle offer the cheapest, at the prices above?
 # - `price`: from which price per hour of the large offer on is the middle offer the cheapest, for the five million samples?
 
-# %% tags=["exercise"]
-display(
-    exercises.hint(
-        "`hours(offers['middle'])` gives the hours for all samples. What is the smallest bill of each offer?",
-        "The large offer costs at least one hour, 3.00. How many started hours of the middle offer cost less?",
-        "At five million samples, compare the started hours of both offers, not their speeds.",
-    )
+# %% jupyter={"source_hidden": true}
+exercises.hint(
+    "`hours(offers['middle'])` gives the hours for all samples. What is the smallest bill of each offer?",
+    "The large offer costs at least one hour, 3.00. How many started hours of the middle offer cost less?",
+    "At five million samples, compare the started hours of both offers, not their speeds.",
 )
+
+# %% tags=["exercise"]
 answer = None  # dict(samples=..., price=...)
 
 

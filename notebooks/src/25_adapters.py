@@ -3,7 +3,7 @@
 #
 # You fine-tune with LoRA to save memory, and the peak hardly moves. A colleague uses QLoRA, and it takes *more* than LoRA. Both reports are right. Training holds four numbers for each parameter that learns: the weight, its gradient and two of AdamW's. Adapters let few parameters learn, and keep the rest in few bits. Which of the bytes in your training does that remove?
 #
-# **Time:** the cells compute for about a minute. **Before it:** lesson 01 (memory of a step), lessons 04 to 06 (activations) and lesson 09 (code books). **Machine:** everything here runs on the CPU, also if you have a GPU. The comparison with the library needs peft (`make course` installs it).
+# **Time:** about 45 minutes; the cells compute for about a minute. **Before it:** lesson 01 (memory of a step), lessons 04 to 06 (activations) and lesson 09 (code books). **Machine:** everything here runs on the CPU, also if you have a GPU. The comparison with the library needs peft (`make course` installs it).
 #
 # **You will see**
 # - how an adapter works in ten lines, how few parameters it trains, and what it does not change: activations and frozen weights
@@ -213,14 +213,6 @@ if not no_peft:
         print(f"{share:.2%} of the parameters learn; gradients and states: {sizes[1]:,} of {sizes[0]:,} bytes")
         widgets.revealed(lab, "peak", 100 * found["lora-memory"])
 
-# %% [markdown]
-# Gradients and optimizer states are almost gone. Look at what remains:
-#
-# - **Frozen weights** stay whole: the forward pass reads them.
-# - **Activations** are what a layer keeps for its backward pass. A gradient on its way to the *first* adapter passes through all layers above it, so attention, norms and activation functions keep what they kept before. Only the inputs of frozen matrices need not be kept, because they serve only *those* matrices' gradients.
-#
-# So people report "LoRA saves little" if activations were the peak: with long texts, large batches, large vocabularies. And LoRA saves much if weights and optimizer states were the peak: with large models and few tokens.
-
 # %%
 answers = ["a rank of 1", "half of the tokens in a batch", "adapters beside more matrices"]
 exercises.question(
@@ -235,6 +227,14 @@ exercises.question(
     },
     right=answers[1],
 )
+
+# %% [markdown]
+# Gradients and optimizer states are almost gone. Look at what remains:
+#
+# - **Frozen weights** stay whole: the forward pass reads them.
+# - **Activations** are what a layer keeps for its backward pass. A gradient on its way to the *first* adapter passes through all layers above it, so attention, norms and activation functions keep what they kept before. The inputs of the frozen matrices are an exception: they would serve only for the gradients of these matrices, which are not computed, so they are not kept.
+#
+# So people report "LoRA saves little" if activations were the peak: with long texts, large batches, large vocabularies. And LoRA saves much if weights and optimizer states were the peak: with large models and few tokens.
 
 # %% [markdown]
 # ## By hand: four bits
@@ -337,7 +337,7 @@ if not no_peft:
 #
 # In a model of 7 billion parameters it is the other way round: the vocabulary is 4 % of the weights, and the layers decide.
 #
-# **Can such numbers be trusted?** Other people published the memory of seventeen trainings with LoRA on a Tesla T4. We repeated them in a rehearsal (a dry run on a stub CUDA runtime). With a release of torch whose allocator follows the same rules as theirs, the rehearsal allocates as many bytes as they measured, **to the byte**, in all seventeen. For thirteen of them the publication named another release of torch, and with that release the bytes did *not* agree: the name was wrong, and the bytes revealed it. The memory of 4-bit weights varies by some MiB from run to run even on one card.
+# **Can such numbers be trusted?** Other people published the memory of seventeen trainings with LoRA on a Tesla T4. We repeated them in a rehearsal (a dry run on a stub CUDA runtime). With a release of torch whose allocator follows the same rules as theirs, the rehearsal allocates as many bytes as they measured, **to the byte**, in all seventeen. For thirteen of them the publication named a different release. In a rehearsal with that release the bytes did *not* agree: the publication had named the wrong one, and the bytes revealed it. The memory of 4-bit weights varies by some MiB from run to run even on one card.
 #
 # ## Seconds, by parts
 #
@@ -550,14 +550,14 @@ _ = widgets.explore(draw, bits=[16, 8, 4.5, 4.127], tokens=[2048, 512, 8192])
 #
 # The training with adapters of rank 4 must fit into **half of its peak**. Keep eight samples per update, fp32, and adapters of at least rank 4 beside queries and values. Your answer is a dict of arguments of `counted`: the `rank`, and arguments of the Trainer.
 
-# %% tags=["exercise"]
-display(
-    exercises.hint(
-        "Which part of the second bar is the largest?",
-        "Neither rank nor bits of the base touch that part.",
-        "Lessons 05 and 06 are about it. Two arguments of the Trainer, or one.",
-    )
+# %% jupyter={"source_hidden": true}
+exercises.hint(
+    "Which part of the second bar is the largest?",
+    "Neither rank nor bits of the base touch that part.",
+    "Lessons 05 and 06 are about it. Two arguments of the Trainer, or one.",
 )
+
+# %% tags=["exercise"]
 answer = None  # dict(rank=4, ...)
 
 
@@ -595,14 +595,14 @@ exercises.prove(
 #
 # The same model with adapters of rank 4, but one text at a time (micro-batch 1). From which length on do activations take more memory than the frozen weights, when the forward pass ends? Predict the number of tokens from the table of this lesson, whose batch is 8 texts of 64 tokens. The check trains with your length and with nine tenths of it, and counts. For your own model, `perf-helpers estimate` takes `--peft`, `--load_in_4bit` and `--freeze`.
 
-# %% tags=["exercise"]
-display(
-    exercises.hint(
-        "Frozen weights do not depend on the batch. How do activations depend on the number of tokens?",
-        "The row `rank 4` of the table: divide its activations by the tokens of that batch.",
-        "Tokens = frozen weights / activations per token.",
-    )
+# %% jupyter={"source_hidden": true}
+exercises.hint(
+    "Frozen weights do not depend on the batch. How do activations depend on the number of tokens?",
+    "The row `rank 4` of the table: divide its activations by the tokens of that batch.",
+    "Tokens = frozen weights / activations per token.",
 )
+
+# %% tags=["exercise"]
 answer = None  # tokens
 
 
