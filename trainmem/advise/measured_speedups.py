@@ -119,8 +119,8 @@ class Evidence:
     def _pairs(
         self, arguments: Collection[str], has_it: Callable[[dict[str, Any]], bool | None]
     ) -> list[tuple[Run, Run]]:
-        """Return pairs of runs (with a choice, without it) that differ only in `arguments`; if there are any of the task's
-        model, only those.
+        """Return pairs of runs (with a choice, without it) that differ only in `arguments`; if there are any of the
+        task's model, only those.
 
         The partner of a run with the choice is the run without it that is nearest in time. `has_it` tells from a run's
         arguments whether it has the choice; None: neither with nor without.

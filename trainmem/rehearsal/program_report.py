@@ -1,4 +1,4 @@
-"""What a rehearsed program took and how it ended, from the files of its processes (`process_recorder` writes them)."""
+"""Report how much memory a rehearsed program took and how it ended, from files that `process_recorder` wrote."""
 
 import contextlib
 import json
@@ -11,7 +11,7 @@ from typing import Any
 from trainmem.cards import Card
 from trainmem.texts import bytes_text
 
-# How a program ended, and the exit code of its rehearsal; a program's own error has the program's own code.
+# How a program ended, and the exit code of its rehearsal; a program that failed otherwise keeps its own code.
 CODES = {"finished": 0, "needs values": 3, "needs a library": 3, "out of memory": 4}
 _ENDS = {
     "finished": "it came to its end",
@@ -30,12 +30,12 @@ _REMEDIES = {
 
 @dataclass(frozen=True, slots=True)
 class ProgramRun:
-    """A rehearsed program.
+    """The result of a rehearsed program.
 
     Args:
         status: "finished", "needs values", "needs a library", "out of memory" or "failed".
         code: the program's own exit code; negative for a signal.
-        processes: those that used a device or failed, as `process_recorder` describes them.
+        processes: those that used a device or failed; for the fields see `process_recorder`.
         assumptions: one sentence each.
     """
 
@@ -66,7 +66,7 @@ class ProgramRun:
 
 
 def _lines(process: dict[str, Any]) -> list[str]:
-    """Return what one process took and how it ended, in lines."""
+    """Return lines about one process: its memory and how it ended."""
     who = f"Process {process['pid']}" + (f", rank {process['rank']}" if process["rank"] else "")
     steps = f"{process['steps']} optimizer update{'s' * (process['steps'] != 1)}"
     lines = [f"{who}, {steps}: {peaks_text(peaks_of(process))}"] if process["phases"] else [who]
@@ -81,7 +81,7 @@ def _lines(process: dict[str, Any]) -> list[str]:
 
 
 def peaks_of(process: dict[str, Any]) -> list[int]:
-    """Return a process's peaks, allocated and reserved, in bytes."""
+    """Return a process's peaks in bytes: [allocated, reserved]."""
     return [*map(max, zip(*process["phases"].values(), strict=True))]
 
 
@@ -91,7 +91,7 @@ def peaks_text(peaks: list[int]) -> str:
 
 
 def read(folder: str | os.PathLike, code: int, card: Card, assumes: bool) -> ProgramRun:
-    """Return the run of a program that ended with `code`, and remove its files of weights without values."""
+    """Return the run of a program that ended with `code`; remove the files of weights without values that it saved."""
     processes = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
     kinds = {error["kind"] for each in processes if (error := each["error"])}
     ends = ("out of memory", "needs values", "needs a library")
@@ -106,7 +106,7 @@ def read(folder: str | os.PathLike, code: int, card: Card, assumes: bool) -> Pro
 
 
 def assumed(card: Card) -> str:
-    """Return what every rehearsal on a card assumes."""
+    """Return the assumptions of every rehearsal on a card, as text."""
     context = bytes_text(card.context_bytes, binary=True)
     return f"assumed: a CUDA context of {context}, no workspace for cuDNN's convolutions"
 
