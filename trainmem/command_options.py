@@ -64,7 +64,7 @@ Snapshot = Annotated[
 ]
 Assume = Annotated[
     bool,
-    typer.Option("--assume", help="Answer questions about unknown values, e.g. comparisons with false; count them."),
+    typer.Option("--assume", help="Assume unknown values, e.g. that comparisons are false, and count the assumptions."),
 ]
 Card = Annotated[
     str | None, typer.Option(help="GPU model, e.g. t4, 'RTX 4090' or a100-80gb; this machine need not have one.")

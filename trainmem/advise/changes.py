@@ -43,7 +43,7 @@ def _shorter(search: RecipeSearch, smallest: Candidate) -> Change | None:
     length, needed = search.furthest(smallest, lengths, lambda length: task.replace(seq_len=length), task.length() // 2)
     text = f"seq_len={length} instead of {task.length()}, the longest multiple of {_STEP} that fits"
     if not length:
-        text = f"no length fits: this is for {_STEP} tokens"
+        text = f"no length fits; the bytes are those of {_STEP} tokens"
     return Change("fewer tokens", text, bool(length), needed)
 
 
@@ -58,7 +58,7 @@ def _sharded(search: RecipeSearch, size: int, breakdowns: list[dict[str, int]], 
     both = [(part, sum(parts.values()) - part + on_top) for part, parts in zip(shared, breakdowns, strict=True)]
     undivided = max(rest for _, rest in both)
     if undivided >= limit:
-        text = "no number of devices suffices: this is for the part that cannot be sharded"
+        text = "no number of devices suffices; the bytes are those that cannot be sharded"
         return Change("sharding", text, False, undivided, assumption)
     least = max(2, *(math.ceil(part / (limit - rest)) for part, rest in both))
     devices = next((count for count in range(least, samples + 1) if samples % count == 0), None)

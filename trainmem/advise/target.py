@@ -71,10 +71,10 @@ def _kept(given: int | float | str | None, kind: str, processes: int) -> tuple[i
     if kind == "cpu":
         if given is not None:
             raise ValueError(f"context_memory={shown(given)}: a CPU has no CUDA context, so leave it out")
-        return 0, "'needs' is the memory of tensors: the interpreter and its libraries take more on top."
+        return 0, "'needs' is the memory of tensors: the interpreter and its libraries need additional memory."
     context, source = CONTEXT_BYTES, CONTEXT_SOURCE
     if given is not None:
         context, source = parse_bytes(given, "context_memory", 0), "as given"
     reserved = "'needs' is what the allocator reserves, fragmentation included"
     note = f"{reserved}, plus {context / 2**20:,.0f} MiB for the CUDA context ({source})."
-    return context, note + (" NCCL's buffers take more on top." if processes > 1 else "")
+    return context, note + (" NCCL's buffers need additional memory." if processes > 1 else "")

@@ -265,7 +265,7 @@ class Data:
                 return self._with_images(draw, ids)
             case "speech" | "ctc":
                 return self._audio(draw) | {"labels": ids}
-        raise ValueError(f"there are no data for {self.family}")
+        raise ValueError(f"no data can be generated for {self.family}")
 
     def _vocabulary(self) -> int:
         return getattr(text_of(self.config), "vocab_size", None) or getattr(self.config, "vocab_size", None) or 1000

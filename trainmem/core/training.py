@@ -232,7 +232,7 @@ def _check_room(task: Task, new: int) -> None:
     config = task.build_config()
     kind, length, room = task.model_class(config), task.length(config), positions(config)
     if (family := task.family()) not in OF_UNEQUAL_LENGTHS:
-        raise ValueError(f"max_new_tokens: generation is known of models that take text, not of {family}: leave it out")
+        raise ValueError(f"max_new_tokens: only text models can generate here, not {family}: leave it out")
     if not kind.can_generate():
         raise ValueError(
             f"max_new_tokens: {kind.__name__} cannot generate text. Name a class that can, "
@@ -240,7 +240,7 @@ def _check_room(task: Task, new: int) -> None:
         )
     if room and not config.is_encoder_decoder and length + new > room:
         raise ValueError(
-            f"max_new_tokens={new} is too large: of {room} positions of {task.model} the prompt takes {length}. "
+            f"max_new_tokens={new} is too large: {task.model} has {room} positions, and the prompt takes {length}. "
             f"Give {room - length} or less, or a smaller seq_len"
         )
 

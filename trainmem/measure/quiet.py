@@ -78,7 +78,7 @@ def no_clocks() -> Iterator[None]:
     def refusing(name: str, clock: Callable[[], float]) -> Callable[[], float]:
         def read() -> float:
             if not ASKING.is_granted and sys._getframe(1).f_globals.get("__name__") in _READERS:
-                raise outcomes.Invalid(f"it calls time.{name}, but other lessons may run beside it: measure='none'")
+                raise outcomes.Invalid(f"it calls time.{name}, but other lessons may be running: use measure='none'")
             return clock()
 
         return read

@@ -209,7 +209,7 @@ def _launch_once(experiment: Experiment, measure: str, on_step: Callable[[int], 
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), timeout=10).close()
     except OSError as error:  # torch's launcher would look for it for minutes
-        return Outcome("refused", f"ranks cannot connect over loopback ({error}): type `ip link set lo up`")
+        return Outcome("refused", f"ranks cannot connect over loopback ({error}): run `ip link set lo up`")
     fork = multiprocessing.get_context("fork")
     barrier, ends = fork.Barrier(experiment.processes), fork.SimpleQueue()
     threads, oom_kills = threads_of(experiment), outcomes.oom_kills()

@@ -14,14 +14,14 @@ from trainmem.texts import bytes_text
 # How a program ended, and the exit code of its rehearsal; a program that failed otherwise keeps its own code.
 CODES = {"finished": 0, "needs values": 3, "needs a library": 3, "out of memory": 4}
 _ENDS = {
-    "finished": "it came to its end",
+    "finished": "it finished",
     "needs values": "it needed a value, and a rehearsal computes none",
-    "needs a library": "it needed a library of CUDA that a rehearsal does not answer for",
+    "needs a library": "it needed a CUDA library whose memory a rehearsal does not know",
     "out of memory": "it ran out of memory",
     "failed": "the program failed",
 }
 _REMEDIES = {
-    "needs values": "to go on: add --assume, which answers such questions in a stated way, or leave this line out",
+    "needs values": "to go on: add --assume, which assumes unknown values by fixed rules, or leave this line out",
     "needs a library": "to go on: use another operation or run it on the CPU; for recurrent networks, "
     "torch.backends.cudnn.enabled = False rehearses torch's own kernels",
     "out of memory": "to go on: take a larger card, a smaller batch, or `perf-helpers advise`",
@@ -72,11 +72,11 @@ def _lines(process: dict[str, Any]) -> list[str]:
     lines = [f"{who}, {steps}: {peaks_text(peaks_of(process))}"] if process["phases"] else [who]
     lines += [f"  {phase:<26} {peaks_text(peaks)}" for phase, peaks in process["phases"].items()]
     if process["devices"] > 1:
-        lines.append(f"  of {process['devices']} devices, the fullest")
+        lines.append(f"  on the fullest of {process['devices']} devices")
     if error := process["error"]:
         lines += [f"  ended by {error['message']}", *([f"  in {error['line']}"] if error["line"] else [])]
     elif not process["ended"]:
-        lines.append("  killed, or ended without a word: the figures are those before its last phase")
+        lines.append("  killed, or ended without an error message: figures of its last phase are missing")
     return lines
 
 
