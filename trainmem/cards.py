@@ -20,7 +20,7 @@ DEFAULT_CAPABILITY = (9, 0)  # an H100's: used if no GPU is named and this machi
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A GPU model, and how many of them the machine has."""
+    """A GPU model, and the number of such GPUs."""
 
     name: str  # as people call it
     capability: tuple[int, int]  # compute capability: (9, 0) for an H100

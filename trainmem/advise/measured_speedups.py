@@ -23,7 +23,7 @@ _SILENT = {"max_steps", "num_train_epochs", "seed", "learning_rate", "lr_schedul
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """How much faster a choice makes a training, relative to the plain choice."""
+    """The factor by which a choice makes a training faster than the plain choice does."""
 
     name: str  # of the technique or other choice
     ratio: Ratio | None  # in samples per second; None: never measured

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from trainmem.core.adapters import of_bitsandbytes, settings_of
 from trainmem.texts import MOST, from_json, nearest_text, of_kind, reading, shown, whole_number
 
-# Arguments of an experiment beside the fields of `TrainingArguments`: {name: (type, help)}.
+# Arguments of an experiment in addition to the fields of `TrainingArguments`: {name: (type, help)}.
 # How the model is built: arguments of `from_config`.
 MODEL_ARGUMENTS = {
     "attn_implementation": (str | None, "attention kernel: 'eager', 'sdpa', ..."),

@@ -24,19 +24,19 @@ _COLLECTIVES = os.path.join("torch", "distributed") + os.sep
 _LONGEST_LINE = 80  # characters of a line that is quoted
 
 
-def tell(folder: str, rank: int) -> None:
-    """Let this process answer `ask`: on a signal it writes the stacks of its threads to a file in `folder`."""
+def answer_signals(folder: str, rank: int) -> None:
+    """Let this process answer `query`: on a signal it writes the stacks of its threads to a file in `folder`."""
     file = open(os.path.join(folder, f"{rank}.stack"), "w")  # noqa: SIM115, the handler needs it open
     file.write(f"{os.getpid()} {threading.main_thread().ident}\n")
     file.flush()
     faulthandler.register(_SIGNAL, file, all_threads=True)
 
 
-def ask(folder: str, session: int, seconds: float = 2) -> dict[int, list[FrameSummary]]:
+def query(folder: str, session: int, seconds: float = 2) -> dict[int, list[FrameSummary]]:
     """Return {rank: stack of its main thread, innermost frame first}; a rank that does not answer is left out.
 
     Args:
-        folder: the one that the ranks gave to `tell`.
+        folder: the one that the ranks gave to `answer_signals`.
         session: id of the ranks' session; no process of another session gets a signal.
         seconds: how long to wait for the answers.
     """

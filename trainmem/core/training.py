@@ -81,8 +81,8 @@ class Experiment:
 
     @property
     def steps_on_a_gpu(self) -> int:
-        """The same on a GPU, up to three: a training's second step requests the blocks of every later one, but finds
-        those blocks free that the first step left, so the allocator is settled only in the third."""
+        """`metered_steps` on a GPU, or up to three: a training's second step requests the blocks of each later one, but
+        finds the free blocks as the first step left them; the third step is like all later ones."""
         alike = self.training and not self.function and not self.task.lengths
         return min(self.arguments.get("max_steps", 3), 3) if alike else self.metered_steps
 

@@ -296,7 +296,7 @@ class CleanProcess(contextlib.AbstractContextManager):
 
     def whereabouts(self) -> str:
         """Return a text that says where its ranks are now; empty if it has no ranks or none answers."""
-        return stack_dumps.described(stack_dumps.ask(self.folder, self.pid)) if self.pid else ""
+        return stack_dumps.described(stack_dumps.query(self.folder, self.pid)) if self.pid else ""
 
     def close(self) -> None:
         """End the process and everything it started, and remove its folder. No process of anybody else is signalled."""

@@ -130,7 +130,7 @@ def _ended(process: CleanProcess, on_step: Callable[[int], Any] | None = None) -
     """
     try:
         with contextlib.ExitStack() as timing:
-            while not isinstance(outcome := _came(process, on_step), Outcome):
+            while not isinstance(outcome := _next_event(process, on_step), Outcome):
                 if outcome:
                     timing.enter_context(_quiet(outcome))
                     process.go()
@@ -152,7 +152,7 @@ def _with_output(process: CleanProcess, outcome: Outcome) -> Outcome:
     return outcome.replace(output=output)
 
 
-def _came(process: CleanProcess, on_step: Callable[[int], Any] | None = None) -> Outcome | int | quiet.Need:
+def _next_event(process: CleanProcess, on_step: Callable[[int], Any] | None = None) -> Outcome | int | quiet.Need:
     """Wait for a process; return its outcome if it ended, the number of its turn, or what it needs of the machine."""
     while True:
         kind, content = process.receive(seconds_left())
@@ -163,14 +163,14 @@ def _came(process: CleanProcess, on_step: Callable[[int], Any] | None = None) ->
 
 
 @contextlib.contextmanager
-def _quiet(came: int = quiet.Need.MACHINE) -> Iterator[None]:
+def _quiet(event: int = quiet.Need.MACHINE) -> Iterator[None]:
     """Time something in this context. Waiting for a quiet machine does not count against the limit of `within`.
 
     Args:
-        came: the need; or the number of a turn, after which the process needs the machine.
+        event: the need; or the number of a turn, after which the process needs the machine.
     """
     began = time.monotonic()
-    with quiet.experiment(came if isinstance(came, quiet.Need) else quiet.Need.MACHINE):
+    with quiet.experiment(event if isinstance(event, quiet.Need) else quiet.Need.MACHINE):
         until, seconds = _limit.get()
         _limit.set((until + time.monotonic() - began, seconds))
         yield
@@ -178,10 +178,10 @@ def _quiet(came: int = quiet.Need.MACHINE) -> Iterator[None]:
 
 def _wait(process: CleanProcess) -> Outcome | None:
     """Wait until a process, which already has the machine, has had its turn; return its outcome if it ended instead."""
-    while isinstance(came := _came(process), quiet.Need):
-        if came:
+    while isinstance(event := _next_event(process), quiet.Need):
+        if event:
             process.go()
-    return came if isinstance(came, Outcome) else None
+    return event if isinstance(event, Outcome) else None
 
 
 def _timed_out(where: str = "") -> Outcome:
@@ -211,7 +211,7 @@ def side_by_side(
         at_once: processes that run at the same time, at most one per core. They disturb each other as other load on the
             machine would, but all recipes equally, because these are interleaved inside each process.
     """
-    taken, tell = [], on_turn or (lambda number: None)
+    taken, report = [], on_turn or (lambda number: None)
     job = functools.partial(_in_threads, experiments, turns, steps_per_turn)
     warm = _once(len(experiments)) if quiet.is_in_course() else None
     with within(timeout):
@@ -221,7 +221,7 @@ def side_by_side(
                 living = [stack.enter_context(CleanProcess(job, turn=warm, measured=True)) for _ in those]
                 if warm:
                     try:
-                        ended = [(each, came) for each in living if isinstance(came := _came(each), Outcome)]
+                        ended = [(each, event) for each in living if isinstance(event := _next_event(each), Outcome)]
                     except TimeoutError:
                         return _timed_out()
                     if ended:
@@ -231,7 +231,7 @@ def side_by_side(
                         process.go()
                 for number, process in zip(those, living, strict=True):
                     done = number * len(experiments) * (turns + 1)
-                    outcome = _ended(process, lambda turn, done=done: tell(done + turn))
+                    outcome = _ended(process, lambda turn, done=done: report(done + turn))
                     if not outcome.ok:
                         return outcome
                     taken.append(outcome.value)
@@ -258,14 +258,14 @@ def alternate(
     device together, each turn has a process of its own. Arguments and the outcome's value are those of `side_by_side`
     with one process; use its wall-clock times.
     """
-    names, tell = [experiment.name for experiment in experiments], on_turn or (lambda number: None)
+    names, report = [experiment.name for experiment in experiments], on_turn or (lambda number: None)
     with within(timeout):
         for player in (_stopping, _fresh_each_turn):
             with contextlib.ExitStack() as stack:
                 each = (contextlib.closing(player(experiment, turns, steps_per_turn)) for experiment in experiments)
                 players = [*map(stack.enter_context, each)]
                 try:
-                    outcome = interleaving.play(names, players, turns, steps_per_turn, tell)
+                    outcome = interleaving.play(names, players, turns, steps_per_turn, report)
                 except TimeoutError:
                     outcome = _timed_out()
             if outcome.status != "out of memory":

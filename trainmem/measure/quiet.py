@@ -32,7 +32,7 @@ _READERS = ("__main__", "trainmem.measure.interleaving")  # modules with a learn
 
 
 class Need(IntEnum):
-    """What an experiment needs of the machine."""
+    """The part of the machine that an experiment needs for itself."""
 
     SHARE = 0  # nothing is timed: any number of lessons may run at the same time
     CORE = 1  # one thread is timed: it has a core for itself, and others compute on the rest
@@ -40,7 +40,7 @@ class Need(IntEnum):
 
 
 class Asking:
-    """A clean process's access to a quiet machine: `ask` is called with a `Need` and returns when it is granted."""
+    """A clean process's access to a quiet machine: `ask` is called with a `Need` and returns once it is granted."""
 
     def __init__(self):
         self.ask: Callable[[Need], None] | None = None  # None: in a rank, or not in a clean process
@@ -108,7 +108,7 @@ class QuietLock:
         self.waited_seconds: Counter[str] = Counter()  # for which each lesson waited for others
 
     def take(self, lesson: str, need: Need, cores: int = 1) -> None:
-        """Release what the lesson holds, then wait until it gets what it needs, or until it leaves, without anything.
+        """Release the cores of a lesson, then wait until it gets what it needs; if it leaves meanwhile, return without.
 
         Args:
             cores: number of cores that it computes on.
@@ -126,7 +126,7 @@ class QuietLock:
                 self._changed.notify_all()
 
     def leave(self, lesson: str) -> None:
-        """Release what the lesson holds, and end its waiting."""
+        """Release the cores of a lesson, and end its waiting."""
         with self._changed:
             self._queue = {number: entry for number, entry in self._queue.items() if entry[0] != lesson}
             self._release(lesson)
@@ -154,7 +154,7 @@ class QuietLock:
 
 
 def entry(lesson: str, threads: int, address: str) -> dict[str, str]:
-    """Return the variable that tells a lesson the course's lock; `threads`: per experiment that shares the machine."""
+    """Return the variable by which a lesson finds the lock; `threads`: per experiment that shares the machine."""
     return {LOCK: f"{lesson} {threads} {address}"}
 
 
@@ -200,14 +200,14 @@ class _Lesson:
 
     @contextlib.contextmanager
     def experiment(self, need: Need, cores: int = 1) -> Iterator[None]:
-        """Perform an experiment in this context, beside other lessons as far as its need allows.
+        """Perform an experiment in this context, at the same time as other lessons if its need allows that.
 
         Args:
             cores: number of cores that it computes on, if it shares the machine.
         """
         with self._guard:
             if need is Need.CORE and self._running.total() > 1:
-                need = Need.MACHINE  # the lesson itself computes beside it
+                need = Need.MACHINE  # the lesson itself computes at the same time
             before = max(+self._running, default=None)
             # Requesting a share again lets lessons go first that wait for a quiet machine.
             if before is None or need > before:

@@ -208,7 +208,7 @@ def _launch_once(experiment: Experiment, measure: str, on_step: Callable[[int], 
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), timeout=10).close()
-    except OSError as error:  # torch's launcher would look for it for minutes
+    except OSError as error:  # torch's launcher would retry for minutes
         return Outcome("refused", f"ranks cannot connect over loopback ({error}): run `ip link set lo up`")
     fork = multiprocessing.get_context("fork")
     barrier, ends = fork.Barrier(experiment.processes), fork.SimpleQueue()
@@ -277,7 +277,7 @@ def _rank(experiment: Experiment, measure: str, on_step, folder: str, barrier, e
     forked.die_with_parent()
     rank = int(os.environ["RANK"])
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a Python handler, as the launcher's, would run after a collective
-    stack_dumps.tell(forked.own_folder() or folder, rank)
+    stack_dumps.answer_signals(forked.own_folder() or folder, rank)
     _meet_or_fail()
     torch.distributed.set_debug_level_from_env()  # torch read the environment of the fork server when imported
     tempfile.tempdir = folder  # the launcher removes it, however this rank ends

@@ -404,7 +404,7 @@ def _nested(shape: tuple[int, ...]) -> Any:
     return [_nested(shape[1:]) for _ in range(shape[0])] if shape else Unknown(WHY)
 
 
-# Libraries of CUDA in messages of torch; the stub answers for them only as answers.toml and libraries.cpp say.
+# CUDA libraries by their names in torch's messages; the stub answers only the calls in answers.toml and libraries.cpp.
 _LIBRARIES = {"cudnn": "cuDNN", "cufft": "cuFFT", "cusolver": "cuSOLVER", "cusparse": "cuSPARSE", "cublas": "cuBLAS"}
 
 
