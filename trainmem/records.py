@@ -320,7 +320,7 @@ class Ratio(Record):
     @classmethod
     def of_processes(cls, groups: Sequence[Sequence[float]], floor: float) -> "Ratio":
         """Return the ratio of pairs from several processes, equally many from each. Pairs of one process share its
-        luck, so the bootstrap first draws processes, then pairs of those processes.
+        conditions, so the bootstrap first draws processes, then pairs of those processes.
 
         Args:
             groups: the ratios of each process.
@@ -444,7 +444,7 @@ def now(precision: str = "seconds") -> str:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file atomically: a reader, or a crash, finds the old content or the new one, never a part."""
+    """Write a file atomically: readers find the old content or the new one, never a part, even after a crash."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

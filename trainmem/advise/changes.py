@@ -1,4 +1,4 @@
-"""Changes that would make the smallest recipe fit if nothing fits, for the advisor, calculated from its estimate."""
+"""If nothing fits: changes that would make the smallest recipe fit, calculated from its estimate, for the advisor."""
 
 import math
 from dataclasses import dataclass

@@ -140,7 +140,7 @@ class Evidence:
         return pairs.get(self._task.model) or list(itertools.chain(*pairs.values()))
 
     def _published(self, name: str, claim: str | None) -> Factor:
-        """Return the published factor for a claim, or one that is not measured."""
+        """Return the factor that was published for a claim, or a factor without a ratio if there is none."""
         return Factor(name, *self._of_claims.get(claim, (None, "not measured")))
 
 

@@ -296,19 +296,19 @@ class RecipeSearch:
         return self.ask(self.line, task, self.choices.arguments(candidate)) if layers_of(task) else None
 
     def about(self, task: Task, candidate: Candidate) -> tuple[int, int] | None:
-        """Return about how many bytes a deep model has alive, and at most reserves, with the context; or None."""
+        """Estimate a deep model by shallow ones: (live bytes, most reserved bytes) with the context; or return None."""
         if (line := self.line_of(task, candidate)) is None:
             return None
         alive, reserved = line.at(layers_of(task))
         return alive + self.context, reserved + self.context
 
     def about_needed(self, candidate: Candidate) -> int:
-        """Return the bytes that a recipe needs; for a deep model only about."""
+        """Return the bytes that a recipe needs; for a deep model approximately."""
         about = self.about(self.task, candidate)
         return about[1] if about else self.needed(candidate)
 
     def fits(self, candidate: Candidate) -> bool:
-        """Return whether a recipe fits; for a deep model by shallow ones if that is clear."""
+        """Return whether a recipe fits; for a deep model, decided by shallow ones if these suffice."""
         is_open = candidate not in self.estimates and self._known_states(candidate) <= self.limit
         if is_open and (line := self.line_of(self.task, candidate)):
             self._states.setdefault(_of_states(candidate), _SURE * line.states_at(layers_of(self.task)))

@@ -65,8 +65,8 @@ def of_bitsandbytes(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def saved_quantization(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the same for a saved config.json; fields that the installed transformers does not know are left out, as by
-    `from_pretrained`. Raises ValueError as `of_bitsandbytes`."""
+    """Return the fields of the quantization_config in a config.json, except those that the installed transformers does
+    not know, as `from_pretrained` does. Raises ValueError as `of_bitsandbytes`."""
     from transformers import BitsAndBytesConfig
 
     known = inspect.signature(BitsAndBytesConfig).parameters

@@ -117,7 +117,6 @@ def dtype_of(
 
 def read_config(path: Path) -> dict[str, Any]:
     """Return the fields of a config.json. Raises ValueError if it cannot be read or is not a model configuration."""
-    """Return the fields of a config.json. Raises ValueError if it cannot be read or is not a model configuration."""
     with reading(path, "JSON", "a config.json or its folder"):
         fields = from_json(text_of(path))
     if not isinstance(fields, dict) or "model_type" not in fields:

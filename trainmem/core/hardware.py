@@ -66,7 +66,7 @@ print(json.dumps(rows))
 
 @dataclass(frozen=True, slots=True)
 class Gpu(Record):
-    """A GPU as CUDA numbers it."""
+    """A GPU that CUDA shows, with figures from the driver and NVML."""
 
     index: int  # in CUDA's order
     uuid: str | None = None  # "GPU-...", or "MIG-..." for a MIG slice

@@ -329,7 +329,7 @@ class Task(Record):
 
     def with_padded_vocabulary(self, multiple: int) -> "Task":
         """Return the task with its vocabulary rounded up to a multiple, as `resize_token_embeddings(
-        pad_to_multiple_of=...)` does; the task itself if the size is one already or unknown."""
+        pad_to_multiple_of=...)` does; the task itself if its size is such a multiple already, or unknown."""
         size = getattr(families.text_of(self.build_config()), "vocab_size", None) or 0
         return self.with_text(vocab_size=-(-size // multiple) * multiple) if size % multiple else self
 

@@ -1,4 +1,4 @@
-"""In a clean process, which the fork server has just forked: receive one job, perform it, and send its result.
+"""Receive one job, perform it and send its result. This is the fresh subprocess that the fork server has forked.
 
 The server (`server_process`) calls `be_clean_process`, which does not return. The caller's side is in `forkserver`: it
 sends the job and reads the result.
@@ -26,7 +26,7 @@ from trainmem.core import outcomes
 from trainmem.measure import quiet
 
 # Without it, counting the GPUs would initialize CUDA, and no fork could use a GPU afterwards: neither the server's
-# forks nor the ranks that a clean process forks (torch's launcher counts GPUs).
+# forks nor the ranks that a fresh subprocess forks (torch's launcher counts GPUs).
 NO_DEVICE_BEFORE_FORKS = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 COURSE_SERVER = "PERF_HELPERS_SERVER"  # environment variable: the address of a course's server, see `course_server`
 _SHORT = 80  # bytes of a folder's path that leave room for a socket's name in it
@@ -34,7 +34,7 @@ _SHORT = 80  # bytes of a folder's path that leave room for a socket's name in i
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Everything that a clean process receives: its job, and the caller's surroundings to perform it in."""
+    """Everything that a fresh subprocess receives: its job, and the caller's surroundings to perform it in."""
 
     job: bytes  # by cloudpickle
     turn: tuple[int, int] | None  # (warm-up steps, steps in a turn), to stop after each; None: never stop
@@ -104,9 +104,9 @@ def _short_name(folder: str) -> str:
 
 
 def own_folder() -> str | None:
-    """Return the temporary folder that is removed with this clean process; None in other processes.
+    """Return the temporary folder that is removed with this fresh subprocess; None in other processes.
 
-    `multiprocessing` uses it too, so that what its workers leave there is removed. Ranks that a clean process forks
+    `multiprocessing` uses it too, so that what its workers leave there is removed. Ranks that a fresh subprocess forks
     share it.
     """
     return multiprocessing.current_process()._config.get("tempdir")

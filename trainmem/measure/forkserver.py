@@ -1,17 +1,17 @@
-"""In the process that has jobs to do, the caller: start a fork server, and have a clean process forked for each job.
+"""Start a fork server, and let it fork a fresh subprocess for each job. This is the side of the caller, which has jobs.
 
 A fresh interpreter takes seconds to import the libraries; a fork of one that has them takes hundredths of a second and
-is just as clean. The standard library's fork server is no alternative: it imports the caller's `__main__` again and
+has no more memory in use. The standard library's fork server is no alternative: it imports the caller's `__main__` again and
 keeps the environment in which it was started. Each kind of process has a module:
 
 - the caller: this one. `SERVER` is its server, a `CleanProcess` is one job from its start to its end.
 - the server: `server_process`. It has imported torch but touched no device; it forks, and collects ended processes.
-- the clean process: `forked`. It receives the job, performs it, and sends the result.
+- the fresh subprocess: `forked`. It receives the job, performs it, and sends the result.
 - the server of a whole course: `course.course_server`. It forks the servers of the lessons, which share one import.
 
 No process outlives its parent, even if that is killed. A child has a session of its own and asks the kernel to end it
 with the server. The server ends when the connection to its caller closes; it adopts and ends processes that a child
-left in other sessions. Each clean process has a folder for its files, which the process that sees its end removes.
+left in other sessions. Each fresh subprocess has a folder for its files, which the process that sees its end removes.
 """
 
 import atexit
@@ -33,7 +33,7 @@ import cloudpickle
 from trainmem.core import optional_packages, outcomes, stack_dumps
 from trainmem.measure import forked, quiet, server_process
 
-# Modules that a server imports, with all that they import, so that each clean process has them without a wait.
+# Modules that a server imports, with all that they import, so that each fresh subprocess has them without a wait.
 PRELOAD = (
     "torch.distributed.launcher.api",
     "datasets",
@@ -54,7 +54,7 @@ _BITSANDBYTES = re.compile(rb"bitsandbytes|bnb|[48]bit|quantization|paged|lion|a
 # process, and transformers' models do so (ModernBERT, Gemma 3): without a fixed seed their reserved memory would vary.
 _DEFAULTS = {"GOMP_SPINCOUNT": "3000", "MALLOC_ARENA_MAX": "1", "PYTHONHASHSEED": "0"}
 
-Job = Callable[[Callable[[int], None]], Any]  # runs in the clean process; it gets a function to call after each step
+Job = Callable[[Callable[[int], None]], Any]  # runs in the fresh subprocess; it gets a function to call after each step
 
 
 class ForkServer:
@@ -64,7 +64,7 @@ class ForkServer:
     """
 
     def __init__(self, preload: Sequence[str]):
-        self.measuring: set[int] = set()  # ids of clean processes with an active meter
+        self.measuring: set[int] = set()  # ids of fresh subprocesses with an active meter
         self.running: _RunningServer | None = None
         self._preload = preload
         self._lock = threading.RLock()
@@ -73,7 +73,7 @@ class ForkServer:
         """Start a server, unless there is one, without waiting for it.
 
         A server that was started before a package was offered has libraries that did not find it: it is replaced, and
-        its clean processes continue.
+        its fresh subprocesses continue.
 
         Args:
             with_bitsandbytes: import bitsandbytes after the first fork, because later jobs will need it.
@@ -85,7 +85,7 @@ class ForkServer:
             self.running = _RunningServer(self._preload, with_bitsandbytes)
 
     def fork(self, descriptors: list[int], folder: str, job: bytes) -> "tuple[_RunningServer, int]":
-        """Fork a clean process; return the server that forked it and its process id.
+        """Fork a fresh subprocess; return the server that forked it and its process id.
 
         Args:
             descriptors: of its channel, output and errors.
@@ -109,13 +109,13 @@ class ForkServer:
         return self.running, self.running.fork(descriptors, folder, bool(_BITSANDBYTES.search(job)))
 
     def _leave(self) -> None:
-        """Forget the present server, and end it unless it still has clean processes."""
+        """Forget the present server, and end it unless it still has fresh subprocesses."""
         if self.running and not self.running.is_needed():
             self.running.end()
         self.running = None
 
     def end_forks(self) -> None:
-        """End every living clean process and what it started; its caller gets the outcome "killed"."""
+        """End every living fresh subprocess and what it started; its caller gets the outcome "killed"."""
         for pid in [*self.running.forks] if self.running else ():
             with contextlib.suppress(OSError):
                 os.killpg(pid, signal.SIGKILL)
@@ -125,7 +125,7 @@ class _RunningServer:
     """One server that this process started, or a fork of the course's server, and the connection to it."""
 
     def __init__(self, preload: Sequence[str], with_bitsandbytes: bool):
-        self.forks: set[int] = set()  # ids of its clean processes that are not yet collected
+        self.forks: set[int] = set()  # ids of its fresh subprocesses that are not yet collected
         self.process: subprocess.Popen | None = None  # None: a fork of the course's server
         self._owner = os.getpid()
         self._offered = optional_packages.offered()  # folders of packages that its libraries may use
@@ -143,7 +143,7 @@ class _RunningServer:
         return self._lives() and self._offered == optional_packages.offered()
 
     def is_needed(self) -> bool:
-        """Return whether it is alive and has clean processes."""
+        """Return whether it is alive and has fresh subprocesses."""
         return bool(self.forks) and self._lives()
 
     def _lives(self) -> bool:
@@ -151,7 +151,7 @@ class _RunningServer:
             return self._owner == os.getpid() and not self._control.closed and not self._control.poll()
 
     def fork(self, descriptors: list[int], folder: str, needs_bitsandbytes: bool) -> int:
-        """Fork a clean process; return its id. Raises OSError or EOFError if the server was killed."""
+        """Fork a fresh subprocess; return its id. Raises OSError or EOFError if the server was killed."""
         with self._lock:
             self._control.send(("fork", folder, needs_bitsandbytes))
             for descriptor in descriptors:
@@ -160,7 +160,7 @@ class _RunningServer:
             return pid
 
     def exit_code(self, pid: int) -> int | None:
-        """Return the exit code of an ended clean process, which the server collects; None if the server is gone."""
+        """Return the exit code of an ended fresh subprocess, which the server collects; None if the server is gone."""
         with self._lock, contextlib.suppress(OSError, EOFError):
             self.forks.discard(pid)
             self._control.send(("collect", pid))
@@ -168,7 +168,7 @@ class _RunningServer:
         return None
 
     def end(self) -> None:
-        """End it and its clean processes, and wait until their folders are removed. In a fork, do nothing."""
+        """End it and its fresh subprocesses, and wait until their folders are removed. In a fork, do nothing."""
         if self._owner != os.getpid() or self._control.closed:
             return
         if self.process and not self.forks:  # it may still be importing, and has no folders to remove
@@ -227,7 +227,7 @@ SERVER = ForkServer(PRELOAD)
 
 
 class CleanProcess(contextlib.AbstractContextManager):
-    """One clean process, from its start to its end. Use as a context manager: leaving it ends the process.
+    """One fresh subprocess, from its start to its end. Use as a context manager: leaving it ends the process.
 
     Args:
         job: the function to run; sent by cloudpickle.

@@ -39,7 +39,7 @@ def seconds_left() -> float:
 def execute(
     experiment: Experiment, measure: str, timeout: float = 600, on_step: Callable[[int], None] | None = None
 ) -> Outcome:
-    """Perform an experiment in a clean process; always return an outcome (see `worker.perform`), with its output.
+    """Perform an experiment in a fresh subprocess; always return an outcome (see `worker.perform`), with its output.
 
     Args:
         timeout: seconds after which the process and all that it started are ended, with status "timed out".
@@ -55,7 +55,7 @@ def execute(
 
 
 def _once(step: int) -> tuple[int, int]:
-    """Return the `turn` of a clean process that stops after this step, and then never again."""
+    """Return the `turn` of a fresh subprocess that stops after this step, and then never again."""
     return step, sys.maxsize
 
 
@@ -92,7 +92,7 @@ def _may_be_paired(experiment: Experiment) -> bool:
 
 
 def call(function: Callable, *arguments, timeout: float, on_percent: Callable[[int], Any] | None = None) -> Any:
-    """Call `function(*arguments, tell=...)` in a clean process, and return what it returns.
+    """Call `function(*arguments, tell=...)` in a fresh subprocess, and return what it returns.
 
     Args:
         function: sent with its arguments by cloudpickle; its result is pickled. It may call `tell` with its progress in
@@ -111,7 +111,7 @@ def call(function: Callable, *arguments, timeout: float, on_percent: Callable[[i
 
 
 class Failed(RuntimeError):
-    """A function returned nothing from its clean process; `outcome` says why."""
+    """A function returned nothing from its fresh subprocess; `outcome` says why."""
 
     def __init__(self, outcome: Outcome):
         super().__init__(outcome.message)
@@ -199,7 +199,7 @@ def side_by_side(
     processes: int = 1,
     at_once: int = 1,
 ) -> Outcome:
-    """Interleave experiments on the CPU inside one clean process, and repeat that in several; see `interleaving`.
+    """Interleave experiments on the CPU inside one fresh subprocess, and repeat that in several; see `interleaving`.
 
     The outcome's value: per process, experiment and turn, the `Seconds` of the fastest step.
 
@@ -254,7 +254,7 @@ def alternate(
     timeout: float = 600,
     on_turn: Callable[[int], Any] | None = None,
 ) -> Outcome:
-    """Interleave experiments, each in a clean process that stops while another one runs. If they do not fit on the
+    """Interleave experiments, each in a fresh subprocess that stops while another one runs. If they do not fit on the
     device together, each turn has a process of its own. Arguments and the outcome's value are those of `side_by_side`
     with one process; use its wall-clock times.
     """

@@ -40,10 +40,10 @@ class Need(IntEnum):
 
 
 class Asking:
-    """A clean process's access to a quiet machine: `ask` is called with a `Need` and returns once it is granted."""
+    """A fresh subprocess's access to a quiet machine: `ask` is called with a `Need` and returns once it is granted."""
 
     def __init__(self):
-        self.ask: Callable[[Need], None] | None = None  # None: in a rank, or not in a clean process
+        self.ask: Callable[[Need], None] | None = None  # None: in a rank, or not in a fresh subprocess
         self.is_granted = False
 
 
@@ -52,8 +52,8 @@ ASKING = Asking()
 
 @contextlib.contextmanager
 def timing(need: Need = Need.MACHINE) -> Iterator[None]:
-    """Time something in this context, in a clean process: first wait until `need` is granted. In other processes, and
-    inside another such context, do nothing."""
+    """Time something in this context, in a fresh subprocess: first wait until `need` is granted. In other processes,
+    and inside another such context, do nothing."""
     if ASKING.is_granted or not ASKING.ask:
         yield
         return
@@ -108,7 +108,7 @@ class QuietLock:
         self.waited_seconds: Counter[str] = Counter()  # for which each lesson waited for others
 
     def take(self, lesson: str, need: Need, cores: int = 1) -> None:
-        """Release the cores of a lesson, then wait until it gets what it needs; if it leaves meanwhile, return without.
+        """Release a lesson's cores, then wait until it gets what it needs; return with nothing if it leaves meanwhile.
 
         Args:
             cores: number of cores that it computes on.
@@ -223,7 +223,7 @@ class _Lesson:
                     self._take(after, 1)
 
     def threads(self) -> int | None:
-        """Return the threads that a clean process started now computes with; None: torch's default."""
+        """Return the threads that a fresh subprocess started now computes with; None: torch's default."""
         alone = self._running[Need.MACHINE]
         return int(os.environ[LOCK].split(" ")[1]) if is_in_course() and not alone else None
 

@@ -1,4 +1,4 @@
-"""In the fork server: import the libraries once, fork a clean process per request, and collect ended processes.
+"""Import the libraries once, fork a fresh subprocess per request and collect ended ones. This is the fork server.
 
 `forkserver` starts this process with `serve`. A fork continues in `forked`. The server never touches a device, because
 its forks could not use it afterwards.
@@ -39,7 +39,7 @@ def import_libraries(preload: Iterable[str]) -> bool:
 
 
 def serve_caller(control: connection.Connection, has_gpus: bool, with_bitsandbytes: bool = False) -> NoReturn:
-    """Fork and collect clean processes until the caller ends or sends "end"; then end them and remove their folders.
+    """Fork and collect fresh subprocesses until the caller ends or sends "end"; then end them and remove their folders.
 
     Requests are ("fork", folder, whether the job needs bitsandbytes), followed by three descriptors (channel, output,
     errors) and answered with a process id; and ("collect", process id), answered with its exit code.
@@ -80,7 +80,7 @@ def serve_caller(control: connection.Connection, has_gpus: bool, with_bitsandbyt
 
 
 def _fork_clean_process(control: connection.Connection) -> int:
-    """Receive the descriptors of a clean process and fork it; return its id."""
+    """Receive the descriptors of a fresh subprocess and fork it; return its id."""
     descriptors = [reduction.recv_handle(control) for _ in range(3)]
     pid = os.fork()
     if pid == 0:
@@ -93,7 +93,7 @@ def _fork_clean_process(control: connection.Connection) -> int:
 
 def end_children(but: Container[int] = ()) -> None:
     """End the children of this process except `but`, and the descendants that they leave behind: this process adopts
-    them, except those of a living clean process, which adopts its own."""
+    them, except those of a living fresh subprocess, which adopts its own."""
     while left := [child for child in psutil.Process().children() if child.pid not in but]:
         for child in left:
             child.kill()

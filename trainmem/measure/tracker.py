@@ -419,7 +419,7 @@ class TrainingHooks:
         return state
 
     def resize(self, plain, storage, *args, **kwargs):
-        """Log a resize: FSDP2 so allocates and frees a module's gathered weights, without an operation."""
+        """Log a resize: FSDP2 allocates and frees gathered weights by resizing, without an operation."""
         resized = plain(storage, *args, **kwargs)
         self.tracker.resized(storage)
         return resized

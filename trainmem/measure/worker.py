@@ -137,8 +137,8 @@ def _plain(value: Any) -> Any:
 
 
 def _refusal(experiment: Experiment) -> str | None:
-    """Return why an experiment is not started, or None. Its weights (and gradients, without adapters) may exceed this
-    machine's memory, or its DataLoader workers' batches /dev/shm, where torch may wait for one for ever."""
+    """Return why an experiment is not started, or None: its weights (and gradients, if all are trained) exceed this
+    machine's memory, or batches of its DataLoader workers exceed /dev/shm, where torch could wait for one for ever."""
     if experiment.function or hardware.is_rehearsal():  # the rehearsed card's allocator reports it itself
         return None
     import torch

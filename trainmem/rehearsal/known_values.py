@@ -142,7 +142,7 @@ class Values(TorchFunctionMode):
         return made
 
     def _note_arrivals(self, function, name, args, kwargs, given, made) -> None:
-        """Note results on the device that are known although no argument was there: copies, and new tensors."""
+        """Note which results on the device have known values if all arguments are on the host: copies, new tensors."""
         for tensor in _tensors(made):
             copied = len(given) == 1 and given[0].shape == tensor.shape
             known = tensor.is_cuda and _is_small(tensor, name) and (copied or (name in _FACTORIES and not given))

@@ -137,7 +137,7 @@ def command(on: Card) -> Iterator[tuple[Path, dict[str, str]]]:
         variables = {
             "LD_PRELOAD": str(library / "librehearsal.so"),
             "CUDA_MODULE_LOADING": "LAZY",
-            "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),  # as in clean processes
+            "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),  # as in fresh subprocesses
             "TORCH_DEVICE_BACKEND_AUTOLOAD": "1",  # lets torch, once imported, start to track values, see `inside`
         }
         kept = {name: os.environ[name] for name in os.environ.keys() - {"CUDA_VISIBLE_DEVICES", "VIRTUAL_ENV"}}
