@@ -1,8 +1,8 @@
 """Start a fork server, and let it fork a fresh subprocess for each job. This is the side of the caller, which has jobs.
 
-A fresh interpreter takes seconds to import the libraries; a fork of one that has them takes hundredths of a second and
-has no more memory in use. The standard library's fork server is no alternative: it imports the caller's `__main__` again and
-keeps the environment in which it was started. Each kind of process has a module:
+A fresh interpreter takes seconds to import the libraries; a fork of one that has them takes hundredths of a second, and
+nothing is left in it from an earlier job either. The standard library's fork server is no alternative: it imports the
+caller's `__main__` again and keeps the environment in which it was started. Each kind of process has a module:
 
 - the caller: this one. `SERVER` is its server, a `CleanProcess` is one job from its start to its end.
 - the server: `server_process`. It has imported torch but touched no device; it forks, and collects ended processes.
