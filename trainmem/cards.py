@@ -22,7 +22,7 @@ DEFAULT_CAPABILITY = (9, 0)  # an H100's: used if no GPU is named and this machi
 class Card:
     """A GPU model, and the number of such GPUs."""
 
-    name: str  # as people call it
+    name: str  # as people write it
     capability: tuple[int, int]  # compute capability: (9, 0) for an H100
     memory_bytes: int  # usable by torch: `total_memory` of the device properties
     devices: int = 1

@@ -76,7 +76,7 @@ Capability = Annotated[str | None, typer.Option(help="Compute capability of the 
 class Invocation:
     """Inputs of a command other than its options: the `obj` of its typer context."""
 
-    words: list[str] = dataclasses.field(default_factory=list)  # of the command line, as they were typed
+    words: list[str] = dataclasses.field(default_factory=list)  # the command line as the user typed it
     published: "Published | None" = None  # speed ratios for `advise`
 
 

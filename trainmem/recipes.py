@@ -8,7 +8,7 @@ from typing import Any
 class Technique:
     """One choice that a recipe can make, e.g. an optimizer."""
 
-    name: str  # for people
+    name: str  # shown in tables
     arguments: dict[str, Any] = field(hash=False)  # training arguments that switch it on
     cost: str = ""  # its disadvantage, as text; empty for the plain choice
     claims: dict[str, str] = field(default_factory=dict, hash=False)  # {"cpu" or "cuda": claim of its speed ratio}

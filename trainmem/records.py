@@ -34,7 +34,7 @@ class Category(StrEnum):
     GRADIENTS = "gradients"
     OPTIMIZER_STATES = "optimizer_states"
     ACTIVATIONS = "activations"  # made in the forward pass while gradients are recorded
-    KEY_VALUE_CACHE = "key_value_cache"  # of the tokens that inference has read or written
+    KEY_VALUE_CACHE = "key_value_cache"  # keys and values of the tokens that inference has read or written
     PREDICTIONS = "predictions"  # outputs, labels and losses that an evaluation keeps until its last batch
     INPUTS = "inputs"  # batches
     TEMPORARIES = "temporaries"
@@ -61,7 +61,7 @@ class Phase(StrEnum):
     STEP = "step"
     REDUCER = "reducer"  # DistributedDataParallel makes its buckets, FSDP2 scatters gradients
     GATHER = "gathering"  # FSDP2 gathers weights
-    EVALUATION = "evaluation"  # by the Trainer, between steps or after the last
+    EVALUATION = "evaluation"  # the Trainer evaluates, between steps or after the last
     SAVING = "saving"  # the Trainer writes a checkpoint
     LOADING = "loading"  # the Trainer reads the best checkpoint
 
@@ -131,14 +131,14 @@ def _read(kind: Any, value: Any) -> Any:
 class Memory(Record):
     """Memory of an experiment, in bytes; None is not measured."""
 
-    peak_bytes: int  # from the first forward on
+    peak_bytes: int  # counted from the first forward pass on
     # "counted" (CPU: live bytes, from the allocator's own events), "allocated" (CUDA: what torch's caching allocator
     # handed out) or "estimated"
     kind: str
     peak_phase: str | None = None  # "forward", "backward" or "step"
     peak_operation: str | None = None  # e.g. "aten.mm.default"
     peak_module: str | None = None  # its name in the model; in backward, the module whose gradients are computed
-    breakdown: dict[str, int] | None = None  # of `peak_bytes` by `Category`; sums to it
+    breakdown: dict[str, int] | None = None  # `peak_bytes` by `Category`; the parts sum to it
     # Live bytes at the end of each phase of the last recorded step; for evaluation, saving and loading their peak, if
     # it is above what was live before.
     phases: dict[str, int] | None = None
@@ -149,7 +149,7 @@ class Memory(Record):
     parameters: int | None = None  # a count, not bytes
     trainable_parameters: int | None = None  # how many of these are trained
     reserved_bytes: int | None = None  # the most that the CUDA allocator held
-    device_used_bytes: int | None = None  # what NVML reports for the whole device, contexts included
+    device_used_bytes: int | None = None  # used on the whole device as NVML reports it, contexts included
     context_bytes: int | None = None  # the CUDA context's part of it
     rss_bytes: int | None = None  # peak resident memory of the process: information only
 
@@ -210,23 +210,23 @@ class Run(Record):
     raises `trainmem.unknown.RunFailed` with the run's `failure`.
     """
 
-    name: str  # for people: in tables and pictures
+    name: str  # shown in tables and pictures
     status: str  # "ok", "out of memory", "crashed", "killed", "timed out" or "refused"
     message: str = ""  # why it is not "ok"
-    kind: str = "training"  # by the Trainer; "inference", or a "function" of the user's
-    arguments: dict[str, Any] = field(default_factory=dict)  # as they were given, see `arguments.Arguments`
-    task: dict[str, Any] = field(default_factory=dict)  # of `Task`
+    kind: str = "training"  # "training" by the Trainer, "inference", or "function" of the user
+    arguments: dict[str, Any] = field(default_factory=dict)  # as the user gave them, see `arguments.Arguments`
+    task: dict[str, Any] = field(default_factory=dict)  # fields of the `Task`
     samples_per_step: int | None = None  # samples per optimizer step, over all processes
     memory: Memory | None = None
     timing: Timing | None = None
-    losses: tuple[float, ...] | None = None  # of each optimizer step
-    value: Any = None  # what a function returned
+    losses: tuple[float, ...] | None = None  # one per optimizer step
+    value: Any = None  # returned by a function
     weights: str | None = None  # their type and who chose it, e.g. "weights in bfloat16 (config.json)"
     ranks: tuple[Any, ...] | None = None  # {"peak_bytes", "breakdown", "value"} of each rank, if there are several
     processes: int = 1  # ranks
-    profile: str = ""  # of the lab
-    machine: dict[str, Any] = field(default_factory=dict)  # of `hardware.Machine`
-    versions: dict[str, str] = field(default_factory=dict)  # of packages
+    profile: str = ""  # name of the lab's profile
+    machine: dict[str, Any] = field(default_factory=dict)  # fields of the `hardware.Machine`
+    versions: dict[str, str] = field(default_factory=dict)  # {package: version}
     # Attempts by workers of a cluster; the last one counts: {"worker", "address", "began", "ended" (ISO 8601, UTC),
     # "status", "message", "sharing" (experiments on that CPU at once)}; empty if the lab ran it itself.
     attempts: tuple[dict[str, Any], ...] = ()
@@ -380,7 +380,7 @@ class Comparison(Record):
     memory_ratio: float  # other / baseline, in peak bytes
     speed_ratio: Ratio  # other / baseline, in samples per second; on a CPU by CPU time
     wall_ratio: Ratio | None = None  # the same by wall-clock time, if `speed_ratio` uses another clock
-    step_seconds: tuple[float, float] | None = None  # of the fastest step of each, by the clock of `speed_ratio`
+    step_seconds: tuple[float, float] | None = None  # the fastest step of each, by the clock of `speed_ratio`
 
     def __repr__(self) -> str:
         unknown = isinstance(self.memory_ratio, Unknown)

@@ -254,7 +254,7 @@ class RecipeSearch:
                 name = ", ".join(technique.name for technique in candidate.techniques) or "the plain recipe"
                 self.notes.append(f"{name} was left out: {error}")
             else:
-                if size:  # else another optimizer's states may leave more room
+                if size:  # otherwise another optimizer's states may leave more room
                     found[candidate.without_optimizer] = size
                     fitting.append(candidate._replace(micro_batch=size))
                     self.ask.bar.set_postfix_str(f"so far {self.choices.name(min(fitting, key=self.ranking.key))}")
@@ -396,7 +396,7 @@ class RecipeSearch:
             least = fewer.peak_bytes - fewer.memory.breakdown["gradients"] + self.context if fewer else 0
             if least <= self.limit and self.fits(whole):
                 most = whole.micro_batch
-        sizes = [size for size in sizes if size <= most]  # of a deep model, by shallow ones
+        sizes = [size for size in sizes if size <= most]  # for a deep model, decided by shallow ones
         while sizes and self.needed(of(sizes[-1])) > self.limit:
             sizes.pop()
         return sizes[-1] if sizes else 0

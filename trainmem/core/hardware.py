@@ -27,7 +27,7 @@ import psutil
 
 from trainmem.records import Record
 
-ROOT = Path("/")  # of /proc, /sys and /dev
+ROOT = Path("/")  # parent of /proc, /sys and /dev
 # Features that a claim may need of a machine, see `supports`.
 FEATURES = ("any", "cuda", "sm80", "gpus2", "text")
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "bitsandbytes", "numpy")
@@ -81,7 +81,7 @@ class Gpu(Record):
 class Machine(Record):
     """A machine as this process may use it, within a container's limits and CUDA_VISIBLE_DEVICES."""
 
-    name: str  # for people: "AMD EPYC, 2 cores", "NVIDIA H200"
+    name: str  # e.g. "AMD EPYC, 2 cores", "NVIDIA H200"
     kind: str  # "cuda" if experiments run on a GPU, else "cpu"
     system: str | None = None  # operating system, its release, the architecture
     python: str | None = None  # version

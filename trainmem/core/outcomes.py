@@ -26,14 +26,14 @@ class Outcome:
     message: str = ""  # why it is not "ok"
     memory: Memory | None = None
     timing: Timing | None = None
-    losses: tuple[float, ...] | None = None  # of each optimizer step
+    losses: tuple[float, ...] | None = None  # one per optimizer step
     value: Any = None  # returned by a function, as JSON types
     weights: str | None = None  # their type and who chose it; None: a function
     ranks: tuple["Outcome", ...] = ()  # by rank, for a training on several processes; this one is then rank 0's
     output: str = ""  # printed to standard output
     traceback: str = ""  # of the exception that ended it
     machine: dict[str, Any] | None = None  # where it ran, a `hardware.Machine`; None: the lab's machine
-    versions: dict[str, str | None] | None = None  # of packages there
+    versions: dict[str, str | None] | None = None  # {package: version} there
     attempts: tuple[dict[str, Any], ...] = ()  # as `records.Run.attempts`
 
     @property

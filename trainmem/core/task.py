@@ -184,7 +184,7 @@ class Task(Record):
         """Return the configuration of a name on the Hub: the cached one if the Hub does not answer quickly."""
         from transformers import AutoConfig
 
-        name = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", self.model, re.ASCII)  # else it is a path, or mistyped
+        name = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", self.model, re.ASCII)  # otherwise it is a path, or mistyped
         known = bool(name) and configurations.hub_answers()
         try:
             options = {"local_files_only": not known, "trust_remote_code": False}  # by default it would ask the user

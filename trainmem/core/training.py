@@ -26,7 +26,7 @@ _OF_QUANTIZED = "a model in {bits} bits{by} can be trained with adapters only: a
 class Experiment:
     """One training, inference or function of a task, and how long it is measured."""
 
-    name: str  # for people: in tables and pictures
+    name: str  # shown in tables and pictures
     task: Task
     arguments: Arguments = field(default_factory=Arguments)
     function: bytes | None = None  # a cloudpickled callable that takes the task; None: the Trainer trains

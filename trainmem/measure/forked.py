@@ -36,7 +36,7 @@ _SHORT = 80  # bytes of a folder's path that leave room for a socket's name in i
 class Assignment:
     """Everything that a fresh subprocess receives: its job, and the caller's surroundings to perform it in."""
 
-    job: bytes  # by cloudpickle
+    job: bytes  # pickled by cloudpickle
     turn: tuple[int, int] | None  # (warm-up steps, steps in a turn), to stop after each; None: never stop
     own_folder: str  # for its temporary files
     working_folder: str

@@ -36,7 +36,7 @@ _IN_PLACE = {
     torch.ops.aten.add.Tensor: torch.ops.aten.add_.Tensor,
     torch.ops.aten.index_add.default: torch.ops.aten.index_add_.default,
     torch.ops.aten.index_put.default: torch.ops.aten.index_put_.default,
-    torch.ops.aten.logical_and.default: torch.ops.aten.logical_and_.default,  # of clamp's two bounds
+    torch.ops.aten.logical_and.default: torch.ops.aten.logical_and_.default,  # combines clamp's two bounds
     torch.ops.aten.scatter.src: torch.ops.aten.scatter_.src,
     torch.ops.aten.scatter.value: torch.ops.aten.scatter_.value,
     torch.ops.aten.scatter_add.default: torch.ops.aten.scatter_add_.default,

@@ -18,7 +18,7 @@ class Block:
     bytes: int  # as the allocator rounds them
     category: str  # a `Category`; it may change: a temporary turns out to be a gradient
     operation: str  # the operation that allocated it
-    stream: int = 0  # of the device, on which it was allocated; 0: the default stream
+    stream: int = 0  # stream of the device on which it was allocated; 0: the default stream
 
 
 class Modules:

@@ -239,7 +239,7 @@ class Values(TorchFunctionMode):
         tensor, is_float = args[0], args[0].dtype not in EXACT
         if name in _COMPARES:
             self.answers["comparisons of tensors, false"] += 1
-            function(*args, **kwargs)  # for what it allocates
+            function(*args, **kwargs)  # run it for its allocations
             return False
         self.answers["floating-point values read, 1" if is_float else "whole numbers and masks read, 0"] += 1
         if name not in ("numpy", "__array__"):
