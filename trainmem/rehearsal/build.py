@@ -179,7 +179,7 @@ def _rest(linked: set[str], site: Path, header: Path) -> str:
     table, answers = _answers(), {}
     for start, code in table["linked"].items():
         answers |= dict.fromkeys((name for name in linked if name.startswith(start)), code)
-    looked_up = re.findall(rb"nvml[A-Z]\w+", (site / "torch/lib/libc10_cuda.so").read_bytes())  # names that torch looks up by dlsym
+    looked_up = re.findall(rb"nvml[A-Z]\w+", (site / "torch/lib/libc10_cuda.so").read_bytes())  # by dlsym
     answers |= dict.fromkeys(map(bytes.decode, looked_up), table["nvml"])
     text = header.read_text(errors="replace")
     declared = re.findall(r"CUresult\s+CUDAAPI\s+(cu\w+)\s*\(", text)
