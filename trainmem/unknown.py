@@ -47,7 +47,7 @@ class _WithoutValue:
 
     def _refuse(self, *_) -> NoReturn:
         error = self.error(self.why)
-        error.add_note("A value was needed here, but it is unknown: check `trainmem.unknown.is_measured` first.")
+        error.add_note("A value was needed here, but there is none: check `trainmem.unknown.is_measured` first.")
         raise error
 
     def __format__(self, spec: str) -> str:
