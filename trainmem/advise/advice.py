@@ -147,7 +147,7 @@ class Advice(Shown):
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """The peak of an advice's first recipe, predicted and found; the run's memory names the kind of both."""
+    """The predicted and the found peak of an advice's first recipe; `run.memory.kind` is the kind of both."""
 
     recipe: Recipe
     run: Run  # measured, or rehearsed on a card like the advice's

@@ -196,8 +196,8 @@ class Ranking:
     def only_adds_costs(self, candidate: Candidate, other: Candidate) -> bool:
         """Return whether a recipe has all costs of one that ranks before it and more, so that only a larger micro-batch
         could make it worthwhile. Not so if its precision is of unknown speed: it may be the faster one."""
-        precision, its = (_PRECISIONS.intersection(each.techniques) for each in (candidate, other))
-        return (precision == its or not self.unknown(candidate)) and candidate.costly > other.costly
+        precision, other_precision = (_PRECISIONS.intersection(each.techniques) for each in (candidate, other))
+        return (precision == other_precision or not self.unknown(candidate)) and candidate.costly > other.costly
 
 
 @dataclass
@@ -245,7 +245,7 @@ class RecipeSearch:
                 may_fit = [each for each in ranked[index:] if self._known_states(each) <= self.limit]
                 for each in may_fit[: most - len(fitting)]:
                     if each not in begun:
-                        ahead(pool, self._beside()._largest, each, fitting, found)
+                        ahead(pool, self._copy_for_thread()._largest, each, fitting, found)
                         begun.add(each)
             try:
                 size = self._largest(candidate, fitting, found)
@@ -276,7 +276,7 @@ class RecipeSearch:
         """Compute the memory by number of layers of several recipes at once, so that later requests find it."""
         with ThreadPoolExecutor(self.at_once) as pool:
             for task, candidate in pairs:
-                ahead(pool, self._beside().line_of, task, candidate)
+                ahead(pool, self._copy_for_thread().line_of, task, candidate)
 
     def needed(self, candidate: Candidate) -> int:
         """Return the bytes that a recipe needs, estimated once; only those of its states if these alone do not fit."""
@@ -287,7 +287,7 @@ class RecipeSearch:
             self.too_large[candidate] = needed
         return needed
 
-    def _beside(self) -> "RecipeSearch":
+    def _copy_for_thread(self) -> "RecipeSearch":
         """Return a copy for another thread, with notes of its own; estimates are shared through `ask`."""
         return dataclasses.replace(self, estimates={}, too_large={}, notes=[], assumptions={}, _states={**self._states})
 
@@ -296,7 +296,7 @@ class RecipeSearch:
         return self.ask(self.line, task, self.choices.arguments(candidate)) if layers_of(task) else None
 
     def about(self, task: Task, candidate: Candidate) -> tuple[int, int] | None:
-        """Estimate a deep model by shallow ones: (live bytes, most reserved bytes) with the context; or return None."""
+        """Return (live bytes, most reserved bytes) of a deep model with the context, derived from shallow ones, or None."""
         if (line := self.line_of(task, candidate)) is None:
             return None
         alive, reserved = line.at(layers_of(task))
@@ -362,7 +362,7 @@ class RecipeSearch:
             """Return live bytes, and the most that is reserved."""
             return self.about(task_of(size), candidate) or (needed(size), needed(size))
 
-        def does(size: int) -> bool:
+        def fits_exactly(size: int) -> bool:
             return needed(size) <= self.limit
 
         above = largest_that_fits(sizes, lambda size: _SURE * about(size)[0] <= self.limit, first)
@@ -372,9 +372,9 @@ class RecipeSearch:
             likely = task_of(below)
             length = f" with {likely.seq_len:,} tokens" if likely.seq_len else ""
             self.ask.bar.set_postfix_str(f"so far {likely.model}{length}")
-        found = above and largest_that_fits([size for size in sizes if size >= below], does, below)
+        found = above and largest_that_fits([size for size in sizes if size >= below], fits_exactly, below)
         if not found and (smaller := [size for size in sizes if size < below]):
-            found = largest_that_fits(smaller, does, smaller[-1])
+            found = largest_that_fits(smaller, fits_exactly, smaller[-1])
         return found, needed(found or sizes[0])
 
     def _largest(self, candidate: Candidate, fitting: Iterable[Candidate], found: Mapping) -> int:

@@ -45,8 +45,8 @@ class Outcome:
 
     def joined(self, later: "Outcome") -> "Outcome":
         """Join the outcomes of two meters for one experiment, rank by rank; figures of `later` win if it has them."""
-        its = {field.name: getattr(later, field.name) for field in dataclasses.fields(later)}
-        known = {name: value for name, value in its.items() if value is not None}
+        figures = {field.name: getattr(later, field.name) for field in dataclasses.fields(later)}
+        known = {name: value for name, value in figures.items() if value is not None}
         ranks = later.ranks or self.ranks
         if later.ranks and self.ranks:
             ranks = tuple(a.joined(b) for a, b in zip(self.ranks, later.ranks, strict=True))

@@ -201,7 +201,7 @@ def events(profile: torch.profiler.profile) -> tuple[list[_Change], dict[str, li
 
 
 def running(changes: list[_Change]) -> tuple[list[int], list[int]]:
-    """Return the time of each change, and the totals: before the first change, and after each."""
+    """Return the times of changes in ns, and the totals in bytes: before the first change, and after each."""
     return [change.when for change in changes], [0, *itertools.accumulate(change.bytes for change in changes)]
 
 

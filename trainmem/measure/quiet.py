@@ -2,7 +2,7 @@
 
 A lesson shares the machine with others until it times something; then it requests what it needs (`Need`).
 `Lab.compare`, `interleaving.in_turns` and the time meter do so after their warm-up (`timing`), a function with
-measure="none" before its first line. Between two experiments a lesson first lets those pass that wait for a quiet
+measure="none" before its first line. Between two experiments a lesson lets lessons pass that wait for a quiet
 machine. Experiments that share the machine also share its cores: threads that wait for a core would slow down both. The
 lock is in the course's process (`served`); a lesson reaches it by a socket. Outside a course `experiment` is a no-op.
 """
@@ -223,7 +223,7 @@ class _Lesson:
                     self._take(after, 1)
 
     def threads(self) -> int | None:
-        """Return the threads that a fresh subprocess started now computes with; None: torch's default."""
+        """Return how many threads the next fresh subprocess should use; None: torch's default."""
         alone = self._running[Need.MACHINE]
         return int(os.environ[LOCK].split(" ")[1]) if is_in_course() and not alone else None
 

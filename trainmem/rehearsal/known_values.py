@@ -336,7 +336,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _is_sized_by_values(name: str, args: tuple, kwargs: dict) -> bool:
-    """Return whether the result's size depends on values, for functions that also have forms for which it does not."""
+    """Return whether this call of a function in `_SIZED_BY_VALUES` has a result whose size depends on values."""
     if name == "where":
         return len(args) + len(kwargs) == 1
     if name == "one_hot":

@@ -67,9 +67,9 @@ class ProgramRun:
 
 def _lines(process: dict[str, Any]) -> list[str]:
     """Return lines about one process: its memory and how it ended."""
-    who = f"Process {process['pid']}" + (f", rank {process['rank']}" if process["rank"] else "")
+    label = f"Process {process['pid']}" + (f", rank {process['rank']}" if process["rank"] else "")
     steps = f"{process['steps']} optimizer update{'s' * (process['steps'] != 1)}"
-    lines = [f"{who}, {steps}: {peaks_text(peaks_of(process))}"] if process["phases"] else [who]
+    lines = [f"{label}, {steps}: {peaks_text(peaks_of(process))}"] if process["phases"] else [label]
     lines += [f"  {phase:<26} {peaks_text(peaks)}" for phase, peaks in process["phases"].items()]
     if process["devices"] > 1:
         lines.append(f"  on the fullest of {process['devices']} devices")
