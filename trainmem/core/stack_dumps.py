@@ -71,7 +71,7 @@ def described(ranks: dict[int, list[FrameSummary]]) -> str:
     places: dict[str, list[int]] = {}
     for rank, frames in ranks.items():
         places.setdefault(_place(frames), []).append(rank)
-    return "; ".join(f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}: {place}" for place, numbers in places.items())
+    return "; ".join(f"rank{'s' * (len(ids) > 1)} {', '.join(map(str, ids))}: {place}" for place, ids in places.items())
 
 
 def _place(frames: list[FrameSummary]) -> str:
