@@ -296,7 +296,7 @@ class RecipeSearch:
         return self.ask(self.line, task, self.choices.arguments(candidate)) if layers_of(task) else None
 
     def about(self, task: Task, candidate: Candidate) -> tuple[int, int] | None:
-        """Return a deep model's (live bytes, most reserved bytes) with the context, derived from shallow ones, or None."""
+        """Return a deep model's (live bytes, most reserved bytes) with the context, from shallow ones; or None."""
         if (line := self.line_of(task, candidate)) is None:
             return None
         alive, reserved = line.at(layers_of(task))
