@@ -100,6 +100,7 @@ class Record:
     __slots__ = ()
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON types; unknown and missing figures become None."""
         return _as_json(dataclasses.asdict(self))
 
     @classmethod

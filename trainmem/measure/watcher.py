@@ -82,6 +82,7 @@ class Watcher:
         self.modules = Modules()
 
     def mark(self, label: str) -> None:
+        """Note the end of a phase, in the logs and in torch's profiler."""
         self.marks.append((label, len(self.log), len(self.operations)))
         with torch._C._profiler._RecordFunctionFast(f"{MARK} mark"):
             pass  # torch's profiler records the mark too, which puts it in order with the allocations

@@ -81,6 +81,7 @@ class Values(TorchFunctionMode):
         return getattr(self._noted(tensor), "is_known", not tensor.is_cuda)
 
     def mark(self, known: bool, *tensors: torch.Tensor) -> None:
+        """Note that all values of these tensors are known, or unknown."""
         for tensor in tensors:
             if self.is_known(tensor) != known:
                 self._remember(tensor).is_known = known
@@ -312,6 +313,7 @@ class Values(TorchFunctionMode):
         return there
 
     def fill(self, tensor: torch.Tensor, value: torch.Tensor | bool) -> None:
+        """Write known values into the memory of a tensor, and note that they are known."""
         with _out_of_sight():
             memory_of(tensor).copy_(torch.as_tensor(value))
         self.mark(True, tensor)

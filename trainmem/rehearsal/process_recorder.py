@@ -121,6 +121,7 @@ class Recorder:
             self.write()
 
     def write(self) -> None:
+        """Write the file of this process, unless nothing was recorded."""
         error = getattr(sys, "last_value", None) if self.ended else None
         if not self.phases and error is None:
             return

@@ -47,6 +47,7 @@ class ProgramRun:
 
     @property
     def exit_code(self) -> int:
+        """The exit code of `perf-helpers rehearse`, see `CODES`; a signal gives 128 plus its number, as in a shell."""
         own = 128 - self.code if self.code < 0 else self.code
         return CODES.get(self.status, own or 1)
 
@@ -86,6 +87,7 @@ def peaks_of(process: dict[str, Any]) -> list[int]:
 
 
 def peaks_text(peaks: list[int]) -> str:
+    """Return a text for peaks in bytes, [allocated, reserved]."""
     allocated, reserved = (bytes_text(size, binary=True) for size in peaks)
     return f"peak {allocated} allocated, {reserved} reserved"
 

@@ -60,6 +60,7 @@ class _Records:
         return getattr(self.writer, name)
 
     def write_record(self, name: str, data: Any, size: int) -> None:
+        """Write a record of torch's zip file, or only its name and size if its values are unknown."""
         if isinstance(data, torch.UntypedStorage) and self.values.is_unknown_block(data.data_ptr()):
             self.holes += 1
             return self.writer.write_record_metadata(name, size)
