@@ -92,7 +92,7 @@ def _ended_children() -> object:
 
 def _order(count: int, turns: int) -> Iterator[int]:
     """Yield the indexes of players in their order of turns, varied so that none always follows the same one: all
-    permutations of up to 3 players, of more a fixed random selection."""
+    permutations of a few players, of more a fixed random selection."""
     if count < 4:
         orders = itertools.cycle(itertools.permutations(range(count)))
     else:

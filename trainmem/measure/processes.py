@@ -96,7 +96,7 @@ def call(function: Callable, *arguments, timeout: float, on_percent: Callable[[i
 
     Args:
         function: sent with its arguments by cloudpickle; its result is pickled. It may call `tell` with its progress in
-            percent, which is passed to `on_percent`.
+            percent, from 0 to 100, which is passed to `on_percent`.
         timeout: seconds after which the process and all that it started are ended.
 
     Raises:
