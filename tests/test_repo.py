@@ -410,8 +410,8 @@ def test_stray_text_is_reported(pieces):
     assert stray("results/root/x, https://site.example/work/of/art, todo lists") == []
 
 
-# The folders and pages whose wording is checked. Still to be added, once edited: "trainmem".
-WORDED = ("perf_helpers", "notebooks/src", "benchmarks", "website", "tests", "docs", "README.md", "CONTRIBUTING.md")
+# The folders and pages whose wording is checked.
+WORDED = (*PACKAGES, "notebooks/src", "benchmarks", "website", "tests", "docs", "README.md", "CONTRIBUTING.md")
 PRIVATE_WORDS = re.compile(r"\b(told|strangers|nobody\s+chose|anew)\b", re.I)
 HEADLESS = re.compile(r"\W*What\b")  # a docstring says what to expect: "Return the peak.", not "What it takes."
 
@@ -458,7 +458,7 @@ def test_private_words_and_docstrings_without_a_subject_are_reported(name, text)
     assert wording_problems(Path("a.md"), "`told` is a name.\n```\ntold = 1\n```\n") == []
 
 
-IN_FIELD_TERMS = ("perf_helpers", "notebooks/src", "benchmarks", "tests")  # folders whose identifiers are checked
+IN_FIELD_TERMS = (*PACKAGES, "notebooks/src", "benchmarks", "tests")  # folders whose identifiers are checked
 PRIVATE_NAMES = {"told", "said", "asked", "whose", "who", "theirs", "their", "ours", "mine", "yours", "they", "them"}
 PRIVATE_NAMES |= {
     "there",

@@ -7,43 +7,43 @@ from pathlib import Path
 
 from trainmem.texts import arguments_of_kind, nearest_text, of_kind, parse_bytes, shown, whole_number
 
-# What is taken for the CUDA context where nobody says otherwise: enough for 15 of the 19 processes of which published
-# out-of-memory messages tell it: 120 to 1239 MiB, the 8 of them on RTX 4090, RTX 6000 Ada, L40S and A100 409 to 521
-# (benchmarks/contexts.toml). It differs by driver, CUDA, card and the kernels in use.
+# Default size of the CUDA context. It is enough for 15 of the 19 processes in published out-of-memory messages, which
+# report 120 to 1239 MiB; the 8 on RTX 4090, RTX 6000 Ada, L40S and A100 report 409 to 521 (benchmarks/contexts.toml).
+# The size differs by driver, CUDA, card and the kernels in use.
 CONTEXT_BYTES = 530 << 20
-CONTEXT_SOURCE = "enough for 15 of 19 processes in published out-of-memory messages, of which they took 120 to 1239"
-# Of a card's memory, that is kept free for what no estimate follows: longer samples, a communicator's buffers, a larger
-# context. From 16 GiB on it covers, with CONTEXT_BYTES, the largest of those 19 contexts.
+CONTEXT_SOURCE = "enough for 15 of 19 processes in published out-of-memory messages, whose contexts took 120 to 1239"
+# Share of a card's memory that is kept free for what no estimate covers: longer samples, a communicator's buffers, a
+# larger context. From 16 GiB on, this and CONTEXT_BYTES together cover the largest of those 19 contexts.
 MARGIN = 0.05
-DEFAULT_CAPABILITY = (9, 0)  # the GPU that is meant where none is named and none is there: an H100
+DEFAULT_CAPABILITY = (9, 0)  # an H100's: used if no GPU is named and this machine has none
 
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A GPU model, and how many of them the machine has."""
+    """A GPU model, and the number of such GPUs."""
 
-    name: str  # as people call it
+    name: str  # as people write it
     capability: tuple[int, int]  # compute capability: (9, 0) for an H100
-    memory_bytes: int  # what torch can have of it: `total_memory` of its properties
+    memory_bytes: int  # usable by torch: `total_memory` of the device properties
     devices: int = 1
-    context_bytes: int = CONTEXT_BYTES  # what a process takes of it before its first tensor; assumed
-    is_board: bool = False  # whether its memory is the whole board's, of which torch may have `OF_BOARD` only
+    context_bytes: int = CONTEXT_BYTES  # assumed size of the CUDA context, which exists before the first tensor
+    is_board: bool = False  # whether `memory_bytes` is the whole board's, of which torch can use only `OF_BOARD`
 
     @property
     def limit_bytes(self) -> int:
-        """Return the usable bytes: without the margin, and of a board without the part that torch cannot have."""
+        """Return the usable bytes: without the margin and, for a board, without the part that torch cannot use."""
         return int((1 - MARGIN) * self.memory_bytes * (OF_BOARD if self.is_board else 1))
 
 
-OF_BOARD = 0.94  # the least share that we found: 7753 of 8192 MiB, an RTX 3070 under Linux
-# What names of one card differ in: maker, product lines, sockets. "NVIDIA A100-SXM4-80GB" is "a100 80".
+OF_BOARD = 0.94  # the smallest usable share that we found: 7753 of 8192 MiB, an RTX 3070 under Linux
+# Parts of a name that do not identify the card: maker, product lines, sockets. "NVIDIA A100-SXM4-80GB" is "a100 80".
 _NO_NAME = re.compile(
     r"nvidia|geforce|tesla|quadro|rtx|gtx|generation|\b(gpu|sxm\d?|pcie|hbm\d?e?)\b|(?<=\d)\s*gi?b|[^a-z0-9]"
 )
 
 
 def _plain(name: str) -> str:
-    """A card's name without what does not tell it apart from others."""
+    """Return a card's name without the parts that do not identify it."""
     return _NO_NAME.sub("", re.sub(r"[-_]+", " ", name.lower()))
 
 
@@ -52,16 +52,16 @@ CARDS = {
     key: Card(it["name"], (*it["capability"],), parse_bytes(it["memory"]), is_board=it.get("board", False))
     for key, it in _KNOWN.items()
 }
-# By what is left of their names: "4090", "RTX 4090 24 GiB" and "RTX 4090 24 GB".
+# Keys of `CARDS` by the names that `_plain` returns for "4090", "RTX 4090 24 GiB" and "RTX 4090 24 GB".
 _BY_NAME = {_plain(word): key for key, entry in _KNOWN.items() for word in (key, entry["name"], *entry.get("also", ()))}
 SIZES = {f"{size} GiB": size * 2**30 for size in (8, 16, 24, 40, 80, 141)}  # sold as "8 GB": 8 * 2^30 bytes
 
 
 def context_bytes(compute_capability: tuple[int, int]) -> int | None:
-    """Return the bytes of the CUDA context, which lies outside the allocator; None if they are not known.
+    """Return the bytes of the CUDA context, which is outside of torch's allocator; None if they are not known.
 
-    They depend on driver, CUDA and the kernels loaded. Known are 1343 MiB on a V100, in "Model training anatomy" of
-    transformers' documentation (with one segment of 2 MiB), and 751 MiB in fp32 and 767 MiB with 16 bits, which the GPU
+    They depend on driver, CUDA and the kernels loaded. Sources: 1343 MiB on a V100 (with one segment of 2 MiB), in
+    "Model training anatomy" of transformers' documentation; 751 MiB in fp32 and 767 MiB with 16 bits, which the GPU
     suite measured on an H100 (driver 580, CUDA 13.0)."""
     return {(7, 0): 1341 << 20, (9, 0): 767 << 20}.get(compute_capability)
 
@@ -72,7 +72,7 @@ def card(
     device_memory: int | float | str | None = None,
     devices: int = 1,
 ) -> Card:
-    """Return the card of a name, or one described by a compute capability and a memory; these overrule the name's.
+    """Return a named card, or one of a given compute capability and memory; these replace the named card's own.
 
     Args:
         name: a name of `CARDS`, as people, torch or nvidia-smi write it.
@@ -113,7 +113,7 @@ def named(name: str) -> Card:
 def memory_of_card(
     name: str | None, memory: int | float | str | None, capability: tuple[int, int] | None, argument: str = "memory"
 ) -> tuple[int, tuple[int, int] | None]:
-    """Return bytes and compute capability of a named card; `memory` and `capability` overrule its own.
+    """Return bytes and compute capability of a named card; `memory` and `capability`, if given, replace its own.
 
     `argument` is the name of `memory` in error messages.
 

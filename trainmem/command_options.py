@@ -17,7 +17,7 @@ from trainmem.texts import bytes_text, name_text
 if TYPE_CHECKING:
     from trainmem.advise.measured_speedups import Published
 
-# Options that several commands have. A command returns its exit code, or None for 0.
+# Options that several commands share. A command returns its exit code, or None for 0.
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object to standard output and nothing else.")]
 Model = Annotated[
     str, typer.Option(help="Model: a preset, a config.json, a model folder or a name on the Hub, e.g. bert-tiny.")
@@ -64,7 +64,7 @@ Snapshot = Annotated[
 ]
 Assume = Annotated[
     bool,
-    typer.Option("--assume", help="Answer questions about unknown values, e.g. comparisons with false; count them."),
+    typer.Option("--assume", help="Assume unknown values, e.g. that comparisons are false, and count the assumptions."),
 ]
 Card = Annotated[
     str | None, typer.Option(help="GPU model, e.g. t4, 'RTX 4090' or a100-80gb; this machine need not have one.")
@@ -74,18 +74,19 @@ Capability = Annotated[str | None, typer.Option(help="Compute capability of the 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Invocation:
-    """What a command gets beside its options, as the `obj` of its context."""
+    """Inputs of a command other than its options: the `obj` of its typer context."""
 
-    words: list[str] = dataclasses.field(default_factory=list)  # of the command line, as they were typed
+    words: list[str] = dataclasses.field(default_factory=list)  # the command line as the user typed it
     published: "Published | None" = None  # speed ratios for `advise`
 
 
 def invocation(context: typer.Context) -> Invocation:
+    """Return the context's `Invocation`, or an empty one."""
     return context.obj or Invocation()
 
 
 def task_fields(context: typer.Context) -> dict[str, Any]:
-    """Return the options that describe the data of a task, beside its lengths."""
+    """Return the options image_size, audio_seconds and objective of a command, as fields of a `Task`."""
     return {name: context.params[name] for name in ("image_size", "audio_seconds", "objective")}
 
 
@@ -117,10 +118,8 @@ def capability(text: str | None) -> tuple[int, int] | None:
 
 
 def size_lines(memory: Memory | None, binary: bool = False) -> list[str]:
-    """Return a line per category of the peak, if they are known, and the totals that are allocated and reserved.
-
-    `binary` is that of `bytes_text`.
-    """
+    """Return memory sizes as lines of text: the categories of the peak, allocated and reserved totals on CUDA, and the
+    peaks of phases outside of the steps; `binary` as in `bytes_text`."""
     sizes = {name_text(category): size for category, size in ((memory and memory.breakdown) or {}).items() if size}
     if memory and memory.reserved_bytes:  # an allocator on CUDA
         sizes |= {"total allocated": memory.peak_bytes, "total reserved": memory.reserved_bytes}
@@ -131,7 +130,7 @@ def size_lines(memory: Memory | None, binary: bool = False) -> list[str]:
 
 def run_json(run: Run) -> dict[str, Any]:
     """Return a run's figures by name, in bytes and seconds; None means not measured."""
-    record = run.to_dict()  # which has null for what is unknown
+    record = run.to_dict()  # unknown values are None here
     timing = record["timing"] or {}
     about = ("status", "message", "weights", "arguments", "task", "processes", "losses", "machine", "versions", "date")
     figures = {name: record[name] for name in about} | memory_json(run.memory)
@@ -153,5 +152,5 @@ def exit_code(run: Run) -> int:
 
 
 def answer(content: dict[str, Any] | list[str]) -> None:
-    """Print one JSON object, or lines, to standard output."""
+    """Print one JSON object, or lines of text, to standard output."""
     typer.echo(json.dumps(content, default=str) if isinstance(content, dict) else "\n".join(content))

@@ -253,8 +253,8 @@ def rehearse(
     Exit code 1: the training does not fit, or failed.
 
     To rehearse a command of yours, put it after `--`: perf-helpers rehearse --card t4 -- python train.py
-    At its end, whatever the end, this prints the peaks of each process to standard error.
-    Exit code 0: it came to its end. 3: it needed a value, or a library that the stub does not have; see --assume.
+    When it ends, even by an error, the peaks of each process are printed to standard error.
+    Exit code 0: it finished. 3: it needed a value, or a library that the stub does not have; see --assume.
     4: it ran out of memory. Otherwise: the program's own exit code.
     """
     from trainmem import rehearsal

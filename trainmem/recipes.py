@@ -1,4 +1,4 @@
-"""Techniques that save memory: the training arguments of each, what it costs, and the claim with its speed."""
+"""Techniques that save memory, for recipes and the advisor: training arguments, cost, and the claim with the speed."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,14 +8,14 @@ from typing import Any
 class Technique:
     """One choice that a recipe can make, e.g. an optimizer."""
 
-    name: str  # for people
+    name: str  # shown in tables
     arguments: dict[str, Any] = field(hash=False)  # training arguments that switch it on
-    cost: str = ""  # what it takes away, in words; empty for the plain choice
+    cost: str = ""  # its disadvantage, as text; empty for the plain choice
     claims: dict[str, str] = field(default_factory=dict, hash=False)  # {"cpu" or "cuda": claim of its speed ratio}
 
     @property
     def words(self) -> set[str]:
-        """How a user may call it."""
+        """Return the names by which a user may refer to it."""
         values = {value for value in self.arguments.values() if isinstance(value, str)}
         return {self.name, *self.arguments, *values} - ({"optim"} if not self.cost else set())
 
@@ -87,7 +87,7 @@ SGD = Technique("SGD", {"optim": "sgd"}, "convergence: one learning rate for all
 PRECISIONS = (BF16, FP16, BF16_WEIGHTS)
 OPTIMIZERS = (ADAMW, ADAMW_UNFUSED, ADAFACTOR, ADAM_8BIT, SGD)
 
-# The questions of a recipe, by the arguments that answer them. `None` answers with the library's plain choice.
+# The choices that make up a recipe: {training arguments: options}. `None` is the library's default.
 QUESTIONS: dict[tuple[str, ...], tuple[Technique | None, ...]] = {
     ("gradient_checkpointing",): (None, CHECKPOINTING),
     ("bf16", "fp16", "dtype"): (None, *PRECISIONS),
@@ -95,10 +95,10 @@ QUESTIONS: dict[tuple[str, ...], tuple[Technique | None, ...]] = {
     ("attn_implementation",): (None, PLAIN_ATTENTION),
     (*QLORA.arguments, "load_in_4bit", "load_in_8bit", "freeze"): (None, LORA, QLORA),
 }
-ADAPTERS = (QLORA, LORA)  # what needs less first
-# Offered only on request: worse than the plain choice in everything they cost, or of another kind.
+ADAPTERS = (QLORA, LORA)  # the one that needs less memory first
+# Offered on request only: worse than the plain choice in memory or time, or another kind of training.
 ON_DEMAND = {SGD, ADAMW_UNFUSED, PLAIN_ATTENTION, *ADAPTERS}
-OF_ACTIVATIONS = {CHECKPOINTING, PLAIN_ATTENTION, BF16, FP16}  # they change what is kept for backward, nothing else
+OF_ACTIVATIONS = {CHECKPOINTING, PLAIN_ATTENTION, BF16, FP16}  # change only what is kept for the backward pass
 ACCUMULATION = ("accumulation", "gradient_accumulation_steps")
 
 

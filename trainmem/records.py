@@ -1,7 +1,7 @@
-"""Runs, ratios and comparisons, the results of experiments, and the files that keep them.
+"""Results of experiments (runs, ratios, comparisons), and the files that store them.
 
-A figure that was not requested is None; of a run that failed it is `Missing`, and a ratio with it is unknown. A missing
-measurement is never 0. All of these are null in files.
+A figure that was not requested is None, one of a failed run is `Missing`, and a ratio with a missing figure is
+`Unknown`. A missing measurement is never 0. Files store all of these as null.
 """
 
 import contextlib
@@ -21,26 +21,26 @@ from filelock import FileLock
 
 from trainmem.unknown import Missing, NeedsValues, Unknown, is_measured
 
-SCHEMA = 2  # of a run in a file; 1 kept `samples_per_step` among the arguments
+SCHEMA = 2  # version of a run in a file; version 1 had `samples_per_step` among the arguments
 
 
 class Category(StrEnum):
-    """What live memory is for, in the order of tables and pictures."""
+    """Uses of live memory, in the order of tables and pictures."""
 
-    WEIGHTS = "weights"  # that are trained; in inference all
-    FROZEN_WEIGHTS = "frozen_weights"  # that are kept frozen while others are trained
-    QUANTIZED_WEIGHTS = "quantized_weights"  # of 8 and 4 bits, with the constants to read them
+    WEIGHTS = "weights"  # trained weights; in inference all weights
+    FROZEN_WEIGHTS = "frozen_weights"  # weights that the training does not change
+    QUANTIZED_WEIGHTS = "quantized_weights"  # in 8 or 4 bits, with their scales and code books
     WEIGHT_COPIES = "weight_copies"  # casts of weights, e.g. autocast's
     GRADIENTS = "gradients"
     OPTIMIZER_STATES = "optimizer_states"
-    ACTIVATIONS = "activations"  # made in forward while gradients are recorded
-    KEY_VALUE_CACHE = "key_value_cache"  # of the tokens that inference has read or written
-    PREDICTIONS = "predictions"  # that an evaluation keeps until all batches are done, with their labels and losses
+    ACTIVATIONS = "activations"  # made in the forward pass while gradients are recorded
+    KEY_VALUE_CACHE = "key_value_cache"  # keys and values of the tokens that inference has read or written
+    PREDICTIONS = "predictions"  # outputs, labels and losses that an evaluation keeps until its last batch
     INPUTS = "inputs"  # batches
     TEMPORARIES = "temporaries"
-    INSIDE_OPERATIONS = "inside_operations"  # what no tensor shows: workspaces
+    INSIDE_OPERATIONS = "inside_operations"  # operator workspace, which no tensor shows
 
-    __repr__ = str.__repr__  # a breakdown is shown as the dict of texts that a file holds
+    __repr__ = str.__repr__  # a printed breakdown shows plain strings, as a file does
 
 
 WALL, CPU = range(2)  # clocks
@@ -50,7 +50,7 @@ TENSOR_CATEGORIES = CATEGORIES[:-1]
 
 
 class Phase(StrEnum):
-    """What a training is doing, by the hooks of modules, of `backward` and of the optimizer's step."""
+    """Phases of a training, as the hooks of modules, of `backward` and of the optimizer's step find them."""
 
     SETUP = "setup"  # before the first forward
     BEFORE = "before"  # between a step and the next forward: data are loaded
@@ -61,7 +61,7 @@ class Phase(StrEnum):
     STEP = "step"
     REDUCER = "reducer"  # DistributedDataParallel makes its buckets, FSDP2 scatters gradients
     GATHER = "gathering"  # FSDP2 gathers weights
-    EVALUATION = "evaluation"  # by the Trainer, between steps or after the last
+    EVALUATION = "evaluation"  # the Trainer evaluates, between steps or after the last
     SAVING = "saving"  # the Trainer writes a checkpoint
     LOADING = "loading"  # the Trainer reads the best checkpoint
 
@@ -69,23 +69,23 @@ class Phase(StrEnum):
 
     @property
     def shown(self) -> str:
-        """As results have it: clipping belongs to the step, loading to the forward."""
+        """Return the phase's name in results, where clipping counts as the step and data loading as the forward."""
         if self in (Phase.SETUP, Phase.BEFORE, Phase.AFTER_FORWARD):
             return Phase.FORWARD.value
         return Phase.STEP.value if self is Phase.AFTER_BACKWARD else self.value
 
 
-APART = (Phase.EVALUATION, Phase.SAVING, Phase.LOADING)  # phases beside the steps: of these the peak is recorded
-BEGIN = "begin "  # prefix of the mark where one of these begins; the mark at its end has its name
+APART = (Phase.EVALUATION, Phase.SAVING, Phase.LOADING)  # phases outside of the steps, whose peak is recorded
+BEGIN = "begin "  # prefix of the mark at the beginning of such a phase; the mark at its end is its name
 
 
 def is_end(label: str) -> bool:
-    """Return whether a mark is the end of a phase of a step."""
+    """Return whether a mark ends a phase of a training step."""
     return label != "start" and label not in APART and not label.startswith(BEGIN)
 
 
 def stretches(labels: Iterable[str]) -> Iterator[tuple[Phase, int, int]]:
-    """Yield each phase of `APART` with the numbers of the marks at its beginning and at its end; `labels`: of marks."""
+    """Yield (phase, index of its first mark, index of its last mark) for each phase of `APART` among marks' labels."""
     begin = 0
     for number, label in enumerate(labels):
         if label.startswith(BEGIN):
@@ -95,16 +95,17 @@ def stretches(labels: Iterable[str]) -> Iterator[tuple[Phase, int, int]]:
 
 
 class Record:
-    """A dataclass that a file of JSON holds: to_dict writes it, from_dict reads it, also what another version wrote."""
+    """A dataclass that is stored as JSON: `to_dict` writes it, `from_dict` reads it, also from other versions."""
 
     __slots__ = ()
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON types; unknown and missing figures become None."""
         return _as_json(dataclasses.asdict(self))
 
     @classmethod
     def from_dict(cls, data: dict[str, Any] | None):
-        """The record; None of None. Unknown keys of a newer file are left out, and missing ones are as by default."""
+        """Return the record, or None for None. Unknown keys of a newer file are ignored; missing ones get defaults."""
         known = [item for item in dataclasses.fields(cls) if item.name in (data or {})]
         return None if data is None else cls(**{item.name: _read(item.type, data[item.name]) for item in known})
 
@@ -118,7 +119,7 @@ def _as_json(value: Any) -> Any:
 
 
 def _read(kind: Any, value: Any) -> Any:
-    """The value of a field of this type: a list is a tuple's, and a dict may be a record's."""
+    """Return the value of a field of type `kind`: a list becomes a tuple, a dict a record if `kind` names one."""
     if isinstance(value, list | tuple):
         return tuple(_read(kind, item) if isinstance(item, dict) else item for item in value)
     if isinstance(value, float) and math.isnan(value) and kind is not Any and float not in (kind, *get_args(kind)):
@@ -131,26 +132,26 @@ def _read(kind: Any, value: Any) -> Any:
 class Memory(Record):
     """Memory of an experiment, in bytes; None is not measured."""
 
-    peak_bytes: int  # from the first forward on
+    peak_bytes: int  # counted from the first forward pass on
     # "counted" (CPU: live bytes, from the allocator's own events), "allocated" (CUDA: what torch's caching allocator
     # handed out) or "estimated"
     kind: str
     peak_phase: str | None = None  # "forward", "backward" or "step"
     peak_operation: str | None = None  # e.g. "aten.mm.default"
-    peak_module: str | None = None  # by its name in the model; in backward the one whose forward is undone
-    breakdown: dict[str, int] | None = None  # of `peak_bytes` by `Category`; sums to it
-    # Live at the end of each phase of the last step recorded; of evaluation, saving and loading the peak, if that
-    # is more than was live before.
+    peak_module: str | None = None  # its name in the model; in backward, the module whose gradients are computed
+    breakdown: dict[str, int] | None = None  # `peak_bytes` by `Category`; the parts sum to it
+    # Live bytes at the end of each phase of the last recorded step; for evaluation, saving and loading their peak, if
+    # it is above what was live before.
     phases: dict[str, int] | None = None
-    phase_breakdowns: dict[str, dict[str, int]] | None = None  # of these, by `Category`
-    # The last step recorded as a series: {"phase": [...], "operation": [...], "module": [...], "weights": [bytes, ...],
-    # ...}, one entry for each of some 200 stretches of operations, taken where the stretch is highest.
+    phase_breakdowns: dict[str, dict[str, int]] | None = None  # `phases` by `Category`
+    # The last recorded step as series: {"phase": [...], "operation": [...], "module": [...], "weights": [bytes, ...],
+    # ...}, with one entry for each of some 200 stretches of operations, at the highest point of the stretch.
     timeline: dict[str, Any] | None = None
-    parameters: int | None = None  # numbers, not bytes
-    trainable_parameters: int | None = None  # of these
+    parameters: int | None = None  # a count, not bytes
+    trainable_parameters: int | None = None  # how many of these are trained
     reserved_bytes: int | None = None  # the most that the CUDA allocator held
-    device_used_bytes: int | None = None  # what NVML reports for the whole device, contexts included
-    context_bytes: int | None = None  # what the CUDA context takes of it
+    device_used_bytes: int | None = None  # used on the whole device as NVML reports it, contexts included
+    context_bytes: int | None = None  # the CUDA context's part of it
     rss_bytes: int | None = None  # peak resident memory of the process: information only
 
     def explained(self, categories: "Memory") -> "Memory":
@@ -184,15 +185,15 @@ class Timing(Record):
 
     step_seconds: float  # median
     spread_seconds: float  # interquartile range
-    steps: int  # that were timed
-    warmup_steps: int  # that came before
-    samples_per_second: float | None  # None where it is not known how many samples a step sees
-    all_seconds: tuple[float, ...] = ()  # of every step that was timed
-    all_cpu_seconds: tuple[float, ...] = ()  # that the process computed meanwhile, all of its threads together
-    all_waited_seconds: tuple[float, ...] = ()  # in which its main thread could have gone on and had no core
+    steps: int  # timed steps
+    warmup_steps: int  # steps before these
+    samples_per_second: float | None  # None if the samples per step are not known
+    all_seconds: tuple[float, ...] = ()  # wall-clock seconds of each timed step
+    all_cpu_seconds: tuple[float, ...] = ()  # CPU seconds of each, all threads of the process together
+    all_waited_seconds: tuple[float, ...] = ()  # seconds of each in which the main thread was ready but had no core
 
 
-# What a run that failed did, and what to do about it, by its status.
+# {status of a failed run: (what happened, what to do about it)}.
 _FAILED = {
     "out of memory": ("ran out of memory", "Use a smaller batch, shorter sequences or a smaller model"),
     "timed out": ("timed out", "Give it more seconds with timeout=, or stop other work on this machine"),
@@ -206,29 +207,29 @@ _FAILED = {
 class Run(Record):
     """The result of one experiment.
 
-    A figure that was not requested is None. One that the run lacks because it failed is false, and any use of it raises
-    `trainmem.unknown.RunFailed` with the run's `failure`.
+    A figure that was not requested is None. One that is missing because the run failed is false, and any use of it
+    raises `trainmem.unknown.RunFailed` with the run's `failure`.
     """
 
-    name: str  # for people: in tables and pictures
+    name: str  # shown in tables and pictures
     status: str  # "ok", "out of memory", "crashed", "killed", "timed out" or "refused"
     message: str = ""  # why it is not "ok"
-    kind: str = "training"  # by the Trainer; "inference", or a "function" of the user's
-    arguments: dict[str, Any] = field(default_factory=dict)  # as they were given, see `arguments.Arguments`
-    task: dict[str, Any] = field(default_factory=dict)  # of `Task`
-    samples_per_step: int | None = None  # that one optimizer step sees, all processes together
+    kind: str = "training"  # "training" by the Trainer, "inference", or "function" of the user
+    arguments: dict[str, Any] = field(default_factory=dict)  # as the user gave them, see `arguments.Arguments`
+    task: dict[str, Any] = field(default_factory=dict)  # fields of the `Task`
+    samples_per_step: int | None = None  # samples per optimizer step, over all processes
     memory: Memory | None = None
     timing: Timing | None = None
-    losses: tuple[float, ...] | None = None  # of each optimizer step
-    value: Any = None  # what a function returned
+    losses: tuple[float, ...] | None = None  # one per optimizer step
+    value: Any = None  # returned by a function
     weights: str | None = None  # their type and who chose it, e.g. "weights in bfloat16 (config.json)"
-    ranks: tuple[Any, ...] | None = None  # {"peak_bytes", "breakdown", "value"} of each rank, where there are several
+    ranks: tuple[Any, ...] | None = None  # {"peak_bytes", "breakdown", "value"} of each rank, if there are several
     processes: int = 1  # ranks
-    profile: str = ""  # of the lab
-    machine: dict[str, Any] = field(default_factory=dict)  # of `hardware.Machine`
-    versions: dict[str, str] = field(default_factory=dict)  # of packages
-    # By workers of a cluster, the last one counts: {"worker", "address", "began", "ended" (ISO 8601, UTC), "status",
-    # "message", "sharing" (experiments on that CPU at once)}; empty where the lab performed it itself.
+    profile: str = ""  # name of the lab's profile
+    machine: dict[str, Any] = field(default_factory=dict)  # fields of the `hardware.Machine`
+    versions: dict[str, str] = field(default_factory=dict)  # {package: version}
+    # Attempts by workers of a cluster; the last one counts: {"worker", "address", "began", "ended" (ISO 8601, UTC),
+    # "status", "message", "sharing" (experiments on that CPU at once)}; empty if the lab ran it itself.
     attempts: tuple[dict[str, Any], ...] = ()
     date: str = ""  # ISO 8601, UTC
     id: str = ""
@@ -245,7 +246,7 @@ class Run(Record):
 
     @property
     def failure(self) -> str:
-        """How the run failed, with its message and what to do about it; empty if it is ok."""
+        """Return how the run failed, with its message and what to do about it; empty if it is ok."""
         if self.ok:
             return ""
         how, remedy = _FAILED.get(self.status, (f"is {self.status}", "Run it again"))
@@ -284,12 +285,12 @@ class Ratio(Record):
     value: float  # the median of the pairs
     low: float  # the bootstrap's interval, widened to the noise floor
     high: float
-    pairs: tuple[float, ...] = ()  # the ratio of each pair of turns
-    floor: float | None = None  # the factor within which two speeds are not told apart where this was measured
+    pairs: tuple[float, ...] = ()  # the ratio of each pair of interleaved measurements
+    floor: float | None = None  # the factor within which two speeds count as equal
 
     def __post_init__(self):
         for name in ("value", "low", "high"):
-            if getattr(self, name) is None:  # so it was written to a file
+            if getattr(self, name) is None:  # a file stores an unknown number as null
                 object.__setattr__(self, name, Unknown("it was not known when its file was written"))
 
     @classmethod
@@ -320,7 +321,7 @@ class Ratio(Record):
     @classmethod
     def of_processes(cls, groups: Sequence[Sequence[float]], floor: float) -> "Ratio":
         """Return the ratio of pairs from several processes, equally many from each. Pairs of one process share its
-        luck, so the bootstrap first draws processes, then pairs of those processes.
+        conditions, so the bootstrap first draws processes, then pairs of those processes.
 
         Args:
             groups: the ratios of each process.
@@ -378,9 +379,9 @@ class Comparison(Record):
     baseline: Run
     other: Run
     memory_ratio: float  # other / baseline, in peak bytes
-    speed_ratio: Ratio  # other / baseline, in samples per second; on a CPU by the seconds that it computed
-    wall_ratio: Ratio | None = None  # the same by the wall's clock, where that is another one
-    step_seconds: tuple[float, float] | None = None  # of the fastest step of each, by the clock that decides
+    speed_ratio: Ratio  # other / baseline, in samples per second; on a CPU by CPU time
+    wall_ratio: Ratio | None = None  # the same by wall-clock time, if `speed_ratio` uses another clock
+    step_seconds: tuple[float, float] | None = None  # the fastest step of each, by the clock of `speed_ratio`
 
     def __repr__(self) -> str:
         unknown = isinstance(self.memory_ratio, Unknown)
@@ -415,7 +416,7 @@ class Store:
             if start and file.read() != b"\n":  # a writer died in mid-line: begin on a line of our own
                 line = b"\n" + line
             try:
-                while line:  # a disk that is nearly full takes a part
+                while line:  # a nearly full disk may take only a part
                     line = line[file.write(line) :]
                 os.fsync(file.fileno())
             except OSError:
@@ -444,7 +445,7 @@ def now(precision: str = "seconds") -> str:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file atomically: a reader, or a crash, finds the old content or the new one, never a part."""
+    """Write a file atomically: readers find the old content or the new one, never a part, even after a crash."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

@@ -19,7 +19,7 @@ from trainmem.unknown import is_measured
 
 _UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 _UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-MOST = 2**32 - 1  # of a whole number that an argument may have
+MOST = 2**32 - 1  # the largest whole number that an argument may be
 
 
 def number_text(value: float | None, unit: str = "", digits: int = 4) -> str:
@@ -48,7 +48,7 @@ def bytes_text(size: float | None, binary: bool = False) -> str:
 
 
 def phase_text(phase: str | None) -> str:
-    """Return when a peak is, e.g. "during the backward pass"; `phase` as in `records.Memory.peak_phase`."""
+    """Return the text for a peak's phase, e.g. "during the backward pass"; `phase`: `records.Memory.peak_phase`."""
     names = {"step": "the optimizer update", None: "an unknown phase", "evaluation": "evaluation"}
     names |= {"saving": "the saving of a checkpoint", "loading": "the loading of the best checkpoint"}
     names |= {each: f"the {each} pass" for each in ("forward", "backward")}
@@ -56,8 +56,8 @@ def phase_text(phase: str | None) -> str:
 
 
 def bytes_unit(largest: float, binary: bool = False) -> tuple[float, str]:
-    """Return the unit for an axis of bytes that ends at `largest`, as (bytes, name); `binary` as in `bytes_text`. It
-    changes at twice the unit, so that the axis has more than one whole number."""
+    """Return the unit for an axis of bytes that ends at `largest`, as (bytes, name); `binary` as in `bytes_text`. A
+    larger unit is used from twice its size on, so that the axis has more than one whole number."""
     large, middle, small = ("GiB", "MiB", "KiB") if binary else ("GB", "MB", "kB")
     unit = large if largest >= 2 * _UNITS[large] else middle if largest >= 2 * _UNITS[middle] else small
     return _UNITS[unit], unit
@@ -79,8 +79,8 @@ def name_text(category: str) -> str:
 
 
 def parts_text(parts: Mapping[str, int], binary: bool = False) -> str:
-    """Return bytes by category as a screen reader reads them out: "weights 10.0 MB, gradients 5.0 MB", without what is
-    0; `binary` as in `bytes_text`."""
+    """Return bytes by category as a screen reader reads them out: "weights 10.0 MB, gradients 5.0 MB"; categories of 0
+    bytes are left out; `binary` as in `bytes_text`."""
     return ", ".join(f"{name_text(name)} {bytes_text(size, binary)}" for name, size in parts.items() if size > 0)
 
 
@@ -111,7 +111,7 @@ def shown(value: Any) -> str:
     """Return a value as text for a message: one line of at most 100 characters."""
     try:
         text = repr(value)
-    except Exception:  # a number of thousands of digits, or an object that fails at it
+    except Exception:  # repr fails for integers of thousands of digits and for some objects
         text = f"a {type(value).__name__}"
     text = " ".join(text.split())
     return text if len(text) <= 100 else f"{text[:97]}..."
@@ -127,7 +127,7 @@ def text_of(path: Path, most: int = 2**24) -> str:
 def from_json(text: str) -> Any:
     """Parse JSON. Raises ValueError for invalid JSON, NaN and Infinity, and too many nested brackets."""
     try:
-        return json.loads(text, parse_constant=int)  # which refuses NaN and Infinity
+        return json.loads(text, parse_constant=int)  # int raises ValueError for NaN and Infinity
     except RecursionError:
         raise ValueError("too many nested brackets") from None
 
@@ -164,7 +164,7 @@ def positive(name: str, value: float) -> float:
     return value
 
 
-# How the values of a kind are called; and by what they are known, where that is another class.
+# Names of types in messages, and the class to check against if it is not the annotated one.
 _WORDS = {bool: "True or False", Integral: "a whole number", Real: "a number", str: "a text", Mapping: "a mapping"}
 _WORDS |= {Callable: "a function", Sequence: "a list", Iterable: "a list", os.PathLike: "a path"}
 _CLASSES = {int: Integral, float: Real, dict: Mapping, list: Sequence, tuple: Sequence}

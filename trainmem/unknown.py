@@ -1,7 +1,7 @@
-"""Figures that are not known: `Unknown`, a number without a value, and `Missing`, whatever a failed run does not have.
+"""Placeholders for figures that are not known: `Unknown`, a number without a value, and `Missing`, of a failed run.
 
-Both carry the reason, `why`. Neither can decide a verdict: whatever needs the value raises an error with the reason.
-(`Assumed` is for a rehearsed program that has to reach its end: it answers in a stated way instead of raising.)
+Both have the reason as `why`. Neither can decide a verdict: code that needs the value gets an error with the reason.
+(`Assumed` is for a rehearsed program that has to reach its end: it answers by fixed rules instead of raising.)
 
 |                                        | `Unknown`                  | `Missing`         |
 |----------------------------------------|----------------------------|-------------------|
@@ -13,7 +13,7 @@ Both carry the reason, `why`. Neither can decide a verdict: whatever needs the v
 | `<`, `==`, `int(value)`                | raises                     | raises            |
 | `value != value`                       | is true, as of NaN         | is false          |
 
-`is_measured` asks for a value without an error.
+`is_measured` tests for a value without raising an error.
 """
 
 import collections
@@ -22,7 +22,7 @@ from typing import NoReturn
 
 
 class NeedsValues(RuntimeError):
-    """A value was needed that is unknown, e.g. in a rehearsal, where no kernel computes."""
+    """A value was needed that is unknown, e.g. in a rehearsal, where no kernel computes anything."""
 
 
 class NeedsLibrary(RuntimeError):
@@ -39,7 +39,7 @@ def is_measured(value: "float | Missing | None") -> bool:
 
 
 class _WithoutValue:
-    """Refuse whatever needs a value, by raising `error`: comparisons, the truth, conversions to whole numbers."""
+    """Raise `error` from each operation that needs a value: comparisons, `bool`, conversions to whole numbers."""
 
     __slots__ = ()
     why: str
@@ -47,7 +47,7 @@ class _WithoutValue:
 
     def _refuse(self, *_) -> NoReturn:
         error = self.error(self.why)
-        error.add_note("A value was needed here, and there is none: ask `trainmem.unknown.is_measured` first.")
+        error.add_note("A value was needed here, but there is none: check `trainmem.unknown.is_measured` first.")
         raise error
 
     def __format__(self, spec: str) -> str:
@@ -61,7 +61,7 @@ class Unknown(_WithoutValue, float):
     """A number whose value is unknown, e.g. a time in a rehearsal; see the table above.
 
     Args:
-        why: the message of `error`, which is raised where the value would decide something.
+        why: the message of `error`, which is raised by an operation that needs the value.
     """
 
     __slots__ = ("error", "why")
@@ -81,7 +81,7 @@ class Unknown(_WithoutValue, float):
     __hash__ = object.__hash__
 
     def __ne__(self, other) -> bool:
-        """Return True for itself: `json` finds NaN by this comparison."""
+        """Return True for itself: `json` recognizes NaN by this comparison."""
         return other is self or self._refuse()
 
     def _unknown_again(self, *_) -> "Unknown":
@@ -140,7 +140,7 @@ class Assumed(float):
 
 
 class Missing(_WithoutValue):
-    """In place of a figure or a value of a run that failed; false, so that `if run.memory` and `run.value or {}` work.
+    """A placeholder for a figure of a failed run; it is false, so that `if run.memory` and `run.value or {}` work.
 
     Args:
         why: which run failed, how, and what to do about it.
@@ -173,7 +173,7 @@ class Missing(_WithoutValue):
         return hash(self.why)
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("_"):  # Python, IPython and numpy ask for what an object can do
+        if name.startswith("_"):  # Python, IPython and numpy probe objects for protocols
             raise AttributeError(name)
         self._refuse()
 

@@ -34,7 +34,7 @@ from trainmem.rehearsal import build, rehearse
 from trainmem.tables import Table
 from trainmem.texts import arguments_of_kind, bytes_text, shown, whole_number
 
-# Families with a product as wide as the vocabulary.
+# Families with a matmul as wide as the vocabulary.
 _FROM_VOCABULARY = {"causal", "masked", "sequence to sequence", "image-text", "speech"}
 
 
@@ -43,23 +43,23 @@ class Recipe:
     """Training arguments that fit."""
 
     name: str  # techniques, micro-batch x accumulation: "checkpointing, AdamW, 4 x 2"
-    arguments: dict[str, Any]  # of the training
-    peak_bytes: int  # of live tensors, as the estimate says
-    needed_bytes: int  # what is compared with the memory
-    headroom_bytes: int  # memory less `needed_bytes`; where it does not fit less than the margin, or negative
-    speed: float | None  # relative to the fastest recipe that fits; None: a factor of it was never measured
-    speed_source: tuple[str, ...]  # where each factor of the speed comes from
-    costs: tuple[str, ...]  # of its techniques in time, precision or convergence; empty: a plain recipe
-    why_not_next: str  # the next recipe that is expected to be faster, and by how much it does not fit
+    arguments: dict[str, Any]  # training arguments
+    peak_bytes: int  # estimated bytes of live tensors
+    needed_bytes: int  # compared with the memory
+    headroom_bytes: int  # memory minus `needed_bytes`; below the margin, or negative, if the recipe does not fit
+    speed: float | None  # relative to the fastest recipe that fits; None: one of its factors was never measured
+    speed_source: tuple[str, ...]  # the source of each factor of the speed
+    costs: tuple[str, ...]  # its techniques' costs in time, precision or convergence; empty: a plain recipe
+    why_not_next: str  # the next recipe that would probably be faster, and the bytes by which it does not fit
 
     @property
     def text(self) -> str:
-        """The recipe as Python, to paste."""
+        """The recipe as Python code to paste."""
         return Arguments(self.arguments).to_python()
 
 
 class Shown:
-    """What shows itself as a headline, a table, Python to paste if there is any, and lines: `_parts` tells them."""
+    """A result shown as a headline, a table, Python to paste if there is any, and lines, which `_parts` returns."""
 
     __slots__ = ()
 
@@ -77,23 +77,23 @@ class Shown:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Advice(Shown):
-    """The recipes that fit, the fastest first, or what would help where none does. Shows itself as a table."""
+    """The recipes that fit, the fastest first, or changes that would help if none fits; shown as a table."""
 
     task: Task
-    weights: str  # the type in which the model is loaded unless a recipe says another, and who chose it
+    weights: str  # the type in which the model is loaded unless a recipe sets another, and who chose it
     memory_bytes: int  # of one device
-    effective_batch: int  # samples that an update sees
+    effective_batch: int  # samples per update
     processes: int  # ranks, one device each
     device: str  # "cpu" or "cuda"
     compute_capability: tuple[int, int] | None  # of the GPU; None: a CPU
     context_bytes: int  # of the memory, kept for the CUDA context; 0 on a CPU
-    margin_bytes: int  # of the memory, that are to be left free
-    recipes: tuple[Recipe, ...]  # empty where nothing fits
-    smallest: Recipe | None  # where nothing fits: the recipe that needs least
-    changes: tuple[Change, ...]  # where nothing fits: what would make the smallest fit
-    notes: tuple[str, ...]  # what the figures stand for, and what was not looked at
+    margin_bytes: int  # of the memory, kept free
+    recipes: tuple[Recipe, ...]  # empty if nothing fits
+    smallest: Recipe | None  # if nothing fits: the recipe that needs least
+    changes: tuple[Change, ...]  # if nothing fits: changes that would help the smallest
+    notes: tuple[str, ...]  # what the figures mean, and what was not tried
     assumptions: tuple[str, ...]  # of the estimates
-    estimates: int  # how many were made
+    estimates: int  # number of estimates that were made
 
     @property
     def status(self) -> str:
@@ -105,12 +105,12 @@ class Advice(Shown):
         return any("dtype" in recipe.arguments for recipe in (*self.recipes, self.smallest) if recipe)
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field, sizes in bytes."""
+        """Return every field, sizes in bytes."""
         recipes = [dataclasses.asdict(recipe) | {"text": recipe.text} for recipe in self.recipes]
         return {"status": self.status} | dataclasses.asdict(self) | {"recipes": recipes}
 
     def _parts(self) -> tuple[str, Table, str, list[str]]:
-        """What is shown: a headline, a table, Python to paste (empty where nothing fits), and the lines below."""
+        """Return a headline, a table, Python to paste (empty if nothing fits), and the lines below."""
         size = functools.partial(bytes_text, binary=self.device == "cuda")
         length = f" with {self.task.seq_len:,} tokens" if self.task.seq_len else ""
         head = f"{self.task.model}{length}, {self.effective_batch} samples per update, {size(self.memory_bytes)} "
@@ -147,13 +147,13 @@ class Advice(Shown):
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """The peak of an advice's first recipe, predicted and found; its run says what kind of bytes both are."""
+    """The predicted and the found peak of an advice's first recipe; `run.memory.kind` is the kind of both."""
 
     recipe: Recipe
-    run: Run  # measured, or rehearsed on a card as the advice has it
+    run: Run  # measured, or rehearsed on a card like the advice's
     predicted_bytes: int
-    found_bytes: int | None  # None where the run failed
-    difference_bytes: int | None  # predicted less found
+    found_bytes: int | None  # None if the run failed
+    difference_bytes: int | None  # predicted minus found
 
     @property
     def is_rehearsed(self) -> bool:
@@ -217,8 +217,8 @@ def advise(
         may: techniques to allow that are otherwise not offered: "LoRA", "QLoRA", and others of `recipes.ON_DEMAND`.
         largest: "model" or "sequence": find the largest similar preset, or the longest sequence, that fits with the
             recipe that needs least. The advice's `task` is the one found.
-        device: "cpu" or "cuda"; None: a GPU if one is named or here, or if `memory` is a size that GPUs are sold with
-            (a note says so); otherwise this machine's CPU.
+        device: "cpu" or "cuda"; None: a GPU if one is named, if this machine has one, or if `memory` is a size that
+            GPUs are sold with (a note says so); otherwise this machine's CPU.
         compute_capability: of the GPU, e.g. (8, 0); None: the card's, this machine's, else (9, 0).
         context_memory: bytes of `memory` kept for the CUDA context, or a text such as "450MiB"; 0 if `memory` excludes
             the context already. None: `CONTEXT_BYTES`, 530 MiB, from published out-of-memory messages.
@@ -233,7 +233,7 @@ def advise(
         ValueError: an argument that is unknown or out of range, a model that cannot be traced, or no estimate within
             `timeout`.
     """
-    limit, named = memory_of_card(card, memory, compute_capability)  # first: it says best how to write a memory
+    limit, named = memory_of_card(card, memory, compute_capability)  # first: its message explains how to give a memory
     arguments_of_kind(advise, locals())
     machine = machine or hardware.describe()
     on = target.find(machine, limit, named, device, context_memory, margin, processes)
@@ -311,9 +311,9 @@ def _of_saved_quantized(task: Task, must: Mapping[str, Any]) -> tuple[dict[str, 
 
 
 def _base(task: Task, weights: Weights, largest: str | None) -> dict[str, Any]:
-    """What every recipe says of the type of the weights unless one of its techniques does. Techniques are described and
-    ranked by what they change of a model in float32, so a model that loads in another type is asked for in float32. A
-    model that was saved quantized stays as it is."""
+    """Return the arguments that every recipe has unless a technique sets them: the type of the weights. Techniques are
+    described and ranked by how they change a model in float32, so a model that loads in another type is trained in
+    float32. A model that was saved quantized stays as it is."""
     kind = task.build_config().model_type
     of_presets = {preset.get("dtype") for preset in PRESETS.values() if preset["model_type"] == kind}
     loads_in_float32 = weights.dtype == "float32" and not (largest == "model" and of_presets != {None})
@@ -350,19 +350,19 @@ def verify(advice: Advice, runner: Runner | None = None) -> Verification:
 
 
 def _has_device(machine: hardware.Machine, advice: Advice) -> bool:
-    """Whether a machine has the device that an advice is for."""
+    """Return whether a machine has the device that an advice is for."""
     if advice.device != "cuda" or machine.kind != "cuda":
         return machine.kind == advice.device
     return any(gpu.capability in (None, advice.compute_capability) for gpu in machine.gpus)
 
 
 def _with_enough_data(task: Task, effective_batch: int) -> Task:
-    """Two whole updates need as much data: the last micro-batches of an epoch would be smaller."""
+    """Return the task with data for two whole updates, because an epoch's last micro-batches may be smaller."""
     return task.replace(dataset_size=max(task.dataset_size, 2 * effective_batch))
 
 
 def _recipe(candidate: Candidate, search: RecipeSearch, memory: int, best: float | None) -> Recipe:
-    """What is said of a recipe; `best` is the highest speed of those that fit, as far as any is known."""
+    """Describe a candidate as a recipe; `best`: the highest known speed of those that fit."""
     choices, ranking, size = search.choices, search.ranking, candidate.micro_batch
     needed, passes = search.needed(candidate), choices.samples // size
     costs = candidate.costs
@@ -390,14 +390,14 @@ def _recipe(candidate: Candidate, search: RecipeSearch, memory: int, best: float
     )
 
 
-# ---- what is said beside the recipes: techniques that are no choice of theirs
+# ---- notes: techniques that recipes do not choose
 
 
 def _notes(search: RecipeSearch, best: Candidate, evidence: Evidence, capability: tuple[int, int] | None) -> list[str]:
-    """One line each about attention's kernel, compiled code and padding, of the best recipe that fits.
+    """Return notes about the attention kernel, compiled code and padding for the best recipe that fits.
 
     Args:
-        capability: of the GPU; None: a CPU, whose products have no tiles to fill.
+        capability: of the GPU; None: a CPU, where sizes need no padding.
     """
     lines = [_attention(search.estimates[best].attention), _compiling(evidence)]
     return [*lines, *(_padding(search, best, 64 if capability >= (8, 0) else 8) if capability else ())]
@@ -418,7 +418,7 @@ def _compiling(evidence: Evidence) -> str:
 
 
 def _padding(search: RecipeSearch, best: Candidate, multiple: int) -> list[str]:
-    """What is no multiple of the sizes that a GPU's matrix units want, and what a padded vocabulary would take."""
+    """Return notes on sizes that are not multiples of what a GPU's matrix units need, and on a padded vocabulary."""
     task, lines = search.task, []
     if task.family() in _FROM_VOCABULARY and (padded := task.with_padded_vocabulary(multiple)) != task:
         line = (

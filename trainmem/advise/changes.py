@@ -1,4 +1,4 @@
-"""Where nothing fits: what would make the smallest recipe fit, worked out from its estimate."""
+"""If nothing fits: changes that would make the smallest recipe fit, calculated from its estimate, for the advisor."""
 
 import math
 from dataclasses import dataclass
@@ -12,19 +12,19 @@ _STEP = 8  # tokens: lengths are tried in multiples of it
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change to the smallest recipe, and whether it would fit then."""
+    """A change to the smallest recipe, and whether it would then fit."""
 
     name: str  # "fewer tokens", "sharding" or "offload"
     text: str  # what exactly to change
     fits: bool
-    needed_bytes: int  # on one device after the change; where no size of it would do, after the largest
-    assumption: str = ""  # behind `needed_bytes`, where that is not estimated but calculated
+    needed_bytes: int  # on one device after the change; if no size of it suffices, after the largest
+    assumption: str = ""  # behind `needed_bytes` if these are calculated, not estimated
 
 
 def helpful_changes(search: RecipeSearch, smallest: Candidate) -> tuple[Change, ...]:
-    """What would make the smallest recipe fit, what does first. Worked out from its estimate: nothing is trained."""
+    """Return the changes that would help the smallest recipe, those first that make it fit; nothing is trained."""
     estimated = search.estimates[smallest]
-    # Bytes by category at the peak and at the end of each phase, and what is needed on top of what is alive.
+    # Bytes by category at the peak and at the end of each phase, and the bytes needed in addition to live ones.
     breakdowns = [estimated.memory.breakdown, *(estimated.memory.phase_breakdowns or {}).values()]
     on_top = search.needed(smallest) - estimated.peak_bytes
     changes = [_shorter(search, smallest), _sharded(search, smallest.micro_batch, breakdowns, on_top)]
@@ -33,7 +33,7 @@ def helpful_changes(search: RecipeSearch, smallest: Candidate) -> tuple[Change, 
 
 
 def _shorter(search: RecipeSearch, smallest: Candidate) -> Change | None:
-    """The longest sequence that fits; None where a task has no length to shorten."""
+    """Find the longest sequence that fits; None if the task has no length to shorten."""
     task = search.task
     if not task.has_tokens or task.length() <= _STEP:
         return None
@@ -43,12 +43,12 @@ def _shorter(search: RecipeSearch, smallest: Candidate) -> Change | None:
     length, needed = search.furthest(smallest, lengths, lambda length: task.replace(seq_len=length), task.length() // 2)
     text = f"seq_len={length} instead of {task.length()}, the longest multiple of {_STEP} that fits"
     if not length:
-        text = f"no length fits: this is for {_STEP} tokens"
+        text = f"no length fits; the bytes are those of {_STEP} tokens"
     return Change("fewer tokens", text, bool(length), needed)
 
 
 def _sharded(search: RecipeSearch, size: int, breakdowns: list[dict[str, int]], on_top: int) -> Change:
-    """Weights, gradients and optimizer states divided by the number of devices, wherever they are known."""
+    """Calculate the recipe with weights, gradients and optimizer states divided by the number of devices."""
     assumption = (
         "Sharding: only weights, gradients and optimizer states are divided by the number of devices; the layer "
         "that is gathered at a time is not counted."
@@ -58,7 +58,7 @@ def _sharded(search: RecipeSearch, size: int, breakdowns: list[dict[str, int]], 
     both = [(part, sum(parts.values()) - part + on_top) for part, parts in zip(shared, breakdowns, strict=True)]
     undivided = max(rest for _, rest in both)
     if undivided >= limit:
-        text = "no number of devices suffices: this is for the part that cannot be sharded"
+        text = "no number of devices suffices; the bytes are those that cannot be sharded"
         return Change("sharding", text, False, undivided, assumption)
     least = max(2, *(math.ceil(part / (limit - rest)) for part, rest in both))
     devices = next((count for count in range(least, samples + 1) if samples % count == 0), None)
@@ -70,7 +70,7 @@ def _sharded(search: RecipeSearch, size: int, breakdowns: list[dict[str, int]], 
 
 
 def _offloaded(limit: int, breakdowns: list[dict[str, int]], on_top: int, on_gpu: bool) -> Change | None:
-    """The optimizer states on the host; None where there are none."""
+    """Calculate the recipe with its optimizer states on the host; None if it has none."""
     states = max(parts["optimizer_states"] for parts in breakdowns)
     if not states:
         return None

@@ -1,4 +1,4 @@
-"""The largest model of a kind, and the longest sequence, that fit: by the recipe that needs least of those allowed."""
+"""The largest model of a kind, or the longest sequence, that fits, for the advisor: by the recipe that needs least."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -11,18 +11,18 @@ from trainmem.core.task import PRESETS, Task
 from trainmem.estimate.depth import layers_of, parameters
 from trainmem.texts import bytes_text
 
-_STEP = 64  # tokens: lengths are tried in multiples of it
+_STEP = 64  # tokens; lengths are tried in multiples of it
 _MOST_TOKENS = 1 << 20
-LARGEST = ("model", "sequence")  # what may be asked for
+LARGEST = ("model", "sequence")  # quantities that can be maximized
 
-Found = tuple[RecipeSearch, Candidate, bool, str]  # with the task that was found; whether it fits; what is said of it
+Found = tuple[RecipeSearch, Candidate, bool, str]  # a search for the task found, its recipe, whether it fits, a note
 
 
 def largest(search: RecipeSearch, what: str) -> Found:
-    """The largest model like that of a search's task, or the longest sequence for it: `what` is one of `LARGEST`.
+    """Return the largest preset similar to a search's task that fits, or the longest sequence: `what` is in `LARGEST`.
 
     Raises:
-        ValueError: no preset is like it, or it takes no sequence.
+        ValueError: no preset is similar, or the model takes no sequences.
     """
     return _model(search) if what == "model" else _sequence(search)
 
@@ -32,11 +32,11 @@ def _model(search: RecipeSearch) -> Found:
     with ThreadPoolExecutor(1) as pool:
         counted = ahead(pool, parameters, [search.task, *alike])
         candidate = _leanest(search)
-        (size, *sizes), needed = counted.result(), search.told(candidate)
+        (size, *sizes), needed = counted.result(), search.about_needed(candidate)
     sizes, rungs = zip(*sorted(zip(sizes, alike, strict=True), key=lambda row: (row[0], row[1].model)), strict=True)
-    # What the task needs for each of its parameters says where to look first.
+    # Start at the size that would fit if every model needed as much per parameter as the task does.
     first = sum(needed / size * each <= search.limit for each in sizes)
-    search.looks_at((rung, candidate) for rung in rungs[max(first - 1, 0) : first + 1])
+    search.trace_ahead((rung, candidate) for rung in rungs[max(first - 1, 0) : first + 1])
     found, _ = search.furthest(candidate, range(1, len(rungs) + 1), lambda number: rungs[number - 1], first)
     note = f"Tried: {', '.join(rung.model for rung in rungs)}."
     if found and found < len(rungs):
@@ -45,7 +45,7 @@ def _model(search: RecipeSearch) -> Found:
 
 
 def _of_the_next(search: RecipeSearch, candidate: Candidate, task: Task) -> str:
-    """What is said of the first model that is too large."""
+    """Return a note about the smallest model that is too large."""
     if not (layers := layers_of(task)):
         return f" {task.model} does not fit."
     line, (_, needed) = search.line_of(task, candidate), search.about(task, candidate)
@@ -70,7 +70,7 @@ def _sequence(search: RecipeSearch) -> Found:
 
 
 def _alike(task: Task) -> Sequence[Task]:
-    """The presets of its kind with positions for its tokens."""
+    """Return the presets of the task's model type with positions for its tokens."""
     kind = task.build_config().model_type
     named = [dataclasses.replace(task, model=n, config={}) for n, it in PRESETS.items() if it["model_type"] == kind]
     length = task.length()
@@ -83,17 +83,17 @@ def _alike(task: Task) -> Sequence[Task]:
 
 
 def _leanest(search: RecipeSearch) -> Candidate:
-    """The recipe that needs least, with the smallest micro-batch: adapters and checkpointing as far as allowed."""
+    """Return the recipe that needs least, with the smallest micro-batch: adapters and checkpointing if allowed."""
     left = search.choices.candidates
     for technique in (*known.ADAPTERS, known.CHECKPOINTING):
         left = [each for each in left if technique in each.techniques] or left
-    if not set(known.ADAPTERS).isdisjoint(left[0].techniques):  # few learn: the optimizer decides nothing
+    if not set(known.ADAPTERS).isdisjoint(left[0].techniques):  # few weights are trained: any optimizer is small
         left = [each for each in left if known.ADAMW in each.techniques] or left
     left = [each._replace(micro_batch=search.choices.micro_batches[0]) for each in left]
-    search.looks_at((search.task, each) for each in left)
-    return min(left, key=search.told) if len(left) > 1 else left[0]
+    search.trace_ahead((search.task, each) for each in left)
+    return min(left, key=search.about_needed) if len(left) > 1 else left[0]
 
 
 def _at(search: RecipeSearch, task: Task) -> RecipeSearch:
-    """The same search for another task."""
+    """Return the same search for another task."""
     return dataclasses.replace(search, task=task, of_the_leanest=True, estimates={}, too_large={}, _states={})

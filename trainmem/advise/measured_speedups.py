@@ -1,4 +1,4 @@
-"""Speed ratios for advice: those of runs on this machine, and those that somebody published (`Published`)."""
+"""Speed ratios for the advisor: from runs on this machine, and published ones (`Published`)."""
 
 import datetime
 import itertools
@@ -16,39 +16,39 @@ from trainmem.records import Ratio, Run
 from trainmem.unknown import is_measured
 
 MICRO_BATCH, ACCUMULATION_STEPS = "per_device_train_batch_size", "gradient_accumulation_steps"
-_TOGETHER_SECONDS = 3600  # at most between two runs whose speeds are compared
-_PAIRS = {"cpu": 3, "cuda": 1}  # that make a ratio: on a shared CPU one pair alone gave 0.35 to 3.64 for equal code
+_TOGETHER_SECONDS = 3600  # at most this long between two runs whose speeds are compared
+_PAIRS = {"cpu": 3, "cuda": 1}  # least pairs for a ratio: on a shared CPU one pair gave 0.35 to 3.64 for equal code
 _SILENT = {"max_steps", "num_train_epochs", "seed", "learning_rate", "lr_scheduler_type", "warmup_steps"}
 
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """How much faster something makes a training than the plain choice does."""
+    """The factor by which a choice makes a training faster than the plain choice does."""
 
-    name: str  # of the technique, or what was done else
-    ratio: Ratio | None  # of samples per second; None: nobody measured it
-    source: str  # who says so
+    name: str  # of the technique or other choice
+    ratio: Ratio | None  # in samples per second; None: never measured
+    source: str  # of the ratio
 
     @property
-    def told(self) -> float:
-        """The ratio to reckon with: 1 where it is unknown, or too small to tell because its interval holds 1."""
+    def significant(self) -> float:
+        """The ratio to multiply with: 1 if it is unknown, or too small to tell because its interval contains 1."""
         return self.ratio.value if self.ratio and not self.ratio.low <= 1 <= self.ratio.high else 1.0
 
     def __str__(self) -> str:
         if self.ratio is None:
             return f"{self.name}: {self.source}"
-        small = "" if self.told != 1 else ", too small to tell"
+        small = "" if self.significant != 1 else ", too small to tell"
         return f"{self.name}: {self.ratio}{small}, {self.source}"
 
 
-# Returns speed ratios of claims of the course by the claim's id, each with its source in words. Called with the machine
-# (None: the device is elsewhere), "cpu" or "cuda", and the GPU's compute capability.
+# A function that returns speed ratios of the course's claims: {claim id: (ratio, its source as text)}. Arguments: the
+# machine (None: the device is elsewhere), "cpu" or "cuda", and the GPU's compute capability.
 Published = Callable[[Machine | None, str, tuple[int, int]], Mapping[str, tuple[Ratio, str]]]
 
 
 class Evidence:
-    """The factors of techniques and of smaller micro-batches, for a task on a machine's CPU or GPU, or on a GPU of some
-    compute capability elsewhere. Of the runs those of this machine count, first those of the task's model."""
+    """The factors of techniques and of smaller micro-batches, for a task on this machine, or on a GPU of some compute
+    capability elsewhere. Only runs on this machine count; those of the task's model take precedence."""
 
     def __init__(
         self,
@@ -62,11 +62,11 @@ class Evidence:
         self._kind, self._task, self._name = kind, task, machine.name
         here = machine.kind == kind
         counted = [run for run in runs if here and run.machine.get("name") == machine.name and _counts(run)]
-        self._runs = [(run, _telling(run)) for run in counted]
+        self._runs = [(run, _relevant(run)) for run in counted]
         self._of_claims = published(machine if here else None, kind, capability) if published else {}
 
     def of_technique(self, technique: Technique) -> Factor:
-        """A technique against the plain choice."""
+        """Return the factor of a technique, relative to the plain choice."""
 
         def has_it(given: dict[str, Any]) -> bool | None:
             values = {name: given[name] for name in technique.arguments if name in given}
@@ -76,7 +76,8 @@ class Evidence:
         return measured or self._published(technique.name, technique.claims.get(self._kind))
 
     def of_micro_batch(self, size: int, largest: int) -> Factor:
-        """A micro-batch against larger ones at the same effective batch: known for sizes that were measured only."""
+        """Return the factor of a micro-batch relative to larger ones, at the same effective batch; only measured sizes
+        have a ratio."""
 
         def has_it(given: dict[str, Any]) -> bool | None:
             batch = given.get(MICRO_BATCH, 8)
@@ -90,14 +91,14 @@ class Evidence:
         return Factor("a smaller micro-batch, with accumulation", None, "not measured")
 
     def of_compiling(self) -> tuple[Factor, float] | None:
-        """How torch.compile changed the speed of runs on this machine, and the most that it changed a peak (a ratio);
-        None where no runs with and without it have both figures."""
+        """Return torch.compile's factor in runs on this machine, and its largest ratio of peaks; None without pairs of
+        runs that have both figures."""
 
         def has_it(given: dict[str, Any]) -> bool:
             return Arguments(given).compiles
 
         pairs = self._pairs(COMPILING, has_it)
-        # With a breakdown it was measured under hooks, by an older version: uncompiled.
+        # A run with a breakdown was measured under hooks, by an older version, and therefore ran uncompiled.
         true = [pair for pair in pairs if all(run.memory for run in pair) and pair[0].memory.breakdown is None]
         peaks = [run.peak_bytes / partner.peak_bytes for run, partner in true]
         if not peaks:
@@ -106,10 +107,10 @@ class Evidence:
         return self._of_pairs(name, pairs) or Factor(name, None, "speed not measured here"), max(peaks)
 
     def _of_pairs(self, name: str, pairs: Sequence[tuple[Run, Run]]) -> Factor | None:
-        """The median ratio of pairs of runs; None where there are too few to tell it from noise."""
+        """Return a factor with the median ratio of pairs of runs; None if the pairs are too few."""
         if len(pairs) < _PAIRS[self._kind]:
             return None
-        # Not the lab's bootstrap: these pairs did not take turns, and one of them alone may be all there is.
+        # Not the lab's bootstrap: these pairs were not interleaved, and there may be only one.
         ratios = [run.samples_per_second / partner.samples_per_second for run, partner in pairs]
         value, floor = statistics.median(ratios), NOISE_FLOOR[self._kind]
         ratio = Ratio(value, min(*ratios, value / floor), max(*ratios, value * floor), tuple(ratios))
@@ -118,13 +119,13 @@ class Evidence:
     def _pairs(
         self, arguments: Collection[str], has_it: Callable[[dict[str, Any]], bool | None]
     ) -> list[tuple[Run, Run]]:
-        """Pairs of runs, with it and without, that differ in nothing but these arguments; of the task's model if there
-        are any.
+        """Return pairs of runs (with a choice, without it) that differ only in `arguments`; if there are any of the
+        task's model, only those.
 
-        The partner of a run with it is the run without it that is nearest in time. `has_it` says which a run is, by its
-        arguments: with it, without it, or neither.
+        The partner of a run with the choice is the run without it that is nearest in time. `has_it` tells from a run's
+        arguments whether it has the choice; None: neither with nor without.
         """
-        groups: dict[tuple, tuple[list[Run], list[Run]]] = {}  # of runs that agree in all else: without it, with it
+        groups: dict[tuple, tuple[list[Run], list[Run]]] = {}  # runs that agree in all else: (without it, with it)
         for run, given in self._runs:
             if (with_it := has_it(given)) is not None:
                 rest = repr(sorted(item for item in given.items() if item[0] not in arguments))
@@ -139,37 +140,37 @@ class Evidence:
         return pairs.get(self._task.model) or list(itertools.chain(*pairs.values()))
 
     def _published(self, name: str, claim: str | None) -> Factor:
-        """Return the factor that was published for a claim, if any was."""
+        """Return the factor that was published for a claim, or a factor without a ratio if there is none."""
         return Factor(name, *self._of_claims.get(claim, (None, "not measured")))
 
 
 def respelt(arguments: Arguments) -> dict[str, Any]:
-    """The same arguments under the names by which techniques call theirs, whichever the installed library knows."""
+    """Return the arguments by the names that techniques use, whichever names the installed library knows."""
     ours = {next(iter(Arguments({name: None}).current)): name for name in itertools.chain(*QUESTIONS)}
     return {ours.get(name, name): value for name, value in arguments.current.items()}
 
 
 def _counts(run: Run) -> bool:
-    """Whether a run's speed says something: of the Trainer, timed over some steps. A function's speed is its own."""
+    """Return whether a run's speed is usable: timed by the Trainer over some steps. A function's is not comparable."""
     return run.ok and run.kind == "training" and is_measured(run.samples_per_second) and run.timing.steps >= 3
 
 
 def _apart(run: Run, other: Run) -> float:
-    """Seconds between two runs."""
+    """Return the seconds between two runs."""
     one, another = (datetime.datetime.fromisoformat(each.date).timestamp() for each in (run, other))
     return abs(one - another)
 
 
-def _telling(run: Run) -> dict[str, Any]:
-    """The arguments of a run that bear on its speed, defaults left out, and its effective batch. The type of the
-    weights is among them unless it is float32, whether it was requested or came with the model."""
+def _relevant(run: Run) -> dict[str, Any]:
+    """Return the arguments of a run that affect its speed, without defaults, and its effective batch. The type of the
+    weights is included unless it is float32, whether it was requested or came with the model."""
     given = respelt(Arguments(run.arguments))
     if (dtype := given.pop("dtype", None)) != "float32":
         loaded = run.weights or f"in {dtype} "  # an older record does not name its weights
         given |= next(({"dtype": each} for each in ("bfloat16", "float16") if f"in {each} " in loaded), {})
-    telling = {name: value for name, value in given.items() if name not in _SILENT and value is not False}
-    if str(telling.get("optim", "")).startswith("adamw_torch"):
-        del telling["optim"]
-    if telling.get(ACCUMULATION_STEPS) == 1:
-        del telling[ACCUMULATION_STEPS]
-    return telling | {"effective batch": Arguments(run.arguments).samples_per_step()}
+    relevant = {name: value for name, value in given.items() if name not in _SILENT and value is not False}
+    if str(relevant.get("optim", "")).startswith("adamw_torch"):
+        del relevant["optim"]
+    if relevant.get(ACCUMULATION_STEPS) == 1:
+        del relevant[ACCUMULATION_STEPS]
+    return relevant | {"effective batch": Arguments(run.arguments).samples_per_step()}

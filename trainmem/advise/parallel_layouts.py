@@ -1,7 +1,7 @@
-"""Which layout on several cards: the guides' decision tree over replicas and shards, with the memory of each traced.
+"""Choose a layout on several cards by the guides' decision tree over replicas and shards; the memory of each is traced.
 
-Covers DDP, FSDP2 and ZeRO 1 to 3: bytes per rank are the estimate's, bytes sent those of ring algorithms. If none fits,
-the answer names the tree's next branch (offload, or splitting the layers themselves) and what the traces say about it.
+Covers DDP, FSDP2 and ZeRO 1 to 3. Bytes per rank come from the estimate, bytes sent from ring algorithms. If none fits,
+the answer names the tree's next branch (offload, or splitting the layers themselves) and what the traces show about it.
 Not covered: speed, and the memory of a model whose layers are split.
 """
 
@@ -31,13 +31,13 @@ _size = functools.partial(bytes_text, binary=True)  # as the memory of a card
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One way to train on all cards: what a rank needs and sends."""
+    """One way to train on all cards, with the memory of a rank and its traffic."""
 
     name: str  # e.g. "DDP", "FSDP" or "ZeRO 1, checkpointing"
     estimate: MemoryEstimate  # of one rank
-    bytes_a_rank: int  # that a card must have, with the CUDA context
-    bytes_a_step: int  # that a rank sends per optimizer update
-    bytes_between_hosts: int  # of these, what is sent over links between hosts
+    bytes_a_rank: int  # needed on its card, with the CUDA context
+    bytes_a_step: int  # sent by a rank per optimizer update
+    bytes_between_hosts: int  # of these, sent over links between hosts
     fits: bool
 
     @property
@@ -56,13 +56,13 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Parallelism(Shown):
-    """The layout that the decision tree ends at, and every layout that was traced. Shows itself as a table."""
+    """The layout that the decision tree ends at, and every layout that was traced; shown as a table."""
 
     task: Task
     cards: int
     hosts: int
     card_bytes: int
-    branch: str  # of the tree, in words
+    branch: str  # of the tree, as text
     choice: str  # the name of the chosen layout, or "nothing fits"
     bytes_a_rank: int  # of the chosen layout; if nothing fits, of the smallest
     bytes_a_step: int
@@ -164,7 +164,7 @@ def parallelism(
 
 @dataclass(frozen=True, slots=True)
 class _Cluster:
-    """A training, and the cards that it is to run on."""
+    """A training, and the cards to run it on."""
 
     task: Task
     cards: int
@@ -172,19 +172,19 @@ class _Cluster:
     sharding: str
     room: int  # bytes of a card without the margin
     capability: tuple[int, int] | None
-    left_out: list[str]  # to be filled with the layouts that cannot be traced, and why
+    left_out: list[str]  # filled with the layouts that cannot be traced, and why
 
     def layouts(self, arguments: dict[str, Any], suffix: str = "") -> Iterator[Layout]:
         """Trace every layout with these training arguments, the simplest first."""
         context, whole = context_bytes(self.capability or DEFAULT_CAPABILITY) or CONTEXT_BYTES, None
         target = {"device": "cuda", "compute_capability": self.capability}
         for name, ranks, more in self._ways():
-            asked = target | arguments | more
+            options = target | arguments | more
             try:
-                traced = estimate(self.task, processes=ranks, **asked)
-                # Only in between does the limit matter: the allocator then frees cached segments.
+                traced = estimate(self.task, processes=ranks, **options)
+                # The limit matters only in between, where the allocator frees cached segments.
                 if traced.peak_bytes + context <= self.room < traced.needed_bytes(context):
-                    traced = estimate(self.task, processes=ranks, device_memory=self.room - context, **asked)
+                    traced = estimate(self.task, processes=ranks, device_memory=self.room - context, **options)
             except ValueError as error:
                 if not more:
                     raise
@@ -196,7 +196,7 @@ class _Cluster:
             yield Layout(name + suffix, traced, needed, round(sent), round(between), needed <= self.room)
 
     def _ways(self) -> Iterator[tuple[str, int, dict[str, Any]]]:
-        """The name of each layout, the ranks that share the model, and the training arguments that it takes."""
+        """Yield each layout's name, the number of ranks that share the model, and its training arguments."""
         yield _REPLICAS[self.cards > 1], self.cards, {}
         if self.cards == 1:
             return
@@ -209,20 +209,20 @@ class _Cluster:
             return
         fsdp, once = ({"fsdp": True, "fsdp_config": {"reshard_after_forward": again}} for again in (True, False))
         yield "FSDP", self.cards, fsdp
-        if self.cards > self.hosts > 1:  # the cards of a host share the model, hosts are replicas of each other
+        if self.cards > self.hosts > 1:  # the cards of a host share a model, and hosts are replicas of each other
             yield "HSDP", self.cards // self.hosts, fsdp
         yield "FSDP, gathered once", self.cards, once
 
     def _sent(self, name: str, ranks: int, whole: MemoryEstimate, arguments: Arguments) -> tuple[float, float]:
-        """Bytes that a rank sends per update, and those of them between hosts: a ring's (N - 1) / N of what is
-        gathered, or summed and scattered; twice that for a sum that all ranks get."""
+        """Return the bytes that a rank sends per update, and those of them between hosts. In a ring, a rank sends
+        (N - 1) / N of what is gathered or reduce-scattered, and twice that for an all-reduce."""
         memory, passes = whole.memory, arguments.training.get("gradient_accumulation_steps", 1)
-        trained = summed = memory.breakdown[Category.WEIGHTS]  # a gradient has the type of its weight
+        trained = summed = memory.breakdown[Category.WEIGHTS]  # a gradient has its weight's type
         gathered = sum(memory.breakdown[category] for category in _WEIGHTS)
-        if arguments.training.get("bf16") or arguments.training.get("fp16"):  # shards travel in the type computed in
+        if arguments.training.get("bf16") or arguments.training.get("fp16"):  # shards are sent in the compute type
             gathered, summed = 2 * memory.parameters, 2 * memory.trainable_parameters
         resharded = 2 * passes * gathered + summed
-        sizes = {"DDP": 2 * trained, "ZeRO 1": 2 * summed, "ZeRO 2": (passes + 1) * summed}  # 2 sums after each pass
+        sizes = {"DDP": 2 * trained, "ZeRO 1": 2 * summed, "ZeRO 2": (passes + 1) * summed}  # ZeRO 2 sums in each pass
         sizes |= {"ZeRO 3": passes * (2 * gathered + summed), "FSDP, gathered once": passes * gathered + summed}
         sent = (ranks - 1) / ranks * sizes.get(name, resharded)
         if name == "HSDP":
@@ -232,7 +232,7 @@ class _Cluster:
 
 
 def _if_nothing_fits(task: Task, smallest: Layout, room: int) -> tuple[str, str]:
-    """The branch of the tree, and what is known of it."""
+    """Return the branch of the tree, and a text of what is known about it."""
     layer, weights = _largest_layer(task, smallest.estimate.arguments.get("dtype"))
     states = smallest.estimate.memory.breakdown[Category.OPTIMIZER_STATES]
     text = f"The smallest layout, {smallest.name}, needs {_size(smallest.bytes_a_rank)} per rank, "
@@ -247,7 +247,7 @@ def _if_nothing_fits(task: Task, smallest: Layout, room: int) -> tuple[str, str]
 
 
 def _largest_layer(task: Task, dtype: Any) -> tuple[str, int]:
-    """Name and bytes of the largest layer: one of the repeated blocks, or a module outside them."""
+    """Return name and bytes of the largest layer: one of the repeated blocks, or a module outside of them."""
     modules = task.build_model(device="meta", dtype=dtype).named_modules()
     layers = ((name, part) for name, part in modules if name.split(".")[-1].isdigit() or not [*part.children()])
     sizes = ((name, sum(weight.nbytes for weight in part.parameters())) for name, part in layers)
@@ -255,7 +255,7 @@ def _largest_layer(task: Task, dtype: Any) -> tuple[str, int]:
 
 
 def _of_undivided_weights(layouts: list[Layout], cards: int) -> Iterator[str]:
-    """A note if FSDP2 cannot divide a weight, such as a block's stacked experts, by the number of cards."""
+    """Yield a note if FSDP2 cannot divide a weight, such as a block's stacked experts, by the number of cards."""
     weights = {each.name: each.estimate.memory.breakdown[Category.WEIGHTS] for each in layouts}
     share = weights.get("FSDP", 0) / max(weights.values())
     if share > 1.5 / cards:

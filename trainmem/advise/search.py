@@ -1,7 +1,7 @@
-"""The search for what fits: the recipes that may be combined, their order, and the largest micro-batch of each.
+"""The advisor's search for recipes that fit: combinations of techniques, their order, the largest micro-batch of each.
 
-Every look costs an estimate, and what is proposed was always estimated itself: other cores begin what is looked at
-next.
+Each check costs an estimate, and every recipe that is proposed was estimated itself. Other cores start the estimates
+that are probably needed next.
 """
 
 import contextvars
@@ -29,14 +29,14 @@ from trainmem.texts import nearest_text
 
 _PRECISIONS = {known.BF16, known.FP16, known.BF16_WEIGHTS}
 _OPTIMIZERS = set(QUESTIONS[("optim",)])
-_SURE = 0.99  # part of what shallow models tell of a deep one that it has alive at least; else all layers are followed
-_MOST_AT_ONCE = 4  # recipes that are looked at; each takes a core and, for a large model, 1 to 2 GB
+_SURE = 0.99  # share of live bytes extrapolated from shallow models that is certain; in doubt all layers are traced
+_MOST_AT_ONCE = 4  # recipes checked at once; each takes a core and, for a large model, 1 to 2 GB
 
 
 class Candidate(NamedTuple):
     """A recipe that may fit or not."""
 
-    techniques: tuple[Technique, ...]  # answers to the questions; the library's plain ones left out, except AdamW
+    techniques: tuple[Technique, ...]  # one per choice, without the library's defaults, except AdamW
     micro_batch: int  # samples
 
     @property
@@ -46,30 +46,29 @@ class Candidate(NamedTuple):
 
     @property
     def costs(self) -> list[str]:
-        """What they cost, in words."""
+        """The costs of its techniques, as texts."""
         costs = {technique: technique.cost for technique in self.techniques if technique.cost}
         if known.BF16_WEIGHTS in costs and not costs.keys().isdisjoint(known.ADAPTERS):
-            costs[known.BF16_WEIGHTS] = "precision: the weights that do not learn are kept in bf16"
+            costs[known.BF16_WEIGHTS] = "precision: the weights that are not trained are kept in bf16"
         return [*costs.values()]
 
     @property
     def without_optimizer(self) -> frozenset[Technique]:
-        """Its techniques but the optimizer: those that have the same of these have the same activations."""
+        """Its techniques except the optimizer: recipes with the same ones have the same activations."""
         return frozenset(self.techniques) - _OPTIMIZERS
 
 
 class Choices:
-    """The techniques and the micro-batches that may be combined.
+    """The techniques and micro-batches to combine.
 
     Args:
-        samples: that one process sees in an update.
-        must, avoid: as `advise` takes them.
-        native: the lower precisions that the device computes in by itself.
-        may: what is offered besides, as `advise` takes it.
-        base: arguments of every recipe that says nothing else about them, e.g. {"dtype": "float32"}.
+        samples: samples per update and process.
+        must, avoid, may: as in `advise`.
+        native: the lower precisions for which the device has instructions.
+        base: arguments of every recipe unless a technique sets them, e.g. {"dtype": "float32"}.
 
     Raises:
-        ValueError: a name that is not known, wishes that contradict each other, or that leave nothing to choose.
+        ValueError: an unknown name, or arguments that contradict each other or leave nothing to choose.
     """
 
     def __init__(
@@ -93,7 +92,7 @@ class Choices:
         self.candidates = [Candidate(tuple(filter(None, each)), self.micro_batches[-1]) for each in combined]
 
     def arguments(self, candidate: Candidate) -> dict[str, Any]:
-        """The training arguments of a recipe."""
+        """Return the training arguments of a recipe."""
         size = candidate.micro_batch
         arguments = {MICRO_BATCH: size, ACCUMULATION_STEPS: self.samples // size, **self._base}
         for technique in candidate.techniques:
@@ -101,13 +100,13 @@ class Choices:
         return arguments | self.fixed
 
     def name(self, candidate: Candidate) -> str:
-        """A recipe in words: "checkpointing, AdamW, 4 x 2" (micro-batch x accumulation)."""
+        """Return a recipe's name: "checkpointing, AdamW, 4 x 2" (micro-batch x accumulation)."""
         size = candidate.micro_batch
         return ", ".join([*(technique.name for technique in candidate.techniques), f"{size} x {self.samples // size}"])
 
 
 def native_precisions(machine: hardware.Machine, kind: str, capability: tuple[int, int]) -> set[Technique]:
-    """The lower precisions that a GPU of this compute capability, or the machine's CPU, computes in by itself."""
+    """Return the lower precisions that a GPU of this compute capability, or the machine's CPU, has instructions for."""
     if kind == "cuda" and capability < (8, 0):
         return {known.FP16}
     native = kind == "cuda" or not hardware.CPU_BF16.isdisjoint(machine.cpu_features or ())
@@ -115,8 +114,8 @@ def native_precisions(machine: hardware.Machine, kind: str, capability: tuple[in
 
 
 def _named(argument: str, given: Iterable[str], spelt: Iterable[Iterable[str]]) -> set[str]:
-    """The names that an argument gives, in the spelling of those that there are."""
-    words = {word.lower(): word for word in sorted(itertools.chain(*spelt), reverse=True)}  # of two, that with capitals
+    """Return the names in an argument as techniques spell them. Raises ValueError for an unknown one."""
+    words = {word.lower(): word for word in sorted(itertools.chain(*spelt), reverse=True)}  # prefer capitals
     for name in map(str, given):
         if name.lower() not in words:
             raise ValueError(f"{argument}={name!r} is not a technique. {nearest_text(name, words.values())}")
@@ -126,13 +125,13 @@ def _named(argument: str, given: Iterable[str], spelt: Iterable[Iterable[str]]) 
 def _answers(
     fixed: Mapping[str, Any], avoided: set[str], native: set[Technique], offered: set[str]
 ) -> list[list[Technique | None]]:
-    """The answers allowed to each question. What is `ON_DEMAND` is for who asks for it by `must` or `may`."""
+    """Return the allowed options of each choice. Options in `ON_DEMAND` are allowed only by `must` or `may`."""
     left_out = {each for each in known.ON_DEMAND if each.name not in offered} | (_PRECISIONS - native)
     if hardware.versions()["bitsandbytes"] is None:
         left_out |= {known.ADAM_8BIT, known.QLORA}
     answers = []
     for names, options in QUESTIONS.items():
-        if set(names) & fixed.keys():  # answered by the user; None: in a way that is no technique of ours
+        if set(names) & fixed.keys():  # decided by the user; None: not by one of our techniques
             same = [o for o in options if o and all(fixed.get(name) == value for name, value in o.arguments.items())]
             if clash := [o.name for o in same if o.words & avoided]:
                 raise ValueError(f"{clash[0]!r} is both in must and in avoid: keep one")
@@ -146,7 +145,7 @@ def _answers(
 
 
 def _micro_batches(samples: int, fixed: Mapping[str, Any], avoided: set[str]) -> list[int]:
-    """The micro-batches that make `samples` with a whole number of accumulation steps, ascending."""
+    """Return the micro-batches that make `samples` with a whole number of accumulation steps, ascending."""
     batch, steps = fixed.get(MICRO_BATCH), fixed.get(ACCUMULATION_STEPS)
     if avoided & set(known.ACCUMULATION):
         steps = steps or 1
@@ -164,89 +163,89 @@ def _micro_batches(samples: int, fixed: Mapping[str, Any], avoided: set[str]) ->
 
 
 class Ranking:
-    """The order of recipes. Speed is the product of the factors of a recipe's techniques and of its micro-batch; plain
-    choices, and what all recipes share, make no difference and have no factor."""
+    """The order of recipes by speed: the product of the factors of a recipe's techniques and its micro-batch. Plain
+    choices, and techniques that all recipes share, have no factor."""
 
     def __init__(self, choices: Choices, evidence: Evidence):
         combined = [set(candidate.techniques) for candidate in choices.candidates]
         used = set.union(*combined) - set.intersection(*combined)
         *smaller, largest = choices.micro_batches
-        self._factors: dict[Technique | int, Factor] = {  # by technique, or by samples of a micro-batch
+        self._factors: dict[Technique | int, Factor] = {  # by technique, or by micro-batch in samples
             **{technique: evidence.of_technique(technique) for technique in used if technique.cost},
             **{size: evidence.of_micro_batch(size, largest) for size in smaller},
         }
 
     def key(self, candidate: Candidate) -> tuple[int, float, int, int]:
-        """What recipes are sorted by: measured first, then faster, then cheaper, then a larger micro-batch."""
+        """Return the sort key of a recipe: measured first, then faster, then cheaper, then a larger micro-batch."""
         costs = len(candidate.costly)
         return self.unknown(candidate), -self.speed(candidate), costs, -candidate.micro_batch
 
     def unknown(self, candidate: Candidate) -> int:
-        """How many of a recipe's techniques have a speed that nobody measured."""
+        """Return the number of a recipe's techniques whose speed was never measured."""
         return sum(self._factors[each].ratio is None for each in candidate.techniques if each in self._factors)
 
     def speed(self, candidate: Candidate) -> float:
-        """The product of the factors that can be told from 1."""
-        return math.prod(factor.told for factor in self.factors(candidate))
+        """Return the product of the factors that differ significantly from 1."""
+        return math.prod(factor.significant for factor in self.factors(candidate))
 
     def factors(self, candidate: Candidate) -> list[Factor]:
-        """What makes a recipe faster or slower than the others."""
-        asked = (*candidate.techniques, candidate.micro_batch)
-        return [self._factors[each] for each in asked if each in self._factors]
+        """Return the factors of a recipe's techniques and micro-batch."""
+        keys = (*candidate.techniques, candidate.micro_batch)
+        return [self._factors[each] for each in keys if each in self._factors]
 
     def only_adds_costs(self, candidate: Candidate, other: Candidate) -> bool:
-        """Whether a recipe has the costs of one that ranks before it and more, so that only a larger micro-batch could
-        speak for it. A precision of unknown speed speaks for itself: it may be the faster one."""
-        precision, its = (_PRECISIONS.intersection(each.techniques) for each in (candidate, other))
-        return (precision == its or not self.unknown(candidate)) and candidate.costly > other.costly
+        """Return whether a recipe has all costs of one that ranks before it and more, so that only a larger micro-batch
+        could make it worthwhile. Not so if its precision is of unknown speed: it may be the faster one."""
+        precision, other_precision = (_PRECISIONS.intersection(each.techniques) for each in (candidate, other))
+        return (precision == other_precision or not self.unknown(candidate)) and candidate.costly > other.costly
 
 
 @dataclass
 class RecipeSearch:
-    """The recipes of a task that fit: for one combination of techniques after the other, the largest micro-batch."""
+    """Search for the recipes of a task that fit: for each combination of techniques, the largest micro-batch."""
 
     task: Task
-    predict: Callable[..., MemoryEstimate]  # of a task with training arguments, for the device that is meant
-    limit: int  # bytes that there are
-    context: int  # bytes of them that the CUDA context takes; 0 on a CPU
+    predict: Callable[..., MemoryEstimate]  # (task, training arguments) -> estimate for the target device
+    limit: int  # available bytes
+    context: int  # bytes of these for the CUDA context; 0 on a CPU
     choices: Choices
     ranking: Ranking
-    ask: "Once"  # by which all looks are taken
-    line: Callable[..., Line]  # of a task with training arguments, by its number of layers
+    ask: "Once"  # makes all estimates
+    line: Callable[..., Line]  # (task, training arguments) -> memory by number of layers
     on_gpu: bool = False  # whether the memory is a card's, whose sizes are in GiB
-    of_the_leanest: bool = False  # recipe alone: no other was looked at
-    count: int = 0  # estimates asked for so far
+    of_the_leanest: bool = False  # whether only the recipe that needs least is searched
+    count: int = 0  # estimates requested so far
     assumptions: dict[str, None] = field(default_factory=dict)  # of all estimates, each once, in order
     estimates: dict[Candidate, MemoryEstimate] = field(default_factory=dict)
-    too_large: dict[Candidate, int] = field(default_factory=dict)  # bytes that each of those needs that do not fit
-    notes: list[str] = field(default_factory=list)  # what was not looked at, and why
+    too_large: dict[Candidate, int] = field(default_factory=dict)  # bytes needed by each recipe that does not fit
+    notes: list[str] = field(default_factory=list)  # recipes that were not tried, and why
     at_once: int = field(default_factory=lambda: min(hardware.this_machine().cpu_cores or 1, _MOST_AT_ONCE))  # recipes
-    _states: dict[frozenset[Technique], int] = field(default_factory=dict)  # bytes besides activations
+    _states: dict[frozenset[Technique], int] = field(default_factory=dict)  # bytes without activations
 
     def find(self, most: int) -> list[Candidate]:
-        """The best recipes that fit, at most `most`, the best first.
+        """Return the best recipes that fit, at most `most`, the best first.
 
-        Techniques are looked at in the order in which they would rank if all fitted, except those that only add costs.
+        Techniques are tried in the order in which they would rank if all fitted, except those that only add costs.
 
         Raises:
-            ValueError: not one estimate could be made; with the first one's reason.
+            ValueError: no estimate could be made; the message is the first one's.
         """
         fitting: list[Candidate] = []
         failures: list[ValueError] = []
-        found: dict[frozenset[Technique], int] = {}  # the micro-batch, of those that differ by the optimizer only
+        found: dict[frozenset[Technique], int] = {}  # the micro-batch of recipes that differ only by the optimizer
         ranked = sorted(self.choices.candidates, key=self.ranking.key)
-        pool, begun = ThreadPoolExecutor(self.at_once), set()  # what is looked at in its threads, or was
+        pool, begun = ThreadPoolExecutor(self.at_once), set()  # recipes that its threads try or have tried
         for index, candidate in enumerate(ranked):
             if len(fitting) == most:
                 break
             if self.ask.answers and not seconds_left():
                 self.notes.append(f"The time limit was reached: {len(ranked) - index} recipes were not tried.")
                 break
-            if self.at_once > 1 and self.ask.answers:  # the first one learns what all others need
+            if self.at_once > 1 and self.ask.answers:  # the first one finds what all others need
                 may_fit = [each for each in ranked[index:] if self._known_states(each) <= self.limit]
                 for each in may_fit[: most - len(fitting)]:
                     if each not in begun:
-                        ahead(pool, self._beside()._largest, each, fitting, found)
+                        ahead(pool, self._copy_for_thread()._largest, each, fitting, found)
                         begun.add(each)
             try:
                 size = self._largest(candidate, fitting, found)
@@ -255,7 +254,7 @@ class RecipeSearch:
                 name = ", ".join(technique.name for technique in candidate.techniques) or "the plain recipe"
                 self.notes.append(f"{name} was left out: {error}")
             else:
-                if size:  # else another optimizer's states may leave more room
+                if size:  # otherwise another optimizer's states may leave more room
                     found[candidate.without_optimizer] = size
                     fitting.append(candidate._replace(micro_batch=size))
                     self.ask.bar.set_postfix_str(f"so far {self.choices.name(min(fitting, key=self.ranking.key))}")
@@ -265,22 +264,22 @@ class RecipeSearch:
         return sorted(fitting, key=self.ranking.key)
 
     def smallest(self) -> Candidate:
-        """The recipe that needs least of those that do not fit."""
+        """Return the recipe that needs least among those that do not fit."""
         while (least := min(self.too_large, key=self.too_large.get)) not in self.estimates:
             try:
                 self.too_large[least] = self.needed_by(self._estimated(least))
-            except ValueError:  # no time is left, or it cannot be followed
+            except ValueError:  # no time is left, or it cannot be traced
                 del self.too_large[least]
         return least
 
-    def looks_at(self, pairs: Iterable[tuple[Task, Candidate]]) -> None:
-        """What recipes take by the number of layers is learnt of several at once: whoever asks has it by then."""
+    def trace_ahead(self, pairs: Iterable[tuple[Task, Candidate]]) -> None:
+        """Compute the memory by number of layers of several recipes at once, so that later requests find it."""
         with ThreadPoolExecutor(self.at_once) as pool:
             for task, candidate in pairs:
-                ahead(pool, self._beside().line_of, task, candidate)
+                ahead(pool, self._copy_for_thread().line_of, task, candidate)
 
     def needed(self, candidate: Candidate) -> int:
-        """The bytes that a recipe needs, estimated once; where its states alone are too many, theirs."""
+        """Return the bytes that a recipe needs, estimated once; only those of its states if these alone do not fit."""
         states = self._known_states(candidate)
         is_open = candidate in self.estimates or states <= self.limit
         needed = self.needed_by(self._estimated(candidate)) if is_open else round(states)
@@ -288,28 +287,28 @@ class RecipeSearch:
             self.too_large[candidate] = needed
         return needed
 
-    def _beside(self) -> "RecipeSearch":
-        """One that finds the same and notes it elsewhere: what it asks is answered for this one too."""
+    def _copy_for_thread(self) -> "RecipeSearch":
+        """Return a copy for another thread, with notes of its own; estimates are shared through `ask`."""
         return dataclasses.replace(self, estimates={}, too_large={}, notes=[], assumptions={}, _states={**self._states})
 
     def line_of(self, task: Task, candidate: Candidate) -> Line | None:
-        """What a recipe takes by the number of layers; None where all layers are followed at once."""
+        """Return a recipe's memory by number of layers; None if the task's layers are all traced at once."""
         return self.ask(self.line, task, self.choices.arguments(candidate)) if layers_of(task) else None
 
     def about(self, task: Task, candidate: Candidate) -> tuple[int, int] | None:
-        """About how many bytes a deep model has alive, and reserves at the most, with the context; else None."""
+        """Return a deep model's (live bytes, most reserved bytes) with the context, from shallow ones; or None."""
         if (line := self.line_of(task, candidate)) is None:
             return None
         alive, reserved = line.at(layers_of(task))
         return alive + self.context, reserved + self.context
 
-    def told(self, candidate: Candidate) -> int:
-        """The bytes that a recipe needs; of a deep model about so many."""
+    def about_needed(self, candidate: Candidate) -> int:
+        """Return the bytes that a recipe needs; for a deep model approximately."""
         about = self.about(self.task, candidate)
         return about[1] if about else self.needed(candidate)
 
     def fits(self, candidate: Candidate) -> bool:
-        """Whether it does; of a deep model by what shallow ones tell, where that is clear."""
+        """Return whether a recipe fits; for a deep model, decided by shallow ones if these suffice."""
         is_open = candidate not in self.estimates and self._known_states(candidate) <= self.limit
         if is_open and (line := self.line_of(self.task, candidate)):
             self._states.setdefault(_of_states(candidate), _SURE * line.states_at(layers_of(self.task)))
@@ -322,7 +321,7 @@ class RecipeSearch:
         return self.needed(candidate) <= self.limit
 
     def _known_states(self, candidate: Candidate) -> float:
-        """The bytes that its states and the context take at least; negative where none like it was estimated."""
+        """Return the least bytes of a recipe's states and the context; negative if no similar recipe was estimated."""
         return self._states.get(_of_states(candidate), -math.inf) + self.context
 
     def _estimated(self, candidate: Candidate) -> MemoryEstimate:
@@ -334,12 +333,12 @@ class RecipeSearch:
         return self.estimates[candidate]
 
     def needed_by(self, estimated: MemoryEstimate) -> int:
-        """The bytes that an estimate asks for: what the allocator reserves, on a CPU what is alive, and the context.
-        More than the limit just where the estimate says that it is too large for the card."""
+        """Return the bytes that an estimate requires: those that the allocator reserves (on a CPU: live bytes), plus
+        the context. They exceed the limit exactly if the estimate says that the card is too small."""
         return max(estimated.memory.reserved_bytes or 0, estimated.peak_bytes) + self.context
 
     def estimate(self, task: Task, arguments: Mapping[str, Any]) -> MemoryEstimate:
-        """An estimate that is counted, and whose assumptions are kept."""
+        """Return an estimate; count it, and keep its assumptions."""
         self.count += 1
         estimated = self.ask(self.predict, task, arguments)
         self.assumptions |= dict.fromkeys(estimated.assumptions)
@@ -350,8 +349,8 @@ class RecipeSearch:
     def furthest(
         self, candidate: Candidate, sizes: Sequence[int], task_of: Callable[[int], Task], first: int
     ) -> tuple[int, int]:
-        """The largest of ascending sizes of a task at which a recipe fits, looked for from `first` on, and the bytes
-        that it needs there; 0, and what the smallest needs, where it fits at none."""
+        """Return the largest of ascending sizes of a task at which a recipe fits, and the bytes that it needs there; if
+        it fits at none, 0 and the bytes for the smallest size. The search starts from `first`."""
         arguments, exact = self.choices.arguments(candidate), {}  # bytes by size
 
         def needed(size: int) -> int:
@@ -360,10 +359,10 @@ class RecipeSearch:
             return exact[size]
 
         def about(size: int) -> tuple[int, int]:
-            """Bytes alive, and reserved at the most."""
+            """Return live bytes, and the most that is reserved."""
             return self.about(task_of(size), candidate) or (needed(size), needed(size))
 
-        def does(size: int) -> bool:
+        def fits_exactly(size: int) -> bool:
             return needed(size) <= self.limit
 
         above = largest_that_fits(sizes, lambda size: _SURE * about(size)[0] <= self.limit, first)
@@ -373,14 +372,14 @@ class RecipeSearch:
             likely = task_of(below)
             length = f" with {likely.seq_len:,} tokens" if likely.seq_len else ""
             self.ask.bar.set_postfix_str(f"so far {likely.model}{length}")
-        found = above and largest_that_fits([size for size in sizes if size >= below], does, below)
+        found = above and largest_that_fits([size for size in sizes if size >= below], fits_exactly, below)
         if not found and (smaller := [size for size in sizes if size < below]):
-            found = largest_that_fits(smaller, does, smaller[-1])
+            found = largest_that_fits(smaller, fits_exactly, smaller[-1])
         return found, needed(found or sizes[0])
 
     def _largest(self, candidate: Candidate, fitting: Iterable[Candidate], found: Mapping) -> int:
-        """The largest micro-batch that fits, looked for from that of a recipe alike on; 0: none, or one that is no
-        larger than that of a recipe to which this one only adds costs."""
+        """Return the largest micro-batch of a recipe that fits, searched from that of a similar recipe; 0 if none fits,
+        or none larger than that of a recipe to which this one only adds costs."""
 
         def of(size: int) -> Candidate:
             return candidate._replace(micro_batch=size)
@@ -392,24 +391,24 @@ class RecipeSearch:
         first, whole = found.get(candidate.without_optimizer, sizes[-1]), of(sizes[-1])
         most = largest_that_fits(sizes, lambda size: self.fits(of(size)), first)
         if most < sizes[-1] and whole not in self.estimates and whole.micro_batch == self.choices.samples:
-            # All samples at once may fit where fewer do not: no gradients wait while a next micro-batch is forward.
+            # All samples at once may fit even if fewer do not: no gradients are kept during another micro-batch.
             fewer = self.estimates.get(of(next(size for size in sizes if size > most)))
             least = fewer.peak_bytes - fewer.memory.breakdown["gradients"] + self.context if fewer else 0
             if least <= self.limit and self.fits(whole):
                 most = whole.micro_batch
-        sizes = [size for size in sizes if size <= most]  # of a deep model by what shallow ones tell
+        sizes = [size for size in sizes if size <= most]  # for a deep model, decided by shallow ones
         while sizes and self.needed(of(sizes[-1])) > self.limit:
             sizes.pop()
         return sizes[-1] if sizes else 0
 
 
 def ahead(pool: ThreadPoolExecutor, ask: Callable, *arguments) -> Future:
-    """What is begun in a pool's thread, within the time that there is here."""
+    """Start a call in a pool's thread, under this context's time limit."""
     return pool.submit(contextvars.copy_context().run, ask, *arguments)
 
 
 class Once:
-    """Asks each question once, whichever thread is first; the others wait. A bar of tqdm shows how many were asked."""
+    """Answer each question once: the first thread computes it, others wait. `bar`, of tqdm, counts the questions."""
 
     def __init__(self, bar):
         self._lock, self.answers, self.bar = threading.Lock(), {}, bar
@@ -429,20 +428,21 @@ class Once:
 
 
 def _of_states(candidate: Candidate) -> frozenset[Technique]:
-    """The techniques that decide about weights, gradients and optimizer states."""
+    """Return the techniques that determine weights, gradients and optimizer states."""
     return frozenset(candidate.techniques) - known.OF_ACTIVATIONS
 
 
 def largest_that_fits(sizes: Sequence[int], fits: Callable[[int], bool], first: int) -> int:
-    """The largest of ascending sizes that fits, by bisection; 0: none. `first`, and the one above it, are looked at
-    first: what fitted in a similar case, or a guess. After the largest the smallest is next: often none does."""
-    low, high = 0, len(sizes)  # so many are small enough; from that index on they are too large
+    """Return the largest of ascending sizes that fits, by bisection; 0 if none does. It first tries `first` (a guess,
+    or what fitted in a similar case) and the size above; if `first` is the largest, then the smallest: often none fits.
+    """
+    low, high = 0, len(sizes)  # sizes below index `low` fit; those from `high` on are too large
     index = bisect_left(sizes, first)
     likely = [0, index] if index >= high - 1 else [index + 1, index]
     while low < high:
         middle = likely.pop() if likely else (low + high) // 2
         if middle not in range(low, high):
-            continue  # it is known, or there is none
+            continue  # already decided, or not a size
         if fits(sizes[middle]):
             low = middle + 1
         else:

@@ -1,4 +1,4 @@
-"""The device that a training must fit: what kind it is, its memory, and what of it is kept free."""
+"""The device that a training must fit, for the advisor: its kind, its memory, and how much of it is kept free."""
 
 from dataclasses import dataclass
 
@@ -6,12 +6,12 @@ from trainmem.cards import CONTEXT_BYTES, CONTEXT_SOURCE, DEFAULT_CAPABILITY, MA
 from trainmem.core import hardware
 from trainmem.texts import bytes_text, parse_bytes, shown
 
-_AS_SOLD = {*SIZES.values(), *(round(size / 2**30) * 10**9 for size in SIZES.values())}  # bytes: "80GB" is either
+_AS_SOLD = {*SIZES.values(), *(round(size / 2**30) * 10**9 for size in SIZES.values())}  # bytes: "80GB" may mean either
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A device, and the part of its memory that a training may take."""
+    """A device, and the part of its memory that a training may use."""
 
     kind: str  # "cpu" or "cuda"
     capability: tuple[int, int] | None  # compute capability; None: a CPU
@@ -19,16 +19,16 @@ class Target:
     context_bytes: int  # kept for the CUDA context
     margin_bytes: int  # kept free for what an estimate cannot predict
     notes: tuple[str, ...]  # assumptions about the device, one sentence each
-    kept: str  # in words: what is compared with the memory, and what is kept
+    kept: str  # one sentence: what is compared with the memory, and what is kept free
 
     @property
     def room_bytes(self) -> int:
-        """The memory less the margin."""
+        """The memory minus the margin."""
         return self.memory_bytes - self.margin_bytes
 
     @property
     def allocator_bytes(self) -> int | None:
-        """What torch's caching allocator may reserve; None: a CPU has no limit of its own."""
+        """The bytes that torch's caching allocator may reserve; None for a CPU, which has no such limit."""
         return max(self.room_bytes - self.context_bytes, 0) if self.kind == "cuda" else None
 
 
@@ -44,10 +44,10 @@ def find(
     """Return the target that arguments of `advise` describe, completed from this machine.
 
     Args:
-        memory_bytes, named: of the device, as `cards.memory_of_card` returns them; `named` is a compute capability.
+        memory_bytes, named: as `cards.memory_of_card` returns them; `named` is a compute capability.
 
     Raises:
-        ValueError: an unknown device, a context that is no memory, or a margin outside 0 to 1.
+        ValueError: an unknown device, an invalid context memory, or a margin outside 0 to 1.
     """
     if not 0 <= margin < 1:
         raise ValueError(f"margin={shown(margin)}: give a fraction of the memory below 1, e.g. {MARGIN}")
@@ -67,14 +67,14 @@ def find(
 
 
 def _kept(given: int | float | str | None, kind: str, processes: int) -> tuple[int, str]:
-    """Return the bytes that are kept for the CUDA context, and a note about them."""
+    """Return the bytes kept for the CUDA context, and a note about them."""
     if kind == "cpu":
         if given is not None:
             raise ValueError(f"context_memory={shown(given)}: a CPU has no CUDA context, so leave it out")
-        return 0, "'needs' is the memory of tensors: the interpreter and its libraries take more on top."
+        return 0, "'needs' is the memory of tensors: the interpreter and its libraries need additional memory."
     context, source = CONTEXT_BYTES, CONTEXT_SOURCE
     if given is not None:
         context, source = parse_bytes(given, "context_memory", 0), "as given"
     reserved = "'needs' is what the allocator reserves, fragmentation included"
     note = f"{reserved}, plus {context / 2**20:,.0f} MiB for the CUDA context ({source})."
-    return context, note + (" NCCL's buffers take more on top." if processes > 1 else "")
+    return context, note + (" NCCL's buffers need additional memory." if processes > 1 else "")

@@ -1,4 +1,4 @@
-"""What is trained, and where: tasks, training arguments, adapters, experiments, and the machine with its packages.
+"""The description of a training: task, arguments, adapters, experiment, and the machine with its packages.
 
-Not covered: running any of it (`trainmem.measure`).
+Not covered: running it (`trainmem.measure`).
 """

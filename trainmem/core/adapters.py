@@ -1,8 +1,8 @@
-"""What of a model is learned, and how the rest is kept: peft's adapters, and bitsandbytes' weights of 8 and 4 bits.
+"""Adapters and quantization for a task's model: peft's adapters, and bitsandbytes' weights in 8 and 4 bits.
 
-Both are described by the libraries' own configurations, and built by their own code: `get_peft_model`, and what
-transformers does with a `BitsAndBytesConfig` when it loads a model. Only the weights are random and were never in a
-file.
+Both are described by the libraries' own configurations and built by the libraries' own code: `get_peft_model`, and the
+quantizer with which transformers loads a model with a `BitsAndBytesConfig`. Only the weights are random instead of
+loaded from a file.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from typing import Any
 
 from trainmem.texts import check_known, from_json, nearest_text, reading, shown, text_of
 
-# How peft calls a task (peft.TaskType), by the family of `task.Task`.
+# peft's names of tasks (peft.TaskType), by the family of `task.Task`.
 _TASK_TYPES = {
     "causal": "CAUSAL_LM",
     "sequence to sequence": "SEQ_2_SEQ_LM",
@@ -30,10 +30,10 @@ _TASK_TYPES = {
 
 def settings_of(name: str, value: Any) -> dict[str, Any]:
     """Return the fields of a library's configuration from an argument: a mapping, the library's own object, JSON, a
-    file that holds it, or a folder with peft's adapter_config.json.
+    JSON file, or a folder with peft's adapter_config.json.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: anything else, or a file that cannot be read.
     """
     if hasattr(value, "to_dict"):
         value = value.to_dict()
@@ -49,10 +49,10 @@ def settings_of(name: str, value: Any) -> dict[str, Any]:
 
 
 def of_bitsandbytes(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Fields of a quantization_config, as a caller or a config.json has it, without the name of its method.
+    """Return the fields of a quantization_config without the name of its method.
 
     Raises:
-        ValueError: it is of another method than bitsandbytes; `where` names the place.
+        ValueError: the method is not bitsandbytes; `where` names the place in the message.
     """
     method = settings.get("quant_method", "bitsandbytes")
     method = str(getattr(method, "value", method))
@@ -65,8 +65,8 @@ def of_bitsandbytes(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def saved_quantization(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The same of a config.json, which another release may have written: fields that this one does not know are left
-    out, as `from_pretrained` does. Raises ValueError as `of_bitsandbytes`."""
+    """Return the fields of the quantization_config in a config.json, except those that the installed transformers does
+    not know, as `from_pretrained` does. Raises ValueError as `of_bitsandbytes`."""
     from transformers import BitsAndBytesConfig
 
     known = inspect.signature(BitsAndBytesConfig).parameters
@@ -74,15 +74,15 @@ def saved_quantization(settings: Mapping[str, Any], where: str) -> dict[str, Any
 
 
 def quantized(model, settings: Mapping[str, Any], device: Any):
-    """The model with its linear layers in 8 or 4 bits, on `device`, as `from_pretrained(quantization_config=)` has it.
+    """Quantize a model's linear layers to 8 or 4 bits on `device`, as `from_pretrained(quantization_config=)` does.
 
-    Each weight goes to the device as it is, and is quantized there; what is left in full precision goes last.
+    Each weight moves to the device and is quantized there; weights that stay in full precision move last.
 
     Args:
         settings: fields of `transformers.BitsAndBytesConfig`.
 
     Raises:
-        ValueError: a field that there is not, or a value that it does not take.
+        ValueError: an unknown field, or a value that transformers rejects.
     """
     import bitsandbytes
     import torch
@@ -107,7 +107,7 @@ def quantized(model, settings: Mapping[str, Any], device: Any):
         if not isinstance(layer, bitsandbytes.nn.Linear4bit | bitsandbytes.nn.Linear8bitLt):
             continue
         weight, bias = whole.pop(f"{name}.weight"), whole.pop(f"{name}.bias", None)
-        weight = weight.T if issubclass(layer.source_cls, Conv1D) else weight  # GPT-2 keeps it the other way round
+        weight = weight.T if issubclass(layer.source_cls, Conv1D) else weight  # GPT-2 stores it transposed
         kind = type(layer.weight)
         layer.weight = kind(weight, **{**vars(layer.weight), "requires_grad": False, "CB": None, "SCB": None})
         del weight
@@ -121,7 +121,7 @@ def quantized(model, settings: Mapping[str, Any], device: Any):
 
 
 def _boundaries(kind: str, device: Any) -> None:
-    """What bitsandbytes keeps of its first quantization on a CPU: made here, it is seen."""
+    """Compute now what bitsandbytes caches at its first quantization on a CPU, so that meters see its allocation."""
     with contextlib.suppress(ImportError):
         from bitsandbytes.backends.default.ops import _get_4bit_quantize_bounds
 
@@ -129,23 +129,24 @@ def _boundaries(kind: str, device: Any) -> None:
 
 
 def prepared(model, checkpointing: Mapping[str, Any] | None):
-    """`peft.prepare_model_for_kbit_training`: frozen, and what is not quantized in fp32. `checkpointing`: arguments of
-    activation checkpointing; None: without it."""
+    """Call `peft.prepare_model_for_kbit_training`: freeze the model, and cast what is not quantized to fp32.
+
+    `checkpointing`: arguments of activation checkpointing; None: no checkpointing."""
     prepare = importlib.import_module("peft").prepare_model_for_kbit_training
     return prepare(model, checkpointing is not None, dict(checkpointing or {}))
 
 
 def adapted(model, settings: Mapping[str, Any], family: str, generates: bool = False):
-    """The model with adapters, frozen but for them: `peft.get_peft_model`.
+    """Add adapters to a model and freeze the rest, by `peft.get_peft_model`.
 
     Args:
-        settings: fields of one of peft's configurations, and which ("peft_type"; default: LoRA).
+        settings: fields of a peft configuration, and its kind ("peft_type"; default: LoRA).
         family: which data the model takes, see `task.Task.family`.
         generates: whether the model will `generate`.
 
     Raises:
-        ValueError: a kind or a field that peft has not, what it says of the model and the fields, or an older peft that
-            loses this kind's prompt under the installed transformers.
+        ValueError: a kind or a field that peft does not know, a configuration that it rejects for this model, or a peft
+            that is too old for this kind under the installed transformers.
     """
     peft, settings = importlib.import_module("peft"), dict(settings)
     known = {kind.value: config for kind, config in peft.PEFT_TYPE_TO_CONFIG_MAPPING.items()}
@@ -164,16 +165,16 @@ def adapted(model, settings: Mapping[str, Any], family: str, generates: bool = F
 
 
 def _check_cache_is_known(peft, model, name: str, family: str, generates: bool) -> None:
-    """Refuse what an older peft does wrong since transformers 5.24 renamed the argument `past_key_values` to `cache`.
+    """Refuse kinds that an older peft runs wrongly because transformers 5.24 renamed `past_key_values` to `cache`.
 
-    peft 0.21 looks for the old name in the signatures of classifiers and in what `generate` hands over. Training of
-    models that write is right: there it passes the old name on, which transformers still takes.
+    peft 0.21 looks for the old name in the signatures of classifiers and in the arguments from `generate`. Training of
+    generative models is correct: there it passes the old name, which transformers still accepts.
 
     Args:
-        name: peft's name of the kind, e.g. "PREFIX_TUNING".
+        name: peft's name of the kind of adapter, e.g. "PREFIX_TUNING".
 
     Raises:
-        ValueError: peft is older than transformers asks for, and this use of the kind needs the cache.
+        ValueError: peft is older than transformers requires, and the kind needs the cache here.
     """
     import transformers
     from packaging.version import Version
@@ -195,15 +196,15 @@ def _check_cache_is_known(peft, model, name: str, family: str, generates: bool) 
 
 
 _CLASSIFIES = {"sequence classification", "token classification", "question answering", "preference"}  # families
-_IN_THE_CACHE = {"PREFIX_TUNING", "CARTRIDGE"}  # learn keys and values
+_IN_THE_CACHE = {"PREFIX_TUNING", "CARTRIDGE"}  # kinds that learn keys and values
 _BEFORE_THE_TOKENS = {"PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "CPT", "SHADOW"}
 
 
 def freeze(model, names: str) -> None:
-    """Freeze the parameters whose names contain one of these parts, separated by commas.
+    """Freeze the parameters whose names contain one of the parts in `names`, which are separated by commas.
 
     Raises:
-        ValueError: no name contains one of them.
+        ValueError: a part matches no parameter.
     """
     for part in filter(None, names.split(",")):
         found = [parameter for name, parameter in model.named_parameters() if part.strip() in name]
@@ -216,12 +217,12 @@ def freeze(model, names: str) -> None:
 
 
 def constants(model) -> Iterator[tuple[Any, list[Any]]]:
-    """(weight, what was kept beside it to read it) of each quantized layer: scales, code books, tensors all."""
+    """Yield (weight, [its scales, code books, ...]) of each quantized layer; all are tensors."""
     for layer in model.modules():
         weight = getattr(layer, "weight", None)
         if kept := getattr(weight, "quant_state", None):
             second = getattr(kept, "state2", None)
             nested = (kept.offset, second.absmax, second.code) if second else ()
             yield weight, [kept.absmax, kept.code, *nested]
-        elif hasattr(weight, "SCB") and (state := getattr(layer, "state", None)):  # peft's layers show the weight too
+        elif hasattr(weight, "SCB") and (state := getattr(layer, "state", None)):  # peft's layers expose it, stateless
             yield weight, [each for each in (weight.CB, weight.SCB, state.CB, state.SCB) if each is not None]

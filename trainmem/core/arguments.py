@@ -1,7 +1,7 @@
 """Training arguments: their names, which are those of the installed `transformers.TrainingArguments`, and their checks.
 
 Every name that a user types is checked here, before anything is built, and every name that changed between library
-versions is mapped here and nowhere else. The library's arguments are read from its source, since importing it takes
+versions is mapped here and nowhere else. The library's arguments are read from its source, because importing it takes
 seconds; only the process that trains imports it.
 """
 
@@ -21,7 +21,7 @@ from typing import Any, Literal
 from trainmem.core.adapters import of_bitsandbytes, settings_of
 from trainmem.texts import MOST, from_json, nearest_text, of_kind, reading, shown, whole_number
 
-# What an experiment takes beside the fields of `TrainingArguments`: {name: (type, help)}, as those have them.
+# Arguments of an experiment in addition to the fields of `TrainingArguments`: {name: (type, help)}.
 # How the model is built: arguments of `from_config`.
 MODEL_ARGUMENTS = {
     "attn_implementation": (str | None, "attention kernel: 'eager', 'sdpa', ..."),
@@ -30,7 +30,7 @@ MODEL_ARGUMENTS = {
         "type of the weights (default: auto, the one that the model's config.json names, as from_pretrained does)",
     ),
 }
-# What of the model is learned, and how the rest is kept, see `adapters`.
+# Which parts of the model are trained, and how the others are stored, see `adapters`.
 ADAPTER_ARGUMENTS = {
     "peft": (dict | str | None, "adapters: a peft configuration as JSON or a JSON file, e.g. '{\"r\": 16}' for LoRA"),
     "quantization_config": (
@@ -48,7 +48,7 @@ ADAPTER_ARGUMENTS = {
         "parameters to freeze: parts of their names, separated by commas, e.g. embeddings,layers.0.",
     ),
 }
-# Arguments of `generate`: with them inference writes tokens, by a cache of keys and values.
+# Arguments of `generate`: with them inference generates tokens, with a cache of keys and values.
 GENERATION_ARGUMENTS = {
     "max_new_tokens": (int, "tokens to generate per sample, e.g. 20; with --inference"),
     "num_beams": (int, "beams of beam search, e.g. 4; with max_new_tokens"),
@@ -56,9 +56,9 @@ GENERATION_ARGUMENTS = {
 }
 OF_EXPERIMENTS = MODEL_ARGUMENTS | ADAPTER_ARGUMENTS | GENERATION_ARGUMENTS
 _AS_JSON = ("peft", "quantization_config")
-COMPILING = ("torch_compile", "torch_compile_backend", "torch_compile_mode")  # each of them switches the compiler on
+COMPILING = ("torch_compile", "torch_compile_backend", "torch_compile_mode")  # any of them switches the compiler on
 
-# Two names of one argument. Whichever the installed library knows is used: the second appeared in transformers
+# Pairs of names of one argument. The one that the installed library knows is used: the second appeared in transformers
 # 5.18-5.23 and the first goes away in 6.
 _SYNONYMS = (
     ("gradient_checkpointing", "activation_checkpointing"),
@@ -68,7 +68,7 @@ _SYNONYMS = (
     ("no_cuda", "use_cpu"),
 )
 
-# Arguments that were removed, and what to do instead.
+# Removed arguments, and what to do instead.
 _REMOVED = {
     "adafactor": "use optim='adafactor'",
     "group_by_length": "use train_sampling_strategy='group_by_length'",
@@ -80,7 +80,7 @@ _REMOVED = {
     "logging_dir": "leave it out, an experiment writes no logs",
 }
 
-# What an experiment fixes unless these are given: nothing is written, printed, sent or evaluated.
+# Values that an experiment sets unless the user does: nothing is written, printed, sent or evaluated.
 QUIET = {
     "report_to": "none",
     "disable_tqdm": True,
@@ -93,21 +93,21 @@ QUIET = {
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of one training, made once and passed on whole.
+    """The arguments of one training; immutable.
 
     Attributes:
-        given: by the names that the user typed: fields of `TrainingArguments`, and `OF_EXPERIMENTS`.
+        given: {name as the user typed it: value}: fields of `TrainingArguments`, and `OF_EXPERIMENTS`.
     """
 
     given: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, given: Mapping[str, Any], also: Iterable[str] = ()) -> "Arguments":
-        """Arguments that are known to be right in name and range; `also` as in `check_names`.
+        """Check names and values, and return them as `Arguments`; `also` as in `check_names`.
 
         Raises:
-            ValueError: an unknown name, with the nearest one that is known; a value out of range; one argument under
-                two names.
+            ValueError: an unknown name, with the nearest known one; a value out of range; one argument under two
+                names; arguments that conflict.
         """
         check_names(given, also=also)
         read = {name: settings_of(name, given[name]) for name in _AS_JSON if given.get(name) is not None}
@@ -118,20 +118,20 @@ class Arguments:
         return made
 
     def _check_together(self) -> None:
-        """Raise ValueError at values that do not go together, and at a kernel that there is not."""
+        """Raise ValueError for arguments that conflict, and for an unknown attention kernel."""
         if self.get("load_in_4bit") and self.get("load_in_8bit"):
             raise ValueError("load_in_8bit and load_in_4bit are both given: keep one of the two")
         if self.generation and "max_new_tokens" not in self.generation:
             raise ValueError(f"{next(iter(self.generation))} needs max_new_tokens: add it, e.g. max_new_tokens=20")
         kernel = self.get("attn_implementation") or "eager"
-        if not {"/", "|"} & set(kernel) and kernel not in _kernels():  # those are of a Hub, and variants
+        if not {"/", "|"} & set(kernel) and kernel not in _kernels():  # "/": a kernel on the Hub; "|": a variant
             raise ValueError(
                 f"attn_implementation={shown(kernel)} is not a valid value. {nearest_text(kernel, _kernels())}"
             )
 
     @functools.cached_property
     def current(self) -> dict[str, Any]:
-        """The same arguments by the names that the installed library knows, whichever of two was typed."""
+        """The arguments by the names that the installed library knows. Raises ValueError if two names mean the same."""
         names = _current_names()
         renamed = {names.get(name, name): value for name, value in self.given.items()}
         if len(renamed) != len(self.given):
@@ -146,37 +146,37 @@ class Arguments:
 
     @functools.cached_property
     def model(self) -> dict[str, Any]:
-        """How the model is built: those of `MODEL_ARGUMENTS` that were given."""
+        """The given arguments of `MODEL_ARGUMENTS`, for building the model."""
         return {name: value for name, value in self.current.items() if name in MODEL_ARGUMENTS}
 
     @functools.cached_property
     def generation(self) -> dict[str, Any]:
-        """Arguments of `generate`: those of `GENERATION_ARGUMENTS` that were given."""
+        """The given arguments of `GENERATION_ARGUMENTS`, for `generate`."""
         return {name: value for name, value in self.current.items() if name in GENERATION_ARGUMENTS}
 
     @functools.cached_property
     def adapters(self) -> dict[str, Any]:
-        """What is learned and how the rest is kept: those of `ADAPTER_ARGUMENTS` that were given."""
+        """The given arguments of `ADAPTER_ARGUMENTS`: adapters, quantization and frozen parameters."""
         return {name: value for name, value in self.current.items() if name in ADAPTER_ARGUMENTS}
 
     @functools.cached_property
     def quantization(self) -> dict[str, Any] | None:
-        """Fields of a `BitsAndBytesConfig`; None where the model is not quantized."""
+        """Fields of a `BitsAndBytesConfig`; None if the model is not quantized."""
         short = {name: True for name in ("load_in_4bit", "load_in_8bit") if self.adapters.get(name)}
         return ((self.adapters.get("quantization_config") or {}) | short) or None
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The value of an argument by any of its names; `default` where it was not given."""
+        """Return the value of an argument by any of its names; `default` if it was not given."""
         return self.current.get(_current_names().get(name, name), default)
 
     @property
     def compiles(self) -> bool:
-        """Whether torch.compile is on: its mode or its backend alone switches it on, as in the library."""
+        """Whether torch.compile is on: as in the library, its mode or its backend alone switches it on."""
         return any(map(self.training.get, COMPILING))
 
     @property
     def passed_over_on_a_cpu(self) -> list[str]:
-        """Return a sentence per given argument that the libraries silently ignore on a CPU."""
+        """A sentence per given argument that the libraries silently ignore on a CPU."""
         ignored = {
             "fp16": "on a CPU the Trainer ignores fp16=True and trains in the weights' type: use bf16=True instead",
             "fsdp": "on a CPU accelerate ignores fsdp, and each rank keeps the whole model: use a GPU to shard it",
@@ -184,37 +184,37 @@ class Arguments:
         return [text for name, text in ignored.items() if self.training.get(name)]
 
     def samples_per_step(self, processes: int = 1) -> int:
-        """The effective batch, in samples: micro-batch x accumulation x processes."""
+        """Return the effective batch in samples: micro-batch x accumulation steps x processes."""
         micro_batch = self.training.get("per_device_train_batch_size", 8)
         return micro_batch * self.training.get("gradient_accumulation_steps", 1) * processes
 
     def replace(self, **changes: Any) -> "Arguments":
-        """The same with some values changed or added; nothing is checked again."""
+        """Return a copy with some values changed or added; they are not checked again."""
         names = _current_names()
         changed = {names.get(name, name) for name in changes}
         kept = {n: value for n, value in self.given.items() if n in changes or names.get(n, n) not in changed}
         return Arguments(kept | changes)
 
     def without(self, *names: str) -> "Arguments":
-        """The same without these, where they were given."""
+        """Return a copy without the arguments of these names, as the user typed them."""
         return Arguments({name: value for name, value in self.given.items() if name not in names})
 
     def build(self, output_dir: str):
-        """The library's own `TrainingArguments`; model arguments are left out.
+        """Build the library's own `TrainingArguments`, without the arguments of `OF_EXPERIMENTS`.
 
         Raises:
-            ValueError: a name that is unknown, or a value that the library refuses.
+            ValueError: an unknown name, or a value that the library rejects.
         """
         import torch
         from transformers import TrainingArguments
 
         check_names(self.given)
-        # Without a GPU the library refuses bf16 without use_cpu.
+        # Without a GPU the library rejects bf16 unless use_cpu is set.
         defaults = QUIET | ({} if torch.cuda.is_available() else {"use_cpu": True})
         return TrainingArguments(output_dir=output_dir, **(defaults | self.training))
 
     def to_python(self) -> str:
-        """As Python, to paste."""
+        """Return the arguments as Python code to paste."""
         lines = [f"    {name}={value!r}," for name, value in self.training.items()]
         text = "\n".join(["TrainingArguments(", *lines, ")"])
         given = [f"{name}={value!r}" for name, value in self.model.items()]
@@ -232,15 +232,15 @@ def _declared() -> type:
     """Return the installed `TrainingArguments`, or a dataclass with its fields, read from the source."""
     try:
         return _read()
-    except Exception:  # of a release whose source is written in another way: then it is imported
+    except Exception:  # a release whose source is written in another way: import it
         from transformers import TrainingArguments
 
         return TrainingArguments
 
 
 def _read() -> type:
-    """The fields of `TrainingArguments` as its source has them: names, types, defaults, and how a parser takes them; of
-    the last two what is no literal is left out."""
+    """Return a dataclass with the fields of `TrainingArguments` in its source: names, types, defaults, and metadata for
+    a parser. Defaults and metadata that are not literals are left out."""
     sources = [_source(name).body for name in ("debug_utils", "trainer_utils", "training_args")]
     classes = {node.name: node for source in sources for node in source if isinstance(node, ast.ClassDef)}
     names, fields = _Names(), []
@@ -260,14 +260,14 @@ def _read() -> type:
 
 
 class _Names(dict):
-    """What annotations name: what is put in and what Python has; the rest is anything."""
+    """Names in annotations: enums that were added, Python's own, and `Any` for the rest."""
 
     def __missing__(self, name: str) -> Any:
         return getattr(builtins, name, getattr(typing, name, Any))
 
 
 def _literal(node: ast.expr | None) -> Any:
-    """The value of what is written out; None for anything else."""
+    """Return the value of a literal; None for any other expression."""
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError):
@@ -279,19 +279,19 @@ def _source(name: str) -> ast.Module:
 
 
 def _file(name: str) -> Path:
-    """The file of a module of the installed transformers."""
+    """Return the file of a module of the installed transformers."""
     return Path(importlib.util.find_spec("transformers").origin).with_name(f"{name}.py")
 
 
 @functools.cache
 def known() -> frozenset[str]:
-    """Names that an experiment takes: the fields of the installed `TrainingArguments`, and `OF_EXPERIMENTS`."""
+    """Return the argument names of an experiment: fields of the installed `TrainingArguments`, and `OF_EXPERIMENTS`."""
     return frozenset(field.name for field in dataclasses.fields(_declared())) | OF_EXPERIMENTS.keys()
 
 
 @functools.cache
 def _kernels() -> list[str]:
-    """The attention kernels that the installed library has itself."""
+    """Return the attention kernels that are part of the installed library."""
     try:
         assigned = (node for node in ast.walk(_source("modeling_utils")) if isinstance(node, ast.Assign))
         (table,) = (node.value for node in assigned if ast.unparse(node.targets[0]) == "_global_mapping")
@@ -305,14 +305,14 @@ def _kernels() -> list[str]:
 
 @functools.cache
 def _current_names() -> dict[str, str]:
-    """{the name of a pair in `_SYNONYMS` that the installed library does not know: the one that it does}."""
+    """Return {name in a pair of `_SYNONYMS` that the installed library does not know: the name that it knows}."""
     return dict((old, new) if new in known() else (new, old) for old, new in _SYNONYMS)
 
 
 def check_names(names: Iterable[str], *, also: Iterable[str] = ()) -> None:
-    """Raise ValueError at the first name that is no training argument, naming the nearest one that is.
+    """Raise ValueError for the first name that is not a training argument, with the nearest one that is.
 
-    `also` are further names that the caller takes: they are offered as corrections too.
+    `also`: further names that the caller accepts; they are offered as corrections, too.
     """
     valid = known() | {old for pair in _SYNONYMS for old in pair if set(pair) & known()} | set(also)
     for name in names:
@@ -325,19 +325,18 @@ def check_names(names: Iterable[str], *, also: Iterable[str] = ()) -> None:
 
 
 def parse(words: list[str], also: Iterable[str] = ()) -> Arguments:
-    """Arguments from command-line words, as transformers' own parser reads them (`--bf16`, `--bf16 True`): only those
-    that were typed. `also` as in `check_names`.
+    """Parse command-line words as transformers' own parser does (`--bf16`, `--bf16 True`); `also` as in `check_names`.
 
     Raises:
-        ValueError: words that are no training argument, or a value that an argument does not take.
+        ValueError: a word that is not a training argument, or a value that an argument does not accept.
     """
     import argparse
 
-    library = runpy.run_path(str(_file("hf_argparser")))  # which needs nothing of its package
+    library = runpy.run_path(str(_file("hf_argparser")))  # it imports nothing of its package
     own = [(name, kind, field(default=None, metadata={"help": text})) for name, (kind, text) in OF_EXPERIMENTS.items()]
     both = [_declared(), dataclasses.make_dataclass("OfExperiments", own)]
     parser = library["HfArgumentParser"](both, allow_abbrev=False, exit_on_error=False)
-    for action in parser._actions:  # so that only what was typed comes back
+    for action in parser._actions:  # return typed arguments only, no defaults
         action.default = argparse.SUPPRESS
     try:
         given, rest = parser.parse_known_args(words)
@@ -353,7 +352,7 @@ _KINDS = {int: "a whole number, in digits", float: "a number"}
 
 
 def _refused(parser, words: list[str], error) -> str:
-    """What argparse refused, in one line: the argument, its value, and what it takes."""
+    """Return argparse's error as one line: the argument, its value, and what it accepts."""
     action = next(each for each in parser._actions if "/".join(each.option_strings) == error.argument_name)
     name = action.dest
     place = next(i for i, word in enumerate(words) if word.partition("=")[0] in action.option_strings)
@@ -367,7 +366,7 @@ def _refused(parser, words: list[str], error) -> str:
 
 
 _AT_MOST_1 = ("adam_beta1", "adam_beta2", "label_smoothing_factor")
-# Smallest value that makes sense, where the library itself would find out late or not at all.
+# Smallest values that make sense, for arguments that the library itself checks late or not at all.
 _AT_LEAST = {
     "per_device_train_batch_size": 1,
     "gradient_accumulation_steps": 1,
@@ -381,9 +380,9 @@ _AT_LEAST = {
 
 
 def _check_values(given: Mapping[str, Any]) -> None:
-    """Raise ValueError at a value of another kind than is declared, out of its choices or out of range."""
+    """Raise ValueError for a value of the wrong type, outside of the choices or out of range."""
     declared = typing.get_type_hints(_declared()) | {name: kind for name, (kind, _) in OF_EXPERIMENTS.items()}
-    declared["fsdp"] |= bool  # which the library takes, too
+    declared["fsdp"] |= bool  # the library also accepts a bool
     for name, value in given.items():
         now = _current_names().get(name, name)
         if now in _AT_LEAST:
@@ -393,7 +392,7 @@ def _check_values(given: Mapping[str, Any]) -> None:
         choices = [each.value for part in parts if isinstance(part, enum.EnumType) for each in part]
         choices = parts if typing.get_origin(kind) is Literal else choices
         chosen = getattr(value, "value", value)
-        of_torch = shown(chosen).removeprefix("torch.")  # of a dtype its name
+        of_torch = shown(chosen).removeprefix("torch.")  # the name of a dtype
         if choices and chosen not in choices and of_torch not in choices:
             near = nearest_text(shown(chosen)[1:-1], choices)
             raise ValueError(f"{name}={shown(chosen)} is not a valid value. {near}")
@@ -402,6 +401,6 @@ def _check_values(given: Mapping[str, Any]) -> None:
         most = 1 if name in _AT_MOST_1 else MOST
         if isinstance(value, float | int) and not 0 <= value <= most and name != "local_rank":
             raise ValueError(f"{name}={shown(value)}: give a number from 0 to {most:,}")
-        if isinstance(value, str) and value.startswith("{"):  # the Trainer would say what is wrong, but not where
+        if isinstance(value, str) and value.startswith("{"):  # the Trainer's error would not name the argument
             with reading(f"{name}={shown(value)}", "JSON", "a JSON object"):
                 from_json(value)

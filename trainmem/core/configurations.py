@@ -1,4 +1,4 @@
-"""Configurations of models: read from files, checked, made, and what they say of the type of the weights."""
+"""Model configurations for tasks: read, check and merge them, and find the type of the weights that they name."""
 
 import contextlib
 import functools
@@ -14,16 +14,16 @@ from trainmem.texts import from_json, nearest_text, reading, shown, text_of
 
 @dataclass(frozen=True)
 class Weights:
-    """The type of a model's weights, and who chose it. `str` says both: "weights in bfloat16 (config.json)"."""
+    """The type of a model's weights and who chose it; `str` gives e.g. "weights in bfloat16 (config.json)"."""
 
-    dtype: str  # e.g. "bfloat16"; of a quantized model that of the weights that are not quantized, as they are loaded
+    dtype: str  # e.g. "bfloat16"; in a quantized model, the type of the weights that are not quantized
     source: str  # "config.json", "preset", "requested" ...
     quantization: dict[str, Any] | None = None  # fields of a `BitsAndBytesConfig`; None: not quantized
-    quantized_by: str = ""  # as `source`
+    quantized_by: str = ""  # who chose the quantization, as in `source`
 
     @property
     def bits(self) -> int | None:
-        """Bits of a quantized weight, 4 or 8; None: nothing is quantized."""
+        """Bits per quantized weight, 4 or 8; None if nothing is quantized."""
         return (4 if self.quantization.get("load_in_4bit") else 8) if self.quantization else None
 
     def __str__(self) -> str:
@@ -35,25 +35,25 @@ class Weights:
         )
 
 
-# The most of a configuration's sizes, by what is in their names: ten times what there is. More would not end.
+# Largest sizes by patterns of their names: ten times those of known models. Building larger ones would take for ever.
 _MOST = {r"layers?$|blocks?$|depth": 1000, r"experts?$": 10_000, r"labels$": 2**20}
 _MOST |= {r"size$|dim|heads?$|embd|channels|d_model|d_ff|inner|positions?$|embeddings$": 2**24}
 
 
 def _check_sizes(where: str, fields: Mapping[str, Any]) -> None:
-    """Raise ValueError at a size that no model has: before anything is made of it."""
+    """Raise ValueError for a size that no model has, before anything of that size is built."""
     for name, value in fields.items():
         if isinstance(value, Mapping):
             _check_sizes(where, value)
         most = next((most for words, most in _MOST.items() if re.search(words, str(name))), None)
-        least = -1 if "position" in str(name) else 0  # XLNet's: no limit
-        least = -1000 if "feature_layer" in str(name) else least  # counted from the last
+        least = -1 if "position" in str(name) else 0  # XLNet's -1: no limit
+        least = -1000 if "feature_layer" in str(name) else least  # counted from the last layer
         if most and isinstance(value, int | float) and not least <= value <= most:
             raise ValueError(f"{where}: {name}={shown(value)}: give a whole number from {least} to {most:,}")
 
 
 def merged(fields: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields of a configuration with others in their place; its parts, e.g. text_config, are merged alike."""
+    """Return configuration fields updated with `own`; parts such as text_config are updated field by field."""
     names = [name for name, value in own.items() if _are_parts(name, fields.get(name), value)]
     return {**fields, **own, **{name: merged(fields[name], own[name]) for name in names}}
 
@@ -68,7 +68,7 @@ _OF_DTYPE = (
 
 
 def made(where: str, kind: str, fields: dict[str, Any]):
-    """The configuration of a type of model. Raises ValueError, with the file or the argument that said so."""
+    """Build the configuration of a model type. Raises ValueError, which names `where` the fields come from."""
     import torch
     from transformers import CONFIG_MAPPING, AutoConfig
 
@@ -82,7 +82,7 @@ def made(where: str, kind: str, fields: dict[str, Any]):
         raise ValueError(_OF_DTYPE.format(where=where, value=shown(dtype)))
     try:
         return AutoConfig.for_model(kind, **fields)
-    except Exception as error:  # what its fields' values are not fit for shows in any kind of error
+    except Exception as error:  # values that do not fit raise errors of any class
         raise ValueError(
             f"{where}: transformers rejects this {kind} configuration ({shown(str(error))}): correct it"
         ) from None
@@ -91,13 +91,13 @@ def made(where: str, kind: str, fields: dict[str, Any]):
 def dtype_of(
     config, dtype: Any, named: str, where: str, of_weights: Callable[[], Any], is_preset: bool
 ) -> tuple[Any, str]:
-    """The torch.dtype in which `from_pretrained` loads a model, and who chose it: see `task.Task.weights`.
+    """Return the torch.dtype in which `from_pretrained` loads a model, and who chose it: see `task.Task.weights`.
 
     Args:
-        dtype: what is requested; None or "auto": nothing.
-        named: who named the configuration's type. `where`: the configuration's own name.
-        of_weights: asked for the type of the saved weights; None: there are none.
-        is_preset: whether the configuration was written for the package, which looked at the published one.
+        dtype: the requested type; None or "auto": none.
+        named: who is named as the source if the configuration decides. `where`: the configuration's own name.
+        of_weights: returns the type of the saved weights, or None if there are none.
+        is_preset: whether the configuration is a preset, whose author looked up the published type.
     """
     import torch
 
@@ -116,6 +116,7 @@ def dtype_of(
 
 
 def read_config(path: Path) -> dict[str, Any]:
+    """Return the fields of a config.json. Raises ValueError if it cannot be read or is not a model configuration."""
     with reading(path, "JSON", "a config.json or its folder"):
         fields = from_json(text_of(path))
     if not isinstance(fields, dict) or "model_type" not in fields:
@@ -126,12 +127,12 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def dtype_of_files(folder: Path):
-    """The type by which `from_pretrained` loads a folder whose configuration names none: that of the first weight of
-    floating point in its first file. None: the folder has no weights that can be read."""
+    """Return the type in which `from_pretrained` loads a folder whose configuration names none: that of the first
+    floating-point weight in its first file; None if the folder has no readable weights."""
     from transformers.modeling_utils import get_state_dict_dtype, load_state_dict
 
     for file in weights_files(folder)[:1]:
-        with contextlib.suppress(Exception):  # a damaged file: whoever loads the model is informed by the library
+        with contextlib.suppress(Exception):  # a damaged file: transformers reports it when the model is loaded
             if file.suffix != ".json":
                 return get_state_dict_dtype(load_state_dict(str(file), map_location="meta"))
             index = from_json(text_of(file))
@@ -142,14 +143,14 @@ def dtype_of_files(folder: Path):
 
 
 def weights_files(folder: Path) -> list[Path]:
-    """Files of a folder from which `from_pretrained` may read the weights, or their index; the first is the one."""
+    """Return the files of weights, or their indexes, in the order in which `from_pretrained` looks for them."""
     names = (f"{name}{index}" for name in ("model.safetensors", "pytorch_model.bin") for index in ("", ".index.json"))
     return [folder / name for name in names if (folder / name).is_file()]
 
 
 @functools.cache
 def hub_answers() -> bool:
-    """Whether the Hub can be reached: asked once, for its own client tries for half a minute before it gives up."""
+    """Return whether the Hub can be reached; checked once, because its own client retries for half a minute."""
     import urllib.error
     import urllib.request
 
@@ -159,9 +160,9 @@ def hub_answers() -> bool:
         return False
     try:
         endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-        asked = urllib.request.Request(endpoint, method="HEAD")
-        urllib.request.urlopen(asked, timeout=3).close()
-    except urllib.error.HTTPError:  # an answer all the same
+        request = urllib.request.Request(endpoint, method="HEAD")
+        urllib.request.urlopen(request, timeout=3).close()
+    except urllib.error.HTTPError:  # an error status is an answer, too
         return True
     except (OSError, ValueError):
         return False

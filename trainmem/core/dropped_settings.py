@@ -1,7 +1,7 @@
-"""Training settings that transformers accepts and then silently drops, because of the optimizer.
+"""Training settings that transformers accepts but ignores because of the optimizer, so that a run can warn of them.
 
-The table follows transformers' own construction of each optimizer (`trainer_optimizer.py`; 5.23 and 5.24 are the same).
-`tests/lab/test_dropped_settings.py` turns red when a release heeds one of them.
+The table follows how transformers builds each optimizer (`trainer_optimizer.py`; 5.23 and 5.24 are the same).
+`tests/lab/test_dropped_settings.py` fails when a release starts to use one of them.
 """
 
 from collections.abc import Mapping
@@ -28,12 +28,12 @@ DROPPED = (
         for each in ("adafactor", "adamw_torch", "adamw_torch_fused")
     ),
 )
-# Names in optim_args that transformers reads with bool(): every text but the empty one is true there.
+# Names in optim_args that transformers converts with bool(): every text but the empty one is true.
 ALWAYS_TRUE = {"stable_adamw": ("kahan_sum", "decouple_lr")}
 
 
 def dropped(training: Mapping[str, Any]) -> list[str]:
-    """Return a sentence per given setting that has no effect with the given optimizer.
+    """Return a sentence per given setting that the given optimizer ignores.
 
     Args:
         training: arguments of `TrainingArguments` by their current names.

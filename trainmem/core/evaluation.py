@@ -1,6 +1,6 @@
 """Evaluation and checkpoints of a training whose memory is measured or estimated: once, after its last step.
 
-The Trainer's own methods evaluate, save and load. An estimate and a rehearsal have no values: see `unknown_values`.
+The Trainer's own methods evaluate, save and load. Estimates and rehearsals have no values: see `unknown_values`.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ def _strategy(arguments: Arguments, name: str) -> str:
 
 
 def once(arguments: Arguments, steps: int) -> Arguments:
-    """Return arguments with which a training of so many steps evaluates and saves after the last one only."""
+    """Return arguments with which a training of `steps` steps evaluates and saves only after the last one."""
     if not evaluates(arguments) and _strategy(arguments, "save_strategy") == "no":
         return arguments
     return arguments.without("eval_delay").replace(**dict.fromkeys(_EVERY, steps))
@@ -38,9 +38,9 @@ def never(arguments: Arguments) -> Arguments:
 
 
 def metrics(arguments: Arguments) -> Callable | None:
-    """Return a `compute_metrics` for the Trainer, which keeps predictions for it; None: only the loss is computed.
+    """Return a `compute_metrics` for the Trainer, which then keeps predictions; None if only the loss is computed.
 
-    Metrics are computed with `prediction_loss_only=False`, and where another argument needs them.
+    Metrics are computed if `prediction_loss_only` is False or another argument needs them.
     """
     best = (arguments.get("metric_for_best_model") or "loss").removeprefix("eval_")
     needed = best != "loss" or bool(arguments.get("batch_eval_metrics"))
@@ -55,9 +55,9 @@ def metrics(arguments: Arguments) -> Callable | None:
 
 @contextlib.contextmanager
 def unknown_values(on_cpu: bool) -> Iterator[None]:
-    """Let the arrays that the Trainer makes of predictions have shapes, but neither values nor memory.
+    """Replace the arrays that the Trainer makes of predictions by arrays with a shape but without values or memory.
 
-    `on_cpu`: an array shares its tensor's memory, as numpy's do on a CPU, and keeps it alive.
+    `on_cpu`: each array keeps its tensor alive, because numpy shares the memory of a tensor on the CPU.
     """
     from transformers import trainer_pt_utils
 
@@ -65,8 +65,8 @@ def unknown_values(on_cpu: bool) -> Iterator[None]:
 
     def numpify(tensors: Any) -> Any:
         if not hasattr(tensors, "untyped_storage"):
-            return numpified(tensors)  # a nest of tensors: it calls this function for each
-        is_bfloat16 = str(tensors.dtype) == "torch.bfloat16"  # which numpy does not have: it becomes float32
+            return numpified(tensors)  # nested tensors: it calls this function for each
+        is_bfloat16 = str(tensors.dtype) == "torch.bfloat16"  # numpy has no bfloat16: it becomes float32
         kind = "float32" if is_bfloat16 else str(tensors.dtype).removeprefix("torch.")
         array = _shaped(tensors.shape, kind)
         array.tensor = (tensors.float() if is_bfloat16 else tensors) if on_cpu else None
@@ -90,7 +90,7 @@ def _array_class() -> type:
     import numpy as np  # here, so that commands that compute nothing start even if numpy is damaged
 
     class Array(np.ndarray):
-        tensor: Any = None  # that it keeps alive
+        tensor: Any = None  # kept alive by the array
 
     return Array
 

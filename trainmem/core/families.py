@@ -1,6 +1,6 @@
-"""Families of models by the data that they train on: which class belongs to which, and generated data for each.
+"""Families of models, for tasks: which family a class belongs to, and generated training data for each family.
 
-A family is a set of columns, of which a task generates random examples. Sizes come from the model's configuration.
+A family is a set of columns; a task generates random examples of them. Sizes come from the model's configuration.
 """
 
 import functools
@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-# Families by their lists in transformers' own registry. A class that is in several (Bart's is registered as masked
-# too) belongs to the first.
+# Families by their registries in transformers. A class in several registries (Bart is also registered as masked)
+# belongs to the first.
 FAMILIES = {
     "sequence to sequence": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
     "sequence classification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
@@ -28,14 +28,14 @@ FAMILIES = {
     "object detection": "MODEL_FOR_OBJECT_DETECTION_MAPPING_NAMES",
     "mask segmentation": "MODEL_FOR_UNIVERSAL_SEGMENTATION_MAPPING_NAMES",
 }
-# Losses that transformers' classes do not have, and the registry of the classes that train on them.
+# Losses that transformers' classes lack, and the registry of the classes to train on them.
 OBJECTIVES = {
     "contrastive": "MODEL_MAPPING_NAMES",
     "preference": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
 }
 WITHOUT_TOKENS = {"vision", "semantic segmentation", "object detection", "mask segmentation"}
 OF_IMAGES = WITHOUT_TOKENS | {"image-text"}
-OF_UNEQUAL_LENGTHS = {  # families whose examples may have lengths of their own
+OF_UNEQUAL_LENGTHS = {  # families whose examples may differ in length
     "sequence to sequence",
     "sequence classification",
     "causal",
@@ -43,11 +43,11 @@ OF_UNEQUAL_LENGTHS = {  # families whose examples may have lengths of their own
     "token classification",
     "question answering",
 }
-CHOICES, OBJECTS = 4, 7  # of a question; in an image, as on average in COCO
+CHOICES, OBJECTS = 4, 7  # choices per question; objects per image, as on average in COCO
 _SAMPLING_RATE = 16_000  # of audio, per second
 _FRAMES = 100  # of a spectrogram, per second
 _SIDE = {"vision": 224, "semantic segmentation": 512, "object detection": 640, "mask segmentation": 512}
-_SIDE_OF_PATCHES = 448  # where a model takes images of any size
+_SIDE_OF_PATCHES = 448  # for models that take images of any size
 
 
 def _merged(config, patches: int) -> int:
@@ -66,9 +66,9 @@ _IMAGE_TOKENS: dict[str, Callable[[Any, int], int]] = {
     "smolvlm": lambda config, patches: patches // config.scale_factor**2,
     "vipllava": lambda config, patches: patches,
 } | dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _merged)
-_IN_TILES = {"smolvlm", "idefics3"}  # an image larger than the tower's is cut, and there is a smaller one of the whole
+_IN_TILES = {"smolvlm", "idefics3"}  # larger images are cut into tiles, plus one tile with the whole image scaled down
 
-# The column of a speech model and the shape of an example, from the configuration and seconds of audio.
+# Column name and shape of one example of a speech model, from its configuration and the seconds of audio.
 _SPEECH: dict[str, Callable[[Any, float], tuple[str, tuple[int, ...]]]] = {
     "moonshine": lambda config, seconds: ("input_values", (int(seconds * _SAMPLING_RATE),)),
     "speech_to_text": lambda config, seconds: (
@@ -87,12 +87,12 @@ _KNOWN_TYPES = {
     "mask segmentation": {"maskformer", "mask2former", "eomt"},
 }
 
-OF_SPECIAL_LENGTH = {*_IMAGE_TOKENS, *_OF_SAMPLES}  # types whose sequences follow from images or audio
+OF_SPECIAL_LENGTH = {*_IMAGE_TOKENS, *_OF_SAMPLES}  # types whose sequence length follows from images or audio
 
 
 @functools.cache
 def of_classes() -> dict[str, str]:
-    """Return the family of each class whose data are known."""
+    """Return {class name: family} of the classes for which data can be generated."""
     from transformers.models.auto import modeling_auto
 
     registry: dict[str, str] = {}
@@ -106,7 +106,7 @@ def of_classes() -> dict[str, str]:
 
 
 def usual_class(config, objective: str = "") -> str:
-    """Return the class that a configuration which names none is trained with. Raises ValueError if there is none."""
+    """Return the class to train if the configuration names none. Raises ValueError if there is none."""
     from transformers.models.auto import modeling_auto
 
     if objective:
@@ -130,7 +130,7 @@ def usual_class(config, objective: str = "") -> str:
 
 
 def is_bare(name: str) -> bool:
-    """Whether a class is a model without a head and without a loss, as CLIP's has one of its own."""
+    """Return whether a class is a model without a head and without a loss (CLIP's bare model has a loss)."""
     import transformers
     from transformers.models.auto import modeling_auto
 
@@ -147,12 +147,12 @@ def text_of(config):
     """Return the part of a configuration that describes the text: the vocabulary and the positions."""
     try:
         return config.get_text_config()
-    except ValueError:  # it has several
+    except ValueError:  # several parts describe text
         return config
 
 
 def positions(config) -> int | None:
-    """Return how many positions a configuration has; None for no limit, which XLNet's calls -1."""
+    """Return the number of positions in a configuration; None: no limit (-1 in XLNet's)."""
     text = text_of(config)
     names = ("max_position_embeddings", "n_positions", "max_target_positions")
     count = next(filter(None, (getattr(text, name, None) for name in names)), None)
@@ -160,7 +160,7 @@ def positions(config) -> int | None:
 
 
 def sides(config, family: str, image_size: int | None) -> tuple[int, int]:
-    """Return height and width of an image: `image_size`, else the model's own, else a usual one."""
+    """Return height and width of an image in pixels: `image_size`, else the model's own, else the family's usual."""
     vision = getattr(config, "vision_config", None) or config
     own = getattr(vision, "image_size", None) or _SIDE.get(family, _SIDE_OF_PATCHES)
     side = image_size or own
@@ -173,15 +173,15 @@ def _patch(config) -> int:
 
 
 def _has_any_size(config) -> bool:
-    """Whether images are cut into patches before they reach the model."""
+    """Return whether the model takes images of any size, cut into patches by its processor."""
     return _IMAGE_TOKENS[config.model_type] is _merged
 
 
 def _grid(config, image_size: int | None) -> tuple[int, int]:
-    """Return how many patches an image has in a row, and how many tiles there are.
+    """Return (patches per row, tiles) of an image.
 
     Raises:
-        ValueError: the vision tower takes no such size.
+        ValueError: the vision tower does not take this size.
     """
     patch, (side, _) = _patch(config), sides(config, "image-text", image_size)
     if _has_any_size(config):
@@ -196,13 +196,13 @@ def _grid(config, image_size: int | None) -> tuple[int, int]:
 
 
 def image_tokens(config, image_size: int | None) -> int:
-    """Return how many tokens an image takes in a sequence. Raises ValueError as `_grid` does."""
+    """Return the number of tokens that an image takes in a sequence. Raises ValueError as `_grid` does."""
     rows, tiles = _grid(config, image_size)
     return tiles * _IMAGE_TOKENS[config.model_type](config, rows * rows)
 
 
 def frames(config, seconds: float) -> int:
-    """Return how many outputs a model with convolutions over samples has, of which each may be a token."""
+    """Return the number of outputs of a model with convolutions over audio samples; a token needs one output."""
     count = int(seconds * _SAMPLING_RATE)
     for kernel, stride in zip(config.conv_kernel, config.conv_stride, strict=True):
         count = (count - kernel) // stride + 1
@@ -214,12 +214,12 @@ def frames(config, seconds: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """What is generated: the sizes of a task's examples, of a configuration and a family."""
+    """Generate the examples of a task, from its configuration, family and sizes."""
 
     config: Any
     family: str
-    size: int  # examples
-    length: int  # tokens
+    size: int  # number of examples
+    length: int  # tokens per example
     seed: int
     learnable: bool = False
     lengths: tuple[int, ...] = ()
@@ -227,7 +227,7 @@ class Data:
     audio_seconds: float = 10
 
     def arrays(self) -> dict[str, Any]:
-        """Return the examples as numpy arrays by column, or lists of them where a batch is a list."""
+        """Return the examples by column: numpy arrays, or lists of them for columns that a batch holds as lists."""
         import numpy as np
 
         draw = np.random.default_rng(self.seed)
@@ -265,13 +265,13 @@ class Data:
                 return self._with_images(draw, ids)
             case "speech" | "ctc":
                 return self._audio(draw) | {"labels": ids}
-        raise ValueError(f"there are no data for {self.family}")
+        raise ValueError(f"no data can be generated for {self.family}")
 
     def _vocabulary(self) -> int:
         return getattr(text_of(self.config), "vocab_size", None) or getattr(self.config, "vocab_size", None) or 1000
 
     def _first(self) -> int:
-        return min(100, self._vocabulary() // 4)  # clear of the special tokens
+        return min(100, self._vocabulary() // 4)  # above the special tokens
 
     def _ids(self, draw):
         """Return random token ids, without the tokens that mark images."""
@@ -286,7 +286,7 @@ class Data:
         return ids
 
     def _ended(self, ids):
-        """Return token ids of which each example has one end token, its last, where a model looks for it."""
+        """Return token ids with exactly one end token per example, its last, for models that search for it."""
         end = getattr(self.config, "eos_token_id", None)
         if not isinstance(end, int) or not getattr(self.config, "is_encoder_decoder", False):
             return ids
@@ -361,13 +361,13 @@ class Data:
 
 
 def bytes_of(columns: Any) -> int:
-    """Return the bytes of numpy arrays in nested dictionaries and lists."""
+    """Return the bytes of the numpy arrays in nested dictionaries and lists."""
     parts = columns.values() if isinstance(columns, dict) else columns if isinstance(columns, list) else None
     return columns.nbytes if parts is None else sum(map(bytes_of, parts))
 
 
 def listed(examples: list[dict], names: Iterable[str]) -> dict[str, Any]:
-    """Return a batch whose columns of these names are lists, as detection has its labels; the others are stacked."""
+    """Return a batch: columns in `names` as lists, as detection expects its labels; the others stacked."""
     import torch
 
     columns = {name: [example[name] for example in examples] for name in examples[0]}
@@ -381,13 +381,13 @@ LISTED = {"object detection": ("labels",), "mask segmentation": ("mask_labels", 
 
 
 def with_objective(kind: type, objective: str) -> type:
-    """Return a class of transformers with a loss that it does not have itself, see `OBJECTIVES`."""
+    """Return a subclass of a transformers class with one of the losses in `OBJECTIVES`."""
     return type(kind.__name__, (_LOSSES[objective], kind), {"accepts_loss_kwargs": False})
 
 
 class _Contrastive:
-    """Embeddings of pairs, each near its own partner and far from all others of the batch, as sentence-transformers'
-    MultipleNegativesRankingLoss computes it from means over the tokens."""
+    """A loss that pulls embeddings of a pair together and pushes those of other pairs in the batch away, as
+    sentence-transformers' MultipleNegativesRankingLoss; an embedding is the mean over tokens."""
 
     def forward(self, input_ids, attention_mask, pair_input_ids, pair_attention_mask, **_):
         import torch
@@ -403,7 +403,7 @@ class _Contrastive:
 
 
 class _Preference:
-    """Rewards of pairs of answers, the first better than the second, as TRL's RewardTrainer has its loss."""
+    """A loss over rewards of pairs of answers, of which the first is better, as in TRL's RewardTrainer."""
 
     def forward(self, input_ids, attention_mask, **_):
         import torch

@@ -1,8 +1,8 @@
-"""What this machine is and can do, found without importing torch and without creating a CUDA context.
+"""This machine's GPUs, CPU, limits and packages, found without importing torch or creating a CUDA context.
 
-The CUDA driver lists the GPUs, queried in a child process: in CUDA's order, and only those that
-CUDA_VISIBLE_DEVICES shows. NVML adds by their UUIDs what is free and in use; each of its queries is guarded on its own,
-for MIG, vGPU, WSL and unified memory each refuse some. What cannot be known is None.
+A child process queries the CUDA driver for the GPUs: in CUDA's order, and only those that CUDA_VISIBLE_DEVICES shows.
+NVML adds, by their UUIDs, the bytes that are free and in use; each of its queries is guarded on its own, because MIG,
+vGPU, WSL and unified memory each refuse some. Unknown values are None.
 """
 
 import ctypes
@@ -27,21 +27,21 @@ import psutil
 
 from trainmem.records import Record
 
-ROOT = Path("/")  # of /proc, /sys and /dev
-# What a claim may need of a machine, see `supports`.
+ROOT = Path("/")  # parent of /proc, /sys and /dev
+# Features that a claim may need of a machine, see `supports`.
 FEATURES = ("any", "cuda", "sm80", "gpus2", "text")
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "bitsandbytes", "numpy")
 PACKAGES += ("papermill", "ipywidgets", "jupyterlab")
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "bf16", "asimdhp")
 CPU_BF16 = {"avx512_bf16", "amx_bf16", "bf16"}
 CPU_FP16 = {"avx512_fp16", "amx_fp16", "asimdhp"}
-HELD_BY = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS")  # environment variables
+HELD_BY = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS")  # variables that limit instructions
 SYSCTL = {"avx2_0": "avx2", "avx512f": "avx512f", "arm.FEAT_BF16": "bf16", "arm.FEAT_FP16": "asimdhp"}
 ARM_CORES = {"0xd0c": "Neoverse-N1", "0xd40": "Neoverse-V1", "0xd49": "Neoverse-N2", "0xd4f": "Neoverse-V2"}
-# pynvml.nvmlMemory_v2: from R510 on the call whose `used` leaves the driver's reserve out. Before, the older one did.
+# pynvml.nvmlMemory_v2: since driver R510 only this call's `used` excludes the driver's reserve, as all did before.
 _MEMORY_V2 = 0x02000028
 
-# Runs in a process of its own: after cuInit a process can no longer fork children that use CUDA.
+# Run in a process of its own: after cuInit a process can no longer fork children that use CUDA.
 DRIVER_SCRIPT = """
 import ctypes, json, sys, uuid
 cuda, number, text, rows = ctypes.CDLL(sys.argv[1]), ctypes.c_int(), ctypes.c_char_p(), []
@@ -66,10 +66,10 @@ print(json.dumps(rows))
 
 @dataclass(frozen=True, slots=True)
 class Gpu(Record):
-    """A GPU as CUDA numbers it."""
+    """A GPU that CUDA shows, with figures from the driver and NVML."""
 
-    index: int  # of CUDA's devices
-    uuid: str | None = None  # "GPU-...", or "MIG-..." for a slice of one
+    index: int  # in CUDA's order
+    uuid: str | None = None  # "GPU-...", or "MIG-..." for a MIG slice
     name: str | None = None
     memory_bytes: int | None = None
     capability: tuple[int, int] | None = None  # compute capability: (9, 0) for an H100
@@ -79,45 +79,45 @@ class Gpu(Record):
 
 @dataclass(frozen=True, slots=True)
 class Machine(Record):
-    """One machine as this process may use it: a container's limits count, and so does CUDA_VISIBLE_DEVICES."""
+    """A machine as this process may use it, within a container's limits and CUDA_VISIBLE_DEVICES."""
 
-    name: str  # for people: "AMD EPYC, 2 cores", "NVIDIA H200"
-    kind: str  # "cuda" where experiments run on a GPU, else "cpu"
+    name: str  # e.g. "AMD EPYC, 2 cores", "NVIDIA H200"
+    kind: str  # "cuda" if experiments run on a GPU, else "cpu"
     system: str | None = None  # operating system, its release, the architecture
     python: str | None = None  # version
     cpu_model: str | None = None  # "AMD EPYC"
-    cpu_cores: int | None = None  # usable: affinity and cgroup quota
+    cpu_cores: int | None = None  # usable ones, by affinity and cgroup quota
     cpu_features: tuple[str, ...] | None = None  # None: unknown
-    memory_bytes: int | None = None  # the machine's, or the cgroup's limit if that is less
+    memory_bytes: int | None = None  # of the machine, or the cgroup's limit if that is smaller
     memory_available_bytes: int | None = None  # at the time of the query
     shm_bytes: int | None = None  # free in /dev/shm
-    gpus: tuple[Gpu, ...] = ()  # also those that this torch cannot use
+    gpus: tuple[Gpu, ...] = ()  # including those that this torch cannot use
     cuda_reason: str | None = None  # why there is no CUDA
-    nvml_reason: str | None = None  # why NVML gives nothing
+    nvml_reason: str | None = None  # why NVML reports nothing
     cuda_visible_devices: str | None = None  # the variable
     torch_build: str | None = None  # version with its build: "2.13.0+cpu"
-    cpu_quota: float | None = None  # cores' worth of time that a cgroup allows
-    machine_cores: int | None = None  # usable or not
+    cpu_quota: float | None = None  # CPU time that a cgroup allows, in cores
+    machine_cores: int | None = None  # all cores, usable or not
     visible_reason: str | None = None  # what CUDA_VISIBLE_DEVICES hides, and why
     rehearsed: bool = False  # the GPU is a stub that computes nothing, see trainmem.rehearsal
     held_to: str | None = None  # limit on CPU instructions that the environment sets for libraries, e.g. "AVX512_CORE"
 
     @property
     def slug(self) -> str:
-        """The name as a folder: "amd-epyc-2-cores"."""
+        """The name as a folder's name: "amd-epyc-2-cores"."""
         return re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-") or "machine"
 
     @property
     def native_bf16(self) -> bool | None:
-        """Whether the device has instructions for bf16; torch.cuda.is_bf16_supported() counts emulation too. On a CPU
-        this says nothing about speed: `roofline.products` measures that."""
+        """Whether the device has instructions for bf16 (torch.cuda.is_bf16_supported() also counts emulation). On a CPU
+        this says nothing about speed, which `roofline.products` measures."""
         if self.kind == "cuda":
             return None if self.gpus[0].capability is None else self.gpus[0].capability >= (8, 0)
         return None if self.cpu_features is None else not CPU_BF16.isdisjoint(self.cpu_features)
 
 
 def describe() -> Machine:
-    """This machine, now."""
+    """Describe this machine as it is now."""
     model, features = read_cpu()
     memory, (limit, left, quota) = psutil.virtual_memory(), cgroup_limits()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -161,18 +161,18 @@ this_machine = functools.cache(describe)
 
 
 def is_rehearsal() -> bool:
-    """Whether this process runs in a rehearsal, see trainmem.rehearsal."""
+    """Return whether this process runs in a rehearsal, see trainmem.rehearsal."""
     return "REHEARSAL_CAPABILITY" in os.environ
 
 
 def cache_folder() -> Path:
-    """Where this package keeps what is the user's: $PERF_HELPERS_HOME, else a folder of the user's cache."""
+    """Return the folder for the user's files: $PERF_HELPERS_HOME, or else one in the user's cache folder."""
     home = os.environ.get("PERF_HELPERS_HOME")
     return Path(home) if home else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "perf_helpers"
 
 
 def versions() -> dict[str, str | None]:
-    """Installed versions, read from the packages' metadata: nothing is imported; None where not installed."""
+    """Return installed versions by package, from the packages' metadata without importing them; None: not installed."""
     return {"python": platform.python_version()} | {package: version_of(package) for package in PACKAGES}
 
 
@@ -182,7 +182,11 @@ def version_of(package: str) -> str | None:
 
 
 def supports(feature: str, machine: Machine | None = None) -> tuple[bool, str]:
-    """Whether a machine (this one, if none is given) has what a claim needs, and if not, what is missing, in words."""
+    """Return whether a machine (default: this one) has what a claim needs, and if not, a text of what is missing.
+
+    Raises:
+        ValueError: a feature that is not in `FEATURES`.
+    """
     machine = machine or this_machine()
     cuda, no_cuda = machine.kind == "cuda", "needs an NVIDIA GPU"
     if not cuda and (machine.gpus or machine.visible_reason):
@@ -204,9 +208,9 @@ def supports(feature: str, machine: Machine | None = None) -> tuple[bool, str]:
 
 
 def device_used_bytes(gpu_index: int = 0) -> int | None:
-    """Bytes in use on CUDA's GPU `gpu_index` by everybody, contexts included, as NVML and nvidia-smi report them.
+    """Return the bytes in use on CUDA's GPU `gpu_index` by all processes, contexts included, as nvidia-smi shows them.
 
-    If NVML reports nothing, CUDA is queried if this process already uses it (never started for this); else None.
+    They come from NVML, or else from CUDA if this process already uses it (it is never started for this), or else None.
     """
     gpus, _ = ask_driver(os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("CUDA_DEVICE_ORDER"))
     if gpu_index < len(gpus or ()):
@@ -226,7 +230,7 @@ def device_used_bytes(gpu_index: int = 0) -> int | None:
 
 
 def find_gpus() -> tuple[tuple[Gpu, ...], str | None, str | None, str | None]:
-    """The GPUs that CUDA shows, why NVML gives nothing, what CUDA_VISIBLE_DEVICES hides, why there is no GPU."""
+    """Return (GPUs that CUDA shows, why NVML reports nothing, what CUDA_VISIBLE_DEVICES hides, why there is no GPU)."""
     value = os.environ.get("CUDA_VISIBLE_DEVICES")
     listed, driver_reason = ask_driver(value, os.environ.get("CUDA_DEVICE_ORDER"))
     with nvml() as (ask, nvml_reason):
@@ -254,7 +258,7 @@ def find_gpus() -> tuple[tuple[Gpu, ...], str | None, str | None, str | None]:
 
 
 def _in_nvml(gpu: Gpu, ask) -> tuple[str, Any]:
-    """The UUID by which NVML knows a GPU, or the MIG slice of one, and its handle there; None where it has none."""
+    """Return a GPU's UUID in NVML, or that of its MIG slice, and its NVML handle, or None if NVML does not know it."""
     for uuid in (gpu.uuid, f"MIG-{gpu.uuid[4:]}"):
         if handle := ask("nvmlDeviceGetHandleByUUID", uuid):
             return uuid, handle
@@ -262,8 +266,8 @@ def _in_nvml(gpu: Gpu, ask) -> tuple[str, Any]:
 
 
 def hidden(value: str | None, shown: int) -> str | None:
-    """In words what CUDA_VISIBLE_DEVICES=`value` hides where CUDA shows so many GPUs: the first entry that is no GPU
-    ends the list, and a repeat leaves none (CUDA Programming Guide, environment variables)."""
+    """Return a text that says what CUDA_VISIBLE_DEVICES=`value` hides if CUDA shows `shown` GPUs, or None. The first
+    invalid entry ends the list; a repeated one hides all (CUDA Programming Guide, environment variables)."""
     entries = (value or "").split(",")
     if value is None or shown >= len(entries):
         return None
@@ -276,7 +280,7 @@ def hidden(value: str | None, shown: int) -> str | None:
 
 @contextmanager
 def nvml():
-    """Yield a function that puts a query to NVML (None for whatever it refuses), and why NVML is not there, if so."""
+    """Yield a function that queries NVML (None if NVML refuses), and why NVML is not available, or None."""
     try:
         import pynvml  # of the package nvidia-ml-py
 
@@ -289,7 +293,7 @@ def nvml():
     def ask(query: str, *arguments):
         try:
             answer = getattr(pynvml, query)(*arguments)
-        except Exception:  # not only NVMLError: old bindings lack functions and broken drivers answer nonsense
+        except Exception:  # not only NVMLError: old bindings lack functions and broken drivers return nonsense
             return None
         return answer.decode(errors="replace") if isinstance(answer, bytes) else answer
 
@@ -301,7 +305,7 @@ def nvml():
 
 @functools.cache
 def ask_driver(visible: str | None, order: str | None) -> tuple[list[Gpu] | None, str | None]:
-    """The GPUs in CUDA's own order and why there are none; (None, None) where there is no CUDA driver to ask."""
+    """Return the GPUs in CUDA's order, and why there are none; (None, None) without a CUDA driver."""
     library = "libcuda.so.1"
     try:
         ctypes.CDLL(library)
@@ -317,10 +321,10 @@ def ask_driver(visible: str | None, order: str | None) -> tuple[list[Gpu] | None
 
 
 def torch_build() -> tuple[str | None, bool]:
-    """torch's version with its build ("2.13.0+cpu") and whether that has CUDA, from its version.py alone."""
+    """Return torch's version with its build ("2.13.0+cpu") and whether it has CUDA, from its version.py alone."""
     spec = importlib.util.find_spec("torch")
     file = spec and spec.origin and Path(spec.origin).with_name("version.py")
-    if not file or not file.exists():  # a file of the user's that is called torch.py has none beside it
+    if not file or not file.exists():  # a user's own file torch.py has no version.py beside it
         return None, False
     build = runpy.run_path(str(file))
     return build["__version__"], bool(build.get("cuda"))
@@ -330,7 +334,7 @@ def torch_build() -> tuple[str | None, bool]:
 
 
 def read_cpu() -> tuple[str | None, tuple[str, ...] | None]:
-    """The CPU's short name and its features that matter here; None where unknown."""
+    """Return the CPU's short name and which of `CPU_FEATURES` it has; None if unknown."""
     if sys.platform == "darwin":
         command = ["sysctl", "machdep.cpu.brand_string", "hw.optional"]
         return parse_cpu(subprocess.run(command, capture_output=True, text=True).stdout)
@@ -338,7 +342,7 @@ def read_cpu() -> tuple[str | None, tuple[str, ...] | None]:
 
 
 def parse_cpu(text: str) -> tuple[str | None, tuple[str, ...] | None]:
-    """Read Linux's /proc/cpuinfo of x86 ("flags") or Arm ("Features"; a part number for a name), or macOS's sysctl."""
+    """Parse /proc/cpuinfo of x86 ("flags") or Arm ("Features", part number instead of a name), or macOS's sysctl."""
     facts: dict[str, str] = {}
     for key, _, value in (line.partition(":") for line in text.splitlines()):
         facts.setdefault(key.strip().removeprefix("hw.optional."), value.strip())
@@ -353,10 +357,10 @@ def parse_cpu(text: str) -> tuple[str | None, tuple[str, ...] | None]:
 
 
 def cgroup_limits() -> tuple[int | None, int | None, float | None]:
-    """This process's memory limit and what is left of it in bytes, and its CPU quota in cores; cgroup v1 or v2.
+    """Return this process's memory limit and what is left of it, in bytes, and its CPU quota in cores; cgroup v1 or v2.
 
-    Every level up to the mount is read, since the tightest one counts. Page cache that the kernel drops when it needs
-    to ("inactive_file") counts as left.
+    Every level up to the mount is read, because the tightest limit applies. Page cache that the kernel drops when it
+    needs memory ("inactive_file") counts as left.
     """
     limit = left = quota = None
     for line in read(ROOT / "proc/self/cgroup").splitlines():
@@ -368,7 +372,7 @@ def cgroup_limits() -> tuple[int | None, int | None, float | None]:
                 cap = number(folder / "memory.max", folder / "memory.limit_in_bytes")
                 used = number(folder / "memory.current", folder / "memory.usage_in_bytes") or 0
                 stat = dict(line.split() for line in read(folder / "memory.stat").splitlines())
-                cache = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))  # v1: with what is below
+                cache = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))  # v1: with its children
                 if cap is not None:
                     limit, left = least(limit, cap), least(left, max(0, cap - max(0, used - cache)))
                 time = number(folder / "cpu.max", folder / "cpu.cfs_quota_us")
@@ -379,6 +383,7 @@ def cgroup_limits() -> tuple[int | None, int | None, float | None]:
 
 
 def read(path: Path) -> str:
+    """Return the text in a file, or "" if it cannot be read."""
     try:
         return path.read_text(errors="replace").strip()
     except OSError:
@@ -386,7 +391,7 @@ def read(path: Path) -> str:
 
 
 def number(*paths: Path) -> int | None:
-    """The first word of the first of these files that exists; None for "max", -1 and v1's "no limit" near 2**63."""
+    """Return the first word of the first existing file as a number; None for "max", -1 and v1's "no limit" (2**63)."""
     word = next((text.split()[0] for path in paths if (text := read(path))), "")
     return int(word) if word.isdigit() and int(word) < 2**60 else None
 

@@ -1,7 +1,7 @@
-"""Packages that only some lessons use and that the others are better off without: where they are, and what is missing.
+"""Packages that only some lessons use and that would disturb the others: import them on request, report missing ones.
 
-DeepSpeed is one: where it is installed, accelerate imports it in each training of the Trainer. So `make` puts it, and
-optuna, into folders of their own, and the lesson that wants one says so.
+accelerate imports DeepSpeed, for example, in each training of the Trainer if it is installed. So `make` installs it,
+and optuna, into folders of their own, and a lesson that needs one calls `offer`.
 """
 
 import contextlib
@@ -9,35 +9,35 @@ import importlib.util
 import sys
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parents[2] / "build"  # with one for each package and Python, made by the Makefile
+FOLDER = Path(__file__).resolve().parents[2] / "build"  # the Makefile makes one folder in it per package and Python
 
 
 def offer(package: str) -> str | None:
-    """Let this process, and the clean processes of a lab that it makes afterwards, import a package from its folder.
+    """Let this process, and the fresh subprocesses that it starts afterwards, import a package from its own folder.
 
-    One that is installed as any other is left as it is. The libraries that a lab's processes share look for their
-    extras when they are imported, so these are imported again.
+    A package that is installed as usual is left alone. The lab's fork server is replaced, because libraries look for
+    optional packages when they are imported.
 
     Args:
-        package: as it is imported, e.g. "deepspeed".
+        package: its import name, e.g. "deepspeed".
 
     Returns:
-        What is missing, in words, as `Claims.check(missing=)` takes it; None where the package can be imported.
+        A text that says what is missing, for `Claims.check(missing=)`; None if the package can be imported.
     """
     folder = FOLDER / "{}-{}.{}".format(package, *sys.version_info)
     if importlib.util.find_spec(package) is None and (folder / package).is_dir():
-        sys.path.append(str(folder))  # at the end: what is installed comes first
+        sys.path.append(str(folder))  # at the end, so that installed packages come first
         importlib.invalidate_caches()
     return missing(package)
 
 
 def offered() -> list[str]:
-    """Return the folders that were offered to this process, from the paths of its imports."""
+    """Return the folders that `offer` added to this process's import path."""
     return [path for path in sys.path if Path(path).parent == FOLDER]
 
 
 def missing(package: str) -> str | None:
-    """What is missing, in words; None where the package can be imported."""
+    """Return a text that says how to install a package; None if it can be imported."""
     if importlib.util.find_spec(package):
         return None
     first = "setuptools wheel && pip install --no-build-isolation " if package == "deepspeed" else ""
@@ -46,11 +46,11 @@ def missing(package: str) -> str | None:
 
 
 def import_peft() -> None:
-    """The Trainer imports peft where that is installed, and peft bitsandbytes, which takes long: hidden here."""
+    """Import peft, as the Trainer does, but hide bitsandbytes from it, whose import takes long."""
     if not importlib.util.find_spec("peft"):
         return
     hidden, sys.modules["bitsandbytes"] = sys.modules.pop("bitsandbytes", None), None
-    with contextlib.suppress(ImportError, AttributeError):  # a folder of that name, say
+    with contextlib.suppress(ImportError, AttributeError):  # e.g. a folder named peft
         importlib.import_module("peft").import_utils.is_bnb_available.cache_clear()
     del sys.modules["bitsandbytes"]
     if hidden:

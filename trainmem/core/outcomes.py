@@ -1,4 +1,4 @@
-"""What performing an experiment once, under one meter, yielded: figures, or the way in which it failed."""
+"""Outcomes of experiments, for the meters and the runner: figures, or the way in which an experiment failed."""
 
 import dataclasses
 import os
@@ -14,26 +14,26 @@ from trainmem.unknown import NeedsValues
 
 
 class Invalid(ValueError):
-    """What the user asked for cannot be built, or cannot be followed."""
+    """A training that cannot be built or traced because of an argument or a missing package."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One experiment, performed once. Every figure is None where nobody asked for it."""
+    """The result of one experiment under one meter. A figure that was not requested is None."""
 
-    # One of `records.Run.status`, or "invalid" or "needs values", which become exceptions of the caller.
+    # A `records.Run.status`, or "invalid" or "needs values", for which the runner raises an exception.
     status: str = "ok"
     message: str = ""  # why it is not "ok"
     memory: Memory | None = None
     timing: Timing | None = None
-    losses: tuple[float, ...] | None = None  # of each optimizer step
-    value: Any = None  # what a function returned, as JSON holds it
-    weights: str | None = None  # their type, and who chose it; None: a function makes its own
-    ranks: tuple["Outcome", ...] = ()  # of a training on several processes, by rank; this one is then rank 0's
-    output: str = ""  # what was printed
+    losses: tuple[float, ...] | None = None  # one per optimizer step
+    value: Any = None  # returned by a function, as JSON types
+    weights: str | None = None  # their type and who chose it; None: a function
+    ranks: tuple["Outcome", ...] = ()  # by rank, for a training on several processes; this one is then rank 0's
+    output: str = ""  # printed to standard output
     traceback: str = ""  # of the exception that ended it
-    machine: dict[str, Any] | None = None  # that it was performed on, of `hardware.Machine`; None: the lab's
-    versions: dict[str, str | None] | None = None  # of packages there
+    machine: dict[str, Any] | None = None  # where it ran, a `hardware.Machine`; None: the lab's machine
+    versions: dict[str, str | None] | None = None  # {package: version} there
     attempts: tuple[dict[str, Any], ...] = ()  # as `records.Run.attempts`
 
     @property
@@ -44,9 +44,9 @@ class Outcome:
         return dataclasses.replace(self, **changes)
 
     def joined(self, later: "Outcome") -> "Outcome":
-        """What two meters say of one experiment: the later one's word counts where it has any, rank by rank."""
-        its = {field.name: getattr(later, field.name) for field in dataclasses.fields(later)}
-        known = {name: value for name, value in its.items() if value is not None}
+        """Join the outcomes of two meters for one experiment, rank by rank; figures of `later` win if it has them."""
+        figures = {field.name: getattr(later, field.name) for field in dataclasses.fields(later)}
+        known = {name: value for name, value in figures.items() if value is not None}
         ranks = later.ranks or self.ranks
         if later.ranks and self.ranks:
             ranks = tuple(a.joined(b) for a, b in zip(self.ranks, later.ranks, strict=True))
@@ -57,7 +57,7 @@ _OUT_OF_MEMORY = ("out of memory", "defaultcpuallocator: can't allocate", "not e
 
 
 def failed(error: BaseException) -> Outcome:
-    """The outcome of an experiment that an exception ended."""
+    """Return the outcome of an experiment that an exception ended."""
     if isinstance(error, Invalid):
         return Outcome("invalid", str(error))
     if isinstance(error, NeedsValues):
@@ -72,9 +72,9 @@ def failed(error: BaseException) -> Outcome:
 
 
 def _where(error: BaseException) -> str:
-    """The line that raised it, in brackets: the user's own, where there is one, for what it called is in the traceback.
+    """Return the line that raised an exception, in brackets: the user's own innermost line, if there is one.
 
-    A function is named, and not its file: a notebook's cell has a number for a name.
+    It is named by its function, not by its file: the file of a notebook's cell is only a number.
     """
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
@@ -86,14 +86,19 @@ def _where(error: BaseException) -> str:
 
 
 def oom_kills() -> int:
-    """How many processes the kernel has ended so far because memory ran out, the machine's or a cgroup's (Linux)."""
+    """Return how many processes the kernel has killed so far because the machine or a cgroup ran out of memory (Linux;
+    0 elsewhere)."""
     found = re.search(r"^oom_kill (\d+)", hardware.read(hardware.ROOT / "proc/vmstat"), re.MULTILINE)
     return int(found[1]) if found else 0
 
 
 def died(code: int | None, kills_before: float = float("inf")) -> Outcome:
-    """The outcome of a process that ended without giving one; `code` is negative for a signal, None if nobody is left
-    to tell it; `kills_before` are the `oom_kills` when it began."""
+    """Return the outcome of a process that ended without a result.
+
+    Args:
+        code: its exit code, negative for a signal; None if its parent is gone too.
+        kills_before: `oom_kills` when the process began.
+    """
     if code is None:
         return Outcome("killed", "the process ended because its parent process did")
     if code == -signal.SIGKILL and oom_kills() > kills_before:
@@ -105,13 +110,13 @@ def died(code: int | None, kills_before: float = float("inf")) -> Outcome:
     return Outcome("crashed", f"the process ended with exit code {code} before it returned a result")
 
 
-# What gloo writes before it ends the process: "... op.preamble.length <= op.nbytes. 24 vs 16".
+# The error that gloo prints before it ends the process: "... op.preamble.length <= op.nbytes. 24 vs 16".
 _TOO_LONG = re.compile(r"preamble\.length <= \S*nbytes\.? (\d+) vs (\d+)")
 
 
 def explained(outcome: Outcome, errors: str) -> Outcome:
-    """The outcome with what its processes wrote to the standard error, where that tells why they ended, or waited."""
-    if "unable to allocate shared memory" in errors + outcome.traceback:  # torch may wait for ever for that batch
+    """Add the cause to an outcome's message if the processes' standard error shows why they ended or waited."""
+    if "unable to allocate shared memory" in errors + outcome.traceback:  # torch may wait for that batch for ever
         return outcome.replace(
             message=f"{outcome.message}; /dev/shm is full: enlarge it, or set dataloader_num_workers=0"
         )

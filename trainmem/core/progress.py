@@ -1,4 +1,4 @@
-"""Progress bars for what takes more than a second, where somebody looks: a notebook's front end or a terminal."""
+"""Progress bars for work of more than a second, shown in a notebook's front end or a terminal."""
 
 import contextlib
 import sys
@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 
 _hidden: ContextVar[bool] = ContextVar("hidden", default=False)
-_open = threading.Lock()  # held while a bar is shown: a terminal has room for one, what is done inside shows none
+_open = threading.Lock()  # held while a bar is shown: a terminal has room for one, so work inside it shows none
 
 
 @contextlib.contextmanager
 def hidden(wanted: bool = True) -> Iterator[None]:
-    """No bars inside this context, if wanted: in a notebook that is executed from afar they would stay at 0 %."""
+    """Show no bars inside this context if `wanted`: a notebook executed by a program would keep them at 0 %."""
     token = _hidden.set(wanted or _hidden.get())
     try:
         yield
@@ -22,37 +22,37 @@ def hidden(wanted: bool = True) -> Iterator[None]:
 
 @contextlib.contextmanager
 def bar(name: str, total: int | None = None, unit: str = "step", quiet: bool = False, **options) -> Iterator:
-    """A tqdm bar that goes away at the end; a disabled one where nobody looks and in threads.
+    """Show a tqdm bar that disappears at the end; a disabled one in other threads or without a front end or terminal.
 
     Args:
-        total: how many units there will be; None: not known.
-        options: of tqdm.
+        total: number of units; None: not known.
+        options: passed to tqdm.
     """
     from tqdm.auto import tqdm
 
-    looked_at = "ipykernel" in sys.modules or sys.stderr.isatty()
+    has_viewer = "ipykernel" in sys.modules or sys.stderr.isatty()
     own = threading.current_thread() is threading.main_thread()
-    seen = looked_at and own and not (quiet or _hidden.get()) and _open.acquire(blocking=False)
+    seen = has_viewer and own and not (quiet or _hidden.get()) and _open.acquire(blocking=False)
     shown = tqdm(total=total, desc=name, unit=unit, leave=False, disable=not seen, file=sys.stderr, **options)
     try:
         yield shown
     finally:
         if seen:
             _open.release()
-            shown.update((total or shown.n) - shown.n)  # a bar that ends short of its total stays, in red
+            shown.update((total or shown.n) - shown.n)  # tqdm would leave a bar short of its total on screen, in red
             shown.close()
 
 
 def percent(name: str):
-    """A bar from 0 to 100 %."""
+    """Show a bar from 0 to 100 %."""
     return bar(name, 100, bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}")
 
 
 class BarText:
-    """What the bar of one experiment tells: steps, samples per second, and the peak memory once it is known.
+    """Text on the bar of one experiment: steps, samples per second, and the peak memory once it is known.
 
     Args:
-        samples: that one step sees; None: not known.
+        samples: samples per step; None: not known.
     """
 
     def __init__(self, bar, samples: int | None):
@@ -66,4 +66,4 @@ class BarText:
 
     def measured(self, peak_bytes: int | None) -> None:
         self._peak = f"peak {peak_bytes / 1e6:,.0f} MB" if peak_bytes else ""
-        self._bar.reset()  # its clock is for the steps that are timed
+        self._bar.reset()  # its clock is for the timed steps alone

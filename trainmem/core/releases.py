@@ -1,4 +1,4 @@
-"""The releases of libraries that this project was tried with, for whoever warns of others."""
+"""The releases of libraries that this project was tested with, for code that warns of others."""
 
 import importlib.metadata
 import re
@@ -8,15 +8,15 @@ if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
 DISTRIBUTION = "perf-helpers"
-COURSE = "course"  # the extra with what lessons need beside the rest
-NEWEST_TORCH = "2.15"  # the newest release tried, with its CUDA allocator's rules and the rehearsal's stub
+COURSE = "course"  # the extra with the lessons' additional requirements
+NEWEST_TORCH = "2.15"  # the newest tested release, with its CUDA allocator's rules and the rehearsal's stub
 
 
 def requirements() -> "list[Requirement]":
-    """Return what this project and its course require; requirements of the course alone have a marker.
+    """Return the requirements of this project and its course; those of the course alone have a marker.
 
     Raises:
-        ImportError: the project is not installed, so that its metadata is missing; or packaging is.
+        ImportError: the project's metadata is missing because it is not installed, or packaging is missing.
     """
     from packaging.requirements import Requirement
 
@@ -25,7 +25,7 @@ def requirements() -> "list[Requirement]":
 
 
 def is_untested_torch(version: str) -> bool:
-    """Return whether torch of this version, e.g. "2.16.0a0+git", is newer than all that were tried."""
+    """Return whether a torch version, e.g. "2.16.0a0+git", is newer than every tested one."""
     numbers = [re.match(r"(\d+)\.(\d+)", text) for text in (version, NEWEST_TORCH)]
     if None in numbers:
         return True

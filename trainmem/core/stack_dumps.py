@@ -1,7 +1,7 @@
-"""Where ranks are: the line of Python that each one's main thread has come to, asked from outside.
+"""Find out where ranks are: the Python line that each rank's main thread has reached, queried from another process.
 
-A rank that waits in a collective operation runs no Python, so it cannot be asked in Python: `faulthandler` writes its
-stack down from the handler of a signal, in C.
+A rank that waits in a collective operation runs no Python: `faulthandler` writes its stack to a file from a signal
+handler in C.
 """
 
 import contextlib
@@ -24,41 +24,41 @@ _COLLECTIVES = os.path.join("torch", "distributed") + os.sep
 _LONGEST_LINE = 80  # characters of a line that is quoted
 
 
-def tell(folder: str, rank: int) -> None:
-    """Let this process answer `ask`: on a signal it writes down where its threads are."""
-    file = open(os.path.join(folder, f"{rank}.stack"), "w")  # noqa: SIM115, the handler's from now on
+def answer_signals(folder: str, rank: int) -> None:
+    """Let this process answer `query`: on a signal it writes the stacks of its threads to a file in `folder`."""
+    file = open(os.path.join(folder, f"{rank}.stack"), "w")  # noqa: SIM115, the handler needs it open
     file.write(f"{os.getpid()} {threading.main_thread().ident}\n")
     file.flush()
     faulthandler.register(_SIGNAL, file, all_threads=True)
 
 
-def ask(folder: str, session: int, seconds: float = 2) -> dict[int, list[FrameSummary]]:
-    """The functions that each rank's main thread is in, innermost first; a rank that gave no answer is left out.
+def query(folder: str, session: int, seconds: float = 2) -> dict[int, list[FrameSummary]]:
+    """Return {rank: stack of its main thread, innermost frame first}; a rank that does not answer is left out.
 
     Args:
-        folder: which they were to tell it in.
-        session: id of theirs: nothing else is sent a signal.
-        seconds: to wait for the answers.
+        folder: the one that the ranks gave to `answer_signals`.
+        session: id of the ranks' session; no process of another session gets a signal.
+        seconds: how long to wait for the answers.
     """
-    found, asked = {}, {}
+    found, waiting = {}, {}
     for path in Path(folder).glob("*.stack"):
         with contextlib.suppress(OSError, ValueError):
             pid, thread = map(int, path.read_text().split()[:2])
             if os.getsid(pid) == session:
                 os.kill(pid, _SIGNAL)
-                asked[int(path.stem)] = path, thread
+                waiting[int(path.stem)] = path, thread
     until = time.monotonic() + seconds
-    while asked and time.monotonic() < until:
+    while waiting and time.monotonic() < until:
         time.sleep(0.02)
-        for rank, (path, thread) in [*asked.items()]:
+        for rank, (path, thread) in [*waiting.items()]:
             if frames := _main_thread(path.read_text(errors="replace"), thread):
                 found[rank] = frames
-                del asked[rank]
+                del waiting[rank]
     return dict(sorted(found.items()))
 
 
 def _main_thread(text: str, ident: int) -> list[FrameSummary]:
-    """The frames of one thread, once all of them are written down."""
+    """Return the frames of one thread once its stack is written completely, otherwise an empty list."""
     for part in text.split("hread 0x")[1:]:  # "Thread 0x..." and "Current thread 0x..."
         head, _, lines = part.partition("\n")
         if int(re.match(r"[0-9a-f]+", head)[0], 16) == ident and re.search(r" in <module>\n|^  \.\.\.\n", lines, re.M):
@@ -67,15 +67,15 @@ def _main_thread(text: str, ident: int) -> list[FrameSummary]:
 
 
 def described(ranks: dict[int, list[FrameSummary]]) -> str:
-    """In words: which ranks wait for the others, and in which lines the ranks are."""
+    """Return a text that says in which collective operation and line each rank is."""
     places: dict[str, list[int]] = {}
     for rank, frames in ranks.items():
         places.setdefault(_place(frames), []).append(rank)
-    return "; ".join(f"rank{'s' * (len(who) > 1)} {', '.join(map(str, who))}: {place}" for place, who in places.items())
+    return "; ".join(f"rank{'s' * (len(ids) > 1)} {', '.join(map(str, ids))}: {place}" for place, ids in places.items())
 
 
 def _place(frames: list[FrameSummary]) -> str:
-    """Where a rank is, in words: in the user's line, and in what that line called where ranks wait for each other."""
+    """Return a text: in which collective operation a rank waits, and the user's line that called it."""
     if not any(_is_of_worker(frame, "_rank") for frame in frames):
         return "has ended"
     inner = [*itertools.takewhile(lambda frame: not _is_of_worker(frame, "_execute"), frames)]
@@ -97,6 +97,6 @@ def _is_of_worker(frame: FrameSummary, name: str) -> bool:
 
 @functools.cache
 def is_library(file: str) -> bool:
-    """Whether a file is Python's, an installed package's or this one's, and not the user's own."""
+    """Return whether a file belongs to Python, an installed package or this one, and not to the user."""
     folders = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     return file.startswith((_PACKAGE, *folders, "<frozen"))

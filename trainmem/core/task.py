@@ -22,7 +22,7 @@ PRESETS = tomllib.loads(Path(__file__).with_name("presets.toml").read_text(encod
 _ALIASES = {short: name for name, preset in PRESETS.items() for short in preset.get("also", ())}
 
 _OF_LENGTHS = ("lengths", "pad_to_multiple_of", "packed")
-_SECONDS = 10.0  # of audio
+_SECONDS = 10.0  # of audio, by default
 _NO_DATA = "cannot generate data for {name}: name a class with architecture=, for one of {families}"
 _OPTIONAL = ("image_size", "audio_seconds", "objective")  # not in older records
 
@@ -33,22 +33,22 @@ class Task(Record):
 
     Args:
         model: a preset (`PRESETS`), a config.json or a model folder, or the name of a model on the Hub.
-        seq_len: tokens in a sequence (ignored for images), those of its image included. None: 512, or what the model
-            can take if that is less.
+        seq_len: tokens per sequence, including those of its image; ignored for images alone. None: 512, or the model's
+            limit if that is less.
         dataset_size: sequences in the generated data set.
         architecture: class of transformers, for a configuration that names none or for another head.
-        config: fields of the configuration that differ, e.g. {"num_hidden_layers": 2}.
+        config: fields of the configuration to replace, e.g. {"num_hidden_layers": 2}.
         data: "random" tokens, as in the guides, or "learnable": a rule that a small model learns in about a hundred
             steps (classification: does a marker token occur; language models: the second half repeats the first).
         seed: of the weights and of the data.
-        lengths: tokens in each sequence, in place of `seq_len` and `dataset_size`. A batch is padded to its longest,
-            or to the next multiple of `pad_to_multiple_of`, or where it is `packed` laid out in one row without
-            padding, as `DataCollatorWithFlattening` does. Meter and estimate follow all batches, in place of two.
+        lengths: tokens of each sequence, in place of `seq_len` and `dataset_size`. A batch is padded to its longest
+            sequence, or to the next multiple of `pad_to_multiple_of`; if `packed`, its sequences are joined into one
+            row without padding, as by `DataCollatorWithFlattening`. Meter and estimate cover all batches, not two.
         image_size: height and width of images in pixels, after the processor has resized them. None: the model's own,
-            or a usual one; 0: no images, for an image-text model that is trained on text only.
-        audio_seconds: of speech, e.g. 10, the default; Whisper always takes 30.
-        objective: "contrastive" (embeddings of pairs of texts), "preference" (a reward model, on pairs of answers);
-            empty: the loss of the model's own class, or of the preset.
+            or a common one; 0: no images, for an image-text model that is trained on text only.
+        audio_seconds: seconds of speech per sample (default: 10); Whisper always takes 30.
+        objective: "contrastive" (embeddings of pairs of texts) or "preference" (a reward model, on pairs of answers);
+            empty: the preset's, or the loss of the model's own class.
     """
 
     model: str = "bert-small"
@@ -85,7 +85,8 @@ class Task(Record):
             raise ValueError(f"objective={shown(self.objective)}: choose one of {', '.join(families.OBJECTIVES)}")
 
     def replace(self, **changes) -> "Task":
-        """The same task with other sizes; `config` is merged with the present one."""
+        """Return the task with some fields changed; `config` is merged with the present one. Raises ValueError for an
+        unknown field."""
         names = [item.name for item in dataclasses.fields(self)]
         if unknown := changes.keys() - {*names}:
             raise ValueError(f"a task has no {', '.join(sorted(unknown))}. Choose from {', '.join(names)}.")
@@ -94,47 +95,46 @@ class Task(Record):
         return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
-        """As records have it: without fields that older records do not have, unless they are given."""
+        """Return the fields for a record. Fields that older records lack are left out unless they are set."""
         content = super().to_dict()
         left_out = {name for name in _OPTIONAL if not content[name] and content[name] != 0}
         left_out |= set() if self.lengths else {*_OF_LENGTHS}
         return {name: content[name] for name in content if name not in left_out}
 
     def identity(self) -> str:
-        """The task as text, with the content of the configuration file that it names: the file may be edited."""
+        """Return text that is equal for equal tasks; it contains the configuration file, which a user may edit."""
         if (file := self._file()) is None:
             return repr(self)
-        saved = [
-            (str(each), each.stat().st_mtime_ns) for each in configurations.weights_files(file.parent)
-        ]  # may decide the type
+        # The files of the weights may decide the type.
+        saved = [(str(each), each.stat().st_mtime_ns) for each in configurations.weights_files(file.parent)]
         return repr((self, configurations.read_config(file), saved))
 
     @property
     def is_saved_quantized(self) -> bool:
-        """Whether the configuration file says that the weights were saved quantized; of a name on the Hub the file in
-        its cache."""
+        """Whether the configuration file says that the weights were saved quantized. For a name on the Hub, only the
+        cached file is read."""
         file = self._file() or self._cached_file()
-        with contextlib.suppress(ValueError):  # whoever builds the configuration says what is wrong with it
+        with contextlib.suppress(ValueError):  # `build_config` reports what is wrong with it
             return bool(file and configurations.read_config(file).get("quantization_config"))
         return False
 
     def _cached_file(self) -> Path | None:
-        """The configuration of a name on the Hub in its cache; None: it is not there."""
+        """Return the cached configuration file of a name on the Hub, or None."""
         if _ALIASES.get(self.model, self.model) in PRESETS:
             return None
         from transformers.utils.hub import try_to_load_from_cache
 
-        with contextlib.suppress(ValueError):  # it is no name that the Hub would take
+        with contextlib.suppress(ValueError):  # not a valid name on the Hub
             cached = try_to_load_from_cache(self.model, "config.json")
             return Path(cached) if isinstance(cached, str) else None
         return None
 
     def is_described_here(self) -> bool:
-        """Return whether the configuration is a preset or a local file; otherwise it belongs to a name on the Hub."""
+        """Return whether the configuration is a preset or a local file, not a name on the Hub."""
         return self._file() is not None or _ALIASES.get(self.model, self.model) in PRESETS
 
     def _file(self) -> Path | None:
-        """The configuration file that `model` names, there or not; None for a preset and a name on the Hub."""
+        """Return the configuration file that `model` names, existing or not; None for a preset or a name on the Hub."""
         path = Path(self.model)
         if _ALIASES.get(self.model, self.model) in PRESETS:
             return None
@@ -142,10 +142,10 @@ class Task(Record):
         return path / "config.json" if os.path.isdir(path) else path if is_file else None
 
     def build_config(self):
-        """The `PretrainedConfig`.
+        """Build the `PretrainedConfig`. Code of a model's repository is never run.
 
         Raises:
-            ValueError: there is no such model, or its configuration is none. Code beside one is never run.
+            ValueError: there is no such model, or its configuration is invalid.
         """
         preset = _ALIASES.get(self.model, self.model)
         if preset in PRESETS:
@@ -164,30 +164,30 @@ class Task(Record):
             if getattr(part, "pad_token_id", None) is None:
                 part.pad_token_id = 0  # classification heads of decoders refuse batches without one
         if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
-            config.decoder_start_token_id = config.pad_token_id  # a hub's configuration says so; a plain one does not
+            config.decoder_start_token_id = config.pad_token_id  # configurations on the Hub name it, plain ones do not
         return config
 
     @property
     def loss_objective(self) -> str:
-        """`objective`, or the preset's; empty: the loss of the model's own class."""
+        """`objective`, or else the preset's; empty: the loss of the model's own class."""
         preset = PRESETS.get(_ALIASES.get(self.model, self.model), {})
         return self.objective or (preset.get("objective", "") if not self.architecture else "")
 
     def _own_fields(self) -> dict[str, Any]:
-        """`config`, with the type of the weights by its current name: that counts where a file has both."""
+        """Return `config` with the weights' type under its current name, `dtype`, which wins in a file with both."""
         own = dict(self.config)
         if self.loss_objective == "preference":
             own.setdefault("num_labels", 1)
         return own | {"dtype": own.pop("torch_dtype")} if own.get("torch_dtype") and not own.get("dtype") else own
 
     def _config_of_hub(self):
-        """The configuration of a name on the Hub, from its cache where it is there; no long wait without a network."""
+        """Return the configuration of a name on the Hub: the cached one if the Hub does not answer quickly."""
         from transformers import AutoConfig
 
-        name = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", self.model, re.ASCII)  # else it is a path, or mistyped
+        name = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", self.model, re.ASCII)  # otherwise it is a path, or mistyped
         known = bool(name) and configurations.hub_answers()
         try:
-            options = {"local_files_only": not known, "trust_remote_code": False}  # unsaid, it would ask the user
+            options = {"local_files_only": not known, "trust_remote_code": False}  # by default it would ask the user
             return AutoConfig.from_pretrained(self.model, **options, **self._own_fields())
         except (OSError, ValueError):
             where = "not on the Hub" if known or not name else "cannot be downloaded (the Hub does not answer)"
@@ -195,10 +195,11 @@ class Task(Record):
             raise ValueError(f"{shown(self.model)} is not a preset, a file or a folder, and {where}") from None
 
     def model_class(self, config=None) -> type:
-        """The class of transformers: `architecture`, else the configuration's own, else the usual one for its type.
+        """Return the class of transformers: `architecture`, else the configuration's own, else the usual one for its
+        type.
 
         Raises:
-            ValueError: there is no such class, or there are no data for the one that the configuration names.
+            ValueError: no such class, or no data can be generated for the class that the configuration names.
         """
         import transformers
 
@@ -220,8 +221,8 @@ class Task(Record):
         return found
 
     def family(self) -> str:
-        """Which data the model takes: one of `families.FAMILIES` or `families.OBJECTIVES`. Raises ValueError if there
-        are no data for its class."""
+        """Return which data the model takes: one of `families.FAMILIES` or `families.OBJECTIVES`. Raises ValueError if
+        no data can be generated for its class."""
         if self.loss_objective:
             return self.loss_objective
         name = self.model_class().__name__
@@ -232,23 +233,23 @@ class Task(Record):
 
     @property
     def has_tokens(self) -> bool:
-        """Whether the examples are sequences, so that `seq_len` matters."""
+        """Whether examples are sequences, so that `seq_len` matters."""
         return self.family() not in families.WITHOUT_TOKENS
 
     def weights(self, dtype: Any = None, quantization: Mapping[str, Any] | None = None) -> Weights:
-        """The type in which `from_pretrained` loads this model, and what decides it.
+        """Return the type in which `from_pretrained` loads this model, and what decides it.
 
-        The rule is that of transformers 5: `dtype` where it is given; otherwise the one that the configuration names
-        (`dtype`, or the older `torch_dtype`; of a composite configuration the part that the class takes); otherwise
-        the type of the first weight in the folder's files. A model without any of these has float32. A folder that was
-        saved quantized is quantized, whatever else is asked for.
+        The rule is that of transformers 5: `dtype` if it is given; otherwise the one that the configuration names
+        (`dtype`, or the older `torch_dtype`; in a composite configuration the part that the class takes); otherwise
+        the type of the first weight in the folder's files; otherwise float32. A folder that was saved quantized is
+        quantized, whatever else is requested.
 
         Args:
             dtype: a torch.dtype or its name; None or "auto": by the rule.
             quantization: fields of a `BitsAndBytesConfig`.
 
         Raises:
-            ValueError: a saved quantization other than that of bitsandbytes, or a type that is no type of weights.
+            ValueError: a saved quantization other than that of bitsandbytes, or a `dtype` that weights cannot have.
         """
         return self._weights(self._config_of_class(), dtype, quantization)
 
@@ -264,13 +265,13 @@ class Task(Record):
         return Weights(str(kind).removeprefix("torch."), source, saved or (dict(quantization or {}) or None), by)
 
     def _dtype_of_weights(self):
-        """The type of the first saved weight; None: there are none on this machine."""
+        """Return the type of the first saved weight; None if this machine has no saved weights."""
         if file := self._file():
             return configurations.dtype_of_files(file.parent) if os.path.isdir(self.model) else None
         return configurations.dtype_of_files(cached.parent) if (cached := self._cached_file()) else None
 
     def _config_of_class(self):
-        """The configuration that the class takes: of a composite one the part for a class of that part alone."""
+        """Return the configuration that the class takes: a part of a composite one if the class is for that part."""
         config = self.build_config()
         wanted = self.model_class(config).config_class
         parts = (getattr(config, name, None) for name in config.sub_configs)
@@ -282,12 +283,15 @@ class Task(Record):
         return part
 
     def build_model(self, *, attn_implementation: str | None = None, dtype: Any = None, device: str | None = None):
-        """The model with random weights, on `device`, in train mode; not quantized, whatever its configuration says.
+        """Build the model with random weights, on `device`, in train mode; never quantized.
 
         Args:
             attn_implementation: "eager", "sdpa", ...; None: the library's choice.
             dtype: type of the weights, a torch.dtype or its name; None: as `from_pretrained` loads it, see `weights`.
-            device: where the weights are made; "meta" makes none.
+            device: where the weights are created; "meta": without memory.
+
+        Raises:
+            ValueError: transformers cannot build the configuration.
         """
         import torch
 
@@ -313,30 +317,30 @@ class Task(Record):
         return model
 
     def parameters(self) -> int:
-        """Number of parameters, shared ones counted once; no weights are made."""
+        """Return the number of parameters, shared ones counted once; no memory is allocated for them."""
         return sum(parameter.numel() for parameter in self.build_model(device="meta").parameters())
 
     def with_text(self, **fields) -> "Task":
-        """The same with other fields of the configuration, or of its part that describes the text."""
+        """Return the task with other fields of its configuration, or of the part of it that describes the text."""
         config = self.build_config()
         text = families.text_of(config)
         part = next((name for name in config.sub_configs if getattr(config, name, None) is text), None)
         return self.replace(config={part: fields} if part else fields)
 
     def with_padded_vocabulary(self, multiple: int) -> "Task":
-        """The same with a vocabulary of the next multiple, as `resize_token_embeddings(pad_to_multiple_of=...)` makes
-        it; itself where there is nothing to pad."""
+        """Return the task with its vocabulary rounded up to a multiple, as `resize_token_embeddings(
+        pad_to_multiple_of=...)` does; the task itself if its size is such a multiple already, or unknown."""
         size = getattr(families.text_of(self.build_config()), "vocab_size", None) or 0
         return self.with_text(vocab_size=-(-size // multiple) * multiple) if size % multiple else self
 
     def length(self, config=None) -> int:
-        """Tokens in a sequence: `seq_len`, checked against the positions that the model has."""
+        """Return the tokens per sequence: `seq_len`, or its default. Raises ValueError above the model's limit."""
         config = config or self.build_config()
         limit, family = positions(config), None
         if config.model_type in ("t5", "mt5", "umt5"):
             limit = None  # relative positions
         if limit and "roberta" in config.model_type:
-            limit -= (config.pad_token_id or 0) + 1  # positions are numbered from the padding token on
+            limit -= (config.pad_token_id or 0) + 1  # positions are numbered from the one after the padding token's
         if config.model_type in families.OF_SPECIAL_LENGTH:
             family = self.family()
         if family == "ctc":
@@ -344,7 +348,7 @@ class Task(Record):
         if self.seq_len is None:
             usual = 512
             if family == "ctc":
-                usual = max(limit // 4, 1)  # characters in as many outputs
+                usual = max(limit // 4, 1)  # four outputs per character
             elif family == "image-text":
                 usual = max(512, families.image_tokens(config, self.image_size) + 128)
             return min(usual, limit or usual)
@@ -353,16 +357,16 @@ class Task(Record):
         return self.seq_len
 
     def shortest(self) -> int:
-        """The least `seq_len`: an image needs room for its tokens."""
+        """Return the smallest possible `seq_len`: an image needs room for its tokens."""
         is_with_image = self.family() == "image-text"
         return families.image_tokens(self.build_config(), self.image_size) + 2 if is_with_image else 1
 
     def arrays(self, size: int | None = None) -> dict[str, Any]:
-        """`size` (default `dataset_size`) examples by column: numpy arrays of what the model's forward takes, labels
-        included, or lists of them where a batch is a list.
+        """Generate `size` examples (default: `dataset_size`), by column: numpy arrays of the inputs and labels of the
+        model's forward, or lists of arrays for columns that a batch holds as lists.
 
         Raises:
-            ValueError: the sizes do not go together, such as an image of more tokens than `seq_len`.
+            ValueError: sizes that conflict, such as an image of more tokens than `seq_len`.
         """
         config, family = self.build_config(), self.family()
         if self.lengths and family not in families.OF_UNEQUAL_LENGTHS:
@@ -380,7 +384,7 @@ class Task(Record):
         ).arrays()
 
     def dataset(self):
-        """A `datasets.Dataset` of `dataset_size` examples in torch format. The data lie in Arrow, not in tensors."""
+        """Return a `datasets.Dataset` of `dataset_size` examples in torch format. Arrow holds the data, not tensors."""
         from datasets import Dataset
 
         arrays = self.arrays()
@@ -389,7 +393,7 @@ class Task(Record):
         return Dataset.from_dict(arrays).with_format("torch")
 
     def collator(self) -> Callable[[list[dict]], dict] | None:
-        """What makes a batch of examples of `lengths`, or of lists; None for all others: the Trainer's own."""
+        """Return the function that batches examples of unequal `lengths`, or with lists; None: the Trainer's own."""
         if not self.lengths:
             names = families.LISTED.get(self.family())
             return functools.partial(families.listed, names=names) if names else None
@@ -400,7 +404,7 @@ class Task(Record):
         return functools.partial(_padded, multiple=self.pad_to_multiple_of)
 
     def batch(self, size: int, device: Any = "cpu") -> dict[str, Any]:
-        """`size` examples as one batch of tensors: (size, seq_len) token ids and their labels."""
+        """Return `size` examples as one batch of tensors on `device`: (size, seq_len) token ids, and labels."""
         import torch
 
         def sent(value):
@@ -415,7 +419,7 @@ class Task(Record):
 
 
 def _padded(examples: list[dict], multiple: int) -> dict[str, Any]:
-    """Examples as one batch, as the library's collators pad: ids with 0, labels of tokens with -100, and a mask."""
+    """Pad examples to one batch as the library's collators do: ids with 0, token labels with -100; with a mask."""
     import torch
 
     columns = {name: [example[name] for example in examples] for name in examples[0]}
@@ -434,12 +438,12 @@ class Profile:
 
     name: str
     task: Task
-    micro_batch: int  # samples, of the vanilla recipe
-    steps: int  # optimizer steps that are timed
-    warmup_steps: int  # before these
+    micro_batch: int  # samples per device, of the vanilla recipe
+    steps: int  # timed optimizer steps
+    warmup_steps: int  # steps before these
     turns: int  # pairs of turns in a comparison
-    # Seconds after which one experiment or comparison is given up: many times what it takes on a slow machine of that
-    # kind, and no more than a learner waits.
+    # Seconds after which an experiment or comparison is ended: many times what it takes on a slow machine of that kind,
+    # and no more than a learner waits.
     timeout: float
 
 
@@ -449,13 +453,13 @@ PROFILES = {
     "t4": Profile("t4", _LARGE.replace(seq_len=256), micro_batch=4, steps=20, warmup_steps=3, turns=5, timeout=600),
     "gpu": Profile("gpu", _LARGE, micro_batch=4, steps=30, warmup_steps=5, turns=7, timeout=600),
 }
-# For tests in which lessons only have to run. What is measured at these sizes means nothing, so no list of profiles
-# has them, and "auto" never takes them. With fewer turns an exercise of lesson 03 would not take its own solution.
+# For tests in which lessons only have to run. Measurements at these sizes mean nothing, so no list of profiles has
+# them, and "auto" never picks them. With fewer turns an exercise of lesson 03 would reject its own solution.
 TINY = Profile("tiny", Task("bert-tiny", seq_len=32), micro_batch=4, steps=1, warmup_steps=1, turns=5, timeout=240)
 
 
 def choose_profile(name: str = "auto", machine=None) -> Profile:
-    """The profile of that name; "auto" takes the largest one that this machine can hold, "tiny" is for tests.
+    """Return the profile of that name; "auto": the largest that this machine can hold; "tiny": for tests.
 
     Raises:
         ValueError: no such profile.

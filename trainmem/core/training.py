@@ -1,6 +1,6 @@
 """One experiment, and how it trains: transformers' Trainer with the task's model and data and the user's arguments.
 
-The same code is measured (on real tensors) and estimated (on fake ones).
+The meter runs this code on real tensors, the estimate on fake ones.
 """
 
 import contextlib
@@ -26,18 +26,18 @@ _OF_QUANTIZED = "a model in {bits} bits{by} can be trained with adapters only: a
 class Experiment:
     """One training, inference or function of a task, and how long it is measured."""
 
-    name: str  # for people: in tables and pictures
+    name: str  # shown in tables and pictures
     task: Task
     arguments: Arguments = field(default_factory=Arguments)
-    function: bytes | None = None  # a cloudpickled callable: it takes the task; without one the Trainer runs
+    function: bytes | None = None  # a cloudpickled callable that takes the task; None: the Trainer trains
     optimizer: bytes | None = None  # a cloudpickled callable (model, training arguments) -> optimizer, for the Trainer
     training: bool = True  # False: forward passes without gradients
     processes: int = 1  # ranks
-    steps: int = 4  # optimizer steps that are timed
-    warmup_steps: int = 1  # before these
-    threads: int | None = None  # that it computes on; None: as many as torch takes
-    samples_of_function: int | None = None  # that one step of a function sees, all processes together
-    packages: tuple[str, ...] = ()  # that its clean process has from the start: see `forkserver`, which reads the names
+    steps: int = 4  # timed optimizer steps
+    warmup_steps: int = 1  # steps before these
+    threads: int | None = None  # threads to compute with; None: torch's default
+    samples_of_function: int | None = None  # samples per step of a function, over all processes
+    packages: tuple[str, ...] = ()  # packages to import before the job starts: `forkserver` looks for their names
 
     def __post_init__(self):
         whole_number("processes", self.processes)
@@ -55,18 +55,18 @@ class Experiment:
 
     @property
     def weights(self) -> Weights | None:
-        """The type of the weights, and who chose it; None: a function makes its own. Raises ValueError as `Task`."""
+        """The type of the weights and who chose it; None for a function. Raises ValueError as `Task.weights` does."""
         given = self.arguments
         return None if self.function else self.task.weights(given.get("dtype"), given.quantization)
 
     @property
     def kind(self) -> str:
-        """As `records.Run.kind`."""
+        """The kind of the run, as in `records.Run.kind`."""
         return "function" if self.function else "training" if self.training else "inference"
 
     @property
     def samples_per_step(self) -> int | None:
-        """Samples that one optimizer step sees, all processes together; None where a function did not say."""
+        """Samples per optimizer step, over all processes; None if the user did not give them for a function."""
         if self.function:
             return self.samples_of_function
         if not self.training:
@@ -75,21 +75,21 @@ class Experiment:
 
     @property
     def metered_steps(self) -> int:
-        """Optimizer steps, or passes, that the memory meter and an estimate follow: two, or as many as lengths make."""
+        """Optimizer steps, or passes, in the memory meter and the estimate: two, or all that `lengths` need."""
         unequal = self.training and not self.function and self.task.lengths
         return max(2, -(-len(self.task.lengths) // self.samples_per_step)) if unequal else 2
 
     @property
     def steps_on_a_gpu(self) -> int:
-        """The same for the allocator there: the second step of a training wants the blocks of each later one, but finds
-        the free blocks as the first step has left them."""
+        """`metered_steps` on a GPU, or up to three: a training's second step requests the blocks of each later one, but
+        finds the free blocks as the first step left them; the third step is like all later ones."""
         alike = self.training and not self.function and not self.task.lengths
         return min(self.arguments.get("max_steps", 3), 3) if alike else self.metered_steps
 
     @property
     def is_counted_by_tensors(self) -> bool:
-        """Whether other threads or processes hand memory to this one at no certain time, see `memory_meter`."""
-        # DeepSpeed sends also where there is one rank.
+        """Whether other threads or processes pass memory to this one at irregular times, see `memory_meter`."""
+        # DeepSpeed communicates even with one rank.
         return self.processes > 1 or any(map(self.arguments.get, ("dataloader_num_workers", "deepspeed")))
 
     def replace(self, **changes) -> "Experiment":
@@ -97,30 +97,36 @@ class Experiment:
 
 
 def train(experiment: Experiment, folder: str, steps: int, keep_losses: bool = True) -> list[float]:
-    """The Trainer, with the task's model and data and the experiment's arguments. Returns the loss of each step.
+    """Train with the Trainer, the task's model and data and the experiment's arguments; return each step's loss.
 
-    `steps` optimizer steps, unless losses are kept and the arguments say `max_steps` or `num_train_epochs`. Without
-    losses the training evaluates and saves after the last of them, if the arguments say so.
+    Args:
+        folder: output folder of the Trainer.
+        steps: optimizer steps, unless losses are kept and the arguments set `max_steps` or `num_train_epochs`.
+        keep_losses: keep losses, and never evaluate. Otherwise evaluate and save after the last step, if the arguments
+            request it, and return [].
+
+    Raises:
+        Invalid: the task or the arguments cannot be built, or a package is missing.
     """
     import cloudpickle
     from transformers import PrinterCallback, Trainer
     from transformers.utils.generic import find_labels
 
     arguments = experiment.arguments
-    if not keep_losses:  # the memory pass needs no more than its steps, whatever the arguments say
+    if not keep_losses:  # the memory pass runs no more than its steps, even if the arguments ask for more
         arguments = arguments.replace(max_steps=min(arguments.get("max_steps", steps), steps))
         arguments = evaluation.once(arguments, arguments.get("max_steps"))
     elif not {"max_steps", "num_train_epochs"} & arguments.training.keys():
         arguments = arguments.replace(max_steps=steps)
     if keep_losses:
         arguments = evaluation.never(arguments)
-    if arguments.get("deepspeed"):  # one process has no launcher that says so, and DeepSpeed would ask MPI
+    if arguments.get("deepspeed"):  # without a launcher's environment variables DeepSpeed would use MPI
         if why := optional_packages.missing("deepspeed"):
             raise Invalid(why)
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
         for name, value in alone.items():
             os.environ.setdefault(name, value)
-        # gloo sums. Else each rank waits for an operator to be compiled: a minute, or for ever where that was killed.
+        # gloo sums. Otherwise each rank compiles an operator: for a minute, or for ever if a compilation was killed.
         importlib.import_module("deepspeed.ops").__compatible_ops__ = {}
     try:
         family = experiment.task.family()
@@ -128,13 +134,13 @@ def train(experiment: Experiment, folder: str, steps: int, keep_losses: bool = T
             raise Invalid(f"{family} needs scipy, which matches predictions with objects: pip install scipy")
         args = arguments.build(folder)
         if args.n_gpu > 1:
-            args._n_gpu = 1  # a process has one GPU: with more the Trainer would use nn.DataParallel and a larger batch
+            args._n_gpu = 1  # with more GPUs the Trainer would use nn.DataParallel and a larger batch
         model = _built(experiment, args.device, args)
         dataset = experiment.task.dataset()
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        columns = getattr(dataset, "column_names", ())  # a task of the user's may have data of another kind
+        columns = getattr(dataset, "column_names", ())  # a user's task may have another kind of data set
         if args.label_names is None and "labels" in columns and not find_labels(type(base)):
-            args.label_names = ["labels"]  # its forward takes them without naming them: the Trainer would drop them
+            args.label_names = ["labels"]  # forward takes them as **kwargs, and the Trainer would drop them
     except (ValueError, ImportError) as error:
         raise Invalid(str(error)) from error
     optimizer = cloudpickle.loads(experiment.optimizer)(model, args) if experiment.optimizer else None
@@ -142,7 +148,7 @@ def train(experiment: Experiment, folder: str, steps: int, keep_losses: bool = T
     losses: list[list[Any]] = []
 
     class LossKeeper(Trainer):
-        """Keeps each micro-batch's loss as it is, on the device: reading it out would wait for the device."""
+        """Keep each micro-batch's loss on the device: reading it would wait for the device."""
 
         def training_step(self, *inputs, **options):
             loss = super().training_step(*inputs, **options)
@@ -163,16 +169,17 @@ def train(experiment: Experiment, folder: str, steps: int, keep_losses: bool = T
 
 
 def _built(experiment: Experiment, device: Any, args: Any = None):
-    """The model, with what is learned and how the rest is kept. A quantized one is on the device, and so is one that
-    does not train; `args`: the Trainer's, which sends any other.
+    """Build the model, quantized, frozen and with adapters as the arguments say.
+
+    It is on `device` if it is quantized or does not train; otherwise the Trainer, whose arguments are `args`, moves it.
 
     Raises:
-        Invalid: a package that it needs is missing.
-        ValueError: something that there is not, see `adapters`.
+        Invalid: a package is missing.
+        ValueError: an argument does not fit the model, see `adapters`.
     """
     task, arguments, weights = experiment.task, experiment.arguments, experiment.weights
     wanted, quantization = arguments.adapters, weights.quantization
-    if args and quantization and wanted.get("peft") is None:  # a folder that was saved so, else it is refused before
+    if args and quantization and wanted.get("peft") is None:  # saved quantized: other cases were refused earlier
         raise ValueError(_OF_QUANTIZED.format(bits=weights.bits, by=f" ({weights.quantized_by})"))
     if wanted.get("peft") is not None and (why := optional_packages.missing("peft")):
         raise Invalid(why)
@@ -189,8 +196,12 @@ def _built(experiment: Experiment, device: Any, args: Any = None):
 
 
 def infer(experiment: Experiment, passes: int = 2, on_pass: Callable[[], None] = lambda: None) -> None:
-    """Forward passes in eval mode without gradients, `per_device_eval_batch_size` samples each (the Trainer's 8). With
-    `max_new_tokens` a pass is a `generate`, of which each answer gets as many tokens as that, whatever they are."""
+    """Run forward passes in eval mode without gradients, of `per_device_eval_batch_size` samples (default: 8, as in the
+    Trainer). With `max_new_tokens`, a pass is a `generate` call that writes exactly so many tokens per sample.
+
+    Raises:
+        Invalid: the task or the arguments cannot be built, or the model cannot generate.
+    """
     import torch
 
     settings, generation = experiment.arguments.training, experiment.arguments.generation
@@ -217,11 +228,11 @@ def infer(experiment: Experiment, passes: int = 2, on_pass: Callable[[], None] =
 
 
 def _check_room(task: Task, new: int) -> None:
-    """Raises ValueError where a model does not write, or has no positions for the prompt and `new` tokens."""
+    """Raise ValueError if a model cannot generate, or has no positions for the prompt and `new` tokens."""
     config = task.build_config()
     kind, length, room = task.model_class(config), task.length(config), positions(config)
     if (family := task.family()) not in OF_UNEQUAL_LENGTHS:
-        raise ValueError(f"max_new_tokens: generation is known of models that take text, not of {family}: leave it out")
+        raise ValueError(f"max_new_tokens: only text models can generate here, not {family}: leave it out")
     if not kind.can_generate():
         raise ValueError(
             f"max_new_tokens: {kind.__name__} cannot generate text. Name a class that can, "
@@ -229,31 +240,31 @@ def _check_room(task: Task, new: int) -> None:
         )
     if room and not config.is_encoder_decoder and length + new > room:
         raise ValueError(
-            f"max_new_tokens={new} is too large: of {room} positions of {task.model} the prompt takes {length}. "
+            f"max_new_tokens={new} is too large: {task.model} has {room} positions, and the prompt takes {length}. "
             f"Give {room - length} or less, or a smaller seq_len"
         )
 
 
 def _write(model, prompts, *, max_new_tokens: int, **options) -> None:
-    """`generate` with greedy or beam search, to the last token: no value that was computed ends it, so it can be
-    followed on tensors without any. A static cache is not compiled for."""
-    writer = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft's models hand generate on
+    """Call `generate` with greedy or beam search for exactly `max_new_tokens` tokens: no computed value ends it, so it
+    can be traced on fake tensors. A static cache is not compiled."""
+    writer = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft's models delegate generate
     tokens, ask_beams = iter(range(max_new_tokens)), type(writer)._beam_search_has_unfinished_sequences
     writer._has_unfinished_sequences = lambda *_, **__: next(tokens, None) is not None
     writer._beam_search_has_unfinished_sequences = lambda *args, **rest: ask_beams(*args, **rest) is not None
     model.generation_config.eos_token_id = None
     if not model.config.is_encoder_decoder:
-        model.config.pad_token_id = None  # there is no padding, and GPT-2 would look for it
+        model.config.pad_token_id = None  # there is no padding, and GPT-2 would search for it
     mask = prompts.new_ones(prompts.shape)
     options = {"do_sample": False, "disable_compile": True, "max_new_tokens": max_new_tokens} | options
     model.generate(input_ids=prompts, attention_mask=mask, **options)
 
 
 def pickled(function: Callable) -> bytes:
-    """A function as it travels to a clean process.
+    """Return a function as bytes, by cloudpickle, to send it to a fresh subprocess.
 
     Raises:
-        ValueError: it is no function, or cannot travel.
+        ValueError: it is not callable, or cannot be pickled.
     """
     if not callable(function):
         raise ValueError(f"{shown(function)} is not a function: give one that takes the task")

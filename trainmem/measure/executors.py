@@ -1,4 +1,4 @@
-"""Where experiments are performed: here, or wherever an executor performs them; and what is known of that place."""
+"""Perform experiments, for `Runner`: in this process's fresh subprocesses, or wherever an executor performs them."""
 
 import sys
 import uuid
@@ -14,26 +14,24 @@ from trainmem.records import now
 
 
 def seen_by(executor: Executor | None) -> tuple[Machine, dict[str, str | None]]:
-    """The machine that experiments see, and the packages that they run with: of this process, or of where an executor
-    performs these questions."""
+    """Return the machine and the package versions that experiments get: those here, or those where `executor` runs."""
     if executor is None:
         return hardware.describe(), hardware.versions()
     return executor.submit(hardware.describe).result(), executor.submit(hardware.versions).result()
 
 
 def submit(executor: Executor, function: Callable[..., Outcome], *arguments) -> "Future[Outcome]":
-    """Have a function performed elsewhere; see `outcome_of`. It is always performed: Dask would hand out what an equal
-    call gave before."""
+    """Submit a function to an executor; read the result with `outcome_of`. It always runs: a unique argument stops Dask
+    from returning the result of an equal call."""
     return executor.submit(perform, uuid.uuid4().hex, function, *arguments)
 
 
 def outcome_of(future: "Future[Outcome]") -> Outcome:
-    """The outcome of what was submitted; "killed" where whoever performed it ended. If the wait for it is interrupted,
-    it is cancelled."""
+    """Wait for a submitted outcome; "killed" if the worker that performed it died. An interrupted wait cancels it."""
     try:
         return future.result()
     except Exception as error:
-        # Dask's own, when it has tried in vain as often as its scheduler allows; Dask need not be installed here.
+        # Dask raises it after the retries that its scheduler allows; Dask need not be installed here.
         if not isinstance(error, BrokenExecutor) and type(error).__name__ != "KilledWorker":
             raise
         return Outcome("killed", str(error).split(". ")[0], attempts=getattr(error, "attempts", ()))
@@ -43,9 +41,8 @@ def outcome_of(future: "Future[Outcome]") -> Outcome:
 
 
 def perform(number: str, function: Callable[..., Outcome], *arguments) -> Outcome:
-    """What `submit` has done: the outcome with its machine and versions and, by a worker of a cluster, the attempt. The
-    `number` makes this call unlike any other.
-    """
+    """Perform a submitted function; return its outcome with the machine, the versions and, on a cluster's worker, the
+    attempt. `number` is unique, see `submit`."""
     began = now("milliseconds")
     outcome = function(*arguments)
     if worker := _worker():
@@ -58,12 +55,12 @@ def perform(number: str, function: Callable[..., Outcome], *arguments) -> Outcom
 def measured(
     experiment: Experiment, meters: Sequence[str], timeout: float, on_step: Callable[[int], None] | None = None
 ) -> Iterator[Outcome]:
-    """What is known of an experiment after each of the meters, one after another, until one of them fails.
+    """Yield the outcome of an experiment after each meter, all earlier figures included, until a meter fails.
 
     Args:
-        meters: "memory", "time", "none" or "value" (see `Lab.run`), each in a clean process of its own. In a course
-            other lessons wait while something is timed.
-        timeout: seconds that each may take.
+        meters: "memory", "time", "none" or "value" (see `Lab.run`), each in a fresh subprocess. In a course, other
+            lessons wait while something is timed.
+        timeout: seconds per meter.
         on_step: as in `processes.execute`.
     """
     known = Outcome()
@@ -73,7 +70,7 @@ def measured(
             if meter == "memory":
                 outcome = processes.account(experiment, timeout, on_step)
             elif meter == "time" and known.memory and hardware.is_rehearsal():
-                outcome = worker.untimed(experiment)  # it ran, and there is no time to be had
+                outcome = worker.untimed(experiment)  # the memory pass ran it, and a rehearsal has no times
             else:
                 outcome = processes.execute(experiment, meter, timeout, on_step)
         known = known.joined(outcome)
@@ -83,12 +80,12 @@ def measured(
 
 
 def measure(experiment: Experiment, meters: Sequence[str], timeout: float) -> Outcome:
-    """What is known of an experiment when all meters have `measured` it, or one failed."""
+    """Return the outcome of an experiment after all meters, or after the first that failed; see `measured`."""
     return [*measured(experiment, meters, timeout)][-1]
 
 
 def _worker():
-    """Dask's worker that this thread works for; None where there is none."""
+    """Return the Dask worker that runs this thread, or None."""
     distributed = sys.modules.get("distributed")
     try:
         return distributed and distributed.get_worker()

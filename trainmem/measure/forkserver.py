@@ -1,17 +1,17 @@
-"""In the process that has jobs to do, the caller: start a fork server, and have a clean process forked for each job.
+"""Start a fork server, and let it fork a fresh subprocess for each job. This is the side of the caller, which has jobs.
 
-A fresh interpreter takes seconds to import the libraries; a fork of one that has them takes hundredths of a second and
-is just as clean. The standard library's fork server does not serve: it imports the caller's `__main__` again and keeps
-the environment that it was started in. Each kind of process has a module:
+A fresh interpreter takes seconds to import the libraries; a fork of one that has them takes hundredths of a second, and
+nothing is left in it from an earlier job either. The standard library's fork server is no alternative: it imports the
+caller's `__main__` again and keeps the environment in which it was started. Each kind of process has a module:
 
 - the caller: this one. `SERVER` is its server, a `CleanProcess` is one job from its start to its end.
-- the server: `server_process`. It has imported torch and never touched a device; it forks, and collects what ended.
-- the clean process: `forked`. It receives the job, performs it, and sends the result.
+- the server: `server_process`. It has imported torch but touched no device; it forks, and collects ended processes.
+- the fresh subprocess: `forked`. It receives the job, performs it, and sends the result.
 - the server of a whole course: `course.course_server`. It forks the servers of the lessons, which share one import.
 
-No process outlives its parent, whatever kills it: children are in a session of their own, ask the kernel to die with
-the server, and the server ends when the connection to its caller closes, and adopts and ends what a child has left in
-other sessions. Nor does a file: each clean process has a folder of its own, which whoever sees its end removes.
+No process outlives its parent, even if that is killed. A child has a session of its own and asks the kernel to end it
+with the server. The server ends when the connection to its caller closes; it adopts and ends processes that a child
+left in other sessions. Each fresh subprocess has a folder for its files, which the process that sees its end removes.
 """
 
 import atexit
@@ -33,7 +33,7 @@ import cloudpickle
 from trainmem.core import optional_packages, outcomes, stack_dumps
 from trainmem.measure import forked, quiet, server_process
 
-# What a server imports, and all that these import, so that a clean process has it at no cost.
+# Modules that a server imports, with all that they import, so that each fresh subprocess has them without a wait.
 PRELOAD = (
     "torch.distributed.launcher.api",
     "datasets",
@@ -45,26 +45,26 @@ PRELOAD = (
     "trainmem.estimate.device",
     "trainmem.estimate.peak_memory",
 )
-# It joins them before a job that names it, or one of its optimizers: to import it takes a quarter of the time of all
-# these, and touches the device where there is one.
+# A server imports bitsandbytes only before a job that names it, or one of its optimizers: this import takes a quarter
+# of the time of all these, and touches the device if there is one.
 _BITSANDBYTES = re.compile(rb"bitsandbytes|bnb|[48]bit|quantization_config|paged|lion|ademamix")
-# Where nobody sets them. A thread of OpenMP that waits spins for milliseconds: on a machine with other work to do a
-# step took 10 to 20 times as long (9.4 s instead of 0.4 s). glibc gives each thread an arena of its own: the third of
-# equal trainings in threads took 13 % more CPU time. Python walks sets of names in an order drawn for each process,
-# and models of transformers do so (ModernBERT, Gemma 3): what their trainings reserve would be drawn with it.
+# Defaults of environment variables. A waiting OpenMP thread spins for milliseconds: on a machine with other load a step
+# took 10 to 20 times as long (9.4 s instead of 0.4 s). glibc gives each thread a memory arena of its own: the third of
+# three equal trainings in threads took 13 % more CPU time. Python iterates over sets of names in an order drawn per
+# process, and transformers' models do so (ModernBERT, Gemma 3): without a fixed seed their reserved memory would vary.
 _DEFAULTS = {"GOMP_SPINCOUNT": "3000", "MALLOC_ARENA_MAX": "1", "PYTHONHASHSEED": "0"}
 
-Job = Callable[[Callable[[int], None]], Any]  # called in the clean process with what it calls after each step
+Job = Callable[[Callable[[int], None]], Any]  # runs in the fresh subprocess; it gets a function to call after each step
 
 
 class ForkServer:
-    """The caller's fork server: started when it is first needed, replaced if it was killed, ended with the caller.
+    """The caller's fork server: started on first use, replaced if it was killed, ended with the caller.
 
-    A fork of the caller has a server of its own. `preload`: modules that a server imports.
+    A fork of the caller gets a server of its own. `preload`: modules that a server imports.
     """
 
     def __init__(self, preload: Sequence[str]):
-        self.measuring: set[int] = set()  # clean processes that are under a meter just now
+        self.measuring: set[int] = set()  # ids of fresh subprocesses with an active meter
         self.running: _RunningServer | None = None
         self._preload = preload
         self._lock = threading.RLock()
@@ -72,11 +72,11 @@ class ForkServer:
     def start(self, with_bitsandbytes: bool = False) -> None:
         """Start a server, unless there is one, without waiting for it.
 
-        A server that was started before a package was offered has libraries that lack it: it is replaced, and its
-        clean processes go on.
+        A server that was started before a package was offered has libraries that did not find it: it is replaced, and
+        its fresh subprocesses continue.
 
         Args:
-            with_bitsandbytes: whether the second job will need bitsandbytes.
+            with_bitsandbytes: import bitsandbytes after the first fork, because later jobs will need it.
         """
         with self._lock:
             if self.running and self.running.is_up_to_date():
@@ -85,15 +85,20 @@ class ForkServer:
             self.running = _RunningServer(self._preload, with_bitsandbytes)
 
     def fork(self, descriptors: list[int], folder: str, job: bytes) -> "tuple[_RunningServer, int]":
-        """Fork a clean process that holds the descriptors (channel, output, errors) and has a folder, with what a
-        pickled job needs; return the server that did it, and the process id."""
+        """Fork a fresh subprocess; return the server that forked it and its process id.
+
+        Args:
+            descriptors: of its channel, output and errors.
+            folder: for its files.
+            job: pickled; it tells which packages to import.
+        """
         with self._lock:
             try:
                 return self._fork(descriptors, folder, job)
-            except (OSError, EOFError):  # the server was killed: a new one
+            except (OSError, EOFError):  # the server was killed: start a new one
                 self._leave()
                 return self._fork(descriptors, folder, job)
-            except KeyboardInterrupt:  # its answer would be taken for that to the next request
+            except KeyboardInterrupt:  # the pending answer would be taken for the next request's
                 if self.running:
                     self.running.end()
                 self.running = None
@@ -104,26 +109,26 @@ class ForkServer:
         return self.running, self.running.fork(descriptors, folder, bool(_BITSANDBYTES.search(job)))
 
     def _leave(self) -> None:
-        """Have no server; end the present one unless it still has clean processes."""
+        """Forget the present server, and end it unless it still has fresh subprocesses."""
         if self.running and not self.running.is_needed():
             self.running.end()
         self.running = None
 
     def end_forks(self) -> None:
-        """End every clean process that lives just now, and all it started; whoever waits for one gets its end."""
+        """End every living fresh subprocess and what it started; its caller gets the outcome "killed"."""
         for pid in [*self.running.forks] if self.running else ():
             with contextlib.suppress(OSError):
                 os.killpg(pid, signal.SIGKILL)
 
 
 class _RunningServer:
-    """One server that this process has started, or has joined in a course, and the connection to it."""
+    """One server that this process started, or a fork of the course's server, and the connection to it."""
 
     def __init__(self, preload: Sequence[str], with_bitsandbytes: bool):
-        self.forks: set[int] = set()  # ids of the clean processes that it has forked and not yet collected
+        self.forks: set[int] = set()  # ids of its fresh subprocesses that are not yet collected
         self.process: subprocess.Popen | None = None  # None: a fork of the course's server
         self._owner = os.getpid()
-        self._offered = optional_packages.offered()  # packages that its libraries may use
+        self._offered = optional_packages.offered()  # folders of packages that its libraries may use
         self._lock = threading.RLock()  # one request at a time
         self._control = None if self._offered else _joined_course()
         if not self._control:
@@ -134,19 +139,19 @@ class _RunningServer:
         atexit.register(self.end)
 
     def is_up_to_date(self) -> bool:
-        """Return whether it lives, is this process's own, and has looked at all packages that were offered."""
+        """Return whether it is alive, belongs to this process, and was started after the last package was offered."""
         return self._lives() and self._offered == optional_packages.offered()
 
     def is_needed(self) -> bool:
-        """Return whether it lives and has clean processes."""
+        """Return whether it is alive and has fresh subprocesses."""
         return bool(self.forks) and self._lives()
 
     def _lives(self) -> bool:
-        with self._lock:  # without a request under way only the end of the connection can be read
+        with self._lock:  # without a pending request the connection is readable only at its end
             return self._owner == os.getpid() and not self._control.closed and not self._control.poll()
 
     def fork(self, descriptors: list[int], folder: str, needs_bitsandbytes: bool) -> int:
-        """Fork a clean process; return its id. Raises OSError or EOFError if the server was killed."""
+        """Fork a fresh subprocess; return its id. Raises OSError or EOFError if the server was killed."""
         with self._lock:
             self._control.send(("fork", folder, needs_bitsandbytes))
             for descriptor in descriptors:
@@ -155,7 +160,7 @@ class _RunningServer:
             return pid
 
     def exit_code(self, pid: int) -> int | None:
-        """Collect a clean process that has ended; None if the server is gone."""
+        """Return the exit code of an ended fresh subprocess, which the server collects; None if the server is gone."""
         with self._lock, contextlib.suppress(OSError, EOFError):
             self.forks.discard(pid)
             self._control.send(("collect", pid))
@@ -163,10 +168,10 @@ class _RunningServer:
         return None
 
     def end(self) -> None:
-        """End it and its clean processes, and wait until their folders are removed. A fork of this process does not."""
+        """End it and its fresh subprocesses, and wait until their folders are removed. In a fork, do nothing."""
         if self._owner != os.getpid() or self._control.closed:
             return
-        if self.process and not self.forks:  # while it imports it reads no request, and there is nothing to remove
+        if self.process and not self.forks:  # it may still be importing, and has no folders to remove
             self.process.kill()
         with contextlib.suppress(OSError, EOFError):  # it was killed, or has closed the connection
             self._control.send("end")
@@ -181,11 +186,12 @@ class _RunningServer:
 def start_interpreter(
     function: Callable, *arguments, inherited: int, environment: Mapping[str, str] | None = None
 ) -> subprocess.Popen:
-    """Start an interpreter that calls a function of a module, with arguments that are written as Python literals.
+    """Start an interpreter that calls a module's function.
 
     Args:
+        arguments: values that Python can write as literals.
         inherited: a descriptor that it may use.
-        environment: variables beside those of this process.
+        environment: variables in addition to this process's.
     """
     code = f"import sys; sys.path[:] = {sys.path!r}\nfrom {function.__module__} import {function.__name__} as function"
     own = forked.NO_DEVICE_BEFORE_FORKS | {"TOKENIZERS_PARALLELISM": "false"}
@@ -201,7 +207,7 @@ def start_interpreter(
 
 
 def connected_course(environment: Mapping[str, str]) -> connection.Connection | None:
-    """Return a connection to the server of the course that an environment names; None if there is no such server."""
+    """Return a connection to the course's server that an environment names, or None if there is none."""
     with contextlib.suppress(OSError):
         if address := environment.get(forked.COURSE_SERVER):
             return connection.Client(address, "AF_UNIX")
@@ -209,7 +215,7 @@ def connected_course(environment: Mapping[str, str]) -> connection.Connection | 
 
 
 def _joined_course() -> connection.Connection | None:
-    """Return a connection to a fork of the course's server that serves this process alone; None outside a course."""
+    """Return a connection to a new fork of the course's server, for this process alone; None outside of a course."""
     if control := connected_course(os.environ):
         with contextlib.suppress(OSError):  # it was killed
             control.send("serve")
@@ -221,13 +227,13 @@ SERVER = ForkServer(PRELOAD)
 
 
 class CleanProcess(contextlib.AbstractContextManager):
-    """One clean process, from its start to its end. Use as a context manager: leaving it ends the process.
+    """One fresh subprocess, from its start to its end. Use as a context manager: leaving it ends the process.
 
     Args:
-        job: what it does; it travels by cloudpickle.
-        turn: (warm-up steps, steps in a turn): stop after each turn until `go`.
+        job: the function to run; sent by cloudpickle.
+        turn: (warm-up steps, steps per turn): stop after each turn until `go`; None: never stop.
         shares_cores: whether it computes on its lesson's share of the cores, if the lesson shares the machine.
-        measured: whether a meter is on: `SERVER.measuring` tells others that can wait.
+        measured: whether a meter is active; `SERVER.measuring` shows that to work that can wait.
     """
 
     def __init__(
@@ -249,7 +255,7 @@ class CleanProcess(contextlib.AbstractContextManager):
             SERVER.measuring.add(self.pid)
         try:
             self._descriptor = os.pidfd_open(self.pid)
-        except (AttributeError, OSError):  # not Linux: the end of the channel tells
+        except (AttributeError, OSError):  # not Linux: wait for the end of the channel instead
             self._descriptor = None
         surroundings = {"working_folder": os.getcwd(), "environment": dict(os.environ), "path": [*sys.path]}
         surroundings["threads"] = quiet.threads() if shares_cores else None
@@ -258,9 +264,9 @@ class CleanProcess(contextlib.AbstractContextManager):
             self.channel.send(assignment)
 
     def receive(self, timeout: float | None = None) -> tuple[str, Any]:
-        """The next message: ("step", n), ("turn", n), ("quiet", whether it wants a quiet machine: `go` gives it) or
-        ("result", what the job returned). Of a job that raised, and of a process that ended without a result, the
-        result is an `Outcome` that says so.
+        """Return the next message: ("step", n), ("turn", n), ("quiet", a `quiet.Need`, granted by `go`) or ("result",
+        what the job returned). If the job raised, or the process ended without a result, the result is an `Outcome`
+        that says so.
 
         Raises:
             TimeoutError: nothing came within `timeout` seconds.
@@ -276,12 +282,12 @@ class CleanProcess(contextlib.AbstractContextManager):
         return "result", outcomes.died(self.code, self._oom_kills)
 
     def go(self) -> None:
-        """Let it have its next turn."""
+        """Let the process continue after a turn, or after its request for a quiet machine."""
         with contextlib.suppress(BrokenPipeError):
             self.channel.send("go")
 
     def printed(self) -> tuple[str, str]:
-        """What the process wrote to its standard output and errors so far."""
+        """Return what the process wrote to its standard output and standard error so far."""
         texts = []
         for file in (self.output, self.errors):
             file.seek(0)
@@ -289,11 +295,11 @@ class CleanProcess(contextlib.AbstractContextManager):
         return texts[0], texts[1]
 
     def whereabouts(self) -> str:
-        """Where its ranks are just now, in words; empty where it has none, or none answers."""
-        return stack_dumps.described(stack_dumps.ask(self.folder, self.pid)) if self.pid else ""
+        """Return a text that says where its ranks are now; empty if it has no ranks or none answers."""
+        return stack_dumps.described(stack_dumps.query(self.folder, self.pid)) if self.pid else ""
 
     def close(self) -> None:
-        """End the process and everything it started, and remove its folder. Only ids of our own are signalled."""
+        """End the process and everything it started, and remove its folder. No process of anybody else is signalled."""
         if self.pid is None:
             return
         with _uninterrupted():
@@ -314,7 +320,7 @@ class CleanProcess(contextlib.AbstractContextManager):
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Let Ctrl-C wait: it would leave the server's answer for the next request, and a folder."""
+    """Delay Ctrl-C: an interruption would leave a pending answer of the server, and a folder."""
     pressed, is_reached = [], threading.current_thread() is threading.main_thread()
     before = is_reached and signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
     try:

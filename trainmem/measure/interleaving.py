@@ -1,13 +1,13 @@
-"""Turns: functions or experiments of which one runs at a time, so that what disturbs a machine disturbs all alike.
+"""Interleaved runs: functions or experiments take turns, so that other load on the machine affects all of them equally.
 
-`in_turns` is for a lesson's own parts, an operation, an update, a pass, inside a function that `Lab.run` performs.
-Whole trainings are compared by `Lab.compare`, which lets players take their turns: threads of one process here,
-processes in `processes`.
+`in_turns` is for the parts of a lesson (an operation, an update, a pass), inside a function that `Lab.run` performs.
+`Lab.compare` compares whole trainings with players that take turns: threads of one process here, processes in
+`processes`.
 
-Two processes of the same code differ by some 10 % in CPU time, by where their memory lies and what the system gives
-them, and no number of turns takes that away. Inside one process both have the same luck (from one arena of memory, see
-`forkserver`), and what is left differs from process to process: so a comparison takes several processes of such turns
-(`processes.side_by_side`).
+Two processes of the same code differ by some 10 % in CPU time, because of where their memory is and what the system
+gives them, and no number of turns removes that. Inside one process all players share these conditions (and one memory
+arena, see `forkserver`); the remaining effect differs from process to process. So a comparison repeats the turns in
+several processes (`processes.side_by_side`).
 """
 
 import contextlib
@@ -29,34 +29,34 @@ from trainmem.records import Timing
 from trainmem.unknown import NeedsValues
 
 NO_TIME = "a rehearsal measures no time, because no kernel computes"
-# Effects below this factor cannot be told from noise in wall-clock time. On a shared 2-core CPU the same code, on one
-# thread and interleaved with itself, gave ratios of 0.97 to 1.07 at best; with other load on the machine up to 1.3.
+# Effects below this factor cannot be distinguished from noise in wall-clock time. On a shared 2-core CPU the same code,
+# on one thread and interleaved with itself, gave ratios of 0.97 to 1.07 at best; with other load up to 1.3.
 NOISE_FLOOR = {"cpu": 1.3, "cuda": 1.02}
 TOO_SHORT = Outcome("crashed", "it ended before the comparison did: give it more steps")
 
-Seconds = tuple[float, float]  # by the wall's clock, and that a process computed
+Seconds = tuple[float, float]  # wall-clock seconds, CPU seconds of the process
 
 
 def in_turns(works: Sequence[Callable[[], object]], turns: int = 8) -> list[list[Seconds]]:
-    """Call each of several functions once a turn, and say what each call took.
+    """Call several functions in turns, and return the seconds of each call.
 
-    The order changes from turn to turn. A first turn warms up and is not told. The current CUDA device, if this process
-    has used one, is waited for: both clocks then tell its seconds. On a CPU, set the number of threads first: one is
-    disturbed least.
+    The order changes from turn to turn. A first, untimed turn warms up. If this process has used CUDA, the current
+    device times each call, and both values are its seconds. On a CPU, set the number of threads first: other load
+    disturbs one thread the least.
 
-    With works [a, b, a] what several processes return is what `Ratio.of_turns` takes: b's speed against a's, with a's
-    difference from itself as the noise floor.
+    `Ratio.of_turns` takes the results for [a, b, a] from several processes: it returns b's speed relative to a's, with
+    the difference between the two a's as the noise floor.
 
     Args:
         works: functions without arguments.
-        turns: calls of each that are told.
+        turns: timed calls of each function.
 
     Returns:
-        For each function and each turn (seconds by the wall's clock, seconds that this process computed).
+        For each function and each turn: (wall-clock seconds, CPU seconds of this process).
 
     Raises:
         ValueError: no function, or turns below 1.
-        NeedsValues: in a rehearsal, after one turn that shows that they run.
+        NeedsValues: in a rehearsal, after one turn that shows that the functions run.
     """
     if not works or turns < 1:
         raise ValueError(f"{len(works)} functions and turns={turns}: give at least one of each")
@@ -66,7 +66,7 @@ def in_turns(works: Sequence[Callable[[], object]], turns: int = 8) -> list[list
     if is_rehearsal():
         raise NeedsValues(NO_TIME)
     is_on_one_core = _threads() == 1 and _ended_children() == ended and not psutil.Process().children()
-    counted = 1 if quiet.is_untimed() else turns  # where no time means anything one turn shows that they run
+    counted = 1 if quiet.is_untimed() else turns  # if times mean nothing, one turn shows that the functions run
     taken: list[list[Seconds]] = [[] for _ in works]
     with quiet.timing(quiet.Need.CORE if is_on_one_core else quiet.Need.MACHINE):
         for which in _order(len(works), counted):
@@ -75,14 +75,14 @@ def in_turns(works: Sequence[Callable[[], object]], turns: int = 8) -> list[list
 
 
 def _threads() -> int:
-    """Return the number of threads that operations use, and those of Python beside this one."""
+    """Return the number of threads that operations use, plus Python's other threads."""
     import torch
 
     return torch.get_num_threads() + threading.active_count() - 1
 
 
 def _ended_children() -> object:
-    """Return what the processes that this one started and that have ended used; it changes when another one ends."""
+    """Return the resources that ended children of this process used; the value changes when another child ends."""
     if sys.platform == "win32":
         return None  # no course runs several lessons there
     import resource
@@ -91,8 +91,8 @@ def _ended_children() -> object:
 
 
 def _order(count: int, turns: int) -> Iterator[int]:
-    """Whose turn it is, so that nobody always follows the same one: in all the orders there are of a few, of more in
-    some at random, always the same ones."""
+    """Yield the indexes of players in their order of turns, varied so that none always follows the same one: all
+    permutations of a few players, of more a fixed random selection."""
     if count < 4:
         orders = itertools.cycle(itertools.permutations(range(count)))
     else:
@@ -117,19 +117,19 @@ def _seconds(work: Callable[[], object]) -> Seconds:
     return (begin.elapsed_time(end) / 1e3,) * 2
 
 
-# An experiment that takes turns: each `next` lets it run to the end of one, the first time only to that of its warm-up,
-# the last time to the end of all; it yields its outcome when it has one.
+# An experiment that takes turns. The first `next` runs it to the end of its warm-up, later ones to the end of a turn,
+# the last one to its end; each yields the outcome if there is one by then.
 Player = Iterator[Outcome | None]
 
 
 def play(
     names: Sequence[str], players: Sequence[Player], turns: int, steps_per_turn: int, on_turn: Callable[[int], Any]
 ) -> Outcome:
-    """Let players take turns. The outcome's value: for each of them, and each turn, the `Seconds` of its fastest step.
+    """Let players take turns. The outcome's value: per player and turn, the `Seconds` of the fastest step.
 
     Args:
         names: of the players, for messages.
-        on_turn: called after each turn with the number of turns taken; the one that warms up is one.
+        on_turn: called after each turn with the number of finished turns, the warm-up included.
     """
     outcomes: dict[int, Outcome] = {}
     for number, which in enumerate((*range(len(players)), *_order(len(players), turns)), 1):
@@ -144,18 +144,18 @@ def play(
 
 
 def _fastest(timing: Timing, turns: int, steps_per_turn: int) -> list[Seconds]:
-    clocks = timing.all_seconds, timing.all_cpu_seconds or timing.all_seconds  # no second one in a rehearsal
+    clocks = timing.all_seconds, timing.all_cpu_seconds or timing.all_seconds  # a rehearsal has no CPU seconds
     parts = [slice(turn * steps_per_turn, (turn + 1) * steps_per_turn) for turn in range(turns)]
     return [tuple(min(clock[part], key=float) for clock in clocks) for part in parts]
 
 
 class ThreadPlayer(threading.Thread):
-    """A player in a thread of its own: of several in one process only one runs at a time.
+    """A player in a thread of its own; only one of a process's players runs at a time.
 
     Args:
-        perform: performs the experiment and gives its outcome; it is to call what it is given after each step, with the
-            number of the step.
-        stops: the steps after which it stops.
+        perform: performs the experiment and returns its outcome; it must call its argument after each step with the
+            step's number.
+        stops: the numbers of the steps after which to stop.
     """
 
     def __init__(self, perform: Callable[[Callable[[int], None]], Outcome], stops: range):
@@ -186,7 +186,7 @@ class ThreadPlayer(threading.Thread):
 
 @contextlib.contextmanager
 def _put_away() -> Iterator[None]:
-    """Meanwhile accelerate has nothing of what it keeps for a whole process; then it has again what it had."""
+    """Empty accelerate's process-wide state inside this context, and restore it afterwards."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     with contextlib.ExitStack() as stack:

@@ -1,8 +1,7 @@
-"""The memory meter of an experiment. It is never on at the same time as the time meter.
+"""The memory meter of an experiment: the peak of its memory, by category. It is never on with the time meter.
 
-It takes the total from the allocator itself and the categories from a dispatch mode that follows every tensor's storage
-from birth to death; what one operation allocates inside itself, where no mode can see it, is reported as a part of its
-own and never spread over the others.
+The total comes from the allocator itself, the categories from a dispatch mode that tracks every tensor's storage from
+its allocation to its free. An operation's workspace, which no mode sees, is reported as a category of its own.
 """
 
 import bisect
@@ -27,28 +26,28 @@ from trainmem.measure.tracker import Tracker, counted, name_of, watched
 from trainmem.measure.watcher import MARK, Watcher
 from trainmem.records import APART, BEGIN, CATEGORIES, Memory, explain, is_end, stretches
 
-COLLECTIVES = "c10d."  # how the names of their operations begin
+COLLECTIVES = "c10d."  # prefix of their operations' names
 
 
 class MemoryMeter:
-    """Peak memory of everything that runs inside `with MemoryMeter() as meter`.
+    """Measure the peak memory of everything that runs inside `with MemoryMeter() as meter`.
 
-    The peak is taken from the first forward on, so that building the model does not colour it. Enter it before the
-    model is built: what was allocated earlier is not seen on CPU.
+    The peak counts from the first forward on, so that building the model does not affect it. Enter the meter before
+    building the model: on a CPU, earlier allocations are not seen.
 
     Args:
-        categories: follow every tensor, for the breakdown. Where a dispatch mode is on, torch does less in place (see
-            `isTensorSubclassLike` in ATen/TensorSubclassLikeUtils.h: autograd's sums, the mask and the bias that
-            plain attention and a linear layer add), and on a CPU each scalar among an operation's arguments becomes a
-            tensor: so the total comes from a run without categories, and `Memory.explained` joins the two.
-        on_cpu: the experiment uses the CPU although there is a GPU.
-        by_tensors: on a CPU the total is what tensors take, with what each operation allocates inside itself, and one
-            run does both. For several ranks: threads of gloo may free a tensor last, and the allocator tells the
-            profiler of no other thread's. And for a data loader with workers: how many batches have come from them by
-            now is a matter of time, and they lie in shared memory.
-        compiling_steps: of compiled code: the steps at its beginning that do not count. Hooks on modules break a model
-            into pieces for its compiler, and where operations are watched it gives up: what would be measured is the
-            code uncompiled. So only the ends of steps are seen then, and there is no breakdown.
+        categories: track every tensor, for the breakdown. While a dispatch mode is on, torch does less in place (see
+            `isTensorSubclassLike` in ATen/TensorSubclassLikeUtils.h: autograd's sums, and adding the mask in plain
+            attention and the bias in a linear layer), and on a CPU each scalar argument of an operation becomes a
+            tensor. So the total comes from a run without categories, and `Memory.explained` joins the two.
+        on_cpu: whether the experiment uses the CPU although there is a GPU.
+        by_tensors: on a CPU, count tensors plus each operation's workspace, in one run with categories. For several
+            ranks: gloo's threads may free a tensor last, and the allocator reports no other thread's frees to the
+            profiler. And for a data loader with workers: the number of batches that have arrived depends on timing, and
+            they are in shared memory.
+        compiling_steps: for compiled code, how many steps at its beginning do not count. Hooks on modules split a model
+            into pieces for the compiler, and under a dispatch mode it gives up, so that uncompiled code would be
+            measured. Therefore only the ends of steps are observed, and there is no breakdown.
     """
 
     def __init__(
@@ -81,13 +80,13 @@ class MemoryMeter:
 
     def __exit__(self, *error):
         self._device_used = hardware.device_used_bytes(torch.cuda.current_device()) if self._cuda else None
-        if hardware.is_rehearsal():  # what a driver holds is assumed there
+        if hardware.is_rehearsal():  # a driver's memory is only assumed there
             self._device_used = self._context_bytes = None
         return self._stack.__exit__(*error)
 
     def result(self) -> Memory | None:
-        """The memory figures, in bytes; breakdowns are None without `categories`. None where compiled code ended
-        before its steps that compile."""
+        """Return the memory in bytes; breakdowns are None without `categories`. Return None if compiled code ended
+        within its compiling steps."""
         tracker = self._tracker
         if self._compiling_steps is not None and all(label != "start" for label, *_ in tracker.marks):
             return None
@@ -125,7 +124,7 @@ class MemoryMeter:
 
 @contextlib.contextmanager
 def _seen_from_outside(watcher: Watcher, compiling_steps: int) -> Iterator[dict[int, torch.Tensor]]:
-    """Let a watcher see the ends of steps alone, of which those of steps that compile restart the measurement."""
+    """Let a watcher observe only the ends of steps; the last compiling step restarts the measurement."""
     parameters: dict[int, torch.Tensor] = {}
 
     def stepped(optimizer, *_):
@@ -137,31 +136,31 @@ def _seen_from_outside(watcher: Watcher, compiling_steps: int) -> Iterator[dict[
         yield parameters
 
 
-# ---- what an allocator reports
+# ---- the allocator's account
 
 
 @dataclass(slots=True)
 class _Account:
-    """What the allocator reports, in bytes."""
+    """Totals of the allocator, in bytes."""
 
     peak_bytes: int
-    peak_operation: int  # index of the operation it fell in; -1: before the first
+    peak_operation: int  # index of the operation in which it occurred; -1: before the first one
     at_marks: list[int]  # the total at each mark
     at_operations: list[int]  # the highest total during each operation
-    apart: dict[str, tuple[int, int]]  # of phases beside the steps: the peak, and the operation it fell in
-    reserved_bytes: int | None = None  # the most that a CUDA allocator held
+    apart: dict[str, tuple[int, int]]  # phase outside of the steps -> (its peak, index of the operation)
+    reserved_bytes: int | None = None  # the most that a CUDA allocator reserved
 
 
 class _Change(NamedTuple):
-    """Memory taken or given back."""
+    """An allocation or a free."""
 
-    when: int  # ns, as all times here
-    bytes: int  # below 0: given back
+    when: int  # in ns, as all times here
+    bytes: int  # negative: freed
     thread: int
 
 
 class _Ran(NamedTuple):
-    """When an operation ran, or another event was."""
+    """The time of an operation or of another event."""
 
     begin: int
     end: int
@@ -169,9 +168,9 @@ class _Ran(NamedTuple):
 
 
 def _apart(tracker: Watcher, at_marks: list[int], highest: Callable) -> dict[str, tuple[int, int]]:
-    """The peak of each phase beside the steps, and the operation it fell in, if it is above what was live before.
+    """Return the peak of each phase outside of the steps, and its operation, if it is above what was live before.
 
-    `highest`: the two of the stretch between two marks, by their numbers.
+    `highest`: function of the indexes of two marks that returns the peak between them, and its operation.
     """
     found = {}
     for phase, begin, end in stretches(label for label, *_ in tracker.marks):
@@ -182,12 +181,12 @@ def _apart(tracker: Watcher, at_marks: list[int], highest: Callable) -> dict[str
 
 
 def profiled() -> torch.profiler.profile:
-    """torch's profiler, to which a CPU's allocator reports each change."""
+    """Return torch's profiler, to which the CPU allocator reports each allocation and free."""
     return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
 
 
 def events(profile: torch.profiler.profile) -> tuple[list[_Change], dict[str, list[_Ran]]]:
-    """What the profiler saw, in the order of time: changes, and by the rest of their names events of our own."""
+    """Return the allocations and frees that the profiler saw, and our own events by name, all in order of time."""
     changes, ours = [], collections.defaultdict(list)
     for event in profile.profiler.kineto_results.events():
         if (name := event.name()) == "[memory]":
@@ -202,12 +201,12 @@ def events(profile: torch.profiler.profile) -> tuple[list[_Change], dict[str, li
 
 
 def running(changes: list[_Change]) -> tuple[list[int], list[int]]:
-    """When each change was, and the totals: before all, and after each."""
+    """Return the times of changes in ns, and the totals in bytes: before the first change, and after each."""
     return [change.when for change in changes], [0, *itertools.accumulate(change.bytes for change in changes)]
 
 
 def _replayed(profile: torch.profiler.profile, tracker: Watcher) -> _Account:
-    """The account of the CPU allocator, from the events that it gave to the profiler."""
+    """Return the account of the CPU allocator, from its events in the profiler."""
     changes, ours = events(profile)
     times, totals = running(changes)
     begins, mark_times = ([ran.begin for ran in ours[name]] for name in ("op", "mark"))
@@ -232,11 +231,10 @@ def _replayed(profile: torch.profiler.profile, tracker: Watcher) -> _Account:
 
 
 def _replayed_by_tensors(profile: torch.profiler.profile, tracker: "_CpuTracker") -> _Account:
-    """The account of what tensors take, in the order of the tracker's log, and of what operations allocate inside
-    themselves, which the profiler saw: how far it rose above where it stood when the operation had ended.
+    """Return the account of tensors, in the order of the tracker's log, plus the workspace of each operation: how far
+    the allocator's total rose, in the profiler, above its value at the end of the operation.
 
-    What gloo takes for itself is left out: it works in threads of its own, and lets go of its buffers at no certain
-    time.
+    gloo's own memory is left out: its threads free their buffers at irregular times.
     """
     changes, ours = events(profile)
     operations = ours["op"]
@@ -261,12 +259,12 @@ def _replayed_by_tensors(profile: torch.profiler.profile, tracker: "_CpuTracker"
 
 
 class _CpuTracker(Tracker):
-    """Tells the profiler when each operation runs."""
+    """A tracker that records in the profiler when each operation runs."""
 
     def __init__(self):
         super().__init__()
         self.begun: list[int] = []  # length of the log before each operation
-        self._is_collective = False  # the last operation
+        self._is_collective = False  # whether the last operation was a collective
 
     def execute(self, function, args, kwargs):
         if self._is_collective:
@@ -276,7 +274,7 @@ class _CpuTracker(Tracker):
         with torch._C._profiler._RecordFunctionFast(f"{MARK} op"):
             try:
                 return function(*args, **kwargs)
-            except BaseException:  # it was seen, though there is no result to follow
+            except BaseException:  # the profiler has seen it, though there is no result to track
                 self.operations.append((len(self.log), self.phase, name_of(function), self.modules.here()))
                 raise
 
@@ -287,16 +285,16 @@ class _CpuTracker(Tracker):
 
 
 def _wait_for_gloo() -> None:
-    """Until gloo's threads sleep: one that has done its work still holds the tensors, for a moment or until a busy
-    machine gives it its turn."""
+    """Wait until gloo's threads sleep: after its work a thread still holds the tensors, for a moment or until a busy
+    machine lets it run again."""
     for _ in range(100):
         time.sleep(0.001)
-        if not any(map(_is_gloo_at_work, Path("/proc/self/task").glob("*/stat"))):  # none but on Linux
+        if not any(map(_is_gloo_at_work, Path("/proc/self/task").glob("*/stat"))):  # there are none except on Linux
             return
 
 
 def _is_gloo_at_work(thread: Path) -> bool:
-    """Whether this is a thread of gloo that does not sleep; one that has just ended does not."""
+    """Return whether a thread is gloo's and does not sleep; a thread that has just ended does not count."""
     with contextlib.suppress(OSError):
         stat = thread.read_text()
         return "(pt_gloo" in stat and ") S" not in stat and ") D" not in stat
@@ -304,15 +302,15 @@ def _is_gloo_at_work(thread: Path) -> bool:
 
 
 class _CudaWatcher(Watcher):
-    """Asks the CUDA allocator for its peak, also of each phase beside the steps, and at each mark for its total."""
+    """A watcher that reads the CUDA allocator's total at each mark, and its peaks, also outside of the steps."""
 
     def __init__(self, **options):
         super().__init__(**options)
         self._at_marks: list[int] = []
         self._at_operations: list[int] = []
-        self._peak, self._peak_operation = 0, -1  # since the last border
-        self._peaks: list[tuple[int, int, int]] = []  # between borders: (allocated, its operation, reserved)
-        self._ends: dict[int, int] = {}  # which of these ends at a mark
+        self._peak, self._peak_operation = 0, -1  # since the last reset of the allocator's peak
+        self._peaks: list[tuple[int, int, int]] = []  # between resets: (allocated, its operation, reserved)
+        self._ends: dict[int, int] = {}  # mark -> index of the entry in `_peaks` that ends there
 
     def mark(self, label):
         super().mark(label)
@@ -338,16 +336,16 @@ class _CudaWatcher(Watcher):
 
 
 class _CudaTracker(_CudaWatcher, Tracker):
-    """Asks it also after each operation whether its peak has moved."""
+    """A tracker that also checks after each operation whether the CUDA allocator's peak has risen."""
 
     def __init__(self):
         super().__init__(granularity=512, device="cuda")
 
     def execute(self, function, args, kwargs):
         result = function(*args, **kwargs)
-        # The nested form: the flat one, which max_memory_allocated() makes too, takes half a millisecond.
+        # The nested form: the flat one, which max_memory_allocated() uses too, takes half a millisecond.
         known = torch.cuda.memory.memory_stats_as_nested_dict()
-        if not known:  # a data loader's worker, a fork of this process: it has this mode, and no GPU
+        if not known:  # a data loader's worker: a fork of this process with this mode, but without the GPU
             return result
         allocated = known["allocated_bytes"]["all"]
         if allocated["peak"] > self._peak:
@@ -362,7 +360,7 @@ class _CudaTracker(_CudaWatcher, Tracker):
 
 @contextlib.contextmanager
 def _recorded(file: str):
-    """Torch's own memory snapshot of what its allocator does meanwhile; of several ranks the first one writes it."""
+    """Write torch's own memory snapshot of its allocator's work in this context; only rank 0 writes it."""
     memory = torch.cuda.memory
     memory._set_memory_metadata("rehearsed by perf-helpers: nothing was computed")
     memory._record_memory_history(stacks="python")
@@ -375,7 +373,7 @@ def _recorded(file: str):
 
 
 def _timeline(tracker: Tracker, at_operations: list[int]) -> dict[str, Any] | None:
-    """The last step recorded, see `series`."""
+    """Return the last recorded step as `series` does; None if there is too little of it."""
     ends = [operations for label, _, operations in tracker.marks if label == "step"]
     first, last = (ends[-2] if len(ends) > 1 else 0), (ends[-1] if ends else len(tracker.operations))
     indices = highest(at_operations, first, last)
@@ -384,7 +382,7 @@ def _timeline(tracker: Tracker, at_operations: list[int]) -> dict[str, Any] | No
 
 
 def highest(totals: list[int], first: int, last: int, points: int = 200) -> list[int]:
-    """Indices of at most `points` operations from `first` to `last`, each the highest of its stretch."""
+    """Return the indexes of at most `points` operations from `first` to `last`, each the highest of its stretch."""
     stretch = max(1, -(-(last - first) // points))
     return [
         max(range(begin, min(begin + stretch, last)), key=totals.__getitem__) for begin in range(first, last, stretch)
@@ -392,12 +390,12 @@ def highest(totals: list[int], first: int, last: int, points: int = 200) -> list
 
 
 def series(where: list[tuple[str, str, str]], lives: list[dict[str, int]], totals: list[int]) -> dict[str, Any] | None:
-    """A timeline as `records.Memory` keeps it.
+    """Return a timeline in the form of `records.Memory.timeline`; None for fewer than two entries.
 
     Args:
-        where: phase, operation and module of each entry.
-        lives: bytes of live tensors by category, one dict an entry.
-        totals: all live bytes, one number an entry.
+        where: (phase, operation, module) of each entry.
+        lives: bytes of live tensors by category, a dict per entry.
+        totals: all live bytes, a number per entry.
     """
     if len(where) < 2:
         return None
@@ -408,7 +406,8 @@ def series(where: list[tuple[str, str, str]], lives: list[dict[str, int]], total
 
 
 def _context_cost() -> int | None:
-    """Device-used bytes that the first CUDA tensor of this process brings; None if NVML does not report them."""
+    """Return the device-used bytes that this process's first CUDA tensor adds, less what the allocator reserved; None
+    if NVML does not report them."""
     before = hardware.device_used_bytes(index := torch.cuda.current_device())
     torch.ones((1, 1), device="cuda")
     after = hardware.device_used_bytes(index)
@@ -416,6 +415,7 @@ def _context_cost() -> int | None:
 
 
 def peak_rss_bytes() -> int:
-    """Peak resident memory of this process: information only, it mixes in what libraries and allocators keep."""
+    """Return this process's peak resident memory in bytes: information only, because it includes libraries and memory
+    that allocators keep."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -16,13 +16,13 @@ from trainmem.measure import interleaving, quiet, worker
 from trainmem.measure.forkserver import CleanProcess
 from trainmem.texts import positive
 
-_limit: ContextVar[tuple[float, float]] = ContextVar("limit", default=(float("inf"), 0.0))  # (until when, of seconds)
+_limit: ContextVar[tuple[float, float]] = ContextVar("limit", default=(float("inf"), 0.0))  # (deadline, seconds given)
 
 
 @contextlib.contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Whatever is performed inside this context has so many seconds together: then it is ended as "timed out". Raises
-    ValueError where that is no time."""
+    """Limit everything performed inside this context to `seconds` together; then it is ended as "timed out". Raises
+    ValueError unless they are above 0."""
     positive("timeout", seconds)
     token = _limit.set(min(_limit.get(), (time.monotonic() + seconds, seconds)))
     try:
@@ -32,22 +32,22 @@ def within(seconds: float) -> Iterator[None]:
 
 
 def seconds_left() -> float:
-    """What is left of `within`; infinity outside."""
+    """Return the seconds that are left of `within`; infinity outside of it."""
     return max(0.0, _limit.get()[0] - time.monotonic())
 
 
 def execute(
     experiment: Experiment, measure: str, timeout: float = 600, on_step: Callable[[int], None] | None = None
 ) -> Outcome:
-    """Perform an experiment in a clean process; always returns an outcome (see `worker.perform`), with what it printed.
+    """Perform an experiment in a fresh subprocess; always return an outcome (see `worker.perform`), with its output.
 
     Args:
-        timeout: seconds after which the process and all that it started are ended: status "timed out".
-        on_step: called with the number of a finished step, a few times a second at most.
+        timeout: seconds after which the process and all that it started are ended, with status "timed out".
+        on_step: called with the number of a finished step, at most a few times a second.
     """
     job, options = functools.partial(worker.perform, experiment, measure), {}
     if measure == "time":
-        # In a course the Trainer is alone once it is warm. A function may time what it likes: its lesson is alone.
+        # In a course a training has the machine alone after its warm-up; a function, which may time anything, always.
         warm = quiet.is_in_course() and not experiment.function
         options = {"turn": _once(max(1, experiment.warmup_steps)) if warm else None, "shares_cores": False}
     with within(timeout), CleanProcess(job, measured=measure in ("memory", "time", "categories"), **options) as process:
@@ -55,14 +55,15 @@ def execute(
 
 
 def _once(step: int) -> tuple[int, int]:
-    """The turns of a clean process that stops after this step, and then never again."""
+    """Return the `turn` of a fresh subprocess that stops after this step, and then never again."""
     return step, sys.maxsize
 
 
 def account(experiment: Experiment, timeout: float = 600, on_step: Callable[[int], None] | None = None) -> Outcome:
-    """The memory of an experiment with its breakdown: where one pass cannot tell both, by a second one that follows
-    every tensor. On a CPU with a core for each the two run beside each other, which changes no count. `timeout` and
-    `on_step` are those of `execute`.
+    """Return the memory of an experiment with its breakdown.
+
+    If one pass cannot measure both, a second one tracks every tensor. On a CPU with enough cores both run at the same
+    time, which changes no count. `timeout` and `on_step` are those of `execute`.
     """
     watch = functools.partial(worker.perform, experiment, "categories")
     with within(timeout), contextlib.ExitStack() as stack:
@@ -75,26 +76,27 @@ def account(experiment: Experiment, timeout: float = 600, on_step: Callable[[int
 
 
 def _explained(first: Outcome, second: Outcome) -> Outcome:
-    """The first pass with the breakdown of the second, each rank too."""
+    """Add the second pass's breakdown to the first pass, for each rank too."""
     ranks = [_explained(*pair) for pair in zip(first.ranks, second.ranks, strict=True)]
     memory = first.memory.explained(second.memory) if first.memory and second.memory else first.memory
     return first.replace(memory=memory, ranks=tuple(ranks))
 
 
 def _may_be_paired(experiment: Experiment) -> bool:
-    """A function could write what its second pass reads, and what is counted by tensors needs no second one."""
+    """Return whether both passes may run at once. A function may not: its passes could share files; and an experiment
+    that is counted by tensors needs no second pass."""
     machine = hardware.this_machine()
     alone = experiment.function or experiment.arguments.compiles or experiment.is_counted_by_tensors
-    alone = alone or quiet.is_in_course()  # other lessons have the other cores
+    alone = alone or quiet.is_in_course()  # other lessons use the other cores
     return machine.kind == "cpu" and (machine.cpu_cores or 1) > 1 and not alone
 
 
 def call(function: Callable, *arguments, timeout: float, on_percent: Callable[[int], Any] | None = None) -> Any:
-    """What `function(*arguments, tell=...)` returns from a clean process.
+    """Call `function(*arguments, tell=...)` in a fresh subprocess, and return what it returns.
 
     Args:
-        function: it and its arguments travel by cloudpickle, and what it returns by pickle. It may call `tell` with how
-            far it is, from 0 to 100, which is passed on to `on_percent`.
+        function: sent with its arguments by cloudpickle; its result is pickled. It may call `tell` with its progress in
+            percent, from 0 to 100, which is passed to `on_percent`.
         timeout: seconds after which the process and all that it started are ended.
 
     Raises:
@@ -102,14 +104,14 @@ def call(function: Callable, *arguments, timeout: float, on_percent: Callable[[i
         Failed: the function raised something else, or its process ended or took too long.
     """
     with within(timeout), CleanProcess(functools.partial(_called, function, arguments)) as process:
-        came = _ended(process, on_percent)
-    if came.ok:
-        return came.value
-    raise outcomes.Invalid(came.message) if came.status == "invalid" else Failed(came)
+        outcome = _ended(process, on_percent)
+    if outcome.ok:
+        return outcome.value
+    raise outcomes.Invalid(outcome.message) if outcome.status == "invalid" else Failed(outcome)
 
 
 class Failed(RuntimeError):
-    """A function gave no answer in its clean process; `outcome` says in what way."""
+    """A function returned nothing from its fresh subprocess; `outcome` says why."""
 
     def __init__(self, outcome: Outcome):
         super().__init__(outcome.message)
@@ -121,15 +123,14 @@ def _called(function: Callable[..., Any], arguments: tuple, tell: Callable[[int]
 
 
 def _ended(process: CleanProcess, on_step: Callable[[int], Any] | None = None) -> Outcome:
-    """The outcome of a process, with what it printed, once it has come to its end or its time has. When it asks for a
-    quiet machine, or has had a turn that warms up, it goes on alone.
+    """Wait until a process has ended or its time is over; return its outcome, with its output. It gets the machine
+    alone when it requests that, or after the warm-up of a process with turns.
 
-    Where several ranks are ended before their time, the message says in which line each one is; the note of an
-    interruption does so too.
+    If several ranks are stopped early, the outcome's message, or a note on the interruption, gives each one's line.
     """
     try:
         with contextlib.ExitStack() as timing:
-            while not isinstance(outcome := _came(process, on_step), Outcome):
+            while not isinstance(outcome := _next_event(process, on_step), Outcome):
                 if outcome:
                     timing.enter_context(_quiet(outcome))
                     process.go()
@@ -151,9 +152,8 @@ def _with_output(process: CleanProcess, outcome: Outcome) -> Outcome:
     return outcome.replace(output=output)
 
 
-def _came(process: CleanProcess, on_step: Callable[[int], Any] | None = None) -> Outcome | int | quiet.Need:
-    """Wait until the process has ended (its outcome), has had a turn (its number), or needs something else of the
-    machine."""
+def _next_event(process: CleanProcess, on_step: Callable[[int], Any] | None = None) -> Outcome | int | quiet.Need:
+    """Wait for a process; return its outcome if it ended, the number of its turn, or what it needs of the machine."""
     while True:
         kind, content = process.receive(seconds_left())
         if kind != "step":
@@ -163,29 +163,29 @@ def _came(process: CleanProcess, on_step: Callable[[int], Any] | None = None) ->
 
 
 @contextlib.contextmanager
-def _quiet(came: int = quiet.Need.MACHINE) -> Iterator[None]:
-    """Time something in this context. To wait for a quiet machine takes nothing from the time limit of `within`.
+def _quiet(event: int = quiet.Need.MACHINE) -> Iterator[None]:
+    """Time something in this context. Waiting for a quiet machine does not count against the limit of `within`.
 
     Args:
-        came: what it needs; or the number of its turn, after which it needs the machine.
+        event: the need; or the number of a turn, after which the process needs the machine.
     """
     began = time.monotonic()
-    with quiet.experiment(came if isinstance(came, quiet.Need) else quiet.Need.MACHINE):
+    with quiet.experiment(event if isinstance(event, quiet.Need) else quiet.Need.MACHINE):
         until, seconds = _limit.get()
         _limit.set((until + time.monotonic() - began, seconds))
         yield
 
 
 def _wait(process: CleanProcess) -> Outcome | None:
-    """Wait until the process has had its turn; its outcome where it ended instead. It is alone already."""
-    while isinstance(came := _came(process), quiet.Need):
-        if came:
+    """Wait until a process, which already has the machine, has had its turn; return its outcome if it ended instead."""
+    while isinstance(event := _next_event(process), quiet.Need):
+        if event:
             process.go()
-    return came if isinstance(came, Outcome) else None
+    return event if isinstance(event, Outcome) else None
 
 
 def _timed_out(where: str = "") -> Outcome:
-    """The outcome of what was ended because its time was over; `where` it was then, if that is known."""
+    """Return the outcome of an experiment that ran out of time; `where`: the lines that its ranks were in."""
     text = f"no result within {_limit.get()[1]:g} s"
     return Outcome("timed out", f"{text}; {where}" if where else text)
 
@@ -199,19 +199,19 @@ def side_by_side(
     processes: int = 1,
     at_once: int = 1,
 ) -> Outcome:
-    """Let experiments on the CPU take turns inside one clean process, several times; see `interleaving`.
+    """Interleave experiments on the CPU inside one fresh subprocess, and repeat that in several; see `interleaving`.
 
-    The outcome's value: for each process, for each experiment and each turn, the `Seconds` of its fastest step.
+    The outcome's value: per process, experiment and turn, the `Seconds` of the fastest step.
 
     Args:
-        turns: of each experiment in a process.
-        steps_per_turn: optimizer steps in a turn; the fastest one stands for the turn.
-        on_turn: called now and then with the number of turns taken, those that warm up too.
-        processes: in all.
-        at_once: processes that run beside each other, as many as have a core each. They disturb each other as any
-            neighbour would, and all recipes alike, which take turns inside each.
+        turns: turns per experiment and process.
+        steps_per_turn: optimizer steps per turn; the fastest one represents the turn.
+        on_turn: called from time to time with the number of finished turns, those of the warm-up included.
+        processes: in total.
+        at_once: processes that run at the same time, at most one per core. They disturb each other as other load on the
+            machine would, but all recipes equally, because these are interleaved inside each process.
     """
-    taken, tell = [], on_turn or (lambda number: None)
+    taken, report = [], on_turn or (lambda number: None)
     job = functools.partial(_in_threads, experiments, turns, steps_per_turn)
     warm = _once(len(experiments)) if quiet.is_in_course() else None
     with within(timeout):
@@ -221,7 +221,7 @@ def side_by_side(
                 living = [stack.enter_context(CleanProcess(job, turn=warm, measured=True)) for _ in those]
                 if warm:
                     try:
-                        ended = [(each, came) for each in living if isinstance(came := _came(each), Outcome)]
+                        ended = [(each, event) for each in living if isinstance(event := _next_event(each), Outcome)]
                     except TimeoutError:
                         return _timed_out()
                     if ended:
@@ -231,7 +231,7 @@ def side_by_side(
                         process.go()
                 for number, process in zip(those, living, strict=True):
                     done = number * len(experiments) * (turns + 1)
-                    outcome = _ended(process, lambda turn, done=done: tell(done + turn))
+                    outcome = _ended(process, lambda turn, done=done: report(done + turn))
                     if not outcome.ok:
                         return outcome
                     taken.append(outcome.value)
@@ -254,18 +254,18 @@ def alternate(
     timeout: float = 600,
     on_turn: Callable[[int], Any] | None = None,
 ) -> Outcome:
-    """Let experiments take turns, each in a clean process that is stopped while another one runs. Where they do not fit
-    on the device together, each turn has a process of its own. Arguments and the outcome's value: as of `side_by_side`
-    with one process; the wall's clock is the one to go by.
+    """Interleave experiments, each in a fresh subprocess that stops while another one runs. If they do not fit on the
+    device together, each turn has a process of its own. Arguments and the outcome's value are those of `side_by_side`
+    with one process; use its wall-clock times.
     """
-    names, tell = [experiment.name for experiment in experiments], on_turn or (lambda number: None)
+    names, report = [experiment.name for experiment in experiments], on_turn or (lambda number: None)
     with within(timeout):
-        for player in (_stopping, _anew):
+        for player in (_stopping, _fresh_each_turn):
             with contextlib.ExitStack() as stack:
                 each = (contextlib.closing(player(experiment, turns, steps_per_turn)) for experiment in experiments)
                 players = [*map(stack.enter_context, each)]
                 try:
-                    outcome = interleaving.play(names, players, turns, steps_per_turn, tell)
+                    outcome = interleaving.play(names, players, turns, steps_per_turn, report)
                 except TimeoutError:
                     outcome = _timed_out()
             if outcome.status != "out of memory":
@@ -274,7 +274,7 @@ def alternate(
 
 
 def _stopping(experiment: Experiment, turns: int, steps_per_turn: int) -> interleaving.Player:
-    """A player in a process that stops after each turn."""
+    """Play the turns of an experiment in one process that stops after each."""
     job = functools.partial(_in_what_is_left, experiment.replace(steps=turns * steps_per_turn))
     with CleanProcess(job, turn=(experiment.warmup_steps, steps_per_turn), measured=True) as process:
         for turn in range(turns + 1):
@@ -287,8 +287,8 @@ def _stopping(experiment: Experiment, turns: int, steps_per_turn: int) -> interl
 
 
 def _in_what_is_left(experiment: Experiment, on_step: Callable[[int], None]) -> Outcome:
-    """Perform an experiment beside others on its device. It is out of memory there as soon as torch's allocator had to
-    give back what it kept: it may go on so, but more slowly than alone."""
+    """Perform an experiment beside others on its device. It counts as out of memory as soon as torch's allocator has
+    to release cached memory: it could continue, but more slowly than alone."""
 
     def stepped(number: int) -> None:
         import torch
@@ -301,8 +301,8 @@ def _in_what_is_left(experiment: Experiment, on_step: Callable[[int], None]) -> 
     return worker.perform(experiment, "time", stepped)
 
 
-def _anew(experiment: Experiment, turns: int, steps_per_turn: int) -> interleaving.Player:
-    """A player that has a process of its own for each turn, and warms up in each."""
+def _fresh_each_turn(experiment: Experiment, turns: int, steps_per_turn: int) -> interleaving.Player:
+    """Play each turn of an experiment in a process of its own, with its own warm-up."""
     yield None
     seconds: tuple[float, ...] = ()
     for turn in range(1, turns + 1):

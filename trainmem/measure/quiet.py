@@ -1,10 +1,10 @@
-"""A quiet machine for what reads a clock, in a course that runs several lessons at once.
+"""A quiet machine for code that reads a clock, in a course that runs several lessons at once.
 
-A lesson shares the machine with others until it times something (`Need`). What is timed asks for what it needs:
-`Lab.compare`, `interleaving.in_turns` and the time meter once they are warm (`timing`), a function with measure="none"
-from its first line. Between two experiments a lesson lets those go first that wait for a quiet machine. Experiments
-that share the machine share its cores too: threads of one that wait for another's would take the time of both. The lock
-is in the course's process (`served`); a lesson reaches it by a socket. Outside a course `experiment` does nothing.
+A lesson shares the machine with others until it times something; then it requests what it needs (`Need`).
+`Lab.compare`, `interleaving.in_turns` and the time meter do so after their warm-up (`timing`), a function with
+measure="none" before its first line. Between two experiments a lesson lets lessons pass that wait for a quiet
+machine. Experiments that share the machine also share its cores: threads that wait for a core would slow down both. The
+lock is in the course's process (`served`); a lesson reaches it by a socket. Outside a course `experiment` is a no-op.
 """
 
 import contextlib
@@ -23,27 +23,27 @@ from unittest.mock import patch
 from trainmem.core import outcomes
 
 LOCK = "PERF_HELPERS_QUIET"  # environment variable: see `entry`
-PASSED_SECONDS = 60  # during which who waits for a quiet machine is passed by others
-UNTIMED = "PERF_HELPERS_UNTIMED"  # environment variable: no experiment's time means anything (the smallest sizes)
+PASSED_SECONDS = 60  # for which other lessons may overtake one that waits for a quiet machine
+UNTIMED = "PERF_HELPERS_UNTIMED"  # environment variable: times mean nothing (the smallest sizes)
 
 
 _CLOCKS = [f"{clock}{unit}" for clock in ("perf_counter", "process_time", "thread_time") for unit in ("", "_ns")]
-_READERS = ("__main__", "trainmem.measure.interleaving")  # modules with a learner's functions, and the course's own
+_READERS = ("__main__", "trainmem.measure.interleaving")  # modules with a learner's functions, and the course's timer
 
 
 class Need(IntEnum):
-    """What an experiment needs of the machine."""
+    """The part of the machine that an experiment needs for itself."""
 
-    SHARE = 0  # nothing is timed: any number of lessons may run beside it
-    CORE = 1  # one thread is timed: it keeps a core for itself, and others compute on the rest
-    MACHINE = 2  # more than one thread is timed: nothing runs beside it
+    SHARE = 0  # nothing is timed: any number of lessons may run at the same time
+    CORE = 1  # one thread is timed: it has a core for itself, and others compute on the rest
+    MACHINE = 2  # several threads are timed: nothing else runs
 
 
 class Asking:
-    """How a clean process gets a quiet machine: `ask` is called with what it needs, and returns when it has that."""
+    """A fresh subprocess's access to a quiet machine: `ask` is called with a `Need` and returns once it is granted."""
 
     def __init__(self):
-        self.ask: Callable[[Need], None] | None = None  # None: nobody can be asked
+        self.ask: Callable[[Need], None] | None = None  # None: in a rank, or not in a fresh subprocess
         self.is_granted = False
 
 
@@ -52,8 +52,8 @@ ASKING = Asking()
 
 @contextlib.contextmanager
 def timing(need: Need = Need.MACHINE) -> Iterator[None]:
-    """Time something in this context, inside a clean process: it gets what it needs first. Elsewhere, or inside another
-    such context, nothing happens."""
+    """Time something in this context, in a fresh subprocess: first wait until `need` is granted. In other processes,
+    and inside another such context, do nothing."""
     if ASKING.is_granted or not ASKING.ask:
         yield
         return
@@ -68,17 +68,17 @@ def timing(need: Need = Need.MACHINE) -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_clocks() -> Iterator[None]:
-    """Refuse a function of a notebook's that reads a clock in this context, but not within `timing`: others may run
-    beside it.
+    """Make clock functions raise in this context, outside of `timing`, if a notebook's function calls them: other
+    lessons may be running.
 
     Raises:
-        outcomes.Invalid: it read one.
+        outcomes.Invalid: such a function called one.
     """
 
     def refusing(name: str, clock: Callable[[], float]) -> Callable[[], float]:
         def read() -> float:
             if not ASKING.is_granted and sys._getframe(1).f_globals.get("__name__") in _READERS:
-                raise outcomes.Invalid(f"it calls time.{name}, but other lessons may run beside it: measure='none'")
+                raise outcomes.Invalid(f"it calls time.{name}, but other lessons may be running: use measure='none'")
             return clock()
 
         return read
@@ -90,30 +90,28 @@ def no_clocks() -> Iterator[None]:
 
 
 class QuietLock:
-    """The cores of the machine, shared by lessons: see `Need`. It is fair, but for one thing: who waits for a quiet
-    machine is passed by others for a while, as long as they keep all cores busy.
+    """A fair lock on the machine's cores, which lessons share; see `Need`. One exception to fairness: others may
+    overtake a lesson that waits for a quiet machine for a while, as long as they keep all cores busy.
 
     Args:
-        cores: of the machine.
+        cores: number of cores.
     """
 
     def __init__(self, cores: int = 2):
         self._cores = cores
         self._changed = threading.Condition()
-        self._held: dict[str, tuple[Need, int]] = {}  # by lesson: what it has, and on how many cores it computes
-        self._queue: dict[int, tuple[str, Need, int, float]] = {}  # who waits since when, in order of arrival
+        self._held: dict[str, tuple[Need, int]] = {}  # lesson -> (its need, cores that it computes on)
+        self._queue: dict[int, tuple[str, Need, int, float]] = {}  # number -> (lesson, need, cores, waiting since)
         self._number = itertools.count()
         self._began = 0.0
-        self.alone_seconds: Counter[str] = Counter()  # that each lesson had the machine for itself
-        self.waited_seconds: Counter[str] = Counter()  # and that it waited for others
+        self.alone_seconds: Counter[str] = Counter()  # for which each lesson had the machine alone
+        self.waited_seconds: Counter[str] = Counter()  # for which each lesson waited for others
 
     def take(self, lesson: str, need: Need, cores: int = 1) -> None:
-        """Give up what the lesson holds, then wait until it may have what it needs.
-
-        If the lesson leaves meanwhile it gets nothing.
+        """Release a lesson's cores, then wait until it gets what it needs; return with nothing if it leaves meanwhile.
 
         Args:
-            cores: on which it computes.
+            cores: number of cores that it computes on.
         """
         with self._changed:
             self._release(lesson)
@@ -128,13 +126,13 @@ class QuietLock:
                 self._changed.notify_all()
 
     def leave(self, lesson: str) -> None:
-        """Give up what the lesson holds and what it waits for."""
+        """Release the cores of a lesson, and end its waiting."""
         with self._changed:
             self._queue = {number: entry for number, entry in self._queue.items() if entry[0] != lesson}
             self._release(lesson)
 
     def _may_go(self, number: int) -> bool:
-        """Return whether a lesson that waits may go on: there is room, and it passes nobody who should go first."""
+        """Return whether a waiting lesson may start: there is room, and it overtakes no lesson that is due first."""
         _, need, cores, _ = self._queue[number]
         earlier = [began for other, (*_, began) in self._queue.items() if other < number]
         others = sum(cores for _, cores in self._held.values())
@@ -143,7 +141,7 @@ class QuietLock:
         return may_pass and self._has_room(need, others + cores)
 
     def _has_room(self, need: Need, used: int) -> bool:
-        """Return whether a lesson with this need may begin where so many cores would then be used."""
+        """Return whether a lesson with this need may start if `used` cores would then be in use."""
         held = {held for held, _ in self._held.values()}
         if Need.MACHINE in held or (need is Need.MACHINE and held):
             return False
@@ -156,20 +154,20 @@ class QuietLock:
 
 
 def entry(lesson: str, threads: int, address: str) -> dict[str, str]:
-    """The variable by which a lesson finds the course's lock. `threads`: of an experiment that shares the machine."""
+    """Return the variable by which a lesson finds the lock; `threads`: per experiment that shares the machine."""
     return {LOCK: f"{lesson} {threads} {address}"}
 
 
 @contextlib.contextmanager
 def short_folder() -> Iterator[str]:
-    """A temporary folder for sockets, whose names may have about 100 bytes."""
+    """Yield a temporary folder with a short path, because socket names are limited to about 100 bytes."""
     with tempfile.TemporaryDirectory(prefix="course-", dir="/tmp" if os.path.isdir("/tmp") else None) as folder:
         yield folder
 
 
 @contextlib.contextmanager
 def served(lock: QuietLock) -> Iterator[str]:
-    """Let other processes take a lock of this one; yields its address, for `entry`."""
+    """Serve a lock to other processes; yield its address, for `entry`."""
     with short_folder() as folder, connection.Listener(os.path.join(folder, "quiet"), "AF_UNIX") as listener:
 
         def accept() -> None:
@@ -188,7 +186,7 @@ def served(lock: QuietLock) -> Iterator[str]:
 
 
 def is_in_course() -> bool:
-    """Whether this process belongs to a lesson beside which others may run."""
+    """Return whether this process belongs to a lesson of a course that runs several at once."""
     return LOCK in os.environ
 
 
@@ -202,16 +200,16 @@ class _Lesson:
 
     @contextlib.contextmanager
     def experiment(self, need: Need, cores: int = 1) -> Iterator[None]:
-        """Perform an experiment in this context, beside other lessons as far as its need allows.
+        """Perform an experiment in this context, at the same time as other lessons if its need allows that.
 
         Args:
-            cores: on which it computes where it shares the machine.
+            cores: number of cores that it computes on, if it shares the machine.
         """
         with self._guard:
             if need is Need.CORE and self._running.total() > 1:
-                need = Need.MACHINE  # the lesson itself computes beside it
+                need = Need.MACHINE  # the lesson itself computes at the same time
             before = max(+self._running, default=None)
-            # To ask for a share again lets those go first that wait for a quiet machine.
+            # Requesting a share again lets lessons go first that wait for a quiet machine.
             if before is None or need > before:
                 self._take(need, cores)
             self._running[need] += 1
@@ -225,7 +223,7 @@ class _Lesson:
                     self._take(after, 1)
 
     def threads(self) -> int | None:
-        """How many threads a clean process that starts now computes with; None: as many as torch chooses."""
+        """Return how many threads the next fresh subprocess should use; None: torch's default."""
         alone = self._running[Need.MACHINE]
         return int(os.environ[LOCK].split(" ")[1]) if is_in_course() and not alone else None
 
@@ -244,7 +242,7 @@ threads = _LESSON.threads
 
 
 def is_untimed() -> bool:
-    """Return whether this process belongs to a lesson at the smallest sizes, where no time means anything."""
+    """Return whether this process belongs to a lesson at the smallest sizes, where times mean nothing."""
     return UNTIMED in os.environ
 
 

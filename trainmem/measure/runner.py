@@ -21,14 +21,14 @@ from trainmem.records import Run, Store, now
 from trainmem.texts import arguments_of_kind, positive, shown, whole_number
 from trainmem.unknown import NeedsValues
 
-MOST_RANKS = 256  # of a training on one machine, each a process
+MOST_RANKS = 256  # ranks of a training on one machine, each a process
 
 
 class Runner:
     """Measure experiments, each in a fresh subprocess, and keep their runs.
 
     Args:
-        profile: "cpu", "t4" or "gpu": the default task and how long to measure; "auto" chooses by this machine.
+        profile: "cpu", "t4" or "gpu": the default task and how long to measure; "auto" picks one for this machine.
         out: folder for the runs; empty: the user's cache folder.
         executor: a `concurrent.futures.Executor` that performs experiments elsewhere, e.g. `sweep.Workers`; each still
             gets a fresh subprocess there, and its run names that machine. None: experiments run here.
@@ -139,9 +139,9 @@ class Runner:
                 notebook and needs no measuring code. Each entry of `measure` calls it in a fresh subprocess (memory on
                 a CPU: in two, see `memory_meter.MemoryMeter`).
             name: the run's name; None: the function's.
-            measure: as in `train`; or, to run the function once without a meter, "value" if you only want what it
-                returns, which may be what `interleaving.in_turns` tells it, and "none" if it reads a clock in another
-                way, or does so in ranks: in a course other lessons then wait from its beginning to its end.
+            measure: as in `train`; or, to run the function once without a meter: "value" if you only want what it
+                returns, including the times that `interleaving.in_turns` gives it, and "none" if it reads a clock
+                itself or times its ranks; in a course, other lessons then wait until it ends.
             samples_per_step: samples per optimizer step, over all processes; needed for samples per second.
             use_cpu: whether the function uses the CPU although there is a GPU; then the CPU's memory is counted.
             task, processes, timeout: as in `train`.
@@ -176,13 +176,13 @@ class Runner:
             raise NeedsValues(outcome.message)
         if experiment.function and outcome.output:
             print(outcome.output, end="")
-        if experiment.function and outcome.status in ("crashed", "timed out"):  # its value alone says not why
+        if experiment.function and outcome.status in ("crashed", "timed out"):  # its value alone does not say why
             print(f"{experiment.name}: {outcome.message}", file=sys.stderr)
         return self.keep(experiment, outcome)
 
     def _measured(self, experiment: Experiment, measure: tuple[str, ...], timeout: float) -> Iterator[Outcome]:
-        """What is known of the experiment after each of the meters, until one of them fails."""
-        if self.executor:  # one place for all meters
+        """Yield the outcome of the experiment after each meter, until one of them fails."""
+        if self.executor:  # all meters run in one place
             yield self._perform(executors.measure, experiment, measure, timeout)
             return
         has_steps = {"memory", "time"} & {*measure}  # without a meter nothing counts them
@@ -195,7 +195,7 @@ class Runner:
                 yield known
 
     def keep(self, experiment: Experiment, outcome: Outcome) -> Run:
-        """Make a run of what was measured, here or elsewhere, and store it."""
+        """Make a run of an outcome, store it, and return it. A file that cannot be written is only reported."""
         same = ("status", "message", "memory", "timing", "losses", "value", "weights", "attempts")
         run = Run(
             **{field: getattr(outcome, field) for field in same},
@@ -228,7 +228,7 @@ class Runner:
 
     @property
     def _is_unwatched(self) -> bool:
-        """Whether no bars are shown: experiments run elsewhere, or results are written where nobody looks on."""
+        """Whether to show no bars: experiments run elsewhere, or `out` is set, so that nobody watches."""
         return bool(self.executor or self.out)
 
 

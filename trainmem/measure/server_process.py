@@ -1,7 +1,7 @@
-"""In the fork server: import the libraries once, fork a clean process for each request, and collect what has ended.
+"""Import the libraries once, fork a fresh subprocess per request and collect ended ones. This is the fork server.
 
-`serve` is the first function of this process, which `forkserver` starts. A fork continues in `forked`. The server never
-touches a device, because its forks could not use it any more.
+`forkserver` starts this process with `serve`. A fork continues in `forked`. The server never touches a device, because
+its forks could not use it afterwards.
 """
 
 import contextlib
@@ -21,31 +21,31 @@ from trainmem.measure import forked
 
 
 def serve(descriptor: int, preload: Iterable[str], with_bitsandbytes: bool) -> NoReturn:
-    """Be a server: import the libraries, then serve the process that has the other end of the descriptor."""
+    """Import the libraries, then serve the process at the other end of `descriptor`; never return."""
     has_gpus = import_libraries(preload)
     serve_caller(connection.Connection(descriptor), has_gpus, with_bitsandbytes)
 
 
 def import_libraries(preload: Iterable[str]) -> bool:
-    """Import these modules, and what they import; return whether there are GPUs."""
+    """Import `preload` for all forks to come; return whether this machine has GPUs."""
     gc.disable()  # until all is imported, see `_import`
     has_gpus = bool(hardware.describe().gpus)
     if has_gpus:
         _import_torchao()
     optional_packages.import_peft()
     _import(preload)
-    arguments.known()  # it reads the source of transformers: once for all forks
+    arguments.known()  # reads transformers' source, once for all forks
     return has_gpus
 
 
 def serve_caller(control: connection.Connection, has_gpus: bool, with_bitsandbytes: bool = False) -> NoReturn:
-    """Fork and collect clean processes until the caller ends or says "end"; then end them and remove their folders.
+    """Fork and collect fresh subprocesses until the caller ends or sends "end"; then end them and remove their folders.
 
-    Requests are ("fork", folder, whether the job needs bitsandbytes) and then three descriptors (channel, output,
-    errors), answered with a process id; and ("collect", process id), answered with its exit code.
+    Requests are ("fork", folder, whether the job needs bitsandbytes), followed by three descriptors (channel, output,
+    errors) and answered with a process id; and ("collect", process id), answered with its exit code.
 
     Args:
-        has_gpus: bitsandbytes asks GPUs when it is imported: then no server imports it.
+        has_gpus: then bitsandbytes is never imported here, because its import queries the GPUs.
         with_bitsandbytes: import it after the first fork, for the next ones.
     """
     bitsandbytes = () if has_gpus else ("bitsandbytes",)
@@ -80,7 +80,7 @@ def serve_caller(control: connection.Connection, has_gpus: bool, with_bitsandbyt
 
 
 def _fork_clean_process(control: connection.Connection) -> int:
-    """Receive the descriptors of a clean process and fork it; return its id."""
+    """Receive the descriptors of a fresh subprocess and fork it; return its id."""
     descriptors = [reduction.recv_handle(control) for _ in range(3)]
     pid = os.fork()
     if pid == 0:
@@ -92,8 +92,8 @@ def _fork_clean_process(control: connection.Connection) -> int:
 
 
 def end_children(but: Container[int] = ()) -> None:
-    """End the children of this process, and what they leave: a clean process adopts its own descendants while it lives,
-    so that none of these comes here."""
+    """End the children of this process except `but`, and the descendants that they leave behind: this process adopts
+    them, except those of a living fresh subprocess, which adopts its own."""
     while left := [child for child in psutil.Process().children() if child.pid not in but]:
         for child in left:
             child.kill()
@@ -101,18 +101,18 @@ def end_children(but: Container[int] = ()) -> None:
 
 
 def _import(names: Iterable[str]) -> None:
-    """Import modules for all forks to come; a module that this version of a library lacks is left out."""
-    gc.disable()  # it would go through all that is imported, again and again: a quarter of the time
+    """Import modules for all forks to come; skip modules that the installed library lacks."""
+    gc.disable()  # collections during the imports would take a quarter of the time
     for name in names:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    gc.freeze()  # so that a fork's collector does not copy what it shares
+    gc.freeze()  # so that a fork's collector does not write to, and thereby copy, shared memory
     gc.enable()
 
 
 def _import_torchao() -> None:
-    """Import torchao, as transformers does where it is installed, but let it find no GPU: it would ask the GPU what it
-    can do, and no fork could use that GPU afterwards."""
+    """Import torchao, as transformers does if it is installed, but hide the GPUs from it: it would query them, and no
+    fork could use a GPU afterwards."""
     import torch
 
     with patch.object(torch.cuda, "is_available", lambda *_, **__: False), contextlib.suppress(ImportError):

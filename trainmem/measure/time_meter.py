@@ -1,5 +1,5 @@
-"""The time meter of an experiment: seconds of each optimizer step, seen through torch's global hooks, so that the code
-that is measured needs no measuring code in it. It is never on at the same time as the memory meter."""
+"""The time meter of an experiment: it times each optimizer step through torch's global hooks, so that the measured code
+needs no measuring code. It is never on at the same time as the memory meter."""
 
 import functools
 import statistics
@@ -13,29 +13,29 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from trainmem.records import Timing
 
-_timed: dict[int, "TimeMeter"] = {}  # by thread: the meters that are on
+_timed: dict[int, "TimeMeter"] = {}  # active meters by thread
 
 
 class TimeMeter:
-    """Seconds of each optimizer step, device work included.
+    """Time each optimizer step, including its work on the device.
 
     Args:
-        warmup_steps: steps left out at the start, at least 1 (the first one has no beginning to be measured from).
-        on_step: called after each step, outside of what is timed; may block (that is how two runs take turns).
+        warmup_steps: steps left out at the start, at least 1 (nothing marks the beginning of the first one).
+        on_step: called after each step, outside of the timed interval; it may block, as interleaved runs do.
 
-    On CUDA the clock is the device's own events, so that measuring adds no synchronisation to the steps.
+    On CUDA the clock is the device's own events, so measuring does not synchronize the steps.
     """
 
     def __init__(self, warmup_steps: int = 1, on_step: Callable[[int], None] | None = None):
         self.warmup_steps = max(1, warmup_steps)
         self.on_step = on_step
-        self._steps: list[tuple[tuple, tuple]] = []  # three clocks at the beginning and at the end of each
+        self._steps: list[tuple[tuple, tuple]] = []  # readings of three clocks at the begin and the end of each step
         self._begin: tuple | None = None
         self._optimizer = None
         self._seen = 0
 
     def __enter__(self):
-        if not _timed:  # experiments in turns share the hook: torch goes through its hooks while others begin
+        if not _timed:  # interleaved experiments share one hook: torch iterates over its hooks while others start
             TimeMeter._hook = register_optimizer_step_post_hook(TimeMeter._after_step)
             TimeMeter._scaled = torch.amp.GradScaler.step
             torch.amp.GradScaler.step = _also_skipped(TimeMeter._scaled)
@@ -57,18 +57,18 @@ class TimeMeter:
                 meter.stepped()
 
     def stepped(self) -> None:
-        """A step has ended: the hook's, or a forward pass, where nothing steps an optimizer."""
+        """Record the end of a step: called by the hook, or after a forward pass if there is no optimizer."""
         end = _now(), time.process_time(), _waited()
         if self._begin:
             self._steps.append((self._begin, end))
         self._seen += 1
         if self.on_step:
             self.on_step(self._seen)
-        waited = _waited()  # first: to ask for it takes time, which is no step's
+        waited = _waited()  # read first: reading it takes time, which belongs to no step
         self._begin = _now(), time.process_time(), waited
 
     def result(self, samples_per_step: int | None = None) -> Timing | None:
-        """Median and spread after the warm-up; None if there were too few steps to time one."""
+        """Return median and spread after the warm-up, in seconds; None if too few steps ran to time one."""
         steps = self._steps[self.warmup_steps - 1 :]
         if not steps:
             return None
@@ -88,10 +88,10 @@ class TimeMeter:
 
 
 def _also_skipped(step: Callable) -> Callable:
-    """`GradScaler.step` that also tells of a step which it skips, where gradients overflow: no hook hears of it."""
+    """Wrap `GradScaler.step` to report steps that it skips because gradients overflow: optimizer hooks miss them."""
 
     @functools.wraps(step)
-    def told(scaler, optimizer, *arguments, **options):
+    def reporting(scaler, optimizer, *arguments, **options):
         meter = _timed.get(threading.get_ident())
         seen = meter and meter._seen
         returned = step(scaler, optimizer, *arguments, **options)
@@ -99,7 +99,7 @@ def _also_skipped(step: Callable) -> Callable:
             TimeMeter._after_step(optimizer)
         return returned
 
-    return told
+    return reporting
 
 
 def _now():
@@ -111,8 +111,7 @@ def _now():
 
 
 def _waited() -> float | None:
-    """Seconds that this thread has been ready to go on and had no core, by the kernel's scheduler; None where it does
-    not tell."""
+    """Return the seconds for which this thread was ready to run but had no core, from Linux's scheduler, or None."""
     try:
         with open("/proc/thread-self/schedstat", encoding="ascii") as file:
             return int(file.read().split()[1]) / 1e9

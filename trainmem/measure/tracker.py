@@ -4,7 +4,7 @@ A storage gets its category in two places:
 
 1. `Tracker` sees each operation. When an operation allocates a storage, its category follows from the phase of the
    training: `Tracker._category_at_allocation`.
-2. `TrainingHooks` sees which phase begins or ends, and what storages turn out to be for: weights at the first forward,
+2. `TrainingHooks` finds out which phase begins or ends, and what storages are used for: weights at the first forward,
    gradients at the end of a backward, states at the end of an optimizer's step. Then it changes the category
    (`Tracker.tag`).
 
@@ -31,17 +31,17 @@ from trainmem.core import adapters
 from trainmem.measure.watcher import Block, Watcher
 from trainmem.records import APART, BEGIN, TENSOR_CATEGORIES, Category, Phase
 
-# What autograd does in place, unless a dispatch mode is on: the sum of two gradients, and writing into fresh zeros.
+# Operations that autograd does in place unless a dispatch mode is on: sums of two gradients, writes into fresh zeros.
 _IN_PLACE = {
     torch.ops.aten.add.Tensor: torch.ops.aten.add_.Tensor,
     torch.ops.aten.index_add.default: torch.ops.aten.index_add_.default,
     torch.ops.aten.index_put.default: torch.ops.aten.index_put_.default,
-    torch.ops.aten.logical_and.default: torch.ops.aten.logical_and_.default,  # of clamp's two bounds
+    torch.ops.aten.logical_and.default: torch.ops.aten.logical_and_.default,  # combines clamp's two bounds
     torch.ops.aten.scatter.src: torch.ops.aten.scatter_.src,
     torch.ops.aten.scatter.value: torch.ops.aten.scatter_.value,
     torch.ops.aten.scatter_add.default: torch.ops.aten.scatter_add_.default,
 }
-RESIZE = "storage.resize_"  # the operation that is named for the memory of a resized storage
+RESIZE = "storage.resize_"  # name of the operation that allocates a resized storage
 WEIGHTS = (Category.WEIGHTS, Category.FROZEN_WEIGHTS, Category.QUANTIZED_WEIGHTS)
 _SCALING = tuple(getattr(torch.ops.aten, name).Tensor for name in ("mul", "mul_", "div", "div_"))
 
@@ -51,29 +51,29 @@ class Tracker(Watcher, TorchDispatchMode):
 
     At its allocation a storage gets the category of the phase:
 
-    - from a module's forward to its backward, and where checkpointing runs the forward again inside backward: an
-      activation, or a weight copy if it is a cast of a weight
+    - from a module's forward to its backward, and in a checkpoint's repeated forward inside backward: an activation, or
+      a weight copy if it is a cast of a weight
     - before a forward: an input
     - in DistributedDataParallel's reducer, and while FSDP2 scatters gradients: a gradient
     - while FSDP2 gathers weights: a weight copy
     - in an evaluation inside a module: an activation; between the modules: an input
     - otherwise (in backward, or in the optimizer's step): a temporary
 
-    `TrainingHooks` changes the category of weights, of gradients, of optimizer states, of keys and values that a
-    cache keeps while no gradients are recorded, and of predictions that an evaluation keeps.
+    `TrainingHooks` changes the category of weights, gradients, optimizer states, keys and values that a cache keeps in
+    inference, and predictions that an evaluation keeps.
 
     Args:
         granularity: the allocator rounds each storage up to a multiple of these bytes.
-        device: type of the device whose memory is tracked; other storages (a batch on the host, say) are ignored.
+        device: type of the device whose memory is tracked; other storages, e.g. a batch on the host, are ignored.
     """
 
     def __init__(self, granularity: int = 1, device: str = "cpu"):
         Watcher.__init__(self)
         TorchDispatchMode.__init__(self)
         self.granularity, self.device = granularity, device
-        self._blocks: dict[int, tuple[Block, weakref.ref]] = {}  # of live storages, by their addresses
+        self._blocks: dict[int, tuple[Block, weakref.ref]] = {}  # live storages by address
         self._scaled: weakref.ref | None = None  # the result of the last multiplication by a number
-        self._input_storages: set[int] | None = None  # of the present operation; None: not yet looked up
+        self._input_storages: set[int] | None = None  # of the present operation; None: not yet collected
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         return self.watch(function, types, args, kwargs)
@@ -81,7 +81,7 @@ class Tracker(Watcher, TorchDispatchMode):
     def watch(self, function, types, args, kwargs):
         """Run an operation and track its results."""
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # a tensor made of tensors: it runs operations on these, which are tracked
+            return NotImplemented  # a tensor made of tensors: it runs operations on those, which are tracked
         self._track_scaling_number()
         if function in _IN_PLACE and self.phase == Phase.BACKWARD and _in_place(function, *args[:2]):
             function = _IN_PLACE[function]
@@ -98,7 +98,7 @@ class Tracker(Watcher, TorchDispatchMode):
         return result
 
     def _track_scaling_number(self):
-        """Track the number of a multiplication: autograd keeps it as a tensor that no operation returned."""
+        """Track the number in a multiplication: autograd keeps it as a tensor that no operation returned."""
         if self._scaled is None:
             return
         result, self._scaled = self._scaled(), None
@@ -155,25 +155,25 @@ class Tracker(Watcher, TorchDispatchMode):
         storage = self._storage(tensor)
         if storage is None or storage._cdata in self._blocks or not storage.nbytes():
             return
-        if self._input_storages is None:  # once for all results: an operation on a list of tensors makes as many
+        if self._input_storages is None:  # once for all results, because a list operation has many
             values = (*args, *(kwargs or {}).values())
             leaves = (leaf for value in values for leaf in (value if isinstance(value, list | tuple) else (value,)))
             own = (self._storage(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
             self._input_storages = {storage._cdata for storage in own if storage is not None}
-        is_new = function is torch.ops.aten.lift_fresh.default and storage.resizable()  # else it is numpy's
+        is_new = function is torch.ops.aten.lift_fresh.default and storage.resizable()  # otherwise it is numpy's
         if is_new or storage._cdata not in self._input_storages:
             # Otherwise the allocator does not own the memory: numpy, a mapped file or another process does.
             self._add_block(storage, self._category_at_allocation(function, args), name_of(function))
 
     @property
     def moment(self) -> Phase:
-        """The phase; in an evaluation whether a batch goes forward or is made."""
+        """The phase; in an evaluation, forward inside a module and before a forward outside of one."""
         if self.phase != Phase.EVALUATION:
             return self.phase
         return Phase.FORWARD if self.modules.here() else Phase.BEFORE
 
     def _category_at_allocation(self, function, args) -> Category:
-        """Return the category of what an operation allocates in this phase, as the class describes."""
+        """Return the category of an allocation by an operation in this phase, as the class describes."""
         if self.phase in (Phase.REDUCER, Phase.GATHER):
             return Category.GRADIENTS if self.phase == Phase.REDUCER else Category.WEIGHT_COPIES
         recorded = torch.is_grad_enabled() and self.phase in (Phase.FORWARD, Phase.AFTER_FORWARD, Phase.BACKWARD)
@@ -189,16 +189,16 @@ class Tracker(Watcher, TorchDispatchMode):
         """Return the tensor's storage, or None if it has none on the tracked device."""
         try:
             storage = local(tensor).untyped_storage()
-        except (NotImplementedError, RuntimeError):  # sparse tensors and some subclasses have none
+        except (NotImplementedError, RuntimeError):  # sparse tensors and some subclasses have no storage
             return None
         return storage if storage.device.type == self.device else None
 
     def _stream(self) -> int:
-        """Return the number of the stream that allocates now."""
+        """Return the number of the stream on which memory is allocated now."""
         return 0
 
     def _add_block(self, storage, category, operation):
-        """Log that a storage was allocated, and later that it is freed."""
+        """Log that a storage is allocated, and let its free be logged, too."""
         block = Block(self._size(storage), category, operation, self._stream())
         key, log, blocks = storage._cdata, self.log, self._blocks
 
@@ -234,10 +234,10 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _in_place(function, target: Any, other: Any) -> bool:
-    """Return whether autograd would do this in place in a training that nobody watches.
+    """Return whether autograd would do this operation in place if the training were not tracked.
 
-    It does if it holds the only reference (`InputBuffer::accumulate`, and the formulas that ask for
-    `areAnyTensorSubclassLike`, in torch's csrc/autograd), but never while a dispatch mode is on: the watched training
+    It does if it holds the only reference (`InputBuffer::accumulate`, and the formulas that check
+    `areAnyTensorSubclassLike`, in torch's csrc/autograd), but never while a dispatch mode is on: the tracked training
     would have one tensor more.
     """
     if torch.is_grad_enabled() or not isinstance(target, torch.Tensor):
@@ -245,11 +245,11 @@ def _in_place(function, target: Any, other: Any) -> bool:
     if function is torch.ops.aten.add.Tensor:
         if not isinstance(other, torch.Tensor) or other.shape != target.shape:
             return False
-        # Four: autograd's own reference, and three of this call. A checkpointed segment holds one more to its result's.
+        # Four: autograd's own reference, and three of this call. A checkpoint holds one more to its segment's result.
         if target._use_count() > 4:
             return False
     last = sum((length - 1) * step for length, step in zip(target.shape, target.stride(), strict=True))
-    # Two: the target's own reference, and the one just asked for.
+    # Two: the target's own reference, and the one just created by `untyped_storage()`.
     return last + 1 == target.numel() and torch._C._storage_Use_Count(target.untyped_storage()._cdata) == 2
 
 
@@ -258,10 +258,10 @@ def _in_place(function, target: Any, other: Any) -> bool:
 
 @contextlib.contextmanager
 def watched(tracker: Watcher) -> Iterator[dict[int, torch.Tensor]]:
-    """Let a watcher or a tracker see a training inside this context; yield its parameters, by id.
+    """Let a watcher or a tracker observe the training inside this context; yield its parameters, by id.
 
     Works for any code that calls modules, `backward` and an optimizer's `step`: a Trainer, an Accelerate loop. All
-    hooks and replaced functions of torch are installed here, and removed at the end.
+    hooks and replacements of torch's functions are installed here, and removed at the end.
     """
     hooks = TrainingHooks(tracker)
     with contextlib.ExitStack() as stack:
@@ -273,7 +273,7 @@ def watched(tracker: Watcher) -> Iterator[dict[int, torch.Tensor]]:
         ):
             stack.callback(handle.remove)
         for owner, name, replacement in _replacements(hooks):
-            if plain := getattr(owner, name, None):  # another version of torch may have no such method
+            if plain := getattr(owner, name, None):  # other versions of torch may lack the method
                 stack.enter_context(patch.object(owner, name, calling(replacement, plain)))
         if isinstance(tracker, TorchDispatchMode):
             stack.enter_context(tracker)
@@ -281,7 +281,7 @@ def watched(tracker: Watcher) -> Iterator[dict[int, torch.Tensor]]:
 
 
 def _replacements(hooks: "TrainingHooks") -> Iterator[tuple[Any, str, Callable]]:
-    """Yield (owner, name, method of the hooks that is called instead) for each function that is replaced."""
+    """Yield (owner, name, method of the hooks to call instead) for each function to replace."""
     yield torch.autograd, "backward", hooks.backward
     for owner in (torch, torch.random):
         yield owner, "get_rng_state", hooks.get_rng_state
@@ -310,7 +310,7 @@ def _replacements(hooks: "TrainingHooks") -> Iterator[tuple[Any, str, Callable]]
     yield ShardingPropagator, "_propagate_tensor_meta_non_cached", hooks.run_untracked
 
 
-# Methods of the Trainer that run beside the steps.
+# Methods of the Trainer that run outside of the steps.
 _METHODS_APART = {
     "evaluate": Phase.EVALUATION,
     "_save_checkpoint": Phase.SAVING,
@@ -319,7 +319,7 @@ _METHODS_APART = {
 
 
 def calling(replacement: Callable, plain: Callable) -> Callable:
-    """Return a function that passes the one that it replaces, and its arguments, to `replacement`."""
+    """Return a function that calls `replacement` with the function that it replaces and its arguments."""
 
     @functools.wraps(plain)
     def call(*args, **kwargs):
@@ -329,18 +329,18 @@ def calling(replacement: Callable, plain: Callable) -> Callable:
 
 
 class TrainingHooks:
-    """Find the phases, weights, gradients and optimizer states of a training, and report them to a watcher.
+    """Find a training's phases, weights, gradients and optimizer states, and report them to a watcher.
 
-    The first methods are hooks that torch calls. The others replace a function of torch or transformers; they get it
-    as `plain` and call it.
+    Some methods are hooks that torch calls. The others replace a function of torch or transformers, which they get as
+    `plain` and call.
     """
 
     def __init__(self, tracker: Watcher):
         self.tracker = tracker
-        self.parameters: dict[int, torch.Tensor] = {}  # and buffers, by id
-        self._is_started = False  # whether anything was computed
-        self._forwards = 0  # nested modules whose forward runs
-        self._backwards = 0  # nested backward passes that run: checkpointing starts one inside another
+        self.parameters: dict[int, torch.Tensor] = {}  # by id
+        self._is_started = False  # whether a forward or a phase outside of the steps has begun
+        self._forwards = 0  # depth of nested modules that run forward
+        self._backwards = 0  # depth of nested backward passes: checkpointing starts one inside another
 
     def before_forward(self, module, _):
         self.tracker.modules.enter(module)
@@ -370,9 +370,9 @@ class TrainingHooks:
             self.tracker.mark("start")
 
     def run_apart(self, phase: Phase, plain, *args, **kwargs):
-        """Run a method of the Trainer beside the steps: the forwards in an evaluation are no step's."""
+        """Run a method of the Trainer outside of the steps: its forward passes do not belong to a step."""
         if self.tracker.phase in APART:
-            return plain(*args, **kwargs)  # of one among several data sets
+            return plain(*args, **kwargs)  # nested: the evaluation of one of several data sets
         self._start()
         self.tracker.mark(f"{BEGIN}{phase}")
         try:
@@ -413,19 +413,19 @@ class TrainingHooks:
                 self.tracker.phase = Phase.AFTER_BACKWARD
 
     def get_rng_state(self, plain, *args, **kwargs):
-        """Checkpointing keeps a random state per block, and a saved training has one. No operation makes it."""
+        """Track the random states that checkpointing keeps per block, and saving once: no operation makes them."""
         state = plain(*args, **kwargs)
         self.tracker.track_unlisted(state, "get_rng_state")
         return state
 
     def resize(self, plain, storage, *args, **kwargs):
-        """FSDP2 resizes storages to allocate a module's gathered weights and to free them: no operation does."""
+        """Log a resize: FSDP2 allocates and frees gathered weights by resizing, without an operation."""
         resized = plain(storage, *args, **kwargs)
         self.tracker.resized(storage)
         return resized
 
     def update_cache(self, plain, cache, *args, **kwargs):
-        """Keys and values that a cache keeps in inference; `update` takes keys, values and the layer's number."""
+        """Tag keys and values that a cache keeps in inference. The arguments of `update`: keys, values, layer index."""
         kept = plain(cache, *args, **kwargs)
         if not torch.is_grad_enabled():
             for layer in cache.layers[args[2] :][:1] if len(args) > 2 else cache.layers:
@@ -443,7 +443,7 @@ class TrainingHooks:
         return self.run_in(Phase.REDUCER, plain, group, *args, **kwargs)
 
     def run_untracked(self, plain, *args, **kwargs):
-        """DTensor runs operations on tensors without memory, to find the shapes of their results."""
+        """Hide operations that DTensor runs on tensors without memory, to find the shapes of results."""
         with _disable_current_modes():
             return plain(*args, **kwargs)
 

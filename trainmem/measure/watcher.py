@@ -1,4 +1,4 @@
-"""Record the phases of a training and the module that runs, without a change to what the training allocates."""
+"""Record a training's phases and the running module for the meters, without changing what the training allocates."""
 
 import bisect
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ class Block:
     """The memory of one storage, from its allocation to its free."""
 
     bytes: int  # as the allocator rounds them
-    category: str  # of `Category`; may change after the allocation: a temporary turns out to be a gradient
-    operation: str  # that allocated it
-    stream: int = 0  # of the device, on which it was allocated; 0: the default stream
+    category: str  # a `Category`; it may change: a temporary turns out to be a gradient
+    operation: str  # the operation that allocated it
+    stream: int = 0  # stream of the device on which it was allocated; 0: the default stream
 
 
 class Modules:
-    """Find the module that an operation belongs to: in backward, the one whose forward made the autograd node.
+    """Find the module of an operation; in backward, the module whose forward made the autograd node.
 
     Autograd numbers its nodes in order, so a module's nodes are those between two numbers.
     """
@@ -55,7 +55,7 @@ class Modules:
             self._entered = [([], [])]
 
     def here(self) -> str:
-        """Return the name of the module whose forward or backward runs now, "" outside of all."""
+        """Return the name of the module whose forward or backward runs now; "" if none does."""
         if self._inside or len(self._entered) == 1:
             return self._inside[-1] if self._inside else ""
         node = torch._C._current_autograd_node()
@@ -72,7 +72,7 @@ class Modules:
 
 
 class Watcher:
-    """Mark the ends of the phases and track no tensor: it changes no allocation."""
+    """Mark the ends of phases, without tracking tensors; it changes no allocation."""
 
     def __init__(self):
         self.phase = Phase.SETUP
@@ -82,12 +82,13 @@ class Watcher:
         self.modules = Modules()
 
     def mark(self, label: str) -> None:
+        """Note the end of a phase, in the logs and in torch's profiler."""
         self.marks.append((label, len(self.log), len(self.operations)))
         with torch._C._profiler._RecordFunctionFast(f"{MARK} mark"):
             pass  # torch's profiler records the mark too, which puts it in order with the allocations
 
     def tag(self, tensor: Any, category: str, keep: tuple[str, ...] = ()) -> None:
-        """Set the category of a tensor (or of a nest of them); blocks whose category is in `keep` stay as they are."""
+        """Set the category of a tensor, or of nested tensors, except for blocks whose category is in `keep`."""
 
     def track_unlisted(self, tensor: Any, operation: str) -> None:
         """Track a tensor that no operation returned."""

@@ -1,6 +1,6 @@
-"""What happens inside the clean process: one experiment is performed once, under one meter.
+"""Run one experiment under one meter, inside the fresh subprocess that `forkserver` made for it.
 
-The process that calls `perform` is fresh and will end after it: nothing needs to be put back.
+The process ends after `perform`, so nothing that is changed here needs to be restored.
 """
 
 import contextlib
@@ -24,26 +24,26 @@ from trainmem.records import Timing
 from trainmem.texts import bytes_text
 from trainmem.unknown import Unknown
 
-# Steps of compiled code, of which the last counts: a model may be compiled anew after its first call, in which
-# transformers' complete their configuration.
+# Steps of compiled code, of which the last counts: a model may be compiled again after its first call, because
+# transformers' models complete their configuration in that call.
 _METERED_COMPILED = 4
 NO_COMPILER = "a rehearsal cannot run code that is compiled for a card"
 
 
 def perform(experiment: Experiment, measure: str, on_step: Callable[[int], None] | None = None) -> Outcome:
-    """Perform an experiment under one meter. Whatever ends it, there is an outcome.
+    """Perform an experiment under one meter; always return an outcome, even if the experiment fails.
 
     Args:
-        measure: "memory" (two optimizer steps under the memory meter, on a GPU three; of compiled code the last of a
-            few), "categories" (two, followed tensor by tensor, see `memory_meter`), "time" (the steps asked for, under
-            the time meter alone), "none", or "value" (no meter, and reading a clock is an error).
+        measure: "memory" (two optimizer steps under the memory meter, three on a GPU; for compiled code the last of a
+            few), "categories" (two steps that track every tensor, see `memory_meter`), "time" (the requested steps
+            under the time meter), "none", or "value" (no meter, and reading a clock is an error).
         on_step: called after each optimizer step with its number.
     """
     try:
         outcome = (_launch if experiment.processes > 1 else _perform)(experiment, measure, on_step)
     except BaseException as error:
         outcome = outcomes.failed(error)
-    with contextlib.suppress(Exception):  # then the outcome is a refusal that says why
+    with contextlib.suppress(Exception):  # if it fails, the outcome already is a failure that says why
         outcome = outcome.replace(weights=experiment.weights and str(experiment.weights))
     return outcome
 
@@ -85,9 +85,9 @@ def _perform(experiment: Experiment, measure: str, on_step) -> Outcome:
 
 
 def _rehearse(experiment: Experiment, folder: str, measure: str, on_step) -> Outcome:
-    """What an experiment yields in a rehearsal without the memory meter: nothing is known of its time.
+    """Perform an experiment in a rehearsal without the memory meter; its times and losses are unknown.
 
-    It runs, two steps long where the Trainer makes the steps.
+    A training by the Trainer runs two steps only.
     """
     from trainmem.measure import time_meter
 
@@ -101,7 +101,7 @@ def _rehearse(experiment: Experiment, folder: str, measure: str, on_step) -> Out
 
 
 def untimed(experiment: Experiment, measure: str = "time") -> Outcome:
-    """What is known of an experiment's time, and of its losses, where it need not even run: that they are unknown."""
+    """Return an outcome whose times and losses are `Unknown`; the experiment does not run."""
     unknown, arguments, losses = Unknown(NO_TIME), experiment.arguments, None
     if not experiment.function and experiment.training and arguments.get("num_train_epochs") is None:
         steps = experiment.steps + (experiment.warmup_steps if measure == "time" else 0)
@@ -124,7 +124,7 @@ def _execute(experiment: Experiment, folder: str, steps: int, keep_losses: bool,
 
 
 def _plain(value: Any) -> Any:
-    """The value as JSON holds it: tensors and arrays become lists and numbers."""
+    """Convert a value to types that JSON can hold: tensors and arrays become lists and numbers."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, dict):
@@ -137,9 +137,9 @@ def _plain(value: Any) -> Any:
 
 
 def _refusal(experiment: Experiment) -> str | None:
-    """Why the experiment is not even started: weights, and gradients where all learn, exceed this machine's memory, or
-    the batches of DataLoader workers its /dev/shm: torch may wait for one of them for ever."""
-    if experiment.function or hardware.is_rehearsal():  # there the card's allocator says so, in its own words
+    """Return why an experiment is not started, or None: its weights (and gradients, if all are trained) exceed this
+    machine's memory, or batches of its DataLoader workers exceed /dev/shm, where torch could wait for one for ever."""
+    if experiment.function or hardware.is_rehearsal():  # the rehearsed card's allocator reports it itself
         return None
     import torch
 
@@ -153,7 +153,7 @@ def _refusal(experiment: Experiment) -> str | None:
     available = machine.memory_available_bytes if on_cpu else max(gpu.memory_bytes or 0 for gpu in machine.gpus)
     arguments = experiment.arguments
     size = getattr(torch, weights.dtype).itemsize
-    if weights.bits and not on_cpu:  # on a CPU the whole ones are there first
+    if weights.bits and not on_cpu:  # on a CPU the unquantized weights exist first
         size = weights.bits / 8
     alone = bool(weights.bits or arguments.get("peft"))
     needed = size * parameters * (1 if alone else 2)
@@ -165,7 +165,7 @@ def _refusal(experiment: Experiment) -> str | None:
 
 
 def _refusal_of_workers(experiment: Experiment, free: int | None) -> str | None:
-    """`free`: bytes of /dev/shm; None where there is none."""
+    """Return why DataLoader workers are refused, or None; `free`: bytes free in /dev/shm; None if there is none."""
     task, of_trainer = experiment.task, experiment.arguments
     workers, size = of_trainer.get("dataloader_num_workers", 0), of_trainer.get("per_device_train_batch_size", 8)
     samples = min(task.dataset_size, workers * (of_trainer.get("dataloader_prefetch_factor") or 2) * size)
@@ -178,20 +178,20 @@ def _refusal_of_workers(experiment: Experiment, free: int | None) -> str | None:
 
 
 def threads_of(experiment: Experiment) -> int | None:
-    """Threads that an experiment computes on: ranks share the cores; None: as many as torch takes."""
+    """Return the threads that an experiment computes with, None for torch's default; ranks share the cores."""
     if experiment.threads or experiment.processes == 1:
         return experiment.threads
     return max(1, (hardware.describe().cpu_cores or 1) // experiment.processes)
 
 
 def _launch(experiment: Experiment, measure: str, on_step: Callable[[int], None] | None) -> Outcome:
-    """Perform the experiment on its ranks; rank 0 speaks for all. Ranks that never met are launched once more."""
+    """Perform an experiment on its ranks; return rank 0's outcome. Ranks that fail to connect are launched again."""
     outcome = _launch_once(experiment, measure, on_step)
     return _launch_once(experiment, measure, on_step) if _NEVER_MET in outcome.message else outcome
 
 
 def _launch_once(experiment: Experiment, measure: str, on_step: Callable[[int], None] | None) -> Outcome:
-    """The same, under torch's elastic launcher."""
+    """Perform an experiment on its ranks once, under torch's elastic launcher."""
     import multiprocessing
 
     import torch
@@ -208,8 +208,8 @@ def _launch_once(experiment: Experiment, measure: str, on_step: Callable[[int], 
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(address := server.getsockname(), timeout=10).close()
-    except OSError as error:  # torch's launcher would look for it for minutes
-        return Outcome("refused", f"ranks cannot connect over loopback ({error}): type `ip link set lo up`")
+    except OSError as error:  # torch's launcher would retry for minutes
+        return Outcome("refused", f"ranks cannot connect over loopback ({error}): run `ip link set lo up`")
     fork = multiprocessing.get_context("fork")
     barrier, ends = fork.Barrier(experiment.processes), fork.SimpleQueue()
     threads, oom_kills = threads_of(experiment), outcomes.oom_kills()
@@ -224,7 +224,7 @@ def _launch_once(experiment: Experiment, measure: str, on_step: Callable[[int], 
             rdzv_backend="static",
             rdzv_configs={"rank": 0},
             rdzv_endpoint="{}:{}".format(*address),
-            local_addr="127.0.0.1",  # else the machine's name is looked up, which may fail or take seconds
+            local_addr="127.0.0.1",  # otherwise the machine's name is looked up, which may fail or take seconds
             logs_specs=DefaultLogsSpecs(log_dir=folder),
             max_restarts=0,
             monitor_interval=0.05,
@@ -238,28 +238,28 @@ def _launch_once(experiment: Experiment, measure: str, on_step: Callable[[int], 
             return Outcome("crashed", f"{_NEVER_MET}: {error}")
         except ChildFailedError as error:
             rank, first = error.get_first_failure()
-            told = {}
+            ends_by_rank = {}
             while not ends.empty():
-                told |= ends.get()
-            return _failed_rank(rank, first.exitcode, told, oom_kills)
+                ends_by_rank |= ends.get()
+            return _failed_rank(rank, first.exitcode, ends_by_rank, oom_kills)
     every = tuple(ranks[rank] for rank in sorted(ranks))
     refused = next((outcome for outcome in every if not outcome.ok), None)
     return refused or every[0].replace(ranks=every)
 
 
-def _failed_rank(rank: int, code: int, told: dict[int, Outcome | None], oom_kills: int) -> Outcome:
-    """The outcome of several ranks, of which one failed.
+def _failed_rank(rank: int, code: int, ends: dict[int, Outcome | None], oom_kills: int) -> Outcome:
+    """Return the outcome of several ranks of which one failed.
 
     Args:
-        rank: the first one that ended so.
+        rank: the first rank that failed.
         code: its exit code.
-        told: by rank: how it failed; None: it had come to its end by then. `oom_kills`: see `outcomes.died`.
+        ends: {rank: how it failed, or None if it had ended normally}. `oom_kills`: see `outcomes.died`.
     """
-    outcome = told.get(rank) or outcomes.died(code, oom_kills)
+    outcome = ends.get(rank) or outcomes.died(code, oom_kills)
     if outcome.status == "invalid":
         return outcome
     message = f"rank {rank}: {outcome.message}"
-    early = [str(other) for other, end in sorted(told.items()) if end is None]
+    early = [str(other) for other, end in sorted(ends.items()) if end is None]
     if early and _lost_connection(outcome):
         others = f"rank{'s' * (len(early) > 1)} {', '.join(early)}"
         message += f"; {others} had already ended, after fewer collectives"
@@ -271,26 +271,26 @@ def _lost_connection(outcome: Outcome) -> bool:
 
 
 def _rank(experiment: Experiment, measure: str, on_step, folder: str, barrier, ends) -> Outcome:
-    """One rank: a process of its own that dies with its parent.
+    """Perform an experiment as one rank, a process that dies with its parent.
 
-    A rank that fails says why and ends with an error, so that the launcher ends the others instead of leaving them in a
-    collective. The launcher keeps the first one that ends, which should be the one at fault: a rank that merely lost
-    its connection waits a moment. When runs take turns, all ranks of one stop and go together.
+    A rank that fails reports why and exits with an error, so that the launcher ends the others instead of leaving them
+    in a collective. The launcher reports the first rank that ends, which should be the one at fault: a rank that merely
+    lost its connection waits a moment. In interleaved runs, all ranks of a run stop and continue together.
     """
     import torch
 
     forked.die_with_parent()
     rank = int(os.environ["RANK"])
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher's handler, in Python, would wait for a collective
-    stack_dumps.tell(forked.own_folder() or folder, rank)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a Python handler, as the launcher's, would run after a collective
+    stack_dumps.answer_signals(forked.own_folder() or folder, rank)
     _meet_or_fail()
-    torch.distributed.set_debug_level_from_env()  # torch looked when it was imported, in another environment
-    tempfile.tempdir = folder  # whatever ends this rank, the launcher removes what it leaves
+    torch.distributed.set_debug_level_from_env()  # torch read the environment of the fork server when imported
+    tempfile.tempdir = folder  # the launcher removes it, however this rank ends
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if os.path.exists("/sys/class/net/lo") else "lo0")
     if torch.cuda.device_count() >= experiment.processes:
         torch.cuda.set_device(rank)
 
-    quiet.ASKING.ask = None  # ranks have one channel to ask by
+    quiet.ASKING.ask = None  # ranks share one channel, so none of them may use it to ask
 
     def in_step(number: int) -> None:
         barrier.wait()
@@ -316,14 +316,15 @@ def _rank(experiment: Experiment, measure: str, on_step, folder: str, barrier, e
 
 
 def _meet_or_fail() -> None:
-    """Give ranks a minute to connect for a new group, instead of the half hour that they have for what they send.
-    gloo connects each rank with each other. Seldom (seen once, of eight ranks on two cores; not in 450 more launches)
-    that does not come about, and all of them wait without a word.
+    """Give ranks a minute to connect for a new group, instead of the half hour that torch allows for communication.
+
+    gloo connects each rank with each other one. Rarely (seen once, of eight ranks on two cores; not in 450 more
+    launches) a connection fails, and all ranks wait silently.
     """
     from torch.distributed import distributed_c10d
 
     class Gloo(distributed_c10d.ProcessGroupGloo):
-        def __init__(self, *where, timeout, **options):  # torch adds options between releases: 2.14 had a new one
+        def __init__(self, *where, timeout, **options):  # torch adds options between releases: 2.14 added one
             try:
                 super().__init__(*where, timeout=min(timeout, _TO_MEET), **options)
             except RuntimeError as error:
@@ -334,5 +335,5 @@ def _meet_or_fail() -> None:
 
 
 _TO_MEET = timedelta(seconds=60)
-_NEVER_MET = "the ranks did not connect to each other"  # nothing was measured by then
+_NEVER_MET = "the ranks did not connect to each other"  # nothing has been measured at that point
 _LOST_CONNECTION = ("connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited")

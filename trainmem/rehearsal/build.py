@@ -1,7 +1,7 @@
-"""What a rehearsal needs: torch's CUDA build in an environment of its own, and a library that stands in for the device.
+"""Set up rehearsals: torch's CUDA build in an environment of its own, and the compiled stub CUDA runtime.
 
-Nothing is installed into the environment that this runs in. If that has torch's CUDA build (the ordinary wheel for
-Linux is one), it is used as it is; else an environment is made in the user's cache folder.
+Nothing is installed into the present environment. If it has torch's CUDA build (the default wheel for Linux is one),
+that is used; otherwise an environment is made in the user's cache folder.
 """
 
 import contextlib
@@ -23,11 +23,11 @@ from trainmem.core import hardware, releases
 
 SOURCES = Path(__file__).with_name("native")
 COMPILERS = ("g++", "clang++", "c++")
-UNANSWERED = "unanswered.txt"  # beside the compiled library, see `doubts`
+UNANSWERED = "unanswered.txt"  # file beside the compiled library, see `doubts`
 
 
 def problem() -> str | None:
-    """Why no rehearsal is possible on this system, whatever is installed; None where one is."""
+    """Return why this system can never rehearse, whatever is installed; None if it can."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return f"a rehearsal needs Linux on x86-64, this is {platform.system()} on {platform.machine()}"
     if not compiler():
@@ -36,11 +36,12 @@ def problem() -> str | None:
 
 
 def compiler() -> str | None:
+    """Return the path of a C++ compiler ($CXX, or one of `COMPILERS`), or None."""
     return next(filter(None, map(shutil.which, (os.environ.get("CXX", ""), *COMPILERS))), None)
 
 
 def interpreter() -> Path | None:
-    """The Python that has torch's CUDA build: this one, else that of the environment made earlier; None: neither."""
+    """Return a Python with torch's CUDA build: this one, or that of the environment made earlier, or None."""
     if hardware.torch_build()[1]:
         return Path(sys.executable)
     python = environment() / "bin" / "python"
@@ -48,20 +49,21 @@ def interpreter() -> Path | None:
 
 
 def environment() -> Path:
-    """The folder of a rehearsal's own environment: one for each Python and torch."""
+    """Return the folder of the environment for rehearsals: one per version of Python and torch."""
     return cache() / f"python{sysconfig.get_python_version()}-torch{_torch_version()}"
 
 
 def cache() -> Path:
+    """Return the folder that holds environments and compiled libraries."""
     return hardware.cache_folder() / "rehearsal"
 
 
 def set_up() -> Path:
-    """The Python that rehearses. Where this one has no CUDA build, its environment is made on the first call: the same
-    packages in the same versions (5 GB, minutes).
+    """Return the Python that rehearses. If this one's torch is not a CUDA build, the first call makes an environment
+    with the same packages in the same versions (5 GB, minutes).
 
     Raises:
-        RuntimeError: no rehearsal is possible on this system, or pip failed; with the reason.
+        RuntimeError: this system cannot rehearse, or pip failed; the message has the reason.
     """
     if why := problem():
         raise RuntimeError(why)
@@ -84,10 +86,10 @@ def set_up() -> Path:
 
 
 def library(python: Path) -> Path:
-    """The folder of the compiled stand-in for `python`'s torch; made on the first call, and when anything changed.
+    """Return the folder of the stub compiled for `python`'s torch; compile it first if it is missing or outdated.
 
     Raises:
-        RuntimeError: it cannot be compiled; with the compiler's message.
+        RuntimeError: it cannot be compiled; with the compiler's message, or CUDA's headers are missing.
     """
     site = _site_packages(python)
     if not (headers := max(site.glob("nvidia/*/include/cuda_runtime_api.h"), default=None)):
@@ -110,7 +112,7 @@ def library(python: Path) -> Path:
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"the rehearsal's library cannot be compiled: {done.stderr.strip()[:2000]}")
-        # One library under three names: preloaded, it answers whoever links CUDA; the other two are looked for.
+        # One library under three names: preloaded, it answers programs that link CUDA; others load the two names.
         for name in ("libcuda.so.1", "libnvidia-ml.so.1"):
             (draft / name).symlink_to("librehearsal.so")
         tool = draft / "bin" / "nvidia-smi"
@@ -123,7 +125,7 @@ def library(python: Path) -> Path:
 
 
 def doubts(python: Path, folder: Path) -> str:
-    """What speaks against a rehearsal by `python`'s torch with the library in `folder`; empty if nothing does."""
+    """Return what may be wrong in a rehearsal by `python`'s torch with the library in `folder`; empty if nothing."""
     version = re.search(
         r"__version__ = ['\"](.+?)['\"]", (_site_packages(python) / "torch" / "version.py").read_text()
     )[1]
@@ -138,12 +140,12 @@ def doubts(python: Path, folder: Path) -> str:
 
 
 def unanswered(linked: set[str]) -> list[str]:
-    """The functions among `linked` that may copy or allocate and that the stub neither has in C++ nor lists by name."""
+    """Return the functions in `linked` that may copy or allocate, but that the stub neither defines nor lists."""
     answered = _written() | {*" ".join(_answers()["named"].values()).split()}
     return sorted(name for name in linked - answered if _MOVES.match(name) and name not in _answers()["harmless"])
 
 
-# Names of functions of the runtime, the driver and NCCL that copy, allocate or exchange.
+# Names of functions of the CUDA runtime, the driver and NCCL that copy, allocate or communicate.
 _MOVES = re.compile(
     r"(cuda|nccl|cu(?=Mem))(?!Comm|Get|.*(Attr|Info|Stats))\w*"
     r"([Aa]lloc|Memcpy|Memset|Copy|Gather|Scatter|Reduce|Broadcast|Bcast|Send|Recv|AlltoAll|Put)"
@@ -155,7 +157,7 @@ def _answers() -> dict:
 
 
 def _written() -> set[str]:
-    """The functions that are written in C++."""
+    """Return the names of the functions that are written in C++."""
     return {
         name
         for file in SOURCES.glob("*.cpp")
@@ -164,7 +166,7 @@ def _written() -> set[str]:
 
 
 def _linked(site: Path) -> set[str]:
-    """The functions that torch and bitsandbytes have from other libraries."""
+    """Return the names of the functions that torch and bitsandbytes link from CUDA's libraries."""
     names = set()
     for library in [*site.glob("torch/lib/*.so"), *site.glob("bitsandbytes/*cuda*.so")]:
         done = subprocess.run(["nm", "-D", "--undefined-only", library], capture_output=True, text=True)
@@ -173,7 +175,7 @@ def _linked(site: Path) -> set[str]:
 
 
 def _rest(linked: set[str], site: Path, header: Path) -> str:
-    """C++ source of the functions that nobody asks for more than a status: native/answers.toml says which these are."""
+    """Return C++ source of the functions that only return a status, which native/answers.toml gives by name."""
     table, answers = _answers(), {}
     for start, code in table["linked"].items():
         answers |= dict.fromkeys((name for name in linked if name.startswith(start)), code)
@@ -191,7 +193,7 @@ def _rest(linked: set[str], site: Path, header: Path) -> str:
 
 
 def _architectures(python: Path) -> str:
-    """The compute capabilities that the kernels of `python`'s torch are compiled for, as "75,80,86"."""
+    """Return the compute capabilities that `python`'s torch has kernels for, as "75,80,86"."""
     code = "import torch; print(torch._C._cuda_getArchFlags())"
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True, env=environment)
@@ -199,7 +201,7 @@ def _architectures(python: Path) -> str:
 
 
 def _packages() -> list[str]:
-    """This environment's packages, pinned; torch under the exact name that only the CUDA build has."""
+    """Return this environment's packages, pinned; torch with "===", which pip matches with the CUDA build only."""
     found = {each.name: hardware.version_of(each.name) for each in releases.requirements() if each.name != "torch"}
     return [f"torch==={_torch_version()}", *(f"{name}=={version}" for name, version in found.items() if version)]
 
@@ -209,7 +211,7 @@ def _torch_version() -> str:
 
 
 def _link_this_package(python: Path) -> None:
-    """Let this Python import the package that this module is in."""
+    """Make this package importable by `python`."""
     package = Path(__file__).resolve().parents[1]
     link = _site_packages(python) / package.name
     if not link.exists():

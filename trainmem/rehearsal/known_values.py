@@ -1,16 +1,16 @@
-"""The values that are known in a rehearsal, where no kernel computes.
+"""Track the values that are known in a rehearsal, where no kernel computes.
 
-Device memory is host memory there. So a tensor of whole numbers or booleans that is small and made of known values is
-computed for real: by the same operation on the CPU, in the very memory of the device's tensor. Masks, positions,
-labels, counts and lengths are then what they would be, and code that decides by them decides as on a device. Floating
-point stays unknown, but for single numbers that the host has written, and but for the sign of a norm. The one
+Device memory is host memory in a rehearsal. A small tensor of whole numbers or booleans that is made of known values is
+therefore really computed: by the same operation on the CPU, in the memory of the device's tensor. Masks, positions,
+labels, counts and lengths are then right, and code that depends on them takes the same branches as on a device.
+Floating-point values are unknown, except in small tensors that the host has written, and the sign of a norm. The one
 assumption: a test for NaN or infinity finds none.
 
-Code that reads an unknown value gets an `Unknown` where it asks for a float, and otherwise `NeedsValues`, at once.
-`Values(assumes=True)` answers instead, so that a program reaches its end: a floating-point number is 1 and a comparison
-is false; whole numbers are 0, and the positions that sorting gives are in order. It counts its answers.
+Code that reads an unknown value as a float gets an `Unknown`; other reads raise `NeedsValues`. With
+`Values(assumes=True)` they return a value instead, so that a program reaches its end: floating-point numbers are 1,
+comparisons are false, whole numbers are 0, and positions from sorting are in order. It counts these answers.
 
-This is a function mode and no dispatch mode: it sees what Python calls and leaves alone what autograd does inside.
+This is a function mode, not a dispatch mode: it sees calls from Python and does not affect autograd's own operations.
 """
 
 import collections
@@ -31,29 +31,28 @@ from trainmem.unknown import Assumed, NeedsLibrary, NeedsValues, Unknown
 WHY = "a rehearsal computes no floating-point values"
 MASKS = {torch.bool, torch.uint8}
 EXACT = MASKS | {torch.int8, torch.int16, torch.int32, torch.int64}
-LARGEST, LARGEST_FLOAT = 1 << 22, 256  # elements of a tensor that is computed: of an exact one, of any other
-LARGEST_SENT = 1 << 12  # elements of a tensor whose values other ranks receive, or whose sign is followed
+LARGEST, LARGEST_FLOAT = 1 << 22, 256  # elements of a tensor that is computed: of a type in EXACT, of another type
+LARGEST_SENT = 1 << 12  # elements of a tensor whose values other ranks receive, or whose sign is tracked
 LARGE_WEIGHT = 1 << 20  # elements of a host tensor that is not filled with random numbers
 
-# Functions of torch by name: those that read values, whose result's size depends on values, that make a tensor of
-# nothing, that test for what is not finite (and what they find), that fill with random numbers, and that overwrite
-# whatever lay there before.
+# Names of torch's functions: those that read values, those whose result's size depends on values, those that create
+# tensors, tests for non-finite values (with their answers), random initializers, and those that overwrite all values.
 _READS = {"item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__", "__index__", "__complex__"}
 _READS |= {"is_nonzero", "__contains__", "equal", "allclose", "__repr__", "__format__"}
-_COMPARES = {"__contains__", "equal", "allclose"}  # of these, those that make tensors on the way
+_COMPARES = {"__contains__", "equal", "allclose"}  # of these, those that allocate tensors on the way
 _SIZED_BY_VALUES = {"nonzero", "argwhere", "unique", "unique_consecutive", "unique_dim", "masked_select", "bincount"}
 _SIZED_BY_VALUES |= {"repeat_interleave", "where", "one_hot", "_unique2"}
 _FACTORIES = {"zeros", "ones", "full", "arange", "tensor", "as_tensor", "eye", "linspace", "randint", "randperm"}
 _FACTORIES |= {"zeros_like", "ones_like", "full_like", "randint_like", "scalar_tensor", "tril_indices", "triu_indices"}
 _FACTORIES |= {"new_zeros", "new_ones", "new_full", "new_tensor"}
 _OF_ONE_VALUE = {"zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}
-_IN_ORDER = {"topk": 2, "sort": 1, "argsort": 1, "multinomial": None}  # and which argument is their dimension
+_IN_ORDER = {"topk": 2, "sort": 1, "argsort": 1, "multinomial": None}  # with the index of the argument `dim`
 _CHOICES = {torch.bool, torch.int16, torch.int32, torch.int64}  # types of masks and positions, not of packed weights
 _FINITE = {"isnan": False, "isinf": False, "isneginf": False, "isposinf": False, "isfinite": True}
 _RANDOM_FILLS = {"normal_", "uniform_", "trunc_normal_", "kaiming_uniform_", "kaiming_normal_", "xavier_uniform_"}
 _RANDOM_FILLS |= {"xavier_normal_", "orthogonal_", "bernoulli_"}
 _OVERWRITES = {"copy_", "fill_", "zero_"}
-# Functions whose results are never below zero, and those whose results are not where nothing given is.
+# Functions whose results are never negative, and those whose results are not negative if no argument is.
 _NORMS = {"norm", "vector_norm", "linalg_vector_norm", "abs", "square", "sqrt"}
 _KEEP_SIGN = {"to", "float", "double", "half", "bfloat16", "cuda", "detach", "clone", "stack", "cat", "sum", "mean"}
 _KEEP_SIGN |= {"max", "amax", "pow", "__pow__", "div", "true_divide", "__truediv__", "mul", "__mul__", "add", "__add__"}
@@ -61,26 +60,28 @@ _KEEP_SIGN |= {"where"}
 
 
 class Values(TorchFunctionMode):
-    """Follows which tensors hold known values; on while it is entered, in threads too (see `replaced_functions`).
+    """Track which tensors have known values, while this mode is on, in threads too (see `replaced_functions`).
 
     Args:
-        assumes: answer what depends on an unknown value, instead of raising `NeedsValues`.
+        assumes: return assumed values instead of raising `NeedsValues`.
     """
 
     def __init__(self, assumes: bool = False):
         super().__init__()
         self.assumes = assumes
-        self.answers: collections.Counter[str] = collections.Counter()  # that were assumed, by kind
-        # Storages of which something is noted, by their address, while they live: whether their values are known (of
-        # others the host's are, the device's are not), and whether they are of a norm. No other is asked for: its
-        # object in Python is a second reference, and autograd adds to a gradient in place where it has the only one.
+        self.answers: collections.Counter[str] = collections.Counter()  # number of assumed answers, by kind
+        # Storages with a note, by address, while they are alive: `is_known` (without a note: the host's values are, the
+        # device's are not) and `is_norm`. Other storages are not kept: each Python object is a second reference, and
+        # autograd adds to a gradient in place only if it holds the only one.
         self._storages: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
         self._sent: dict[str, int] = {}  # group -> broadcasts so far
 
     def is_known(self, tensor: torch.Tensor) -> bool:
+        """Return whether all values of a tensor are known."""
         return getattr(self._noted(tensor), "is_known", not tensor.is_cuda)
 
     def mark(self, known: bool, *tensors: torch.Tensor) -> None:
+        """Note that all values of these tensors are known, or unknown."""
         for tensor in tensors:
             if self.is_known(tensor) != known:
                 self._remember(tensor).is_known = known
@@ -90,14 +91,14 @@ class Values(TorchFunctionMode):
         return not getattr(self._storages.get(address), "is_known", True)
 
     def note_copy(self, source: torch.UntypedStorage, copied: torch.UntypedStorage) -> None:
-        """Note that a storage of the host is a copy of a device's."""
+        """Note that a copied host storage has unknown values if its source has."""
         noted = self._storages.get(source.data_ptr())
         if not getattr(noted, "is_known", not source.is_cuda) and copied.data_ptr():
             self._storages[copied.data_ptr()] = copied
             copied.is_known = False
 
     def _noted(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
-        """Its storage, if something is noted of it; another one may have lain there before it was resized."""
+        """Return a tensor's storage if it has a note, and the note is not of an earlier storage at its address."""
         storage = self._storages.get(_address(tensor))
         return storage if storage is not None and storage._cdata == tensor.untyped_storage()._cdata else None
 
@@ -117,7 +118,7 @@ class Values(TorchFunctionMode):
             return made
         on_device = any(tensor.is_cuda for tensor in given)
         is_random = name in _RANDOM_FILLS and len(given) == 1 and given[0].numel() >= LARGE_WEIGHT
-        if is_random and not on_device and torch.cuda.is_available():  # nobody will see the values of these weights
+        if is_random and not on_device and torch.cuda.is_available():  # nothing will read the values of these weights
             self.mark(False, *given)
             return given[0]
         if not on_device and all(map(self.is_known, given)):
@@ -129,7 +130,7 @@ class Values(TorchFunctionMode):
             return self._read(function, name, args, kwargs, given)
         if name in _SIZED_BY_VALUES and _is_sized_by_values(name, args, kwargs):
             return self._sized_by_values(function, args, kwargs, given)
-        if name == "histc" and kwargs.get("min", 0) == kwargs.get("max", 0):  # it would look for them in the values
+        if name == "histc" and kwargs.get("min", 0) == kwargs.get("max", 0):  # it would take the bounds from the values
             kwargs = {**kwargs, "max": kwargs.get("min", 0) + 1}
         try:
             made = function(*args, **kwargs)
@@ -142,7 +143,7 @@ class Values(TorchFunctionMode):
         return made
 
     def _note_arrivals(self, function, name, args, kwargs, given, made) -> None:
-        """Note what is on the device now though nothing given was: it was copied there, or made there of nothing."""
+        """Note which results on the device have known values if all arguments are on the host: copies, new tensors."""
         for tensor in _tensors(made):
             copied = len(given) == 1 and given[0].shape == tensor.shape
             known = tensor.is_cuda and _is_small(tensor, name) and (copied or (name in _FACTORIES and not given))
@@ -150,7 +151,7 @@ class Values(TorchFunctionMode):
                 self.mark(True, tensor)
 
     def _note_results(self, function, name, args, kwargs, given, made) -> None:
-        """Compute what can be computed, and note what is known of the results."""
+        """Compute results whose values can be known, and note which results are known."""
         results = _tensors(made)
         if not results and name != "__setitem__":
             return
@@ -161,7 +162,7 @@ class Values(TorchFunctionMode):
         if name in _FINITE and len(fresh) == 1 and fresh[0].is_cuda and fresh[0].numel() <= LARGEST:
             return self.fill(fresh[0], _FINITE[name])
         if name in ("lt", "__lt__") and len(given) == 1 and args[1] == 0 and self._has_no_sign(given):
-            return self.fill(fresh[0], False)  # libraries test a norm for that
+            return self.fill(fresh[0], False)  # libraries test whether a norm is negative
         takes_other = name == "where" and len(args) == 3 and self._is_all_false(args[0])
         chosen = args[2] if takes_other else (args, kwargs)
         if name in _NORMS or (name in _KEEP_SIGN and given and self._has_no_sign(chosen)):
@@ -187,8 +188,8 @@ class Values(TorchFunctionMode):
             self.mark(False, *_tensors((args[:1], kwargs.get("out"))))
 
     def _broadcast(self, tensor: torch.Tensor, src: int | None, group, group_src: int | None) -> None:
-        """Hand small whole numbers to the group's other ranks, by its store: the stand-in for NCCL moves what every
-        rank holds already, and DeepSpeed asks whether the others hold the same."""
+        """Send small whole numbers to the group's other ranks through its store: the stub of NCCL only moves what each
+        rank already has, and DeepSpeed checks whether all ranks have the same."""
         group = group or torch.distributed.group.WORLD
         if tensor.dtype not in EXACT or tensor.numel() > LARGEST_SENT or group.rank() < 0:
             return
@@ -202,7 +203,7 @@ class Values(TorchFunctionMode):
             self.fill(tensor, torch.tensor(numbers, dtype=tensor.dtype).view(tensor.shape))
 
     def _has_no_sign(self, given: Any) -> bool:
-        """Whether nothing given is below zero, tensors and numbers."""
+        """Return whether no argument, tensor or number, is negative."""
         numbers = [leaf for leaf in tree_leaves(given) if isinstance(leaf, int | float)]
         if any(isinstance(number, Unknown) or number < 0 for number in numbers):
             return False
@@ -221,8 +222,8 @@ class Values(TorchFunctionMode):
             return self.is_known(mask) and not memory_of(mask).any()
 
     def _read(self, function, name, args, kwargs, given):
-        if all(map(self.is_known, given)):  # on the CPU: what shows a tensor calculates with it
-            if name in _COMPARES:  # the allocator is asked as on a device, whose answer is not known
+        if all(map(self.is_known, given)):  # on the CPU, because printing a tensor computes with it
+            if name in _COMPARES:  # run it on the device first, for its allocations
                 function(*args, **kwargs)
             return _on_cpu(function, args, kwargs)
         tensor = args[0]
@@ -235,31 +236,32 @@ class Values(TorchFunctionMode):
         raise NeedsValues(WHY)
 
     def _answer(self, function, name, args, kwargs):
-        """Return what reading an unknown value gives under `assumes`."""
+        """Return the assumed result of reading an unknown value; used with `assumes`."""
         tensor, is_float = args[0], args[0].dtype not in EXACT
         if name in _COMPARES:
             self.answers["comparisons of tensors, false"] += 1
-            function(*args, **kwargs)  # for what it allocates
+            function(*args, **kwargs)  # run it for its allocations
             return False
         self.answers["floating-point values read, 1" if is_float else "whole numbers and masks read, 0"] += 1
         if name not in ("numpy", "__array__"):
             read = _on_cpu(function, args, kwargs, self._assumed)
             return tree_map_only(float, lambda _: Assumed(self.answers), read) if name in ("item", "tolist") else read
-        if not tensor.is_cuda:  # otherwise torch's own error is right
+        if not tensor.is_cuda:  # for a device's tensor, torch's own error is right
             whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
             self.fill(whole, self._assumed(whole))
         return function(*args, **kwargs)
 
     def _assumed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor's values on the CPU; 1 or 0 if they are unknown."""
+        """Return a tensor's values on the CPU; if they are unknown, 1 for floats and 0 for other types."""
         if self.is_known(tensor):
             return memory_of(tensor)
         return torch.full((), tensor.dtype not in EXACT, dtype=tensor.dtype).expand(tensor.shape)
 
     def _choose(self, name: str, args: tuple, kwargs: dict, made: torch.Tensor) -> bool:
-        """Let a mask, or positions, that were made of unknown values be known from now on: all further answers agree.
+        """Assume the values of a mask, or of positions, that were made of unknown values, so that later reads agree;
+        return whether they are of such a type and size.
 
-        A mask is false, a position the first one; `topk` and the other functions that sort give positions in order.
+        A mask is false, a position is 0; `topk` and other functions that sort return positions in order.
         """
         if made.dtype not in _CHOICES or not 0 < made.numel() <= LARGEST:
             return False
@@ -274,15 +276,15 @@ class Values(TorchFunctionMode):
         return True
 
     def _sized_by_values(self, function, args, kwargs, given):
-        """The result of a function whose size depends on values: computed on the CPU, and taken to the device."""
+        """Return the result of a function whose size depends on values, computed on the CPU and moved to the device."""
         if all(map(self.is_known, given)):
             device = next(tensor.device for tensor in given if tensor.is_cuda)
             made = _on_cpu(function, args, kwargs)
             return tree_map_only(torch.Tensor, lambda tensor: self._arrive(tensor, device), made)
         exact = [tensor for tensor in given if tensor.dtype in EXACT]
-        if exact and all(map(self.is_known, exact)):  # floats, chosen by what is known
+        if exact and all(map(self.is_known, exact)):  # floats, selected by known values
             if function.__name__ == "masked_select":
-                made = function(*args, **kwargs)  # it looks for positions, see `positions`
+                made = function(*args, **kwargs)  # it calls `positions`
                 self.mark(False, made)
                 return made
             if function.__name__ == "repeat_interleave":
@@ -295,7 +297,7 @@ class Values(TorchFunctionMode):
         return tree_map_only(torch.Tensor, lambda tensor: self._arrive(tensor, device), made)
 
     def positions(self, mask: torch.Tensor) -> torch.Tensor:
-        """What `aten.nonzero` makes on the device, which whatever chooses by a mask asks for, autograd too."""
+        """Return the result of `aten.nonzero` on the device; all indexing by masks calls it, in autograd too."""
         if not self.is_known(mask):
             if not self.assumes:
                 raise NeedsValues(WHY)
@@ -311,18 +313,19 @@ class Values(TorchFunctionMode):
         return there
 
     def fill(self, tensor: torch.Tensor, value: torch.Tensor | bool) -> None:
+        """Write known values into the memory of a tensor, and note that they are known."""
         with _out_of_sight():
             memory_of(tensor).copy_(torch.as_tensor(value))
         self.mark(True, tensor)
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
-    """The tensors among arguments or results that have memory behind them: no fake, meta, sparse or functorch ones."""
+    """Return the tensors among arguments or results that have memory: no fake, meta, sparse or functorch tensors."""
     return [each for each in tree_leaves(values) if isinstance(each, torch.Tensor) and _is_plain(each)]
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Where its storage begins."""
+    """Return the address at which a tensor's storage begins."""
     if is_traceable_wrapper_subclass(tensor) or not (there := tensor.data_ptr()):
         return tensor.untyped_storage()._cdata  # it has no memory of its own
     return there - tensor.storage_offset() * tensor.element_size()
@@ -335,7 +338,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _is_sized_by_values(name: str, args: tuple, kwargs: dict) -> bool:
-    """Whether it is, of functions that also have forms whose result has a size of its own."""
+    """Return whether this call of a function in `_SIZED_BY_VALUES` has a result whose size depends on values."""
     if name == "where":
         return len(args) + len(kwargs) == 1
     if name == "one_hot":
@@ -347,12 +350,12 @@ def _is_sized_by_values(name: str, args: tuple, kwargs: dict) -> bool:
 
 
 def _is_small(tensor: torch.Tensor, made_by: str) -> bool:
-    """Whether the values of a result are worth computing: a float tensor of one value may become a mask."""
+    """Return whether a result is small enough to compute; a large float tensor is, too, if all its values are equal."""
     return tensor.numel() <= (LARGEST if tensor.dtype in EXACT or made_by in _OF_ONE_VALUE else LARGEST_FLOAT)
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a tensor of the CPU."""
+    """Return a CPU tensor in the same memory."""
     if not tensor.is_cuda:
         return tensor.detach()
     storage = tensor.untyped_storage()
@@ -364,7 +367,7 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _on_cpu(function: Callable, args: tuple, kwargs: dict, values_of: Callable = memory_of) -> Any:
-    """What a function returns for the same values on the CPU, or for those that `values_of` gives for a tensor."""
+    """Return a function's result for the same values on the CPU, or for the values that `values_of` returns."""
 
     def moved(value: Any) -> Any:
         if isinstance(value, torch.device) or (isinstance(value, str) and value.partition(":")[0] == "cuda"):
@@ -380,7 +383,7 @@ def _on_cpu(function: Callable, args: tuple, kwargs: dict, values_of: Callable =
 
 
 def _compute(function: Callable, args: tuple, kwargs: dict, fresh: list[torch.Tensor]) -> bool:
-    """Do on the CPU what the device was asked for, in the memory of the results; False where that does not work."""
+    """Compute an operation of the device on the CPU, in the memory of its results; return False if that fails."""
     try:
         made = _on_cpu(function, args, kwargs)
         with _out_of_sight():
@@ -393,17 +396,17 @@ def _compute(function: Callable, args: tuple, kwargs: dict, fresh: list[torch.Te
 
 @contextlib.contextmanager
 def _out_of_sight() -> Iterator[None]:
-    """Where no dispatch mode sees what is computed on the CPU, nor autograd."""
+    """Hide computations on the CPU from dispatch modes and autograd in this context."""
     with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
         yield
 
 
 def _nested(shape: tuple[int, ...]) -> Any:
-    """Unknown numbers in lists, as `tolist` gives them for a tensor of this shape."""
+    """Return `Unknown` numbers in nested lists, as `tolist` would for a tensor of this shape."""
     return [_nested(shape[1:]) for _ in range(shape[0])] if shape else Unknown(WHY)
 
 
-# Libraries of CUDA in messages of torch; the stub answers for them only as answers.toml and libraries.cpp say.
+# CUDA libraries by their names in torch's messages; the stub answers only the calls in answers.toml and libraries.cpp.
 _LIBRARIES = {"cudnn": "cuDNN", "cufft": "cuFFT", "cusolver": "cuSOLVER", "cusparse": "cuSPARSE", "cublas": "cuBLAS"}
 
 

@@ -1,16 +1,16 @@
-"""In a process of a rehearsed program: what it takes, phase by phase, how it ends, and what must not leave it.
+"""Record a rehearsed program from inside its processes: memory by phase, how it ends; and refuse uploads.
 
 Each process with a device writes a file of JSON, at each change of phase and at its end. `program_report` reads it:
 
     pid, rank, arguments     of the process
-    devices, steps           how many devices it uses; optimizer updates so far
+    devices, steps           number of devices that it uses; optimizer updates so far
     phases                   {phase: [allocated, reserved]}, the peaks in bytes on the fullest device
     ended, error             whether it came to its end; the error that ended it: {kind, message, line}
     answers, compiled        counts of assumed answers; the functions that torch.compile was called with
     saved, kept              files of weights without values; existing files that were not overwritten
 
-The peaks count from the first use of the device, whatever the program resets. What the program itself reads is what it
-would read on a card.
+These peaks count from the first use of the device, even if the program resets its statistics. The program itself reads
+the statistics that it would read on a card.
 """
 
 import atexit
@@ -38,17 +38,17 @@ from trainmem.unknown import NeedsLibrary, NeedsValues
 KINDS = {NeedsValues: "needs values", NeedsLibrary: "needs a library", torch.OutOfMemoryError: "out of memory"}
 SET_UP, FORWARD, BACKWARD, UPDATE = "set-up", "forward pass", "backward pass", "optimizer update"
 BETWEEN, INFERENCE = "between steps", "evaluation and generation"
-# Methods by which HTTP changes something elsewhere, and addresses of the Hub that only ask by such a method.
+# HTTP methods that may change something elsewhere, and addresses of the Hub that use such a method only to query.
 _CHANGES, _ASKS = {"POST", "PUT", "PATCH", "DELETE"}, ("/paths-info/", "/objects/batch")
 _HERE = {"localhost", "127.0.0.1", "::1"}
 
 
 class Uploads(PermissionError):
-    """A rehearsed program was about to send something to another machine."""
+    """A rehearsed program tried to send something to another machine."""
 
 
 class Recorder:
-    """Takes the peaks of this process's devices at each change of phase, and writes its file."""
+    """Record the peaks of this process's devices at each change of phase, and write its file."""
 
     def __init__(self, folder: str, values):
         self.folder, self.values = folder, values
@@ -58,15 +58,15 @@ class Recorder:
         self.begin()
 
     def begin(self) -> None:
-        """Begin with nothing recorded; a forked process does so, too."""
+        """Start with nothing recorded, also in a forked process."""
         self.path = Path(self.folder, f"{os.getpid()}.json")
         self.phase, self.steps, self.forwards, self.backwards, self.ended = SET_UP, 0, 0, 0, False
         self.phases: dict[str, list[int]] = {}
-        self.seen: dict[int, dict] = {}  # device -> torch's statistics since the program's own last reset
+        self.seen: dict[int, dict] = {}  # device -> torch's statistics since the program last reset them
         self.devices: set[int] = set()
 
     def turn(self, phase: str) -> None:
-        """Take the peaks of the phase that ends, and begin another."""
+        """Record the peaks of the phase that ends, and begin another."""
         if torch.cuda.is_initialized():
             for device in range(torch.cuda.device_count()):
                 found = self.read(device)
@@ -81,11 +81,11 @@ class Recorder:
             self.write()
 
     def statistics(self, device: int) -> dict:
-        """Return what torch's own function returns, with peaks since the program's last reset."""
+        """Return torch's statistics of a device, with peaks since the program's last reset."""
         return _largest(self.seen.get(device), self.read(device))
 
     def forget(self, device: int) -> None:
-        """Let the program's peaks begin anew, as its reset does on a card."""
+        """Reset the peaks that the program reads, as its reset does on a card."""
         self.turn(self.phase)
         self.seen.pop(device, None)
 
@@ -121,6 +121,7 @@ class Recorder:
             self.write()
 
     def write(self) -> None:
+        """Write the file of this process, unless nothing was recorded."""
         error = getattr(sys, "last_value", None) if self.ended else None
         if not self.phases and error is None:
             return
@@ -138,16 +139,16 @@ class Recorder:
             "saved": [*self.files.saved],
             "kept": [*self.files.kept],
         }
-        with contextlib.suppress(OSError):  # the folder goes with the rehearsal
+        with contextlib.suppress(OSError):  # the folder disappears with the rehearsal
             draft = self.path.with_suffix(".draft")
             draft.write_text(json.dumps(found))
-            draft.replace(self.path)  # whole, even if this process is killed meanwhile
+            draft.replace(self.path)  # atomic: the file is complete even if this process is killed now
 
 
 def described(error: BaseException) -> dict[str, str]:
     """Return the kind, message and line of an error, or of the first in its chain that has one of `KINDS`.
 
-    An error that `torch.multiprocessing.spawn` raises has the traceback of another process as its text.
+    An error from `torch.multiprocessing.spawn` has the traceback of another process as its text.
     """
     chain, cause = [], error
     while cause is not None and cause not in chain:
@@ -171,19 +172,19 @@ _FRAME = re.compile(r'File "(.+)", line (\d+), in (.+)\n\s+(.+)')
 
 
 def _line(frames: list[traceback.FrameSummary]) -> str:
-    """Return the program's own line among frames, innermost first."""
+    """Return the program's own line among frames, which are ordered innermost first."""
     own = (frame for frame in frames if not stack_dumps.is_library(frame.filename))
     frame = next(own, None) or next((frame for frame in frames if not _is_below(frame.filename)), None)
     return f"{frame.filename}, line {frame.lineno}, in {frame.name}: {frame.line}" if frame else ""
 
 
 def _is_below(file: str) -> bool:
-    """Return whether a file is torch's or this package's."""
+    """Return whether a file belongs to torch or this package."""
     return file.startswith((os.path.dirname(torch.__file__), str(Path(__file__).parents[1]), "<frozen"))
 
 
 def _largest(seen: Any, new: Any) -> Any:
-    """Return statistics of an allocator as they are now, with the larger of two peaks."""
+    """Return an allocator's new statistics, but with the larger of both peaks."""
     if not isinstance(new, dict) or not seen:
         return new
     return {
@@ -192,7 +193,7 @@ def _largest(seen: Any, new: Any) -> Any:
 
 
 def install(values, folder: str) -> None:
-    """Record this process, whose values `values` follows, in `folder`."""
+    """Record this process in `folder`; `values`: its `Values`."""
     recorder = Recorder(folder, values)
     modules = torch.nn.modules.module
     modules.register_module_forward_pre_hook(recorder.before_forward)
@@ -225,13 +226,13 @@ def install(values, folder: str) -> None:
 
 
 def _replace(owner: Any, name: str, replacement: Callable) -> None:
-    """Let `replacement` be called with the function that it replaces and its arguments."""
+    """Replace a function by one that calls `replacement` with the original and its arguments."""
     if plain := getattr(owner, name, None):
         setattr(owner, name, functools.wraps(plain)(functools.partial(replacement, plain)))
 
 
 def _refuse_uploads() -> None:
-    """Let requests that change something on another machine fail, with the remedy."""
+    """Make requests fail that change something on another machine; the error names the remedy."""
     for module, kinds in {"requests": ["Session"], "httpx": ["Client", "AsyncClient"]}.items():
         if importlib.util.find_spec(module):
             for kind in kinds:

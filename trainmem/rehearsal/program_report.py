@@ -1,4 +1,4 @@
-"""What a rehearsed program took and how it ended, from the files of its processes (`process_recorder` writes them)."""
+"""Report how much memory a rehearsed program took and how it ended, from files that `process_recorder` wrote."""
 
 import contextlib
 import json
@@ -11,17 +11,17 @@ from typing import Any
 from trainmem.cards import Card
 from trainmem.texts import bytes_text
 
-# How a program ended, and the exit code of its rehearsal; a program's own error has the program's own code.
+# How a program ended, and the exit code of its rehearsal; a program that failed otherwise keeps its own code.
 CODES = {"finished": 0, "needs values": 3, "needs a library": 3, "out of memory": 4}
 _ENDS = {
-    "finished": "it came to its end",
+    "finished": "it finished",
     "needs values": "it needed a value, and a rehearsal computes none",
-    "needs a library": "it needed a library of CUDA that a rehearsal does not answer for",
+    "needs a library": "it needed a CUDA library whose memory a rehearsal does not know",
     "out of memory": "it ran out of memory",
     "failed": "the program failed",
 }
 _REMEDIES = {
-    "needs values": "to go on: add --assume, which answers such questions in a stated way, or leave this line out",
+    "needs values": "to go on: add --assume, which assumes unknown values by fixed rules, or leave this line out",
     "needs a library": "to go on: use another operation or run it on the CPU; for recurrent networks, "
     "torch.backends.cudnn.enabled = False rehearses torch's own kernels",
     "out of memory": "to go on: take a larger card, a smaller batch, or `perf-helpers advise`",
@@ -30,12 +30,12 @@ _REMEDIES = {
 
 @dataclass(frozen=True, slots=True)
 class ProgramRun:
-    """A rehearsed program.
+    """The result of a rehearsed program.
 
     Args:
         status: "finished", "needs values", "needs a library", "out of memory" or "failed".
         code: the program's own exit code; negative for a signal.
-        processes: those that used a device or failed, as `process_recorder` describes them.
+        processes: those that used a device or failed; for the fields see `process_recorder`.
         assumptions: one sentence each.
     """
 
@@ -47,6 +47,7 @@ class ProgramRun:
 
     @property
     def exit_code(self) -> int:
+        """The exit code of `perf-helpers rehearse`, see `CODES`; a signal gives 128 plus its number, as in a shell."""
         own = 128 - self.code if self.code < 0 else self.code
         return CODES.get(self.status, own or 1)
 
@@ -66,32 +67,33 @@ class ProgramRun:
 
 
 def _lines(process: dict[str, Any]) -> list[str]:
-    """Return what one process took and how it ended, in lines."""
-    who = f"Process {process['pid']}" + (f", rank {process['rank']}" if process["rank"] else "")
+    """Return lines about one process: its memory and how it ended."""
+    label = f"Process {process['pid']}" + (f", rank {process['rank']}" if process["rank"] else "")
     steps = f"{process['steps']} optimizer update{'s' * (process['steps'] != 1)}"
-    lines = [f"{who}, {steps}: {peaks_text(peaks_of(process))}"] if process["phases"] else [who]
+    lines = [f"{label}, {steps}: {peaks_text(peaks_of(process))}"] if process["phases"] else [label]
     lines += [f"  {phase:<26} {peaks_text(peaks)}" for phase, peaks in process["phases"].items()]
     if process["devices"] > 1:
-        lines.append(f"  of {process['devices']} devices, the fullest")
+        lines.append(f"  on the fullest of {process['devices']} devices")
     if error := process["error"]:
         lines += [f"  ended by {error['message']}", *([f"  in {error['line']}"] if error["line"] else [])]
     elif not process["ended"]:
-        lines.append("  killed, or ended without a word: the figures are those before its last phase")
+        lines.append("  killed, or ended without an error message: figures of its last phase are missing")
     return lines
 
 
 def peaks_of(process: dict[str, Any]) -> list[int]:
-    """Return a process's peaks, allocated and reserved, in bytes."""
+    """Return a process's peaks in bytes: [allocated, reserved]."""
     return [*map(max, zip(*process["phases"].values(), strict=True))]
 
 
 def peaks_text(peaks: list[int]) -> str:
+    """Return a text for peaks in bytes, [allocated, reserved]."""
     allocated, reserved = (bytes_text(size, binary=True) for size in peaks)
     return f"peak {allocated} allocated, {reserved} reserved"
 
 
 def read(folder: str | os.PathLike, code: int, card: Card, assumes: bool) -> ProgramRun:
-    """Return the run of a program that ended with `code`, and remove its files of weights without values."""
+    """Return the run of a program that ended with `code`; remove the files of weights without values that it saved."""
     processes = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
     kinds = {error["kind"] for each in processes if (error := each["error"])}
     ends = ("out of memory", "needs values", "needs a library")
@@ -106,7 +108,7 @@ def read(folder: str | os.PathLike, code: int, card: Card, assumes: bool) -> Pro
 
 
 def assumed(card: Card) -> str:
-    """Return what every rehearsal on a card assumes."""
+    """Return the assumptions of every rehearsal on a card, as text."""
     context = bytes_text(card.context_bytes, binary=True)
     return f"assumed: a CUDA context of {context}, no workspace for cuDNN's convolutions"
 

@@ -1,4 +1,4 @@
-"""Where rehearsals happen: a process of its own, with torch's CUDA build and the stand-in for the device."""
+"""Run rehearsals in a process of their own, with torch's CUDA build and the stub CUDA runtime."""
 
 import contextlib
 import functools
@@ -44,22 +44,23 @@ def rehearse(
     timeout: float = 600,
     **arguments,
 ) -> Run:
-    """What a training takes on a card that is not here: allocated, reserved, the breakdown, or torch's own error.
+    """Rehearse a training or a function on a GPU that this machine need not have; return its memory.
 
     Args:
         what: the task to train with transformers' Trainer, or a function that takes `task`.
-        on: a card or its name; or say `compute_capability` and `device_memory`, in bytes or as "16GB".
+        on: a card or its name; or give `compute_capability` and `device_memory`, in bytes or as "16GB".
         processes: ranks, each on a device of its own.
-        inference: forward passes without gradients.
+        inference: run forward passes without gradients instead.
         snapshot: a file for torch's own memory snapshot, see `Rehearsal`.
-        timeout, arguments: as `Runner.train` takes them.
+        timeout, arguments: as in `Runner.train`.
 
     Returns:
-        A run with memory and without time; `status` is "out of memory" where it does not fit, and
-        `message` torch's words.
+        A run with the allocated and reserved bytes and the breakdown, but without times. If the training does not fit,
+        its `status` is "out of memory" and its `message` is torch's.
 
     Raises:
-        ValueError: unknown or wrong arguments.
+        ValueError: an unknown argument, or a value out of range.
+        RuntimeError: this machine cannot rehearse.
     """
     arguments_of_kind(rehearse, locals())
     whole_number("processes", processes, most=16)
@@ -74,7 +75,7 @@ def rehearse(
         return runner.train(str(what), task=what, measure="memory", processes=processes, **arguments)
 
 
-# The options of `perf-helpers rehearse` that count for a command of the user's.
+# The options of `perf-helpers rehearse` that apply to a user's command.
 _FOR_A_COMMAND = ("--card", "--compute-capability", "--device-memory", "--processes", "--assume", "--json")
 
 
@@ -93,15 +94,16 @@ def own_command(typed: list[str]) -> list[str] | None:
 
 
 def run(words: list[str], on: Card, *, assumes: bool = False, output: int | None = None) -> ProgramRun:
-    """Run a command where it meets the card. "python" is the one that rehearses.
+    """Run a command on a rehearsed card; "python" is replaced by the Python that rehearses.
 
     Args:
         words: the command.
-        assumes: answer what depends on an unknown value by rule, so that the program goes on.
-        output: the file that gets what the program prints; None: standard output.
+        assumes: answer questions about unknown values by fixed rules, so that the program continues.
+        output: descriptor that gets what the program prints; None: standard output.
 
     Raises:
-        ValueError: no command, or one that is not found.
+        ValueError: the command is empty or not found.
+        RuntimeError: this machine cannot rehearse.
     """
     if not words:
         raise ValueError("no command follows --: give one, e.g. -- python train.py")
@@ -120,7 +122,7 @@ def run(words: list[str], on: Card, *, assumes: bool = False, output: int | None
 
 @contextlib.contextmanager
 def command(on: Card) -> Iterator[tuple[Path, dict[str, str]]]:
-    """The Python that rehearses, and the environment in which any program meets the card, while this is open."""
+    """Yield the Python that rehearses, and the environment that gives any program the rehearsed card, while open."""
     python = build.set_up()
     library = build.library(python)
     if doubts := build.doubts(python, library):
@@ -135,8 +137,8 @@ def command(on: Card) -> Iterator[tuple[Path, dict[str, str]]]:
         variables = {
             "LD_PRELOAD": str(library / "librehearsal.so"),
             "CUDA_MODULE_LOADING": "LAZY",
-            "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),  # as in clean processes
-            "TORCH_DEVICE_BACKEND_AUTOLOAD": "1",  # by which torch, once imported, has values followed, see `inside`
+            "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),  # as in fresh subprocesses
+            "TORCH_DEVICE_BACKEND_AUTOLOAD": "1",  # lets torch, once imported, start to track values, see `inside`
         }
         kept = {name: os.environ[name] for name in os.environ.keys() - {"CUDA_VISIBLE_DEVICES", "VIRTUAL_ENV"}}
         yield python, kept | paths | variables | variables_of(on, str(Path(folder, "ledger")))
@@ -144,12 +146,12 @@ def command(on: Card) -> Iterator[tuple[Path, dict[str, str]]]:
 
 @functools.cache
 def _warn(doubts: str) -> None:
-    """Once in a process."""
+    """Warn of these doubts, once per process."""
     warnings.warn(doubts, stacklevel=2)
 
 
 def variables_of(card: Card, ledger: str) -> dict[str, str]:
-    """What native/device.h reads; `ledger` is the file that the processes of one rehearsal share."""
+    """Return the environment variables that native/device.h reads; `ledger`: file shared by a rehearsal's processes."""
     return {
         "REHEARSAL_CAPABILITY": "{}{}".format(*card.capability),
         "REHEARSAL_BYTES": str(card.memory_bytes),
@@ -161,17 +163,18 @@ def variables_of(card: Card, ledger: str) -> dict[str, str]:
 
 
 class Rehearsal(ThreadPoolExecutor):
-    """Performs what it is given on a rehearsed card: `Lab(executor=Rehearsal(CARDS["a100"]))`.
+    """An executor that runs functions on a rehearsed card: `Lab(executor=Rehearsal(CARDS["a100"]))`.
 
-    Use as a context manager, or `shutdown` it: the process behind it ends with it, and with this process.
+    Use it as a context manager, or call `shutdown`: that ends its process, which also ends with this process.
 
     Args:
         on: the card.
-        snapshot: a file to which torch writes what its allocator did, for the viewer of its memory snapshots, whenever
-            an experiment's memory has been rehearsed, also where there was no room. Of several ranks it is the first's.
+        snapshot: a file to which torch writes the history of its allocator, for its viewer of memory snapshots, after
+            each rehearsed experiment, even one that ran out of memory. Of several ranks, rank 0 writes it.
 
     Raises:
-        ValueError: no file can be made there.
+        ValueError: `snapshot` cannot be written.
+        RuntimeError: this machine cannot rehearse.
     """
 
     def __init__(self, on: Card, snapshot: str | os.PathLike | None = None):
@@ -182,7 +185,7 @@ class Rehearsal(ThreadPoolExecutor):
         self._channel, theirs = Pipe()
         with theirs:
             code = f"from trainmem.rehearsal import rehearsal_process; rehearsal_process.serve({theirs.fileno()})"
-            # Its standard output is the caller's standard error: what is printed there is no result.
+            # Its standard output goes to the caller's standard error, because its prints are not results.
             files = {"pass_fds": [theirs.fileno()], "stdin": subprocess.DEVNULL, "stdout": 2}
             self._process = subprocess.Popen([python, "-c", code], env=environment | variables, **files)
 
@@ -205,13 +208,13 @@ class Rehearsal(ThreadPoolExecutor):
         self._channel.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(10)
-        self._process.kill()  # if it has not ended by itself
+        self._process.kill()  # if it has not ended yet
         self._process.wait()
         self._open.close()
 
 
 def serve(descriptor: int) -> None:
-    """The other side of `Rehearsal`: answers its requests until the channel closes."""
+    """Answer the requests of `Rehearsal` in its process until the channel closes."""
     threading.Thread(target=_end_with, args=(descriptor,), daemon=True).start()
     with connection.Connection(descriptor) as channel, contextlib.suppress(EOFError):
         while True:
@@ -225,9 +228,9 @@ def serve(descriptor: int) -> None:
 
 
 def _end_with(descriptor: int) -> None:
-    """End this process, whatever it does, when the other side of the channel has ended; remove the files of both."""
+    """End this process, even in mid-request, when the other end of the channel closes; remove the files of both."""
     poll = select.poll()
-    poll.register(descriptor, 0)  # the other side's end is told in any case
+    poll.register(descriptor, 0)  # with no events requested, poll still reports the hang-up
     poll.poll()
     forked.remove(str(Path(os.environ["REHEARSAL_LEDGER"]).parent))
     print(end="", flush=True)

@@ -1,4 +1,4 @@
-"""What is replaced in a rehearsed process, so that values are followed, and what no mode sees is answered."""
+"""Replace functions in a rehearsed process, to track values and to answer questions about values that no mode sees."""
 
 import contextlib
 import functools
@@ -19,7 +19,7 @@ from trainmem.unknown import NeedsValues, Unknown
 
 
 def install() -> None:
-    """Follow values in this process from now on, in all its threads and in autograd's.
+    """Track values in this process from now on, in all its threads and in autograd's.
 
     torch calls it once it is imported, as the entry point of a backend (inside/perf_helpers_rehearsal.dist-info).
     """
@@ -46,13 +46,13 @@ def install() -> None:
         return run
 
     def finite(name: str, answer: bool) -> Callable:
-        """One rule for tensors and numbers: an unknown number is finite."""
+        """Wrap a function of `math` so that unknown numbers, like unknown tensors, count as finite."""
         plain = getattr(math, name)
         return functools.wraps(plain)(lambda number: answer if isinstance(number, Unknown) else plain(number))
 
     @functools.wraps(assert_close)
     def close(*args, **kwargs):
-        """It looks the types of numbers up in a table of its own, and would not know an unknown one."""
+        """Raise NeedsValues for unknown numbers, whose type torch's own table does not list."""
         for value in tree_leaves((args, kwargs)):
             if isinstance(value, Unknown):
                 raise NeedsValues(value.why)
@@ -61,15 +61,15 @@ def install() -> None:
     truncated_normal = torch.nn.init._no_grad_trunc_normal_
 
     def fill(tensor, *args, **kwargs):
-        """It draws again until all values are inside its bounds: of a large weight there are none."""
+        """Do not redraw values until all are within bounds: a large weight has no values."""
         large = tensor.numel() >= LARGE_WEIGHT and torch.cuda.is_available()
         return tensor.normal_() if large else truncated_normal(tensor, *args, **kwargs)
 
     any_of = torch.Tensor.any
 
     def any_outlier(tensor, *args, **kwargs):
-        """LLM.int8 looks for activations beyond its threshold, inside an operation, where no mode sees it: there are
-        none."""
+        """Answer that there are no outliers: LLM.int8 looks for activations above its threshold inside an operation,
+        which no mode sees."""
         found = any_of(tensor, *args, **kwargs)
         if tensor.is_cuda and sys._getframe(1).f_globals.get("__name__") == "bitsandbytes.backends.cuda.ops":
             memory_of(found).zero_()
@@ -78,7 +78,7 @@ def install() -> None:
     is_in = torch.isin
 
     def is_in_tokens(*args, **kwargs):
-        """Generation asks whether a token ends its sequence. An assumed one does not, so that it runs to its limit."""
+        """Answer that an assumed token does not end its sequence, so that generation runs to its limit."""
         found = is_in(*args, **kwargs)
         if sys._getframe(1).f_globals.get("__name__") == "transformers.generation.stopping_criteria":
             mode.answers["tokens that might end a generation, no"] += 1
@@ -92,24 +92,24 @@ def install() -> None:
     rebuild = torch._utils._rebuild_tensor
 
     def rebuilt(*args, **kwargs):
-        """`torch.load(map_location="cuda")` copies what was saved to the device."""
+        """Mark tensors of whole numbers from `torch.load(map_location="cuda")` as known: it copied their values."""
         tensor = rebuild(*args, **kwargs)
         if tensor.is_cuda and tensor.dtype in EXACT and tensor.untyped_storage().nbytes() <= LARGEST:
             mode.mark(True, tensor)
         return tensor
 
     torch._utils._rebuild_tensor = rebuilt
-    with warnings.catch_warnings(action="ignore"):  # that a kernel is replaced
-        mode.library = torch.library.Library("aten", "IMPL")  # as long as it lives
+    with warnings.catch_warnings(action="ignore"):  # a warning that a kernel is replaced
+        mode.library = torch.library.Library("aten", "IMPL")  # kept alive: the kernel goes with it
         mode.library.impl("nonzero", mode.positions, "CUDA")
     torch.Tensor.any = any_outlier
-    torch.compiler.set_stance("force_eager")  # what Triton compiles cannot be loaded: it runs as it is written
+    torch.compiler.set_stance("force_eager")  # code compiled by Triton cannot be loaded: run it uncompiled
     torch.nn.init._no_grad_trunc_normal_ = fill
     torch.testing.assert_close = close
     threading.Thread.run = entered(threading.Thread.run)
-    # A mode is off while it handles a call, and `Tensor.backward` is one: what is recomputed inside should see it.
+    # A mode is off while it handles a call, as of `Tensor.backward`; a forward that is recomputed inside must see it.
     torch.autograd.graph._engine_run_backward = entered(explaining(torch.autograd.graph._engine_run_backward))
     torch.autograd._engine_run_backward = torch.autograd.graph._engine_run_backward
-    if folder := os.environ.get("REHEARSAL_REPORT"):  # a program of the user's, see `process_recorder`
+    if folder := os.environ.get("REHEARSAL_REPORT"):  # a user's program, see `process_recorder`
         process_recorder.install(mode, folder)
     mode.__enter__()

@@ -1,8 +1,8 @@
-"""Files of weights that a rehearsed program saves: they have their names, shapes and sizes, but no values.
+"""Let rehearsed programs save files of weights, which get their names, shapes and sizes, but no values.
 
-There are no values to write. Such a file is a hole on the disk that reads as zeros, so that the program can load it
-again; `program_report` removes it at the end. A file that existed before the rehearsal is left as it was. What holds
-only known values, such as a scheduler's state, is written as always.
+A rehearsal has no values to write. Such a file is a hole on the disk that reads as zeros, so that the program can load
+it again; `program_report` removes it at the end. A file that existed before the rehearsal is left unchanged. A file
+with known values only, such as a scheduler's state, is written as usual.
 """
 
 import functools
@@ -20,16 +20,16 @@ import torch
 
 
 class Files:
-    """The files of weights that this process was asked to save."""
+    """Track the files of weights that this process saves."""
 
     def __init__(self):
         self.began = float(os.environ.get("REHEARSAL_BEGAN", "inf"))
         self.saved: set[str] = set()  # written without values
         self.kept: set[str] = set()  # left as they were
-        self.has_holes = False  # of the file that is being saved
+        self.has_holes = False  # whether the file that is being saved has any
 
     def keeps(self, path: Any) -> bool:
-        """Return whether a file is older than the rehearsal, and note that it is kept."""
+        """Return whether a file is older than the rehearsal; if so, note that it is kept."""
         name = os.path.abspath(os.fspath(path))
         if name in self.saved or not os.path.isfile(name) or os.path.getmtime(name) >= self.began:
             return False
@@ -40,7 +40,7 @@ class Files:
         self.saved.add(os.path.abspath(os.fspath(path)))
 
     def move(self, plain: Callable, source: Any, target: Any, *args, **kwargs) -> Any:
-        """Rename, link or copy a file, or a folder of files, and note its new name; an older file is kept."""
+        """Rename, link or copy a file or folder, and note the new names of saved files; an older target is kept."""
         if not isinstance(source, str | os.PathLike) or not isinstance(target, str | os.PathLike):
             return plain(source, target, *args, **kwargs)
         old, new = (os.path.abspath(os.fspath(path)) for path in (source, target))
@@ -51,7 +51,7 @@ class Files:
 
 
 class _Records:
-    """torch's writer of a file, which leaves holes for storages whose values are unknown."""
+    """torch's file writer, but with holes in place of storages whose values are unknown."""
 
     def __init__(self, writer, values):
         self.writer, self.values, self.holes = writer, values, 0
@@ -60,6 +60,7 @@ class _Records:
         return getattr(self.writer, name)
 
     def write_record(self, name: str, data: Any, size: int) -> None:
+        """Write a record of torch's zip file, or only its name and size if its values are unknown."""
         if isinstance(data, torch.UntypedStorage) and self.values.is_unknown_block(data.data_ptr()):
             self.holes += 1
             return self.writer.write_record_metadata(name, size)
@@ -67,7 +68,7 @@ class _Records:
 
 
 def install(files: Files, values) -> None:
-    """Let torch.save and safetensors write no unknown values; `values` knows which are."""
+    """Make torch.save and safetensors write holes for unknown values, which `values` (`Values`) identifies."""
     write, save, copy = torch.serialization._save, torch.save, torch.UntypedStorage.cpu
 
     @functools.wraps(write)
@@ -115,7 +116,7 @@ def install(files: Files, values) -> None:
 
 
 def write_header(tensors: dict, filename: str | os.PathLike, metadata: dict | None) -> None:
-    """Write a file of safetensors whose tensors are a hole."""
+    """Write a safetensors file with a header, and a hole in place of its tensors."""
     header, end = {"__metadata__": dict(metadata)} if metadata else {}, 0
     for name, each in tensors.items():
         header[name] = {"dtype": str(each.dtype), "shape": [*each.shape], "data_offsets": [end, end + each.data_len]}

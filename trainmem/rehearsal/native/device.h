@@ -1,10 +1,10 @@
-// What the rehearsed devices are, and who holds how much of them. Everything comes from the environment
-// (trainmem/rehearsal/cards.py sets it):
-//   REHEARSAL_CAPABILITY     90 for 9.0
+// The rehearsed devices, and how much of their memory each process holds. Everything comes from the environment
+// (variables_of in trainmem/rehearsal/rehearsal_process.py sets it):
+//   REHEARSAL_CAPABILITY     compute capability, 90 for 9.0
 //   REHEARSAL_BYTES          memory of a device
-//   REHEARSAL_CONTEXT_BYTES  what a context is taken to cost: an assumption, each driver has its own
-//   REHEARSAL_DEVICES        how many there are
-//   REHEARSAL_NAME           what they are called
+//   REHEARSAL_CONTEXT_BYTES  assumed size of a context; each driver has its own
+//   REHEARSAL_DEVICES        number of devices
+//   REHEARSAL_NAME           their name
 //   REHEARSAL_LEDGER         a file that all processes of a rehearsal share
 //   CUDA_VISIBLE_DEVICES     as CUDA reads it, numbers and "GPU-..." names
 #pragma once
@@ -34,13 +34,13 @@ inline size_t total_bytes() { return (size_t)number("REHEARSAL_BYTES", 80L << 30
 inline size_t context_bytes() { return (size_t)number("REHEARSAL_CONTEXT_BYTES", 500L << 20); }
 inline int devices() { return (int)number("REHEARSAL_DEVICES", 1); }
 inline const char* name() { return getenv("REHEARSAL_NAME") ? getenv("REHEARSAL_NAME") : "rehearsed GPU"; }
-constexpr size_t DRIVER_RESERVE = 600u << 20;  // what NVML's older call counts as used on top
+constexpr size_t DRIVER_RESERVE = 600u << 20;  // NVML's older call counts it as used
 
-// What depends on the compute capability alone (CUDA Programming Guide, "Technical Specifications per Compute
+// Limits that depend only on the compute capability (CUDA Programming Guide, "Technical Specifications per Compute
 // Capability"; multiprocessors of the T4, A100, A10, H100, B200 and RTX 5090).
 struct Limits {
     int multiprocessors;
-    int shared_per_multiprocessor, shared_opt_in;  // bytes: of one multiprocessor, and what a block can ask for
+    int shared_per_multiprocessor, shared_opt_in;  // bytes per multiprocessor, and the most that a block can request
     int threads_per_multiprocessor, l2_bytes;
 };
 inline Limits limits() {
@@ -66,7 +66,7 @@ inline std::string uuid_text(int device) {
     return text;
 }
 
-// The devices that CUDA shows, in its order: the first entry that is none ends the list.
+// The devices that CUDA shows, in its order: the first invalid entry ends the list.
 inline std::vector<int> visible() {
     std::vector<int> shown;
     const char* text = getenv("CUDA_VISIBLE_DEVICES");
@@ -89,13 +89,13 @@ inline std::vector<int> visible() {
     return shown;
 }
 
-// The device to which CUDA gives this number; -1: none.
+// The device to which CUDA gives this number, or -1.
 inline int at(int number) {
     auto shown = visible();
     return number >= 0 && number < (int)shown.size() ? shown[number] : -1;
 }
 
-// What the runtime and the driver say of an error: the numbers are the same.
+// The text of an error; the runtime and the driver use the same numbers.
 inline const char* error_text(int error) {
     switch (error) {
         case 0: return "no error";
@@ -107,10 +107,10 @@ inline const char* error_text(int error) {
     }
 }
 
-// The ledger: a row for each process and device.
+// The ledger: a row per process and device.
 struct Row {
     int pid, device;  // the device as NVML numbers it
-    size_t bytes;     // allocated, the context not included
+    size_t bytes;     // allocated, without the context
 };
 constexpr int ROWS = 1024;
 
@@ -126,7 +126,7 @@ inline Row* ledger() {
     return rows;
 }
 
-// Holds the ledger's lock as long as it lives. (A file opened anew: locks belong to an opening, and forks share one.)
+// Holds the ledger's lock while it lives. It opens the file itself: a lock belongs to an opening, which forks would share.
 struct Locked {
     int file;
     Locked() : file(getenv("REHEARSAL_LEDGER") ? open(getenv("REHEARSAL_LEDGER"), O_RDWR) : -1) {
@@ -139,7 +139,7 @@ struct Locked {
 
 inline bool alive(int pid) { return pid && (kill(pid, 0) == 0 || errno == EPERM); }
 
-// Bytes in use on a device by all processes, contexts included. The ledger is locked.
+// Bytes in use on a device by all processes, contexts included. The caller holds the lock.
 inline size_t used_bytes(int device) {
     size_t sum = 0;
     for (int i = 0; i < ROWS; i++)
@@ -147,7 +147,7 @@ inline size_t used_bytes(int device) {
     return sum;
 }
 
-// This process's row; making one is what creates a context. The ledger is locked.
+// This process's row; it is made on first use, which creates the context. The caller holds the lock.
 inline Row* own(int device) {
     Row *free_row = nullptr, *rows = ledger();
     for (int i = 0; i < ROWS; i++) {
@@ -158,7 +158,7 @@ inline Row* own(int device) {
     return free_row;
 }
 
-// Takes bytes of a device; false where they are not there.
+// Takes bytes of a device; returns false if they are not free.
 inline bool take(int device, size_t bytes) {
     Locked lock;
     Row* row = own(device);
@@ -178,13 +178,13 @@ inline void memory(int device, bool context, size_t* free, size_t* total) {
     *free = used < *total ? *total - used : 0;
 }
 
-// Address space without memory behind it: a page that is never touched costs nothing.
+// Address space without memory: a page that is never touched costs nothing.
 inline void* reserve(size_t bytes) {
     void* at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     return at == MAP_FAILED ? nullptr : at;
 }
 
-// Something to point at, for handles that nobody looks into.
+// A unique address, for handles that are never dereferenced.
 inline void* handle() {
     static uintptr_t next = 0x10000;
     return (void*)__sync_add_and_fetch(&next, 0x100);

@@ -1,5 +1,5 @@
-// The CUDA driver, as far as torch, Triton's search for a device and this package's own look at the machine ask it:
-// what the devices are, and memory that is reserved and mapped apart (torch's expandable segments).
+// The part of the CUDA driver that torch, Triton's search for a device and this package's own query of the machine use:
+// properties of the devices, and memory that is reserved and mapped separately (torch's expandable segments).
 #include <cuda.h>
 #include <dlfcn.h>
 
@@ -12,7 +12,7 @@ using namespace rehearsal;
 #define OK CUDA_SUCCESS
 
 static std::mutex guard;
-static std::map<CUmemGenericAllocationHandle, std::pair<int, size_t>> made;  // device and bytes of cuMemCreate's
+static std::map<CUmemGenericAllocationHandle, std::pair<int, size_t>> made;  // (device, bytes) of cuMemCreate's handles
 
 extern "C" {
 
@@ -84,7 +84,7 @@ CUresult cuMemRelease(CUmemGenericAllocationHandle created) {
     return OK;
 }
 
-// --- kernels that Triton compiled: loaded, asked about, launched (see answers.toml); never run
+// --- kernels that Triton compiled: loaded, queried, launched (see answers.toml), but never run
 
 CUresult cuModuleLoadData(CUmodule* module, const void*) { *module = (CUmodule)handle(); return OK; }
 CUresult cuModuleGetFunction(CUfunction* function, CUmodule, const char*) { *function = (CUfunction)handle(); return OK; }
@@ -98,7 +98,7 @@ CUresult cuPointerGetAttribute(void* value, CUpointer_attribute attribute, CUdev
     return OK;
 }
 
-// --- functions by name: this library's own, else one that says "not supported" (written by build.py)
+// --- functions by name: this library's own, or else one that returns "not supported" (written by build.py)
 
 CUresult cuGetProcAddress_v2(const char* name, void** function, int, cuuint64_t, CUdriverProcAddressQueryResult* found) {
     std::string plain = name;
@@ -107,7 +107,7 @@ CUresult cuGetProcAddress_v2(const char* name, void** function, int, cuuint64_t,
     if (found) *found = *function ? CU_GET_PROC_ADDRESS_SUCCESS : CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
     return *function ? OK : CUDA_ERROR_NOT_FOUND;
 }
-// The runtime's way to the same (result: a cudaError_t, 0 where found).
+// The runtime's function for the same (returns a cudaError_t, 0 if found).
 int cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned version, unsigned long long, int* found) {
     CUdriverProcAddressQueryResult result;
     CUresult error = cuGetProcAddress_v2(name, function, (int)version, 0, &result);

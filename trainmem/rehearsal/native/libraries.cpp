@@ -1,4 +1,4 @@
-// cuBLAS, cuDNN and NCCL, as far as torch and bitsandbytes look at an answer. The rest of them stands in answers.toml.
+// The functions of cuBLAS, cuDNN and NCCL whose results torch or bitsandbytes read. The others are in answers.toml.
 #include <dlfcn.h>
 
 #include <cstddef>
@@ -15,7 +15,7 @@ template <class T> static void scale(T* numbers, size_t count, int by) {
 
 extern "C" {
 
-// --- cuBLAS and cuBLASLt: handles, and one algorithm that needs no workspace (torch asks for its own workspace before)
+// --- cuBLAS and cuBLASLt: handles, and one algorithm without a workspace (torch allocates its own workspace before)
 
 int cublasCreate_v2(void** made) { *made = handle(); return 0; }
 int cublasGetMathMode(void*, int* mode) { *mode = 0; return 0; }
@@ -32,7 +32,7 @@ int cublasLtMatmulAlgoGetHeuristic(void*, void*, void*, void*, void*, void*, voi
     *count = 1;
     return 0;
 }
-// torch 2.14 and newer make an algorithm by its number and check it.
+// torch 2.14 and newer create an algorithm by its number and check it.
 int cublasLtMatmulAlgoInit(void*, int, int, int, int, int, int, int, uint64_t* algorithm) {
     memset(algorithm, 0, sizeof Heuristic::algorithm);
     return 0;
@@ -47,11 +47,11 @@ int cublasLtMatmulAlgoCheck(void*, void*, void*, void*, void*, void*, const void
     return 0;
 }
 
-// --- cuDNN's graph interface: descriptors that remember what they are told. A search for engines finds one, which needs
-// no workspace of its own; what torch's front end allocates for its own intermediate results is its own arithmetic.
+// --- cuDNN's graph interface: descriptors that store their attributes. A search for engines finds one that needs no
+// workspace; torch's front end calculates by itself what it allocates for intermediate results.
 
 struct Attribute { int type; int64_t count; std::vector<char> bytes; };
-struct Descriptor { int kind; std::map<int, Attribute> told; };
+struct Descriptor { int kind; std::map<int, Attribute> attributes; };
 enum { ENGINEHEUR_RESULTS = 202, GRAPH_ENGINES = 802 };
 enum { TYPE_INT64 = 3, TYPE_INT32 = 23 };
 static size_t width(int type) {  // bytes of an element, by cudnnBackendAttributeType_t
@@ -65,27 +65,27 @@ int cudnnBackendCreateDescriptor(int kind, Descriptor** made) { *made = new Desc
 int cudnnBackendDestroyDescriptor(Descriptor* descriptor) { delete descriptor; return 0; }
 int cudnnBackendSetAttribute(Descriptor* to, int name, int type, int64_t count, const void* from) {
     const char* bytes = (const char*)from;
-    to->told[name] = {type, count, bytes ? std::vector<char>(bytes, bytes + count * width(type)) : std::vector<char>()};
+    to->attributes[name] = {type, count, bytes ? std::vector<char>(bytes, bytes + count * width(type)) : std::vector<char>()};
     return 0;
 }
 int cudnnBackendGetAttribute(const Descriptor* from, int name, int type, int64_t room, int64_t* count, void* to) {
-    auto told = from->told.find(name);
-    if (name == ENGINEHEUR_RESULTS) {  // the caller made the descriptors that are to be filled
+    auto stored = from->attributes.find(name);
+    if (name == ENGINEHEUR_RESULTS) {  // the caller created the descriptors to fill
         if (count) *count = 1;
-    } else if (told != from->told.end()) {
-        int64_t given = told->second.count < room ? told->second.count : room;
-        if (count) *count = told->second.count;
-        if (to && room > 0) memcpy(to, told->second.bytes.data(), given * width(type));
-    } else if (type == TYPE_INT64 || type == TYPE_INT32) {  // workspaces, shared memory, an engine's number: none
+    } else if (stored != from->attributes.end()) {
+        int64_t given = stored->second.count < room ? stored->second.count : room;
+        if (count) *count = stored->second.count;
+        if (to && room > 0) memcpy(to, stored->second.bytes.data(), given * width(type));
+    } else if (type == TYPE_INT64 || type == TYPE_INT32) {  // workspace, shared memory, engine number: 0
         if (count) *count = 1;
         if (to && room > 0) memset(to, 0, width(type));
-        if (to && room > 0 && name == GRAPH_ENGINES) *(int64_t*)to = 64;  // more than any that is asked for by number
+        if (to && room > 0 && name == GRAPH_ENGINES) *(int64_t*)to = 64;  // more engines than are selected by number
     } else if (count) {
         *count = 0;  // numerical notes, behaviour notes, knobs: none
     }
     return 0;
 }
-// Batch norm is older than the graphs: it needs no workspace and keeps nothing for the backward.
+// Batch norm's older interface: it needs no workspace and keeps nothing for the backward pass.
 int cudnnCreateTensorDescriptor(void** made) { *made = handle(); return 0; }
 int cudnnGetBatchNormalizationForwardTrainingExWorkspaceSize(void*, int, int, void*, void*, void*, void*, void*, size_t* size) {
     *size = 0;
@@ -105,7 +105,7 @@ int cudnnGetStream(void*, void** stream) { *stream = nullptr; return 0; }
 const char* cudnnGetErrorString(int error) { return error ? "not answered in a rehearsal" : "success"; }
 void cudnnGetLastErrorString(char* text, size_t length) { snprintf(text, length, "not answered in a rehearsal"); }
 size_t cudnnGetCudartVersion() { return 13000; }
-// The version decides which attention kernel torch prefers: the installed library is asked.
+// torch chooses its attention kernel by the version: return that of the installed library.
 size_t cudnnGetVersion() {
     static size_t version = [] {
         void* library = dlopen("libcudnn.so.9", RTLD_LAZY);
@@ -120,13 +120,13 @@ int cudnnGetProperty(int which, int* value) {
     return 0;
 }
 
-// --- texts of errors, of libraries that answers.toml has refuse everything: a status in place of a text would be a crash
+// --- error texts of libraries whose other functions answers.toml refuses: a status instead of a text would crash
 
 const char* cusparseGetErrorString(int) { return "not answered in a rehearsal"; }
 const char* cusparseGetErrorName(int) { return "CUSPARSE_STATUS_NOT_SUPPORTED"; }
 const char* nvrtcGetErrorString(int) { return "not answered in a rehearsal"; }
 
-// --- NCCL: communicators, and collectives that move what is small as if every rank held the same
+// --- NCCL: communicators, and collectives that move small data as if every rank had the same
 
 struct Communicator { int ranks, rank; };
 struct UniqueId { char bytes[128]; };
@@ -169,11 +169,11 @@ const char* ncclGetLastError(Communicator*) { return ""; }
 int ncclMemAlloc(void** pointer, size_t bytes) { return ((int (*)(void**, size_t))dlsym(RTLD_DEFAULT, "cudaMalloc"))(pointer, bytes); }
 int ncclMemFree(void* pointer) { return ((int (*)(void*))dlsym(RTLD_DEFAULT, "cudaFree"))(pointer); }
 
-// Collectives of one group can be parts of a whole: since 2.15 torch gathers a list of tensors by one broadcast from each
-// rank. A part that another rank sends is what this rank sends as its own part of that size, once the group has ended.
-struct Part { void* to; const void* from; size_t bytes; Communicator* of; int root, number; };  // number: of its root's
+// Collectives of one group can be parts of one operation: since 2.15 torch gathers a list of tensors by one broadcast from
+// each rank. When the group ends, a part from another rank gets this rank's own part with the same number and size.
+struct Part { void* to; const void* from; size_t bytes; Communicator* of; int root, number; };  // number: per root
 static thread_local std::vector<Part> parts;
-static thread_local int groups = 0;  // how many are open
+static thread_local int groups = 0;  // number of open groups
 int ncclGroupStart() { groups++; return 0; }
 int ncclGroupEnd() {
     if (--groups > 0) return 0;
@@ -195,7 +195,7 @@ int ncclBroadcast(const void* from, void* to, size_t count, int type, int root, 
 }
 int ncclAllReduce(const void* from, void* to, size_t count, int type, int operation, Communicator* of, void*) {
     move(to, from, bytes_of(count, type));
-    if (operation == 0 && bytes_of(count, type) <= SMALL) {  // a sum of equal numbers; floating point is left unknown
+    if (operation == 0 && bytes_of(count, type) <= SMALL) {  // a sum of equal numbers; floating point stays unknown
         if (type == 2 || type == 3) scale((int32_t*)to, count, of->ranks);
         if (type == 4 || type == 5) scale((int64_t*)to, count, of->ranks);
         if (type == 0) scale((int8_t*)to, count, of->ranks);

@@ -1,10 +1,10 @@
-"""nvidia-smi in a rehearsal: a query of single figures, the topology, or a line for each device."""
+"""nvidia-smi in a rehearsal: print queried properties, the topology, or a line per device."""
 
 import sys
 
 import pynvml
 
-PLAIN = {  # of --query-gpu, besides memory.total, memory.used and memory.free
+PLAIN = {  # properties of --query-gpu, in addition to memory.total, memory.used and memory.free
     "count": lambda _: pynvml.nvmlDeviceGetCount(),
     "index": pynvml.nvmlDeviceGetIndex,
     "name": pynvml.nvmlDeviceGetName,
@@ -29,9 +29,9 @@ def main(words: list[str]) -> str:
     options = dict(word.lstrip("-").split("=", 1) for word in words if "=" in word)
     if chosen := options.get("id") or options.get("i"):
         devices = [device for device in devices if pynvml.nvmlDeviceGetUUID(device) == chosen]
-    asked = options.get("query-gpu", "index,name,memory.used,memory.total").split(",")
+    names = options.get("query-gpu", "index,name,memory.used,memory.total").split(",")
     unit = "" if "nounits" in options.get("format", "") else " MiB"
-    return "\n".join(", ".join(figure(device, name.strip(), unit) for name in asked) for device in devices)
+    return "\n".join(", ".join(figure(device, name.strip(), unit) for name in names) for device in devices)
 
 
 if __name__ == "__main__":

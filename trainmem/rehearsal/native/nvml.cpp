@@ -1,9 +1,9 @@
-// NVML: what nvidia-ml-py, nvidia-smi and torch's out-of-memory message ask about the devices. What only a driver can
-// know (power, clocks, links) is not supported here, as on many a real machine.
+// The NVML functions that nvidia-ml-py, nvidia-smi and torch's out-of-memory message call. Values that only a driver knows
+// (power, clocks, links) are "not supported", as on many real machines.
 #include "device.h"
 using namespace rehearsal;
 
-typedef void* Device;  // its number plus one
+typedef void* Device;  // a device's number plus one
 enum { OK = 0, INVALID = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6 };
 static int number_of(Device device) { return (int)(intptr_t)device - 1; }
 static int found(int number, Device* device) {
@@ -58,7 +58,7 @@ int nvmlDeviceGetMemoryInfo_v2(Device device, MemoryV2* memory) {
     memory->free = memory->total - memory->used - memory->reserved;
     return OK;
 }
-// *count: how many fit, then how many there are; 7 where they do not fit.
+// *count: in, the length of the list; out, the number of processes. Returns 7 if the list is too short.
 static int processes(Device device, unsigned* count, Process* list) {
     Locked lock;
     unsigned there = 0, room = *count;
@@ -74,15 +74,15 @@ int nvmlDeviceGetComputeRunningProcesses(Device device, unsigned* count, Process
 int nvmlDeviceGetComputeRunningProcesses_v2(Device device, unsigned* count, Process* list) { return processes(device, count, list); }
 int nvmlDeviceGetComputeRunningProcesses_v3(Device device, unsigned* count, Process* list) { return processes(device, count, list); }
 
-// Their older names, which torch.cuda.device_count() asks: an answer spares it CUDA itself, after which no fork could
-// use a device any more.
+// Their older names, which torch.cuda.device_count() calls: otherwise it would start CUDA itself, and no fork could use a
+// device afterwards.
 int nvmlDeviceGetCount(unsigned* count) { return nvmlDeviceGetCount_v2(count); }
 int nvmlDeviceGetHandleByIndex(unsigned index, Device* device) { return nvmlDeviceGetHandleByIndex_v2(index, device); }
 int nvmlDeviceGetHandleByPciBusId(const char* text, Device* device) {
     return nvmlDeviceGetHandleByPciBusId_v2(text, device);
 }
 
-// Nothing runs on the device.
+// Nothing runs on a device.
 int nvmlDeviceGetUtilizationRates(void*, unsigned* gpu_and_memory) {
     gpu_and_memory[0] = gpu_and_memory[1] = 0;
     return 0;

@@ -1,8 +1,8 @@
 // The CUDA runtime without a device: memory is address space, small copies are made, kernels are not run.
 //
-// What torch asks about the device is answered as device.h says. Device memory is host memory: what the host wrote
-// there can be read back, everything else reads as zeros or as what lay there before. answers.toml names the functions
-// that have nothing to do: those that launch, wait, free or record.
+// Queries about the device are answered as in device.h. Device memory is host memory: data that the host wrote there can
+// be read back; everything else reads as zeros or as earlier content. answers.toml lists the functions that have nothing
+// to do: those that launch, wait, free or record.
 #include <cuda_runtime_api.h>
 
 #include <map>
@@ -20,7 +20,7 @@ static cudaError_t fail(cudaError_t error) { return last = error; }
 static int device() { return at(current) < 0 ? 0 : at(current); }
 
 struct Block {
-    size_t bytes, taken;  // as mapped; what of them counts as the device's
+    size_t bytes, taken;  // mapped bytes, and how many of them count as the device's
     int device;           // as NVML numbers it
     bool host;            // pinned memory of the host
 };
@@ -159,14 +159,14 @@ static cudaError_t unmap(void* pointer) {
 }
 
 cudaError_t cudaMalloc(void** pointer, size_t bytes) {
-    size_t whole = (bytes + (2u << 20) - 1) & ~(size_t)((2u << 20) - 1);  // the driver hands out pages of 2 MiB
+    size_t whole = (bytes + (2u << 20) - 1) & ~(size_t)((2u << 20) - 1);  // the driver allocates pages of 2 MiB
     *pointer = nullptr;
     return bytes ? map(pointer, whole, whole, device(), false) : OK;
 }
 cudaError_t cudaFree(void* pointer) { return unmap(pointer); }
 cudaError_t cudaMallocAsync(void** pointer, size_t bytes, cudaStream_t) { return cudaMalloc(pointer, bytes); }
 cudaError_t cudaFreeAsync(void* pointer, cudaStream_t) { return unmap(pointer); }
-// Managed memory may lie on the host, and is not the device's to run out of.
+// Managed memory may be on the host, so it does not count as the device's.
 cudaError_t cudaMallocManaged(void** pointer, size_t bytes, unsigned) { return map(pointer, bytes, 0, device(), false); }
 cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned) { return map(pointer, bytes, 0, 0, true); }
 cudaError_t cudaMallocHost(void** pointer, size_t bytes) { return cudaHostAlloc(pointer, bytes, 0); }
@@ -223,7 +223,7 @@ cudaError_t cudaGetSymbolAddress(void** pointer, const void*) {
 cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t* pool, int) { *pool = (cudaMemPool_t)handle(); return OK; }
 cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t, cudaMemPoolAttr, void* value) { *(uint64_t*)value = 0; return OK; }
 
-// --- streams and events: all that was asked for is done at once
+// --- streams and events: all work is done at once
 
 cudaError_t cudaStreamCreate(cudaStream_t* stream) { *stream = (cudaStream_t)handle(); return OK; }
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) { return cudaStreamCreate(stream); }
@@ -253,13 +253,13 @@ cudaError_t cudaEventCreate(cudaEvent_t* event) { *event = (cudaEvent_t)handle()
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) { return cudaEventCreate(event); }
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t, cudaEvent_t) { *milliseconds = 1; return OK; }
 
-// --- kernels: found, asked about, launched; never run
+// --- kernels: found, queried, launched, but never run
 
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* found, const void*) {
     memset(found, 0, sizeof *found);
     found->maxThreadsPerBlock = 1024, found->numRegs = 32, found->maxDynamicSharedSizeBytes = 49152;
-    int const built[] = {ARCHITECTURES};  // those that torch's kernels are compiled for, ascending
-    found->binaryVersion = built[0];      // where a newer one is not there, an older one's runs
+    int const built[] = {ARCHITECTURES};  // capabilities that torch's kernels are compiled for, ascending
+    found->binaryVersion = built[0];      // the newest kernel that is not newer than the device runs on it
     for (int each : built) if (each <= capability()) found->binaryVersion = each;
     found->ptxVersion = found->binaryVersion;
     return OK;
@@ -284,7 +284,7 @@ cudaError_t cudaLibraryGetKernel(cudaKernel_t* kernel, cudaLibrary_t, const char
 }
 #endif
 
-// What the compiler puts into every library with kernels.
+// Functions that the compiler calls in every library with kernels.
 static thread_local struct { dim3 grid, block; size_t shared; cudaStream_t stream; } configuration;
 unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, cudaStream_t stream) {
     configuration = {grid, block, shared, stream};

@@ -1,4 +1,4 @@
-// What CUDA's headers take from a package of the compiler's, for a plain C++ compiler: words without a meaning here.
+// Macros that CUDA's headers expect from a package of the compiler: a plain C++ compiler needs them empty.
 #pragma once
 #define __host__
 #define __device__
