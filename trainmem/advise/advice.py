@@ -426,8 +426,8 @@ def _padding(search: RecipeSearch, best: Candidate, multiple: int) -> list[str]:
         )
         line += f"makes it {text_of(padded.build_config()).vocab_size}"
         with contextlib.suppress(ValueError):  # no time is left
-            there = search.estimate(padded, search.choices.arguments(best)).peak_bytes
-            line += f", and the peak changes by {(there - search.estimates[best].peak_bytes) / 1e6:+.3g} MB"
+            padded_peak = search.estimate(padded, search.choices.arguments(best)).peak_bytes
+            line += f", and the peak changes by {(padded_peak - search.estimates[best].peak_bytes) / 1e6:+.3g} MB"
         lines.append(f"{line}.")
     if task.has_tokens and task.length() % 8:
         lines.append(f"{task.length()} tokens are not a multiple of 8: pad to {-(-task.length() // 8) * 8}.")

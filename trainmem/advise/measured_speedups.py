@@ -146,8 +146,8 @@ class Evidence:
 
 def respelt(arguments: Arguments) -> dict[str, Any]:
     """Return the arguments by the names that techniques use, whichever names the installed library knows."""
-    ours = {next(iter(Arguments({name: None}).current)): name for name in itertools.chain(*QUESTIONS)}
-    return {ours.get(name, name): value for name, value in arguments.current.items()}
+    canonical = {next(iter(Arguments({name: None}).current)): name for name in itertools.chain(*QUESTIONS)}
+    return {canonical.get(name, name): value for name, value in arguments.current.items()}
 
 
 def _counts(run: Run) -> bool:

@@ -234,7 +234,7 @@ class RecipeSearch:
         failures: list[ValueError] = []
         found: dict[frozenset[Technique], int] = {}  # the micro-batch of recipes that differ only by the optimizer
         ranked = sorted(self.choices.candidates, key=self.ranking.key)
-        pool, begun = ThreadPoolExecutor(self.at_once), set()  # recipes that its threads try or have tried
+        pool, submitted = ThreadPoolExecutor(self.at_once), set()  # recipes that its threads try or have tried
         for index, candidate in enumerate(ranked):
             if len(fitting) == most:
                 break
@@ -244,9 +244,9 @@ class RecipeSearch:
             if self.at_once > 1 and self.ask.answers:  # the first one finds what all others need
                 may_fit = [each for each in ranked[index:] if self._known_states(each) <= self.limit]
                 for each in may_fit[: most - len(fitting)]:
-                    if each not in begun:
+                    if each not in submitted:
                         ahead(pool, self._copy_for_thread()._largest, each, fitting, found)
-                        begun.add(each)
+                        submitted.add(each)
             try:
                 size = self._largest(candidate, fitting, found)
             except ValueError as error:

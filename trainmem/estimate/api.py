@@ -98,11 +98,11 @@ def estimate(
         if target_device.kind != "cuda":
             raise ValueError("snapshot= needs CUDA's allocator: add device='cuda' or card=")
     if not made or file:
-        began, job = time.perf_counter(), (peak_memory.estimate_experiment, experiment, target_device, bool(file))
+        start, job = time.perf_counter(), (peak_memory.estimate_experiment, experiment, target_device, bool(file))
         with progress.percent(f"estimating {task.model}") as bar:
             more = {"timeout": timeout, "on_percent": lambda percent: bar.update(percent - bar.n)}
             made, log = ask(*job, model=task.model, **more)
-        made = dataclasses.replace(made, seconds=time.perf_counter() - began)
+        made = dataclasses.replace(made, seconds=time.perf_counter() - start)
         if file:
             save(file, log, target_device.settings, target_device.memory_bytes, target_device.rules)
     _made[key] = dataclasses.replace(made, name=experiment.name)  # listed under its latest name

@@ -309,14 +309,14 @@ def _run(operations: list[Operation], threads: int) -> list[Seen | None]:
     with memory_meter.profiled() as profile:
         for number, operation in enumerate(operations):
             _once(operation, f"{MARK} {number}")
-    changes, ours = memory_meter.events(profile)
+    changes, marked = memory_meter.events(profile)
     times, totals = memory_meter.running(changes)
     found: list[Seen | None] = []
     for number in range(len(operations)):
-        if f"{number} ends" not in ours:
+        if f"{number} ends" not in marked:
             found.append(None)
             continue
-        begin, end = (ours[f"{number} {which}"][0].begin for which in ("begins", "ends"))
+        begin, end = (marked[f"{number} {which}"][0].begin for which in ("begins", "ends"))
         first, last = bisect.bisect_left(times, begin), bisect.bisect_left(times, end)
         found.append(Seen(max(totals[first : last + 1]) - totals[last], (end - begin) / 1e9))
     return found

@@ -124,7 +124,7 @@ class FakeTracker(Tracker):
         self.cache = cache or OperationCache()
         self.collates = False  # whether a data loader is gathering a batch, whose data are real and on the host
         self.emptied: list[int] = []  # lengths of the log at which the allocator's cache was emptied
-        self.begun: list[tuple[int, Operation]] = []  # (length of the log before it, operation)
+        self.starts: list[tuple[int, Operation]] = []  # (length of the log before it, operation)
         self._any_uniform = False  # whether any fake tensor has a known value, see `uniform_value`
 
     @classmethod
@@ -145,7 +145,7 @@ class FakeTracker(Tracker):
         any_fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)
         self._begin(tensors, any_fake)
         operation = _operation(function, args, leaves, structure)
-        self.begun.append((len(self.log), operation))
+        self.starts.append((len(self.log), operation))
         if any_fake and function is aten._local_scalar_dense.default:  # not computed: the number is a loss or a norm
             kind = tensors[0].dtype
             return getattr(tensors[0], "uniform", False if kind is torch.bool else 1.0 if kind.is_floating_point else 1)
@@ -174,7 +174,7 @@ class FakeTracker(Tracker):
         return result
 
     def resized(self, storage):
-        self.begun.append((len(self.log), Operation(RESIZE, (storage.nbytes(),), (1, (), (-1,)), False)))
+        self.starts.append((len(self.log), Operation(RESIZE, (storage.nbytes(),), (1, (), (-1,)), False)))
         super().resized(storage)
 
     def send_module(self, module: torch.nn.Module) -> torch.nn.Module:
@@ -214,7 +214,7 @@ class FakeTracker(Tracker):
                     twins[id(block)] = Block(block.bytes, block.category, block.operation, block.stream)
                 self.log.append((twins[id(block)], sign))
             places.append(len(self.log))
-        self.begun += [(places[length - start], operation) for length, operation in self.begun[first:last]]
+        self.starts += [(places[length - start], operation) for length, operation in self.starts[first:last]]
         self.operations += [(places[length - start], *about) for length, *about in self.operations[first:last]]
         ends = [(label, length, count) for label, length, count in self.marks if start < length <= end]
         self.marks += [
@@ -370,14 +370,14 @@ def _traced(tracker: FakeTracker, parameters: int, trainable: int) -> Trace:
     total, live = live.sum(axis=1), live[:, : len(TENSOR_CATEGORIES)]
     grown = np.concatenate([[0], np.maximum(changes.sum(axis=1), 0)[1:].cumsum()])  # all bytes allocated by then
     first = next((operations for label, _, operations in tracker.marks if label == "start"), 0)
-    begins = np.array([begin for begin, _ in tracker.begun[first:]] + [len(tracker.log)])
+    begins = np.array([begin for begin, _ in tracker.starts[first:]] + [len(tracker.log)])
     ends = np.array([length for length, *_ in tracker.operations[first:]])
     made = grown[ends] - grown[begins[:-1]]
     ends_of_steps = [operations for label, _, operations in tracker.marks if label == "step"]
     apart = beside_steps.peaks(tracker.marks, total, begins, first)
     last = next((begin for *_, (begin, _) in apart if ends_of_steps and begin >= ends_of_steps[-1] - first), len(ends))
     return Trace(
-        operations=[*_shared(zip((operation for _, operation in tracker.begun[first:]), made.tolist(), strict=True))],
+        operations=[*_shared(zip((operation for _, operation in tracker.starts[first:]), made.tolist(), strict=True))],
         phases=[phase for _, phase, *_ in tracker.operations[first:]],
         modules=[module for *_, module in tracker.operations[first:]],
         live=live[ends],

@@ -33,8 +33,8 @@ def emulated():
         return
     with contextlib.ExitStack() as stack:
         if hasattr(utils, "_supports_trl_loss_kernel"):  # from 1.14 on; TRL calls it only if there is Triton
-            there = {"is_triton_available": lambda *_, **__: True, "_fused_logprob_entropy": _Kernel()}
-            stack.enter_context(patch.multiple(utils, create=True, _supports_trl_loss_kernel=_refuse, **there))
+            kernels = {"is_triton_available": lambda *_, **__: True, "_fused_logprob_entropy": _Kernel()}
+            stack.enter_context(patch.multiple(utils, create=True, _supports_trl_loss_kernel=_refuse, **kernels))
         if hasattr(utils, "_use_triton"):  # from 1.16 on
             stack.enter_context(_folded_without_memory(utils))
         yield

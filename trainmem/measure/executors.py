@@ -43,10 +43,10 @@ def outcome_of(future: "Future[Outcome]") -> Outcome:
 def perform(number: str, function: Callable[..., Outcome], *arguments) -> Outcome:
     """Perform a submitted function; return its outcome with the machine, the versions and, on a cluster's worker, the
     attempt. `number` is unique, see `submit`."""
-    began = now("milliseconds")
+    start = now("milliseconds")
     outcome = function(*arguments)
     if worker := _worker():
-        attempt = {"worker": str(worker.name), "address": worker.address, "began": began}
+        attempt = {"worker": str(worker.name), "address": worker.address, "began": start}
         attempt |= {"ended": now("milliseconds"), "status": outcome.status, "message": outcome.message}
         outcome = outcome.replace(attempts=(attempt,))
     return outcome.replace(machine=hardware.describe().to_dict(), versions=hardware.versions())

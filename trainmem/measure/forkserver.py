@@ -132,10 +132,10 @@ class _RunningServer:
         self._lock = threading.RLock()  # one request at a time
         self._control = None if self._offered else _joined_course()
         if not self._control:
-            self._control, theirs = multiprocessing.Pipe()
-            arguments = theirs.fileno(), [*preload], with_bitsandbytes
-            self.process = start_interpreter(server_process.serve, *arguments, inherited=theirs.fileno())
-            theirs.close()
+            self._control, child_end = multiprocessing.Pipe()
+            arguments = child_end.fileno(), [*preload], with_bitsandbytes
+            self.process = start_interpreter(server_process.serve, *arguments, inherited=child_end.fileno())
+            child_end.close()
         atexit.register(self.end)
 
     def is_up_to_date(self) -> bool:
@@ -243,14 +243,14 @@ class CleanProcess(contextlib.AbstractContextManager):
         self.code: int | None = None
         job, self.folder = cloudpickle.dumps(job), tempfile.mkdtemp(prefix="perf_helpers-")
         self._oom_kills = outcomes.oom_kills()
-        self.channel, theirs = multiprocessing.Pipe()
-        descriptors = [theirs.fileno(), self.output.fileno(), self.errors.fileno()]
+        self.channel, child_end = multiprocessing.Pipe()
+        descriptors = [child_end.fileno(), self.output.fileno(), self.errors.fileno()]
         try:
             self._server, self.pid = SERVER.fork(descriptors, self.folder, job)
         except BaseException:
             forked.remove(self.folder)
             raise
-        theirs.close()
+        child_end.close()
         if measured:
             SERVER.measuring.add(self.pid)
         try:

@@ -162,26 +162,26 @@ class ThreadPlayer(threading.Thread):
         super().__init__(daemon=True)
         self._perform, self._stops = perform, stops
         self._outcome: Outcome | None = None
-        self._mine, self._theirs = threading.Semaphore(0), threading.Semaphore(0)
+        self._turn, self._other_turn = threading.Semaphore(0), threading.Semaphore(0)
 
     def __next__(self) -> Outcome | None:
         if not self.ident:
             self.start()
-        self._mine.release()
-        self._theirs.acquire()
+        self._turn.release()
+        self._other_turn.acquire()
         return self._outcome
 
     def run(self) -> None:
-        self._mine.acquire()
+        self._turn.acquire()
         with _put_away():
             self._outcome = self._perform(self._stepped)
-        self._theirs.release()
+        self._other_turn.release()
 
     def _stepped(self, number: int) -> None:
         if number in self._stops:
             with _put_away():
-                self._theirs.release()
-                self._mine.acquire()
+                self._other_turn.release()
+                self._turn.acquire()
 
 
 @contextlib.contextmanager

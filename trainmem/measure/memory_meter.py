@@ -187,17 +187,17 @@ def profiled() -> torch.profiler.profile:
 
 def events(profile: torch.profiler.profile) -> tuple[list[_Change], dict[str, list[_Ran]]]:
     """Return the allocations and frees that the profiler saw, and our own events by name, all in order of time."""
-    changes, ours = [], collections.defaultdict(list)
+    changes, marked = [], collections.defaultdict(list)
     for event in profile.profiler.kineto_results.events():
         if (name := event.name()) == "[memory]":
             changes.append(_Change(event.start_ns(), event.nbytes(), event.start_thread_id()))
         elif name.startswith(MARK):
             ran = _Ran(event.start_ns(), event.end_ns(), event.start_thread_id())
-            ours[name.removeprefix(f"{MARK} ")].append(ran)
+            marked[name.removeprefix(f"{MARK} ")].append(ran)
     changes.sort(key=lambda change: change.when)
-    for found in ours.values():
+    for found in marked.values():
         found.sort()
-    return changes, ours
+    return changes, marked
 
 
 def running(changes: list[_Change]) -> tuple[list[int], list[int]]:
@@ -207,9 +207,9 @@ def running(changes: list[_Change]) -> tuple[list[int], list[int]]:
 
 def _replayed(profile: torch.profiler.profile, tracker: Watcher) -> _Account:
     """Return the account of the CPU allocator, from its events in the profiler."""
-    changes, ours = events(profile)
+    changes, marked = events(profile)
     times, totals = running(changes)
-    begins, mark_times = ([ran.begin for ran in ours[name]] for name in ("op", "mark"))
+    begins, mark_times = ([ran.begin for ran in marked[name]] for name in ("op", "mark"))
     start = max((when for when, mark in zip(mark_times, tracker.marks, strict=True) if mark[0] == "start"), default=0)
     peak = max(range(bisect.bisect_left(times, start), len(totals)), key=totals.__getitem__)
     at_operations = []
@@ -236,12 +236,12 @@ def _replayed_by_tensors(profile: torch.profiler.profile, tracker: "_CpuTracker"
 
     gloo's own memory is left out: its threads free their buffers at irregular times.
     """
-    changes, ours = events(profile)
-    operations = ours["op"]
+    changes, marked = events(profile)
+    operations = marked["op"]
     times, totals = running([change for change in changes if operations and change.thread == operations[0].thread])
     live = [0, *itertools.accumulate(sign * block.bytes for block, sign in tracker.log)]
     at_operations = []
-    for ran, before, (length, _, name, _) in zip(operations, tracker.begun, tracker.operations, strict=True):
+    for ran, before, (length, _, name, _) in zip(operations, tracker.starts, tracker.operations, strict=True):
         first, last = bisect.bisect_left(times, ran.begin), bisect.bisect_right(times, ran.end)
         inside = 0 if name.startswith(COLLECTIVES) else max(totals[first : last + 1]) - totals[last]
         at_operations.append(max(live[before : length + 1]) + inside)
@@ -263,13 +263,13 @@ class _CpuTracker(Tracker):
 
     def __init__(self):
         super().__init__()
-        self.begun: list[int] = []  # length of the log before each operation
+        self.starts: list[int] = []  # length of the log before each operation
         self._is_collective = False  # whether the last operation was a collective
 
     def execute(self, function, args, kwargs):
         if self._is_collective:
             _wait_for_gloo()
-        self.begun.append(len(self.log))
+        self.starts.append(len(self.log))
         self._is_collective = function.namespace == "c10d"
         with torch._C._profiler._RecordFunctionFast(f"{MARK} op"):
             try:
@@ -279,7 +279,7 @@ class _CpuTracker(Tracker):
                 raise
 
     def resized(self, storage):
-        self.begun.append(len(self.log))
+        self.starts.append(len(self.log))
         with torch._C._profiler._RecordFunctionFast(f"{MARK} op"):
             super().resized(storage)
 

@@ -169,10 +169,10 @@ def _quiet(event: int = quiet.Need.MACHINE) -> Iterator[None]:
     Args:
         event: the need; or the number of a turn, after which the process needs the machine.
     """
-    began = time.monotonic()
+    start = time.monotonic()
     with quiet.experiment(event if isinstance(event, quiet.Need) else quiet.Need.MACHINE):
         until, seconds = _limit.get()
-        _limit.set((until + time.monotonic() - began, seconds))
+        _limit.set((until + time.monotonic() - start, seconds))
         yield
 
 
@@ -215,9 +215,9 @@ def side_by_side(
     job = functools.partial(_in_threads, experiments, turns, steps_per_turn)
     warm = _once(len(experiments)) if quiet.is_in_course() else None
     with within(timeout):
-        for begun in range(0, processes, at_once):
+        for first in range(0, processes, at_once):
             with contextlib.ExitStack() as stack:
-                those = range(begun, min(begun + at_once, processes))
+                those = range(first, min(first + at_once, processes))
                 living = [stack.enter_context(CleanProcess(job, turn=warm, measured=True)) for _ in those]
                 if warm:
                     try:

@@ -103,7 +103,7 @@ class QuietLock:
         self._held: dict[str, tuple[Need, int]] = {}  # lesson -> (its need, cores that it computes on)
         self._queue: dict[int, tuple[str, Need, int, float]] = {}  # number -> (lesson, need, cores, waiting since)
         self._number = itertools.count()
-        self._began = 0.0
+        self._alone_since = 0.0
         self.alone_seconds: Counter[str] = Counter()  # for which each lesson had the machine alone
         self.waited_seconds: Counter[str] = Counter()  # for which each lesson waited for others
 
@@ -115,14 +115,14 @@ class QuietLock:
         """
         with self._changed:
             self._release(lesson)
-            began, number = time.monotonic(), next(self._number)
-            self._queue[number] = lesson, need, cores, began
+            since, number = time.monotonic(), next(self._number)
+            self._queue[number] = lesson, need, cores, since
             self._changed.wait_for(lambda: number not in self._queue or self._may_go(number))
-            self.waited_seconds[lesson] += time.monotonic() - began
+            self.waited_seconds[lesson] += time.monotonic() - since
             if self._queue.pop(number, None):
                 self._held[lesson] = need, cores
                 if need is Need.MACHINE:
-                    self._began = time.monotonic()
+                    self._alone_since = time.monotonic()
                 self._changed.notify_all()
 
     def leave(self, lesson: str) -> None:
@@ -134,7 +134,7 @@ class QuietLock:
     def _may_go(self, number: int) -> bool:
         """Return whether a waiting lesson may start: there is room, and it overtakes no lesson that is due first."""
         _, need, cores, _ = self._queue[number]
-        earlier = [began for other, (*_, began) in self._queue.items() if other < number]
+        earlier = [since for other, (*_, since) in self._queue.items() if other < number]
         others = sum(cores for _, cores in self._held.values())
         keeps_busy = self._held and others + cores >= self._cores
         may_pass = not earlier or (keeps_busy and time.monotonic() - earlier[0] < PASSED_SECONDS)
@@ -149,7 +149,7 @@ class QuietLock:
 
     def _release(self, lesson: str) -> None:
         if self._held.pop(lesson, (None,))[0] is Need.MACHINE:
-            self.alone_seconds[lesson] += time.monotonic() - self._began
+            self.alone_seconds[lesson] += time.monotonic() - self._alone_since
         self._changed.notify_all()
 
 

@@ -307,10 +307,10 @@ class Values(TorchFunctionMode):
         return self._arrive(positions.t().contiguous(), mask.device).t()
 
     def _arrive(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        there = tensor.to(device)
-        if _is_small(there, "to"):
-            self.fill(there, tensor)
-        return there
+        on_device = tensor.to(device)
+        if _is_small(on_device, "to"):
+            self.fill(on_device, tensor)
+        return on_device
 
     def fill(self, tensor: torch.Tensor, value: torch.Tensor | bool) -> None:
         """Write known values into the memory of a tensor, and note that they are known."""
@@ -326,9 +326,9 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 def _address(tensor: torch.Tensor) -> int:
     """Return the address at which a tensor's storage begins."""
-    if is_traceable_wrapper_subclass(tensor) or not (there := tensor.data_ptr()):
+    if is_traceable_wrapper_subclass(tensor) or not (address := tensor.data_ptr()):
         return tensor.untyped_storage()._cdata  # it has no memory of its own
-    return there - tensor.storage_offset() * tensor.element_size()
+    return address - tensor.storage_offset() * tensor.element_size()
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -182,11 +182,11 @@ class Rehearsal(ThreadPoolExecutor):
         super().__init__(1)  # one request at a time
         self._open = contextlib.ExitStack()
         python, environment = self._open.enter_context(command(on))
-        self._channel, theirs = Pipe()
-        with theirs:
-            code = f"from trainmem.rehearsal import rehearsal_process; rehearsal_process.serve({theirs.fileno()})"
+        self._channel, child_end = Pipe()
+        with child_end:
+            code = f"from trainmem.rehearsal import rehearsal_process; rehearsal_process.serve({child_end.fileno()})"
             # Its standard output goes to the caller's standard error, because its prints are not results.
-            files = {"pass_fds": [theirs.fileno()], "stdin": subprocess.DEVNULL, "stdout": 2}
+            files = {"pass_fds": [child_end.fileno()], "stdin": subprocess.DEVNULL, "stdout": 2}
             self._process = subprocess.Popen([python, "-c", code], env=environment | variables, **files)
 
     def submit(self, function: Callable, /, *arguments, **options) -> Future:

@@ -23,7 +23,7 @@ class Files:
     """Track the files of weights that this process saves."""
 
     def __init__(self):
-        self.began = float(os.environ.get("REHEARSAL_BEGAN", "inf"))
+        self.start = float(os.environ.get("REHEARSAL_BEGAN", "inf"))
         self.saved: set[str] = set()  # written without values
         self.kept: set[str] = set()  # left as they were
         self.has_holes = False  # whether the file that is being saved has any
@@ -31,7 +31,7 @@ class Files:
     def keeps(self, path: Any) -> bool:
         """Return whether a file is older than the rehearsal; if so, note that it is kept."""
         name = os.path.abspath(os.fspath(path))
-        if name in self.saved or not os.path.isfile(name) or os.path.getmtime(name) >= self.began:
+        if name in self.saved or not os.path.isfile(name) or os.path.getmtime(name) >= self.start:
             return False
         self.kept.add(name)
         return True
@@ -89,9 +89,9 @@ def install(files: Files, values) -> None:
 
     @functools.wraps(copy)
     def copied(storage):
-        there = copy(storage)
-        values.note_copy(storage, there)
-        return there
+        host = copy(storage)
+        values.note_copy(storage, host)
+        return host
 
     torch.serialization._save, torch.save, torch.UntypedStorage.cpu = write_known, save_known, copied
     torch.serialization.save = save_known
