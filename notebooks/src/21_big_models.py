@@ -3,7 +3,7 @@
 #
 # Your checkpoint has 14 GB and your machine 16 GB. It should fit, but one way of loading it is killed and another one works. And once the model runs, with some of its layers on disk, can you also train it?
 #
-# **Time:** about 30 minutes; the cells compute for about 20 s. **Before it:** lesson 01 (memory of a step); lesson 25 has more on four bits. **Machine:** this lesson is about the host's memory, so everything runs on the CPU, also if you have a GPU. Its memory figures need Linux. The lesson does not measure another kind of offloading, in which layers wait in the CPU's memory until a GPU needs them.
+# **Time:** about 40 minutes; the cells compute for about 20 s. **Before it:** lesson 01 (memory of a step); lesson 25 has more on four bits. **Machine:** this lesson is about the host's memory, so everything runs on the CPU, also if you have a GPU. Its memory figures need Linux. The lesson does not measure another kind of offloading, in which layers wait in the CPU's memory until a GPU needs them.
 #
 # **You will see**
 # - how many copies of the weights the usual way of loading holds, and where the weights are when a library seems to hold none

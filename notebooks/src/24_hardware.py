@@ -3,7 +3,7 @@
 #
 # You have a budget and a deadline for a trained model, and three offers for cards by the hour. The data sheets name arithmetic, bandwidth and memory; the offers name prices. Which one do you rent, and is it the right one for serving the model too?
 #
-# **Time:** about 25 minutes; the cells compute for about 30 to 45 s. **Before it:** lesson 02 (two ceilings), lesson 11 (compiling) and lesson 20 (inference). **On a CPU:** costs, compilers and installations are measured or computed. Heat and power need a GPU.
+# **Time:** about 35 minutes; the cells compute for about 30 to 45 s. **Before it:** lesson 02 (two ceilings), lesson 11 (compiling) and lesson 20 (inference). **On a CPU:** costs, compilers and installations are measured or computed. Heat and power need a GPU.
 #
 # **You will see**
 # - how to compute the cost of a million tokens on this machine from a price that you type, and why two cards have more than one break-even price
