@@ -51,7 +51,8 @@ def seconds_of(build: str, words: list[str], home: str, code: int = 0) -> tuple[
     folder, _, python = build.partition("=")
     environment = os.environ | {"PYTHONPATH": str(Path(folder).resolve()), "PERF_HELPERS_HOME": home}
     start = time.perf_counter()
-    done = subprocess.run([python or sys.executable, *words], capture_output=True, text=True, env=environment)
+    command = [python or sys.executable, *words]  # in the build's folder, which comes first among the paths of imports
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder)
     seconds = time.perf_counter() - start
     if done.returncode != code:
         raise SystemExit(f"{words} ended with {done.returncode}: {done.stderr}")
