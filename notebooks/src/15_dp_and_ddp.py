@@ -454,7 +454,8 @@ with contextlib.ExitStack() as stack:
         )
         cable = stack.enter_context(slow_link.link(**limits))
         for name, (model, wrap) in recipes.items():
-            each = partial(loop, samples=2, wrap=wrap, link=cable, turns=4)
+            turns = 10 if name in few else 4  # with four, one disturbed step decided about the ratio of two models
+            each = partial(loop, samples=2, wrap=wrap, link=cable, turns=turns)
             over[speed, name] = lab.run(each, f"{name}, {speed} cable", task=model, processes=2, measure=("time",))
     if not missing:
         each = partial(train, wrap=with_ddp, link=cable)

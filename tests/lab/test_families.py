@@ -1,6 +1,7 @@
 """Families of models: which class has which data, and sizes that follow from images and audio."""
 
 import importlib.util
+import json
 
 import numpy as np
 import pytest
@@ -100,6 +101,14 @@ def test_a_classifier_of_two_stacks_has_one_end_token_in_each_example():
     assert ((ids == 1).sum(1) == 1).all() and (ids[:, -1] == 1).all()
     ids = task.replace(lengths=(3, 9, 5)).arrays()["input_ids"]
     assert [int(np.argmax(row == 1)) for row in ids] == [2, 8, 4]
+
+
+@pytest.mark.parametrize(("kind", "name"), [("glm", "GlmForCausalLM"), ("glm4", "Glm4ForSequenceClassification")])
+def test_a_configuration_with_several_end_tokens_has_data(tmp_path, kind, name):
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    fields = sizes | {"model_type": kind, "vocab_size": 300, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 3}
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"eos_token_id": [4, 5, 6]}))
+    assert Task(str(tmp_path), seq_len=16, architecture=name).arrays(4)["input_ids"].shape == (4, 16)
 
 
 def test_fields_of_a_part_are_changed_one_by_one():

@@ -5,6 +5,7 @@ A family is a set of columns; a task generates random examples of them. Sizes co
 
 import functools
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -278,8 +279,10 @@ class Data:
         first = self._first()
         last = first + 32 if self.learnable else self._vocabulary()
         ids = draw.integers(first, min(last, self._vocabulary()), (self.size, self.length))
-        marks = {v for k, v in self.config.to_dict().items() if k.endswith(("_token_id", "_token_index"))}
         if self.family == "image-text":
+            fields = self.config.to_dict().items()
+            named = [value for name, value in fields if name.endswith(("_token_id", "_token_index"))]
+            marks = {*itertools.chain.from_iterable(each if isinstance(each, list) else [each] for each in named)}
             plain = next(token for token in range(first, self._vocabulary()) if token not in marks)
             for mark in marks - {None}:
                 ids[ids == mark] = plain
