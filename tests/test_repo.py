@@ -459,20 +459,11 @@ def test_private_words_and_docstrings_without_a_subject_are_reported(name, text)
 
 
 IN_FIELD_TERMS = (*PACKAGES, "notebooks/src", "benchmarks", "tests")  # folders whose identifiers are checked
-PRIVATE_NAMES = {"told", "said", "asked", "whose", "who", "theirs", "their", "ours", "mine", "yours", "they", "them"}
-PRIVATE_NAMES |= {
-    "there",
-    "anew",
-    "foretold",
-    "foreseen",
-    "mended",
-    "stranger",
-    "strangers",
-    "born",
-    "births",
-    "deaths",
+PRIVATE_NAMES = {  # pronouns and verbs in the past tense
+    *("told", "said", "asked", "foretold", "foreseen", "mended", "born", "stands", "stood", "heard", "spoke"),
+    *("began", "begun", "gave", "got", "went", "came", "fell", "births", "deaths", "anew", "there"),
+    *("whose", "who", "theirs", "their", "ours", "mine", "yours", "they", "them", "stranger", "strangers"),
 }
-PRIVATE_NAMES |= {"stands", "stood", "heard", "spoke", "began", "begun", "gave", "got", "went", "came", "fell"}
 
 
 def introduced_name(node):
