@@ -107,7 +107,11 @@ def of_classes() -> dict[str, str]:
 
 
 def usual_class(config, objective: str = "") -> str:
-    """Return the class to train if the configuration names none. Raises ValueError if there is none."""
+    """Return the name of the class to train if the configuration names none.
+
+    Raises:
+        ValueError: no class of this model type can be trained with the `objective`.
+    """
     from transformers.models.auto import modeling_auto
 
     if objective:
@@ -153,7 +157,7 @@ def text_of(config):
 
 
 def positions(config) -> int | None:
-    """Return the number of positions in a configuration; None: no limit (-1 in XLNet's)."""
+    """Return the number of positions in a configuration; None if it has no limit (XLNet writes -1)."""
     text = text_of(config)
     names = ("max_position_embeddings", "n_positions", "max_target_positions")
     count = next(filter(None, (getattr(text, name, None) for name in names)), None)
@@ -203,7 +207,10 @@ def image_tokens(config, image_size: int | None) -> int:
 
 
 def frames(config, seconds: float) -> int:
-    """Return the number of outputs of a model with convolutions over audio samples; a token needs one output."""
+    """Return the number of output frames of a speech model's convolutions over `seconds` of audio.
+
+    CTC's loss needs at least one frame per token.
+    """
     count = int(seconds * _SAMPLING_RATE)
     for kernel, stride in zip(config.conv_kernel, config.conv_stride, strict=True):
         count = (count - kernel) // stride + 1
@@ -289,7 +296,8 @@ class Data:
         return ids
 
     def _ended(self, ids):
-        """Return token ids with exactly one end token per example, its last, for models that search for it."""
+        """Return token ids in which only the last one of each example is the end token, for models that search for it.
+        """
         end = getattr(self.config, "eos_token_id", None)
         if not isinstance(end, int) or not getattr(self.config, "is_encoder_decoder", False):
             return ids
@@ -389,8 +397,10 @@ def with_objective(kind: type, objective: str) -> type:
 
 
 class _Contrastive:
-    """A loss that pulls embeddings of a pair together and pushes those of other pairs in the batch away, as
-    sentence-transformers' MultipleNegativesRankingLoss; an embedding is the mean over tokens."""
+    """Compute a loss that pulls the embeddings of a pair together and pushes those of other pairs in the batch apart.
+
+    An embedding is the mean over tokens. Source: sentence-transformers' MultipleNegativesRankingLoss.
+    """
 
     def forward(self, input_ids, attention_mask, pair_input_ids, pair_attention_mask, **_):
         import torch
@@ -406,7 +416,7 @@ class _Contrastive:
 
 
 class _Preference:
-    """A loss over rewards of pairs of answers, of which the first is better, as in TRL's RewardTrainer."""
+    """Compute the loss of TRL's RewardTrainer over pairs of answers, of which the first is the better one."""
 
     def forward(self, input_ids, attention_mask, **_):
         import torch
