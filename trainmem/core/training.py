@@ -243,7 +243,8 @@ def infer(experiment: Experiment, passes: int = 2, on_pass: Callable[[], None] =
 
 
 def _check_room(task: Task, new: int) -> None:
-    """Raise ValueError if a model cannot generate, or if its positions do not suffice for the prompt and `new` tokens.
+    """Raise ValueError if a model cannot generate, or if its positions do not suffice for the prompt and
+    `new` tokens.
     """
     config = task.build_config()
     kind, length, room = task.model_class(config), task.length(config), positions(config)

@@ -85,7 +85,8 @@ class Part:
         return rest
 
     def absorb(self, behind: "Part") -> None:
-        """Grow by the part `behind`, which is the next one in the segment; the caller must not use `behind` afterwards.
+        """Grow by the part `behind`, which is the next one in the segment; the caller must not use `behind`
+        afterwards.
         """
         self.size += behind.size
         self.next = behind.next
@@ -413,7 +414,8 @@ class CachingAllocator:
         return block
 
     def _expandable(self, pool: Pool, size: int) -> Part:
-        """Return the free block with the lowest address that can grow to `size` bytes (torch: find_expandable_block).
+        """Return the free block with the lowest address that can grow to `size` bytes (torch:
+        find_expandable_block).
         """
         for _, block in pool.unmapped:
             if block.previous is not None and block.previous.is_free:

@@ -129,7 +129,8 @@ def _ruled(rule, name, *args, **kwargs):
 
 
 def _fp32_result(name, args, kwargs) -> Arguments:
-    """Return the arguments of a sum or product with fp32 as the type of its result, unless the caller requested a type.
+    """Return the arguments of a sum or product with fp32 as the type of its result, unless the caller
+    requested a type.
     """
     index = [argument.name for argument in overload(name)._schema.arguments].index("dtype")
     given = args[index] if len(args) > index else kwargs.get("dtype")

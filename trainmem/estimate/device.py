@@ -187,7 +187,8 @@ class DeviceTracker(FakeTracker):
                     self.send(tensor)
 
     def _placement_of_results(self, inputs: list[torch.Tensor], any_fake: bool) -> Placement:
-        """Return where an operation with these inputs puts its results. `any_fake`: whether an input is a fake tensor.
+        """Return where an operation with these inputs puts its results. `any_fake`: whether an input is a
+        fake tensor.
         """
         if self._forced:
             return self._forced

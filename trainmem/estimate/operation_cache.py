@@ -130,7 +130,8 @@ def grouped_product(first, second, offsets=None, bias=None, out_dtype=None) -> t
 
 
 def by_position(function, args: tuple) -> tuple[Callable, tuple]:
-    """Return an indexing operation and its arguments with masks of known values replaced by positions, as kernels do.
+    """Return an indexing operation and its arguments with masks of known values replaced by positions, as
+    kernels do.
     """
     if function is torch.ops.aten.masked_select.default:
         function, args = torch.ops.aten.index.Tensor, (args[0], [args[1].expand(args[0].shape)])

@@ -150,7 +150,8 @@ _WORKER_ARGUMENTS = ("num_workers", "prefetch_factor", "persistent_workers")
 
 
 def enough_samples(arguments: Arguments, processes: int = 1) -> int:
-    """Return the number of samples that a trace needs: three steps, and one more step because a batch is fetched ahead.
+    """Return the number of samples that a trace needs: three steps, and one more step because a batch is
+    fetched ahead.
     """
     return 4 * arguments.samples_per_step(processes)
 

@@ -408,7 +408,8 @@ def _traced(tracker: FakeTracker, parameters: int, trainable: int) -> Trace:
 
 
 def recorded(tracker: FakeTracker) -> Log:
-    """Return the tracker's allocations and frees. Frees after both the last allocation and the last mark are left out.
+    """Return the tracker's allocations and frees. Frees after both the last allocation and the last mark
+    are left out.
     """
     entries, marks = list(tracker.log), [(label, position) for label, position, _ in tracker.marks]
     makers = np.searchsorted([end for end, *_ in tracker.operations], np.arange(len(entries)), side="right").tolist()

@@ -170,7 +170,8 @@ class _RunningServer:
         return None
 
     def end(self) -> None:
-        """End the server and its fresh subprocesses, and wait until their folders are removed. In a fork, do nothing.
+        """End the server and its fresh subprocesses, and wait until their folders are removed. In a fork,
+        do nothing.
         """
         if self._owner != os.getpid() or self._control.closed:
             return

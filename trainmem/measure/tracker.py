@@ -98,7 +98,8 @@ class Tracker(Watcher, TorchDispatchMode):
         return result
 
     def _track_scaling_number(self):
-        """Track the number in a multiplication of a tensor: autograd keeps it as a tensor that no operation returned.
+        """Track the number in a multiplication of a tensor: autograd keeps it as a tensor that no operation
+        returned.
         """
         if self._scaled is None:
             return
@@ -168,14 +169,16 @@ class Tracker(Watcher, TorchDispatchMode):
 
     @property
     def moment(self) -> Phase:
-        """The phase; an evaluation counts as forward inside a module, and as the time before a forward outside of one.
+        """The phase; an evaluation counts as forward inside a module, and as the time before a forward
+        outside of one.
         """
         if self.phase != Phase.EVALUATION:
             return self.phase
         return Phase.FORWARD if self.modules.here() else Phase.BEFORE
 
     def _category_at_allocation(self, function, args) -> Category:
-        """Return the category of a storage that an operation allocates in the present phase, by the rules of the class.
+        """Return the category of a storage that an operation allocates in the present phase, by the rules
+        of the class.
         """
         if self.phase in (Phase.REDUCER, Phase.GATHER):
             return Category.GRADIENTS if self.phase == Phase.REDUCER else Category.WEIGHT_COPIES
