@@ -91,7 +91,11 @@ def task_fields(context: typer.Context) -> dict[str, Any]:
 
 
 def training_arguments(context: typer.Context, words: list[str]) -> dict[str, Any]:
-    """Parse the training arguments in `words`; the suggestions for a misspelt one include the command's options."""
+    """Parse the training arguments in `words` and return {name: value}.
+
+    Raises:
+        ValueError: a word that is not a training argument; the suggestions include the command's own options.
+    """
     own = [name.lstrip("-") for parameter in context.command.params for name in parameter.opts]
     return arguments.parse(words, also=own).given
 

@@ -194,8 +194,8 @@ def worst_batch(
         """Return the largest number up to `most` that fits the card in three equal steps, and its `Fits`; (0, the
         `Fits` of 1) if none fits.
 
-        If `width` is given, the number is that of rows, otherwise that of units of width in `rows` rows. All samples
-        but the first of a batch are one token shorter, so that there is padding.
+        It is a number of rows of a given `width`, or a number of units of width in a given number of `rows`. All
+        samples but the first of a batch are one token shorter, so that there is padding.
         """
 
         def ask(number: int) -> Fits:

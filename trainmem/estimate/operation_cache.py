@@ -101,7 +101,7 @@ def spec_of(tensor: torch.Tensor) -> Spec:
 
 
 def fake(made: Spec | View, mode: FakeTensorMode, base: torch.Tensor | None = None) -> FakeTensor:
-    """Return a fake tensor with this description; a view shares the memory of `base`."""
+    """Return a fake tensor with this shape, strides and type; a view shares the memory of `base`."""
     if type(made) is View:
         with torch._C._DisableTorchDispatch():
             plain = torch.as_strided(base, made.spec.shape, made.spec.stride, made.offset)

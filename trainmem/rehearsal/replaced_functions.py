@@ -1,4 +1,6 @@
-"""Replace functions in a rehearsed process, to track values and to answer questions about values that no mode sees."""
+"""Replace functions in a rehearsed process, to track values and to answer questions about values that no function mode
+sees.
+"""
 
 import contextlib
 import functools
@@ -52,7 +54,7 @@ def install() -> None:
 
     @functools.wraps(assert_close)
     def close(*args, **kwargs):
-        """Raise NeedsValues for unknown numbers, whose type torch's own table does not list."""
+        """Raise NeedsValues for unknown numbers: torch's own table does not list their type."""
         for value in tree_leaves((args, kwargs)):
             if isinstance(value, Unknown):
                 raise NeedsValues(value.why)
@@ -61,15 +63,16 @@ def install() -> None:
     truncated_normal = torch.nn.init._no_grad_trunc_normal_
 
     def fill(tensor, *args, **kwargs):
-        """Do not redraw values until all are within bounds: a large weight has no values."""
+        """Write to a tensor without redrawing values until all are within bounds: a large weight has no values."""
         large = tensor.numel() >= LARGE_WEIGHT and torch.cuda.is_available()
         return tensor.normal_() if large else truncated_normal(tensor, *args, **kwargs)
 
     any_of = torch.Tensor.any
 
     def any_outlier(tensor, *args, **kwargs):
-        """Answer that there are no outliers: LLM.int8 looks for activations above its threshold inside an operation,
-        which no mode sees."""
+        """Return False: no activation is an outlier. LLM.int8 looks for outliers inside an operation, which no mode
+        sees.
+        """
         found = any_of(tensor, *args, **kwargs)
         if tensor.is_cuda and sys._getframe(1).f_globals.get("__name__") == "bitsandbytes.backends.cuda.ops":
             memory_of(found).zero_()
@@ -78,7 +81,7 @@ def install() -> None:
     is_in = torch.isin
 
     def is_in_tokens(*args, **kwargs):
-        """Answer that an assumed token does not end its sequence, so that generation runs to its limit."""
+        """Return False for an assumed token, so that it does not end its sequence and generation runs to its limit."""
         found = is_in(*args, **kwargs)
         if sys._getframe(1).f_globals.get("__name__") == "transformers.generation.stopping_criteria":
             mode.answers["tokens that might end a generation, no"] += 1
@@ -92,7 +95,9 @@ def install() -> None:
     rebuild = torch._utils._rebuild_tensor
 
     def rebuilt(*args, **kwargs):
-        """Mark tensors of whole numbers from `torch.load(map_location="cuda")` as known: it copied their values."""
+        """Rebuild a tensor as torch does, and mark whole numbers from `torch.load(map_location="cuda")` as known,
+        because it copied them.
+        """
         tensor = rebuild(*args, **kwargs)
         if tensor.is_cuda and tensor.dtype in EXACT and tensor.untyped_storage().nbytes() <= LARGEST:
             mode.mark(True, tensor)
