@@ -53,9 +53,9 @@ def _sharded(search: RecipeSearch, size: int, breakdowns: list[dict[str, int]], 
     """Return the change that divides weights, gradients and optimizer states by the number of devices.
 
     Args:
-        size: number of devices.
-        breakdowns: bytes by category of the recipe, at the peak and at the ends of phases.
-        on_top: bytes that are reserved beyond these categories.
+        size: the recipe's micro-batch.
+        breakdowns: bytes by category of the recipe, one dict per moment of a step.
+        on_top: bytes beyond these categories, e.g. the context.
     """
     assumption = (
         "Sharding: only weights, gradients and optimizer states are divided by the number of devices; the layer "

@@ -165,7 +165,7 @@ def _counts(run: Run) -> bool:
 
 
 def _apart(run: Run, other: Run) -> float:
-    """Return the seconds between the beginnings of two runs."""
+    """Return the seconds between the dates of two runs."""
     one, another = (datetime.datetime.fromisoformat(each.date).timestamp() for each in (run, other))
     return abs(one - another)
 

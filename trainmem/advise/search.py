@@ -138,6 +138,9 @@ def _answers(
     """Return, for each choice that a recipe makes, the techniques that are allowed; None stands for the plain choice.
 
     Techniques in `ON_DEMAND` are allowed only by `must` or `may`.
+
+    Raises:
+        ValueError: `must` and `avoid` contradict each other, or `avoid` leaves nothing to choose.
     """
     left_out = {each for each in known.ON_DEMAND if each.name not in offered} | (_PRECISIONS - native)
     if hardware.versions()["bitsandbytes"] is None:
@@ -158,7 +161,11 @@ def _answers(
 
 
 def _micro_batches(samples: int, fixed: Mapping[str, Any], avoided: set[str]) -> list[int]:
-    """Return, ascending, the micro-batches of which a whole number makes `samples`."""
+    """Return, ascending, the micro-batches that make `samples` with a whole number of accumulation steps.
+
+    Raises:
+        ValueError: sizes in `must` do not divide `samples`, or contradict `avoid`.
+    """
     batch, steps = fixed.get(MICRO_BATCH), fixed.get(ACCUMULATION_STEPS)
     if avoided & set(known.ACCUMULATION):
         steps = steps or 1
@@ -377,7 +384,7 @@ class RecipeSearch:
         """Return the bytes that the device must have according to an estimate: reserved bytes (on a CPU live bytes),
         plus the context.
 
-        If and only if the estimate says that the card is too small, they exceed the limit.
+        They exceed the limit if and only if the estimate says that the card is too small.
         """
         return max(estimated.memory.reserved_bytes or 0, estimated.peak_bytes) + self.context
 

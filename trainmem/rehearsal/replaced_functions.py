@@ -54,7 +54,9 @@ def install() -> None:
 
     @functools.wraps(assert_close)
     def close(*args, **kwargs):
-        """Raise NeedsValues for unknown numbers: torch's own table does not list their type."""
+        """Compare tensors as `torch.testing.assert_close` does. Raises NeedsValues for unknown numbers, whose type
+        torch's table does not list.
+        """
         for value in tree_leaves((args, kwargs)):
             if isinstance(value, Unknown):
                 raise NeedsValues(value.why)
@@ -63,15 +65,17 @@ def install() -> None:
     truncated_normal = torch.nn.init._no_grad_trunc_normal_
 
     def fill(tensor, *args, **kwargs):
-        """Write to a tensor without redrawing values until all are within bounds: a large weight has no values."""
+        """Fill a tensor from a truncated normal distribution. A large weight, whose values are unknown, is filled from
+        a plain one, because torch would redraw values until all are within the bounds.
+        """
         large = tensor.numel() >= LARGE_WEIGHT and torch.cuda.is_available()
         return tensor.normal_() if large else truncated_normal(tensor, *args, **kwargs)
 
     any_of = torch.Tensor.any
 
     def any_outlier(tensor, *args, **kwargs):
-        """Return False: no activation is an outlier. LLM.int8 looks for outliers inside an operation, which no mode
-        sees.
+        """Compute `Tensor.any`, but answer False when LLM.int8 looks for outliers: it does so inside an operation,
+        which no mode sees.
         """
         found = any_of(tensor, *args, **kwargs)
         if tensor.is_cuda and sys._getframe(1).f_globals.get("__name__") == "bitsandbytes.backends.cuda.ops":
@@ -81,7 +85,9 @@ def install() -> None:
     is_in = torch.isin
 
     def is_in_tokens(*args, **kwargs):
-        """Return False for an assumed token, so that it does not end its sequence and generation runs to its limit."""
+        """Compute whether a token is an end token, but answer False for assumed tokens, so that generation runs to its
+        limit.
+        """
         found = is_in(*args, **kwargs)
         if sys._getframe(1).f_globals.get("__name__") == "transformers.generation.stopping_criteria":
             mode.answers["tokens that might end a generation, no"] += 1
