@@ -17,8 +17,8 @@ def runner(tmp_path, monkeypatch):
 
 @pytest.fixture
 def squares(runner):
-    """Return a function that makes a measurement of squares, the list of measured numbers, and the set of numbers
-    before which it stops.
+    """Return a function that makes a measurement of squares. It records measured numbers in `requests`, and stops
+    before a number in `stops`.
     """
     requested, stops = [], set()
 

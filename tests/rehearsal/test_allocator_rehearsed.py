@@ -24,7 +24,7 @@ if build.problem() or build.interpreter() is None:
 
 
 def newer_than(release_of_torch):
-    """Return a mark that skips a test unless the installed torch is newer than a release."""
+    """Return whether a release of torch, e.g. "2.14", is newer than the installed one."""
     here, other = ([*map(int, each.split(".")[:2])] for each in (hardware.versions()["torch"], release_of_torch))
     return other > here
 

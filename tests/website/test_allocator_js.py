@@ -25,7 +25,9 @@ KINDS = [*itertools.product((False, True), (None, 1024 * MIB, 10**9))]  # expand
 
 
 def counted(events, expandable, capacity):
-    """Return (allocated and reserved bytes after each event, the peak reserved); an event without room gives -1."""
+    """Return [allocated bytes, reserved bytes, peak of reserved bytes, -1 if there was no room or 0] after
+    each event.
+    """
     settings = Settings(expandable_segments=expandable)
     allocator = CachingAllocator(settings, capacity, rules=release(NEWEST))
     found = []
