@@ -278,7 +278,8 @@ def _memory(pairs: list[tuple[str, Run, Run]]) -> Iterator[Change]:
 
 
 def _is_larger(old: Memory, new: Memory) -> bool | None:
-    """Return True if the peak, the reserved memory or the memory after a phase grew, False if it shrank.
+    """Return whether a run's memory grew: True if the peak, the reserved memory or the memory after a phase did, False
+    if it shrank.
 
     The first of these that changed decides. None: only the categories changed.
     """

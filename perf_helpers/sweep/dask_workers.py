@@ -417,7 +417,9 @@ def _on_its_part(experiment: Experiment, sharing: int) -> Experiment:
 
 
 async def end(number: str) -> None:
-    """End the processes of a call, including any that it still starts, unless this worker runs another call too."""
+    """End the processes of the call `number`, including any that it still starts. Do nothing if this worker runs
+    another call too.
+    """
     while _attended == {number}:
         SERVER.end_forks()
         await asyncio.sleep(0.1)

@@ -99,7 +99,10 @@ def parameters(layers: int = 4, vocabulary: int = 8000, hidden: int = HIDDEN) ->
 
 
 def update(cpu: Cpu, numbers: int, form: str = "fused") -> float:
-    """Return the seconds of AdamW's update, with the Trainer's clipping."""
+    """Return the seconds of AdamW's update of so many parameters, with the Trainer's clipping.
+
+    `form`: "fused", "foreach" or "loop"; or "adafactor".
+    """
     sweeps = {"fused": 1.0, "foreach": 3.2, "loop": 2.9, "adafactor": 2.4}[form]
     return sweeps * 28 * numbers / cpu.memory + 100 * cpu.call
 

@@ -112,7 +112,9 @@ LAZY = pytest.param({"lazy_bucket_allocation": True}, 2, marks=pytest.mark.skipi
 @pytest.mark.daily(1)
 @pytest.mark.parametrize(("options", "sets"), [({}, 3), ({"gradient_as_bucket_view": True}, 2), LAZY], ids=str)
 def test_buckets_of_ddp_are_a_set_of_gradients_unless_they_are_views_or_freed(lab, options, sets):
-    """Weights, gradients and buckets take 4 bytes per parameter each. All three switches are off by default."""
+    """`sets` is the memory after backward in units of 4 bytes per parameter: weights, gradients and buckets take one
+    each. The options of DistributedDataParallel are off by default.
+    """
     task = Task("bert-tiny", seq_len=8)
     run = lab.run(partial(in_buckets, **options), task=task, processes=2, measure=("memory",), use_cpu=True)
     assert run.ok, run.message

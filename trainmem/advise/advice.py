@@ -322,6 +322,8 @@ def _base(task: Task, weights: Weights, largest: str | None) -> dict[str, Any]:
 
     Techniques are described and ranked by how they change a model in float32. A model that loads in another type is
     therefore trained in float32. A model that was saved quantized stays as it is.
+
+    `largest`: as in `advise`: with "model" the type must suit all presets of the model type.
     """
     kind = task.build_config().model_type
     of_presets = {preset.get("dtype") for preset in PRESETS.values() if preset["model_type"] == kind}
@@ -371,7 +373,12 @@ def _with_enough_data(task: Task, effective_batch: int) -> Task:
 
 
 def _recipe(candidate: Candidate, search: RecipeSearch, memory: int, best: float | None) -> Recipe:
-    """Describe a candidate as a recipe; `best`: the highest known speed of those that fit."""
+    """Describe a candidate as a recipe.
+
+    Args:
+        memory: bytes of the device, for the headroom.
+        best: the highest known speed of the recipes that fit; None: none is known.
+    """
     choices, ranking, size = search.choices, search.ranking, candidate.micro_batch
     needed, passes = search.needed(candidate), choices.samples // size
     costs = candidate.costs
@@ -406,7 +413,8 @@ def _notes(search: RecipeSearch, best: Candidate, evidence: Evidence, capability
     """Return notes about the attention kernel, compiled code and padding for the best recipe that fits.
 
     Args:
-        capability: of the GPU; None: a CPU, where sizes need no padding.
+        evidence: measured factors, for the note on compiled code.
+        capability: compute capability of the GPU; None: a CPU, where sizes need no padding.
     """
     lines = [_attention(search.estimates[best].attention), _compiling(evidence)]
     return [*lines, *(_padding(search, best, 64 if capability >= (8, 0) else 8) if capability else ())]

@@ -35,7 +35,7 @@ def helpful_changes(search: RecipeSearch, smallest: Candidate) -> tuple[Change, 
 
 
 def _shorter(search: RecipeSearch, smallest: Candidate) -> Change | None:
-    """Find the longest sequence that fits; None if the task has no length to shorten."""
+    """Return the change to the longest sequence that fits; None if the task has no length to shorten."""
     task = search.task
     if not task.has_tokens or task.length() <= _STEP:
         return None
@@ -78,7 +78,13 @@ def _sharded(search: RecipeSearch, size: int, breakdowns: list[dict[str, int]], 
 
 
 def _offloaded(limit: int, breakdowns: list[dict[str, int]], on_top: int, on_gpu: bool) -> Change | None:
-    """Return the change that keeps the optimizer states on the host; None if the recipe has no states."""
+    """Return the change that keeps the optimizer states on the host; None if the recipe has no states.
+
+    Args:
+        limit: bytes that the recipe may need.
+        breakdowns, on_top: as in `_sharded`.
+        on_gpu: whether to name sizes in GiB.
+    """
     states = max(parts["optimizer_states"] for parts in breakdowns)
     if not states:
         return None

@@ -79,8 +79,11 @@ class Evidence:
         return measured or self._published(technique.name, technique.claims.get(self._kind))
 
     def of_micro_batch(self, size: int, largest: int) -> Factor:
-        """Return the factor of a micro-batch relative to a larger one at the same effective batch; its ratio is unknown
-        if a size was not measured.
+        """Return the factor of the micro-batch `size` relative to larger ones at the same effective batch, from
+        measured runs.
+
+        If no runs show it, a published factor is returned for one sample relative to `largest`, or a factor without a
+        ratio.
         """
 
         def has_it(given: dict[str, Any]) -> bool | None:

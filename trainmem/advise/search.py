@@ -107,7 +107,13 @@ class Choices:
 
 
 def native_precisions(machine: hardware.Machine, kind: str, capability: tuple[int, int]) -> set[Technique]:
-    """Return the lower precisions that a GPU of this compute capability, or the machine's CPU, has instructions for."""
+    """Return the lower precisions for which the device has instructions.
+
+    Args:
+        machine: whose CPU counts if `kind` is "cpu".
+        kind: "cpu" or "cuda".
+        capability: compute capability of the GPU.
+    """
     if kind == "cuda" and capability < (8, 0):
         return {known.FP16}
     native = kind == "cuda" or not hardware.CPU_BF16.isdisjoint(machine.cpu_features or ())
@@ -139,6 +145,11 @@ def _answers(
 
     Techniques in `ON_DEMAND` are allowed only by `must` or `may`.
 
+    Args:
+        fixed: the training arguments in `must`.
+        avoided, offered: the names in `avoid` and in `may`.
+        native: the lower precisions for which the device has instructions.
+
     Raises:
         ValueError: `must` and `avoid` contradict each other, or `avoid` leaves nothing to choose.
     """
@@ -162,6 +173,11 @@ def _answers(
 
 def _micro_batches(samples: int, fixed: Mapping[str, Any], avoided: set[str]) -> list[int]:
     """Return, ascending, the micro-batches that make `samples` with a whole number of accumulation steps.
+
+    Args:
+        samples: per update and process.
+        fixed: the training arguments in `must`.
+        avoided: the names in `avoid`.
 
     Raises:
         ValueError: sizes in `must` do not divide `samples`, or contradict `avoid`.
@@ -469,7 +485,7 @@ class RecipeSearch:
 
 
 def ahead(pool: ThreadPoolExecutor, ask: Callable, *arguments) -> Future:
-    """Start a call in a pool's thread, under this context's time limit."""
+    """Start a call in a thread of a pool, under this context's time limit, and return its future."""
     return pool.submit(contextvars.copy_context().run, ask, *arguments)
 
 

@@ -68,8 +68,17 @@ def of_bitsandbytes(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def saved_quantization(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the fields of the quantization_config in a config.json, except those that the installed transformers does
-    not know, as `from_pretrained` does. Raises ValueError as `of_bitsandbytes`."""
+    """Return the fields of the quantization_config in a config.json, as `from_pretrained` uses them.
+
+    Fields that the installed transformers does not know are left out.
+
+    Args:
+        settings: the quantization_config.
+        where: names the file in the message.
+
+    Raises:
+        ValueError: the method is not bitsandbytes.
+    """
     from transformers import BitsAndBytesConfig
 
     known = inspect.signature(BitsAndBytesConfig).parameters

@@ -183,7 +183,7 @@ def _has_any_size(config) -> bool:
 
 
 def _grid(config, image_size: int | None) -> tuple[int, int]:
-    """Return (patches per row, tiles) of an image.
+    """Return (patches per row, tiles) of an image. `image_size`: as in `Task`, in pixels.
 
     Raises:
         ValueError: the vision tower does not take this size.
@@ -201,7 +201,11 @@ def _grid(config, image_size: int | None) -> tuple[int, int]:
 
 
 def image_tokens(config, image_size: int | None) -> int:
-    """Return the number of tokens that an image takes in a sequence. Raises ValueError as `_grid` does."""
+    """Return the number of tokens that an image takes in a sequence. `image_size`: as in `Task`, in pixels.
+
+    Raises:
+        ValueError: the vision tower does not take this size.
+    """
     rows, tiles = _grid(config, image_size)
     return tiles * _IMAGE_TOKENS[config.model_type](config, rows * rows)
 
@@ -282,7 +286,9 @@ class Data:
         return min(100, self._vocabulary() // 4)  # above the special tokens
 
     def _ids(self, draw):
-        """Return random token ids, without the tokens that mark images."""
+        """Return random token ids (examples, length), without the tokens that mark images. `draw`: the random
+        generator.
+        """
         first = self._first()
         last = first + 32 if self.learnable else self._vocabulary()
         ids = draw.integers(first, min(last, self._vocabulary()), (self.size, self.length))
@@ -330,7 +336,15 @@ class Data:
         return {"labels": [{"class_labels": a, "boxes": b} for a, b in zip(kinds, boxes, strict=True)]}
 
     def _with_images(self, draw, ids) -> dict[str, Any]:
-        """Return sequences that begin with one image each, whose tokens have no labels."""
+        """Return the columns of sequences that begin with one image each; the image's tokens have no labels.
+
+        Args:
+            draw: the random generator.
+            ids: token ids (examples, length), some of which are replaced by the image's.
+
+        Raises:
+            ValueError: the image has too many tokens for the length, or the configuration's image token is invalid.
+        """
         import numpy as np
 
         config, kind, token = self.config, self.config.model_type, self.config.image_token_id

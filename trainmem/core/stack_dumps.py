@@ -58,7 +58,7 @@ def query(folder: str, session: int, seconds: float = 2) -> dict[int, list[Frame
 
 
 def _main_thread(text: str, ident: int) -> list[FrameSummary]:
-    """Return the frames of one thread once its stack is written completely, otherwise an empty list."""
+    """Return the frames of the thread `ident` in a dump of stacks; [] if its stack is not completely written yet."""
     for part in text.split("hread 0x")[1:]:  # "Thread 0x..." and "Current thread 0x..."
         head, _, lines = part.partition("\n")
         if int(re.match(r"[0-9a-f]+", head)[0], 16) == ident and re.search(r" in <module>\n|^  \.\.\.\n", lines, re.M):

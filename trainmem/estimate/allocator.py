@@ -177,7 +177,10 @@ class Segment(NamedTuple):
 
 
 def segment_runs(head: Part, is_expandable: bool) -> list[Segment]:
-    """Return the segment that begins with `head`, with its blocks; of an expandable one, each mapped run."""
+    """Return the segment that begins with the part `head`, with its blocks.
+
+    `is_expandable`: return each contiguously mapped run of an expandable segment instead.
+    """
     found, run, part = [], [], head
     while part is not None:
         if part.is_mapped:
@@ -324,7 +327,10 @@ class CachingAllocator:
         return free.pop(index)[-1]
 
     def _new(self, pool: Pool, size: int, requested: int) -> Part:
-        """Return a block of memory newly taken from the device (torch: the rest of malloc)."""
+        """Return a block of `size` bytes in memory newly taken from the device (torch: the rest of malloc).
+
+        `requested`: bytes before rounding. Raises OutOfMemory if there is no room, even after the cache has been freed.
+        """
         block = self._taken(pool, size)
         if block is None and self._max_split != UNLIMITED and self._released_enough(pool, size):
             block = self._taken(pool, size)
@@ -400,8 +406,11 @@ class CachingAllocator:
     # ---- expandable segments: addresses are reserved once, and memory is mapped to them page by page
 
     def _expanded(self, pool: Pool, size: int) -> Part | None:
-        """Return a free block grown to `size` bytes, or None (torch: try_allocate_expandable_block). torch before 2.15
-        takes a new segment even for a request that exceeds every segment's addresses."""
+        """Return a free block grown to `size` bytes, or None if there is no room (torch:
+        try_allocate_expandable_block).
+
+        Releases before 2.15 take a new segment even for a request that exceeds every segment's addresses.
+        """
         if self._refuses_early and size > self._space[pool.page]:
             return None
         block = self._expandable(pool, size)

@@ -194,7 +194,12 @@ def _frames(label: Label) -> list[dict[str, Any]]:
 
 
 def _segments(allocator: CachingAllocator, log: Log, frames: Callable, causes: dict) -> list[dict[str, Any]]:
-    """Return the final segments with their blocks, in the form of torch's snapshots."""
+    """Return the final segments with their blocks, in the form of torch's snapshots.
+
+    Args:
+        frames: function of a block's label that returns its stack, see `_frames`.
+        causes: {address of a segment: stack of the allocation that needed it}.
+    """
     found = []
     for segment in allocator.segments():
         blocks = [

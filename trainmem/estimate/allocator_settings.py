@@ -268,7 +268,7 @@ def is_since(torch: str, rules: Release) -> bool:
 
 
 def untested_text(torch: str) -> str:
-    """Return a sentence that warns of a release newer than all known ones."""
+    """Return a sentence that warns of the release `torch`, which is newer than all known ones."""
     return f"torch {torch} is untested: the rules of torch {newest()} (newest known) were used"
 
 

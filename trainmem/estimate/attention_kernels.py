@@ -42,8 +42,10 @@ def contiguous_copy(tensor: torch.Tensor, layout: torch.memory_format = torch.co
 
 
 def efficient_forward(gpu: Gpu, made, query, key, value, *_, **__):
-    """Return the memory requests of memory-efficient attention's forward. For heads wider than 128 the result is summed
-    in fp32 (mem_eff_attention/kernel_forward.h: kNeedsOutputAccumulatorBuffer).
+    """Return the memory requests of memory-efficient attention's forward, in order, see this module's docstring.
+
+    For heads wider than 128 the result is summed in fp32 (mem_eff_attention/kernel_forward.h:
+    kNeedsOutputAccumulatorBuffer).
     """
     wide = query.dtype in HALF and value.shape[-1] > 128
     sums = [4 * query[..., 0].numel() * value.shape[-1]] if wide else []

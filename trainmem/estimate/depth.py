@@ -82,6 +82,7 @@ def line(task: Task, *, processes: int = 1, timeout: float = 300, **options) -> 
     """Return the memory of a training as a function of the number of layers; the task's own number is ignored.
 
     Args:
+        processes, timeout: as in `estimate`.
         options: `device` and `compute_capability` as in `estimate`, and training arguments.
 
     Raises:

@@ -171,6 +171,10 @@ def worst_batch(
         Two candidates are traced: the step with the largest micro-batch, and the step whose micro-batches after its
         first one include the largest, because gradients exist by then. Ties go to the step with the largest next batch,
         which is fetched ahead.
+
+        Args:
+            sizes: tokens in each micro-batch of each step, padding included.
+            packed: whether the samples of a batch are packed.
         """
         both = [a + b for a, b in itertools.pairwise([*map(sum, sizes), 0])]
         keys = (max, lambda step: max(step[1:], default=0)) if len(sizes[0]) > 1 else (max,)
@@ -213,15 +217,18 @@ def worst_batch(
 def _around(steps: Steps, number: int, lengths: tuple[int, ...]) -> list[int]:
     """Return the lengths of the samples of step `number`, and of the steps before and after it.
 
-    A first step is put second, because otherwise its peak would lack the optimizer's states, which it has in all later
-    epochs.
+    The first step of an epoch is traced as a second step, because in all later epochs the optimizer's states exist by
+    then.
     """
     before = steps[number - 1] if number else steps[1] if len(steps) > 2 else []
     return [lengths[i] for rows in (*before, *itertools.chain(*steps[number : number + 2])) for i in rows]
 
 
 def _drawn(lengths: tuple[int, ...], arguments: Arguments, tell: Callable[[int], None]) -> Steps:
-    """Return the first epoch's batches, from the Trainer's own loader. Call it in a fresh subprocess: it sets seeds."""
+    """Return the batches of the first epoch, as sample numbers per step and micro-batch, from the Trainer's own loader.
+
+    Call it in a fresh subprocess, because it sets seeds.
+    """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch
     from transformers import Trainer

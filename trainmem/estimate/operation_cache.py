@@ -60,7 +60,12 @@ class OperationCache:
         return fake(made, mode, args[0])
 
     def _keep(self, key: tuple, function, args: tuple, result: Any, tensors: list[torch.Tensor]) -> None:
-        """Store a result if it can be rebuilt later."""
+        """Store a result if it can be rebuilt later.
+
+        Args:
+            key: of the operation's arguments.
+            tensors: the tensors among them.
+        """
         if torch.Tag.inplace_view in function.tags or key[1].startswith(("aten.resize", "aten.set")):
             return
         if function._schema.is_mutable:

@@ -153,7 +153,13 @@ class _RunningServer:
             return self._owner == os.getpid() and not self._control.closed and not self._control.poll()
 
     def fork(self, descriptors: list[int], folder: str, needs_bitsandbytes: bool) -> int:
-        """Fork a fresh subprocess; return its id. Raises OSError or EOFError if the server was killed."""
+        """Fork a fresh subprocess and return its process id; the arguments are those of `ForkServer.fork`.
+
+        `needs_bitsandbytes`: whether the job needs bitsandbytes.
+
+        Raises:
+            OSError, EOFError: the server was killed.
+        """
         with self._lock:
             self._control.send(("fork", folder, needs_bitsandbytes))
             for descriptor in descriptors:
@@ -162,7 +168,9 @@ class _RunningServer:
             return pid
 
     def exit_code(self, pid: int) -> int | None:
-        """Return the exit code of an ended fresh subprocess, which the server collects; None if the server is gone."""
+        """Return the exit code of the ended fresh subprocess `pid`, which the server collects; None if the server is
+        gone.
+        """
         with self._lock, contextlib.suppress(OSError, EOFError):
             self.forks.discard(pid)
             self._control.send(("collect", pid))

@@ -294,7 +294,13 @@ def alternate(
 
 
 def _stopping(experiment: Experiment, turns: int, steps_per_turn: int) -> interleaving.Player:
-    """Play the turns of an experiment in one process that stops after each."""
+    """Run an experiment in one process that stops after each turn. Yield None after the warm-up and each turn, at the
+    end the outcome.
+
+    Args:
+        turns: timed turns.
+        steps_per_turn: optimizer steps in a turn.
+    """
     job = functools.partial(_in_what_is_left, experiment.replace(steps=turns * steps_per_turn))
     with CleanProcess(job, turn=(experiment.warmup_steps, steps_per_turn), measured=True) as process:
         for turn in range(turns + 1):
@@ -325,7 +331,11 @@ def _in_what_is_left(experiment: Experiment, on_step: Callable[[int], None]) -> 
 
 
 def _fresh_each_turn(experiment: Experiment, turns: int, steps_per_turn: int) -> interleaving.Player:
-    """Play each turn of an experiment in a process of its own, with its own warm-up."""
+    """Run each turn of an experiment in a new process with its own warm-up. Yield None after each turn, at the end the
+    outcome.
+
+    The arguments are those of `_stopping`.
+    """
     yield None
     seconds: tuple[float, ...] = ()
     for turn in range(1, turns + 1):

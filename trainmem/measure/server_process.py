@@ -21,7 +21,12 @@ from trainmem.measure import forked
 
 
 def serve(descriptor: int, preload: Iterable[str], with_bitsandbytes: bool) -> NoReturn:
-    """Import the libraries, then serve the process at the other end of `descriptor`; never return."""
+    """Import the libraries, then serve the process at the other end of `descriptor`; never return.
+
+    Args:
+        preload: modules to import.
+        with_bitsandbytes: as in `serve_caller`.
+    """
     has_gpus = import_libraries(preload)
     serve_caller(connection.Connection(descriptor), has_gpus, with_bitsandbytes)
 
@@ -94,8 +99,8 @@ def _fork_clean_process(control: connection.Connection) -> int:
 def end_children(but: Container[int] = ()) -> None:
     """End the children of this process except those whose ids are in `but`, and wait for them.
 
-    Their descendants become children of this process (`forked.adopt_orphans`) and are ended, too. Descendants of a
-    living fresh subprocess do not: it adopts them itself.
+    A child's descendants become children of this process (`forked.adopt_orphans`), and are ended as well. The
+    descendants of a living fresh subprocess stay with it, because it adopts them itself.
     """
     while left := [child for child in psutil.Process().children() if child.pid not in but]:
         for child in left:

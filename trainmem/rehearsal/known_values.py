@@ -150,7 +150,8 @@ class Values(TorchFunctionMode):
         """Compute the results of an operation whose arguments are all on the host, and note which results on the device
         are known.
 
-        Only the results of copies and of functions that make new tensors can be known.
+        Only the results of copies and of functions that make new tensors can be known. `given` and `made` as in
+        `_note_results`.
         """
         for tensor in _tensors(made):
             copied = len(given) == 1 and given[0].shape == tensor.shape
@@ -159,7 +160,12 @@ class Values(TorchFunctionMode):
                 self.mark(True, tensor)
 
     def _note_results(self, function, name, args, kwargs, given, made) -> None:
-        """Compute results whose values can be known, and note which results are known."""
+        """Compute the results of an operation if their values can be known, and note which results are known.
+
+        Args:
+            given: the tensors among the arguments.
+            made: what the operation returned.
+        """
         results = _tensors(made)
         if not results and name != "__setitem__":
             return
@@ -246,7 +252,7 @@ class Values(TorchFunctionMode):
         raise NeedsValues(WHY)
 
     def _answer(self, function, name, args, kwargs):
-        """Return the assumed result of reading an unknown value; used with `assumes`."""
+        """Return the assumed result of a function that reads an unknown value; called only with `assumes`."""
         tensor, is_float = args[0], args[0].dtype not in EXACT
         if name in _COMPARES:
             self.answers["comparisons of tensors, false"] += 1

@@ -48,7 +48,9 @@ def install() -> None:
         return run
 
     def finite(name: str, answer: bool) -> Callable:
-        """Wrap a function of `math` so that unknown numbers, like unknown tensors, count as finite."""
+        """Return a replacement of `math.<name>` that returns `answer` for unknown numbers, which count as finite like
+        unknown tensors.
+        """
         plain = getattr(math, name)
         return functools.wraps(plain)(lambda number: answer if isinstance(number, Unknown) else plain(number))
 
