@@ -34,7 +34,14 @@ int cuDeviceGetAttribute(int *value, int which, int device) { *value = which == 
 
 
 def doctor(*python, shell="", folder=None, **environment):
-    """Run a `shell` command, then the doctor; return its findings (level, subject, text, remedy) and its exit code."""
+    """Run the doctor in a new process; return its findings (level, subject, text, remedy) and its exit code.
+
+    Args:
+        python: the command of another Python, with its arguments; (): this Python.
+        shell: shell code to run first, in the same process.
+        folder: the working folder.
+        environment: variables to set.
+    """
     kept = {name: text for name, text in os.environ.items() if name not in UNSET}
     kept |= {"PYTHONPATH": str(ROOT)} | environment
     command = ["sh", "-ec", f'{shell}\nexec "$@"', "sh", *(python or (sys.executable, "-P", *COMMAND))]

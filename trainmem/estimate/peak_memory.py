@@ -290,8 +290,8 @@ _TAKEN = {
 
 
 def _with_workspaces(trace: Trace, probe: "Probe") -> tuple[np.ndarray, list[str]]:
-    """Return ((operations,): the highest total during each operation in bytes, with its workspace; the assumptions
-    about workspaces).
+    """Return the highest total during each operation, workspace included, as an array of bytes; and the assumptions
+    about workspaces.
 
     Operations with one signature have one workspace, so each kind is measured once. The time for measuring is limited,
     so kinds that run when most bytes are live come first.
