@@ -193,7 +193,7 @@ def changes(follows_each, options, tell):
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     arguments = Arguments({"per_device_train_batch_size": 2, "gradient_accumulation_steps": 6} | options)
     experiment = Experiment("mine", Task("gpt2", 12, config={"n_embd": 8, "n_layer": 2, "n_head": 2}), arguments)
-    plain = patch.object(trace, "_few_micro_batches", lambda *_: contextlib.nullcontext())
+    plain = patch.object(trace, "few_micro_batches", lambda *_: contextlib.nullcontext())
     with plain if follows_each else contextlib.nullcontext():
         log = peak_memory.trace_of(experiment, Device("cuda", (8, 0))).log
     blocks = [(event >= 0, *log.blocks[event if event >= 0 else ~event]) for event in log.events]

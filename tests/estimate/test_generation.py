@@ -80,11 +80,11 @@ def _plain(task):
 
     model = task.build_model().eval()
     model.generation_config.eos_token_id = None
-    batch = task.batch(8)
-    options = {"attention_mask": torch.ones_like(batch["input_ids"]), "max_new_tokens": 9, "do_sample": False}
+    prompts = task.batch(8)["input_ids"]  # a prompt has no labels
+    options = {"attention_mask": torch.ones_like(prompts), "max_new_tokens": 9, "do_sample": False}
     with torch.no_grad():
-        model.generate(batch["input_ids"], **options)
-        return [*model.generate(batch["input_ids"], **options).shape]
+        model.generate(prompts, **options)
+        return [*model.generate(prompts, **options).shape]
 
 
 @pytest.mark.nightly
