@@ -139,7 +139,7 @@ PRECISIONS = {"fp32": {}, "fp16": recipes.HALF}
 
 
 def ten(here: Here, known: Known) -> Iterator[Row]:
-    """Yield the rows of the guides' ten recipes, and of their speeds against each other."""
+    """The guides' ten recipes, and their speeds against each other."""
     task, rows = here.profile.task, {}
     against = {name: [] if name == "vanilla" else ["vanilla"] for name in recipes.ROWS}
     against["+ checkpointing"] = ["accumulation", "vanilla"]
@@ -155,7 +155,7 @@ def ten(here: Here, known: Known) -> Iterator[Row]:
 
 
 def batch(here: Here, known: Known) -> Iterator[Row]:
-    """Yield the rows for memory and throughput by batch size, up to the first size that does not fit."""
+    """Memory and throughput by batch size, up to the first that does not fit."""
     task = here.profile.task if here.tiny else here.profile.task.replace(dataset_size=2048)
     fitting = []
     for size in (1, 2, 4, 8, 16, 32, 64):
@@ -173,9 +173,7 @@ def batch(here: Here, known: Known) -> Iterator[Row]:
 
 
 def fp16(here: Here, known: Known) -> Iterator[Row]:
-    """Yield the rows of the 2022 guide's table: fp16 and fp32 by micro-batch; also with two accumulation steps, which
-    keep gradients.
-    """
+    """The 2022 guide's table: fp16 and fp32 by micro-batch; also with two accumulation steps, which keep gradients."""
     task = here.profile.task if here.tiny else Task("bert-base-uncased", seq_len=128)
 
     def two(size: int, more: dict[str, int], measure: tuple[str, ...]) -> list[Row]:
@@ -193,7 +191,7 @@ def fp16(here: Here, known: Known) -> Iterator[Row]:
 
 
 def tf32(here: Here, known: Known) -> Iterator[Row]:
-    """Yield the rows with tf32 on and off, in fp32 and under fp16; and large matmuls in each precision."""
+    """tf32 on and off, in fp32 and under fp16; and large matmuls in each precision."""
     for name, arguments in PRECISIONS.items():
         baseline = here.row(name, here.profile.task, recipes.FOUR | arguments)
         name = "fp16 and tf32" if arguments else "tf32"
@@ -204,7 +202,7 @@ def tf32(here: Here, known: Known) -> Iterator[Row]:
 
 
 def bf16(here: Here, known: Known) -> Iterator[Row]:
-    """Yield the rows with bf16 on and off."""
+    """bf16 on and off."""
     plain = here.row("fp32", here.profile.task, recipes.FOUR)
     row = here.row("bf16", here.profile.task, recipes.FOUR | {"bf16": True}, measure=BOTH)
     yield row
@@ -215,9 +213,7 @@ NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 def attention(here: Here, known: Known) -> Iterator[Row]:
-    """Yield the rows of plain attention and SDPA by length, as in lesson 11, and of each SDPA kernel that can be
-    forced.
-    """
+    """Plain attention and SDPA by length, as in lesson 11, and each SDPA kernel that can be forced."""
     lengths = (16, 24, 32) if here.tiny else (512, 1024, 2048)
     size = {} if here.tiny else {"num_hidden_layers": 12, "max_position_embeddings": 2048}
     task = Task("bert-tiny" if here.tiny else "bert-large-uncased", config=size | NO_DROPOUT)
@@ -244,7 +240,7 @@ def attention(here: Here, known: Known) -> Iterator[Row]:
 
 
 def compiled(here: Here, known: Known) -> Iterator[Row]:
-    """Yield the rows with torch.compile on and off: steady state, and the seconds of a cold start."""
+    """torch.compile on and off: steady state, and the seconds of a cold start."""
     facts = NO_DROPOUT | {"problem_type": "single_label_classification"}
     task = here.profile.task.replace(config=facts | ({} if here.tiny else {"num_hidden_layers": 6}))
     plain = here.row("uncompiled", task, recipes.FOUR, measure=BOTH)
@@ -284,7 +280,7 @@ WITHOUT = {("t5-base", "fp16"), ("mixtral", "fp16")}  # uncommon trainings: T5 o
 
 
 def estimates(here: Here, known: Known) -> Iterator[Row]:
-    """Yield the rows of forty trainings of six models, which the estimate is compared with."""
+    """Forty trainings of six models, which the estimate is compared with."""
     chosen = [(model, recipe) for model in MODELS for recipe in RECIPES if (model, recipe) not in WITHOUT]
     for model, recipe in chosen:
         task, size, small = MODELS[model]
@@ -297,10 +293,9 @@ FIRST = "guides' vanilla"
 
 
 def best(here: Here, known: Known) -> Iterator[Row]:
-    """Yield the rows of lesson 14's ladder of speed, from the guides' vanilla to the best recipe that takes no more
-    memory.
+    """Lesson 14's ladder of speed, from the guides' vanilla to the best recipe that takes no more memory.
 
-    For both ends also the rows for FLOPs utilisation; and each technique alone, for the guide's own table.
+    Both ends have their utilisation; each technique alone is also run, for the guide's own table.
     """
     climb = [here.row(FIRST, here.profile.task, GUIDES, optimizer=gpu_functions.looped)]
     yield climb[0]
