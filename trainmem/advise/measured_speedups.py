@@ -50,7 +50,7 @@ class Evidence:
     """The factors of techniques and of smaller micro-batches, for a task on this machine, or on a GPU of another
     machine.
 
-    Only runs on this machine count. If there are runs of the task's own model, only those are used.
+    Only runs on this machine count. If there are pairs of runs of the task's own model, only those are used.
     """
 
     def __init__(

@@ -95,9 +95,7 @@ class Task(Record):
         return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields for a record. Fields that older records lack are left out unless their value differs from
-        the default.
-        """
+        """Return the fields for a record. Fields that older records lack are left out unless they are set."""
         content = super().to_dict()
         left_out = {name for name in _OPTIONAL if not content[name] and content[name] != 0}
         left_out |= set() if self.lengths else {*_OF_LENGTHS}
@@ -204,7 +202,7 @@ class Task(Record):
         otherwise the usual one for its model type.
 
         Raises:
-            ValueError: there is no such class, or no data can be generated for it.
+            ValueError: there is no such class, or no data can be generated for the class that the configuration names.
         """
         import transformers
 

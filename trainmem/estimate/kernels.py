@@ -226,7 +226,7 @@ class Kernels:
         keys and positions (NVIDIA/cccl, cub/device/dispatch/dispatch_radix_sort.cuh).
 
         Args:
-            largest: number of different keys.
+            largest: upper limit of the keys, which are below it.
             key: bytes of a key.
         """
         passes = -(-max(largest - 1, 1).bit_length() // 8)

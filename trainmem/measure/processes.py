@@ -71,7 +71,7 @@ def account(experiment: Experiment, timeout: float = 600, on_step: Callable[[int
     the same time, which changes no count.
 
     Args:
-        timeout: as in `execute`, for each pass.
+        timeout: seconds for both passes together.
         on_step: as in `execute`.
     """
     watch = functools.partial(worker.perform, experiment, "categories")
