@@ -112,7 +112,7 @@ def function_of(text: str) -> Callable[[Task], Any]:
 
 
 def capability(text: str | None) -> tuple[int, int] | None:
-    """Return the compute capability that e.g. "9.0" names, as (9, 0)."""
+    """Parse a compute capability, e.g. "9.0" to (9, 0); None for None."""
     if text is None:
         return None
     major, dot, minor = text.partition(".")

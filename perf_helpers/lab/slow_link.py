@@ -118,8 +118,8 @@ def _lacking() -> str | None:
 
 @contextlib.contextmanager
 def _namespace() -> Iterator[int]:
-    """Yield the id of a process in a network namespace of its own. The process ends when this process ends or closes
-    its standard input.
+    """Yield the id of a new process in a network namespace of its own, which ends when the context or this process
+    ends.
     """
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     command = ["unshare", "--net", "sh", "-c", "echo ready && exec cat"]
