@@ -434,6 +434,11 @@ def gpu_suites(suites: dict[str, dict], cards: dict[str, dict]) -> str:
 def written(measured: dict[str, dict], cards: dict[str, dict], suites: dict[str, dict]) -> dict[Path, str]:
     """Return {page: its text} of the pages that people write, with new blocks between the markers.
 
+    Args:
+        measured: {machine: its newest course run}.
+        cards: {card: its newest rehearsal}.
+        suites: {machine: its newest report of the GPU suite}.
+
     Raises:
         ValueError: the markers of a block are missing in its page, or occur twice.
     """
@@ -460,7 +465,10 @@ def written(measured: dict[str, dict], cards: dict[str, dict], suites: dict[str,
 
 
 def page(measured: dict[str, dict], cards: dict[str, dict], suites: dict[str, dict]) -> str:
-    """Return the text of results/README.md: every table, with the machine, versions and date of its numbers."""
+    """Return the text of results/README.md: every table, with the machine, versions and date of its numbers.
+
+    The arguments are those of `written`.
+    """
     pictures = {name: data["file"].with_suffix(".png") for name, data in measured.items()}
     parts = [
         "# Recorded results",

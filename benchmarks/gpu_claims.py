@@ -48,7 +48,7 @@ class Rows:
         return self.memory(part, name)["peak_bytes"]
 
     def shrunk(self, part: str, name: str, baseline: str) -> float:
-        """Return the peak of one row divided by that of another."""
+        """Return the peak of the row `name` divided by that of the row `baseline`."""
         return self.peak(part, name) / self.peak(part, baseline)
 
     def faster(self, part: str, name: str, baseline: str) -> Ratio:
@@ -93,7 +93,9 @@ def _saves_with_batch(rows: Rows) -> float:
 
 
 def _at_ends(rows: Rows, kind: str, phase: str) -> float:
-    """Return the bytes of a category at the end of a phase, fp16 divided by fp32, at the largest micro-batch."""
+    """Return the bytes of the category `kind` at the end of a phase: those of fp16 divided by those of fp32, at the
+    largest micro-batch.
+    """
     half, full = (rows.memory("fp16", f"64 x 2, {name}")["phase_breakdowns"][phase] for name in ("fp16", "fp32"))
     return half[kind] / full[kind]
 
@@ -126,7 +128,9 @@ def _fused_kernels(rows: Rows) -> float:
 
 
 def _before(rows: Rows, name: str) -> str:
-    """Return the name of the rung below one, as in a pair of the ladder."""
+    """Return the name of the rung below `name` in lesson 14's ladder of speed. Raises Absent if the two were not
+    compared.
+    """
     pairs = [pair for pair in rows.names("best", f"{name} against ") if not pair.endswith(FIRST)]
     if not pairs:
         raise Absent(f"best, {name}: not compared with the rung below")

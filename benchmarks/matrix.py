@@ -216,6 +216,8 @@ def became(one: LibrarySet, lessons: list[str], known: dict, status: str = "ok",
     Its keys are "name", "what", "status", "message", "packages", "date", "course", "rehearsal" and "not_rehearsed".
     "status" is "ok", "not installed" or "not run"; "course" and "rehearsal" are results or None. If "rehearsal" is
     None, "not_rehearsed" has the reason.
+
+    `known`: content of the set's `done.json`.
     """
     entry = {"name": one.name, "what": one.what, "status": status, "message": message}
     entry |= {"date": known.get("date", now()), "packages": known.get("packages", {})}
@@ -228,7 +230,9 @@ def became(one: LibrarySet, lessons: list[str], known: dict, status: str = "ok",
 
 
 def done(one: LibrarySet, environments: Environments) -> dict:
-    """Return the results that an earlier call kept of a set in the same state; otherwise an empty dict."""
+    """Return the stored results of a set, or {} if none are stored or anything that they depend on has
+    changed since.
+    """
     try:
         known = read_record(environments.folder / one.name / "done.json")
         return known if known["key"] == state(one) else {}

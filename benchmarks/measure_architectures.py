@@ -1,9 +1,10 @@
-"""The estimate against the count on a CPU, over the classes of transformers' own registries, shrunk to two layers.
+"""Compare the estimate with the count on a CPU, over the classes of transformers' own registries, shrunk to two layers.
 
     python benchmarks/measure_architectures.py [--count 40] [--first -1]
 
-A run takes the next `count` classes after number `first` (-1: by the date, so that nightly runs take turns) and keeps
-the record's other rows. A class is left out, with the reason, if no shrunk form of it can be trained.
+A run measures the next `count` classes after number `first` (-1: by the date, so that nightly runs cover different
+classes) and keeps the record's other rows. A class is left out, with the reason, if no shrunk form of it can be
+trained.
 """
 
 import itertools
@@ -52,7 +53,9 @@ _OF_IMAGES = {"mm_tokens_per_image": 4, "image_seq_length": 16}
 
 
 def shrunk(fields: dict, width: int) -> dict:
-    """Return the fields of a configuration with small sizes, those of its parts included."""
+    """Return the fields of a configuration with small sizes, also in its nested parts; `width`: of the
+    hidden layers.
+    """
     small = {}
     for name, value in fields.items():
         if isinstance(value, dict) and "model_type" in value:
@@ -92,7 +95,9 @@ def _size(name: str, value: int, width: int) -> int:
 
 
 def configurations(kind: str, folder: Path):
-    """Yield (name, path) of configurations of a type: narrow, less narrow, and with its layers alone cut."""
+    """Yield (name, path) of three configurations of a model type: of width 32, of width 64, and of its own width with
+    two layers.
+    """
     from transformers import CONFIG_MAPPING
 
     plain = CONFIG_MAPPING[kind]()
@@ -112,7 +117,7 @@ def configurations(kind: str, folder: Path):
 
 
 def classes() -> dict[str, tuple[str, str]]:
-    """Return {class: (its type, its family)} of all classes whose data are known, by turns of the families."""
+    """Return {class: (its type, its family)} of all classes whose data are known; the families alternate."""
     from transformers.models.auto import modeling_auto
 
     known, found = families.of_classes(), {}
@@ -129,7 +134,7 @@ def classes() -> dict[str, tuple[str, str]]:
 
 
 def cases(options) -> dict[str, tuple[str, str]]:
-    """Return this run's classes, and those of the record."""
+    """Return {class: (its type, its family)} of this run's classes and of those in the record."""
     every, known = classes(), {row["class"] for row in recorded()}
     return {name: every[name] for name in every if name in known or name in chosen(options)}
 
@@ -139,7 +144,7 @@ def recorded() -> list[dict]:
 
 
 def chosen(options) -> list[str]:
-    """Return the classes whose turn it is."""
+    """Return the names of the classes that this run measures."""
     names = [*classes()]
     first = datetime.now(UTC).toordinal() * options.count if options.first < 0 else options.first
     return [names[(first + place) % len(names)] for place in range(min(options.count, len(names)))]
@@ -154,7 +159,7 @@ def measure(cases, options):
 
 
 def compared(lab: Lab, name: str, kind: str, folder: Path) -> dict:
-    """Return the row of a class: bytes counted and estimated by category, or why it was left out."""
+    """Return the row of a class: bytes counted and estimated by category, or the reason why it was left out."""
     reasons = []
     given = {"per_device_train_batch_size": SAMPLES, "optim": "adamw_torch"}
     try:

@@ -36,7 +36,9 @@ def name_of(_: int, row: dict) -> str:
 
 
 def cases(options) -> dict[str, tuple[str, measure_cuda.Training]]:
-    """Return {"adapters 3": ...} without trainings that need torchao; all on one GPU of capability 9.0."""
+    """Return {"adapters 3": (kind, training), ...} of trainings on a GPU of compute capability 9.0; those that need
+    torchao are left out.
+    """
     made = {(kind, n): make(n, options.seed) for kind, make in KINDS.items() for n in range(options.count)}
     fit = {key: one for key, one in made.items() if one.arguments["optim"] in measure_random.WITHOUT_TORCHAO}
     return {f"{kind} {n}": (kind, replace(one, capability=(9, 0), processes=1)) for (kind, n), one in fit.items()}

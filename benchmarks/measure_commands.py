@@ -47,7 +47,14 @@ RUNNING = ("bert-large, the server running", "llama-3-8b, the server running")
 
 
 def seconds_of(build: str, words: list[str], home: str, code: int = 0) -> tuple[float, str]:
-    """Run a process with this cache folder; return its seconds and its output."""
+    """Run a process and return its seconds and its output.
+
+    Args:
+        build: folder of the checkout, or FOLDER=PYTHON.
+        words: the command.
+        home: the cache folder.
+        code: the expected exit code.
+    """
     folder, _, python = build.partition("=")
     environment = os.environ | {"PYTHONPATH": str(Path(folder).resolve()), "PERF_HELPERS_HOME": home}
     start = time.perf_counter()

@@ -247,7 +247,9 @@ def cases(options) -> dict[str, Training]:
 
 
 def of_a_kind(one: Training) -> tuple:
-    """Return everything about a training that needs a rehearsal of its own."""
+    """Return (compute capability, processes) of a training; trainings for which these are equal are
+    rehearsed together.
+    """
     return one.capability, one.processes
 
 

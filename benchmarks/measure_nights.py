@@ -42,7 +42,9 @@ def is_called_slower(old: dict, new: dict) -> bool:
 
 
 def counted(pairs) -> dict[str, str]:
-    """Count the pairs whose second run is called slower than the first: of all pairs, and of quiet pairs."""
+    """Count the pairs whose second run is called slower than the first, of all pairs and of pairs without
+    other load.
+    """
     pairs = [*pairs]
     quiet = [(a, b) for a, b in pairs if not (a["busy"] or b["busy"])]
     groups = {"all": pairs, "quiet": quiet}

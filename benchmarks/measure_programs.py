@@ -1,11 +1,11 @@
-"""Rehearses programs of other projects, unmodified, and records how each ends.
+"""Rehearse programs of other projects, unmodified, and record how each ends.
 
     .venv/bin/python benchmarks/measure_programs.py              all of benchmarks/programs.toml
     .venv/bin/python benchmarks/measure_programs.py --rows run_clm
 
 Sources and packages are fetched into build/programs: a release by pip, a repository by git. If a fetch fails, the row
-says so; a folder build/programs/OWNER+NAME is taken as it is (its file VERSION has the version unless it is a clone).
-None of the programs' code is in the record. Models, tokenizers and data are made here: tiny ones, for which no Hub is
+says so; a folder build/programs/OWNER+NAME is used as it is (its file VERSION has the version unless it is a clone).
+None of the programs' code is in the record. Models, tokenizers and data are generated here, in tiny sizes, so no Hub is
 needed.
 """
 
@@ -49,7 +49,7 @@ def measure(programs: Named, options: argparse.Namespace) -> Iterable[tuple[str,
 
 
 def row(name: str, program: dict, options: argparse.Namespace) -> dict:
-    """Rehearse a program; how it ended, its versions and its peaks."""
+    """Rehearse a program; return how it ended, its versions and its peaks."""
     about = {"name": name, "card": options.card}
     about |= {key: program[key] for key in ("source", "packages", "command") if key in program}
     try:
@@ -88,7 +88,9 @@ def row(name: str, program: dict, options: argparse.Namespace) -> dict:
 
 @contextlib.contextmanager
 def surroundings(folder: Path, paths: list[Path], variables: Named) -> Iterator[None]:
-    """Let programs run in a folder of their own, find these paths, and look for nothing on the Hub."""
+    """Let programs run in a folder of their own in this context, with these import paths and variables, and without the
+    Hub.
+    """
     before, old = Path.cwd(), dict(os.environ)
     path = os.pathsep.join([*map(str, paths), *filter(None, [old.get("PYTHONPATH")])])
     os.environ.update(PYTHONPATH=path, HF_HUB_OFFLINE="1", HF_HOME=str(FOLDER / "hub"), TOKENIZERS_PARALLELISM="false")
@@ -103,7 +105,7 @@ def surroundings(folder: Path, paths: list[Path], variables: Named) -> Iterator[
 
 
 def fetched(program: dict) -> tuple[str, Path]:
-    """Fetch a program's packages and source, if they are not there yet; its version and the folder of the source."""
+    """Fetch a program's packages and source unless they exist; return its version and the folder of the source."""
     for package in program.get("packages", ()):
         install(package)
     kind, _, name = program["source"].partition(":")
@@ -123,7 +125,7 @@ def fetched(program: dict) -> tuple[str, Path]:
 
 @functools.cache
 def install(package: str) -> str:
-    """Install a package without what it depends on, which programs.toml lists; return its version."""
+    """Install a package without its dependencies, which programs.toml lists; return its version."""
     name = re.split(r"[=<>~!]", package)[0]
     if not (found := version_of(name)):
         words = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", PACKAGES, package]
@@ -138,7 +140,7 @@ def version_of(name: str) -> str | None:
 
 
 def inputs(folder: Path) -> None:
-    """Make texts, pairs, pictures, a tokenizer and tiny models, all by one seed."""
+    """Write texts, pairs, pictures, a tokenizer and tiny models into a folder, all from one seed."""
     if (folder / "complete").exists():
         return
     import pyarrow.parquet

@@ -28,7 +28,9 @@ HALF = {"bf16": True, "gradient_checkpointing": True}
 
 
 def zero(stage: int, **more) -> dict:
-    """Return the arguments of a stage: torch's optimizer, and small buckets, because large ones hide the shards."""
+    """Return the training arguments of a ZeRO stage, with torch's optimizer and small buckets, because large ones hide
+    the shards.
+    """
     buckets = {"reduce_bucket_size": 1_000_000, "allgather_bucket_size": 1_000_000}
     config = {"zero_optimization": {"stage": stage, **buckets, **more}, "gradient_accumulation_steps": "auto"}
     own = {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True, "bf16": {"enabled": "auto"}}

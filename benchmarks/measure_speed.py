@@ -106,7 +106,11 @@ def of_passes(task) -> dict:
 
 
 def compared(pairs: list) -> list[dict]:
-    """Compare each [name, changes of the task, baseline, other, options] in this process; return the report's rows."""
+    """Compare pairs of recipes in this process; return a row of the report for each pair.
+
+    A pair is [name, changes of the task, arguments of the baseline, arguments of the other recipe, options of
+    `Lab.compare`].
+    """
     from perf_helpers import Lab
 
     lab, rows = Lab("cpu"), []
@@ -162,7 +166,7 @@ def conclude(rows: list[dict], options) -> dict:
 
 
 def effects(rows: list[dict]) -> dict[str, str]:
-    """Return how many of these comparisons called an effect, by each clock."""
+    """Return, for each clock, how many of these comparisons reported an effect."""
     return {clock: f"{sum(is_effect(row[clock]) for row in rows)} of {len(rows)}" for clock in ("cpu", "wall")}
 
 

@@ -103,7 +103,7 @@ class Row:
 
 
 def rows() -> list[Row]:
-    """Return every row of published.toml, in its order."""
+    """Return every row of published.toml, in the order of the file."""
     found = []
     for facts in tomllib.loads(FACTS.read_text(encoding="utf-8"))["set"]:
         for figure in facts["figures"]:

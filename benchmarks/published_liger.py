@@ -78,7 +78,12 @@ def linear_cross_entropy(BT: int, H: int, V: int) -> None:
 
 
 def _divergence(V: int, B: int, T: int, found_as: Callable, target_as: Callable, loss: Callable) -> None:
-    """Run a loss of two fp32 distributions, each made from random numbers by a softmax or its logarithm."""
+    """Run a loss of two fp32 distributions, each made from random numbers by a softmax or its logarithm.
+
+    Args:
+        found_as, target_as: the softmax or log-softmax of each distribution.
+        loss: function of both.
+    """
     found, target = torch.randn(B * T, V, **GRADIENT), torch.randn(B * T, V)
     found, target = found_as(found, -1), target_as(target, -1)
     _losses(lambda: loss(found, target), keep=True)
@@ -156,7 +161,7 @@ def preference(B: int, T: int, H: int, V: int) -> None:
 
 
 def embedding(V: int, B: int, T: int, D: int) -> None:
-    """Run an fp32 embedding; a second one exists, unused."""
+    """Run an fp32 embedding of V words and width D on (B, T) tokens; a second embedding exists, unused."""
     table, _spare = nn.Embedding(V, D), nn.Embedding(V, D)
     ids = torch.randint(V, (B, T))
     _layers(lambda: table(ids))

@@ -96,7 +96,7 @@ def query(lab, tool: Callable, *arguments) -> dict:
 
 
 def estimated(ask: Callable) -> dict:
-    """Return the same for the estimate, with its reserved bytes as the total."""
+    """Return the same fields as `query` for the estimate, whose total is its reserved bytes."""
     try:
         found = ask()
     except ValueError as error:

@@ -85,11 +85,18 @@ class Question:
         return 4 if self.mixed or self.precision == "fp32" else 2
 
     def words(self, **names: str) -> dict:
-        """Return {a tool's name of a setting: its value}."""
+        """Return the settings of the training under a tool's names: {the tool's name: value}.
+
+        `names`: {the tool's name of a setting: our name of it}.
+        """
         return {option: getattr(self, attribute) for option, attribute in names.items()}
 
     def named(self, *plain: str, **options: str) -> str:
-        """Return the tool's name for the optimizer: that in OPTIMIZERS, or another."""
+        """Return a tool's name for the training's optimizer.
+
+        `plain`: optimizers that the tool calls as we do; `options`: {our name: the tool's}. Raises Cannot if the tool
+        has none.
+        """
         for name, trainer_names in OPTIMIZERS.items():
             if self.optimizer in trainer_names and (name in plain or name in options):
                 return options.get(name, name)

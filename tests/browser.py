@@ -1,5 +1,6 @@
-"""JupyterLab in headless Chromium: a server on a folder of notebooks, and a page on which one of them is open; and the
-problems that axe-core finds on a page."""
+"""Drive JupyterLab in headless Chromium: a server on a folder of notebooks, a page with one of them open, and
+axe-core's findings on a page.
+"""
 
 import contextlib
 import functools
@@ -30,7 +31,7 @@ FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
 
 
 def chromium() -> str | None:
-    """The browser's executable: $CHROMIUM, or one that is on the path."""
+    """Return the path of the browser: $CHROMIUM, or an executable on the path; None if there is none."""
     names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
     return os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
 
@@ -40,8 +41,11 @@ RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"
 
 
 def violations(page, within: str = "html", apart: tuple[tuple[str, str], ...] = ()) -> list[str]:
-    """Return axe-core's findings in a part of a page, one line each; `apart` has pairs of a rule and of words in the
-    markup of another project's elements that break it. In CI the package is installed; otherwise a test skips."""
+    """Return axe-core's findings in a part of a page, one line each. Skip the test if the package is missing, except in
+    CI.
+
+    `apart`: pairs (rule, words) of findings to ignore: the words occur in the markup of another project's elements.
+    """
     if not os.environ.get("CI"):
         pytest.importorskip("axe_playwright_python", reason="no axe-core: pip install axe-playwright-python")
     from axe_playwright_python.sync_playwright import Axe
@@ -57,7 +61,7 @@ def violations(page, within: str = "html", apart: tuple[tuple[str, str], ...] = 
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
-    """Files of a folder, served without a word."""
+    """Serve the files of a folder without printing a log."""
 
     def log_message(self, *_):
         pass
@@ -65,7 +69,7 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 
 @contextlib.contextmanager
 def served(folder: Path):
-    """The address at which a folder's files are served; it ends with a slash."""
+    """Yield the address at which a folder's files are served; it ends with a slash."""
     handler = functools.partial(Quiet, directory=folder)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -74,7 +78,9 @@ def served(folder: Path):
 
 
 class Server:
-    """JupyterLab on a folder. `home` keeps its settings and the learner's files, so that nobody's own are touched."""
+    """Run JupyterLab on a folder. `home` holds its settings and the learner's files, so that the user's own are not
+    touched.
+    """
 
     def __init__(self, folder: Path, home: Path):
         settings = {f"@jupyterlab/{name}": content for name, content in SETTINGS.items()}
@@ -129,7 +135,7 @@ class Server:
 
 
 class Notebook:
-    """A notebook that is open on a page, its kernel idle."""
+    """A notebook that is open in a browser page, with an idle kernel."""
 
     def __init__(self, server: Server, page, name: str):
         self.page, self.file = page, server.folder / name
@@ -144,17 +150,17 @@ class Notebook:
         self.page.evaluate(call, [name, arguments])
 
     def trust(self) -> None:
-        """Show what its file keeps of its widgets, as a reader's click on "Trust" does."""
+        """Show the widgets whose state is in the file, as a reader does by clicking "Trust"."""
         self.page.evaluate("() => { window.jupyterapp.commands.execute('notebook:trust') }")
         self.page.locator(".jp-Dialog").get_by_role("button", name="Trust").click()
 
     def run_all(self) -> None:
-        """Run every cell, to the end."""
+        """Run all cells and wait until the last one has ended."""
         self.command("notebook:run-all-cells")
         self.wait_idle()
 
     def run(self, cell: int) -> None:
-        """Run one cell, to the end."""
+        """Run one cell and wait until it has ended."""
         self.select(cell)
         self.command("notebook:run-cell")
         self.wait_idle()
@@ -163,7 +169,7 @@ class Notebook:
         self.cell(cell).locator(".jp-InputPrompt").click()
 
     def type(self, cell: int, text: str) -> None:
-        """Put another text into a cell, by keyboard."""
+        """Replace the text of a cell, by keyboard."""
         self.cell(cell).locator(".cm-content").click()
         self.page.keyboard.press("Control+A")
         self.page.keyboard.insert_text(text)
@@ -179,7 +185,7 @@ class Notebook:
         self.page.get_by_text("| Idle").first.wait_for(timeout=0)
 
     def saved(self):
-        """The notebook as it is in its file after saving."""
+        """Save the notebook and return it as read from its file."""
         before = self.file.stat().st_mtime_ns
         self.command("docmanager:save")
         while self.file.stat().st_mtime_ns == before:

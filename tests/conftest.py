@@ -1,4 +1,4 @@
-"""For every test module: figures need no screen, and displayed objects can be inspected."""
+"""Fixtures and hooks for every test module: figures need no screen, and displayed objects can be inspected."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ matplotlib.use("Agg")  # here only: a kernel that inherited MPLBACKEND would sho
 
 
 def pytest_collection_modifyitems(items):
-    """Give a test the markers that follow from what it uses, and the cases after its daily ones the nightly tier."""
+    """Add the markers that follow from a test's fixtures and folder. Mark cases beyond `daily(n)` as nightly."""
     cases = Counter()
     for item in items:
         if "chromium" in item.fixturenames:
@@ -34,14 +34,16 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture
 def shown(monkeypatch):
-    """Return the displayed objects, in order."""
+    """Return the list of displayed objects, in order."""
     displayed = []
     monkeypatch.setattr("IPython.display.display", lambda *objects, **_: displayed.extend(objects))
     return displayed
 
 
 def _copied(module, **changes):
-    """A module of the library with these names changed, for one module of ours: the other threads keep theirs."""
+    """Return a copy of a library's module with some names changed. Only our module gets the copy, so other threads see
+    the original.
+    """
     twin = types.ModuleType(module.__name__)
     vars(twin).update(vars(module), **changes)
     return twin
@@ -54,7 +56,9 @@ def copied():
 
 @pytest.fixture
 def disk(tmp_path):
-    """A function: a small disk, of a size such as "64k", or the same one mounted otherwise ("remount", "ro")."""
+    """Return a function (size, mount options) that mounts a small disk, e.g. of "64k", or remounts it, e.g. with
+    "remount", "ro".
+    """
     folder = tmp_path / "a disk"
 
     def mount(size, *options):
@@ -70,7 +74,7 @@ def disk(tmp_path):
 
 @pytest.fixture(scope="module")
 def chromium():
-    """A browser, for the tests of a module."""
+    """Yield a browser for all tests of a module."""
     import browser
     from playwright.sync_api import sync_playwright
 

@@ -1,4 +1,4 @@
-"""Python environments for tests that differ from this one in the installed packages."""
+"""Make Python environments for tests whose installed packages differ from this environment's."""
 
 import importlib.metadata
 import shutil
@@ -7,8 +7,12 @@ from pathlib import Path
 
 
 def make(folder, without=(), **versions):
-    """The Python of a new environment with all packages of this one as links, but for those that it is to be without,
-    and those of which it records another version."""
+    """Return the Python of a new environment that links to this environment's packages.
+
+    Args:
+        without: packages to leave out.
+        versions: packages whose recorded version is changed.
+    """
     venv.create(folder, symlinks=True)
     python = folder / "bin" / "python"
     gone = {"__pycache__"}
@@ -30,7 +34,7 @@ def site(python):
 
 
 def record(python, package, version):
-    """Leave the record of this version as installed there, and no other."""
+    """Make the metadata of an environment say that exactly this version of a package is installed."""
     for old in site(python).glob(f"{package}-*.dist-info"):
         old.unlink() if old.is_symlink() else shutil.rmtree(old)
     folder = site(python) / f"{package}-{version}.dist-info"

@@ -64,7 +64,7 @@ def run(source: Path, folder: Path) -> list[tuple[int, Exception]]:
 
 
 def _assigned(text: str, line: int) -> set[str]:
-    """The names that the statements of a cell assign from a line on, functions and classes among them."""
+    """Return the names that the statements of a cell assign from a line on, including functions and classes."""
     found, rest = set(), [node for node in ast.parse(text).body if node.end_lineno >= line]
     while rest:
         node = rest.pop()
@@ -80,7 +80,9 @@ def _assigned(text: str, line: int) -> set[str]:
 
 
 def problems(failed: list[tuple[int, Exception]]) -> list[str]:
-    """The errors that neither say how a run failed nor come from the lack of what a failed cell would have made."""
+    """Return one line per error that neither says how a run failed nor is a NameError because of an earlier failed
+    cell.
+    """
     return [f"cell {number}: {type(error).__name__}: {error}" for number, error in failed if not _is_expected(error)]
 
 

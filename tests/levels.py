@@ -5,8 +5,8 @@
     python tests/levels.py --lowest        the tests at the lowest level alone
     python tests/levels.py tests/estimate  arguments for pytest
 
-A level is what oneDNN may use (ONEDNN_MAX_CPU_ISA: products and convolutions) and what torch's own kernels may use
-(ATEN_CPU_CAPABILITY). Exit code 0 only if the tests pass at every level.
+A level is a pair: the instructions that oneDNN may use for matmuls and convolutions (ONEDNN_MAX_CPU_ISA), and those
+that torch's own kernels may use (ATEN_CPU_CAPABILITY). Exit code 0 only if the tests pass at every level.
 """
 
 import os
@@ -35,17 +35,19 @@ LESSONS = ["07", "14"]  # their claims are about 16-bit products
 
 
 def below(features: tuple[str, ...] | None) -> list[tuple[str, str]]:
-    """The levels below a machine with these features, from the lowest on."""
+    """Return the levels below that of a machine with these CPU features, from the lowest on."""
     return [tuple(level) for *level, above in LEVELS if above is None or above in (features or ())]
 
 
 def usual(every: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """The lowest level and that of most machines, AVX2; where it is not below this machine, the highest that is."""
+    """Return the lowest level, and AVX2, which most machines have, or the highest level if AVX2 is not among them."""
     return [every[0], MOST if MOST in every else every[-1]]
 
 
 def without_bf16(every: list[tuple[str, str]]) -> tuple[str, str]:
-    """The highest level at which oneDNN has no instruction for bf16 products, whatever the CPU's flags say."""
+    """Return the highest level at which oneDNN has no instructions for bf16 matmuls, whatever the CPU's
+    features are.
+    """
     return [level for level in every if not level[0].endswith("BF16")][-1]
 
 

@@ -39,7 +39,7 @@ INSTALLED = dict.fromkeys(PACKAGES, "1.0")
 
 
 def fake_nvml(*gpus, refuse=(), init_error=None, slices=()):
-    """A pynvml module for these GPUs: it raises for every query in `refuse`, and on request at nvmlInit."""
+    """Return a stub of pynvml for these GPUs. Queries in `refuse` raise; with `init_error`, so does nvmlInit."""
     module = ModuleType("pynvml")
     module.NVMLError = type("NVMLError", (Exception,), {})
     by_uuid = {gpu.uuid: gpu for gpu in (*gpus, *slices)}

@@ -1,4 +1,4 @@
-"""The scripts of benchmarks/, as modules for tests."""
+"""Import the scripts of benchmarks/ as modules for tests."""
 
 import importlib.util
 import sys
@@ -9,7 +9,7 @@ BENCHMARKS, RESULTS = ROOT / "benchmarks", ROOT / "results"
 
 
 def script(name):
-    """Import a script of benchmarks/ again."""
+    """Import a script of benchmarks/ as a new module and return it."""
     sys.path.insert(0, str(BENCHMARKS))  # for what the scripts share
     try:
         spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")

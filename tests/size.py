@@ -1,9 +1,9 @@
-"""How large each part of the repository is, and how large it may be: the budgets of `make check`.
+"""List the size of each part of the repository and its limit: the budgets of `make check`.
 
     python tests/size.py          a table; exit code 1 if a part is larger than its budget
 
-In Python files only lines of code count: docstrings, comments and blank lines are free. In other files every line does.
-If you need more lines, first make something smaller; lower a budget when its part has become smaller.
+In Python files only lines of code count, not docstrings, comments and blank lines. In other files every line counts. If
+you need more lines, first make something smaller; lower a budget when its part has become smaller.
 """
 
 import ast
@@ -37,7 +37,7 @@ BUDGETS = (
 
 
 def code_lines(source: str) -> int:
-    """Return how many lines of a Python source hold code: no docstrings, comments or blank lines."""
+    """Return the number of lines of code in a Python source, without docstrings, comments and blank lines."""
     lines = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in LAYOUT:
@@ -49,13 +49,13 @@ def code_lines(source: str) -> int:
 
 
 def lines_of(path: Path) -> int:
-    """Return the lines of a file that its budget counts."""
+    """Return the number of lines of a file that count for its budget."""
     text = path.read_text("utf-8")
     return code_lines(text) if path.suffix == ".py" else len(text.splitlines())
 
 
 def sizes(root: Path = ROOT) -> list[tuple[str, int, int, int, int]]:
-    """Return (part, its lines, at most, its files, at most) for each part."""
+    """Return (part, its lines, most lines, its files, most files) for each part."""
     rows = []
     for what, patterns, lines, files in BUDGETS:
         found = {path for pattern in patterns for path in root.glob(pattern)}

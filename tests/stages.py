@@ -1,9 +1,9 @@
 """Run the tests in stages, the daily tier or the nightly one, and print the seconds of each stage.
 
     python tests/stages.py daily                       what `make test` runs after `make check`
-    python tests/stages.py nightly                     everything else, whatever it takes
+    python tests/stages.py nightly                     all other stages, however long they take
     python tests/stages.py nightly --minutes 45 --run 7
-        as much of it as fits; each run begins two stages further on, so that no stage is left out three times in a row
+        as many stages as fit; each run begins two stages further on, so that no stage is left out three times in a row
 
 A stage that fails does not stop the next one. Exit code 0 if none failed.
 """
@@ -39,7 +39,9 @@ NIGHTLY = {
 
 
 def chosen(stages: dict, minutes: float, run: int) -> Iterator[str]:
-    """The stages of a run, in the order in which they are begun, as far as they fit; without a limit all of them."""
+    """Yield the stages of a run, in the order in which they start, while they fit into `minutes`; without a limit, all
+    of them.
+    """
     names = [*stages]
     first = 2 * run % len(names) if minutes else 0
     start = time.monotonic()

@@ -1,7 +1,7 @@
-"""Every page that the project makes is readable on a phone, on a projector and on a desk, light and dark, by keyboard
-alone, and by a screen reader as far as axe-core can tell. What a notebook shows is in test_browser.py.
+"""Every page of the project is readable on a phone, a projector and a desktop, light and dark, by keyboard alone, and
+by a screen reader as far as axe-core can tell. test_browser.py tests the outputs of notebooks.
 
-The pages are made by the project's own code, from a recorded course run in which much went wrong and names are long.
+The pages are made by the project's own code, from a recorded course run with many failures and long names.
 """
 
 import copy
@@ -37,7 +37,9 @@ pytestmark = [
 
 
 def recorded():
-    """The newest recorded course run, cut to three lessons, with a failure, a surprise, and long names."""
+    """Return the newest recorded course run, cut to three lessons, with a failure, an unexpected verdict, and long
+    names.
+    """
     newest = max((ROOT / "results").glob("intel-*/*.json"), key=lambda path: path.name)
     data = json.loads(newest.read_text(encoding="utf-8"))
     kept = ("00_start_here", "04_batch_size", "09_8bit_adam")
@@ -66,7 +68,7 @@ def a_run(name, peak):
 
 
 def outputs(monkeypatch):
-    """One of everything that a lesson shows, as the outputs of a cell."""
+    """Return one output of every kind that a lesson shows."""
     reported = []
     monkeypatch.setattr("IPython.display.display", lambda data, **_: reported.append(data))
     lab = Lab("tiny", lesson="09_8bit_adam")
@@ -106,7 +108,9 @@ def outputs(monkeypatch):
 
 
 def lesson(monkeypatch):
-    """An executed notebook: prose, a table, a formula, long lines of code, one of everything as output, and a fold."""
+    """Return an executed notebook: prose, a table, a formula, long lines of code, outputs of every kind, and a folded
+    cell.
+    """
     text = (
         f"# Which `optimizer`?\n\nText with [a link](https://example.org), $x^2$ and {LONG}.\n\n| claim | measured |\n"
     )
@@ -128,7 +132,7 @@ def lesson(monkeypatch):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Every page that the project makes."""
+    """Write every page that the project makes into a folder, and return it."""
     made = tmp_path_factory.mktemp("pages")
     new, old = recorded(), recorded()
     old |= {"date": "2026-01-01T00:00:00+00:00", "versions": old["versions"] | {"torch": "2.12.0"}}
@@ -153,8 +157,10 @@ def folder(tmp_path_factory):
 
 
 def opened(chromium, path, screen="phone", theme="light"):
-    """A page, with all that is folded on it unfolded. Its policy forbids scripts, axe-core's too: this window does not
-    keep it. Nothing is fetched."""
+    """Return a browser page with all folded parts unfolded; nothing is fetched from the network.
+
+    The page's security policy forbids scripts, including axe-core's, so it is switched off in this window.
+    """
     width, height, scale = SCREENS[screen]
     size = {"viewport": {"width": width, "height": height}, "device_scale_factor": scale}
     page = chromium.new_context(**size, color_scheme=theme, bypass_csp=True).new_page()

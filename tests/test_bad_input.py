@@ -1,4 +1,6 @@
-"""Bad arguments, generated: one message that names the argument and what is allowed, and nothing begun or written."""
+"""Generate bad arguments: each gives one message that names the argument and the allowed values, and nothing is started
+or written.
+"""
 
 import contextlib
 import io
@@ -102,12 +104,14 @@ BEGINNINGS += [(build, "set_up"), (step_times, "measure_here")]
 
 
 class Started(BaseException):
-    """A clean process would have begun: the bad argument went through."""
+    """Raised if a fresh subprocess would start, i.e. if a bad argument was not refused."""
 
 
 @pytest.fixture(scope="module")
 def shell(tmp_path_factory):
-    """Runs words as a shell would, in a folder of bad files: (exit code, standard output, standard error)."""
+    """Return a function that runs a command in a folder with bad files: (exit code, standard output,
+    standard error).
+    """
     folder, home = tmp_path_factory.mktemp("here"), tmp_path_factory.mktemp("home")
     for name, content in FILES.items():
         (folder / name).write_bytes(content)
@@ -138,7 +142,7 @@ def shell(tmp_path_factory):
 
 
 def edited(draw, name):
-    """A name with one letter left out, doubled, changed or swapped with the next."""
+    """Return a name with one letter left out, doubled, changed or swapped with the next."""
     place = draw.randrange(1, len(name) - 1)
     a, b, rest = name[place], name[place + 1], name[place + 2 :]
     return name[:place] + draw.choice([b, a + a + b, "q" + b, b + a]) + rest
@@ -149,7 +153,7 @@ def plain(text):
 
 
 def typed_values():
-    """{training argument: values that its type does not take, as they are typed}."""
+    """Return {training argument: texts that its type does not accept}."""
     kinds = {bool: ("maybe", "2", "nan"), int: ("many", "1.5", "nan", "[1]"), float: ("many", "nan", "inf", "-1", "[]")}
     declared = {name: kind for name, kind in arguments._declared().__annotations__.items() if name != "local_rank"}
     of_own = {"load_in_4bit": ("maybe", "nan"), "max_new_tokens": ("many", "0"), "num_beams": ("nan", "-1")}
@@ -159,13 +163,13 @@ def typed_values():
 
 
 def placed(words, *more):
-    """The command's words with more of them, for both recipes of `explain`."""
+    """Return the words of a command with more words added, for `explain` before --then."""
     place = words.index("--then") if "--then" in words else len(words)
     return [*words[:place], *more, *words[place:]]
 
 
 def cases(draw):
-    """(words, names of which the message has to have one) without end."""
+    """Yield (words, names of which the message must contain one) without end."""
     typed, names = typed_values(), sorted(arguments.known())
     while True:
         command = draw.choice([*COMMANDS])
@@ -363,7 +367,7 @@ def test_a_value_of_another_kind_is_refused_by_name(shell, what):
 
 
 def test_every_training_argument_knows_its_kind():
-    """Return bad values by the library's own types; arguments that accept anything are listed here."""
+    """Values that do not match the library's own types are refused; arguments that accept anything are listed here."""
     found, free = {}, {"parallelism_config", "trackio_static_space_id", "local_rank"}
     for name in sorted(arguments.known() - free):
         for value in (object(), b"x", float("nan"), 10**400, 10**5000):

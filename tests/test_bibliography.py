@@ -1,6 +1,6 @@
-"""The bibliography has a dated source for each fact that lessons and ledger cite, and no source that nothing cites.
+"""The bibliography has a dated source for each fact that lessons and ledger cite, and no source that is not cited.
 
-Its rows name a cited place by short words that occur there (names, values, parts of links), not by sentences, so that a
+A row names the cited place by short words that occur there (names, values, parts of links), not by sentences, so that a
 lesson can be rewritten. The check is a pure function that returns the problems it found; the test on bad input plants
 one of each kind.
 """
@@ -19,7 +19,9 @@ NUMBER = re.compile(r"(?:#|\b[Ii]ssue |\bPR |\b[Pp]ull request )(\d{2,6})\b")  #
 
 
 def texts():
-    """Return the citing texts by "lesson NN", "instructor", and "NN id" for a claim of an existing lesson."""
+    """Return {place: text} of all texts that cite: "lesson NN", "instructor", and "NN id" for a claim of an existing
+    lesson.
+    """
     found = {f"lesson {path.name[:2]}": path.read_text() for path in (NOTEBOOKS / "src").glob("*.py")}
     found["instructor"] = (NOTEBOOKS / "INSTRUCTOR.md").read_text()
     for claim in tomllib.loads((ROOT / "perf_helpers/course/claims.toml").read_text())["claim"]:
@@ -29,7 +31,7 @@ def texts():
 
 
 def entries(page):
-    """(lesson, words, places, source, date) of each row of the page's tables."""
+    """Yield (lesson, words, places, source, date) of each row of the page's tables."""
     for section in re.split(r"^## ", page, flags=re.M)[1:]:
         for row in re.findall(r"^\| (.*) \|$", section, re.M)[1:]:  # the first is the table's head
             words, places, source, date, _ = row.split(" | ")

@@ -1,7 +1,7 @@
 """A learner's view: every lesson, and every kind of widget, in JupyterLab in a real browser.
 
-Nothing is measured here. Three lessons run at the smallest sizes; the others are opened as test_lessons.py left them,
-with the state of their widgets. Screenshots are kept in build/screenshots.
+Nothing is measured here. Three lessons run at the smallest sizes; the others are opened as test_lessons.py executed
+them, with the state of their widgets. Screenshots are written to build/screenshots.
 """
 
 import shutil
@@ -37,7 +37,7 @@ pytestmark = [
 
 
 def at_smallest_sizes(notebook):
-    """The notebook with its parameters set as a course run sets them: to the profile for tests."""
+    """Return the notebook with its parameters set to the profile for tests, as a course run sets them."""
     (parameters,) = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
     parameters.source = parameters.source.replace('profile = "auto"', f'profile = "{TINY.name}"')
     return notebook
@@ -112,7 +112,7 @@ def test_an_executed_lesson_shows_its_widgets_within_their_cells(server, page, l
 
 @pytest.fixture(scope="module")
 def studio(chromium, server):
-    """A notebook with one widget of each kind, run once."""
+    """Yield a notebook with one widget of each kind, run once."""
     cells = [nbformat.v4.new_code_cell(source) for source in STUDIO]
     metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3 (ipykernel)", "language": "python"}}
     nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata=metadata), server.folder / "studio.ipynb")
@@ -156,7 +156,7 @@ FOCUSED = "() => document.activeElement.matches('{}')"
 
 
 def press_tab_until(page, selector):
-    """Go on by keyboard to an element."""
+    """Press Tab until an element has the focus."""
     for _ in range(40):
         page.keyboard.press("Tab")
         if page.evaluate(FOCUSED.format(selector)):

@@ -1,4 +1,4 @@
-"""Kinds of GPU: by name, by their figures, what their contexts take, and whether a training fits one."""
+"""GPU models: found by name or by their figures, the size of their contexts, and whether a training fits one."""
 
 import dataclasses
 import re

@@ -1,4 +1,4 @@
-"""perf-helpers as a shell sees it: one JSON object and nothing else, true exit codes, mistakes in one line."""
+"""perf-helpers from a shell: one JSON object and nothing else, correct exit codes, and one line per mistake."""
 
 import contextlib
 import json
@@ -152,7 +152,7 @@ def test_a_file_of_lengths_gives_its_worst_batch(tmp_path):
 
 @pytest.mark.nightly
 def test_a_name_that_is_unknown_is_not_tried_again_and_again():
-    """Use an address without a server as the Hub."""
+    """The Hub's address is one without a server."""
     done = run("measure", "--model", "bert-lrage", HF_ENDPOINT="http://127.0.0.1:9", HF_HUB_OFFLINE="")
     assert done.returncode == 2 and "Did you mean 'bert-large-uncased'" in done.stderr
     assert "Retry" not in done.stderr
@@ -201,7 +201,7 @@ def test_doctor_prints_the_same_as_text_and_as_json():
 
 @pytest.mark.parametrize(("words", "is_offered"), [(["--may", "QLoRA"], True), (["--may=lora"], True), ([], False)])
 def test_a_server_that_is_to_have_peft_is_offered_it_before_it_starts(words, is_offered, monkeypatch):
-    """It would be replaced by one that has, and its imports take seconds."""
+    """A server without peft would be replaced by one with it, and importing the libraries again takes seconds."""
     calls = []
     monkeypatch.setattr(cli.optional_packages, "offer", calls.append)
     monkeypatch.setattr(cli.SERVER, "start", lambda **options: calls.append(options))
@@ -216,7 +216,7 @@ COMMANDS = typer.main.get_command(cli.app).commands
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_names_each_value_and_gives_an_example(name):
-    """Each option starts with the noun or verb it is about, and a value has an example, a choice or a default."""
+    """Each help text starts with a noun or verb, and a value has an example, a list of choices or a default."""
     for option in COMMANDS[name].params:
         text, label = option.help or "", f"{name} {option.opts[0]}: {option.help}"
         assert re.fullmatch(r"(?!(As|Of|On|With|What|A|An|Your) )[A-Zt][^\n]+\.", text), label
@@ -261,7 +261,7 @@ exec "$@"
 
 @pytest.mark.nightly
 def test_without_network_or_home_and_from_a_folder_with_any_name_it_trains(tmp_path):
-    """On two ranks, and with a wish for GPUs that nobody has."""
+    """The training has two ranks, and CUDA_VISIBLE_DEVICES names GPUs that do not exist."""
     if os.geteuid() or subprocess.run(["unshare", "--mount", "--net", "ip", "link"], capture_output=True).returncode:
         pytest.skip("namespaces of one's own are root's")
     here, home, temporary = (tmp_path / name for name in ("où suis-je", "mein Zuhause", "für kurze Zeit"))
@@ -337,7 +337,7 @@ def test_what_is_reserved_is_a_total_in_the_same_column_as_the_categories():
 
 @pytest.mark.nightly
 def test_the_command_of_the_readme_prints_the_sizes_that_are_pasted_below_it():
-    """Test sizes, not sentences, so that the wording may improve."""
+    """Only sizes are compared, not sentences, so that the wording may improve."""
     pinned = (ROOT / "constraints.txt").read_text("utf-8")
     versions = [f"{name}=={metadata.version(name).partition('+')[0]}" for name in ("torch", "transformers")]
     if not all(f"\n{each}\n" in pinned for each in versions):

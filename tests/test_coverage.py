@@ -1,4 +1,4 @@
-"""The page of every statement of the four documents: it names claims that there are, and leaves none of theirs out.
+"""The page that lists every statement of the four documents names existing claims only, and leaves none of them out.
 
 The check is a pure function that returns the problems it found; the test on bad input plants one of each kind.
 """
@@ -18,7 +18,7 @@ ROWS = {"2022 index": 23, "2022 guide": 165, "2024 index": 25, "2023 guide": 157
 
 
 def sections(page):
-    """{document: its rows, each (statement, claims, what else)}."""
+    """Return {document: its rows}; a row is (statement, claims, remark)."""
     found = {}
     for section in re.split(r"^## ", page, flags=re.M)[1:]:
         title, _, text = section.partition("\n")

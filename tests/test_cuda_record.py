@@ -1,4 +1,4 @@
-"""The record of the estimate for CUDA against torch's own allocator: results/cuda.json."""
+"""The record of the estimate for CUDA compared with torch's own allocator: results/cuda.json."""
 
 import json
 import sys

@@ -1,5 +1,6 @@
-"""results/cuda_tools.json: the comparison with other tools agrees with its answers; benchmarks/tools_pypi.py: how a
-tool is called, and what happens if it cannot answer."""
+"""The comparison with other tools in results/cuda_tools.json agrees with its answers; and how benchmarks/tools_pypi.py
+calls a tool, and reports a tool that cannot answer.
+"""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""A lesson whose experiments fail says so: each cell goes on, or ends with the run's own status and message."""
+"""A lesson whose experiments fail says so: each cell continues, or ends with the run's own status and message."""
 
 import failing_lessons
 import pytest

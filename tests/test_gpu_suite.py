@@ -1,4 +1,4 @@
-"""benchmarks/measure_gpu.py: the GPU suite, at tiny sizes on a CPU, and with a lab that only records its requests."""
+"""The GPU suite, benchmarks/measure_gpu.py: at tiny sizes on a CPU, and with a lab that only records its requests."""
 
 import importlib.util
 import json
@@ -36,7 +36,7 @@ def card(kind="cuda", name="NVIDIA H100 80GB HBM3", **more):
 
 
 class RecordingLab:
-    """A lab that trains nothing. Memory and speed are made of the arguments, so that every ratio is known."""
+    """A lab that trains nothing. It calculates memory and speed from the arguments, so that every ratio is known."""
 
     def __init__(self, machine=None, profile="gpu", versions=VERSIONS, limit=40 * GIB):
         self.machine, self.versions, self.profile = machine or card(), versions, choose_profile(profile)
@@ -96,7 +96,7 @@ def _speed(arguments):
 
 
 class FakeEstimate:
-    """An estimate that is 1 % off."""
+    """An estimate that is 1 % too high."""
 
     def __init__(self, task, arguments):
         arguments = {name: value for name, value in arguments.items() if name not in ("device", "compute_capability")}
@@ -107,7 +107,7 @@ class FakeEstimate:
 
 @pytest.fixture
 def suite(tmp_path, monkeypatch):
-    """A suite of a new call, each time that this is called; by a clock that only work moves."""
+    """Return a function that begins a new call of the suite; only the rows that it measures move its clock."""
     now = [0.0]
     monkeypatch.setattr(measure_gpu, "monotonic", lambda: now[0])
 
@@ -149,7 +149,7 @@ sys.meta_path.insert(0, Blocker())
 
 @pytest.fixture
 def without_notebooks(tmp_path):
-    """Variables under which no Python finds anything of a notebook, or a picture."""
+    """Return environment variables under which Python can import no package for notebooks or pictures."""
     folder = tmp_path / "blocked"
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(BLOCKER)

@@ -1,6 +1,8 @@
-"""The table "What the guides' code does today" of lesson 03: with the pinned versions a row says what is written here.
+"""The table "What the guides' code does today" of lesson 03: under the pinned versions, each row gives the result
+listed here.
 
-The cells are the lesson's own. A new version that takes a line away, or gives one back, fails here with both words.
+The cells are the lesson's own. If a new version removes a feature, or restores one, the test fails and shows both
+results.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Names that are markup stay text: in all that a notebook shows and on every page; and no page runs a script."""
+"""Names that contain markup stay text in every output of a notebook and on every page, and no page runs a script."""
 
 import html
 import json
@@ -31,7 +31,7 @@ PART = dict.fromkeys(CATEGORIES, 1)
 
 
 class Elements(HTMLParser):
-    """The elements of a page, with the names of their attributes, and addresses that are scripts."""
+    """Collect the elements of a page with the names of their attributes, and the addresses that are scripts."""
 
     def __init__(self, text):
         super().__init__()
@@ -97,7 +97,7 @@ def test_questions_and_guesses_escape(name, monkeypatch, tmp_path):
 
 
 def results(name):
-    """Those of a course in which every text is this name."""
+    """Return the results of a course run in which every text is this name."""
     machine = {"name": name, "cpu_model": name, "system": name, "kind": "cpu", "cuda_reason": name, "gpus": []}
     texts = {"says": name, "quantity": name, "threshold": name, "reason": name, "note": name, "as_expected": False}
     guide = {"value": 0.5, "text": name, "hardware": name, "source": name}
@@ -113,7 +113,9 @@ def results(name):
 
 @pytest.fixture(params=EVIL.values(), ids=EVIL)
 def pages(request, tmp_path):
-    """The three pages, of a course in which every text is an evil name, and of a plain one."""
+    """Return the three pages of two course runs: one in which every text is a malicious name, and one with
+    plain names.
+    """
     made = {}
     for kind, name in (("evil", request.param), ("plain", "plain")):
         folder = tmp_path / kind
@@ -157,7 +159,7 @@ def test_a_browser_runs_no_script_of_a_name_not_even_one_that_was_not_escaped(pa
 
 
 def test_results_whose_lesson_is_called_like_a_path_are_refused(tmp_path):
-    """Its page would be written there."""
+    """Otherwise the lesson's page would be written to that path."""
     data = results("x") | {"lessons": [{"name": "../out", "status": "ok", "seconds": 1.0, "message": ""}]}
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "results.json").write_text(json.dumps(data))

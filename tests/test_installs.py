@@ -1,4 +1,4 @@
-"""Dry runs of pip: next to installed libraries, as on Colab, and with the environments' files."""
+"""Dry runs of pip: beside the libraries that Colab has installed, and with the files of our environments."""
 
 import json
 import subprocess
@@ -20,7 +20,9 @@ PREINSTALLED = {
 
 
 def would_install(folder, where, *words, **versions):
-    """The packages that pip would install, called in the folder `where`; nothing is installed."""
+    """Return the names of the packages that pip would install if it is called in the folder `where`; nothing is
+    installed.
+    """
     python = environments.make(folder / "venv", ("perf-helpers",), **versions)
     command = [python, "-m", "pip", "install", "--dry-run", "--quiet", "--report", folder / "report.json", *words]
     done = subprocess.run(command, cwd=where, capture_output=True, text=True)
@@ -38,7 +40,7 @@ def test_installed_packages_are_left_as_they_are(tmp_path):
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["environment.yml", "binder/environment.yml"])
 def test_the_part_of_an_environment_that_is_pip_s_resolves_and_leaves_it_too(name, tmp_path):
-    """As conda calls pip: with a file of requirements, in the folder of the environment's file."""
+    """conda calls pip in this way: with a file of requirements, in the folder of the environment's file."""
     *_, last = yaml.safe_load((ROOT / name).read_text())["dependencies"]
     (tmp_path / "requirements.txt").write_text("\n".join(last["pip"]))
     found = would_install(tmp_path, (ROOT / name).parent, "-r", tmp_path / "requirements.txt", **PREINSTALLED)

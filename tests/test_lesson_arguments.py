@@ -1,7 +1,7 @@
-"""The training arguments that lessons use, by name, against those of the installed transformers: none was renamed away.
+"""The installed transformers knows every training argument that lessons use: none was renamed.
 
-They are read from the sources, so that nothing has to run. `make matrix` runs the lessons themselves, under the oldest
-and the newest libraries.
+The names are read from the sources, so that nothing has to run. `make matrix` runs the lessons themselves, under the
+oldest and the newest libraries.
 """
 
 import ast
@@ -23,8 +23,11 @@ FUNCTIONS = (ast.FunctionDef, ast.Lambda)
 
 
 def used(source):
-    """The names of training arguments in a lesson's source: keywords of `lab.train`, `lab.infer` and
-    `TrainingArguments`, also through `**` of a dict that is written out, or named, in the lesson."""
+    """Return the names of training arguments in a lesson's source: keywords of `lab.train`, `lab.infer` and
+    `TrainingArguments`.
+
+    They include the keys of a dict that is passed by `**` and written out in the lesson.
+    """
     found = set()
 
     def visit(scope, outer):
@@ -42,7 +45,7 @@ def used(source):
 
 
 def within(scope):
-    """Every node of a scope, but for what stands inside of its functions."""
+    """Yield every node of a scope, except those inside of its functions."""
     for node in ast.iter_child_nodes(scope):
         yield node
         if not isinstance(node, FUNCTIONS):
@@ -50,7 +53,7 @@ def within(scope):
 
 
 def own_parameters(function):
-    """The parameters of a taker that are no training arguments; None for what takes none."""
+    """Return the parameters of a function that are not training arguments; None if it takes no training arguments."""
     name = getattr(function, "attr", getattr(function, "id", None))
     if name == "TrainingArguments":
         return set()
@@ -59,7 +62,7 @@ def own_parameters(function):
 
 
 def written_out(scope):
-    """{name: [(line, the expression that it is bound to there, or None where that cannot be read)]} in a scope."""
+    """Return {name: [(line, the expression assigned there, or None if it cannot be read)]} of a scope."""
     parameters = [arg for arg in ast.walk(scope.args) if isinstance(arg, ast.arg)] if hasattr(scope, "args") else []
     found = {arg.arg: [(scope.lineno, None)] for arg in parameters}
     for node in within(scope):
@@ -81,9 +84,10 @@ def written_out(scope):
 
 
 def keys(value, names, line):
-    """The keys of a dict: written out, dict(...), a name for one, `a | b`, either side of an `if` or an `or`.
+    """Return the keys of a dict expression: a literal, dict(...), a name of one, `a | b`, or either side of an `if` or
+    an `or`.
 
-    A name is what it was last bound to before `line`, in the innermost scope that binds it.
+    A name has the value that it was last assigned before `line`, in the innermost scope that assigns it.
     """
     parts = []
     match value:
@@ -107,7 +111,7 @@ def keys(value, names, line):
 
 
 def refused(names):
-    """{name: what the lab says of it} of those that it does not take, under the installed transformers."""
+    """Return {name: the lab's message} of those names that the installed transformers does not know."""
     found = {}
     for name in sorted(names):
         try:

@@ -1,5 +1,5 @@
-"""Every lesson, executed by papermill with the network cut off: daily at the smallest sizes, where it has to run and to
-decide its claims; nightly at this machine's sizes under strict, where its verdicts must be the expected ones.
+"""Run every lesson by papermill with the network cut off. Daily it runs at the smallest sizes, and must run and decide
+its claims; nightly it runs at this machine's sizes under strict, and its verdicts must be the expected ones.
 """
 
 import json
@@ -25,7 +25,7 @@ SINCE, MOST_CHANGED = os.environ.get("SINCE") or "HEAD^", 3
 
 
 def strictly(test):
-    """A test of the nightly tier that nothing may run beside."""
+    """Mark a test as nightly, and as one that needs the machine for itself."""
     return pytest.mark.nightly(pytest.mark.timed(test))
 
 
@@ -39,7 +39,7 @@ def _sabotage(monkeypatch, way):
 
 
 def _offline(out, **options):
-    """The course, run into a folder without the network, and what tried to use it."""
+    """Run the course into a folder without the network; return its results, with the attempts to use the network."""
     shutil.rmtree(out, ignore_errors=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", _path_with("offline"))
@@ -50,7 +50,7 @@ def _offline(out, **options):
 
 
 def _changed():
-    """The lessons that differ from `SINCE`, if this is a checkout that has it."""
+    """Return the names of lessons that differ from `SINCE`; [] if this is not a checkout that has it."""
     command = ["git", "diff", "--name-only", SINCE, "--", "notebooks/*.ipynb"]
     done = subprocess.run(command, cwd=HERE.parent, capture_output=True, text=True)
     names = {Path(line).stem for line in done.stdout.splitlines()}
@@ -77,8 +77,11 @@ def test_every_cell_of_the_lesson_runs_and_every_claim_is_decided(smallest, name
 
 
 def test_claims_about_memory_have_the_verdicts_that_they_had(smallest):
-    """A quotient turned around, or another run's bytes, turns a verdict. A claim that is new or has rightly turned gets
-    the verdict of build/smallest/results.json in smallest_verdicts.json."""
+    """An inverted quotient, or the bytes of another run, changes a verdict.
+
+    For a claim that is new, or whose verdict has changed for a good reason, copy the verdict from
+    build/smallest/results.json to smallest_verdicts.json.
+    """
     by_memory = [claim for claim in claims.load().values() if claim.decided_by == "memory"]
     counted = {claim.id for claim in by_memory if claim.lesson != "21"}  # its host memory is looked at, not counted
     found = {claim["id"]: claim["verdict"] for claim in smallest["claims"] if claim["id"] in counted}
@@ -134,7 +137,7 @@ def test_no_lesson_tries_the_network(executed):
 
 @strictly
 def test_a_direction_reversed_in_the_ledger_changes_a_verdict(executed):
-    """The measured values, decided once more with each claim turned around: no decided claim may come out the same."""
+    """Decide the measured values once more with each claim reversed: no decided claim may get the same verdict."""
     ledger, turned = claims.load(), 0
     for decision in executed["claims"]:
         claim = ledger[decision["id"]]

@@ -1,6 +1,6 @@
-"""benchmarks/matrix.py: the sets, and how they are run, recorded and shown.
+"""The library matrix, benchmarks/matrix.py: its sets, and how they are run, recorded and shown.
 
-Environments are made up here, but for one in which pip fails.
+The environments are stubs, except one in which pip fails.
 """
 
 import json
@@ -38,7 +38,7 @@ def every_set(matrix):
 
 @pytest.fixture(autouse=True)
 def four_sets(matrix, every_set, monkeypatch):
-    """Four of the sets are enough to test how they are run and recorded."""
+    """Use four of the sets, which are enough to test how they are run and recorded."""
     monkeypatch.setattr(matrix, "library_sets", lambda: [one for one in every_set if one.name in NAMES])
 
 
@@ -55,14 +55,14 @@ def test_sets_go_from_the_oldest_to_the_newest_that_pyproject_admits(every_set):
 
 
 def declared():
-    """The dependencies of pyproject.toml, with those of the course."""
+    """Return {name: requirement} of pyproject.toml's dependencies, including those of the course."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     needed = [*project["dependencies"], *project["optional-dependencies"]["course"]]
     return {canonicalize_name(each.name): each for each in map(Requirement, needed)}
 
 
 def lower_bounds(ranges):
-    """{dependency: the version that its range begins with}"""
+    """Return {dependency: the lowest version that its range admits}."""
     bounds = {
         name: [s.version for s in requested.specifier if s.operator == ">="] for name, requested in ranges.items()
     }
@@ -116,7 +116,7 @@ def rehearsed(size):
 
 
 class Made:
-    """Environments in which nothing is installed: each set has results that are given, and calls are counted."""
+    """Environments in which nothing is installed: each set has given results, and calls are recorded."""
 
     def __init__(self, matrix, folder):
         self.matrix, self.folder, self.calls, self.ran = matrix, folder, [], []
@@ -154,7 +154,7 @@ def made(matrix, tmp_path):
 
 @pytest.fixture
 def run(matrix, made, tmp_path):
-    """The matrix with these environments: (exit code, record)."""
+    """Return a function that runs the matrix with these environments and returns (exit code, record)."""
 
     def run(*words):
         code = matrix.main(["--lessons", "05", "--out", str(tmp_path / "matrix.json"), *words], made)
@@ -354,7 +354,7 @@ def test_an_environment_is_made_again_when_its_list_changes_and_brought_up_to_da
 
 @pytest.mark.nightly
 def test_pip_in_an_environment_of_its_own_says_why_it_cannot(matrix, tmp_path, monkeypatch):
-    """The one environment that is really made here: without an index there is nothing to install."""
+    """This is the only environment that is really made here: without an index, pip has nothing to install."""
     for name, value in {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": "/dev/null"}.items():
         monkeypatch.setenv(name, value)
     environments = matrix.Environments(tmp_path)

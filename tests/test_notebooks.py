@@ -1,4 +1,4 @@
-"""The lessons' notebooks agree with their sources and have the shape of a lesson; and the lint reports violations."""
+"""The lessons' notebooks agree with their sources and have the shape of a lesson; and the checks report violations."""
 
 import ast
 import importlib.util
@@ -21,7 +21,7 @@ PARAMETERS = '# %% tags=["parameters"]\nprofile = "auto"\nstrict = False\nout = 
 
 
 def source(middle=""):
-    """A lesson's source that has nothing wrong."""
+    """Return the source of a lesson without any fault; `middle` is added as a cell."""
     cells = ["# %% [markdown]\n# # Does it fit?\n#\n# - You will see.", PARAMETERS]
     cells += [f"# %% [markdown]\n# ## Part {number}" for number in range(20 - 2 - len(TAGGED))] + [middle]
     return "\n\n".join(cells + [f'# %% tags=["{tag}"]\n{tag} = 1' for tag in TAGGED]) + "\n"
@@ -53,7 +53,9 @@ def test_figures_of_recorded_runs_are_shown_before_the_last_cell():
 
 
 def gpus_taken_unasked(text):
-    """Cells that would take every GPU there is: a Trainer of one's own left to itself, DataParallel without a list."""
+    """Return the cells that would use every GPU: a Trainer of one's own without a limit, or DataParallel without a list
+    of devices.
+    """
     cells = [cell for cell in text.split("# %%") if not cell.startswith(" [markdown]")]
     wraps = [cell for cell in cells if "trainer.train()" in cell and "_n_gpu = min(1" not in cell]
     return wraps + [cell for cell in cells if cell.count("nn.DataParallel") > cell.count("device_ids=")]
@@ -100,7 +102,7 @@ HINT = '# %% jupyter={"source_hidden": true}\nexercises.hint("the cause", "the r
 
 
 def sealed_cells(text):
-    """[(what it holds, its plain source)] of the sealed cells of a notebook."""
+    """Return [(kind, plain source)] of the sealed cells of a notebook."""
     cells = [cell for cell in nbformat.reads(text, as_version=4).cells if cell.source.startswith(sealed.MAGIC)]
     for cell in cells:
         assert cell.metadata["jupyter"]["source_hidden"] and cell.metadata["cellView"] == "form", "folded too"
@@ -247,7 +249,7 @@ def test_check_names_what_is_stale_missing_orphaned_or_out_of_shape(folder, caps
 
 
 def never_shown(text):
-    """Cells whose answer to a guess nobody sees: `widgets.revealed` shows itself as the last statement of a cell."""
+    """Return the cells whose `widgets.revealed` is not the last statement, so that its result is not shown."""
     found = []
     for cell in text.split("# %%"):
         if "widgets.revealed(" in cell:

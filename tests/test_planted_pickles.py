@@ -31,7 +31,7 @@ CHANNELS |= {"trainmem/estimate/answers.py"}  # the user's own cache folder, whi
 
 
 class Planted:
-    """Makes a file where it is unpickled."""
+    """Write a file when it is unpickled."""
 
     def __init__(self, marker):
         self.marker = marker
@@ -42,7 +42,9 @@ class Planted:
 
 @pytest.fixture
 def planted(tmp_path):
-    """A folder in which every file that anybody may look for is a pickle, and the mark that one would leave."""
+    """Return a folder in which every file that the package might read is a pickle, and the path of the file that
+    loading one would write.
+    """
     marker, folder = tmp_path / "was loaded", tmp_path / "planted"
     folder.mkdir()
     content = pickle.dumps(Planted(marker), protocol=0)  # in ASCII, so that it can be read as text too
@@ -89,7 +91,7 @@ def test_stores_and_caches_leave_a_pickle_alone(planted):
 
 
 def calls(path):
-    """(library, options) of each call in a module that loads what a library keeps."""
+    """Yield (library, options) of each call in a module that loads a serialized object."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("load", "loads"):
             library = ast.unparse(node.func.value)
@@ -107,7 +109,7 @@ def test_only_channels_between_own_processes_are_unpickled():
 
 
 def test_torch_load_as_the_lessons_call_it_loads_weights_only(tmp_path):
-    """They say nothing, and torch's default since 2.6 refuses everything else."""
+    """The lessons pass no `weights_only`, and torch's default since 2.6 refuses everything but weights."""
     torch.save({"weights": Planted(tmp_path / "was loaded")}, tmp_path / "model.bin")
     with pytest.raises(pickle.UnpicklingError):
         torch.load(tmp_path / "model.bin")

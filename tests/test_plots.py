@@ -1,4 +1,6 @@
-"""Pictures have labels with units and no small text, and neither they nor tables show the unknown as a number."""
+"""Pictures have labels with units and no small text, and neither pictures nor tables show an unknown value
+as a number.
+"""
 
 import matplotlib
 import pytest

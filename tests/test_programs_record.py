@@ -1,4 +1,4 @@
-"""How programs of other projects end under a rehearsal: results/programs.json."""
+"""The record of other projects' programs in a rehearsal: results/programs.json."""
 
 import json
 from pathlib import Path

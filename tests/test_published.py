@@ -1,4 +1,6 @@
-"""benchmarks/published.py: the comparison with published measurements follows from its facts, as close as stated."""
+"""The comparison with published measurements, benchmarks/published.py, follows from its facts, and its errors are as
+small as the pages say.
+"""
 
 import json
 import statistics
@@ -23,7 +25,7 @@ def report(published):
 
 
 def high(errors):
-    """The 95th percentile, as one of the errors."""
+    """Return the 95th percentile, as one of the errors."""
     return sorted(errors)[-(-95 * len(errors) // 100) - 1]
 
 

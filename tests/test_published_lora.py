@@ -1,4 +1,6 @@
-"""benchmarks/published_lora.py: the kept predictions of LoRA trainings beside a card's figures, and their page."""
+"""Predictions of LoRA trainings, made by benchmarks/published_lora.py, compared with a card's figures; and
+their page.
+"""
 
 import pytest
 from scripts import RESULTS, script
@@ -27,7 +29,9 @@ def test_the_peak_of_a_step_is_that_of_one_of_its_phases(lora):
 
 
 def test_by_the_torch_that_the_source_names_rows_are_off(lora):
-    """A workspace of cuBLASLt less in each thread that adds biases; other segments with eager attention."""
+    """Under that release each thread that adds biases has one cuBLASLt workspace less, and eager attention gets other
+    segments.
+    """
     off = {row["name"]: row for row in lora.compared(lora.predictions()["2.14.0"])}
     assert off["Qwen2.5-1.5B, eager, 2 x 1024"]["allocated"] == -(2**21)
     eager = [row["reserved"] for name, row in off.items() if "eager" in name and "135M, eager, 2 x 512" not in name]

@@ -1,5 +1,6 @@
-"""results/published_tools.json: tools against published measurements; each figure is its source's, each number its
-answers', and the pages show them."""
+"""Tools compared with published measurements, results/published_tools.json: each figure is its source's, each number
+follows from the tools' answers, and the pages show them.
+"""
 
 import json
 import statistics

@@ -1,4 +1,4 @@
-"""The generator of random configurations, and their record: results/random.json."""
+"""The generator of random configurations, and its record, results/random.json."""
 
 import sys
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""benchmarks/build.py: the comparison of the estimate with recorded GPU runs, here with runs of known errors.
+"""The comparison of the estimate with recorded GPU runs (benchmarks/build.py), here with runs of known errors.
 
-benchmarks/rehearse.py: what it keeps of a rehearsed course, and that nothing rehearsed passes for measured.
+And benchmarks/rehearse.py: what it records of a rehearsed course; no rehearsed number is shown as measured.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ def rehearse():
 
 
 def recorded(kind="cuda", **changes):
-    """A course run of a GPU on which a training allocated 1 % more than estimated, and reserved 2 % more."""
+    """Return a course run on a GPU with a training that allocated 1 % more than estimated, and reserved 2 % more."""
     gpu = Gpu(0, name="NVIDIA A100", memory_bytes=80 * 2**30, capability=(8, 0))
     machine = Machine("NVIDIA A100", kind, gpus=(gpu,))
     arguments = {"per_device_train_batch_size": 2}
@@ -108,7 +108,7 @@ def test_the_readme_counts_the_verdicts_and_the_page_has_every_claim(build):
 
 @pytest.fixture
 def copied(build, tmp_path, monkeypatch):
-    """The pages that are made or have made blocks, in a folder of their own."""
+    """Copy the pages that are generated, or have generated blocks, into a folder of their own, and return it."""
     places = {name: tmp_path / path.relative_to(ROOT) for name, path in build.PLACES.items()}
     for path in {*places.values(), tmp_path / "results/README.md"}:
         path.parent.mkdir(exist_ok=True)
@@ -218,7 +218,7 @@ def test_claims_about_speed_are_decided_the_same_way_again_and_again(id):
 
 
 def test_they_were_tried_with_the_recipes_of_their_lessons(monkeypatch):
-    """The newest recorded run on a CPU shows what its lessons compare."""
+    """The newest recorded run on a CPU contains the recipes that its lessons compare."""
     runs = [run for data in results.recorded(RESULTS).values() for run in data["runs"] if data["date"] > "2026-11-22"]
     for id, (changes, *recipes, _) in script("measure_speed", monkeypatch).CLAIMS.items():
         task = choose_profile("cpu").task.replace(**changes).to_dict()
@@ -232,7 +232,7 @@ def test_they_were_tried_with_the_recipes_of_their_lessons(monkeypatch):
 
 
 def course(path, rehearsed, **claim):
-    """A course's results.json on an A100, with one claim and one training."""
+    """Write the results.json of a course run on an A100, with one claim and one training; return its path."""
     data = recorded()["a100"]
     data["machine"] |= {"name": "rehearsed A100 80 GiB" if rehearsed else "NVIDIA A100", "rehearsed": rehearsed}
     data["runs"][0]["lesson"] = "14_all_together"
@@ -276,7 +276,7 @@ def test_a_rehearsed_course_is_not_recorded_as_a_run(build, tmp_path):
 
 
 def test_a_run_of_some_lessons_is_not_recorded(build, monkeypatch, tmp_path):
-    """It would take the place of the machine's newest whole run, with the claims of all other lessons."""
+    """It would replace the machine's newest complete run, and with it the claims of all other lessons."""
     course(tmp_path / "results.json", rehearsed=False)
     monkeypatch.setattr(build, "RESULTS", tmp_path)
     with pytest.raises(ValueError, match=r"lacks .*05_gradient_accumulation"):
@@ -303,7 +303,7 @@ def test_the_recorded_rehearsals_say_what_they_are_and_have_no_times(build):
 
 
 def names(data):
-    """Every key in a JSON value."""
+    """Yield every key in a JSON value."""
     if isinstance(data, dict):
         yield from data
         data = list(data.values())

@@ -1,5 +1,6 @@
-"""Runs and ratios: unknown values, older files, their texts; and their file: several
-writers, damaged lines, disks that are full or read-only."""
+"""Runs and ratios: unknown values, older files, and texts; and their file: several writers, damaged lines, and disks
+that are full or read-only.
+"""
 
 import builtins
 import dataclasses
@@ -91,7 +92,7 @@ def test_a_damaged_line_is_reported_and_the_others_are_kept(tmp_path):
 
 
 def read_with_damage(store):
-    """(ids of the records, the numbers of damaged lines)."""
+    """Return (ids of the records, numbers of the damaged lines) of a store."""
     with warnings.catch_warnings(record=True) as reported:
         warnings.simplefilter("always")
         return [run.id for run in store.read()], [
@@ -168,7 +169,7 @@ def _write(path, count):
 
 
 def _write_until_killed(path):
-    """Append a run, and be killed by the kernel in the middle of its line: this process's files may not be larger."""
+    """Append a run, and let the kernel kill this process in the middle of the line, by a limit on the size of files."""
 
     def limited(file, *arguments):
         size = os.path.getsize(file)

@@ -1,7 +1,8 @@
-"""The shape of the repository: one way of importing, one list of dependencies, no stray paths, pages that are true.
+"""The shape of the repository: imports in one direction, one list of dependencies, no stray paths, and pages whose
+links and names are right.
 
-Each check is a pure function that returns the problems it found; next to its test on this repository is one on
-bad input.
+Each check is a pure function that returns the problems it found; next to its test on this repository is one on bad
+input.
 """
 
 import ast
@@ -45,7 +46,7 @@ STRAY = {
 
 
 def some(items, what):
-    """The items as a list; a check over nothing is a failure."""
+    """Return the items as a list; fail if there are none, because a check of nothing would pass."""
     found = list(items)
     assert found, f"nothing to check: no {what}"
     return found
@@ -69,7 +70,7 @@ def pyproject():
 
 
 def declared(project, extras=True):
-    """{distribution: Requirement} of the dependencies, with those of every extra."""
+    """Return {distribution: Requirement} of a project's dependencies, with those of every extra."""
     texts = [*project["dependencies"]]
     if extras:
         texts += [text for group in project["optional-dependencies"].values() for text in group]
@@ -80,7 +81,7 @@ def declared(project, extras=True):
 
 
 def heads(source):
-    """The first names of all modules that a source imports, but for those only a type checker sees."""
+    """Return the first names of all modules that a source imports, except imports for type checkers only."""
     found = set()
 
     def visit(node):
@@ -97,9 +98,10 @@ def heads(source):
 
 
 def undeclared(source, distributions, owners):
-    """Third-party modules that a source imports and none of the distributions provides (owners: module -> names).
+    """Return the third-party modules that a source imports, but that none of the distributions provides.
 
-    What is not installed, for it is built by itself, is taken to be provided by a distribution of its own name.
+    A module that is not installed is assumed to be provided by a distribution of its own name. `owners`: {module: names
+    of its distributions}.
     """
     wanted = heads(source) - set(sys.stdlib_module_names) - {*PACKAGES}
     provided = {
@@ -109,7 +111,7 @@ def undeclared(source, distributions, owners):
 
 
 def modules():
-    """{name: source}: "perf_helpers.cli", and "perf_helpers.lab" for that package's `__init__`."""
+    """Return {name: source}, e.g. "perf_helpers.cli", and "perf_helpers.lab" for the `__init__` of that package."""
     found = {}
     for package in PACKAGES:
         for path in some(sorted((ROOT / package).rglob("*.py")), "modules"):
@@ -156,7 +158,10 @@ MOST_LINES = 345  # of code in a module
 
 
 def shape_problems(modules):
-    """Modules of {name: source} that are too long; subpackages whose docstring does not say what they omit."""
+    """Return the modules that are too long, and the subpackages whose docstring does not say what they do not cover.
+
+    `modules`: {name: source}.
+    """
     lines = {name: size.code_lines(source) for name, source in some(modules.items(), "modules")}
     long = [f"{name} has {n} lines of code, {MOST_LINES} at most" for name, n in lines.items() if n > MOST_LINES]
     rooms = {name.rpartition(".")[0] for name in modules if "." in name} & modules.keys()
@@ -210,7 +215,7 @@ def test_an_undeclared_import_is_reported():
 
 
 def loaded_after(statement, folder=ROOT):
-    """The heavy modules that a fresh interpreter holds after a statement."""
+    """Return the heavy modules that a new interpreter has loaded after a statement."""
     code = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{statement}\n"
     code += f"import json\nprint(json.dumps([m for m in {HEAVY!r} if m in sys.modules]))"
     done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True)
@@ -251,7 +256,7 @@ PAGES = {"jupyter_client", "nbformat", "nbconvert"}
     ],
 )
 def test_a_command_imports_nothing_that_it_does_not_use(tmp_path, words, code, needs):
-    """Libraries that run or trace a training are imported in the fresh process, and in no other."""
+    """Libraries that run or trace a training are imported only in the fresh subprocess."""
     run = shutil.copy(some(sorted((ROOT / "results").glob("*/*.json")), "runs")[-1], tmp_path / "results.json")
     words = words.format(run=run, folder=tmp_path).split()
     statement = f"""
@@ -282,7 +287,7 @@ def test_public_names():
 
 
 def pins(text):
-    """({distribution: version}, problems) of a constraints file."""
+    """Return ({distribution: version}, problems) of a constraints file."""
     pinned, problems = {}, []
     for line in text.splitlines():
         line = line.split("#")[0].strip()
@@ -309,7 +314,7 @@ def pin_problems(project, constraints):
 
 
 def as_specifier(text):
-    """conda's `=3.11` in pip's words; what both understand, as it is."""
+    """Return a version specifier, in which conda's `=3.11` means any 3.11 release."""
     return SpecifierSet(re.sub(r"^=(?!=)(.+)$", r"==\1.*", text.replace(" ", "")))
 
 
@@ -512,7 +517,9 @@ def test_a_private_identifier_is_reported(text):
 
 
 def tree(page):
-    """The paths in a page's file tree: the names before the first two blanks of each line, below their folders."""
+    """Return the paths in a page's file tree: in each line the names before the first two blanks, below
+    their folders.
+    """
     blocks = re.findall(r"^```\w*\n(.*?)^```", page, re.M | re.S)
     blocks = [block for block in blocks if re.search(r"^\W*perf_helpers/", block, re.M)]
     assert len(blocks) == 1, "the page has not exactly one fenced file tree with perf_helpers/"
@@ -574,7 +581,7 @@ NAMED = re.compile(r"(?<![\w/.-])((?:README|CONTRIBUTING|docs/[\w-]+)\.md)(#[\w-
 
 
 def without_code(text):
-    """A page without its fenced blocks and code in a line, where what looks like a link is none."""
+    """Return a page without its code, in which link-like text is not a link."""
     return re.sub(r"`[^`\n]+`", "", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S))
 
 
@@ -590,8 +597,13 @@ def anchors(text):
 
 
 def link_problems(pages, files, heads=None):
-    """Links that lead nowhere. pages: {path: text} that links are looked for in; files: all paths; heads: {path: text}
-    of what anchors may lead into, if more than the pages."""
+    """Return the relative links that lead nowhere.
+
+    Args:
+        pages: {path: text} of the pages with the links.
+        files: all paths of the repository.
+        heads: {path: text} of pages whose headings links may name; None: `pages`.
+    """
     heads, problems = heads or pages, []
     existing = {str(path) for path in files} | {str(parent) for path in files for parent in Path(path).parents}
     links = [(page, "".join(pair)) for page, text in pages.items() for pair in LINK.findall(without_code(text))]
@@ -606,12 +618,12 @@ def link_problems(pages, files, heads=None):
 
 
 def notebooks():
-    """Those that people open; in results/ there are executed ones, for the site."""
+    """Return the paths of the lessons' notebooks; the executed ones in results/, which the site uses, are left out."""
     return some((p for p in repository_files() if p.suffix == ".ipynb" and p.parts[0] != "results"), "notebooks")
 
 
 def written_pages():
-    """{path: text} of the repository's pages, and of what lessons say between their cells of code."""
+    """Return {path: text} of the repository's pages, and of the prose in lessons."""
     found = {path: (ROOT / path).read_text() for path in repository_files() if path.suffix == ".md"}
     for path in notebooks():
         cells = json.loads((ROOT / path).read_text())["cells"]
@@ -642,7 +654,7 @@ def test_a_link_that_leads_nowhere_is_reported():
 
 
 def named_problems(texts, pages):
-    """Pages or headings of them that a comment or a message names, and that are not there."""
+    """Return the pages, or headings of pages, that a comment or a message names but that do not exist."""
     found = [(where, *names) for where, text in texts.items() for names in NAMED.findall(text)]
     named = some(found, "pages that are named")
     return [
@@ -667,7 +679,7 @@ def test_a_page_that_code_names_and_nobody_wrote_is_reported():
 
 
 def page_problems(readme, pages):
-    """Return what keeps a newcomer from the end of the README, or from a page."""
+    """Return problems of README and pages that would stop a newcomer."""
     size = len(re.sub(r"\]\([^)]*\)", "]", readme).encode())
     long = [f"README.md has {size:,} bytes, {MOST_BYTES:,} are enough"] if size > MOST_BYTES else []
     return long + [f"README.md does not name {page}" for page in some(pages, "pages") if f"]({page})" not in readme]
@@ -714,7 +726,7 @@ def test_a_long_readme_and_a_page_that_it_does_not_name_are_reported():
 
 
 def changelog_problems(page):
-    """Return entries that no user reads to their end, lines that are no entries, and versions without a date."""
+    """Return entries that are too long, lines that are not entries, and versions without a date."""
     _, *sections = re.split(r"(?m)^## ", page)
     titles = [section.splitlines()[0] for section in some(sections, "versions")]
     problems = [f"no date: {title}" for title in titles[1:] if not re.search(r"\d{4}-\d\d-\d\d$", title)]
@@ -739,7 +751,9 @@ def test_a_long_entry_and_a_version_without_a_date_are_reported():
 
 
 def word_problems(page, wanted):
-    """Rows of the table of words that are not a word, a line and other names; words twice, and wanted ones missing."""
+    """Return problems of the glossary: rows without three cells, terms listed twice, and `wanted` terms that are
+    missing.
+    """
     rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")][1:]
     words = [row[0] for row in some(rows, "words") if not row[0].startswith("**")]
     problems = [
@@ -796,7 +810,7 @@ def test_a_check_over_nothing_fails():
 
 
 def lesson_rows(readme):
-    """{notebook: the question it stands with} from the README's table of lessons."""
+    """Return {notebook: its question} from README's table of lessons."""
     return dict(re.findall(r"\(notebooks/(\w+\.ipynb)\) \| (.+?) \|", readme))
 
 
@@ -842,7 +856,7 @@ def test_docstrings_comments_and_blank_lines_count_in_no_budget(tmp_path, monkey
 
 
 def named_tests(text):
-    """Test files and patterns of them that a text names, e.g. tests/test_cli.py and %_exact.py."""
+    """Return the test files that a text names, and patterns of them, e.g. tests/test_cli.py and %_exact.py."""
     return re.findall(r"tests/[\w/]*test_\w+\.py|(?<=[ (])%\w*\.py", text)
 
 

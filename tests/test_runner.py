@@ -1,4 +1,6 @@
-"""benchmarks/runner.py: a measurement continues where it was stopped, repeats rows on request, and names its setup."""
+"""The runner of measuring scripts, benchmarks/runner.py: a measurement continues where it was stopped, repeats rows on
+request, and records its setup.
+"""
 
 import json
 
@@ -15,7 +17,9 @@ def runner(tmp_path, monkeypatch):
 
 @pytest.fixture
 def squares(runner):
-    """A measurement of so many squares, and the numbers that it measured; it stops before those of `stops`."""
+    """Return a function that makes a measurement of squares. It records measured numbers in `requests`, and stops
+    before a number in `stops`.
+    """
     requested, stops = [], set()
 
     def measure(cases, options):

@@ -1,7 +1,7 @@
-"""Hundreds of experiments, estimates and rehearsals in one process: nothing grows, and the last one is as quick as the
-first.
+"""Run hundreds of experiments, estimates and rehearsals in one process: no resource grows, and the last one is as quick
+as the first.
 
-SOAK=1000 python -m pytest -m nightly -s tests/test_soak.py    the long one; without SOAK there are 60
+SOAK=1000 python -m pytest -m nightly -s tests/test_soak.py    the long run; without SOAK there are 60
 """
 
 import gc
@@ -23,7 +23,7 @@ COUNT = int(os.environ.get("SOAK", 60))
 
 
 def footprint(folder):
-    """(resident MB, open files, processes, temporary files but torch's own cache)."""
+    """Return (resident MB, open files, child processes, temporary files without torch's cache) of this process."""
     gc.collect()
     own = psutil.Process()
     cache = f"torchinductor_{getpass.getuser()}"

@@ -1,4 +1,4 @@
-"""Numbers, sizes and names in words: the same everywhere, and the unknown is never a number."""
+"""Numbers, sizes and names as text: the same everywhere, and an unknown value is never shown as a number."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Numbers without a value, and assumed ones: what Python and its libraries see of them."""
+"""Numbers without a value, and assumed ones: how Python and its libraries treat them."""
 
 import collections
 import json

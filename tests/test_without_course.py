@@ -24,7 +24,7 @@ COMMANDS = {
 
 
 def required(distribution: str, found: set[str] | None = None) -> set[str]:
-    """The distributions that one needs without its extras, and all that these need."""
+    """Return the distributions that one needs without its extras, and all distributions that these need."""
     found = set() if found is None else found
     for requirement in map(Requirement, importlib.metadata.requires(distribution) or ()):
         if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
@@ -37,7 +37,7 @@ def required(distribution: str, found: set[str] | None = None) -> set[str]:
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory):
-    """The interpreter of an environment with nothing but what pyproject.toml requires, by links into this one."""
+    """Return the Python of an environment that has only the requirements of pyproject.toml, as links into this one."""
     folder = tmp_path_factory.mktemp("environment")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     python = folder / "bin" / "python"

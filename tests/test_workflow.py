@@ -1,7 +1,7 @@
-"""Nightly runs: benchmarks/nightly.sh by cron, .github/workflows/nightly.yml on a public CI service.
+"""Nightly runs: benchmarks/nightly.sh by cron, and .github/workflows/nightly.yml on a public CI service.
 
-Their commands are checked against the Makefile and the command line, and their shell is run, with a `make` and a
-`perf-helpers` that only record their arguments.
+Their commands are checked against the Makefile and the command line, and their shell code is run with stubs of `make`
+and `perf-helpers` that only record their arguments.
 """
 
 import fcntl
@@ -33,14 +33,16 @@ exit "$(cat {code} 2>/dev/null || echo 0)"
 
 
 def steps():
-    """The steps of the workflow's one job, and the workflow."""
+    """Return the steps of the workflow's only job, and the workflow."""
     workflow = yaml.safe_load(WORKFLOW.read_text())
     (job,) = workflow["jobs"].values()
     return job["steps"], workflow
 
 
 def commands(text):
-    """Every call of make or perf-helpers in a shell text, as words; `"$@"` and where its output goes are left out."""
+    """Return every call of make or perf-helpers in shell code, as a list of words; `"$@"` and redirections are left
+    out.
+    """
     found = []
     for line in text.splitlines():
         line = re.sub(r"\$\{\w+:\+(.*?)\}", r"\1", line)  # what is there if a variable is set
@@ -53,7 +55,7 @@ def commands(text):
 
 
 def problems(words):
-    """Why a command would be refused; empty where it is none's fault."""
+    """Return the reason why a command would be refused; "" if it would be accepted."""
     if words[0] == "make":
         done = subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, capture_output=True, text=True)
         return done.stderr if done.returncode else ""
@@ -113,7 +115,7 @@ def test_the_script_and_every_step_are_shell():
 
 
 class Box:
-    """A repository of its own in which a night runs nothing."""
+    """A repository in a temporary folder, with stubs of make and perf-helpers, in which a nightly run does nothing."""
 
     def __init__(self, folder):
         self.folder, self.calls, self.silent = folder, folder / "calls", folder / "silent"
@@ -196,7 +198,7 @@ def test_an_environment_that_cannot_be_set_up_is_no_nightly_run(box):
 
 @pytest.mark.parametrize("code", [0, 1])
 def test_the_steps_of_the_workflow_run_one_after_the_other(box, code):
-    """Two nights of the CI service: the first without a cache, the second with what the first one kept."""
+    """Run two nights of the CI service: the first without a cache, the second with the cache of the first."""
     for night in (1, 2):
         (box.folder / "code").write_text(str(code if night == 2 else 0))
         output, summary = box.folder / f"output{night}", box.folder / f"summary{night}"

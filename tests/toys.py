@@ -1,4 +1,4 @@
-"""Toy lessons that fail in every way seen, and results as a course would leave them."""
+"""Write toy lessons that fail in every known way, and results as a course run would write them."""
 
 import json
 
@@ -16,7 +16,7 @@ SWALLOWED = "import ipywidgets\nwith ipywidgets.Output():\n    raise ValueError(
 
 
 def decision(id, verdict="holds", *, expected=None, **fields):
-    """A row, as claims.Decision.to_dict gives it."""
+    """Return a claim as a row of results, in the form of `claims.Decision.to_dict`."""
     expected = expected or [verdict]
     plain = {"id": id, "lesson": "00_a", "says": f"{id} says so", "quantity": "peak / peak", "threshold": "below 0.9"}
     plain |= {
@@ -31,7 +31,7 @@ def decision(id, verdict="holds", *, expected=None, **fields):
 
 
 def finish(name, *decisions, **fields):
-    """The source of a last cell that writes what `Claims.finish` writes."""
+    """Return the source of a last cell that writes the file which `Claims.finish` writes."""
     rows = [row | {"lesson": name} for row in decisions]
     record = {"schema": 1, "lesson": name, "claims": rows, "complete": True} | fields
     runs = "record['runs'] = [{'name': f'{profile} {strict}', 'status': 'ok', 'losses': [float('nan')]}]"
@@ -68,7 +68,7 @@ STATUS = {
 
 
 def write_all(lessons):
-    """Each lesson of `STATUS`."""
+    """Write each lesson of `STATUS` into a folder."""
     write_lesson(lessons, "00_killed", ORPHAN, finish("00_killed", decision("never")))
     write_lesson(
         lessons, "01_raises", finish("01_raises", decision("kept")), "raise KeyError('\\x1b[31mred\\x1b[0m & <b>')"

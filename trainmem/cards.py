@@ -1,4 +1,4 @@
-"""GPU models: their memory, compute capability and CUDA context, whether or not this machine has one."""
+"""List GPU models with their memory, compute capability and CUDA context. This machine need not have them."""
 
 import re
 import tomllib
@@ -20,7 +20,7 @@ DEFAULT_CAPABILITY = (9, 0)  # an H100's: used if no GPU is named and this machi
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A GPU model, and the number of such GPUs."""
+    """A GPU model, and how many of these GPUs there are."""
 
     name: str  # as people write it
     capability: tuple[int, int]  # compute capability: (9, 0) for an H100
@@ -43,7 +43,7 @@ _NO_NAME = re.compile(
 
 
 def _plain(name: str) -> str:
-    """Return a card's name without the parts that do not identify it."""
+    """Return a card's name reduced to the parts that identify it, for comparisons."""
     return _NO_NAME.sub("", re.sub(r"[-_]+", " ", name.lower()))
 
 

@@ -91,7 +91,11 @@ def task_fields(context: typer.Context) -> dict[str, Any]:
 
 
 def training_arguments(context: typer.Context, words: list[str]) -> dict[str, Any]:
-    """Parse the training arguments in `words`; the suggestions for a misspelt one include the command's options."""
+    """Parse the training arguments in `words` and return {name: value}.
+
+    Raises:
+        ValueError: a word that is not a training argument; the suggestions include the command's own options.
+    """
     own = [name.lstrip("-") for parameter in context.command.params for name in parameter.opts]
     return arguments.parse(words, also=own).given
 
@@ -108,7 +112,7 @@ def function_of(text: str) -> Callable[[Task], Any]:
 
 
 def capability(text: str | None) -> tuple[int, int] | None:
-    """Return the compute capability that e.g. "9.0" names, as (9, 0)."""
+    """Parse a compute capability, e.g. "9.0" to (9, 0); None for None."""
     if text is None:
         return None
     major, dot, minor = text.partition(".")

@@ -1,4 +1,6 @@
-"""Techniques that save memory, for recipes and the advisor: training arguments, cost, and the claim with the speed."""
+"""List the techniques that save memory, with their training arguments, their cost, and the claim that measures their
+speed.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -6,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Technique:
-    """One choice that a recipe can make, e.g. an optimizer."""
+    """One choice that a recipe can make, e.g. an optimizer: its arguments, its cost, and the claim about its speed."""
 
     name: str  # shown in tables
     arguments: dict[str, Any] = field(hash=False)  # training arguments that switch it on

@@ -1,4 +1,4 @@
-"""Results of experiments (runs, ratios, comparisons), and the files that store them.
+"""Define the results of experiments (runs, ratios, comparisons), and the files that store them.
 
 A figure that was not requested is None, one of a failed run is `Missing`, and a ratio with a missing figure is
 `Unknown`. A missing measurement is never 0. Files store all of these as null.
@@ -69,7 +69,9 @@ class Phase(StrEnum):
 
     @property
     def shown(self) -> str:
-        """Return the phase's name in results, where clipping counts as the step and data loading as the forward."""
+        """Return the phase's name in results. Clipping counts as part of the optimizer's step, data loading as part of
+        the forward.
+        """
         if self in (Phase.SETUP, Phase.BEFORE, Phase.AFTER_FORWARD):
             return Phase.FORWARD.value
         return Phase.STEP.value if self is Phase.AFTER_BACKWARD else self.value
@@ -80,7 +82,7 @@ BEGIN = "begin "  # prefix of the mark at the beginning of such a phase; the mar
 
 
 def is_end(label: str) -> bool:
-    """Return whether a mark ends a phase of a training step."""
+    """Return whether this label marks the end of a phase of a training step."""
     return label != "start" and label not in APART and not label.startswith(BEGIN)
 
 
@@ -155,7 +157,9 @@ class Memory(Record):
     rss_bytes: int | None = None  # peak resident memory of the process: information only
 
     def explained(self, categories: "Memory") -> "Memory":
-        """Return this total with the breakdowns of a second pass that traced all tensors; parts sum to the total."""
+        """Return this total with the breakdowns of a second pass that tracked all tensors. The categories sum to the
+        total.
+        """
         if categories.breakdown is None:
             return self
         return dataclasses.replace(
@@ -174,7 +178,9 @@ class Memory(Record):
 
 
 def explain(live: dict[str, int], total: int) -> dict[str, int]:
-    """Return bytes by category, which sum to `total`; the rest are operator workspaces, which no tensor shows."""
+    """Return bytes by category that sum to `total`: the live tensors, and as operator workspace the rest, which no
+    tensor shows.
+    """
     seen = {category: live[category] for category in TENSOR_CATEGORIES}
     return seen | {Category.INSIDE_OPERATIONS: total - sum(seen.values())}
 
@@ -295,8 +301,12 @@ class Ratio(Record):
 
     @classmethod
     def unknown(cls, why: str, error: type[RuntimeError] = NeedsValues) -> "Ratio":
-        """Return a ratio that was not measured, with the reason; it is shown, but decides nothing. The arguments are
-        those of `Unknown`."""
+        """Return a ratio that was not measured, with the reason; it is shown, but decides nothing.
+
+        Args:
+            why: the reason.
+            error: the exception that a use of its value raises.
+        """
         return cls(*[Unknown(why, error)] * 3)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Tables of runs and of advice, shown as HTML in a notebook and as aligned text in a terminal."""
+"""Show runs and advice as tables: HTML in a notebook, aligned text in a terminal."""
 
 import html
 from collections.abc import Sequence

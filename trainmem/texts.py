@@ -1,4 +1,6 @@
-"""Numbers and names as text, the same in lessons, tables, pictures, reports and errors; checks of arguments."""
+"""Format numbers and names as text in the same way in lessons, tables, pictures, reports and errors; check
+arguments.
+"""
 
 import contextlib
 import difflib
@@ -134,8 +136,13 @@ def from_json(text: str) -> Any:
 
 @contextlib.contextmanager
 def reading(where: Any, kind: str, give: str) -> Iterator[None]:
-    """Turn errors of reading settings into a ValueError of one line: `where` (a file, or an argument with its value),
-    what is wrong, and what to give. `kind` is their format, e.g. "JSON"."""
+    """Turn errors of reading settings into a ValueError of one line, in this context.
+
+    Args:
+        where: a file, or an argument with its value.
+        kind: the format of the settings, e.g. "JSON".
+        give: what to give instead, for the message.
+    """
     try:
         yield
     except OSError as error:
@@ -171,8 +178,15 @@ _CLASSES = {int: Integral, float: Real, dict: Mapping, list: Sequence, tuple: Se
 
 
 def of_kind(name: str, value: Any, kind: Any) -> None:
-    """Raise ValueError if a value does not match an annotation, naming what to give. A tuple of fixed length is checked
-    by its parts too. A bool is not a number, a text is not a list, and NaN matches nothing."""
+    """Raise ValueError, with a text of what to give, if a value does not match an annotation.
+
+    The parts of a tuple of fixed length are checked, too. A bool is not a number, a text is not a list, and NaN matches
+    nothing.
+
+    Args:
+        name: of the argument, for the message.
+        kind: the annotation, e.g. `int | None`.
+    """
     wanted = []
     for each in typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else [kind]:
         origin, parts = typing.get_origin(each) or each or type(None), typing.get_args(each)

@@ -34,7 +34,7 @@ _NORM = "aten.linalg_vector_norm.default"
 
 
 class Unfit(ValueError):
-    """No table can be made of these traces; the message says why."""
+    """Raised if no table can be made from these traces; the message says why."""
 
 
 class Program(NamedTuple):

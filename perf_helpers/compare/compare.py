@@ -84,7 +84,9 @@ class Changes:
         return template("compare/changes.html.j2").module.page(self).strip() + "\n"
 
     def to_junit(self, fail_on: Iterable[str]) -> str:
-        """Return the comparison as JUnit XML for CI; a change for the worse on an axis of `fail_on` is a failure."""
+        """Return the comparison as JUnit XML for CI. A change for the worse fails if its axis ("memory", "verdict",
+        "speed") is in `fail_on`.
+        """
         return report.junit(self.new, report.change_cases(self.changes, fail_on))
 
 
@@ -276,7 +278,8 @@ def _memory(pairs: list[tuple[str, Run, Run]]) -> Iterator[Change]:
 
 
 def _is_larger(old: Memory, new: Memory) -> bool | None:
-    """Return True if the peak, the reserved memory or the memory after a phase grew, False if it shrank.
+    """Return whether a run's memory grew: True if the peak, the reserved memory or the memory after a phase did, False
+    if it shrank.
 
     The first of these that changed decides. None: only the categories changed.
     """
@@ -354,7 +357,7 @@ def compare_steps(old: dict[str, Any] | None, new: dict[str, Any] | None) -> tup
 
 
 def _noise_of_steps(night: Iterable[Sequence[float]]) -> float:
-    """Return the mean, over all recipes, of log(second fastest / fastest process)."""
+    """Return the mean, over all recipes, of log(second fastest / fastest process) in one run's step times."""
     pairs = (sorted(seconds)[:2] for seconds in night)
     return statistics.fmean(math.log(pair[-1] / pair[0]) for pair in pairs)
 

@@ -308,7 +308,7 @@ def forking(launch_kernel: Callable) -> Callable:
     """Wrap `launch_kernel` of Jupyter's local provisioner so that it forks the kernel from the course's server.
 
     The server has imported torch, matplotlib and other libraries already; a new kernel needs about eight seconds for
-    that. Without a server, the kernel is launched as usual.
+    these imports. Without a server, the kernel is launched as usual.
     """
 
     def launch(cmd: list[str], *args, env: Mapping[str, str] | None = None, cwd: str | None = None, **options) -> Any:

@@ -227,7 +227,8 @@ class Lab(Runner):
         """Return the speed of a run that was interleaved with the baseline inside each of several processes.
 
         Args:
-            triples: per process the turns of the baseline, of the run, and of the baseline again.
+            triples: for each process, the `Seconds` of each turn: of the baseline, of the run, and of the baseline
+                again.
         """
         samples = self._samples_ratio(baseline, run)
         ratios = [Ratio.of_turns(triples, clock, LEAST_FLOOR, samples) for clock in (CPU, WALL)]
@@ -235,7 +236,11 @@ class Lab(Runner):
         return _Speed(*ratios, (_fastest(first, CPU), _fastest(second, CPU)))
 
     def _speed_apart(self, baseline: Run, run: Run, of_run: list[Seconds], of_baseline: list[Seconds]) -> "_Speed":
-        """Return the speed of a run that alternated with the baseline, each in its own process."""
+        """Return the speed of a run that alternated with the baseline, each in its own process.
+
+        Args:
+            of_run, of_baseline: the `Seconds` of each turn.
+        """
         samples = self._samples_ratio(baseline, run)
         pairs = [a[WALL] / b[WALL] * samples for a, b in zip(of_baseline, of_run, strict=True)]
         fastest = _fastest([of_baseline], WALL), _fastest([of_run], WALL)

@@ -118,7 +118,9 @@ def _lacking() -> str | None:
 
 @contextlib.contextmanager
 def _namespace() -> Iterator[int]:
-    """Yield the id of a process in a network namespace of its own. The process ends with its standard input."""
+    """Yield the id of a new process in a network namespace of its own, which ends when the context or this process
+    ends.
+    """
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     command = ["unshare", "--net", "sh", "-c", "echo ready && exec cat"]
     with subprocess.Popen(command, **pipes, start_new_session=True) as holder:  # its end closes the pipes and waits
@@ -128,7 +130,11 @@ def _namespace() -> Iterator[int]:
 
 
 def _hold_back(middle, delay):
-    """Forward each frame to the other end `delay` seconds later, until the hosts and with them their devices end."""
+    """Forward each frame from one host to the other after `delay` seconds, until the hosts end, and with them their
+    devices.
+
+    `middle`: id of the process whose namespace has both devices.
+    """
     with open(f"/proc/{middle}/ns/net") as namespace:
         _enter(namespace.fileno())  # moves only this thread
     ends, waiting = [socket.socket(socket.AF_PACKET, socket.SOCK_RAW) for _ in range(2)], []

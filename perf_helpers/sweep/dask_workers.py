@@ -176,7 +176,7 @@ class Workers(Executor):
         self._wake()
 
     async def _gone(self, worker: _Worker) -> None:
-        """Remove a worker and cancel the calls that it runs, so that `_performed` continues."""
+        """Remove a worker that left, and cancel the calls that it ran, so that `_performed` can run them elsewhere."""
         if self._workers.get(worker.address) is worker:
             del self._workers[worker.address]
         with contextlib.suppress(Exception):  # a closed client raises; its futures are cancelled already
@@ -188,7 +188,9 @@ class Workers(Executor):
         self._change = asyncio.Event()
 
     async def _ask(self, question: Callable, *arguments, **options) -> Any:
-        """Return the scheduler's answer. Raises ValueError if the scheduler no longer answers."""
+        """Call a method of the scheduler's client and return its answer. Raises ValueError if the scheduler no longer
+        answers.
+        """
         try:
             return await question(*arguments, **options)
         except Exception as error:  # Dask raises many types
@@ -415,7 +417,9 @@ def _on_its_part(experiment: Experiment, sharing: int) -> Experiment:
 
 
 async def end(number: str) -> None:
-    """End the processes of a call, including any that it still starts, unless this worker runs another call too."""
+    """End the processes of the call `number`, including any that it still starts. Do nothing if this worker runs
+    another call too.
+    """
     while _attended == {number}:
         SERVER.end_forks()
         await asyncio.sleep(0.1)

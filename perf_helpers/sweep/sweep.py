@@ -278,7 +278,16 @@ def _name(changes: Mapping[str, Any]) -> str:
 
 
 def _value(place: str, name: str, value: Any, in_task: bool = True) -> Any:
-    """Check a value of a plan and return it. transformers' parser converts the text of a training argument."""
+    """Check a value of a plan and return it. A training argument given as text is converted by transformers' parser.
+
+    Args:
+        place: the table that has the value, for messages.
+        name: a field of the task, or a training argument.
+        in_task: whether fields of the task are allowed here.
+
+    Raises:
+        ValueError: an unknown name, or a value that the setting does not accept.
+    """
     if name in TASK_FIELDS:
         if in_task and name != "config":
             return value

@@ -367,7 +367,10 @@ def progress(lab: Lab) -> plots.Table:
 
 
 def _cells(lesson: learner_log.Progress | None) -> list[str]:
-    """Return the cells of a lesson's row after its name; None: the journal has no entry of the lesson."""
+    """Return the cells of a lesson's row in the progress table, after its name.
+
+    `lesson`: the progress in it; None if the journal has no entry of the lesson.
+    """
     if lesson is None:
         return ["not begun", "", "", "", ""]
     decided = sum(verdict != "not testable here" for verdict in lesson.claims.values())

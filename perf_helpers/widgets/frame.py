@@ -24,7 +24,7 @@ OPEN: dict[Hashable, Callable[[], None]] = {}  # {place: the function that close
 
 
 def take(key: Hashable, close: Callable[[], None]) -> None:
-    """Close the element at a place and register `close`, which the next element at this place will call."""
+    """Close the element at the place `key`, and register `close`, which the next element at this place will call."""
     close_before = OPEN.pop(key, None)
     OPEN[key] = close
     if close_before:

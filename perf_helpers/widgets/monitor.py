@@ -97,7 +97,9 @@ class Monitor:
         return plots.Table(["figure", "min", "mean", "max"], rows, caption)
 
     def live_html(self) -> str:
-        """Draw each figure over the latest samples as SVG."""
+        """Return the latest samples as SVG, one panel with a line over time per measured quantity, e.g.
+        memory in use.
+        """
         samples, panels = self.samples[-DRAWN:], []
         for name, unit in self.figures.items():
             points = [(at, figures[name]) for at, figures in samples if figures.get(name) is not None]
@@ -125,7 +127,7 @@ live = Monitor  # its name in lessons
 
 
 def _text(value: float | None, unit: str) -> str:
-    """Format a figure with two digits, or as a whole number: more digits would flicker."""
+    """Format a value with two digits, or as a whole number: more digits would flicker."""
     return bytes_text(value) if unit == "B" else number_text(value, unit, digits=2)
 
 

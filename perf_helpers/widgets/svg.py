@@ -37,8 +37,10 @@ def timeline(steps: Timeline, top: float, index: int, title: str) -> str:
     """Draw live bytes by category through one step.
 
     Args:
+        steps: the step.
         top: bytes at the upper end of the axis; give two pictures the same value to compare them.
         index: index into `steps` at which a vertical line is drawn.
+        title: shown above the picture.
     """
     end, heights, areas = 1.25 * top, [0] * len(steps), {}
     for category in steps.shown():  # each area reaches down to 0, and the lower categories are drawn over it

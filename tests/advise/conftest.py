@@ -1,4 +1,6 @@
-"""A formula that replaces the estimate, so that a search can be compared with every answer, and runs with speeds."""
+"""Replace the estimate by a formula, so that a search can be compared with every possible answer; and make runs with
+given speeds.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -16,7 +18,9 @@ MB = 10**6
 
 
 def synthetic(task, *, device="cpu", processes=1, compute_capability=None, device_memory=None, **arguments):
-    """An estimate by formula: weights and gradients of 100 MB each, states by optimizer, activations by tokens."""
+    """Return an estimate by a formula: weights and gradients take 100 MB each, optimizer states depend on `optim`,
+    activations on the tokens.
+    """
     states = {"adamw_torch_fused": 200, "adamw_bnb_8bit": 50, "adafactor": 1}.get(arguments["optim"], 0) * MB
     size, half = arguments["per_device_train_batch_size"], bool(arguments.get("bf16"))
     activations = size * task.length() * MB // (40 if arguments.get("gradient_checkpointing") else 4) // (1 + half)
@@ -37,26 +41,26 @@ def task():
 
 @pytest.fixture
 def formula(task):
-    """The formula's peak of the task, in bytes."""
+    """Return a function of training arguments: the formula's peak for the task, in bytes."""
     return lambda **arguments: synthetic(task, **arguments).peak_bytes
 
 
 @pytest.fixture
 def machine():
-    """The machine that advice is for: never the one that the tests run on."""
+    """Return the machine that the advice is for, so that tests do not depend on the machine that runs them."""
     return hardware.Machine("a CPU, 2 cores", "cpu", cpu_cores=2, cpu_features=("avx2",))
 
 
 @pytest.fixture
 def native(machine):
-    """The same with a CPU that computes in bf16."""
+    """Return `machine` with a CPU that has instructions for bf16."""
     features = ("avx2", "avx512_bf16", "amx_bf16")
     return dataclasses.replace(machine, name="a server's CPU, 2 cores", cpu_features=features)
 
 
 @pytest.fixture
 def followed(monkeypatch):
-    """Replace the estimate by the formula, without recorded runs; return the requested arguments."""
+    """Replace the estimate by the formula, leave out recorded runs, and return the list of requested arguments."""
     requests = []
 
     def estimate(task, **options):
@@ -71,7 +75,7 @@ def followed(monkeypatch):
 
 @pytest.fixture
 def attending(monkeypatch, followed):
-    """Lets the formula tell of these kernels of attention."""
+    """Return a function that sets the attention kernels which the formula's estimates report."""
 
     def with_kernels(*kernels):
         def estimate(task, **options):
@@ -84,8 +88,7 @@ def attending(monkeypatch, followed):
 
 @pytest.fixture
 def ask(task, machine, followed):
-    """`advise` with what the tests have in common: 1 GB of memory, all of it, and by default
-    64 samples per step."""
+    """Return `advise` with defaults for the tests: 1 GB of memory without a margin, and 64 samples per update."""
     default = {"memory": 10**9, "effective_batch": 64, "device": "cpu", "runs": [], "machine": machine, "margin": 0}
     default["published"] = published_speedups.published
     return lambda **options: advise(options.pop("task", task), **default | options)
@@ -93,7 +96,7 @@ def ask(task, machine, followed):
 
 @pytest.fixture
 def timed(task, machine):
-    """Makes a run of the machine that took this many samples a second, so many minutes after midnight."""
+    """Return a function (samples per second, minute, arguments) that makes a run; the minute counts from midnight."""
 
     def made(speed, minute, **arguments):
         return Run(
@@ -112,7 +115,9 @@ def timed(task, machine):
 
 @pytest.fixture
 def pairs(timed):
-    """Makes runs in turns: the plain one at 10 samples a second, the one with these arguments at `speed`."""
+    """Return a function (speed) that makes alternating runs: plain ones with 10 samples per second, and ones with the
+    given arguments at `speed`.
+    """
     return lambda speed, count=3, **arguments: [
         run for n in range(count) for run in (timed(10.0, 2 * n), timed(speed, 2 * n + 1, **arguments))
     ]

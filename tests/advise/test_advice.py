@@ -1,4 +1,6 @@
-"""The advisor: what it proposes fits when it is trained, the next one does not, and how it shows itself."""
+"""The advisor: a proposed recipe fits when it is trained, the next larger one does not; and the advice as text and
+HTML.
+"""
 
 import dataclasses
 import json
@@ -30,7 +32,7 @@ def lab(tmp_path_factory):
 
 @pytest.fixture
 def home(monkeypatch, tmp_path):
-    """The user's cache folder, empty."""
+    """Make an empty folder the user's cache folder, and return it."""
     monkeypatch.setenv("PERF_HELPERS_HOME", str(tmp_path))
     return tmp_path
 
@@ -262,7 +264,7 @@ def test_what_is_to_be_pasted_is_python_that_transformers_takes(ask, tmp_path):
 
 @pytest.fixture
 def plain(machine, home, monkeypatch):
-    """The command line is on a machine of its own."""
+    """Let the command line run on `machine`."""
     monkeypatch.setattr(hardware, "describe", lambda: machine)
 
 

@@ -1,5 +1,6 @@
-"""The largest model of a kind and the longest sequence that fit, compared with every answer of a formula; and adapters,
-which are offered to users who allow them."""
+"""Find the largest model of a kind and the longest sequence that fit, compared with a formula at every size; and
+adapters, which are offered only to users who allow them.
+"""
 
 import contextlib
 import dataclasses
@@ -20,7 +21,9 @@ LLAMAS += ["llama-2-13b", "llama-3-70b", "llama-3.1-405b"]
 
 
 def needed(task, layers=None, **arguments):
-    """Bytes: by layer and width, by tokens, and a part for what does not grow with the layers."""
+    """Return the bytes of a training by a formula: a part per layer, which depends on width and tokens, and a part that
+    is independent of the number of layers.
+    """
     config = task.build_config()
     layers, width = layers or config.num_hidden_layers, config.hidden_size
     a_weight = 0.6 if "quantization_config" in arguments else 2 if arguments.get("dtype") == "bfloat16" else 4
@@ -52,7 +55,7 @@ def precision(request):
 
 @pytest.fixture
 def ask(monkeypatch, precision):
-    """`advise` for the largest, by a formula in place of the estimate and of shallow models."""
+    """Return `advise` with a formula in place of the estimate and of shallow models."""
 
     def estimate(task, *, device="cuda", device_memory=None, processes=1, compute_capability=None, **arguments):
         peak = needed(task, **arguments)

@@ -1,4 +1,6 @@
-"""Speed: what was measured here, else on the nearest recorded machine, else by the guides; and the order it makes."""
+"""Speeds for the advisor: measured here, otherwise on the nearest recorded machine, otherwise from the guides; and the
+ranking that follows.
+"""
 
 import dataclasses
 import json
@@ -16,7 +18,9 @@ MB = 10**6
 
 @pytest.fixture
 def recorded(followed, monkeypatch, tmp_path):
-    """One recorded CPU counts, whatever this one is; what it measured of each claim."""
+    """Let one recorded CPU be the nearest machine, whatever CPU runs the tests; return {claim id: value measured
+    there}.
+    """
     folder = tmp_path / "intel-xeon-2-cores"
     shutil.copytree(Path(__file__).resolve().parents[2] / "results/intel-xeon-2-cores", folder)
     monkeypatch.setattr(published_speedups, "RECORDED", tmp_path)
@@ -31,7 +35,9 @@ def recorded(followed, monkeypatch, tmp_path):
 
 @pytest.fixture
 def by_name(ask):
-    """The speed of each recipe; 8-bit Adam aside, whose speed on a CPU nobody measured."""
+    """Return a function of runs that gives {recipe: speed}. 8-bit Adam is left out, because its speed on a CPU was
+    never measured.
+    """
     return lambda runs, memory=420: {
         recipe.name: recipe.speed
         for recipe in ask(memory=memory * MB, avoid=["adamw_bnb_8bit"], runs=list(runs)).recipes

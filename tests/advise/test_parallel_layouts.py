@@ -1,4 +1,6 @@
-"""The decision tree over layouts: bytes beside the estimate and ring algorithms, and which branch is taken when."""
+"""The decision tree over layouts: its bytes equal those of the estimate and of ring algorithms, and each branch is
+taken.
+"""
 
 import sys
 
@@ -31,7 +33,7 @@ def small():
 
 @pytest.fixture(scope="module")
 def large():
-    """The answers for a model of 2 billion parameters, whose states take 31 GB, by the question."""
+    """Return {question: answer} for a model of 2 billion parameters, whose states take 31 GB."""
     questions = {
         "roomy": {"cards": 8, "card_bytes": "80GB"},
         "one host": EIGHT,
@@ -161,7 +163,9 @@ def test_if_nothing_fits_the_smallest_is_named_and_what_helps(large):
 
 @pytest.mark.nightly
 def test_more_cards_divide_all_but_what_is_listed(large):
-    """On 2 cards and on 8: the rest of the peak does not depend on the number of cards."""
+    """With FSDP on 2 and on 8 cards, `undivided_bytes` is the same; only the rest of the peak depends on the number of
+    cards.
+    """
     few, many = (by_name(large[name])["FSDP"] for name in ("hopeless", "one host"))
     assert few.undivided_bytes == pytest.approx(many.undivided_bytes, rel=0.05)
     assert many.estimate.peak_bytes > many.undivided_bytes
@@ -217,7 +221,9 @@ def test_practitioners_would_do_the_same(name, task, question, choice):
 
 
 def test_stacked_experts_are_not_divided_by_more_ranks_than_there_are_experts():
-    """torchtitan divides the experts of its mixtures by expert parallelism."""
+    """FSDP2 shards the first dimension, which for stacked experts is their number. torchtitan uses expert parallelism
+    there.
+    """
     experts = {"num_hidden_layers": 2, "hidden_size": 512, "intermediate_size": 1024, "vocab_size": 2000}
     task = Task("mixtral", seq_len=32, config=experts | {"num_attention_heads": 8, "num_key_value_heads": 8})
     few, many = (parallelism(task, cards=cards, card="h100") for cards in (8, 32))

@@ -1,4 +1,6 @@
-"""The search: its choices, the largest size that fits, found with few estimates, and advice if none fits."""
+"""The search for recipes: the choices, the largest size that fits with few estimates, and the advice if
+nothing fits.
+"""
 
 import contextlib
 import math
@@ -32,7 +34,9 @@ def test_every_recipe_takes_the_largest_micro_batch_that_fits(ask, followed, for
 
 
 def test_one_micro_batch_may_fit_where_several_do_not(ask):
-    """Their gradients, 100 MB, wait during the next forward, whose activations take 8 MB a sample."""
+    """With several micro-batches, gradients of 100 MB are in memory during the next forward, whose activations take 8
+    MB per sample.
+    """
     advice = ask(memory=404 * MB, effective_batch=4, must={"optim": "adamw_torch_fused"}, avoid=["checkpointing"])
     assert [recipe.arguments["gradient_accumulation_steps"] for recipe in advice.recipes] == [1]
 
@@ -63,7 +67,7 @@ def test_the_best_recipe_so_far_is_reported_while_others_are_looked_at(ask, foll
 
 
 def looked_for(sizes, limit, first):
-    """The largest size up to a limit, and the sizes looked at."""
+    """Return the largest size up to `limit` that the search finds, and the sizes that it tried."""
     requested = []
     return search.largest_that_fits(sizes, lambda size: requested.append(size) or size <= limit, first), requested
 
@@ -82,7 +86,7 @@ def test_what_fitted_in_a_similar_case_is_looked_at_before_its_neighbours():
 
 
 def test_a_training_is_too_large_for_a_card_just_where_it_would_reserve_more():
-    """So what is needed is more than there is just where the estimate says that it does not fit."""
+    """The bytes needed exceed the card's memory if and only if the replay reports `is_too_large`."""
     rng, label, outcomes = random.Random(3), Label("op", "activations", "forward", ""), set()
     for _ in range(300):
         alive, events, blocks = [], [], []

@@ -67,7 +67,9 @@ claims.finish()
 
 
 def night(folder: Path, sabotage: str = "", speeds: bool = False) -> dict:
-    """The results of one night, executed as the course is, with libraries that fail in the way that is named."""
+    """Run a nightly run of the simulated lesson and return its results. `sabotage` names a fault of the libraries, see
+    tests/sabotage.
+    """
     write_lesson(folder / "lessons", NAME, RUNS, GRADIENT, CLAIMS)
     with sabotaged(sabotage), pytest.MonkeyPatch.context() as patch:
         patch.setattr(course, "LESSONS", folder / "lessons")
@@ -76,7 +78,10 @@ def night(folder: Path, sabotage: str = "", speeds: bool = False) -> dict:
 
 @contextlib.contextmanager
 def sabotaged(way: str, slower: float = 0.0) -> Iterator[None]:
-    """Meanwhile every Python that is started has libraries that fail in this way, see tests/sabotage."""
+    """Plant a fault (see tests/sabotage) in every Python that is started inside this context.
+
+    `slower`: share of a training step by which "slow_step" and "sleeping_step" lengthen each step.
+    """
     here = Path(__file__).parents[1] / "sabotage"
     changes = {"PYTHONPATH": os.pathsep.join([str(here), *filter(None, [os.environ.get("PYTHONPATH")])])}
     changes |= {"SABOTAGE": way, "SLOWER": str(slower)}

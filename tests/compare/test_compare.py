@@ -30,7 +30,7 @@ def a_run(memory=MEMORY, name="vanilla", **fields):
 
 
 def compared(old, new, **fields):
-    """The changes between course runs that have these runs."""
+    """Return the changes between two course runs with these runs; `fields` replace fields of the newer one."""
     return compare(results(runs=old), results(runs=new) | fields)
 
 

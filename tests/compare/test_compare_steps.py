@@ -1,4 +1,6 @@
-"""Old and new step times: one recipe changed, all changed, noise hides a change, and course runs without times."""
+"""Compare step times of two course runs: one recipe changed, all changed, a change within the noise, and course runs
+without step times.
+"""
 
 import copy
 import re
@@ -18,7 +20,7 @@ def paces(seconds=QUIET, recipes=5, threads=1, **fields):
 
 
 def times(night, factor, *names, clocks=("passed", "computed")):
-    """The night with these recipes (all, if none are named) slower by a factor."""
+    """Return the step times of a nightly run with some recipes (default: all) slower by a factor."""
     slower = copy.deepcopy(night)
     for name, pace in slower["recipes"].items():
         for clock in clocks if not names or name in names else ():
@@ -46,7 +48,7 @@ def test_one_recipe_stays_behind_when_all_others_are_faster():
 
 
 def test_the_clock_counts_that_both_runs_have():
-    """Nights of before timed each step by two clocks; a system may not tell how long a thread waited for its core."""
+    """Older records time each step by two clocks, and a system may not report how long a thread waited for its core."""
     both, computed = times(paces(), 1.0), times(paces(), 1.0)
     for row in both["recipes"].values():
         row["computed"] = (9.0, 9.0)

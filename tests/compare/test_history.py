@@ -1,4 +1,4 @@
-"""Course runs as lines over time: bytes change where they differ, a line with noise has medians."""
+"""Course runs as lines over time: a line of bytes lists each change, a noisy line has medians."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""A nightly run in a shell: exit codes, page, CI file and JSON of `compare`, `history` and `course`."""
+"""Nightly runs from a shell: exit codes, page, JUnit file and JSON of `compare`, `history` and `course`."""
 
 import json
 import sys
@@ -17,7 +17,7 @@ from perf_helpers.course import course
 
 @pytest.fixture
 def shell(monkeypatch, capsys):
-    """Runs the command line in this process: (exit code, standard output, standard error)."""
+    """Return a function that runs the command line in this process: (exit code, standard output, standard error)."""
 
     def run(*words):
         monkeypatch.setattr(sys, "argv", ["perf-helpers", *map(str, words)])
@@ -30,7 +30,7 @@ def shell(monkeypatch, capsys):
 
 @pytest.fixture
 def nights(tmp_path):
-    """Results by name: as usual, with a byte more, a verdict lost, a step slower, and with a byte less."""
+    """Write results under several names: usual, one byte more or less, a lost verdict, and slower steps."""
     usual = results(decision("a"), runs=[a_run()], paces=paces())
     kept = {
         "usual": usual,
@@ -139,7 +139,7 @@ def test_a_course_that_is_worse_than_its_baseline_fails(shell, tmp_path, monkeyp
 def test_a_course_fails_for_an_unexpected_verdict_only_if_strict(
     shell, tmp_path, monkeypatch, claims, lessons, strict, code
 ):
-    """Somebody who is not testing gets 0 where every lesson ran, and the lines to send."""
+    """Without --strict the exit code is 0 if every lesson ran, and the lines to report are printed."""
     data = results(*claims, lessons=lessons)
     monkeypatch.setattr(comparison, "run_course", lambda *_, **__: data)
     done, _, errors = shell("course", "--out", tmp_path, "--no-speeds", *["--strict"] * strict)

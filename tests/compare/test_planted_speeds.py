@@ -1,4 +1,4 @@
-"""Steps that a planted regression makes longer are reported by the comparison with the previous nightly run.
+"""Report steps that a planted regression makes longer, in the comparison with the previous nightly run.
 
 These tests measure time, so nothing else may run at the same time: under load the normal steps were the slower ones.
 """
@@ -22,7 +22,9 @@ def usual(tmp_path_factory):
 
 @pytest.mark.parametrize("sabotage", ["slow_step", "sleeping_step"])
 def test_steps_that_take_40_percent_longer_are_worse(usual, sabotage):
-    """The steps are timed in a Python of their own: this one's fork server knows the libraries as they are."""
+    """The steps are timed in a new Python, because the fork server of this one has imported the libraries without the
+    fault.
+    """
     with sabotaged(sabotage, slower=0.4):
         code = "import json; from perf_helpers.compare import step_times as t; print(json.dumps(t.measure_here('cpu')))"
         done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)

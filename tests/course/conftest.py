@@ -13,7 +13,7 @@ from trainmem.core import hardware
 
 
 class Machine:
-    """It has what its `features` say; no real hardware has a say in a test."""
+    """A machine with exactly the `features` that a test sets, so that the real hardware does not matter."""
 
     name, rehearsed = "Some CPU", False
 
@@ -41,7 +41,7 @@ def machine(monkeypatch):
 
 @pytest.fixture
 def claims(machine, tmp_path):
-    """Those of a lesson on that machine; a test may change its lab."""
+    """Return the `Claims` of lesson 12 on `machine`; a test may change its lab."""
     lab = {"lesson": "12_dataloader", "profile": SimpleNamespace(name="cpu"), "strict": False, "runs": []}
     lab |= {"machine": machine, "versions": {"torch": "2.13.0"}, "out": str(tmp_path / "out")}
     return Claims(SimpleNamespace(**lab, store=SimpleNamespace(path=tmp_path / "kept/runs.jsonl")))
@@ -49,7 +49,7 @@ def claims(machine, tmp_path):
 
 @pytest.fixture(scope="session")
 def ran(tmp_path_factory):
-    """One course of toy lessons, executed once: the result, and its folder."""
+    """Run one course of toy lessons; return its result and its folder."""
     lessons, out = tmp_path_factory.mktemp("lessons"), tmp_path_factory.mktemp("out")
     toys.write_all(lessons)
     left_by_an_earlier_run = {"lesson": "03_silent", "complete": True, "claims": [toys.decision("stale")], "runs": []}

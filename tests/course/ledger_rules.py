@@ -1,6 +1,6 @@
-"""The rules of each row of claims.toml. An error names the claim and the field, and says what to write there.
+"""Check each row of claims.toml. An error names the claim and the field, and says what to write there.
 
-Most rules are about two fields at once: a direction and its threshold, a machine and the verdicts expected of it.
+Most rules concern two fields at once, e.g. a direction and its threshold, or a machine and the verdicts expected on it.
 """
 
 import math
@@ -28,7 +28,7 @@ def check(text: str) -> None:
 
 
 def _check_claim(table: dict) -> None:
-    """Check what every claim has, then what a claim with something to measure has."""
+    """Check the fields that every claim has, then those of a claim with a measurement."""
 
     def need(met: object, name: str, what_to_write: str) -> None:
         if not met:
@@ -43,7 +43,7 @@ def _check_claim(table: dict) -> None:
 
 
 def _check_statement(table: dict, need: Need) -> None:
-    """A text wherever one belongs; the lesson and the machine are of those that there are; the guide has a source."""
+    """Check that text fields contain text, that lesson and machine exist, and that the guide has a source."""
     measured = [] if table.get("where") == "text" else ["quantity", "direction"]
     explained = [name for name in ("predicted", "reason", "since", "thread") if name in table]
     _check_names(table, Claim, ["id", "section", "lesson", "says", "where", *measured, *explained], "", need)
@@ -57,7 +57,9 @@ def _check_statement(table: dict, need: Need) -> None:
 
 
 def _check_names(given: dict, kind: type, texts: list[str], prefix: str, need: Need) -> None:
-    """Check that all fields belong to that kind of record, and that the named ones have a text."""
+    """Check that all fields belong to this kind of record, and that the fields named in `texts` are texts that are not
+    empty.
+    """
     known = [item.name for item in fields(kind)]
     for name in given:
         need(name in known, prefix + name, f"unknown; the fields are {', '.join(known)}")
@@ -66,7 +68,9 @@ def _check_names(given: dict, kind: type, texts: list[str], prefix: str, need: N
 
 
 def _check_rule(table: dict, need: Need) -> None:
-    """A direction with the threshold that it takes and nothing else; verdicts for each machine that can decide it."""
+    """Check that a direction has the threshold fields that it needs and no others, and that each machine that can
+    decide the claim has verdicts.
+    """
     direction, threshold = table["direction"], table.get("threshold")
     need(table.get("decided_by") in DECIDED_BY, "decided_by", f"{', '.join(DECIDED_BY)}: one of these is needed")
     need(direction in ("below", "above", "between", "equal"), "direction", "below, above, between or equal is needed")

@@ -1,4 +1,4 @@
-"""Lesson 22's functions without its measurements, for the tests of its findings and of what is planted in them."""
+"""Lesson 22's functions without its measurements, for tests of its findings and of faults planted in it."""
 
 import ast
 import gc
@@ -15,7 +15,9 @@ DATA = ("training", "validation", "unseen")
 
 
 def functions(folder):
-    """Each call gives a scope of its own, in which a test may plant something. `folder`: for the Trainer."""
+    """Return the lesson's functions in a new scope, in which a test may plant a fault. `folder`: for the Trainer's
+    files.
+    """
     text, scope = SOURCE.read_text("utf-8"), {"__name__": "planted", "temporary": SimpleNamespace(name=str(folder))}
     setup = next(cell for cell in re.split(r"(?m)^# %%.*\n", text) if "import torch" in cell)
     exec(setup[: setup.index("\nlab = ")], scope)

@@ -1,4 +1,4 @@
-"""Lesson 24's functions without its measurements, for the tests of its findings and of what is planted in them."""
+"""Lesson 24's functions without its measurements, for tests of its findings and of faults planted in it."""
 
 import ast
 import re
@@ -11,7 +11,7 @@ TAKEN |= {"price_of_million", "THERMAL", "SEARCH", "weight", "sheet"}
 
 
 def functions():
-    """Each call gives a scope of its own, in which a test may plant something."""
+    """Return the lesson's functions in a new scope, in which a test may plant a fault."""
     text, scope = SOURCE.read_text("utf-8"), {"__name__": "planted"}
     setup = next(cell for cell in re.split(r"(?m)^# %%.*\n", text) if "import torch" in cell)
     exec(setup[: setup.index("\nlab = ")], scope)

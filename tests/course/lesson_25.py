@@ -1,4 +1,4 @@
-"""Lesson 25's functions without its measurements, for the tests of what is planted in them."""
+"""Lesson 25's functions without its measurements, for tests of faults planted in it."""
 
 import ast
 import re
@@ -13,7 +13,7 @@ MEASURES = ("\nfull = ", 'found["lora-states"]', "\nsixteen = ", "fewer_kept = "
 
 
 def functions(lab=None):
-    """Each call gives a scope of its own, in which a test may plant something."""
+    """Return the lesson's functions in a new scope, in which a test may plant a fault."""
     text, scope = SOURCE.read_text("utf-8"), {"__name__": "planted", "lab": lab}
     setup = next(cell for cell in re.split(r"(?m)^# %%.*\n", text) if "import torch" in cell)
     exec(re.sub(r"(?m)^(lab|logging|torch)\b.*", "", setup), scope)  # the lab is the test's, and so is the process
@@ -29,6 +29,7 @@ def measured(lab, chosen=MEASURES, replaced=()):
     """Return the memory results of the lesson's cells, by claim, without their pictures.
 
     Args:
+        chosen: the cells to run.
         replaced: pairs of texts: the old text in one of these cells, and the new one.
     """
     lesson = functions(lab)

@@ -1,8 +1,9 @@
-"""Simulated CPUs with different speeds, and the result of each timed claim of the course on them.
+"""Simulate CPUs with different speeds, and calculate the result of each timed claim of the course on them.
 
-A step is arithmetic at the rate of products (which few rows do not reach), other bytes at the rate of memory or of a
-cache, calls at what each costs, and an update that reads and writes every parameter. `AMD` has the rates recorded on
-that machine, and the model's results for it are compared with the recorded ones (test_simulated_machines.py).
+The time of a step is a sum: arithmetic at the rate of matmuls (matmuls with few rows are slower), other bytes at the
+rate of memory or of a cache, a constant per call of an operation, and an update that reads and writes every parameter.
+`AMD` has the rates recorded on that machine, and the model's results for it are compared with the recorded ones
+(test_simulated_machines.py).
 """
 
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ CLOCK, WALL = 1.05, 1.3  # noise floors of the lab
 
 @dataclass(frozen=True)
 class Cpu:
-    """One thread of a CPU by default."""
+    """A simulated CPU; its rates are those of one thread by default."""
 
     name: str
     fp32: float  # FLOP/s of a large product
@@ -68,7 +69,7 @@ def _moved(cpu: Cpu, size: float, of_a_tensor: float) -> float:
 
 
 def forward(cpu: Cpu, samples: int, tokens: int, layers: int = 4, hidden: int = HIDDEN, *, half=False, eager=False):
-    """Seconds of a forward pass of a BERT, as (products, other work, calls)."""
+    """Return the seconds of a forward pass of a BERT, as (matmuls, other work, calls)."""
     rows, scores = samples * tokens, samples * hidden // 64 * tokens**2
     flops = layers * (24 * rows * hidden**2 + 4 * rows * tokens * hidden)
     other = layers * (
@@ -98,7 +99,10 @@ def parameters(layers: int = 4, vocabulary: int = 8000, hidden: int = HIDDEN) ->
 
 
 def update(cpu: Cpu, numbers: int, form: str = "fused") -> float:
-    """Seconds of AdamW's update, with the Trainer's clipping."""
+    """Return the seconds of AdamW's update of so many parameters, with the Trainer's clipping.
+
+    `form`: "fused", "foreach" or "loop"; or "adafactor".
+    """
     sweeps = {"fused": 1.0, "foreach": 3.2, "loop": 2.9, "adafactor": 2.4}[form]
     return sweeps * 28 * numbers / cpu.memory + 100 * cpu.call
 
@@ -226,14 +230,20 @@ def _loader(cpu):
 
 
 def _zero(cpu):
-    """Return torch's stage 1 throughput as a share of DDP's: the sum, and after half the update each rank's weights."""
+    """Return the throughput of torch's ZeRO stage 1 as a share of DDP's.
+
+    Each rank does half of the update; afterwards the updated weights are sent to all ranks.
+    """
     numbers, passes = parameters(4, 2000), one_pass(cpu, 8, 32, 4) * max(1.0, 2 / cpu.cores)
     whole = passes + update(cpu, numbers) + 8 * numbers / cpu.link
     return within(whole / (passes + update(cpu, numbers) / 2 + 12 * numbers / cpu.link), WALL)
 
 
 def _moe(cpu, ffn, experts=1, training=False, scale=12, samples=64):
-    """One layer of width 64 x scale with an FFN of ffn x scale for each token; seconds of a pass, or of a step."""
+    """Return the seconds of a forward pass, or of a training step, of one layer of width 64 x `scale`.
+
+    Its feed-forward part has width `ffn` x `scale` for each expert.
+    """
     rows, chosen, hidden = samples * 16, min(experts, 2), 64 * scale
     one = 3 * hidden * ffn * scale  # weights of an expert
     passes = _products(cpu, 8 * rows * hidden**2, rows) + _products(
@@ -253,7 +263,9 @@ def _moe_faster(cpu):
 
 
 def _half_types(cpu):
-    """Lesson 19's Llama: speed of fp16 against bf16, and what its parts foretell. No CPU here has fp16 products."""
+    """Return lesson 19's speed of fp16 relative to bf16 for its Llama, and the range predicted from its parts. No
+    simulated CPU has instructions for fp16.
+    """
     of_products = {"bf16": 0.055 * 97e9 / cpu.half, "fp16": 0.055 * 97e9 / (0.06 * cpu.fp32)}
     rest = 0.06 * AMD.cache / cpu.cache
     low = (of_products["bf16"] + rest / 2) / (of_products["fp16"] + 2 * rest)
@@ -262,7 +274,7 @@ def _half_types(cpu):
 
 
 def _threads(cpu, threads):
-    """Seconds of an update of 16 samples in one process."""
+    """Return the seconds of a training step on 16 samples in one process with so many threads."""
     products, other, calls = forward(cpu, 16, 32, 2)
     speedup = min(threads, int(cpu.cores) or 1)
     return 3 * products / speedup + 2.7 * other / (1 + 0.8 * (speedup - 1)) + 2.2 * calls
@@ -289,13 +301,17 @@ def _many_cpus(cpu):
 
 
 def _detector(cpu, modules=32, tensors=2.7, looks=11):
-    """Each look at a tensor is a call, and those at weights read all of them."""
+    """Return the slowdown by lesson 23's detector: each check of a tensor is a call, and checks of weights read all of
+    them.
+    """
     watching = modules * tensors * looks * cpu.call + looks * 4 * parameters(2, 64) / cpu.cache
     return within(1 + watching / step(cpu, 4, 32, 2, vocabulary=64))
 
 
 def _adapters(cpu):
-    """No gradients of weights and next to no update; four adapters of some ten calls forward and backward."""
+    """Return the speed-up by adapters: no gradients of weights, almost no update, and four adapters of about ten calls
+    each.
+    """
     products, other, calls = forward(cpu, 8, 64, 2)
     frozen = 2 * products + 2.7 * other + 2.2 * calls + 4 * 10 * cpu.call
     return within(step(cpu, 8, 64, 2, vocabulary=512) / frozen)
@@ -305,14 +321,20 @@ WEIGHTS = 25e6  # of lesson 20's wide Llama
 
 
 def _batching(cpu):
-    """A token's seconds for one answer and for 16: the weights are read once, or their products take longer."""
+    """Return the speed-up per token of 16 answers at once over one answer.
+
+    The weights are read once for all answers, unless the matmuls take longer than that.
+    """
     one, many = (max(4 * WEIGHTS / cpu.memory, _products(cpu, 2 * WEIGHTS * rows, rows)) for rows in (1, 16))
     calls = 80 * cpu.call
     return within(16 * (one + calls) / (many + 1.5 * calls), 1.1)
 
 
 def _fewer_bits(cpu, matrices):
-    """The same of one answer, with other matrices in place of those in bf16."""
+    """Return the speed of one answer with other weights relative to bf16, and the predicted range.
+
+    `matrices`: function (CPU, seconds with bf16) that returns the seconds with the other weights.
+    """
     half = max(2 * WEIGHTS / cpu.memory, 2 * WEIGHTS / cpu.half)
     ratio = (half + 80 * cpu.call) / (matrices(cpu, half) + 80 * cpu.call)
     return within(1.1 * ratio, 1.1), (ratio / 1.5, ratio * 1.5)

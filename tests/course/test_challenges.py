@@ -1,4 +1,6 @@
-"""The challenges of lessons 19 to 25: what each refuses beside the mistake that the lesson itself proves wrong."""
+"""The challenges of lessons 19 to 25: wrong answers that each one rejects, in addition to the mistake that the lesson
+itself tests.
+"""
 
 import ast
 import copy
@@ -28,7 +30,7 @@ def cells(number):
 
 
 def challenge(number, scope):
-    """Return what a lesson's last exercise defines, up to its solution included, in a scope that a test brings."""
+    """Run a lesson's last exercise up to its solution in the given scope, and return what it defines."""
     chosen = cells(number)[tagged(number, "exercise")[-1] : tagged(number, "solution")[-1] + 1]
     scope |= {"exercises": exercises, "plots": plots, "torch": torch}
     for cell in chosen:
@@ -55,7 +57,7 @@ def is_wrong(feedback, words):
 
 @pytest.fixture
 def in_half():
-    """Lesson 19's challenge with a tiny model; the times of its turns are those of `taken`."""
+    """Return lesson 19's challenge with a tiny model, and with given times in place of measured ones."""
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
     from transformers.trainer_callback import PrinterCallback
 
@@ -170,7 +172,9 @@ def test_21_a_private_mapping_a_frozen_weight_and_another_checkpoint_are_refused
 
 @pytest.fixture
 def choosing(tmp_path):
-    """Lesson 22's challenge over a valley that is known: after one epoch it lies at rates ten times as high."""
+    """Return lesson 22's challenge with a known loss: after one epoch the best learning rate is ten times as high as
+    after four.
+    """
     scope = lesson_22.functions(tmp_path).scope
     scope["train"] = lambda seed, learning_rate, num_train_epochs=4: (learning_rate, num_train_epochs)
 
@@ -202,7 +206,7 @@ def test_22_who_chooses_better_is_right_and_who_trains_longer_is_not(choosing):
 
 @pytest.fixture
 def clinic():
-    """Lesson 23's functions, and two of its healthy patients."""
+    """Return lesson 23's functions, and two of its trainings without a fault."""
     kinds = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
     body = ast.parse(next(SOURCES.glob("23_*.py")).read_text("utf-8")).body
     wanted = {"SIZES", "CONFIG"}

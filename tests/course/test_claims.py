@@ -1,4 +1,4 @@
-"""A lesson's claims: each check is decided, and nothing passes unchecked."""
+"""The claims of a lesson: each check is decided, and a claim that was not checked is reported."""
 
 import json
 import math
@@ -24,7 +24,7 @@ THREE = ("workers-help", "workers-not-beyond", "pinned-memory")
 
 @pytest.fixture(autouse=True)
 def lesson_of_three_claims(monkeypatch):
-    """In these tests lesson 12 owns three claims, however many the ledger gives it."""
+    """Let lesson 12 have exactly three claims in these tests, however many the ledger gives it."""
     rows = {id: claim for id, claim in LEDGER.items() if claim.lesson != "12" or id in THREE}
     assert set(THREE) <= {id for id, claim in rows.items() if claim.lesson == "12"}
     monkeypatch.setattr(module, "load", lambda: rows)
@@ -185,7 +185,7 @@ class TestCheck:
 
 @pytest.fixture
 def rehearsal(claims):
-    """A rehearsal of a GPU: as far as a claim can tell it is there."""
+    """Let the claims see a rehearsed GPU."""
     claims.lab.machine.features |= {"cuda", "sm80"}
     claims.lab.machine.rehearsed = True
 
@@ -227,14 +227,14 @@ class TestRehearsal:
 
 
 def finish(claims, **fields):
-    """Finish the lesson, after these fields of its lab have changed."""
+    """Finish the lesson after changing these fields of its lab."""
     vars(claims.lab).update(fields)
     claims.finish()
 
 
 @pytest.fixture
 def passed(claims):
-    """Lesson 12 with each of its claims decided as expected."""
+    """Decide each claim of lesson 12 as expected."""
     claims.check("workers-help", Ratio(2.0, 1.5, 2.6))
     claims.check("workers-not-beyond", 0.9)
     claims.check("pinned-memory")

@@ -16,7 +16,7 @@ def model():
 
 
 def trained(model, folder, **options):
-    """Return the Trainer's log if every label is masked."""
+    """Train with every label masked, and return the Trainer's log."""
     rows = [{"input_ids": row, "labels": torch.full_like(row, -100)} for row in IDS]
     quiet = dict(use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True, logging_steps=1, max_steps=2)
     trainer = Trainer(model, TrainingArguments(str(folder), **quiet, **options), train_dataset=rows)

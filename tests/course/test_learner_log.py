@@ -1,4 +1,6 @@
-"""The journal keeps what a learner did, in order, through damage; what is read from it is fair to the learner."""
+"""The journal keeps a learner's work in order, even if lines are damaged; and guesses count only under fair
+conditions.
+"""
 
 import re
 from pathlib import Path

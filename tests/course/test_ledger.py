@@ -1,4 +1,4 @@
-"""The ledger agrees with the guides, and a wrong row is refused with its claim and its field."""
+"""The ledger agrees with the guides, and a wrong row is rejected with its claim and its field."""
 
 import math
 import re
@@ -466,8 +466,11 @@ MEASURED = [claim.id for claim in LEDGER.values() if claim.where != "text"]
 
 
 def rejected(rows):
-    """The claims on which a ledger contradicts the guides: the oracle for directions and thresholds. That every claim
-    has its values is a test of its own."""
+    """Return the ids of claims whose rule contradicts the guides: a true value does not hold, or a false one is not
+    refuted.
+
+    Another test checks that every claim has such values.
+    """
     true = FIGURES | TRUE
     return [
         claim.id
@@ -479,7 +482,7 @@ def rejected(rows):
 
 
 def reversed_(claim):
-    """The claim the other way round: below for above, and a range that was moved away."""
+    """Return the claim with its rule reversed: below instead of above, or a range that was moved away."""
     if claim.direction in ("below", "above"):
         return replace(claim, direction={"below": "above", "above": "below"}[claim.direction], no_effect=None)
     if claim.direction == "between":

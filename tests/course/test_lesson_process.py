@@ -1,4 +1,4 @@
-"""A lesson leaves no process behind, and is ok only if all of it ran and its results are its own."""
+"""A lesson leaves no process behind. It is ok only if every cell ran and the results were written by this run."""
 
 import json
 from pathlib import Path

@@ -1,7 +1,7 @@
 """Lessons 10 to 12 measure correctly: their checks reject mistakes that a learner's or a library's code could have.
 
-The functions are the lessons' own, taken out of their sources; the right one must hold, and each wrong one must turn
-the verdict.
+The functions are taken from the lessons' sources. The correct function must hold, and each wrong one must change the
+verdict.
 """
 
 import ast
@@ -63,7 +63,7 @@ def _defined(node):
 
 
 def tiles(q, k, v, mask, tile=64, keep_last=True, shrinks=True):
-    """Compute attention by an online softmax, on request with a common mistake."""
+    """Compute attention by an online softmax; the options add a common mistake."""
     top = torch.full_like(q[..., :1], -math.inf)
     total, out = torch.zeros_like(top), torch.zeros_like(q)
     last = k.shape[-2] if keep_last else k.shape[-2] // tile * tile
@@ -91,7 +91,7 @@ WRONG = {
 
 
 def planted(function):
-    """Registers an attention with transformers, and gives its name."""
+    """Register an attention function with transformers, and return its name."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -105,7 +105,7 @@ def planted(function):
 
 @pytest.fixture(autouse=True)
 def _unregistered():
-    """Unregister after the test: a registration lasts for the whole process."""
+    """Remove the registered attention after each test, because a registration lasts for the whole process."""
     yield
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -191,7 +191,7 @@ def test_a_backend_that_runs_other_operations_is_not_eager(backend, expected):
 @pytest.mark.nightly
 @pytest.mark.parametrize(("events", "expected"), [([], REFUTED), (["cudaGraphLaunch"], HOLDS)])
 def test_a_graph_that_is_replayed_is_seen(monkeypatch, events, expected):
-    """`replayed` runs here with nothing compiled and a profiler that saw what is planted."""
+    """Nothing is compiled here, and a stub profiler reports the given events to the lesson's `replayed`."""
     profile = SimpleNamespace(events=lambda: [SimpleNamespace(name=name) for name in ["aten::mm", *events]])
     monkeypatch.setattr(torch, "compile", lambda model, mode: model)
     monkeypatch.setattr(torch.profiler, "profile", lambda: contextlib.nullcontext(profile))
@@ -226,7 +226,9 @@ def test_a_fused_update_that_is_no_faster_is_noticed(fused, expected):
 
 @pytest.mark.parametrize(("steps", "expected"), [(3, HOLDS), (12, REFUTED), (30, REFUTED)])
 def test_workers_beyond_four_help_where_four_do_not_keep_up(steps, expected):
-    """The lesson's rules: 4 workers hide a reader that takes 3 steps, but no slower one."""
+    """By the lesson's model, 4 workers keep up with a reader that takes 3 steps per batch, but not with a
+    slower one.
+    """
     taken = lesson("12", "simulate", "total")
     four, sixteen = (taken.total(taken.simulate(steps, count, batches=200)[300:], "wait", "train") for count in (4, 16))
     value = four / sixteen
@@ -244,7 +246,7 @@ def test_no_more_batches_are_under_way_than_workers_times_prefetch():
 
 
 def test_workers_are_forked_whatever_python_starts_by_default():
-    """As Python 3.14 does, by forkserver, where a function of the lesson's cannot travel."""
+    """Python 3.14 starts workers by forkserver, which cannot send a function that is defined in a notebook."""
     taken = lesson("12", "forked", "Reader")
     before = multiprocessing.get_start_method(allow_none=True)
     multiprocessing.set_start_method("forkserver", force=True)

@@ -1,4 +1,4 @@
-"""Every claim's check, tried on measurements that are wrong in a plausible way: the list is made from the ledger.
+"""Check every claim with measurements that are wrong in plausible ways (mutants); the list is made from the ledger.
 
 The expected verdict of each mutant follows from its definition, not from the rule under test.
 """
@@ -14,7 +14,7 @@ LEDGER = {id: claim for id, claim in ledger.load().items() if claim.where != "te
 
 
 def promised(claim):
-    """A value that the claim's own words call true: the guides' figure, else one well inside the window."""
+    """Return a value for which the claim is true: the guides' figure, otherwise a value well inside the window."""
     if claim.guide.value is not None:
         return claim.guide.value
     match claim.direction, claim.threshold:
@@ -85,7 +85,7 @@ def test_a_check_gives_the_verdict_that_its_measurement_deserves(claims, machine
 
 @pytest.mark.parametrize("id", LEDGER)
 def test_a_wrong_measurement_fails_a_strict_run(id):
-    """On no kind of machine are all the verdicts of a claim's mutants expected."""
+    """On each kind of machine, at least one mutant of a claim gets an unexpected verdict."""
     given = {verdict for _, _, verdict in mutants(LEDGER[id])}
     for kind, expected in LEDGER[id].expected.items():
         assert given - set(expected), f"{id} on {kind}: whatever is measured would be expected"

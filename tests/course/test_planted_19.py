@@ -1,4 +1,4 @@
-"""Lesson 19's measurements with something wrong planted: the verdict must turn."""
+"""Plant faults in lesson 19's measurements: the verdict must change."""
 
 import ast
 import itertools
@@ -25,7 +25,7 @@ SIZES = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_atte
 
 
 def lesson(**planted):
-    """The lesson's functions, and what they use; what is planted stands in place of the lesson's own."""
+    """Return the lesson's functions with the names that they use; `planted` replaces some of these names."""
     taken = [node for node in ast.parse(SOURCE.read_text("utf-8")).body if getattr(node, "name", None) in FUNCTIONS]
     assert {node.name for node in taken} == FUNCTIONS
     scope = dict(torch=torch, F=torch.nn.functional, tempfile=tempfile, itertools=itertools, warnings=warnings)
@@ -41,7 +41,7 @@ def lesson(**planted):
 
 
 class Obeying(Trainer):
-    """A Trainer that would obey fp16 on a CPU."""
+    """A Trainer that, unlike transformers', applies fp16 on a CPU."""
 
     def compute_loss(self, *given, **named):
         with torch.autocast("cpu", torch.float16, enabled=self.args.fp16):
@@ -109,7 +109,7 @@ def test_one_large_batch_alone_would_hide_that_bf16_saves_nothing_with_a_small_o
 
 
 class Linear(torch.nn.Module):
-    """Notes the rows that it is given."""
+    """Record the rows that it gets in `seen`."""
 
     def __init__(self):
         super().__init__()
@@ -137,7 +137,7 @@ def test_ranks_share_an_update_s_samples_and_take_each_once():
 
 
 def both(**seconds):
-    """Two ranks' turns: (wall, CPU seconds) by name; the second rank waits where it has nothing to do."""
+    """Return two ranks' turns: {name: (wall, CPU seconds)}, the same for both."""
     return [{"turns": {name: [clocks] * 7 for name, clocks in seconds.items()}}] * 2
 
 

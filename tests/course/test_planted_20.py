@@ -1,4 +1,4 @@
-"""Lesson 20's measurements with something wrong planted: the verdict must turn."""
+"""Plant faults in lesson 20's measurements: the verdict must change."""
 
 import ast
 import copy
@@ -99,7 +99,7 @@ def test_a_device_that_is_allowed_compiles(lesson, allowed, expected):
 
 @pytest.fixture
 def learnt(lesson):
-    """The lesson's functions with a model that has learnt a little."""
+    """Return the lesson's functions after its model was trained for 60 steps."""
     optimizer = torch.optim.AdamW(lesson.model.parameters(), lr=4e-3)
     for seed in range(60):
         batch = lesson.text(16, 32, seed)

@@ -1,4 +1,4 @@
-"""Lesson 21's measurements with something wrong, or something fixed, planted: the verdict must turn."""
+"""Plant faults, or a repaired library, in lesson 21's measurements: the verdict must change."""
 
 import ast
 import re
@@ -47,7 +47,7 @@ FUNCTIONS |= {
 
 @pytest.fixture(scope="module")
 def lesson():
-    """The lesson's functions, over a model of 50 MB."""
+    """Return the lesson's functions with a smaller model, of 50 MB."""
     text = SOURCE.read_text("utf-8")
     setup = next(cell for cell in re.split(r"(?m)^# %%.*\n", text) if "import torch" in cell)
     scope = {"__name__": "planted"}

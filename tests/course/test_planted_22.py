@@ -1,4 +1,4 @@
-"""Lesson 22's measurements with something wrong planted: the verdict must turn."""
+"""Plant faults in lesson 22's measurements: the verdict must change."""
 
 import math
 from functools import partial

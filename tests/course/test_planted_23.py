@@ -1,4 +1,6 @@
-"""Lesson 23: faults that it does not have must be named, and measurements planted wrong must turn the verdict."""
+"""Lesson 23: its clinic must name faults that the lesson does not have, and planted wrong measurements must change the
+verdict.
+"""
 
 import ast
 import contextlib
@@ -25,7 +27,7 @@ K_PROJ = "model.layers.0.self_attn.k_proj"
 
 @pytest.fixture
 def lesson():
-    """The lesson's functions and classes, and the constants that they need."""
+    """Return the lesson's functions and classes, with the constants that they need."""
     kinds, constants = (
         (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef),
         {"SIZES", "CONFIG", "WIDE", "lengths", "uneven"},
@@ -263,11 +265,13 @@ class TestVerdicts:
 
 
 class TestFragments:
-    """The estimate models the allocator's rules, so no card is needed to see whether the claim can turn."""
+    """Test the claim about fragmentation without a GPU: the estimate models the allocator's rules."""
 
     @pytest.fixture
     def rest(self, lesson):
-        """Function (settings) -> bytes reserved beyond the peak of tensors, as the lesson has it without a GPU."""
+        """Return a function of allocator settings: the bytes reserved beyond the peak of tensors, as the lesson
+        calculates them without a GPU.
+        """
         lesson.scope["lab"] = SimpleNamespace(machine=SimpleNamespace(kind="cpu"))
 
         def rest(settings):

@@ -1,4 +1,4 @@
-"""Lesson 24's measurements with something wrong planted: the verdict must turn."""
+"""Plant faults in lesson 24's measurements: the verdict must change."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ LENGTHS = range(2, 14)
 
 
 def driver(temperatures=None, margins=None, **more):
-    """A driver's answers by the query: thresholds in °C by number, or margins by field, as NVML gives either."""
+    """Return a stub of NVML queries, with temperature thresholds in °C by number, or margins by field number."""
 
     def ask(query, _, *what):
         if query == "nvmlDeviceGetTemperatureThreshold":

@@ -1,4 +1,4 @@
-"""Lesson 25's measurements with something wrong planted: the verdict must turn."""
+"""Plant faults in lesson 25's measurements: the verdict must change."""
 
 import copy
 
@@ -27,7 +27,7 @@ def adapting(lesson):
 
 
 def unfrozen(adapt):
-    """Adapters beside a base that goes on learning."""
+    """Return the function `adapt` with a fault: it adds adapters, but leaves the base trainable."""
 
     def planted(model, *arguments):
         adapt(model, *arguments)

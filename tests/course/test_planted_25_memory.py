@@ -1,5 +1,6 @@
-"""Lesson 25's measurements of memory with something wrong planted in the libraries, or in the lesson: the verdict must
-turn, or the lesson must say that it measured something else."""
+"""Plant faults in the libraries or in lesson 25's memory measurements: the verdict must change, or the lesson must
+report that it measured something else.
+"""
 
 import functools
 from types import SimpleNamespace
@@ -35,7 +36,7 @@ def base_that_learns():
 
 
 def base_frozen_after_a_step():
-    """Too late: the optimizer has its states by then."""
+    """Freeze the base after the first step, which is too late: the optimizer has its states by then."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     base_that_learns()
@@ -74,7 +75,7 @@ def preparing_that_does_nothing():
 
 
 def without(*names):
-    """Arguments that a library does not hear."""
+    """Return a function that removes arguments, like a library that ignores them."""
 
     def planted(arguments):
         return {name: value for name, value in arguments.items() if name not in names}
@@ -83,7 +84,7 @@ def without(*names):
 
 
 def whole_states(model, args):
-    """AdamW as libraries have it that keep its states in fp32, whatever the weights are."""
+    """Return an AdamW that keeps its states in fp32, whatever the type of the weights, as some libraries do."""
     import torch
 
     class Whole(torch.optim.AdamW):
@@ -108,10 +109,10 @@ class Planted:
     """A lab that trains as the lesson's does, with a fault in some of its trainings.
 
     Args:
-        fault: called in the clean process, before it trains.
-        change: returns what a library makes of a training's arguments.
+        fault: called in the fresh subprocess, before it trains.
+        change: returns the arguments as a faulty library would use them.
         optimizer: as `Lab.train` takes it.
-        names: of the trainings with the fault; none: all.
+        names: of the trainings with the fault; (): all.
     """
 
     def __init__(self, fault=None, change=None, optimizer=None, names=()):
@@ -127,7 +128,7 @@ class Planted:
 
 
 class Wrapped:
-    """An argument that is not part of a cache key."""
+    """Wrap a value so that it does not affect a cache key: all wrapped values are equal."""
 
     def __init__(self, value):
         self.value = value

@@ -1,5 +1,6 @@
-"""Lessons 15 and 16 with something planted that a learner or a library could have wrong: the verdict, or the lesson's
-own comparison, must turn. The lessons' own cells are used, at small sizes."""
+"""Plant mistakes that a learner or a library could make in lessons 15 and 16: the verdict, or the lesson's own
+comparison, must change. The lessons' own cells are used, at small sizes.
+"""
 
 import contextlib
 import re
@@ -25,8 +26,13 @@ TASK = Task("bert-tiny", seq_len=16, config=NO_DROPOUT | {"num_hidden_layers": 2
 
 
 def lesson(name, *needed, plant=None, **known):
-    """The names that a lesson's cells define, of those cells that hold one of the texts in `needed`, in which `plant`,
-    (right, wrong), is planted."""
+    """Run some cells of a lesson and return the names that they define.
+
+    Args:
+        needed: texts; the first cell with each of them is run.
+        plant: (right text, wrong text) to replace in these cells.
+        known: names that the cells can use.
+    """
     cells = re.split(r"(?m)^# %%.*\n", (SOURCES / f"{name}.py").read_text("utf-8"))
     setup = next(cell for cell in cells if "import torch" in cell)
     chosen = [next(cell for cell in cells if text in cell) for text in needed]
@@ -47,7 +53,7 @@ def lab(tmp_path):
 
 
 class TestSameGradients:
-    """Lesson 16 compares gradients, since AdamW hides their size."""
+    """Lesson 16 compares gradients, because AdamW's update does not depend on their scale."""
 
     def value(self, lab, ranks, stage, plant=None):
         cells = ("class Traffic", "class Row", "class Part", "def train(", "def finish(")
@@ -94,7 +100,9 @@ class TestWhatDdpSends:
 
 
 class TestTwoLaws:
-    """Steps on the three cables of lesson 15, reckoned for a library: bytes and stops of what it sends."""
+    """Calculate step times over lesson 15's three links, for a library that sends given bytes in a given number of
+    messages.
+    """
 
     def ratios(self, bytes_of, stops_of, rate=100e6 / 8, delay=0.01):
         def run(base, added):

@@ -1,7 +1,7 @@
-"""Lessons 17 and 18 with a mistake planted that a learner or a library could make: the claim that it concerns turns.
+"""Plant a mistake that a learner or a library could make in lessons 17 and 18: the verdict of its claim must change.
 
-The cells are the lessons' own, as their sources have them; a mistake is planted in the text of a cell, or in place of
-one of its functions. No whole lesson is run.
+The cells are taken from the lessons' sources; a mistake is planted in the text of a cell, or replaces one of its
+functions. No whole lesson is run.
 """
 
 import ast
@@ -23,10 +23,10 @@ LEDGER = load()
 
 
 def cells(lesson, *names, planted=()):
-    """The imports of a lesson, and what is defined in those of its cells that define one of these names.
+    """Return the names that a lesson imports, and those defined in its cells that define one of `names`.
 
     Args:
-        planted: pairs of texts, what stands in one of these cells and what is to stand there.
+        planted: pairs (text in one of these cells, its replacement).
     """
     code = [
         cell.source for cell in jupytext.read(next(SOURCES.glob(f"{lesson}_*.py"))).cells if cell.cell_type == "code"

@@ -1,5 +1,6 @@
-"""Lessons 02 and 04 against devices, libraries and measurements that are wrong in ways a reader could meet: each turns
-a verdict. The lessons' own functions are taken out of their sources; a formula gives the times of a device."""
+"""Run the functions of lessons 02 and 04 on devices, libraries and measurements that are wrong in plausible ways: a
+verdict must change. A formula gives the times of a device.
+"""
 
 import ast
 import collections
@@ -53,8 +54,15 @@ def turns(seconds, count=4):
 
 
 def products_on(at_once, tile, aligned, tiles=True, sizes=None):
-    """The lesson's verdicts on products of a GPU whose time is a formula: rounds of tiles, or plain arithmetic, and
-    what a badly aligned size costs by its dtype."""
+    """Return the lesson's verdicts on matmuls of a GPU whose times follow a formula.
+
+    Args:
+        at_once: tiles that the GPU computes at once.
+        tile: (rows, columns) of a tile.
+        aligned: function (size, dtype) that returns the factor on the time for a size.
+        tiles: whether the time is that of whole waves of tiles, otherwise that of the arithmetic.
+        sizes: matmuls to use in place of the lesson's.
+    """
     edge = at_once // (2048 // tile[0]) * tile[1]
     given = {"rows_here": 2048, "depth": 4096, "edge": edge, "on_cpu": False, "FLOOR": 1.02}
     lesson = taken_from(BATCH, "waves", "PRODUCTS", "faster", "gain_of_half", **given)
@@ -95,7 +103,9 @@ def test_tiles_alone_are_not_taken_for_alignment(card, tile):
 
 
 def test_sizes_on_either_side_of_an_edge_would_have_been_taken_for_alignment():
-    """4096 against 4097 and 4104, which the lesson had once, on a card that does not care."""
+    """An earlier lesson compared 4096 with 4097 and 4104. On a card without alignment effects these sizes differ by a
+    wave of tiles.
+    """
     old = {name: (size,) * 3 + ("float16",) for name, size in {"of 64": 4096, "of 8": 4104, "odd": 4097}.items()}
     beside = {"of 8": (4096,) * 3 + ("float16",)}
     assert products_on(132, (256, 128), indifferent, sizes=old)["multiples-of-64"] is HOLDS
@@ -134,7 +144,7 @@ def test_two_knees_are_reckoned_with_in_the_exercise():
 
 
 def steps_on(one_pass, update, sizes=(1, 4, 12, 25, 51)):
-    """The lesson's verdicts on three processes of a device: seconds of a pass by batch size, and of an update."""
+    """Return the lesson's verdicts on a device, from the seconds of a pass by batch size, and of an update."""
     taken = [[*(turns(one_pass(size) + update) for size in (*sizes, 1, sizes[-1])), turns(update)]] * 3
     lesson = taken_from(BATCH, "speed_of", "by_updates", CLOCK=CPU, FLOOR=1.05, taken=taken)
     last, largest, quarter = len(sizes) - 1, sizes[-1], sizes.index(sizes[-1] // 4)
@@ -238,7 +248,7 @@ def test_what_an_activation_keeps_decides_its_claim(monkeypatch):
 
 
 def products_in_backward(seconds):
-    """The verdict of a library whose products take what `seconds` says of their operands."""
+    """Return the verdict for a library whose matmuls take `seconds(left, right)`."""
 
     class Clock(TorchDispatchMode):
         spent = 0.0
@@ -272,7 +282,9 @@ def test_products_are_awkward_in_backward_where_a_library_is_slow_at_them():
 
 
 def test_copies_do_not_decide_the_order_of_the_groups():
-    """A program that copies a lot moves bytes and computes nothing; one whose norms are bare sums has no order."""
+    """Copies move many bytes and compute nothing, so they do not change the order. Norms that are plain sums give no
+    order.
+    """
     row = recorder().Row
     step = [
         row("forward", "mm", "contraction", 1000, 10, 10),
@@ -307,7 +319,7 @@ DEVICES = {  # FLOP/s, bytes/s, seconds of a call, seconds between operations, s
 
 @functools.cache
 def operations():
-    """The operations of a step of both models, as the lesson counts them."""
+    """Return the operations of a training step of both models, as the lesson counts them."""
     lesson = recorder("one_step", "count", one_thread=lambda: None)
     return [[lesson.Row(*row) for row in lesson.count(task, samples)] for task, samples in ((PLAIN, 4), (UNSEEN, 8))]
 

@@ -1,4 +1,4 @@
-"""The client that executes lessons receives each reply."""
+"""The client that executes lessons receives every reply."""
 
 import asyncio
 import time
@@ -20,7 +20,7 @@ class Channel(AsyncZMQSocketChannel):
 
 
 async def received(channel_class, timeout):
-    """Return what a client hears of a reply that came while the client was sending, and after how many seconds."""
+    """Return the reply that a client gets if it comes while the client is sending, and after how many seconds."""
     session, context = Session(), zmq.asyncio.Context()
     kernel, client = zmq.Context.instance().socket(zmq.ROUTER), context.socket(zmq.DEALER)
     try:
@@ -49,7 +49,7 @@ def test_a_reply_that_came_while_sending_is_heard_a_second_later():
 
 @pytest.mark.nightly
 def test_jupyters_own_channel_hears_it_only_when_its_time_is_over():
-    """If this fails, Jupyter has fixed the fault, and `polling` can be removed."""
+    """If this test fails, Jupyter has fixed the fault, and `polling` can be removed."""
     _, seconds = asyncio.run(received(AsyncZMQSocketChannel, timeout=6.0))
     assert seconds > 3
 

@@ -1,5 +1,6 @@
-"""The ledger on simulated CPUs of different speeds: correct measurements get an expected verdict on each of
-them, wrong measurements do not."""
+"""The ledger on simulated CPUs of different speeds: correct measurements get an expected verdict on each of them, wrong
+measurements do not.
+"""
 
 from pathlib import Path
 
@@ -49,7 +50,7 @@ def test_what_is_measured_rightly_is_expected_on_every_cpu(claims, id, cpu):
 
 
 def wrong(id, right):
-    """Measurements that a mistake would give, in place of the right one."""
+    """Yield (mistake, measurement) for measurements that a mistake would give in place of the right one."""
     claim, floor = LEDGER[id], right.high / right.value
     yield "three times as much", within(3 * right.value, floor)
     yield "a third", within(right.value / 3, floor)
@@ -70,7 +71,9 @@ def test_what_is_measured_wrongly_is_not_expected_on_any_cpu(claims, id, cpu):
 
 @pytest.mark.parametrize("id", ["half-precision-faster-cpu", "table-half-speed"])
 def test_a_flag_decides_nothing_and_a_rate_does(claims, id):
-    """Two CPUs with the same instruction: the gain of one is the mistake of the other."""
+    """Of two CPUs with the same instruction, one is faster with it and one slower. Each one's value contradicts the
+    other's prediction.
+    """
     quick, slow = AMD, next(cpu for cpu in CPUS if "slower than fp32" in cpu.name)
     (gain, of_quick), (loss, of_slow) = simulated(id, quick), simulated(id, slow)
     assert checked(claims, id, gain, of_quick).verdict is Verdict.HOLDS

@@ -1,8 +1,8 @@
 """Calls of scaled_dot_product_attention drawn at random, and the kernel that each release of torch selects for them.
 
 `attention_choices.json` has a letter for each call, by release and compute capability, as torch's CUDA builds choose in
-rehearsals: "c" cuDNN, "f" flash, "e" memory-efficient, "m" math, "-" where torch refuses the call.
-`python tests/rehearsal/test_attention_rehearsed.py` writes those of the installed release.
+rehearsals: "c" cuDNN, "f" flash, "e" memory-efficient, "m" math, "-" if torch refuses the call. `python
+tests/rehearsal/test_attention_rehearsed.py` writes those of the installed release.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ MASKS = ("bool2", "bool3", "bool4", "bool1", "turned", "float4", "float2", "lear
 
 @dataclass(frozen=True)
 class Call:
-    """Sizes of the tensors, and options, of one call."""
+    """One call of scaled_dot_product_attention: sizes and layout of its tensors, and its options."""
 
     dtype: str
     batch: tuple[int, int]  # of queries, and of keys and values
@@ -65,7 +65,7 @@ class Call:
     has_batch: bool
 
     def tensors(self, device: str):
-        """Query, key, value and mask."""
+        """Return query, key, value and mask on a device."""
         dtype = getattr(torch, self.dtype)
         lengths = self.length[0], self.length[1], self.length[1]
         batches = self.batch[0], self.batch[1], self.batch[1]
@@ -101,7 +101,7 @@ class Call:
         return {"dropout_p": self.dropout, "is_causal": self.causal, "enable_gqa": self.enable_gqa}
 
     def gradients(self):
-        """The context in which it is called."""
+        """Return the context in which the call is made: `no_grad` if no tensor requires a gradient."""
         return contextlib.nullcontext() if self.learned else torch.no_grad()
 
 
@@ -147,7 +147,7 @@ def calls(count: int = COUNT, seed: int = 0) -> list[Call]:
 
 
 class Seen(TorchDispatchMode):
-    """Remembers the fused kernel that runs."""
+    """Record which attention kernel runs."""
 
     def __init__(self):
         super().__init__()

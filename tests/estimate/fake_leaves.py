@@ -1,4 +1,6 @@
-"""Fake tensors for all tests of a module, as in an estimate: `fakes`, once imported, and leaves to begin with."""
+"""Import `fakes` to use fake tensors in all tests of a module, as in an estimate; and make fake tensors to
+begin with.
+"""
 
 import pytest
 import torch

@@ -1,8 +1,8 @@
 """Operations whose memory has a rule of its own in `kernels`.
 
-`kernels.json` has what torch's CUDA builds ask their allocator for at compute capability 8.0 (rehearsed): the bytes of
-a block, or ~n if the n-th is freed, by the release since which torch asks for that. `python
-tests/rehearsal/test_kernels_rehearsed.py` adds what the installed release changed.
+`kernels.json` has the requests of torch's CUDA builds to their allocator at compute capability 8.0 (rehearsed): the
+bytes of a block, or ~n if the n-th block is freed, by the first release that requests this. `python
+tests/rehearsal/test_kernels_rehearsed.py` adds the requests that the installed release changed.
 """
 
 import functools
@@ -16,7 +16,9 @@ F16, BF16, F32, I64, I32 = torch.float16, torch.bfloat16, torch.float32, torch.i
 
 
 def ordered(events):
-    """Blocks that are given back one after the other by their numbers: it is all the same to an allocator."""
+    """Sort consecutive frees by the numbers of their blocks, because their order makes no difference to an
+    allocator.
+    """
     found, freed = [], []
     for event in [*events, 0]:
         if event < 0:
@@ -28,8 +30,10 @@ def ordered(events):
 
 
 def events(changes):
-    """Turn (block, bytes, negative for a free) into bytes, and ~n for the free of the n-th block. Blocks that
-    existed before are left out."""
+    """Return bytes for an allocation, and ~n for the free of the n-th block. Frees of earlier blocks are left out.
+
+    `changes`: (block, bytes) of each event; the bytes of a free are negative.
+    """
     numbers, found, counter = {}, [], itertools.count()
     for which, size in changes:
         if size > 0:
@@ -114,7 +118,7 @@ def softmax_backward():
 
 
 def images(order, count=4, dtype=F32):
-    """Return a tensor of 32 channels and 28 x 28 points in a memory format or, if "turned", in none of them."""
+    """Return a tensor of 32 channels and 28 x 28 pixels in a memory format, or with "turned" in no standard format."""
     if order == "turned":
         return zeros(count, 28, 32, 28, dtype=dtype).transpose(1, 2)
     return zeros(count, 32, 28, 28, dtype=dtype).contiguous(memory_format=getattr(torch, order))
@@ -140,7 +144,7 @@ def patches_backward():
 
 
 def turned(function, *shape, dtype=F32, **options):
-    """Return a tensor whose first two dimensions were exchanged."""
+    """Return a tensor whose first two dimensions were swapped."""
     tensor = zeros(*shape, dtype=dtype).transpose(0, 1)
     return lambda: function(tensor, **options)
 
@@ -292,13 +296,13 @@ SINCE_2_14 = {
 
 
 def warmed_up():
-    """Take the workspaces that a thread keeps before torch 2.15, so that a case shows none."""
+    """Allocate the workspaces that a thread keeps before torch 2.15, so that no case includes them."""
     for bias in (zeros(8), zeros(8, 8)):
         torch.addmm(bias, zeros(8, 8), zeros(8, 8))
 
 
 def drawn(count, seed=0):
-    """Embeddings, running sums and sorts of any size: {name: function}."""
+    """Return {name: function} of embedding gradients, running sums and sorts with random sizes."""
     draw, found = random.Random(seed), {}
     for number in range(count):
         size, width = int(2 ** draw.uniform(11.7, 22)), draw.choice((1, 3, 8))

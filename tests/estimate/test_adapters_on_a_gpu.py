@@ -1,4 +1,4 @@
-"""The estimate models how peft and bitsandbytes differ on a GPU from a CPU."""
+"""The estimate models the differences between a GPU and a CPU in peft and bitsandbytes."""
 
 import pytest
 

@@ -1,6 +1,7 @@
-"""The caching allocator's segments against those counted by hand, and the workspaces and contexts that are known.
+"""The caching allocator's segments compared with segments counted by hand; and the known workspaces and contexts.
 
-`benchmarks/measure_allocator.py` compares it with torch's own in rehearsals; this file checks its record.
+`benchmarks/measure_allocator.py` compares the model with torch's own allocator in rehearsals; this file checks its
+record.
 """
 
 import importlib.metadata
@@ -23,7 +24,7 @@ RECORD = Path(__file__).parents[2] / "results" / "allocator.json"
 
 
 def filled(text="", *sizes_mib, **options):
-    """An allocator with these settings and blocks of so many MiB, named by their numbers."""
+    """Return an allocator with these settings and blocks of the given MiB, whose keys are 0, 1, 2, ..."""
     memory = CachingAllocator(Settings.parse(text), **options)
     for key, size in enumerate(sizes_mib):
         memory.allocate(key, size * MIB)
@@ -155,8 +156,9 @@ TIES = {"2.10": "a", "2.11": "a", "2.12": "b", "2.13": "c", "2.14": "c", "2.15":
 
 @pytest.mark.parametrize("torch_version", allocator_settings.RELEASES)
 def test_of_equal_blocks_each_release_takes_its_own(torch_version):
-    """Three free blocks of 4 MiB: `a` in the youngest segment, which lies lowest; `b` made before both others; `c` in
-    the oldest segment, split again since."""
+    """There are three free blocks of 4 MiB: `a` in the youngest segment, which has the lowest address; `b`, the
+    earliest Block object; and `c` in the oldest segment, which was split again since.
+    """
     memory = filled("", 4, 16, 4, 16, 4, 16, rules=release(torch_version))
     addresses = {"c": address(memory, 0), "b": address(memory, 2), "a": address(memory, 4)}
     assert addresses["a"] < addresses["b"] < addresses["c"]
@@ -171,7 +173,9 @@ def test_of_equal_blocks_each_release_takes_its_own(torch_version):
 
 
 def test_where_the_lowest_address_is_taken_the_same_training_reserves_more():
-    """A block that stays in the older segment prevents a merge: a tie costs a segment."""
+    """A block that stays in the older segment prevents a merge, so this choice between equal blocks takes one more
+    segment.
+    """
     reserved = {}
     for torch_version in ("2.11", "2.13"):
         memory = filled("", 9, 10, 9, 10, rules=release(torch_version))
@@ -255,7 +259,7 @@ RULES_OF_2_15 = replace(release("2.14"), torch="2.15")
 
 @pytest.mark.parametrize(("torch_version", "in_vain"), [("2.13", True), ("2.15", False)])
 def test_of_what_no_expandable_segment_holds_only_older_torches_take_one(torch_version, in_vain):
-    """9/8 of the device are a segment's addresses: a request for more finds no room at once since 2.15."""
+    """A segment has 9/8 of the device's bytes as addresses. Since torch 2.15 a larger request fails at once."""
     rules = replace(release("2.13"), torch=torch_version)
     memory = filled("expandable_segments:True", capacity=100 * MIB, rules=rules)
     with pytest.raises(OutOfMemory):

@@ -1,4 +1,6 @@
-"""A log of allocations and frees on the allocator: peaks since the first forward pass, phases, too small a card."""
+"""Replay a log of allocations and frees on the allocator: peaks since the first forward pass, phases, and a card that
+is too small.
+"""
 
 import numpy as np
 import pytest

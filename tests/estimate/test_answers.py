@@ -1,4 +1,4 @@
-"""Stored answers equal those of a trace, only commands use them, and any change that may alter them voids them."""
+"""Stored answers equal traced ones, only commands use them, and any change that may affect an answer invalidates it."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def training(task=TINY, **given):
 
 
 def traces(monkeypatch, *questions):
-    """How many of these questions are traced, each asked by a new command."""
+    """Return how many of these questions are traced if a new command asks each of them."""
     count = [0]
 
     def call(*_, **__):

@@ -1,4 +1,4 @@
-"""The estimate over classes of transformers' registries, and the record of it: results/architectures.json."""
+"""The estimate for classes of transformers' registries, and its record, results/architectures.json."""
 
 import argparse
 import sys

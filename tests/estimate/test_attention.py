@@ -1,4 +1,6 @@
-"""The kernel that the estimate selects for attention, by release of torch, against torch's CUDA builds."""
+"""The attention kernel that the estimate selects, by release of torch, compared with the choice of torch's
+CUDA builds.
+"""
 
 import json
 from pathlib import Path
@@ -13,7 +15,7 @@ CHOICES = json.loads(Path(__file__).with_name("attention_choices.json").read_tex
 
 
 def selected(rules, capability, calls) -> str:
-    """A letter per call, see `attention_cases`."""
+    """Return one letter per call for the kernel that the estimate selects, see `attention_cases`."""
     found = []
     for one in calls:
         with one.gradients():

@@ -1,4 +1,4 @@
-"""CUDA's rules of autocast on fake tensors: the type of each operator's result, and the casts that are kept."""
+"""CUDA's autocast rules on fake tensors: the type of each operator's result, and the casts that are kept."""
 
 import contextlib
 
@@ -15,7 +15,7 @@ F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
 
 class Casts(TorchDispatchMode):
-    """Counts the copies into another type."""
+    """Count casts into another type."""
 
     def __init__(self):
         super().__init__()
@@ -106,7 +106,7 @@ def test_a_trainer_with_fp16_autocasts():
 
 
 def test_who_queries_autocast_gets_cudas_answer():
-    """peft's layers over quantized weights ask, and cast what they are given where it is off."""
+    """peft's layers over quantized weights query autocast, and cast their input if it is off."""
     own = torch.is_autocast_enabled
     with cuda.emulated():
         assert not torch.is_autocast_enabled() and torch.get_autocast_dtype("cuda") is F16
@@ -131,7 +131,9 @@ def test_tf32_is_there_where_the_card_has_it(capability, has, tmp_path):
 
 
 def test_what_other_libraries_autocast_is_left_alone():
-    """As torchvision does, which every Colab has: with it no training could be estimated for CUDA."""
+    """torchvision registers autocast rules of its own. If they were replaced, no training could be estimated for CUDA
+    on Colab, which has torchvision.
+    """
     with torch.library._scoped_library("elsewhere", "FRAGMENT") as library:
         library.define("doubled(Tensor x) -> Tensor")
         for key in ("AutocastCUDA", "AutocastCPU"):

@@ -1,4 +1,4 @@
-"""CUDA's behaviour on fake tensors: what is saved and what is chosen, and the allocator's segments."""
+"""CUDA's behaviour on fake tensors: saved tensors, selected kernels, and the allocator's segments."""
 
 import contextlib
 import weakref
@@ -18,7 +18,7 @@ F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
 
 class Seen(TorchDispatchMode):
-    """The operators that ran, and the bytes of fake storages that lived at the end of each."""
+    """Record the operators that ran, and the bytes of fake storages that were alive at the end of each."""
 
     def __init__(self):
         super().__init__()
@@ -45,7 +45,7 @@ class Seen(TorchDispatchMode):
 
 
 def saved(tensor):
-    """Bytes of the storages that autograd keeps for one node, by name; its inputs' included."""
+    """Return {name: bytes} of the storages that autograd saves for one node, its inputs included."""
     node = tensor.grad_fn
     names = [name for name in dir(node) if name.startswith("_saved_")]
     values = {name.removeprefix("_saved_"): getattr(node, name) for name in names}

@@ -1,4 +1,4 @@
-"""The memory of a deep model, extrapolated from two shallow ones, against a trace of all its layers."""
+"""The memory of a deep model, extrapolated from two shallow ones, compared with a trace of all its layers."""
 
 import pytest
 

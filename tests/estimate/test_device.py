@@ -1,4 +1,4 @@
-"""Tensors on the device, and since when: the host's tensors count only once they are sent."""
+"""Tensors on the device and the time from which they are there: tensors on the host count only once they are sent."""
 
 import contextlib
 import os
@@ -111,7 +111,9 @@ def test_a_tensor_of_tensors_is_traced_by_what_it_is_made_of(tracker):
 
 
 def paged(tell):
-    """Sizes of the states that a paged optimizer of bitsandbytes makes on the device, large and small weight."""
+    """Return the bytes on the device, and the elements, of a paged optimizer's states for a large and a
+    small weight.
+    """
     from bitsandbytes.optim.optimizer import Optimizer8bit
 
     tracker = DeviceTracker((8, 0))
@@ -130,7 +132,7 @@ def test_large_states_of_a_paged_optimizer_lie_elsewhere():
 
 
 def of_gradients(function, tell=None):
-    """Bytes of the blocks that are made and given back from the forward of a function on, on fake tensors."""
+    """Return the bytes of allocations and frees from a function's forward on, on fake tensors."""
     tracker = DeviceTracker((8, 0))
     with cuda.emulated(), tracker, tracker.emulated():
         tracker.weights = Placement.DEVICE
@@ -181,8 +183,11 @@ def test_the_two_bounds_of_a_clamp_are_joined_in_place():
 
 
 def changes(follows_each, options, tell):
-    """The allocations and frees of two steps of six micro-batches, in bytes with their labels, the ends of phases, and
-    where the cache was emptied."""
+    """Return (allocations and frees with bytes and labels, the ends of phases, where the cache was emptied) of two
+    steps.
+
+    Each step has six micro-batches. `follows_each`: trace each of them instead of repeating one.
+    """
     from trainmem.estimate import trace
 
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -223,7 +228,7 @@ class Numbers(torch.utils.data.Dataset):
 
 
 def padded(samples):
-    """As TRL's collators: on the device that its samples name."""
+    """Pad samples as TRL's collators do: on the device that the samples are on."""
     whole = torch.full((len(samples), 6), -100, dtype=torch.int64, device=samples[0].device)
     for row, sample in zip(whole, samples, strict=True):
         row[: len(sample)] = sample
@@ -250,7 +255,7 @@ def test_the_logarithm_of_a_sigmoid_keeps_its_input_alone():
 
 @pytest.fixture
 def trl(monkeypatch):
-    """The part of TRL 1.16 in which its loss differs between a GPU and a CPU without Triton."""
+    """Install a stub of the part of TRL 1.16 in which its loss differs between a GPU and a CPU without Triton."""
     kernels, utils = (types.ModuleType(name) for name in ("trl.kernels.chunked_logprob", "trl.trainer.utils"))
     utils._use_triton = kernels._use_triton = lambda device: device.type == "cuda"
     utils._supports_trl_loss_kernel = lambda logits: logits.is_cuda

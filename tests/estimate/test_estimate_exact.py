@@ -1,7 +1,7 @@
-"""The estimate on a CPU against what the lab counts: equal to the byte, each category too.
+"""The estimate on a CPU equals the lab's count to the byte, in each category.
 
-The (model, recipe) pairs are generated: every architecture and every setting occurs, and every two settings that need
-each other's company occur together.
+The pairs of architecture and recipe are generated: every architecture and every setting occurs, and settings that
+affect each other occur together.
 """
 
 import itertools
@@ -70,7 +70,7 @@ ARCHITECTURES = {
 
 
 def momentum(model, _):
-    """An optimizer that `optim` does not name."""
+    """Return an optimizer that `optim` does not name."""
     import torch
 
     return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, nesterov=True)
@@ -131,20 +131,22 @@ _WITHOUT = {  # kinds and settings that a model of the library does not have, or
 
 
 def _of(architecture, draw):
-    """The settings of a draw {kind: number} that the architecture takes."""
+    """Return a draw {kind: number of a setting} with the settings that the architecture does not support replaced by
+    the first.
+    """
     left_out = _WITHOUT.get(architecture, ())
     return {kind: 0 if kind in left_out or SETTINGS[kind][n] in left_out else n for kind, n in draw.items()}
 
 
 def _together(draw):
-    """Every two settings of a draw."""
+    """Return all pairs of settings in a draw."""
     return set(itertools.combinations(sorted(draw.items()), 2))
 
 
 def generated(count, seed=0):
-    """`count` pairs (architecture, {kind: number}), the architectures in turn.
+    """Return `count` pairs (architecture, {kind: number of a setting}); the architectures alternate.
 
-    Of many recipes drawn each is the one that brings most settings together for the first time.
+    From many random recipes, the one with the most pairs of settings that have not occurred yet is taken.
     """
     rng, seen, pairs = random.Random(seed), set(), []
     for architecture in itertools.islice(itertools.cycle(ARCHITECTURES), count):
@@ -228,7 +230,7 @@ def _name(pair):
 
 @pytest.fixture(scope="module")
 def configurations(tmp_path_factory):
-    """Function (architecture, more fields) -> path of its configuration."""
+    """Return a function (architecture, more fields) that writes a configuration and returns its path."""
     folder = tmp_path_factory.mktemp("configurations")
 
     def written(architecture, **fields):
@@ -241,9 +243,9 @@ def configurations(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def both(request, configurations, tmp_path_factory):
-    """Function (pair, training) -> (what the lab counted, what was estimated).
+    """Return a function (pair, whether it trains) that returns (the lab's count, the estimate).
 
-    All pairs that tests will request are started at once, as many at a time as there are cores.
+    All pairs that tests will request are started at once, one per core at a time.
     """
     lab = Lab("cpu", out=tmp_path_factory.mktemp("lab"))
 

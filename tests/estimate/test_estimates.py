@@ -1,4 +1,4 @@
-"""The estimate: its answers, its refusals, and its memory of earlier answers. Exactness has its own file."""
+"""The estimate's answers, refusals and stored answers. Its exactness is tested in test_estimate_exact.py."""
 
 import importlib.metadata
 import json
@@ -195,7 +195,9 @@ def test_a_card_is_its_capability_and_its_memory_less_a_context():
 
 @pytest.mark.nightly
 def test_under_an_untested_torch_the_newest_rules_answer_and_everybody_says_so(monkeypatch):
-    """A pretended torch 2.99: the estimate, its JSON and the advice name the rules, and that they are untested."""
+    """With a pretended torch 2.99, the estimate, its JSON and the advice name the rules that were used, and say that
+    they are untested.
+    """
     plain = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.99.0a0+git" if name == "torch" else plain(name))
     monkeypatch.setattr(torch, "__version__", "2.99.0a0+git")
@@ -260,7 +262,7 @@ def test_where_no_gpu_is_named_and_none_is_there_the_default_one_is_meant(monkey
 
 @pytest.fixture
 def calls(monkeypatch):
-    """A clean process that raises the exception it is given."""
+    """Replace the call of a fresh subprocess: raise the exception that is its first argument."""
 
     def call(with_probe, function, arguments, timeout, on_percent):
         raise arguments[0]

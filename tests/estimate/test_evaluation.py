@@ -43,7 +43,7 @@ CASES = {
 
 
 def compared(task, recipe, **options):
-    """Return the memory that was counted; it is the estimated one."""
+    """Return the counted memory, after checking that the estimate equals it."""
     run = Lab().train("evaluated", task=task, measure=("memory",), **options, **recipe)
     assert run.ok, run.message
     estimated = estimate(task, device="cpu", **options, **recipe).memory
@@ -127,7 +127,9 @@ def test_ranks_gather_predictions():
 
 
 def trained(task):
-    """Return how many losses a training for its losses has whose evaluation would fail."""
+    """Return the number of losses of a training that keeps losses. Its arguments request an evaluation, which would
+    fail.
+    """
     import tempfile
     from unittest.mock import patch
 

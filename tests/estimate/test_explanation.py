@@ -1,4 +1,6 @@
-"""Two recipes beside each other: every sum is exact, prices are differences of estimates, warnings are of the model."""
+"""Explanations of the difference between two recipes: sums are exact, prices are differences of estimates, and warnings
+describe the model.
+"""
 
 import json
 import re

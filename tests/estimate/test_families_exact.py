@@ -1,4 +1,6 @@
-"""Families beside text, nested configurations and mixtures of experts: the estimate on a CPU equals the lab's count."""
+"""Models of images and speech, nested configurations and mixtures of experts: the estimate on a CPU equals the lab's
+count.
+"""
 
 import dataclasses
 import json
@@ -160,7 +162,7 @@ CASES = {
 
 @pytest.fixture
 def both(tmp_path):
-    """Function (fields, class, fields of the task) -> (count, estimate) of a training on the CPU."""
+    """Return a function (fields, class, fields of the task) that returns (count, estimate) of a training on the CPU."""
 
     def compare(fields, architecture, about, **given):
         path = tmp_path / "config.json"

@@ -1,4 +1,6 @@
-"""Inference that writes: the cache of keys and values, against a formula and a plain `generate`; what is refused."""
+"""Inference that generates text: the key value cache, compared with a formula and with a plain `generate`; and
+refusals.
+"""
 
 import sys
 
@@ -73,7 +75,7 @@ def test_a_static_cache_is_as_large_from_the_start_and_never_copied(lab):
 
 
 def _plain(task):
-    """As a user would write it."""
+    """Generate as a user's own code would; return the shape of the result."""
     import torch
 
     model = task.build_model().eval()

@@ -109,7 +109,9 @@ def test_since_torch_2_12_a_workspace_of_its_own_is_all_that_cublaslt_takes(torc
 
 
 def held_workspaces(torch_version):
-    """Bytes of the workspaces that are never freed, and of those that are, in two matmuls of two kinds."""
+    """Return (bytes of the workspaces that are never freed, bytes of those that are freed) in two calls of mm and addmm
+    each.
+    """
     tracker = DeviceTracker((8, 0), rules=release(torch_version))
     tracker.weights = Placement.DEVICE
     with tracker, torch.no_grad():

@@ -1,4 +1,4 @@
-"""The worst batch of a data set: against trainings on all of it, and messages about invalid lengths."""
+"""The worst batch of a data set, compared with trainings on the whole data set; and messages about invalid lengths."""
 
 import random
 
@@ -38,7 +38,9 @@ def test_the_worst_step_has_the_peak_of_the_epoch_to_the_byte(multiple, argument
 @pytest.mark.nightly
 @pytest.mark.parametrize("passes", [1, 2])
 def test_packed_batches_too(passes):
-    """With two micro-batches the worst is not the one with most tokens: in the second there are gradients already."""
+    """With two micro-batches, the worst one is not the one with the most tokens, because gradients exist during the
+    second.
+    """
     arguments = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": passes}
     found = worst_batch(LLAMA, SAMPLES, device="cpu", **arguments)
     assert found.packed.peak_bytes == measured(LLAMA.replace(packed=True), **arguments)
@@ -75,7 +77,7 @@ def shapes_trained_on(task, **options):
 
 
 def straight(task, **options):
-    """An estimate that takes 1 MB for each token of a batch, padding included, and 1 GB besides."""
+    """Return an estimate of 1 MB per token of a batch, padding included, plus 1 GB."""
     rows = options.get("per_device_train_batch_size", 8)
     size = 10**9 + 10**6 * max(rows * max(task.lengths[i : i + rows]) for i in range(0, len(task.lengths), rows))
     about = {"task": {}, "arguments": {}, "assumptions": (), "seconds": 0.0, "own_bytes": None}

@@ -86,7 +86,9 @@ def test_routers_that_stay_in_fp32_are_built_as_from_pretrained_loads_them(tmp_p
 
 
 def test_accelerate_names_the_type_in_which_fsdp_reduces_gradients():
-    """Since torch 2.15 the default of FSDP2 is the parameters' type, not `param_dtype`; the Trainer's is named."""
+    """Since torch 2.15 FSDP2 reduces gradients in the parameters' type by default, but the Trainer requests
+    `param_dtype` explicitly.
+    """
     from accelerate.utils import FullyShardedDataParallelPlugin
 
     policy = FullyShardedDataParallelPlugin(fsdp_version=2, mixed_precision_policy="bf16").mixed_precision_policy
@@ -94,7 +96,7 @@ def test_accelerate_names_the_type_in_which_fsdp_reduces_gradients():
 
 
 def in_buckets(task, **options):
-    """Three steps of DistributedDataParallel; nothing but weights, gradients and buckets is kept."""
+    """Run three steps of DistributedDataParallel that keep only weights, gradients and buckets."""
     torch.distributed.init_process_group("gloo")
     ddp = torch.nn.parallel.DistributedDataParallel(task.build_model(), broadcast_buffers=False, **options)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
@@ -110,7 +112,9 @@ LAZY = pytest.param({"lazy_bucket_allocation": True}, 2, marks=pytest.mark.skipi
 @pytest.mark.daily(1)
 @pytest.mark.parametrize(("options", "sets"), [({}, 3), ({"gradient_as_bucket_view": True}, 2), LAZY], ids=str)
 def test_buckets_of_ddp_are_a_set_of_gradients_unless_they_are_views_or_freed(lab, options, sets):
-    """Weights, gradients and buckets take 4 bytes per parameter each. All three switches are off by default."""
+    """`sets` is the memory after backward in units of 4 bytes per parameter: weights, gradients and buckets take one
+    each. The options of DistributedDataParallel are off by default.
+    """
     task = Task("bert-tiny", seq_len=8)
     run = lab.run(partial(in_buckets, **options), task=task, processes=2, measure=("memory",), use_cpu=True)
     assert run.ok, run.message
@@ -118,7 +122,9 @@ def test_buckets_of_ddp_are_a_set_of_gradients_unless_they_are_views_or_freed(la
 
 
 def test_model_flops_do_not_depend_on_what_the_counter_knows_of_attention(monkeypatch):
-    """Since torch 2.15 FlopCounterMode counts a CPU's fused attention, which was 0 before: both may not be counted."""
+    """Since torch 2.15 FlopCounterMode counts the fused attention of a CPU, which was 0 before. `model_flops` must not
+    count it twice.
+    """
     task = Task("llama-3-8b", seq_len=16, config={**SMALL, "head_dim": 16})
     requested, batch = roofline.model_flops(task), task.batch(1)
     with FlopCounterMode(display=False) as fused:

@@ -1,4 +1,4 @@
-"""One rank of a data-parallel training: what DistributedDataParallel sends, and its buckets."""
+"""One rank of a data-parallel training: the tensors that DistributedDataParallel sends, and its buckets."""
 
 import torch
 
@@ -19,7 +19,9 @@ class Scaled(torch.nn.Module):
 
 
 def made(steps, tell=None, **options):
-    """Elements of all flat tensors that a rank makes in each step; "accumulate": without sending gradients."""
+    """Return the number of elements of each flat tensor that a rank makes, by step. A step "accumulate" sends no
+    gradients.
+    """
     found = []
 
     class Seen(torch.utils._python_dispatch.TorchDispatchMode):

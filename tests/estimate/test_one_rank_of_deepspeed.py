@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO: one rank traced on fake tensors, against the lab's measurement of both ranks."""
+"""DeepSpeed's ZeRO: one rank traced on fake tensors, compared with the lab's measurement of both ranks."""
 
 import subprocess
 import sys
@@ -24,8 +24,10 @@ def zero(stage, **more):
 
 @pytest.fixture
 def offered(monkeypatch, tmp_path):
-    """Only here: an offered DeepSpeed would be imported in every training of the tests after this one. A compile was
-    killed before: the next compilation of DeepSpeed's sums would wait for its lock forever."""
+    """Offer DeepSpeed to one test only, because every training of later tests would import it.
+
+    Also leave the lock of a killed compilation, for which the next compilation of DeepSpeed's sums would wait forever.
+    """
     (tmp_path / "deepspeed_shm_comm").mkdir()
     (tmp_path / "deepspeed_shm_comm" / "lock").touch()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
@@ -108,7 +110,7 @@ if __name__ == "__main__":
 
 @pytest.mark.nightly
 def test_without_deepspeed_a_message_says_how_to_install_it(tmp_path):
-    """In a process of its own: that of the tests may have been offered it."""
+    """The script runs in its own process, because the process of the tests may have been offered DeepSpeed."""
     if not optional_packages.missing("deepspeed"):
         pytest.skip("DeepSpeed is installed")
     script = tmp_path / "without.py"

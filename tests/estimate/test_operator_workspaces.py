@@ -1,4 +1,4 @@
-"""Operator workspace: measured at an operation's real size if possible, never guessed, always in finite time."""
+"""Operator workspace is measured at an operation's real size if possible, never guessed, and always in limited time."""
 
 import random
 
@@ -17,7 +17,7 @@ def dense(*shape, dtype=F32):
 
 
 def operation(name, *leaves, made=0):
-    """An operation whose arguments are no lists."""
+    """Return an operation without lists among its arguments."""
     return Operation(name, leaves, (len(leaves), (), (-1,) * len(leaves)), False, made)
 
 
@@ -58,7 +58,9 @@ MM = {
 
 
 class Recorded:
-    """Stands for a machine: what each operation hides there, how fast it is, and what was run."""
+    """Replace the runner of operations: `hides` gives the workspace of each, `bytes_a_second` the speed, `ran` lists
+    them.
+    """
 
     def __init__(self, hides, bytes_a_second=1e9):
         self.hides, self.rate, self.ran = hides, bytes_a_second, []
@@ -71,7 +73,7 @@ class Recorded:
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Function (bytes by operation, speed) -> the machine on which operations are run from then on."""
+    """Return a function (workspace by operation, speed) that replaces the runner by a `Recorded`, and returns it."""
 
     def made(hides, **speed):
         recorded = Recorded(hides, **speed)
@@ -83,7 +85,7 @@ def machine(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def ended(monkeypatch):
-    """The processes in which operations were run end with their test."""
+    """End the processes in which operations were run after each test."""
     runners, kind = [], operator_workspaces.Runner
     monkeypatch.setattr(operator_workspaces, "Runner", lambda: runners.append(kind()) or runners[-1])
     yield
@@ -111,7 +113,7 @@ def test_what_a_machine_with_amx_hides_at_sizes_that_were_measured_is_what_is_es
 
 @pytest.mark.parametrize("table, build", [(ADDMM, addmm), (MM, mm)], ids=["addmm", "mm"])
 def test_sizes_that_lie_on_no_line_are_measured_or_assumed_and_never_negative(machine, table, build):
-    """Whatever three figures of the table stand for the smaller sizes of a large product."""
+    """The workspaces at the three smaller sizes of a large matmul are drawn from the table at random."""
     rng, figures = random.Random(0), list(table.values())
     large = build(4096, 4096, 4096)
     for _ in range(50):
@@ -150,7 +152,7 @@ def test_three_sizes_on_a_line_are_traced_to_its_own(machine):
 
 
 def test_what_grows_with_only_some_of_the_lengths_that_were_cut_is_no_line(machine):
-    """Rows and columns are cut; the buffer is one for each row."""
+    """Rows and columns are both cut, but the workspace depends on the rows only."""
     large = operation("aten._softmax.default", dense(5000, 2048), 1, False, made=5000 * 2048 * 4)
     assert smaller(large, 2**24)[0].leaves[0].shape == (1250, 1024)
     seen = machine(lambda one: one.leaves[0].shape[0] * 8)
@@ -238,7 +240,9 @@ def test_an_operation_that_ends_its_process_is_unknown_and_the_others_are_measur
 
 @pytest.mark.nightly
 def test_heads_that_are_shared_may_be_cut_to_what_no_kernel_takes():
-    """Grouped queries, cut so that there are fewer heads of queries than of keys: torch's kernel divides by zero."""
+    """Grouped queries may be cut so that there are fewer query heads than key heads, for which torch's kernel divides
+    by zero.
+    """
     query, key = dense(8, 32, 512, 128), dense(8, 8, 512, 128)
     leaves = query, key, key, 0.0, True
     attention = Operation(
@@ -257,7 +261,7 @@ def test_what_is_known_for_some_threads_is_not_taken_for_others(machine):
 
 
 def test_on_this_machine_the_estimate_is_what_the_allocator_did():
-    """Real products at sizes that were not cut, against a profile of the very operation."""
+    """Real matmuls at their own sizes, compared with a profile of the same operations."""
     operations = [
         build(rows, 128, 256, dtype) for build in (mm, addmm) for rows in (1, 64, 300) for dtype in (F32, BF16)
     ]

@@ -1,4 +1,6 @@
-"""Peak memory of several ranks, of shards, on a GPU; and the facts that one fresh subprocess leaves to the next."""
+"""Peak memory of several ranks, of shards and on a GPU; and the facts about operations that fresh
+subprocesses share.
+"""
 
 import contextlib
 import dataclasses

@@ -1,6 +1,6 @@
-"""Estimates in the form of torch's memory snapshots: the figures are the estimate's, and torch's own tools take them.
+"""Estimates in the form of torch's memory snapshots: the figures are the estimate's, and torch's own tools read them.
 
-Against the snapshot of a rehearsal: tests/rehearsal/test_snapshot_rehearsed.py.
+tests/rehearsal/test_snapshot_rehearsed.py compares them with snapshots of rehearsals.
 """
 
 import collections
@@ -34,7 +34,7 @@ READABLE = {
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    """An estimate, its file, and what is in it."""
+    """Return an estimate, its snapshot file, and the content of the file."""
     file = tmp_path_factory.mktemp("snapshot") / "estimate.pickle"
     options = {"device": "cuda", "compute_capability": (8, 0), "per_device_train_batch_size": 2}
     return estimate(TASK, snapshot=file, **options), file, pickle.loads(file.read_bytes())

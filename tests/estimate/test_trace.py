@@ -1,4 +1,6 @@
-"""A training traced on fake tensors: which operations run and which do not, and the bytes at each operation."""
+"""A training traced on fake tensors: which operations are computed and which are not, and the bytes at each
+operation.
+"""
 
 from types import SimpleNamespace
 
@@ -19,7 +21,7 @@ from trainmem.records import TENSOR_CATEGORIES, Phase
 
 @pytest.fixture
 def tracker():
-    """One that is on."""
+    """Yield a tracker that is on."""
     tracker = FakeTracker()
     with tracker:
         yield tracker
@@ -30,7 +32,7 @@ def fake(*shape, dtype=torch.float32):
 
 
 def loop(task):
-    """Two steps of a linear layer of 3 x 5 numbers on 7 samples."""
+    """Run two steps of a linear layer with 3 x 5 weights on 7 samples."""
     layer = torch.nn.Linear(5, 3, bias=False)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
     for _ in range(2):
@@ -224,7 +226,7 @@ def test_a_grouped_product_is_laid_out_as_torchs_own_and_refused_where_that_is(k
 
 
 def chosen(choose, mask):
-    """The shape of what a fake tensor of 4 x 6 x 5 numbers gives, and of its gradient."""
+    """Return the shapes of the result and of the gradient if elements of a fake tensor (4, 6, 5) are selected."""
     with FakeTracker():
         numbers = fake(4, 6, 5).requires_grad_()
         result = choose(numbers, mask)

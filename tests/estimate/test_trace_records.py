@@ -1,4 +1,4 @@
-"""Operations without their data: when two are equal, and how one is rebuilt."""
+"""Operations without their data: when two are equal, and how an operation is rebuilt."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""For the tests of the lab."""
+"""Fixtures for the tests of the lab."""
 
 import pytest
 
@@ -7,5 +7,5 @@ from perf_helpers.lab.lab import Lab
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
-    """A lab for all tests of a module."""
+    """Return one lab for all tests of a module."""
     return Lab("cpu", out=tmp_path_factory.mktemp("lab"), timeout=120)

@@ -1,4 +1,6 @@
-"""Trained and frozen parts of models with adapters: models that are built, differences, and refusals."""
+"""Trained and frozen parts of models with adapters: models that can be built, differences between kinds,
+and refusals.
+"""
 
 import json
 
@@ -33,7 +35,7 @@ def trained(lab, task=LLAMA, **given):
 @needs_peft
 @pytest.mark.parametrize("rank", [4, 16])
 def test_what_learns_is_what_lora_says(lab, rank):
-    """Two matrices for each of q and v, and AdamW's two states for them; everything else is carried."""
+    """LoRA trains two matrices for each of q and v, with AdamW's two states; everything else is kept frozen."""
     memory = trained(lab, peft={"r": rank, "target_modules": ["q_proj", "v_proj"]})
     numbers = 2 * rank * ((64 + 64) + (64 + 32))
     assert memory.trainable_parameters == numbers
@@ -57,7 +59,7 @@ def test_quantized_bytes_are_codes_and_their_constants(lab, given, bits, blocks)
 
 @needs_peft
 def test_double_quantization_saves_what_its_paper_says(lab):
-    """A scale of 4 bytes for each 64 weights becomes one byte, with a second scale for each 256 of these."""
+    """The scale of each 64 weights takes one byte instead of four, plus a second scale for each 256 of these scales."""
     once, twice = (
         trained(lab, quantization_config=NF4 | {"bnb_4bit_use_double_quant": double}, peft={"r": 4}).breakdown
         for double in (False, True)
@@ -94,7 +96,7 @@ def test_the_estimate_is_what_is_counted(lab, given):
 @needs_peft
 @pytest.mark.parametrize("kind", ["AdamW", "Adam8bit"])
 def test_lora_plus_is_an_optimizer_with_a_second_rate(lab, kind):
-    """Its groups change which states are made when, and of what: the estimate follows them."""
+    """Parameter groups change the order and the number of the optimizer's states, and the estimate must show that."""
 
     def plus(model, args):
         import bitsandbytes
@@ -116,7 +118,7 @@ def test_lora_plus_is_an_optimizer_with_a_second_rate(lab, kind):
 
 @needs_peft
 def test_gpt2_keeps_its_weights_the_other_way_round(lab):
-    """Conv1D: quantized it is a linear layer all the same, and says what the whole one does."""
+    """GPT-2's Conv1D stores weights transposed. Quantized, it becomes a linear layer with nearly the same results."""
     import torch
 
     whole = GPT2.build_model().eval()
@@ -202,7 +204,7 @@ KEEPS += [(LLAMA, {"r": 4}, True), (Task("t5-small", seq_len=8, config={"num_lay
 
 @pytest.fixture
 def old_peft(monkeypatch):
-    """peft 0.21.2 beside transformers 5.24, whatever is installed."""
+    """Pretend that peft 0.21.2 and transformers 5.24 are installed."""
     import peft
     import transformers
     from transformers.integrations import peft as integration

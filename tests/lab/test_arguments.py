@@ -1,4 +1,4 @@
-"""Training arguments: correct names and values, whatever the library calls them."""
+"""Training arguments: valid names and values, under every name that a library version uses."""
 
 import pickle
 
@@ -26,7 +26,9 @@ def test_words_are_read_as_transformers_own_parser_reads_them():
 
 
 def test_what_is_read_from_the_library_s_source_is_what_the_library_has():
-    """Its parser takes the same words, but for what is not written out: levels of logging, a class of accelerate."""
+    """The parser made from the source accepts the same words as the library's own, except for values that are not
+    literals: log levels, and a class of accelerate.
+    """
     from transformers import HfArgumentParser, TrainingArguments
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
     from transformers.training_args import OptimizerNames

@@ -1,4 +1,6 @@
-"""The type of a model's weights: what `from_pretrained` loads, the published types of presets, and messages."""
+"""The type of a model's weights: as `from_pretrained` loads them, as presets were published, and as
+messages name it.
+"""
 
 import dataclasses
 import json
@@ -27,7 +29,9 @@ PARTS["vision_config"] = {name: SIZES[name] for name in list(SIZES)[:4]} | {"ima
 
 
 def saved(folder, weights="float32", kind="Llama", config=SIZES, head="ForCausalLM", **changes):
-    """A folder as `save_pretrained` writes it; then fields of its config.json are changed, or left out if "gone"."""
+    """Write a model folder as `save_pretrained` does, change fields of its config.json (remove them if "gone"), and
+    return it.
+    """
     import torch
     import transformers
 
@@ -85,7 +89,7 @@ def test_a_folder_is_built_in_the_type_in_which_the_library_loads_it(tmp_path, d
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_weights_decide_where_the_configuration_names_no_type(tmp_path, sharded):
-    """config.json alone has no weights: it is float32, as `from_config` makes it."""
+    """A config.json without weights and without a type gives float32, like `from_config`."""
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -126,7 +130,9 @@ def test_of_a_composite_configuration_the_part_that_the_class_takes_decides(tmp_
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_parts_that_the_library_keeps_in_float32_are_kept(tmp_path, dtype):
-    """T5's second matrix of each block overflows in fp16."""
+    """transformers keeps the second matrix of each feed-forward block of T5 in float32, because it
+    overflows in fp16.
+    """
     from transformers import AutoModelForSeq2SeqLM
 
     sizes = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2, "vocab_size": 300}
@@ -211,7 +217,7 @@ def test_a_preset_is_built_in_its_type(name):
 
 @pytest.fixture(scope="module")
 def quantized_folder(tmp_path_factory):
-    """Function (bits) -> a folder with a small Llama in bf16 that was saved in 4 or 8 bits."""
+    """Return a function (bits) that returns a folder with a small Llama in bf16, saved in 4 or 8 bits."""
     import torch
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -234,7 +240,9 @@ def lab(tmp_path_factory):
 
 
 def kept_by(model):
-    """Bytes of weights, and of what is kept beside quantized ones, counted without the package: storages once each."""
+    """Return the bytes of a model's weights and of the constants beside quantized ones, counted without this project's
+    code, each storage once.
+    """
     import torch
 
     found = {}
@@ -287,7 +295,7 @@ def test_a_folder_saved_in_4_bits_is_loaded_in_4_bits(lab, quantized_folder):
     ids=str,
 )
 def test_lora_on_a_folder_saved_quantized_is_exact(lab, quantized_folder, bits, given):
-    """As with the same quantization_config on the whole model."""
+    """The memory equals that of the whole model with the same quantization_config."""
     folder = quantized_folder(bits)
     task, given = Task(str(folder), seq_len=16), LORA | given
     run, reported = lab.train("t", task=task, measure=("memory",), **given), estimate(task, device="cpu", **given)
@@ -348,7 +356,7 @@ def test_a_training_in_bf16_weights_takes_half_the_bytes(tmp_path, lab):
 @pytest.mark.daily(1)
 @pytest.mark.parametrize(("dtype", "reason"), [("bfloat16", "bfloat16"), ("float16", "FP16")])
 def test_fp16_on_weights_of_16_bits_is_reported_as_the_training_s_failure(tmp_path, dtype, reason):
-    """As a rehearsal on torch's CUDA build fails, in 2.13 to 2.15; on a CPU the Trainer ignores fp16."""
+    """Rehearsals with torch's CUDA builds 2.13 to 2.15 fail in the same way. On a CPU the Trainer ignores fp16."""
     task = Task(str(saved(tmp_path, dtype)), seq_len=16)
     with pytest.raises(ValueError, match=rf"{reason}.*dtype='float32'"):
         estimate(task, **T4, fp16=True)
@@ -374,7 +382,7 @@ def test_a_model_is_refused_by_the_bytes_of_its_own_type(tmp_path, monkeypatch):
 
 @pytest.mark.nightly
 def test_recipes_of_a_model_in_bf16_say_the_type_that_they_mean(tmp_path):
-    """Techniques are described and compared on float32: "bf16" leaves the weights in it."""
+    """Techniques are described and compared for weights in float32, and the technique "bf16" keeps them in float32."""
     task = Task(str(saved(tmp_path, "bfloat16")), seq_len=16)
     advice = advise.advise(task, effective_batch=2, memory="8GB", device="cpu", most=99)
     types = {recipe.arguments["dtype"] for recipe in advice.recipes}
@@ -391,7 +399,7 @@ def test_recipes_of_a_model_in_bf16_say_the_type_that_they_mean(tmp_path):
 
 @pytest.fixture
 def printed(monkeypatch, capsys):
-    """Function (words) -> what the command prints on standard output."""
+    """Return a function (words) that runs a command and returns its standard output."""
 
     def run(words):
         monkeypatch.setattr(cli, "_STARTS_SUBPROCESSES", ())

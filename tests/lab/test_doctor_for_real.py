@@ -1,4 +1,4 @@
-"""Set-ups that are really broken, and the output of `perf-helpers doctor` for each, in its own process."""
+"""Break an installation for real, and check the output of `perf-helpers doctor` in its own process."""
 
 import contextlib
 import importlib.metadata
@@ -34,7 +34,14 @@ int cuDeviceGetAttribute(int *value, int which, int device) { *value = which == 
 
 
 def doctor(*python, shell="", folder=None, **environment):
-    """Run a `shell` command, then the doctor; return its findings (level, subject, text, remedy) and its exit code."""
+    """Run the doctor in a new process; return its findings (level, subject, text, remedy) and its exit code.
+
+    Args:
+        python: the command of another Python, with its arguments; (): this Python.
+        shell: shell code to run first, in the same process.
+        folder: the working folder.
+        environment: variables to set.
+    """
     kept = {name: text for name, text in os.environ.items() if name not in UNSET}
     kept |= {"PYTHONPATH": str(ROOT)} | environment
     command = ["sh", "-ec", f'{shell}\nexec "$@"', "sh", *(python or (sys.executable, "-P", *COMMAND))]
@@ -49,7 +56,7 @@ def doctor(*python, shell="", folder=None, **environment):
 
 
 def one(answer, level, subject, text):
-    """The remedy of the one finding with this level, subject and words; the exit code follows from the levels."""
+    """Return the remedy of the only finding with this level, subject and text; check the exit code."""
     found, code = answer
     assert code == any(each[0] == "error" for each in found), answer
     remedies = [each[3] for each in found if each[:2] == (level, subject) and text in each[2]]
@@ -59,7 +66,9 @@ def one(answer, level, subject, text):
 
 @pytest.fixture
 def installed(tmp_path):
-    """A function: the Python of an environment that has what this one has, but for some packages and versions."""
+    """Return a function that makes an environment like this one without some packages, or with other versions recorded,
+    and returns its Python.
+    """
     return lambda without=(), **versions: environments.make(tmp_path / "venv", without, **versions)
 
 
@@ -125,7 +134,7 @@ def test_an_installation_that_was_interrupted(installed):
 
 
 def test_a_kernel_that_was_not_restarted_after_an_installation(installed):
-    """In a notebook's order: a library is imported, pip changes it, and the doctor runs."""
+    """The order is that of a notebook: a library is imported, pip installs another version, and the doctor runs."""
     python = installed(numpy=importlib.metadata.version("numpy"))
     code = f"import sys, numpy; sys.path.append({str(ROOT / 'tests')!r}); import environments; "
     code += "environments.record(sys.executable, 'numpy', '2.0.0'); sys.argv = ['perf-helpers', 'doctor']; "
@@ -180,7 +189,12 @@ def test_there_is_no_compiler(tmp_path):
 
 
 def cgroup(controller, v1, v2):
-    """The shell's words that put a process into a cgroup of its own below that of this one, with a limit."""
+    """Return shell code that moves its process into a new cgroup with a limit.
+
+    Args:
+        controller: "memory" or "cpu".
+        v1, v2: {file: content} of the limit, for each version of cgroups.
+    """
     own = dict(line.split(":")[1:] for line in Path("/proc/self/cgroup").read_text().splitlines())
     name = next((names for names in own if controller in names.split(",")), "")
     folder = Path("/sys/fs/cgroup", controller if name else ".", own.get(name, "/").strip("/"), f"doctor-{os.getpid()}")

@@ -1,4 +1,6 @@
-"""Settings that transformers drops because of the optimizer, checked against transformers with stub libraries."""
+"""Settings that transformers ignores for some optimizers, checked against transformers with stub optimizer
+libraries.
+"""
 
 import types
 import warnings
@@ -23,7 +25,9 @@ BUILT = ("galore_adamw", "galore_adamw_8bit", "galore_adafactor", "apollo_adamw"
 
 @pytest.fixture
 def build(monkeypatch, tmp_path):
-    """Build an optimizer as the Trainer does; return what its class got: one dict of settings per parameter group."""
+    """Return a function that builds an optimizer as the Trainer does, and returns the settings that its class received,
+    one dict per parameter group.
+    """
     import sys
 
     import torch

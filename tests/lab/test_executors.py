@@ -1,4 +1,4 @@
-"""Executors: a run has the machine of the place where it ran, and an experiment that ends there is reported."""
+"""Executors: a run names the machine on which it ran, and an experiment that ends there is reported."""
 
 from concurrent.futures import BrokenExecutor, Future, ThreadPoolExecutor
 
@@ -33,7 +33,7 @@ def test_an_outcome_has_the_machine_and_the_versions_of_where_it_was_made():
 
 
 class KilledWorker(Exception):
-    """As Dask's is called."""
+    """Stand for Dask's exception of the same name."""
 
 
 @pytest.mark.parametrize("error", [KilledWorker("gone. Look there"), BrokenExecutor("gone")])

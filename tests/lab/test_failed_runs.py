@@ -1,4 +1,6 @@
-"""Runs that fail: whatever uses a figure or a value that they lack says which run failed, how, and what to do."""
+"""Failed runs: code that uses a missing figure or value gets an error that names the run, the failure and
+the remedy.
+"""
 
 import copy
 import json
@@ -52,7 +54,7 @@ WAYS = {
 
 @pytest.fixture(scope="module")
 def failed(lab):
-    """A function: the run that fails in this way, once for all tests."""
+    """Return a function that returns the run which fails in the given way; each is made once for all tests."""
     runs = {}
 
     def run(way):

@@ -1,5 +1,6 @@
-"""Real faults, and what is left of them: a true status with a message that helps, no process, no file, and a next
-experiment with an undisturbed run's numbers."""
+"""Real faults and their traces: the status and the message are right, no process or file is left, and the next
+experiment gives the numbers of an undisturbed one.
+"""
 
 import gc
 import getpass
@@ -39,7 +40,7 @@ def wait_for(condition, seconds=120):
 
 
 def started_here():
-    """Every process that carries the mark and is not a zombie, whoever its parent is now."""
+    """Return every process that has this test's mark in its environment and is not a zombie, whatever its parent is."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -51,7 +52,7 @@ def started_here():
 
 
 def in_shared_memory():
-    """Files of torch's there whose process is gone."""
+    """Return the names of torch's files in /dev/shm whose process has ended."""
     names = os.listdir("/dev/shm")
     return {name for name in names if (of := re.match(r"torch_(\d+)", name)) and not psutil.pid_exists(int(of[1]))}
 
@@ -63,7 +64,7 @@ def numbers(lab):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """A lab whose server carries the mark, and what an undisturbed training yields there."""
+    """Yield a lab whose fork server has the mark in its environment, and the numbers of an undisturbed training."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(*MARK.split("="))
         if SERVER.running:  # one of earlier tests is without the mark; and a server may be killed between experiments
@@ -74,7 +75,9 @@ def undisturbed(tmp_path_factory):
 
 @pytest.fixture
 def lab(undisturbed, tmp_path, monkeypatch):
-    """The lab, with a folder of its own for temporary files. What a fault must not change is looked at afterwards."""
+    """Yield the lab with its own folder for temporary files. Afterwards, check that a fault left nothing behind and
+    changed no number.
+    """
     lab, expected = undisturbed
     gc.collect()
     opened, shared, temporary = len(os.listdir("/proc/self/fd")), in_shared_memory(), tmp_path / "tmp ü"
@@ -94,7 +97,7 @@ def lab(undisturbed, tmp_path, monkeypatch):
 
 
 def read_by_workers(task, then=lambda: None):
-    """Workers send batches by sockets, which lie in a folder of temporary files."""
+    """Read batches with a DataLoader's workers, which send them by sockets in the folder of temporary files."""
     import torch
 
     batches = torch.utils.data.DataLoader([torch.zeros(1000)] * 64, batch_size=4, num_workers=2)
@@ -198,7 +201,7 @@ def test_workers_under_a_folder_whose_name_is_too_long_for_sockets_do_not_hang(l
 
 @pytest.fixture
 def cgroup():
-    """A cgroup of memory of our own below that of this process, with 100 MB."""
+    """Make a memory cgroup with a limit of 100 MB, below that of this process."""
     own = dict(line.split(":")[1:] for line in Path("/proc/self/cgroup").read_text().splitlines())
     root = Path("/sys/fs/cgroup")
     parent = root / "memory" / own["memory"].strip("/") if "memory" in own else root / own.get("", "/").strip("/")
@@ -246,7 +249,9 @@ def test_an_experiment_that_is_deaf_to_every_signal_ends_with_its_time(lab, tmp_
 
 
 def start_children_that_stay(task):
-    """In this session, in one of its own, and as a daemon, whose parent has ended; and a fork in its own session."""
+    """Start processes in this session, in a new session, and as a daemon whose parent has ended; then fork into a new
+    session.
+    """
     subprocess.Popen(["sleep", "600"])
     subprocess.Popen(["sleep", "600"], start_new_session=True)
     subprocess.run(["sh", "-c", "setsid sleep 600 >/dev/null 2>&1 &"], check=True)
@@ -268,7 +273,7 @@ def test_children_end_with_the_experiment_whatever_session_they_are_in_and_howev
 
 
 def test_the_children_of_an_experiment_that_goes_on_are_not_ended_with_another_one(lab):
-    """Also where their parents have ended, so that they are the experiment's only by its adopting them."""
+    """This includes children whose parents have ended, which belong to the experiment only because it adopts them."""
     from trainmem.measure.forkserver import CleanProcess
 
     def keep(on_step):
@@ -464,7 +469,9 @@ KERNEL = """
 
 @pytest.fixture
 def kernel(lab, tmp_path):
-    """A process with a lab of its own, and a function that waits for an experiment there: (its id, its server's)."""
+    """Start a process with its own lab, and return it with a function that waits for an experiment there and returns
+    (its id, its server's id).
+    """
     environment = os.environ | {"OUT": str(tmp_path), "PATHS": os.pathsep.join(sys.path)}
     code = textwrap.dedent(KERNEL)
     process = subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)

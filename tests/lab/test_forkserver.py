@@ -1,4 +1,4 @@
-"""Fresh subprocesses: each experiment has its own, and nothing of it survives."""
+"""Fresh subprocesses: each experiment has its own, and nothing of it is left afterwards."""
 
 import os
 import signal
@@ -47,7 +47,7 @@ def test_the_server_has_imported_torch_and_touched_no_device(lab):
 
 @pytest.mark.nightly
 def test_the_server_imports_only_what_a_job_names():
-    """bitsandbytes takes a quarter of the time, and most jobs need none."""
+    """bitsandbytes takes a quarter of the import time, and most jobs do not need it."""
     code = textwrap.dedent(
         """
         from trainmem.measure import processes
@@ -173,7 +173,9 @@ def test_a_hang_is_ended_with_everything_it_started(lab, tmp_path):
 
 
 def _gone(pid):
-    """Wait up to the test's limit, and return whether a process ended, or is a zombie that no parent collects."""
+    """Wait up to the test's time limit, and return whether a process has ended, or is a zombie that no
+    parent collects.
+    """
     while psutil.pid_exists(pid):
         with_status = psutil.Process(pid)
         if with_status.status() == psutil.STATUS_ZOMBIE:

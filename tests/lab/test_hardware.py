@@ -1,4 +1,4 @@
-"""The machine as it is described, with fake drivers, cgroups and CPUs: none of these needs a GPU, or reads a clock."""
+"""The description of a machine, with fake drivers, cgroups and CPUs. No test needs a GPU or reads a clock."""
 
 import ctypes
 import importlib.metadata
@@ -20,7 +20,7 @@ from trainmem.core.hardware import Gpu, Machine
 
 @pytest.fixture(autouse=True)
 def bare(monkeypatch):
-    """No GPU, no CUDA driver, a torch with CUDA, nothing in the environment: each test adds what it is about."""
+    """Pretend a machine without a GPU and a CUDA driver, with torch's CUDA build; each test adds what it needs."""
     for variable in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(init_error="NVML Shared Library Not Found"))
@@ -31,7 +31,7 @@ def bare(monkeypatch):
 
 @pytest.fixture
 def use(monkeypatch):
-    """A function that puts GPUs into this machine; `driver` is what CUDA shows, where that is not all of them."""
+    """Return a function that adds GPUs to the machine. `driver` lists the GPUs that CUDA shows, if not all of them."""
 
     def install(*gpus, driver="all of them", driver_reason=None, **fake):
         if driver == "all of them":
@@ -260,7 +260,9 @@ def test_a_list_that_ends_early_is_reported_and_the_rest_is_used(use, monkeypatc
 
 
 def run_driver_script(monkeypatch, capsys, cu_init=0):
-    """The script of the child process, here, over a libcuda in Python with an H200 and a T4, fastest first."""
+    """Run the child process's script in this process, with a stub of libcuda that has an H200 and a T4,
+    fastest first.
+    """
     gpus = [(b"NVIDIA H200", 0xBB, 9, 0), (b"Tesla T4", 0xAA, 7, 5)]
 
     def write(reference, value):

@@ -1,5 +1,6 @@
-"""The machine as it is described where its own libraries fail: an NVML that refuses everything, one that is not there,
-a CUDA driver that finds nothing. They are real shared libraries, called through the real bindings."""
+"""The description of a machine whose libraries fail: an NVML that refuses every query, a missing one, a CUDA driver
+without devices. They are real shared libraries, called through the real bindings.
+"""
 
 import json
 import os
@@ -24,7 +25,7 @@ print(json.dumps([machine.kind, machine.cuda_reason, machine.nvml_reason, texts]
 
 
 def described(**environment):
-    """(kind, why no CUDA, why no NVML, what the doctor says of both) in a process of its own."""
+    """Return (kind of device, why no CUDA, why no NVML, the doctor's findings on both), from a new process."""
     kept = {name: os.environ[name] for name in os.environ.keys() - {"CUDA_VISIBLE_DEVICES"}}
     words = [sys.executable, "-c", CODE, json.dumps(sys.path)]
     done = subprocess.run(words, env=kept | environment, capture_output=True, text=True)
@@ -34,7 +35,9 @@ def described(**environment):
 
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory):
-    """A function: a folder with an NVML and a CUDA driver that answer each of their functions with a code."""
+    """Return a function that compiles an NVML and a CUDA driver whose functions return given error codes, and returns
+    the variables to use them.
+    """
     compiler = shutil.which("cc") or shutil.which("gcc")
     pynvml = pytest.importorskip("pynvml")
     if not compiler or sys.platform != "linux":
@@ -79,7 +82,9 @@ def test_a_driver_that_shows_nothing_is_reported_with_what_cuda_visible_devices_
 @pytest.mark.daily(1)
 @pytest.mark.parametrize("code", [3, 9, 18, 999])
 def test_an_nvml_that_answers_every_query_with_an_error_costs_nothing_but_its_answers(libraries, code):
-    """Not supported, driver not loaded, driver and library do not match, unknown; also at its initialisation."""
+    """The codes mean: not supported, driver not loaded, driver and library do not match, unknown. They are also
+    returned at initialization.
+    """
     for made in (libraries(code, nvmlInit_v2=0, nvmlInitWithFlags=0), libraries(code)):
         kind, reason, nvml_reason, texts = described(**made)
         assert kind == "cpu" and "no device (cuInit: 100)" in reason and texts

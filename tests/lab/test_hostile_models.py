@@ -1,4 +1,6 @@
-"""A configuration that means harm: refused at once by one message, nothing built of it, no code of its folder run."""
+"""A malicious configuration is refused at once with one message; nothing of it is built, and no code of its folder
+runs.
+"""
 
 import json
 import os
@@ -17,7 +19,7 @@ BERT |= {"num_hidden_layers": 1, "intermediate_size": 64, "vocab_size": 100}
 
 @pytest.fixture(autouse=True)
 def offline_in_a_small_memory(monkeypatch):
-    """Limit memory, so that an allocation by a size in the file fails, and cut off the network."""
+    """Limit this process's memory, so that allocating a size from the file fails, and cut off the network."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     limits = resource.getrlimit(resource.RLIMIT_DATA)
     Task("bert-tiny").build_model(device="meta")  # what is imported once is none of theirs

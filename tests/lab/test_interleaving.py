@@ -1,4 +1,6 @@
-"""Interleaved runs: functions with planted clocks; experiments in threads of one process and in own processes."""
+"""Interleaved runs: functions with planted clocks; experiments in threads of one process, and in processes of their
+own.
+"""
 
 import platform
 import tempfile
@@ -17,7 +19,7 @@ from trainmem.unknown import NeedsValues, Unknown
 
 
 class Clock:
-    """A clock by the wall and one of what was computed; works move them."""
+    """A wall clock and a CPU clock that only the works of a test move."""
 
     def __init__(self):
         self.wall = self.cpu = 100.0
@@ -141,7 +143,7 @@ def training(name, **arguments):
 
 
 def function(name, work, steps):
-    """An experiment that does some work in each step, and steps an optimizer."""
+    """Return an experiment that calls `work` in each step, and steps an optimizer."""
 
     def loop(task):
         import torch
@@ -156,7 +158,7 @@ def function(name, work, steps):
 
 
 def compute(seconds):
-    """Seconds of the processor, however long they take."""
+    """Compute until this process has used so many CPU seconds."""
     import time
 
     end = time.process_time() + seconds
@@ -216,7 +218,7 @@ def test_as_many_processes_as_requested_are_there_at_once(tmp_path):
     folder = str(tmp_path)
 
     def meet(number):
-        """Go on when two processes are in this step, which never comes where they follow one another."""
+        """Wait until two processes are in this step; if the processes ran one after the other, this would never end."""
         import os
         import pathlib
 
@@ -277,7 +279,7 @@ def test_experiments_in_processes_of_their_own_take_turns_too():
 
 @pytest.mark.parametrize("together", [True, False])
 def test_what_does_not_fit_beside_the_other_has_a_process_for_each_turn(tmp_path, together):
-    """The second one cannot live where the first one does, in a process that sleeps."""
+    """The second experiment fails while the first one's process exists, even if that sleeps."""
 
     def work(name):
         def step(_):

@@ -1,4 +1,6 @@
-"""The lab as a user sees it: mistakes refused before anything is built, runs kept, interleaved comparisons."""
+"""The lab from a user's view: mistakes are refused before anything is built, runs are stored, and comparisons are
+interleaved.
+"""
 
 import json
 import time
@@ -180,7 +182,9 @@ def test_a_comparison_whose_turns_fail_is_unknown_and_says_why(lab, monkeypatch,
 
 @pytest.fixture
 def with_gpus(tmp_path):
-    """Return a lab on a machine with pretended GPUs, and the requests to its processes, none of which is started."""
+    """Return a lab on a machine with pretended GPUs, and a list of its requests to subprocesses, which are
+    not started.
+    """
 
     def make(count=1):
         lab = Lab("cpu", out=tmp_path)
@@ -201,7 +205,9 @@ def with_gpus(tmp_path):
 
 
 def turns_taken(lab, requests, *runs):
-    """(how they took turns, threads of each) of each group of runs of a comparison."""
+    """Return, per group of runs that are interleaved in a comparison, (function that interleaves them, threads of each
+    run).
+    """
     requests.clear()
     lab.compare(*runs, turns=3)
     return [(name, *(each.threads for each in experiments)) for name, experiments, *_ in requests]

@@ -1,5 +1,5 @@
-"""Counted memory against an independent count: a bare Trainer under torch.profiler, summed by hand, in a clean
-process.
+"""Counted memory equals an independent count: a bare Trainer under torch.profiler, summed by hand, in a fresh
+subprocess.
 """
 
 import contextlib
@@ -23,7 +23,9 @@ def momentum(model, _):
 
 
 def independent_peak(architecture, config, arguments, model_arguments, optimizer=None, length=48):
-    """A function that counts the peak with none of the project's code: allocator events in the order of their times."""
+    """Return a function that counts the peak without this project's code, from the allocator's events in the order of
+    their times.
+    """
 
     def count(_):
         import tempfile
@@ -166,7 +168,7 @@ def test_a_function_of_the_users_is_counted_to_the_byte(lab):
 
 
 def test_memory_that_no_operation_made_is_counted_inside_operations(lab):
-    """Autograd works in place only without a tracker: the total is that of a pass without one."""
+    """Under a tracker autograd does less in place, so the total must come from a pass without one."""
 
     def train(held):
         def loop(task):
@@ -265,7 +267,7 @@ def test_memory_takes_two_steps_however_long_the_training_is(lab):
 
 @pytest.mark.parametrize("reentrant", [None, False, True])
 def test_an_operation_is_reported_with_its_module(lab, reentrant):
-    """In backward the module whose forward made the node; where a checkpoint runs the forward again, that one."""
+    """In backward, the module is the one whose forward made the node, or whose forward a checkpoint repeats."""
 
     def train(_):
         import torch

@@ -1,4 +1,6 @@
-"""Packages in folders of their own: found when they are offered, otherwise a message says how to install them."""
+"""Packages in folders of their own can be imported once they are offered; otherwise a message says how to
+install them.
+"""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Progress bars: shown where somebody looks, one at a time, and gone at the end."""
+"""Progress bars are shown only if somebody watches, one at a time, and disappear at the end."""
 
 import io
 import threading
@@ -20,7 +20,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def terminal(monkeypatch):
-    """Give the bars a terminal for errors, because pytest replaces sys.stderr."""
+    """Replace standard error by a stub of a terminal for the bars, because pytest captures sys.stderr."""
     system = SimpleNamespace(modules={}, stderr=Terminal())
     monkeypatch.setattr(progress, "sys", system)
     return system.stderr

@@ -1,4 +1,4 @@
-"""Code that measures time has the machine for itself while a course runs several lessons at once."""
+"""Code that measures time has the machine to itself while a course runs several lessons at once."""
 
 import itertools
 import os
@@ -18,7 +18,7 @@ SHARE, CORE, MACHINE = Need
 
 
 def waiting(lock, *request):
-    """A thread that waits for the lock, once it does."""
+    """Return a thread that takes the lock, once it waits for it or has ended."""
     thread = threading.Thread(target=lock.take, args=request, daemon=True)
     thread.start()
     until(lambda: not thread.is_alive() or request[0] in [entry[0] for entry in lock._queue.values()])
@@ -32,7 +32,7 @@ def until(condition):
 
 @pytest.fixture
 def lock(monkeypatch):
-    """A lock that nobody passes."""
+    """Return a lock in which no lesson may overtake another."""
     monkeypatch.setattr(quiet, "PASSED_SECONDS", 0)
     return quiet.QuietLock()
 

@@ -1,4 +1,4 @@
-"""Ranks that die, hang, disagree or have no room: each run reports it and leaves nothing behind."""
+"""Ranks that die, hang, disagree or run out of memory: each run reports it and leaves nothing behind."""
 
 import contextlib
 import gc
@@ -25,9 +25,10 @@ def alive(pid):
 
 @pytest.fixture
 def provoke(lab, tmp_path, monkeypatch):
-    """A function: two ranks meet, each calls another function with its number, and both enter one more collective.
+    """Return a function that runs two ranks: each calls a given function with its number, then both enter one more
+    collective.
 
-    Nothing may be left of them afterwards: no process, no open file or socket of this process, no temporary file.
+    Afterwards, check that nothing is left: no process, no open file or socket of this process, no temporary file.
     """
     pids, temporary = tmp_path / "pids", tmp_path / "tmp"
     pids.mkdir()
@@ -68,7 +69,7 @@ def provoke(lab, tmp_path, monkeypatch):
 
 
 def descriptors() -> dict[str, str]:
-    """The open descriptors of this process, and what each is open on."""
+    """Return {number: target} of this process's open descriptors."""
     found = {}
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # that of the list itself
@@ -163,7 +164,9 @@ def test_ranks_whose_tensors_differ_in_size_are_reported(provoke):
 
 @pytest.mark.nightly
 def test_torch_reports_on_request_what_gloo_does_not_notice(provoke, monkeypatch):
-    """One size and two dtypes: without the check both ranks continue, one of them with other numbers."""
+    """Two ranks send tensors of one size and different types. Without torch's check both continue, one of them with
+    wrong numbers.
+    """
 
     def disagree(rank):
         import torch

@@ -1,4 +1,6 @@
-"""The ceilings, by planted seconds, and a model's FLOPs against counts that share no code with it."""
+"""The measured ceilings, from planted seconds; and a model's FLOPs, compared with counts that share no code with
+`model_flops`.
+"""
 
 from dataclasses import replace
 
@@ -25,7 +27,7 @@ T5 = Task("t5-small", seq_len=12, config={"d_model": 32, "d_ff": 64, "num_layers
 
 
 def real_count(task, samples, training=True):
-    """torch's counter over a model that computes, with plain attention."""
+    """Return the FLOPs that torch's counter finds in a real model with plain attention."""
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -38,7 +40,7 @@ def real_count(task, samples, training=True):
 
 
 def linear_weights(task):
-    """Weights of each linear layer by name."""
+    """Return {name: number of weights} of each linear layer."""
     import torch
 
     layers = task.build_model(device="meta").named_modules()
@@ -174,7 +176,7 @@ class TestProducts:
         return Lab("cpu", out=tmp_path)
 
     def test_rates_and_shares_come_from_the_turns(self, lab, monkeypatch):
-        """Planted seconds: fp32 takes 2, bf16 1, a step 8, in each of three processes."""
+        """Planted seconds in each of three processes: 2 for fp32, 1 for bf16, 8 for a step."""
         turns = [[(9.0, seconds)] * 4 for seconds in (2.0, 1.0, 2.0, 8.0)]
         monkeypatch.setattr(Lab, "run", lambda *_, **__: replace(RUN, value=turns))
         flops = 3 * 2 * (4 * 24) * 64 * (4 * 64)  # of a feed-forward layer: four samples of 24 tokens, 64 wide

@@ -1,4 +1,4 @@
-"""The slow link: it is there, it is slow, it joins two ranks, and it is gone afterwards, whatever happens."""
+"""The slow link exists, is slow, connects two ranks, and is gone afterwards, whatever happens."""
 
 import os
 import signal

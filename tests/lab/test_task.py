@@ -1,4 +1,4 @@
-"""Tasks: any model that transformers can build, with data to fit; profiles by machine."""
+"""Tasks: any model that transformers can build, with matching data; and the choice of a profile for a machine."""
 
 import json
 from dataclasses import replace

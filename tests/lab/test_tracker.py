@@ -1,5 +1,6 @@
-"""The tracker follows sharded weights, on real ranks and on one without others; other threads;
-storages that are resized."""
+"""The tracker on sharded weights, on real ranks and on a single one; on other threads; and on storages that are
+resized.
+"""
 
 import pytest
 
@@ -12,7 +13,7 @@ TASK = Task("bert-tiny", seq_len=16, config={"num_hidden_layers": 2, "vocab_size
 
 
 def fsdp(task, reshard=True):
-    """Three steps of FSDP2, each layer gathered by itself."""
+    """Run three steps of FSDP2, in which each layer is gathered by itself."""
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -76,7 +77,7 @@ def test_one_rank_traced_is_what_ranks_count(lab, counted, reshard):
 
 
 def given_back_by_another_thread(tell, ranks):
-    """Bytes at the end of a step, in which tensors of 4 MB were given back by a thread that is not the training's."""
+    """Return the bytes at the end of a step in which another thread frees tensors of 4 MB."""
     import threading
 
     import torch
@@ -123,7 +124,7 @@ def test_a_storage_that_is_resized_counts_with_its_size():
 
 def test_a_storage_gets_its_category_from_the_phase_and_then_from_what_it_is_for():
     def categories(tell):
-        """The category at allocation, and the last one, by the size of the storage in numbers."""
+        """Return {number of elements of a storage: (category at its allocation, last category)}."""
         import torch
 
         from trainmem.measure.tracker import Tracker, watched

@@ -1,4 +1,6 @@
-"""The worker: refusals before it starts, and several ranks, for which a run says which one ended and how."""
+"""The worker: refusals before an experiment starts, and several ranks, of which a run names the one that failed and
+why.
+"""
 
 import os
 import signal
@@ -13,7 +15,7 @@ from trainmem.core.task import Task
 
 
 def ending(end):
-    """A function whose rank 1 ends in some way while rank 0 waits for it."""
+    """Return a function whose rank 1 calls `end` while rank 0 waits for it."""
 
     def wait(task):
         import torch.distributed
@@ -86,7 +88,7 @@ def test_each_rank_keeps_its_memory_and_its_value(lab):
 
 
 def test_one_process_and_two_take_turns(lab):
-    """Also a function that has more steps than there are turns."""
+    """The function has more steps than the comparison has turns."""
     one = lab.train("one", task=TINY, measure=("time",), per_device_train_batch_size=2)
 
     def loop(task):

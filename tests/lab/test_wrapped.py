@@ -1,4 +1,6 @@
-"""Names of other libraries that the package replaces or that are private: trainmem/core/wrapped.toml lists them."""
+"""Names of other libraries that the package replaces, or that are private: trainmem/core/wrapped.toml lists
+them all.
+"""
 
 import ast
 import importlib
@@ -34,7 +36,11 @@ NAMES = [
 
 
 def found(name):
-    """Return the object at an import path. Raises AttributeError or ImportError if there is none."""
+    """Return the object at an import path.
+
+    Raises:
+        AttributeError, ImportError: there is none.
+    """
     parts = name.split(".")
     for count in range(len(parts), 0, -1):
         try:
@@ -66,7 +72,9 @@ def test_a_name_that_is_gone_is_found_out():
 
 
 def test_every_operator_that_the_package_names_exists():
-    """`aten.name` and `torch.ops.aten.name`, private ones too: each is looked up when its module is imported."""
+    """Operators are written `aten.name` or `torch.ops.aten.name`, and include private ones. Each is looked up when its
+    module is imported.
+    """
     chains = {
         ast.unparse(node) for tree in SOURCES.values() for node in ast.walk(tree) if isinstance(node, ast.Attribute)
     }
@@ -92,7 +100,7 @@ def replacements():
 
 
 def at(file, place):
-    """The functions at a place, e.g. "Replica.forward"; of lambdas all in that function."""
+    """Yield the functions at a place in a file, e.g. "Replica.forward". The name "<lambda>" gives all lambdas there."""
     *outer, last = place.split(".")
     nodes = [SOURCES[file]]
     for name in outer:
@@ -143,12 +151,14 @@ def test_a_replacement_that_loses_arguments_is_found_out(text, fine):
 
 
 def used(tree):
-    """Names of other libraries that a module replaces, and private ones that it uses."""
+    """Return the names of other libraries that a module replaces, and the private names of other libraries that it
+    uses.
+    """
     imported = {alias.asname or alias.name.partition(".")[0]: (node, alias.name) for node in ast.walk(tree)
                 if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names}  # fmt: skip
 
     def is_foreign(node):
-        """Return whether an owner belongs to another library, judged by its first word."""
+        """Return whether the owner of an attribute belongs to another library, judged by its first word."""
         while isinstance(node, ast.Attribute | ast.Call | ast.Subscript):
             node = node.func if isinstance(node, ast.Call) else node.value
         word = getattr(node, "id", "")
@@ -214,7 +224,7 @@ def patched(scope, constants, is_foreign):
 
 
 def own_names():
-    """Private names that the package gives itself."""
+    """Yield the names that the package itself defines."""
     for tree in SOURCES.values():
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -252,7 +262,7 @@ def f():
 
 
 def test_every_listed_use_is_one():
-    """No file and no name in the list that the package no longer has."""
+    """The list has no file and no name that the package no longer has."""
     for use in USES:
         texts = [(ROOT / file).read_text() for file in use["files"]]
         assert all(any(name.rpartition(".")[2] in text for text in texts) for name in use["names"]), use["names"]

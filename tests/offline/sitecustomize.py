@@ -1,7 +1,6 @@
-"""On PYTHONPATH, this module lets every Python process reach only this machine, and records attempts to go
-further.
+"""Cut off the network: with this module on PYTHONPATH, every Python process can reach only this machine.
 
-Each attempt is appended to the file that OFFLINE_ATTEMPTS names, and refused.
+Each attempt to reach another machine is refused, and appended to the file that OFFLINE_ATTEMPTS names.
 """
 
 import os

@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def measure():
-    """benchmarks/measure_allocator.py."""
+    """Yield benchmarks/measure_allocator.py as a module."""
     scripts = Path(__file__).parents[2] / "benchmarks"
     sys.path.insert(0, str(scripts))  # for what the measuring scripts share
     spec = importlib.util.spec_from_file_location("measure_allocator", scripts / "measure_allocator.py")

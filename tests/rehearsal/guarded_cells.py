@@ -12,7 +12,7 @@ _DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Impor
 
 
 class _NoAttributeKnown(NeedsValues, AttributeError):
-    """Both, so that `hasattr` and `getattr` with a default find no attribute instead of failing."""
+    """An error of both kinds, so that `hasattr`, and `getattr` with a default, find no attribute instead of failing."""
 
 
 class Unassigned(Unknown):
@@ -27,7 +27,9 @@ class Unassigned(Unknown):
 
 
 class Guard(ast.NodeTransformer):
-    """Puts each statement of a cell under `__rehearsed__` (see `install`), which ends it if it needs values."""
+    """Put each statement of a cell into a `with __rehearsed__` block (see `install`), which skips it if it needs
+    values.
+    """
 
     def visit_Module(self, module: ast.Module) -> ast.Module:
         module.body = [part for node in module.body for part in _guarded(node)]

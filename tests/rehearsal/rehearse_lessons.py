@@ -29,7 +29,7 @@ from trainmem.rehearsal import build, command
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A machine that the course is rehearsed on."""
+    """A machine on which the course is rehearsed."""
 
     name: str  # of its folder
     card: Card  # with the number of its devices

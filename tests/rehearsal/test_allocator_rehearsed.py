@@ -1,5 +1,6 @@
-"""Our model of torch's caching allocator against the allocator itself, in rehearsals: a part of what
-benchmarks/measure_allocator.py compares."""
+"""Compare our model of torch's caching allocator with the allocator itself in rehearsals, on a part of the traces of
+benchmarks/measure_allocator.py.
+"""
 
 import re
 import sys
@@ -23,7 +24,7 @@ if build.problem() or build.interpreter() is None:
 
 
 def newer_than(release_of_torch):
-    """Return whether a release is newer than the installed one."""
+    """Return whether a release of torch, e.g. "2.14", is newer than the installed one."""
     here, other = ([*map(int, each.split(".")[:2])] for each in (hardware.versions()["torch"], release_of_torch))
     return other > here
 
@@ -34,7 +35,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 @pytest.mark.nightly
 @pytest.mark.parametrize("expandable", [False, True])
 def test_a_nearly_full_card_is_counted_as_torch_counts_it(measure, expandable):
-    """With several options at once, so that each rule takes part."""
+    """Several options are set at once, so that each rule takes part."""
     text = "garbage_collection_threshold:0.4,roundup_power2_divisions:[2:4,>:2],max_split_size_mb:48"
     text += f",large_segment_size_mb:26,expandable_segments:{expandable}"
     found = measure.rehearsed(measure.BARE, text, [f"test-{number}" for number in range(75)])
@@ -49,7 +50,7 @@ def test_default_settings_are_counted_as_torch_counts_them(measure):
 
 @pytest.mark.nightly
 def test_a_double_with_another_rule_is_found_out(measure, monkeypatch):
-    """The comparison can fail: 64 MiB instead of torch's 20 for a large segment."""
+    """Show that the comparison can fail: torch gets segments of 64 MiB, the model assumes 20."""
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "large_segment_size_mb:64")
     with Rehearsal(measure.ROOM) as stage:
         found = stage.submit(measure.compare, "", ["test-0", "test-1", "test-2", "test-3"]).result()
@@ -58,7 +59,7 @@ def test_a_double_with_another_rule_is_found_out(measure, monkeypatch):
 
 @pytest.mark.nightly
 def test_the_rules_of_another_release_are_found_out(measure):
-    """Free blocks of one size are frequent enough that the traces tell releases apart."""
+    """Free blocks of equal size are frequent enough in the traces that the rules of another release give mismatches."""
     here, seeds = release(), [f"test-{number}" for number in range(40)]
     others = {each.ties: name for name, each in RELEASES.items() if each.ties != here.ties}
     with Rehearsal(measure.ROOM) as stage:
@@ -89,7 +90,7 @@ def test_a_reserve_of_expandable_segments_is_counted_as_torch_counts_it(measure,
 
 
 def of_environment():
-    """MiB that torch reserves for 2 MiB: as large as large_segment_size_mb says, or 20."""
+    """Return the MiB that torch reserves for 2 MiB: the value of large_segment_size_mb, or 20."""
     import torch
 
     kept = torch.empty(2 << 20, dtype=torch.uint8, device="cuda")
@@ -135,7 +136,9 @@ def test_options_of_other_releases_are_refused_where_this_torch_refuses_them(mea
 
 
 def test_every_option_that_this_torch_names_is_known():
-    """Option names come from torch's libraries: a new option is accepted, or refused with its own reason."""
+    """Option names are read from torch's libraries. A new option must be either accepted, or refused with its own
+    reason.
+    """
     libraries = build._site_packages(build.interpreter()) / "torch" / "lib"
     named = b"".join((libraries / name).read_bytes() for name in ("libc10.so", "libc10_cuda.so"))
     like = rb"\0((?:pinned|expandable_segments|max_|large_segment|roundup|release_lock|graph_capture)_?[a-z0-9_]+)\0"

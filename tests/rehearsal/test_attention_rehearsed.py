@@ -1,4 +1,4 @@
-"""The kernel that the estimate selects for attention, against the one that torch's own CUDA build selects."""
+"""The attention kernel that the estimate selects, compared with the one that torch's own CUDA build selects."""
 
 import json
 import sys
@@ -22,7 +22,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def chosen_by_torch(count: int, seed: int):
-    """A function for a process of a rehearsal: a letter per call, see `attention_cases`."""
+    """Return a function for a rehearsal's process that returns a letter per call, see `attention_cases`."""
 
     def work(_):
         import sys

@@ -1,4 +1,4 @@
-"""The estimate for CUDA against torch's own allocator, on another set of trainings than the recorded one."""
+"""The estimate for CUDA compared with torch's own allocator, on other trainings than the recorded ones."""
 
 import functools
 import itertools
@@ -50,7 +50,7 @@ QWEN3 |= {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 8000
 @pytest.mark.nightly
 @pytest.mark.parametrize("capability", [(7, 5), (9, 0)], ids=str)
 def test_a_training_has_one_peak_however_it_is_requested(capability, tmp_path):
-    """Grouped queries in fp32 take plain attention, which adds its mask in place where no dispatch mode is on."""
+    """Grouped queries in fp32 get plain attention, which adds its mask in place unless a dispatch mode is on."""
     arguments = {"per_device_train_batch_size": 4, "optim": "adafactor"}
     one = measure_cuda.Training(0, "Qwen3", QWEN3, 192, arguments, capability, 1)
     with Rehearsal(card(None, capability, measure_cuda.MEMORY)) as stage:
@@ -68,7 +68,7 @@ MODERN |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_i
 
 @pytest.mark.nightly
 def test_a_third_step_may_be_handed_more_than_the_second(tmp_path):
-    """A block of 512 KiB more than it asks for, with fewer free ones to choose from."""
+    """In the third step fewer free blocks are available, so that a request gets a block that is 512 KiB too large."""
     config = MODERN | {"intermediate_size": 1152, "vocab_size": 50368}
     one = measure_cuda.Training(0, "ModernBERT", config, 256, {"per_device_train_batch_size": 4}, (8, 0), 1)
     with Rehearsal(card(None, (8, 0), measure_cuda.MEMORY)) as stage:
@@ -162,7 +162,7 @@ def test_what_was_free_is_given_back_where_the_training_says_so():
 
 
 def loop_that_checkpoints(task):
-    """A step whose positions, made by the model on its device, live on in each layer's checkpoint."""
+    """Run one step whose checkpoints keep the positions, which the model makes on its device, for each layer."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, batch = task.build_model(attn_implementation="eager").to(device), task.batch(2, device)
     model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -179,7 +179,7 @@ def test_what_a_model_makes_on_its_device_is_there_in_a_loop_too():
 
 
 def loop_that_autocasts(task, dtype, attention):
-    """Three steps of mixed precision as PyTorch's guide writes them: autocast of "cuda", and a scaler."""
+    """Run three steps of mixed precision as in PyTorch's guide: autocast of "cuda", and a GradScaler."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, batch = task.build_model(attn_implementation=attention).to(device).train(), task.batch(2, device)
     optimizer = torch.optim.AdamW(model.parameters())

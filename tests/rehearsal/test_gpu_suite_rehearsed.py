@@ -1,4 +1,4 @@
-"""The GPU suite in a rehearsal: its memory, by torch's own CUDA allocator, at tiny sizes."""
+"""Rehearse the GPU suite at tiny sizes; torch's own CUDA allocator gives the memory."""
 
 import sys
 from pathlib import Path
@@ -21,7 +21,7 @@ import build as build_page
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
-    """Rehearse two parts, and as many trainings for the estimate as begin within some seconds."""
+    """Rehearse two parts of the suite, and as many trainings of the part "estimates" as begin within some seconds."""
     out = tmp_path_factory.mktemp("gpu")
     common = ["--tiny", "--rehearse", "a100", "--out", str(out)]
     assert measure_gpu.main([*common, "--part", "ten", "--part", "tf32"]) == 0

@@ -1,4 +1,6 @@
-"""Cells of lessons in a rehearsal: a statement that needs values is skipped and reported; which lessons run where."""
+"""Cells of lessons in a rehearsal: a statement that needs values is skipped and reported; and which lessons run on
+which machine.
+"""
 
 import ast
 import json
@@ -13,7 +15,7 @@ from trainmem.unknown import NeedsValues, Unknown
 
 
 class Shell:
-    """As much of IPython's shell as cells need."""
+    """A stub of IPython's shell with the attributes that guarded cells need."""
 
     def __init__(self):
         self.ast_transformers, self.user_ns = [], {}

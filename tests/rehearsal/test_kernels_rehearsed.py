@@ -1,4 +1,6 @@
-"""The rules of `kernels` against torch's own CUDA build: a torch that changes one of them turns a test red here."""
+"""The rules of `kernels` compared with torch's own CUDA build: if a torch release changes a request, a test
+fails here.
+"""
 
 import json
 import sys
@@ -24,7 +26,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def torch_requests(names):
-    """A function for a clean process of a rehearsal: what each case asks torch's allocator for, {name: events}."""
+    """Return a function for a fresh process of a rehearsal that returns {case: requests to torch's allocator}."""
 
     def work(_):
         import sys
@@ -56,7 +58,7 @@ def torch_requests(names):
 
 
 def names_of(capability, cases=(*kernel_cases.RUNS, *kernel_cases.DRAWN)):
-    """The cases that the installed release runs on a GPU of this compute capability."""
+    """Return the names of the cases that the installed release can run on a GPU of this compute capability."""
     names = [*cases, *(kernel_cases.SINCE_2_14 if release().groups_attention else ())]
     return [name for name in names if capability >= (8, 0) or ("flash" not in name and "bf16" not in name)]
 
@@ -73,7 +75,9 @@ def test_kernels_ask_for_what_the_rules_say(capability):
 
 
 def of_all_kinds(_):
-    """A batch norm by cuDNN, a product that Triton's kernel makes, an embedding's backward over many tokens."""
+    """Run a batch norm by cuDNN, a matmul by a Triton kernel, and an embedding's backward over many tokens; return the
+    shapes of the results.
+    """
     import torch
 
     images = torch.zeros(2, 8, 6, 6, device="cuda", requires_grad=True)

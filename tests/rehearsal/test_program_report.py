@@ -1,4 +1,4 @@
-"""Test the report of a rehearsed program, from the files of its processes; no torch is needed."""
+"""The report of a rehearsed program, made from the files of its processes; torch is not needed."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Whole programs under `rehearsal.run`: they need torch's CUDA build (make wheel), and a compiler."""
+"""Whole programs under `rehearsal.run`. These tests need torch's CUDA build (make wheel) and a compiler."""
 
 import json
 import subprocess
@@ -15,7 +15,9 @@ if build.problem() or build.interpreter() is None:
 
 @pytest.fixture
 def program(tmp_path, monkeypatch, capfd):
-    """Rehearse a program's text, in a folder of its own, and return its run and what it printed."""
+    """Return a function that rehearses a program, given as text, in a folder of its own, and returns its run and its
+    output.
+    """
     monkeypatch.chdir(tmp_path)
 
     def rehearsed(text, *words, card="t4", **options):

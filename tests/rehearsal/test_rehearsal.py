@@ -1,4 +1,6 @@
-"""Rehearsals, as far as they need neither torch's CUDA build nor a compiler: cards, and what is missing."""
+"""The parts of a rehearsal that need neither torch's CUDA build nor a compiler: cards, and messages about missing
+parts.
+"""
 
 import subprocess
 import sys

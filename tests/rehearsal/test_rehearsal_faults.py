@@ -1,4 +1,4 @@
-"""A rehearsal that is killed, and one whose caller is killed: its message, and that nothing is left."""
+"""A rehearsal that is killed, and one whose caller is killed: the message is right, and nothing is left behind."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ if build.problem() or build.interpreter() is None:
 
 @pytest.fixture
 def temporary(tmp_path, monkeypatch):
-    """A folder of its own for temporary files; none may be left there, but torch's cache."""
+    """Yield a folder for temporary files; afterwards, check that only torch's cache is left in it."""
     folder = tmp_path / "tmp"
     folder.mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))

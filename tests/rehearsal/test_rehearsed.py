@@ -1,4 +1,4 @@
-"""Rehearsals themselves: they need torch's CUDA build (make wheel), and a compiler."""
+"""Rehearsals of trainings and functions. These tests need torch's CUDA build (make wheel) and a compiler."""
 
 import json
 import shutil
@@ -31,7 +31,9 @@ def a100():
 
 @pytest.fixture(scope="module")
 def kept():
-    """A card whose torch keeps cuBLAS' workspaces, as each did before 2.15 and when those peaks were published."""
+    """Yield a rehearsed A100 on which torch keeps cuBLAS' workspaces, as it did before 2.15 and when the compared peaks
+    were published.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_CUBLAS_WORKSPACE_CACHE", "1")
         with Rehearsal(CARDS["a100"]) as stage:
@@ -122,7 +124,7 @@ def test_the_lab_counts_what_a_plain_script_counts(card, arguments):
 
 
 def masks(padded):
-    """The masks that the attention of a BERT is given, with or without padding in its batch."""
+    """Return the masks that a BERT passes to attention, for a batch with or without padding."""
     import torch
 
     model = Task("bert-tiny", seq_len=64).build_model(attn_implementation="sdpa").cuda()

@@ -1,4 +1,6 @@
-"""FSDP2 through the Trainer: the estimate's trace of one rank, against torch's own allocator on two and more."""
+"""FSDP2 through the Trainer: one rank traced by the estimate, compared with torch's own allocator on two ranks and
+more.
+"""
 
 import pytest
 
@@ -38,7 +40,9 @@ def test_a_rank_of_fsdp2_takes_what_torchs_allocator_says(task, recipe):
 
 @pytest.mark.nightly
 def test_what_accelerate_cannot_shard_is_reported_by_both():
-    """accelerate 1.15 divides the input embedding again, though BERT has it in a part that is divided already."""
+    """accelerate 1.15 shards BERT's input embedding a second time, although the module that contains it is sharded
+    already.
+    """
     recipe = {"processes": 2, "fsdp": True, "per_device_train_batch_size": 2}
     bert = Task("bert-tiny", seq_len=16)
     run = rehearse(bert, on="a100", **recipe)

@@ -1,4 +1,4 @@
-"""Snapshots of rehearsals, which torch writes itself, and those of estimates against them."""
+"""Snapshots of estimates compared with snapshots of rehearsals, which torch itself writes."""
 
 import contextlib
 import itertools
@@ -29,8 +29,10 @@ def trace_of(file):
 
 
 def sizes(trace):
-    """Return the allocated and freed sizes in order. The estimate of the Trainer's in-place loss sum has an allocation
-    and a free of 4 bytes too many."""
+    """Return the allocated and freed sizes of a trace, in order.
+
+    The estimate has an allocation and a free of 4 bytes too many, because the Trainer sums the loss in place.
+    """
     entries = [entry for entry in trace if entry["action"] in ("alloc", "free_completed")]
     in_place = [("aten.add_.Tensor", 4)]
     return [
@@ -41,7 +43,9 @@ def sizes(trace):
 
 
 def with_frees_sorted(events):
-    """Sort the frees between two allocations by size: autocast's cache is emptied in the order of a hash table."""
+    """Return the events with the frees between two allocations sorted by size, because autocast empties its cache in
+    the order of a hash table.
+    """
     runs = itertools.groupby(events, key=lambda event: event[0])
     return [event for action, run in runs for event in (run if action == "alloc" else sorted(run))]
 
@@ -91,8 +95,10 @@ def test_a_place_for_no_file_is_refused(tmp_path):
 
 
 def events_of_both(random_trace, performed, text, seeds):
-    """(action, bytes, bytes left where there was no room) of random traces, as torch records them and as the double
-    tells them."""
+    """Return the events of random traces as torch records them, and as the model of its allocator reports them.
+
+    An event is (action, bytes, bytes left if there was no room).
+    """
     import torch
 
     torch.empty(1, device="cuda")

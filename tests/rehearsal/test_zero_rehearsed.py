@@ -1,4 +1,6 @@
-"""DeepSpeed through the Trainer: one rank, traced by the estimate, against torch's own allocator on two and more."""
+"""DeepSpeed through the Trainer: one rank traced by the estimate, compared with torch's own allocator on two ranks and
+more.
+"""
 
 import sys
 

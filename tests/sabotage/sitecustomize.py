@@ -137,7 +137,7 @@ TARGET, SPOIL = WAYS.get(os.environ.get("SABOTAGE"), (None, None))
 
 
 class Saboteur(importlib.machinery.PathFinder):
-    """Finds modules like everybody else, and spoils the target once it is imported."""
+    """Find modules as usual, and plant the fault in the target module once it is imported."""
 
     @classmethod
     def find_spec(cls, name, path=None, target=None):

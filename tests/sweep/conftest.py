@@ -1,4 +1,4 @@
-"""For the tests of sweeps: Dask's workers."""
+"""Fixtures for the tests of sweeps: Dask's workers."""
 
 import logging
 
@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def cluster():
-    """Dask's, in processes of its own: two workers with two threads and one device each."""
+    """Yield a Dask cluster in processes of its own: two workers with two threads and one device each."""
     distributed = pytest.importorskip("distributed", reason="pip install perf-helpers[cluster]")
     each = {"threads_per_worker": 2, "resources": {"device": 1}, "memory_limit": 0}
     quiet = {"dashboard_address": "127.0.0.1:0", "silence_logs": logging.CRITICAL}
@@ -17,7 +17,7 @@ def cluster():
 
 @pytest.fixture
 def client(cluster):
-    """A client of it, once both workers are there: a test before may have killed one."""
+    """Yield a client of the cluster, once both workers are connected: an earlier test may have killed one."""
     with pytest.importorskip("distributed").Client(cluster, set_as_default=False) as client:
         client.wait_for_workers(2)
         yield client
@@ -25,7 +25,7 @@ def client(cluster):
 
 @pytest.fixture
 def elsewhere(client):
-    """A function: these workers say that they are another machine with another torch; without any, all of them."""
+    """Return a function that makes workers (default: all) report another machine and another torch version."""
     requested = []
 
     def pretend():

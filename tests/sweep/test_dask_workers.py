@@ -1,4 +1,6 @@
-"""Dask's workers: one call at a time a device, a killed worker's once more elsewhere, nothing left behind."""
+"""Dask's workers: one call per device at a time; the call of a killed worker runs once more on another one; nothing is
+left behind.
+"""
 
 import itertools
 import logging
@@ -21,7 +23,9 @@ from trainmem.measure import executors
 
 
 def gone(pid):
-    """Wait up to the test's limit, and return whether a process ended, or is a zombie that no parent collects."""
+    """Wait up to the test's time limit, and return whether a process has ended, or is a zombie that no
+    parent collects.
+    """
     while psutil.pid_exists(pid):
         try:
             if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
@@ -33,7 +37,7 @@ def gone(pid):
 
 
 def spans(attempts):
-    """Return, per worker, when each call began and ended, in order."""
+    """Return, per worker, when each of its calls began and ended, in order."""
     found = {}
     for attempt in sorted(attempts, key=lambda attempt: attempt["began"]):
         found.setdefault(attempt["address"], []).append((attempt["began"], attempt["ended"]))
@@ -227,7 +231,9 @@ def test_dasks_own_executor_trains_and_compares_and_a_run_has_the_machine_that_p
 
 @pytest.fixture
 def in_this_process():
-    """Return a function that makes a client with so many workers in this process, by default without the resource."""
+    """Return a function that makes a client with a given number of workers in this process, by default without the
+    resource "device".
+    """
     distributed = pytest.importorskip("distributed", reason="pip install perf-helpers[cluster]")
     made = []
 

@@ -1,4 +1,4 @@
-"""A plan of a sweep: every combination is a row, and every mistake is one line, before anything runs."""
+"""Plans of sweeps: every combination is a row, and every mistake gives one line before anything runs."""
 
 import re
 from pathlib import Path

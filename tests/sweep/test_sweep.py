@@ -1,4 +1,4 @@
-"""A sweep as a user sees it: rows on several workers, stored runs, continued sweeps; and the command."""
+"""Sweeps from a user's view: rows on several workers, stored runs, continued sweeps; and the command."""
 
 import dataclasses
 import itertools
@@ -34,7 +34,9 @@ FOUR = {
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Make rows take no time and yield a peak; call a function with each row's name before it."""
+    """Return a function that makes rows take no time and return a peak; a given function is called with each row's name
+    first.
+    """
 
     def replace(before=lambda name: None):
         def measure(experiment, meters, timeout):
@@ -236,7 +238,9 @@ def test_every_gpu_has_a_worker_that_sees_it_alone(monkeypatch, visible, uuids, 
 
 @pytest.fixture
 def command(tmp_path):
-    """A function that starts `perf-helpers sweep` on a plan, and one for the processes that it has started so far."""
+    """Return a function that starts `perf-helpers sweep` on a plan, and one that lists the processes which
+    it started.
+    """
     mark = uuid.uuid4().hex
 
     def start(plan, *words):

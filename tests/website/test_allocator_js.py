@@ -1,4 +1,6 @@
-"""The page's allocator against the package's, on the random traces of its comparison with torch's."""
+"""The allocator of the calculator's page compared with the package's, on the random traces that compare the latter with
+torch's.
+"""
 
 import itertools
 import json
@@ -23,7 +25,9 @@ KINDS = [*itertools.product((False, True), (None, 1024 * MIB, 10**9))]  # expand
 
 
 def counted(events, expandable, capacity):
-    """Bytes allocated and reserved after each event, the peak reserved, and -1 where there was no room."""
+    """Return [allocated bytes, reserved bytes, peak of reserved bytes, -1 if there was no room or 0] after
+    each event.
+    """
     settings = Settings(expandable_segments=expandable)
     allocator = CachingAllocator(settings, capacity, rules=release(NEWEST))
     found = []

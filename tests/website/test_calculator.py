@@ -1,6 +1,6 @@
-"""The calculator in a browser: its numbers are the estimate's, it works by keyboard, on a phone, light and dark.
+"""The calculator in a browser: its numbers are the estimate's, and it works by keyboard, on a phone, light and dark.
 
-The tables of a small model are made here, as those of the site are. Those of the site are tested nightly:
+The tables of a small model are made here, like those of the site. The site's own tables are tested nightly:
 
 CHOICES=1000 python -m pytest -m nightly -s tests/website/test_calculator.py    more choices than 300
 """
@@ -56,7 +56,7 @@ ANSWERED = """([words, done]) => {
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The address of the page on a site of its own, and its folder."""
+    """Yield the address of the page on a site of its own, and the site's folder."""
     folder = tmp_path_factory.mktemp("site")
     shutil.copytree(ROOT / "website" / "_static", folder / "_static", ignore=shutil.ignore_patterns("tables"))
     tables = folder / "_static" / "tables"
@@ -70,7 +70,7 @@ def site(tmp_path_factory):
 
 
 def write_page(folder):
-    """The page's own HTML in a plain document, beside its scripts and styles."""
+    """Write the page's own HTML as a plain document, beside its scripts and styles."""
     source = site_pages.Sources(folder / "source", None).app("calculator.md")
     body = re.search(r"```\{raw\} html\n(.*?)```", source, re.DOTALL)[1]
     head = '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Does it fit?</title>'
@@ -103,7 +103,7 @@ def shown(page, address, choice, done="answer"):
 
 
 def estimated(choice):
-    """The same by the estimate."""
+    """Return the estimate's answer to a choice: bytes, and whether it fits."""
     recipe = Recipe(*(choice[name] for name in QUESTIONS), "")
     settings = "expandable_segments:True" if choice["segments"] == "expandable" else ""
     found = estimate(
@@ -125,7 +125,7 @@ def estimated(choice):
 
 
 def choices(count):
-    """Choices at random, of what there are tables for."""
+    """Yield random choices for which this test has tables."""
     chance, most = random.Random(39), 512
     for _ in range(count):
         choice = {"model": MODEL} | {name: chance.choice(GIVEN[name]) for name in QUESTIONS}
@@ -151,7 +151,7 @@ COUNT = int(os.environ.get("CHOICES", 300))
 
 
 def published_choices(count):
-    """Choices at random of what the site has tables for; one in ten may be of those whose estimates take long."""
+    """Yield random choices for which the site has tables; at most one in ten has a slow estimate."""
     chance = random.Random(41)
     keys = [(model, key) for model, key in KEYS if not (key.startswith("lora") and optional_packages.offer("peft"))]
     cheap = [(model, key) for model, key in keys if "8bit" not in key and INDEX["models"][model]["parameters"] < 2e8]

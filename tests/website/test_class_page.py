@@ -1,5 +1,6 @@
 """The class's page in a browser: results of 30 learners' files, refused files with reasons, use by keyboard, and
-hostile files. The project's own code writes the files and counts the numbers."""
+malicious files. The project's own code writes the files and counts the numbers.
+"""
 
 import json
 import random
@@ -37,7 +38,9 @@ pytestmark = pytest.mark.skipif(
 
 
 def write_journal(path, number):
-    """Write a learner's journal of two lessons: some guess not at all, late, twice, or by a power of ten too much."""
+    """Write a learner's journal of two lessons; some learners do not guess, guess late or twice, or are wrong by powers
+    of ten.
+    """
     chance, store = random.Random(number), Store(path.with_name("runs.jsonl"))
     for lesson, key, unit, measured in ((LESSON, "peak", "%", 60.0), (OTHER, "largest", "MB", 1983.0)):
         lab = SimpleNamespace(lesson=lesson, store=store)
@@ -59,7 +62,7 @@ def write_journal(path, number):
 
 
 def write_results(path, number, patch):
-    """The results.json of a run of one lesson on a machine whose verdicts follow from its number."""
+    """Write the results.json of a run of one lesson; the learner's number determines machine and verdicts."""
     verdicts = Verdict.HOLDS, [*Verdict][number % 3], Verdict.NOT_TESTABLE if number else Verdict.HOLDS
     plain = dict.fromkeys(("interval", "missing", "predicted", "predicted_from"))
     plain |= {"note": "", "rehearsed": False, "excused": False, "kind": "cpu", "profile": "cpu", "lesson": LESSON}
@@ -74,13 +77,13 @@ def write_results(path, number, patch):
 
 
 def owned():
-    """Three claims of the lesson."""
+    """Return three claims of the lesson."""
     return [claim for claim in ledger.load().values() if claim.lesson == LESSON[:2]][:3]
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """A folder of 30 files, a journal and a results.json of each learner, two of them damaged."""
+    """Return a folder with a journal and a results.json of each learner; two files are damaged."""
     folder = tmp_path_factory.mktemp("class")
     with pytest.MonkeyPatch.context() as patch:
         for number, learner in enumerate(LEARNERS):
@@ -94,7 +97,7 @@ def files(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory):
-    """The page's own HTML in a plain document, served beside its script and style."""
+    """Yield the address of the page's own HTML as a plain document, served beside its script and style."""
     text = (WEBSITE / "class.md").read_text()
     content = f"<h1>A class</h1>{text[text.index('<link') :]}"
     style = "body{margin:1rem;font-family:sans-serif} [data-theme=dark] body{background:#14181e;color:#ced6dd}"
@@ -110,7 +113,7 @@ def address(tmp_path_factory):
 
 @pytest.fixture
 def page(chromium, address):
-    """The page, empty; whatever it asks for or raises afterwards is a failure."""
+    """Yield the page without files; any later request or error of the page fails the test."""
     context = chromium.new_context(viewport={"width": 1280, "height": 900})
     page, faults = context.new_page(), []
     page.goto(address)
@@ -123,7 +126,7 @@ def page(chromium, address):
 
 
 def drop(page, *paths, state):
-    """Drop files or folders as a person does, and wait until the page shows a text about them."""
+    """Drop files or folders on the page as a person does, and wait until the page shows the text `state`."""
     box = page.locator("#class-drop").bounding_box()
     data = {"items": [], "files": [str(path) for path in paths], "dragOperationsMask": 1}
     session = page.context.new_cdp_session(page)
@@ -147,13 +150,13 @@ def remarks(page):
 
 
 def shown_rows(page, caption):
-    """A table's rows as lists of texts."""
+    """Return the rows of a table on the page as lists of texts."""
     rows = page.get_by_role("region", name=caption, exact=True).locator("tbody tr")
     return [row.locator("th, td").all_inner_texts() for row in rows.all()]
 
 
 def journals(files):
-    """The entries of each learner whose journal is whole, by the number of the learner."""
+    """Return {number of the learner: entries} of each journal that is not damaged."""
     return {
         number: learner_log.Journal(files / f"{learner}.jsonl").read()
         for number, learner in enumerate(LEARNERS)
@@ -262,7 +265,7 @@ def test_one_lesson_is_shown_all_is_removed_and_a_saved_class_comes_back(page, f
 
 
 def test_a_folder_is_searched_and_the_newest_file_of_a_learner_counts(page, files, tmp_path):
-    """A journal without answers is that of a run by the command: it does not take the place of the learner's own."""
+    """A journal without answers comes from a run by the command line, so it does not replace the learner's own."""
     ann = tmp_path / "class" / "ann"
     ann.mkdir(parents=True)
     for name in ("results.json", "late.json"):

@@ -66,7 +66,9 @@ def test_points_whose_events_differ_make_no_table():
 
 @pytest.mark.skipif(not shutil.which("node"), reason="no node: apt-get install nodejs")
 def test_where_what_is_free_is_given_back_the_page_does_so():
-    """As while a model of 4 bits is loaded: the segment of its 16 bits is gone when the training wants room."""
+    """While a 4-bit model is loaded, the segments of its 16-bit weights are returned to the device before the training
+    needs memory.
+    """
     size, kept = 30 * 2**20, 10 * 2**20
     blocks = [(size, Label("a", "temporaries", "setup", "")), *[(kept, Label("b", "weights", "setup", ""))] * 2]
     order, marks, card, found = [0, ~0, 1, 2], [("start", 3), ("step", 4)], cards.CARDS["t4"], {}

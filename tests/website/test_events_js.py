@@ -1,4 +1,4 @@
-"""The page's workspace of kernels, and its events of a table, against the package."""
+"""The workspaces that the page calculates for kernels, and its events of a table, compared with the package's."""
 
 import json
 import math
@@ -25,7 +25,9 @@ def answers(questions):
 
 
 def laid_out(chance, shape):
-    """Strides of a tensor of this shape: contiguous, its dimensions in another order, or a slice of a wider one."""
+    """Return random strides for a tensor of this shape: contiguous, with permuted dimensions, or a slice of a wider
+    tensor.
+    """
     order = [*range(len(shape))]
     if chance.random() < 0.4:
         chance.shuffle(order)

@@ -1,5 +1,6 @@
-"""website/: how a recorded lesson and the repository's pages become a site; and the site as a whole, as its reader sees
-it."""
+"""The site (website/): how recorded lessons and the repository's pages become pages, and the built site as readers see
+it.
+"""
 
 import base64
 import importlib
@@ -30,14 +31,14 @@ CARD = '<div role="group" aria-label="weights-cost: holds" style="x">\n<strong>â
 
 
 def picture(size=40):
-    """A picture of many colours, as base64."""
+    """Return a picture with many colours, as base64."""
     image = PIL.Image.effect_mandelbrot((size, size), (-2, -2, 2, 2), 50).convert("RGB")
     image.save(made := io.BytesIO(), "PNG", compress_level=0)
     return base64.b64encode(made.getvalue()).decode()
 
 
 def executed():
-    """A small executed lesson."""
+    """Return a small executed lesson."""
     shown = f'<img alt="a plot" src="data:image/png;base64,{picture()}">'
     outputs = [
         new_output("display_data", {"text/html": NO_GUESS, **WIDGET}),
@@ -156,7 +157,7 @@ def test_a_claims_history_has_every_record_and_calls_a_rehearsal_so():
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The built site's folder, and its address."""
+    """Yield the built site's folder, and its address."""
     folder = tmp_path_factory.mktemp("site")
     site_pages.SOURCE, site_pages.SITE = folder / "source", folder / "html"
     assert site_pages.main(["--repository", "me/course"]) == 0

@@ -1,4 +1,4 @@
-"""The tables that are published, against the estimate: allocated in each category and reserved, to the byte."""
+"""The published tables compared with the estimate: allocated bytes in each category, and reserved bytes, are equal."""
 
 import json
 import random
@@ -43,7 +43,7 @@ def test_the_index_names_every_table_and_knows_the_cards():
 
 
 def compare(model, key, chance):
-    """A table against the estimate at a point and on a card that chance decides."""
+    """Compare a table with the estimate, at a random point and on a random card."""
     recipe, about = Recipe(*key.split(".")), INDEX["models"][model]
     if recipe.method == "lora" and (reason := optional_packages.offer("peft")):
         pytest.skip(reason)

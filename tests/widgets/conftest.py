@@ -1,4 +1,4 @@
-"""For the widgets' tests: a kernel that shows nothing, a lab that has run nothing, and machines to watch."""
+"""Fixtures for the widgets' tests: a kernel without a front end, a lab without runs, and machines to monitor."""
 
 import sys
 import threading
@@ -47,7 +47,7 @@ def lab(tmp_path):
 
 @pytest.fixture
 def bare(monkeypatch):
-    """A machine without a GPU; and no thread is left behind."""
+    """Pretend a machine without a GPU; afterwards, check that no thread is left."""
     for variable in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(hardware, "ask_driver", lambda visible, order: (None, None))
@@ -58,7 +58,7 @@ def bare(monkeypatch):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A GPU whose NVML answers; returns a function that lets a query to it fail."""
+    """Pretend a GPU with NVML; return a function that replaces the answer to a query, also by an error."""
     module = fake_nvml(GPU)
     monkeypatch.setattr(hardware, "ask_driver", lambda visible, order: ([GPU], None))
 
@@ -83,7 +83,9 @@ def gpu(monkeypatch):
 
 @pytest.fixture
 def script(monkeypatch):
-    """Let the sampler read these figures, one dict a sample, then nothing; returns the event of having read them."""
+    """Return a function that makes the monitor read given figures, one dict per sample, and returns an event that is
+    set afterwards.
+    """
 
     def install(*figures):
         left, done = list(figures), threading.Event()

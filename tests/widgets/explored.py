@@ -1,4 +1,4 @@
-"""Runs as explorers show them."""
+"""Make runs that explorers can show."""
 
 from trainmem.core.task import Task
 from trainmem.records import CATEGORIES, Memory, Run, Timing
@@ -9,7 +9,7 @@ UNKNOWN = Timing(*[Unknown("a rehearsal")] * 5)  # as in a rehearsal
 
 
 def series(*totals):
-    """A timeline of weights alone, two thirds forward."""
+    """Return a timeline that has only weights; its first two thirds are forward."""
     empty = {name: [0] * len(totals) for name in CATEGORIES}
     phases = ["forward" if 3 * i < 2 * len(totals) else "backward" for i in range(len(totals))]
     named = {"phase": phases, "operation": ["aten.mm"] * len(totals), "module": ["layer.1"] * len(totals)}
@@ -17,7 +17,7 @@ def series(*totals):
 
 
 def run(name, peak=None, speed=None, **changes):
-    """A run with a peak (bytes) and a speed (samples per second), or without."""
+    """Return a run with a peak in bytes and a speed in samples per second; None: not measured."""
     parts = {"weights": peak}
     memory = peak and Memory(peak, "counted", "forward", "aten.mm", "layer.1", parts, timeline=series(1, peak, 2))
     timing = Timing(1.0, 0.0, 3, 1, speed) if speed else None

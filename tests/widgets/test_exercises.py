@@ -1,4 +1,4 @@
-"""Feedback on a learner's answers: right, wrong and by how much; and an author's mistakes."""
+"""Feedback on a learner's answers: right, wrong and by how much; and errors for an author's mistakes."""
 
 import re
 from html.parser import HTMLParser
@@ -17,7 +17,9 @@ TASK = Task("bert-tiny", seq_len=32)
 
 
 class FakeLab:
-    """A lab whose runs take the peak that `peaks` tells by micro-batch; `ratio` is what comparing yields."""
+    """A lab whose runs have the peak that `peaks` gives for their micro-batch, and whose comparisons have the speed
+    `ratio`.
+    """
 
     def __init__(self, folder, ratio=None):
         self.lesson, self.store = LESSON, Store(folder / "runs.jsonl")
@@ -121,7 +123,7 @@ def test_a_check_is_held_against_its_solution_and_a_mistake():
 
 
 class Folds(HTMLParser):
-    """For each text, how many folds it lies in; the summaries are one less deep than what they unfold."""
+    """Find out how deeply each text is folded; the summary of a fold counts as outside of it."""
 
     def __init__(self, shown):
         super().__init__()

@@ -1,4 +1,4 @@
-"""A picture with a slider for each argument of the function that draws it."""
+"""A picture with a control for each argument of the function that draws it."""
 
 import pytest
 from kernel import alive

@@ -1,4 +1,4 @@
-"""The contract of widgets: one element per place, and callbacks that lose no error. Under ipywidgets 8, and under
+"""The contract of widgets: one element per place, and no error of a callback is lost. Run under ipywidgets 8, and under
 7.7.1, which Colab has.
 """
 
@@ -102,7 +102,7 @@ def test_an_error_in_a_callback_fails_the_course_run(tmp_path, monkeypatch, batc
 @pytest.mark.nightly
 @pytest.mark.skipif(ipywidgets.__version__ == "7.7.1", reason="this is the run against 7.7.1")
 def test_the_same_under_ipywidgets_7():
-    """These tests once more, with the folder that `make build/ipywidgets7` fills before all else."""
+    """Run these tests again with the folder that `make build/ipywidgets7` fills, first on the import path."""
     if not SEVEN.is_dir():
         pytest.skip(f"no ipywidgets 7.7.1: make build/ipywidgets7 puts it into {SEVEN.relative_to(SEVEN.parents[1])}")
     path = os.pathsep.join([str(SEVEN), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -1,4 +1,4 @@
-"""Guesses: values are set, the button is clicked, cells are run again; and what is shown without a front end."""
+"""Guesses: values are entered, the button is clicked, cells are run again; and the outputs without a front end."""
 
 import html
 import re
@@ -66,7 +66,7 @@ def test_an_estimate_that_is_unknown_is_not_shown(lab, shown):
 
 
 def pictured(feedback):
-    """The alternative text of a feedback's picture, which must be there."""
+    """Return the alternative text of a feedback's picture; fail if it has no picture."""
     (image,) = re.findall(r"<img [^>]*>", feedback._repr_html_())
     assert "data:image/png;base64,iVBOR" in image and "max-width:100%" in image
     return html.unescape(re.search('alt="([^"]*)"', image)[1])

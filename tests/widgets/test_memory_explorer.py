@@ -1,4 +1,4 @@
-"""The memory explorer on the kernel's side: controls are moved, the picture follows. Under ipywidgets 7.7.1 too, see
+"""The memory explorer in the kernel: controls are moved, and the picture changes. Also run under ipywidgets 7.7.1, see
 test_frame.py.
 """
 
@@ -47,7 +47,7 @@ def is_grey(shown):
 
 
 def sizes(found):
-    """The memory without its timeline, which is cut at any of several operations of one size."""
+    """Return the memory without its timeline, which may be sampled at different operations of equal size."""
     return dataclasses.replace(found.memory, timeline=None)
 
 
@@ -112,7 +112,9 @@ def test_on_a_cpu_there_is_no_fp16():
 
 @pytest.fixture
 def traced(monkeypatch):
-    """The micro-batches that were traced, in order. An answer's peak is so many MB, and 32 are refused."""
+    """Return the list of micro-batches that were estimated, in order. The stub estimate has a peak of as many MB, and
+    refuses 32.
+    """
     requested = []
 
     def estimate_at_once(task, *, device, per_device_train_batch_size, **arguments):
@@ -128,7 +130,7 @@ def traced(monkeypatch):
 
 
 def picture(size):
-    """The picture of a micro-batch, see `traced`."""
+    """Return the picture of a micro-batch by the stub estimate, see `traced`."""
     return svg.bar("Peak", {"weights": size * 10**6}, SIZES | {"this machine": 30_000_000})
 
 

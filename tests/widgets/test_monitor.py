@@ -1,5 +1,5 @@
-"""The live monitor: its thread and what it keeps, its picture with fake figures and in a real kernel. No test needs a
-GPU or judges by a clock.
+"""The live monitor: its thread and its samples, its picture with fake figures, and in a real kernel. No test needs a
+GPU or depends on a clock.
 """
 
 import json
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("bare")
 
 
 def one_sample():
-    """A monitor that has taken a sample, or more."""
+    """Return a monitor that has taken at least one sample."""
     with monitor.Monitor(0.001) as watching:
         while not watching.samples and threads():
             watching._thread.join(0.001)
@@ -128,7 +128,7 @@ def test_an_interval_out_of_range_is_named():
 
 
 def lines(watching):
-    """The points of each panel, by its label."""
+    """Return {label: points} of each panel."""
     panels = ElementTree.fromstring(f"<all>{watching.live_html()}</all>").iter("svg")
     return {panel.get("aria-label"): panel.find("polyline").get("points").split() for panel in panels}
 
@@ -160,7 +160,7 @@ def python(code):
 
 
 def test_it_works_and_ends_in_a_plain_python():
-    """No IPython, and one block that is left in its middle: the interpreter ends, and prints no complaint."""
+    """IPython is missing, and one block is left early: the interpreter ends without an error message."""
     done = python(
         "import sys; sys.modules['IPython'] = None\n"
         "from perf_helpers import monitor\n"
@@ -195,7 +195,7 @@ CELLS = [
 
 @pytest.fixture(scope="module")
 def cells():
-    """The outputs of each cell, run in a kernel of this environment as the course runs one; some twice."""
+    """Return the outputs of each cell, run in a kernel as the course runs one; some cells are run twice."""
     import nbformat
     from jupyter_client.channels import AsyncZMQSocketChannel
     from nbclient import NotebookClient
@@ -228,7 +228,7 @@ def test_a_drawing_error_fails_the_cell(cells):
 
 
 def read(times=1, gpu=None):
-    """The figures of as many samples, read here and now."""
+    """Return the figures of `times` samples, read in this thread."""
     with monitor.reader(gpu) as look:
         return [look() for _ in range(times)]
 

@@ -1,4 +1,4 @@
-"""Questions: buttons are clicked, cells are run again; and what is shown without a front end."""
+"""Questions: buttons are clicked, cells are run again; and the outputs without a front end."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Pictures of HTML and SVG: their words, the positions of elements, and that the unknown is not drawn as 0."""
+"""Pictures as HTML and SVG: their texts, the positions of elements, and that an unknown value is not drawn as 0."""
 
 import re
 from xml.etree import ElementTree
@@ -39,7 +39,7 @@ def test_the_best_of_both_are_beaten_by_nothing_and_not_by_the_unknown():
 
 
 def strips(picture):
-    """The texts and the titles of what stands apart, and those of the rest."""
+    """Return (texts and titles of the points in the strips beside the plot, those of all other boxes)."""
     boxes = [each for each in ElementTree.fromstring(picture).iter() if "grid-row" in each.get("style", "")]
     apart = [each for each in boxes if "background" in each.get("style")]
 

@@ -1,4 +1,4 @@
-"""The timeline explorer on the kernel's side. Under ipywidgets 7.7.1 too, see test_frame.py."""
+"""The timeline explorer in the kernel. Also run under ipywidgets 7.7.1, see test_frame.py."""
 
 import pytest
 from explored import run, series

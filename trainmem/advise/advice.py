@@ -1,4 +1,4 @@
-"""Advice: the training arguments with which a model fits a memory, for an effective batch, the fastest first.
+"""Advise which training arguments fit a model into a memory, for a given effective batch, the fastest first.
 
 Memory comes from the estimate (see `search`), speed from measured ratios only (see `measured_speedups`); a speed that
 was never measured is reported as such.
@@ -40,7 +40,7 @@ _FROM_VOCABULARY = {"causal", "masked", "sequence to sequence", "image-text", "s
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Training arguments that fit."""
+    """Training arguments that fit, with their memory, micro-batch and expected speed."""
 
     name: str  # techniques, micro-batch x accumulation: "checkpointing, AdamW, 4 x 2"
     arguments: dict[str, Any]  # training arguments
@@ -59,7 +59,9 @@ class Recipe:
 
 
 class Shown:
-    """A result shown as a headline, a table, Python to paste if there is any, and lines, which `_parts` returns."""
+    """A result that a notebook shows as HTML and a terminal as text: the headline, table, Python and lines that
+    `_parts` returns.
+    """
 
     __slots__ = ()
 
@@ -110,7 +112,7 @@ class Advice(Shown):
         return {"status": self.status} | dataclasses.asdict(self) | {"recipes": recipes}
 
     def _parts(self) -> tuple[str, Table, str, list[str]]:
-        """Return a headline, a table, Python to paste (empty if nothing fits), and the lines below."""
+        """Return (headline, table, Python code to paste, lines to print below); the code is empty if nothing fits."""
         size = functools.partial(bytes_text, binary=self.device == "cuda")
         length = f" with {self.task.seq_len:,} tokens" if self.task.seq_len else ""
         head = f"{self.task.model}{length}, {self.effective_batch} samples per update, {size(self.memory_bytes)} "
@@ -147,7 +149,9 @@ class Advice(Shown):
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """The predicted and the found peak of an advice's first recipe; `run.memory.kind` is the kind of both."""
+    """The predicted and the measured peak of an advice's first recipe, in bytes. `run.memory.kind` names the kind of
+    both peaks.
+    """
 
     recipe: Recipe
     run: Run  # measured, or rehearsed on a card like the advice's
@@ -300,8 +304,11 @@ def advise(
 
 
 def _of_saved_quantized(task: Task, must: Mapping[str, Any]) -> tuple[dict[str, Any], Weights, tuple[str, ...]]:
-    """Return the arguments to keep, the weights' type, and a note if both follow from a model that was saved quantized:
-    only adapters can be trained on it."""
+    """Return (the arguments to keep, the type of the weights, notes).
+
+    They are `must`, unless the model was saved quantized: only adapters can be trained on it, so LoRA is added, with a
+    note.
+    """
     fixed = Arguments.of(must)
     weights = task.weights(fixed.get("dtype"), fixed.quantization)
     if not weights.bits or fixed.quantization or "peft" in must:
@@ -311,9 +318,13 @@ def _of_saved_quantized(task: Task, must: Mapping[str, Any]) -> tuple[dict[str, 
 
 
 def _base(task: Task, weights: Weights, largest: str | None) -> dict[str, Any]:
-    """Return the arguments that every recipe has unless a technique sets them: the type of the weights. Techniques are
-    described and ranked by how they change a model in float32, so a model that loads in another type is trained in
-    float32. A model that was saved quantized stays as it is."""
+    """Return the arguments that every recipe has unless a technique sets them: the type of the weights, or none.
+
+    Techniques are described and ranked by how they change a model in float32. A model that loads in another type is
+    therefore trained in float32. A model that was saved quantized stays as it is.
+
+    `largest`: as in `advise`: with "model" the type must suit all presets of the model type.
+    """
     kind = task.build_config().model_type
     of_presets = {preset.get("dtype") for preset in PRESETS.values() if preset["model_type"] == kind}
     loads_in_float32 = weights.dtype == "float32" and not (largest == "model" and of_presets != {None})
@@ -362,7 +373,12 @@ def _with_enough_data(task: Task, effective_batch: int) -> Task:
 
 
 def _recipe(candidate: Candidate, search: RecipeSearch, memory: int, best: float | None) -> Recipe:
-    """Describe a candidate as a recipe; `best`: the highest known speed of those that fit."""
+    """Describe a candidate as a recipe.
+
+    Args:
+        memory: bytes of the device, for the headroom.
+        best: the highest known speed of the recipes that fit; None: none is known.
+    """
     choices, ranking, size = search.choices, search.ranking, candidate.micro_batch
     needed, passes = search.needed(candidate), choices.samples // size
     costs = candidate.costs
@@ -397,7 +413,8 @@ def _notes(search: RecipeSearch, best: Candidate, evidence: Evidence, capability
     """Return notes about the attention kernel, compiled code and padding for the best recipe that fits.
 
     Args:
-        capability: of the GPU; None: a CPU, where sizes need no padding.
+        evidence: measured factors, for the note on compiled code.
+        capability: compute capability of the GPU; None: a CPU, where sizes need no padding.
     """
     lines = [_attention(search.estimates[best].attention), _compiling(evidence)]
     return [*lines, *(_padding(search, best, 64 if capability >= (8, 0) else 8) if capability else ())]
@@ -418,7 +435,9 @@ def _compiling(evidence: Evidence) -> str:
 
 
 def _padding(search: RecipeSearch, best: Candidate, multiple: int) -> list[str]:
-    """Return notes on sizes that are not multiples of what a GPU's matrix units need, and on a padded vocabulary."""
+    """Return notes on sizes that are not a multiple of `multiple`, as a GPU's matrix units need, and on a padded
+    vocabulary.
+    """
     task, lines = search.task, []
     if task.family() in _FROM_VOCABULARY and (padded := task.with_padded_vocabulary(multiple)) != task:
         line = (

@@ -1,4 +1,4 @@
-"""If nothing fits: changes that would make the smallest recipe fit, calculated from its estimate, for the advisor."""
+"""Calculate changes that would make the smallest recipe fit, from its estimate, for an advice in which nothing fits."""
 
 import math
 from dataclasses import dataclass
@@ -22,7 +22,9 @@ class Change:
 
 
 def helpful_changes(search: RecipeSearch, smallest: Candidate) -> tuple[Change, ...]:
-    """Return the changes that would help the smallest recipe, those first that make it fit; nothing is trained."""
+    """Return changes that would reduce the memory of the smallest recipe; those with which it would fit come first.
+    Nothing is trained.
+    """
     estimated = search.estimates[smallest]
     # Bytes by category at the peak and at the end of each phase, and the bytes needed in addition to live ones.
     breakdowns = [estimated.memory.breakdown, *(estimated.memory.phase_breakdowns or {}).values()]
@@ -33,7 +35,7 @@ def helpful_changes(search: RecipeSearch, smallest: Candidate) -> tuple[Change, 
 
 
 def _shorter(search: RecipeSearch, smallest: Candidate) -> Change | None:
-    """Find the longest sequence that fits; None if the task has no length to shorten."""
+    """Return the change to the longest sequence that fits; None if the task has no length to shorten."""
     task = search.task
     if not task.has_tokens or task.length() <= _STEP:
         return None
@@ -48,7 +50,13 @@ def _shorter(search: RecipeSearch, smallest: Candidate) -> Change | None:
 
 
 def _sharded(search: RecipeSearch, size: int, breakdowns: list[dict[str, int]], on_top: int) -> Change:
-    """Calculate the recipe with weights, gradients and optimizer states divided by the number of devices."""
+    """Return the change that divides weights, gradients and optimizer states by the number of devices.
+
+    Args:
+        size: the recipe's micro-batch.
+        breakdowns: bytes by category of the recipe, one dict per moment of a step.
+        on_top: bytes beyond these categories, e.g. the context.
+    """
     assumption = (
         "Sharding: only weights, gradients and optimizer states are divided by the number of devices; the layer "
         "that is gathered at a time is not counted."
@@ -70,7 +78,13 @@ def _sharded(search: RecipeSearch, size: int, breakdowns: list[dict[str, int]], 
 
 
 def _offloaded(limit: int, breakdowns: list[dict[str, int]], on_top: int, on_gpu: bool) -> Change | None:
-    """Calculate the recipe with its optimizer states on the host; None if it has none."""
+    """Return the change that keeps the optimizer states on the host; None if the recipe has no states.
+
+    Args:
+        limit: bytes that the recipe may need.
+        breakdowns, on_top: as in `_sharded`.
+        on_gpu: whether to name sizes in GiB.
+    """
     states = max(parts["optimizer_states"] for parts in breakdowns)
     if not states:
         return None

@@ -1,4 +1,4 @@
-"""The largest model of a kind, or the longest sequence, that fits, for the advisor: by the recipe that needs least."""
+"""Find the largest model of a kind, or the longest sequence, that fits, with the recipe that needs the least memory."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -19,7 +19,11 @@ Found = tuple[RecipeSearch, Candidate, bool, str]  # a search for the task found
 
 
 def largest(search: RecipeSearch, what: str) -> Found:
-    """Return the largest preset similar to a search's task that fits, or the longest sequence: `what` is in `LARGEST`.
+    """Return the largest similar preset that fits, or the longest sequence.
+
+    Args:
+        search: its task is the preset, or the model, to start from.
+        what: "model" or "sequence" (`LARGEST`).
 
     Raises:
         ValueError: no preset is similar, or the model takes no sequences.
@@ -70,7 +74,7 @@ def _sequence(search: RecipeSearch) -> Found:
 
 
 def _alike(task: Task) -> Sequence[Task]:
-    """Return the presets of the task's model type with positions for its tokens."""
+    """Return tasks for the presets of the task's model type that have enough positions for its tokens."""
     kind = task.build_config().model_type
     named = [dataclasses.replace(task, model=n, config={}) for n, it in PRESETS.items() if it["model_type"] == kind]
     length = task.length()
@@ -83,7 +87,9 @@ def _alike(task: Task) -> Sequence[Task]:
 
 
 def _leanest(search: RecipeSearch) -> Candidate:
-    """Return the recipe that needs least, with the smallest micro-batch: adapters and checkpointing if allowed."""
+    """Return the recipe that needs the least memory: with the smallest micro-batch, and with adapters and checkpointing
+    if allowed.
+    """
     left = search.choices.candidates
     for technique in (*known.ADAPTERS, known.CHECKPOINTING):
         left = [each for each in left if technique in each.techniques] or left

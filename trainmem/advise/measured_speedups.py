@@ -1,4 +1,4 @@
-"""Speed ratios for the advisor: from runs on this machine, and published ones (`Published`)."""
+"""Collect speed ratios for the advisor, from runs on this machine and from published measurements (`Published`)."""
 
 import datetime
 import itertools
@@ -23,7 +23,7 @@ _SILENT = {"max_steps", "num_train_epochs", "seed", "learning_rate", "lr_schedul
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """The factor by which a choice makes a training faster than the plain choice does."""
+    """The factor by which a technique, or a micro-batch, makes a training faster than the plain choice."""
 
     name: str  # of the technique or other choice
     ratio: Ratio | None  # in samples per second; None: never measured
@@ -31,7 +31,7 @@ class Factor:
 
     @property
     def significant(self) -> float:
-        """The ratio to multiply with: 1 if it is unknown, or too small to tell because its interval contains 1."""
+        """The ratio to multiply with. It is 1 if the ratio is unknown, or if its interval contains 1."""
         return self.ratio.value if self.ratio and not self.ratio.low <= 1 <= self.ratio.high else 1.0
 
     def __str__(self) -> str:
@@ -47,8 +47,11 @@ Published = Callable[[Machine | None, str, tuple[int, int]], Mapping[str, tuple[
 
 
 class Evidence:
-    """The factors of techniques and of smaller micro-batches, for a task on this machine, or on a GPU of some compute
-    capability elsewhere. Only runs on this machine count; those of the task's model take precedence."""
+    """The factors of techniques and of smaller micro-batches, for a task on this machine, or on a GPU of another
+    machine.
+
+    Only runs on this machine count. If there are pairs of runs of the task's own model, only those are used.
+    """
 
     def __init__(
         self,
@@ -76,8 +79,12 @@ class Evidence:
         return measured or self._published(technique.name, technique.claims.get(self._kind))
 
     def of_micro_batch(self, size: int, largest: int) -> Factor:
-        """Return the factor of a micro-batch relative to larger ones, at the same effective batch; only measured sizes
-        have a ratio."""
+        """Return the factor of the micro-batch `size` relative to larger ones at the same effective batch, from
+        measured runs.
+
+        If no runs show it, a published factor is returned for one sample relative to `largest`, or a factor without a
+        ratio.
+        """
 
         def has_it(given: dict[str, Any]) -> bool | None:
             batch = given.get(MICRO_BATCH, 8)
@@ -91,8 +98,10 @@ class Evidence:
         return Factor("a smaller micro-batch, with accumulation", None, "not measured")
 
     def of_compiling(self) -> tuple[Factor, float] | None:
-        """Return torch.compile's factor in runs on this machine, and its largest ratio of peaks; None without pairs of
-        runs that have both figures."""
+        """Return torch.compile's factor in runs on this machine, and the largest ratio of peaks with and without it.
+
+        Return None if no pair of runs has both figures.
+        """
 
         def has_it(given: dict[str, Any]) -> bool:
             return Arguments(given).compiles
@@ -107,7 +116,7 @@ class Evidence:
         return self._of_pairs(name, pairs) or Factor(name, None, "speed not measured here"), max(peaks)
 
     def _of_pairs(self, name: str, pairs: Sequence[tuple[Run, Run]]) -> Factor | None:
-        """Return a factor with the median ratio of pairs of runs; None if the pairs are too few."""
+        """Return a factor with the median speed ratio of pairs of runs; None if there are too few pairs."""
         if len(pairs) < _PAIRS[self._kind]:
             return None
         # Not the lab's bootstrap: these pairs were not interleaved, and there may be only one.
@@ -119,11 +128,12 @@ class Evidence:
     def _pairs(
         self, arguments: Collection[str], has_it: Callable[[dict[str, Any]], bool | None]
     ) -> list[tuple[Run, Run]]:
-        """Return pairs of runs (with a choice, without it) that differ only in `arguments`; if there are any of the
-        task's model, only those.
+        """Return pairs of runs (with a choice, without it) that differ only in `arguments`.
 
-        The partner of a run with the choice is the run without it that is nearest in time. `has_it` tells from a run's
-        arguments whether it has the choice; None: neither with nor without.
+        The partner of a run with the choice is the run without it that is nearest in time. If there are pairs of the
+        task's model, only those are returned.
+
+        `has_it`: function of a run's arguments: whether the run has the choice, or None if it counts as neither.
         """
         groups: dict[tuple, tuple[list[Run], list[Run]]] = {}  # runs that agree in all else: (without it, with it)
         for run, given in self._runs:
@@ -145,25 +155,30 @@ class Evidence:
 
 
 def respelt(arguments: Arguments) -> dict[str, Any]:
-    """Return the arguments by the names that techniques use, whichever names the installed library knows."""
+    """Return the arguments under the names that techniques use, whatever names the installed library uses."""
     canonical = {next(iter(Arguments({name: None}).current)): name for name in itertools.chain(*QUESTIONS)}
     return {canonical.get(name, name): value for name, value in arguments.current.items()}
 
 
 def _counts(run: Run) -> bool:
-    """Return whether a run's speed is usable: timed by the Trainer over some steps. A function's is not comparable."""
+    """Return whether a run's speed is usable: the Trainer must have run it, over some steps. A user's function is not
+    comparable.
+    """
     return run.ok and run.kind == "training" and is_measured(run.samples_per_second) and run.timing.steps >= 3
 
 
 def _apart(run: Run, other: Run) -> float:
-    """Return the seconds between two runs."""
+    """Return the seconds between the dates of two runs."""
     one, another = (datetime.datetime.fromisoformat(each.date).timestamp() for each in (run, other))
     return abs(one - another)
 
 
 def _relevant(run: Run) -> dict[str, Any]:
-    """Return the arguments of a run that affect its speed, without defaults, and its effective batch. The type of the
-    weights is included unless it is float32, whether it was requested or came with the model."""
+    """Return the arguments of a run that affect its speed, and its effective batch.
+
+    Arguments with their default are left out. The type of the weights is included unless it is float32, whether it was
+    requested or came with the model.
+    """
     given = respelt(Arguments(run.arguments))
     if (dtype := given.pop("dtype", None)) != "float32":
         loaded = run.weights or f"in {dtype} "  # an older record does not name its weights

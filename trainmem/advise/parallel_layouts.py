@@ -1,8 +1,9 @@
-"""Choose a layout on several cards by the guides' decision tree over replicas and shards; the memory of each is traced.
+"""Choose a layout on several cards by the guides' decision tree over replicas and shards; the memory of each layout is
+traced.
 
-Covers DDP, FSDP2 and ZeRO 1 to 3. Bytes per rank come from the estimate, bytes sent from ring algorithms. If none fits,
-the answer names the tree's next branch (offload, or splitting the layers themselves) and what the traces show about it.
-Not covered: speed, and the memory of a model whose layers are split.
+Covers DDP, FSDP2 and ZeRO 1 to 3. Bytes per rank come from the estimate, bytes sent from the formulas of ring
+algorithms. If no layout fits, the answer names the tree's next branch (offload, or splitting the layers themselves) and
+the figures that decide it. Not covered: speed, and the memory of a model whose layers are split.
 """
 
 import functools
@@ -31,7 +32,9 @@ _size = functools.partial(bytes_text, binary=True)  # as the memory of a card
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One way to train on all cards, with the memory of a rank and its traffic."""
+    """One way to train on all cards: its training arguments, the bytes in memory per rank, and the bytes that a rank
+    sends per update.
+    """
 
     name: str  # e.g. "DDP", "FSDP" or "ZeRO 1, checkpointing"
     estimate: MemoryEstimate  # of one rank
@@ -47,7 +50,7 @@ class Layout:
 
     @property
     def undivided_bytes(self) -> int:
-        """Bytes of a rank's tensors that more cards do not divide: activations, gathered layers, temporaries."""
+        """Bytes of a rank's tensors that stay the same with more cards: activations, gathered layers, temporaries."""
         timeline = self.estimate.memory.timeline
         rest = (timeline[category] for category in CATEGORIES if category not in STATES)
         moments = zip(timeline["phase"], map(sum, zip(*rest, strict=True)), strict=True)
@@ -164,7 +167,7 @@ def parallelism(
 
 @dataclass(frozen=True, slots=True)
 class _Cluster:
-    """A training, and the cards to run it on."""
+    """A training, and the cards and hosts to run it on."""
 
     task: Task
     cards: int
@@ -214,8 +217,11 @@ class _Cluster:
         yield "FSDP, gathered once", self.cards, once
 
     def _sent(self, name: str, ranks: int, whole: MemoryEstimate, arguments: Arguments) -> tuple[float, float]:
-        """Return the bytes that a rank sends per update, and those of them between hosts. In a ring, a rank sends
-        (N - 1) / N of what is gathered or reduce-scattered, and twice that for an all-reduce."""
+        """Return (bytes that a rank sends per update, the part of them that goes between hosts).
+
+        In a ring of N ranks, a rank sends (N - 1) / N of what is gathered or reduce-scattered, and twice that for an
+        all-reduce.
+        """
         memory, passes = whole.memory, arguments.training.get("gradient_accumulation_steps", 1)
         trained = summed = memory.breakdown[Category.WEIGHTS]  # a gradient has its weight's type
         gathered = sum(memory.breakdown[category] for category in _WEIGHTS)
@@ -232,7 +238,10 @@ class _Cluster:
 
 
 def _if_nothing_fits(task: Task, smallest: Layout, room: int) -> tuple[str, str]:
-    """Return the branch of the tree, and a text of what is known about it."""
+    """Return the branch of the decision tree to take if no layout fits, and a text with the figures that decide it.
+
+    `room`: usable bytes of a card.
+    """
     layer, weights = _largest_layer(task, smallest.estimate.arguments.get("dtype"))
     states = smallest.estimate.memory.breakdown[Category.OPTIMIZER_STATES]
     text = f"The smallest layout, {smallest.name}, needs {_size(smallest.bytes_a_rank)} per rank, "
@@ -247,7 +256,9 @@ def _if_nothing_fits(task: Task, smallest: Layout, room: int) -> tuple[str, str]
 
 
 def _largest_layer(task: Task, dtype: Any) -> tuple[str, int]:
-    """Return name and bytes of the largest layer: one of the repeated blocks, or a module outside of them."""
+    """Return the name and the bytes of the largest layer, which is one of the repeated blocks or a module outside of
+    them.
+    """
     modules = task.build_model(device="meta", dtype=dtype).named_modules()
     layers = ((name, part) for name, part in modules if name.split(".")[-1].isdigit() or not [*part.children()])
     sizes = ((name, sum(weight.nbytes for weight in part.parameters())) for name, part in layers)

@@ -1,6 +1,7 @@
-"""The advisor's search for recipes that fit: combinations of techniques, their order, the largest micro-batch of each.
+"""Search for recipes that fit, for the advisor: combine techniques, order them, and find the largest micro-batch of
+each.
 
-Each check costs an estimate, and every recipe that is proposed was estimated itself. Other cores start the estimates
+Each check takes an estimate, and every recipe that is proposed was estimated itself. Other cores start the estimates
 that are probably needed next.
 """
 
@@ -34,7 +35,7 @@ _MOST_AT_ONCE = 4  # recipes checked at once; each takes a core and, for a large
 
 
 class Candidate(NamedTuple):
-    """A recipe that may fit or not."""
+    """A recipe of which it is not known yet whether it fits: techniques, and a micro-batch."""
 
     techniques: tuple[Technique, ...]  # one per choice, without the library's defaults, except AdamW
     micro_batch: int  # samples
@@ -54,7 +55,7 @@ class Candidate(NamedTuple):
 
     @property
     def without_optimizer(self) -> frozenset[Technique]:
-        """Its techniques except the optimizer: recipes with the same ones have the same activations."""
+        """Its techniques except the optimizer. Recipes that share them have the same activations."""
         return frozenset(self.techniques) - _OPTIMIZERS
 
 
@@ -106,7 +107,13 @@ class Choices:
 
 
 def native_precisions(machine: hardware.Machine, kind: str, capability: tuple[int, int]) -> set[Technique]:
-    """Return the lower precisions that a GPU of this compute capability, or the machine's CPU, has instructions for."""
+    """Return the lower precisions for which the device has instructions.
+
+    Args:
+        machine: whose CPU counts if `kind` is "cpu".
+        kind: "cpu" or "cuda".
+        capability: compute capability of the GPU.
+    """
     if kind == "cuda" and capability < (8, 0):
         return {known.FP16}
     native = kind == "cuda" or not hardware.CPU_BF16.isdisjoint(machine.cpu_features or ())
@@ -114,7 +121,16 @@ def native_precisions(machine: hardware.Machine, kind: str, capability: tuple[in
 
 
 def _named(argument: str, given: Iterable[str], spelt: Iterable[Iterable[str]]) -> set[str]:
-    """Return the names in an argument as techniques spell them. Raises ValueError for an unknown one."""
+    """Return the names in an argument as techniques spell them.
+
+    Args:
+        argument: its name, for messages.
+        given: the names that the user typed.
+        spelt: the names of each technique.
+
+    Raises:
+        ValueError: an unknown name.
+    """
     words = {word.lower(): word for word in sorted(itertools.chain(*spelt), reverse=True)}  # prefer capitals
     for name in map(str, given):
         if name.lower() not in words:
@@ -125,7 +141,18 @@ def _named(argument: str, given: Iterable[str], spelt: Iterable[Iterable[str]]) 
 def _answers(
     fixed: Mapping[str, Any], avoided: set[str], native: set[Technique], offered: set[str]
 ) -> list[list[Technique | None]]:
-    """Return the allowed options of each choice. Options in `ON_DEMAND` are allowed only by `must` or `may`."""
+    """Return, for each choice that a recipe makes, the techniques that are allowed; None stands for the plain choice.
+
+    Techniques in `ON_DEMAND` are allowed only by `must` or `may`.
+
+    Args:
+        fixed: the training arguments in `must`.
+        avoided, offered: the names in `avoid` and in `may`.
+        native: the lower precisions for which the device has instructions.
+
+    Raises:
+        ValueError: `must` and `avoid` contradict each other, or `avoid` leaves nothing to choose.
+    """
     left_out = {each for each in known.ON_DEMAND if each.name not in offered} | (_PRECISIONS - native)
     if hardware.versions()["bitsandbytes"] is None:
         left_out |= {known.ADAM_8BIT, known.QLORA}
@@ -145,7 +172,16 @@ def _answers(
 
 
 def _micro_batches(samples: int, fixed: Mapping[str, Any], avoided: set[str]) -> list[int]:
-    """Return the micro-batches that make `samples` with a whole number of accumulation steps, ascending."""
+    """Return, ascending, the micro-batches that make `samples` with a whole number of accumulation steps.
+
+    Args:
+        samples: per update and process.
+        fixed: the training arguments in `must`.
+        avoided: the names in `avoid`.
+
+    Raises:
+        ValueError: sizes in `must` do not divide `samples`, or contradict `avoid`.
+    """
     batch, steps = fixed.get(MICRO_BATCH), fixed.get(ACCUMULATION_STEPS)
     if avoided & set(known.ACCUMULATION):
         steps = steps or 1
@@ -163,8 +199,10 @@ def _micro_batches(samples: int, fixed: Mapping[str, Any], avoided: set[str]) ->
 
 
 class Ranking:
-    """The order of recipes by speed: the product of the factors of a recipe's techniques and its micro-batch. Plain
-    choices, and techniques that all recipes share, have no factor."""
+    """The order of recipes by speed, which is the product of the factors of a recipe's techniques and its micro-batch.
+
+    Plain choices, and techniques that all recipes share, have no factor.
+    """
 
     def __init__(self, choices: Choices, evidence: Evidence):
         combined = [set(candidate.techniques) for candidate in choices.candidates]
@@ -194,15 +232,25 @@ class Ranking:
         return [self._factors[each] for each in keys if each in self._factors]
 
     def only_adds_costs(self, candidate: Candidate, other: Candidate) -> bool:
-        """Return whether a recipe has all costs of one that ranks before it and more, so that only a larger micro-batch
-        could make it worthwhile. Not so if its precision is of unknown speed: it may be the faster one."""
+        """Return whether a recipe has all the costs of a better-ranked one and further costs, so that only a larger
+        micro-batch could make it worthwhile.
+
+        Return False if the two differ in precision and the speed of the recipe is unknown, because it may be the faster
+        one.
+
+        Args:
+            candidate: the recipe.
+            other: the better-ranked recipe.
+        """
         precision, other_precision = (_PRECISIONS.intersection(each.techniques) for each in (candidate, other))
         return (precision == other_precision or not self.unknown(candidate)) and candidate.costly > other.costly
 
 
 @dataclass
 class RecipeSearch:
-    """Search for the recipes of a task that fit: for each combination of techniques, the largest micro-batch."""
+    """Search for the recipes of a task that fit. Each combination of techniques gets the largest
+    micro-batch that fits.
+    """
 
     task: Task
     predict: Callable[..., MemoryEstimate]  # (task, training arguments) -> estimate for the target device
@@ -225,7 +273,8 @@ class RecipeSearch:
     def find(self, most: int) -> list[Candidate]:
         """Return the best recipes that fit, at most `most`, the best first.
 
-        Techniques are tried in the order in which they would rank if all fitted, except those that only add costs.
+        Techniques are tried in the order in which they would rank if all of them fitted. Those that only add costs are
+        skipped.
 
         Raises:
             ValueError: no estimate could be made; the message is the first one's.
@@ -264,7 +313,7 @@ class RecipeSearch:
         return sorted(fitting, key=self.ranking.key)
 
     def smallest(self) -> Candidate:
-        """Return the recipe that needs least among those that do not fit."""
+        """Return the recipe that needs the least memory among those that do not fit."""
         while (least := min(self.too_large, key=self.too_large.get)) not in self.estimates:
             try:
                 self.too_large[least] = self.needed_by(self._estimated(least))
@@ -273,13 +322,18 @@ class RecipeSearch:
         return least
 
     def trace_ahead(self, pairs: Iterable[tuple[Task, Candidate]]) -> None:
-        """Compute the memory by number of layers of several recipes at once, so that later requests find it."""
+        """Compute the memory of several recipes as a function of the number of layers, in parallel, so that later
+        requests find it.
+        """
         with ThreadPoolExecutor(self.at_once) as pool:
             for task, candidate in pairs:
                 ahead(pool, self._copy_for_thread().line_of, task, candidate)
 
     def needed(self, candidate: Candidate) -> int:
-        """Return the bytes that a recipe needs, estimated once; only those of its states if these alone do not fit."""
+        """Return the bytes that a recipe needs, from an estimate that is made once.
+
+        If its states (weights, gradients, optimizer states) alone do not fit, return the bytes of the states.
+        """
         states = self._known_states(candidate)
         is_open = candidate in self.estimates or states <= self.limit
         needed = self.needed_by(self._estimated(candidate)) if is_open else round(states)
@@ -292,23 +346,31 @@ class RecipeSearch:
         return dataclasses.replace(self, estimates={}, too_large={}, notes=[], assumptions={}, _states={**self._states})
 
     def line_of(self, task: Task, candidate: Candidate) -> Line | None:
-        """Return a recipe's memory by number of layers; None if the task's layers are all traced at once."""
+        """Return a recipe's memory as a function of the number of layers; None for a task whose layers are all traced
+        directly.
+        """
         return self.ask(self.line, task, self.choices.arguments(candidate)) if layers_of(task) else None
 
     def about(self, task: Task, candidate: Candidate) -> tuple[int, int] | None:
-        """Return a deep model's (live bytes, most reserved bytes) with the context, from shallow ones; or None."""
+        """Return a deep model's approximate (live bytes, most reserved bytes), each with the context, from two shallow
+        models.
+
+        Return None for a model that is not deep.
+        """
         if (line := self.line_of(task, candidate)) is None:
             return None
         alive, reserved = line.at(layers_of(task))
         return alive + self.context, reserved + self.context
 
     def about_needed(self, candidate: Candidate) -> int:
-        """Return the bytes that a recipe needs; for a deep model approximately."""
+        """Return the bytes that a recipe needs: exact, or approximate for a deep model."""
         about = self.about(self.task, candidate)
         return about[1] if about else self.needed(candidate)
 
     def fits(self, candidate: Candidate) -> bool:
-        """Return whether a recipe fits; for a deep model, decided by shallow ones if these suffice."""
+        """Return whether a recipe fits. For a deep model, the shallow models decide if they suffice; otherwise an
+        estimate does.
+        """
         is_open = candidate not in self.estimates and self._known_states(candidate) <= self.limit
         if is_open and (line := self.line_of(self.task, candidate)):
             self._states.setdefault(_of_states(candidate), _SURE * line.states_at(layers_of(self.task)))
@@ -321,7 +383,9 @@ class RecipeSearch:
         return self.needed(candidate) <= self.limit
 
     def _known_states(self, candidate: Candidate) -> float:
-        """Return the least bytes of a recipe's states and the context; negative if no similar recipe was estimated."""
+        """Return a lower limit for the bytes of a recipe's states and the context; negative if no similar recipe was
+        estimated.
+        """
         return self._states.get(_of_states(candidate), -math.inf) + self.context
 
     def _estimated(self, candidate: Candidate) -> MemoryEstimate:
@@ -333,8 +397,11 @@ class RecipeSearch:
         return self.estimates[candidate]
 
     def needed_by(self, estimated: MemoryEstimate) -> int:
-        """Return the bytes that an estimate requires: those that the allocator reserves (on a CPU: live bytes), plus
-        the context. They exceed the limit exactly if the estimate says that the card is too small."""
+        """Return the bytes that the device must have according to an estimate: reserved bytes (on a CPU live bytes),
+        plus the context.
+
+        They exceed the limit if and only if the estimate says that the card is too small.
+        """
         return max(estimated.memory.reserved_bytes or 0, estimated.peak_bytes) + self.context
 
     def estimate(self, task: Task, arguments: Mapping[str, Any]) -> MemoryEstimate:
@@ -349,8 +416,15 @@ class RecipeSearch:
     def furthest(
         self, candidate: Candidate, sizes: Sequence[int], task_of: Callable[[int], Task], first: int
     ) -> tuple[int, int]:
-        """Return the largest of ascending sizes of a task at which a recipe fits, and the bytes that it needs there; if
-        it fits at none, 0 and the bytes for the smallest size. The search starts from `first`."""
+        """Return the largest size of a task with which a recipe fits, and the bytes that it needs then.
+
+        If it fits with no size, return 0 and the bytes for the smallest size.
+
+        Args:
+            sizes: ascending, e.g. sequence lengths.
+            task_of: returns the task of a size.
+            first: the size from which the search starts.
+        """
         arguments, exact = self.choices.arguments(candidate), {}  # bytes by size
 
         def needed(size: int) -> int:
@@ -359,7 +433,7 @@ class RecipeSearch:
             return exact[size]
 
         def about(size: int) -> tuple[int, int]:
-            """Return live bytes, and the most that is reserved."""
+            """Return (live bytes, most reserved bytes) with this size, approximately for a deep model."""
             return self.about(task_of(size), candidate) or (needed(size), needed(size))
 
         def fits_exactly(size: int) -> bool:
@@ -378,8 +452,16 @@ class RecipeSearch:
         return found, needed(found or sizes[0])
 
     def _largest(self, candidate: Candidate, fitting: Iterable[Candidate], found: Mapping) -> int:
-        """Return the largest micro-batch of a recipe that fits, searched from that of a similar recipe; 0 if none fits,
-        or none larger than that of a recipe to which this one only adds costs."""
+        """Return the largest micro-batch with which a recipe fits; 0 if it fits with none.
+
+        If the recipe only adds costs to another one that fits, its micro-batch must be larger than the other's;
+        otherwise 0 is returned.
+
+        Args:
+            candidate: the recipe; its own micro-batch is ignored.
+            fitting: the recipes that fit.
+            found: {techniques without the optimizer: largest micro-batch of a similar recipe}, where the search starts.
+        """
 
         def of(size: int) -> Candidate:
             return candidate._replace(micro_batch=size)
@@ -403,7 +485,7 @@ class RecipeSearch:
 
 
 def ahead(pool: ThreadPoolExecutor, ask: Callable, *arguments) -> Future:
-    """Start a call in a pool's thread, under this context's time limit."""
+    """Start a call in a thread of a pool, under this context's time limit, and return its future."""
     return pool.submit(contextvars.copy_context().run, ask, *arguments)
 
 

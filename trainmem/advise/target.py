@@ -1,4 +1,4 @@
-"""The device that a training must fit, for the advisor: its kind, its memory, and how much of it is kept free."""
+"""Find the device that a training must fit, for the advisor: its kind, its memory, and how much of it is kept free."""
 
 from dataclasses import dataclass
 
@@ -44,7 +44,9 @@ def find(
     """Return the target that arguments of `advise` describe, completed from this machine.
 
     Args:
+        machine: this machine.
         memory_bytes, named: as `cards.memory_of_card` returns them; `named` is a compute capability.
+        device, context_memory, margin, processes: as in `advise`.
 
     Raises:
         ValueError: an unknown device, an invalid context memory, or a margin outside 0 to 1.
@@ -67,7 +69,13 @@ def find(
 
 
 def _kept(given: int | float | str | None, kind: str, processes: int) -> tuple[int, str]:
-    """Return the bytes kept for the CUDA context, and a note about them."""
+    """Return the bytes kept for the CUDA context, and a sentence about what is compared with the memory.
+
+    Args:
+        given: the user's `context_memory`; None: the default.
+        kind: "cpu" or "cuda".
+        processes: number of ranks.
+    """
     if kind == "cpu":
         if given is not None:
             raise ValueError(f"context_memory={shown(given)}: a CPU has no CUDA context, so leave it out")

@@ -29,8 +29,11 @@ _TASK_TYPES = {
 
 
 def settings_of(name: str, value: Any) -> dict[str, Any]:
-    """Return the fields of a library's configuration from an argument: a mapping, the library's own object, JSON, a
-    JSON file, or a folder with peft's adapter_config.json.
+    """Return the fields of a library's configuration, given in any form that an argument accepts.
+
+    Args:
+        name: the argument, for messages, e.g. "peft".
+        value: a mapping, the library's own object, JSON, a JSON file, or a folder with peft's adapter_config.json.
 
     Raises:
         ValueError: anything else, or a file that cannot be read.
@@ -65,8 +68,17 @@ def of_bitsandbytes(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def saved_quantization(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the fields of the quantization_config in a config.json, except those that the installed transformers does
-    not know, as `from_pretrained` does. Raises ValueError as `of_bitsandbytes`."""
+    """Return the fields of the quantization_config in a config.json, as `from_pretrained` uses them.
+
+    Fields that the installed transformers does not know are left out.
+
+    Args:
+        settings: the quantization_config.
+        where: names the file in the message.
+
+    Raises:
+        ValueError: the method is not bitsandbytes.
+    """
     from transformers import BitsAndBytesConfig
 
     known = inspect.signature(BitsAndBytesConfig).parameters
@@ -121,7 +133,10 @@ def quantized(model, settings: Mapping[str, Any], device: Any):
 
 
 def _boundaries(kind: str, device: Any) -> None:
-    """Compute now what bitsandbytes caches at its first quantization on a CPU, so that meters see its allocation."""
+    """Fill bitsandbytes' cache of quantization boundaries before the meters start.
+
+    On a CPU bitsandbytes makes this cache at its first quantization, so that its memory would otherwise count.
+    """
     with contextlib.suppress(ImportError):
         from bitsandbytes.backends.default.ops import _get_4bit_quantize_bounds
 
@@ -129,9 +144,11 @@ def _boundaries(kind: str, device: Any) -> None:
 
 
 def prepared(model, checkpointing: Mapping[str, Any] | None):
-    """Call `peft.prepare_model_for_kbit_training`: freeze the model, and cast what is not quantized to fp32.
+    """Return the model after `peft.prepare_model_for_kbit_training`: all weights are frozen, and those that are not
+    quantized are cast to fp32.
 
-    `checkpointing`: arguments of activation checkpointing; None: no checkpointing."""
+    `checkpointing`: arguments of activation checkpointing; None: no checkpointing.
+    """
     prepare = importlib.import_module("peft").prepare_model_for_kbit_training
     return prepare(model, checkpointing is not None, dict(checkpointing or {}))
 
@@ -201,7 +218,10 @@ _BEFORE_THE_TOKENS = {"PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "C
 
 
 def freeze(model, names: str) -> None:
-    """Freeze the parameters whose names contain one of the parts in `names`, which are separated by commas.
+    """Freeze each parameter whose name contains one of the given parts.
+
+    Args:
+        names: the parts, separated by commas, e.g. "embed,layers.0.".
 
     Raises:
         ValueError: a part matches no parameter.

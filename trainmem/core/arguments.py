@@ -103,11 +103,13 @@ class Arguments:
 
     @classmethod
     def of(cls, given: Mapping[str, Any], also: Iterable[str] = ()) -> "Arguments":
-        """Check names and values, and return them as `Arguments`; `also` as in `check_names`.
+        """Check names and values, and return them as `Arguments`.
+
+        `also`: further names that the caller accepts, see `check_names`.
 
         Raises:
-            ValueError: an unknown name, with the nearest known one; a value out of range; one argument under two
-                names; arguments that conflict.
+            ValueError: an unknown name, with the nearest known one; a value out of range; one argument under two names;
+                arguments that conflict.
         """
         check_names(given, also=also)
         read = {name: settings_of(name, given[name]) for name in _AS_JSON if given.get(name) is not None}
@@ -171,12 +173,14 @@ class Arguments:
 
     @property
     def compiles(self) -> bool:
-        """Whether torch.compile is on: as in the library, its mode or its backend alone switches it on."""
+        """Whether torch.compile is on. As in transformers, giving only its mode or only its backend switches it on,
+        too.
+        """
         return any(map(self.training.get, COMPILING))
 
     @property
     def passed_over_on_a_cpu(self) -> list[str]:
-        """A sentence per given argument that the libraries silently ignore on a CPU."""
+        """Return a sentence for each given argument that the libraries silently ignore on a CPU."""
         ignored = {
             "fp16": "on a CPU the Trainer ignores fp16=True and trains in the weights' type: use bf16=True instead",
             "fsdp": "on a CPU accelerate ignores fsdp, and each rank keeps the whole model: use a GPU to shard it",
@@ -260,7 +264,7 @@ def _read() -> type:
 
 
 class _Names(dict):
-    """Names in annotations: enums that were added, Python's own, and `Any` for the rest."""
+    """Resolve names in annotations: enums that were added, Python's own names, and `Any` for all others."""
 
     def __missing__(self, name: str) -> Any:
         return getattr(builtins, name, getattr(typing, name, Any))

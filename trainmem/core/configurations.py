@@ -53,7 +53,7 @@ def _check_sizes(where: str, fields: Mapping[str, Any]) -> None:
 
 
 def merged(fields: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return configuration fields updated with `own`; parts such as text_config are updated field by field."""
+    """Return `fields` updated with `own`. Nested parts such as text_config are updated field by field, not replaced."""
     names = [name for name, value in own.items() if _are_parts(name, fields.get(name), value)]
     return {**fields, **own, **{name: merged(fields[name], own[name]) for name in names}}
 
@@ -68,7 +68,15 @@ _OF_DTYPE = (
 
 
 def made(where: str, kind: str, fields: dict[str, Any]):
-    """Build the configuration of a model type. Raises ValueError, which names `where` the fields come from."""
+    """Build the configuration of a model type from its fields.
+
+    Args:
+        where: the origin of the fields, for messages, e.g. "config.json".
+        kind: the model type, e.g. "bert".
+
+    Raises:
+        ValueError: an unknown type, or fields that transformers rejects.
+    """
     import torch
     from transformers import CONFIG_MAPPING, AutoConfig
 
@@ -91,13 +99,19 @@ def made(where: str, kind: str, fields: dict[str, Any]):
 def dtype_of(
     config, dtype: Any, named: str, where: str, of_weights: Callable[[], Any], is_preset: bool
 ) -> tuple[Any, str]:
-    """Return the torch.dtype in which `from_pretrained` loads a model, and who chose it: see `task.Task.weights`.
+    """Return the torch.dtype in which `from_pretrained` loads a model, and a text that names what decided it.
+
+    The rule is that of `task.Task.weights`.
 
     Args:
-        dtype: the requested type; None or "auto": none.
-        named: who is named as the source if the configuration decides. `where`: the configuration's own name.
+        dtype: the requested type; None or "auto": the configuration decides.
+        named: the text to return if the configuration decides.
+        where: the configuration's name, e.g. "config.json".
         of_weights: returns the type of the saved weights, or None if there are none.
         is_preset: whether the configuration is a preset, whose author looked up the published type.
+
+    Raises:
+        ValueError: the type is not a floating-point type of at least 16 bits.
     """
     import torch
 
@@ -127,8 +141,11 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def dtype_of_files(folder: Path):
-    """Return the type in which `from_pretrained` loads a folder whose configuration names none: that of the first
-    floating-point weight in its first file; None if the folder has no readable weights."""
+    """Return the type of the first floating-point weight in the first file of a folder, or None if the folder has no
+    readable weights.
+
+    `from_pretrained` loads weights in this type if the configuration names none.
+    """
     from transformers.modeling_utils import get_state_dict_dtype, load_state_dict
 
     for file in weights_files(folder)[:1]:

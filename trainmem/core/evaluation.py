@@ -1,4 +1,4 @@
-"""Evaluation and checkpoints of a training whose memory is measured or estimated: once, after its last step.
+"""Run one evaluation, and save once, after the last step of a training that is measured or estimated.
 
 The Trainer's own methods evaluate, save and load. Estimates and rehearsals have no values: see `unknown_values`.
 """
@@ -26,14 +26,14 @@ def _strategy(arguments: Arguments, name: str) -> str:
 
 
 def once(arguments: Arguments, steps: int) -> Arguments:
-    """Return arguments with which a training of `steps` steps evaluates and saves only after the last one."""
+    """Return the arguments changed so that a training of `steps` steps evaluates and saves only after its last step."""
     if not evaluates(arguments) and _strategy(arguments, "save_strategy") == "no":
         return arguments
     return arguments.without("eval_delay").replace(**dict.fromkeys(_EVERY, steps))
 
 
 def never(arguments: Arguments) -> Arguments:
-    """Return arguments with which a training does not evaluate."""
+    """Return the arguments changed so that a training does not evaluate."""
     return arguments.without(*_EVALUATION) if evaluates(arguments) else arguments
 
 
@@ -55,9 +55,9 @@ def metrics(arguments: Arguments) -> Callable | None:
 
 @contextlib.contextmanager
 def unknown_values(on_cpu: bool) -> Iterator[None]:
-    """Replace the arrays that the Trainer makes of predictions by arrays with a shape but without values or memory.
+    """Give the Trainer arrays without values or memory, but with the right shapes, in place of the predictions' arrays.
 
-    `on_cpu`: each array keeps its tensor alive, because numpy shares the memory of a tensor on the CPU.
+    `on_cpu`: let each array keep its tensor alive, because numpy shares the memory of a tensor on the CPU.
     """
     from transformers import trainer_pt_utils
 

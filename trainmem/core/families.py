@@ -107,7 +107,11 @@ def of_classes() -> dict[str, str]:
 
 
 def usual_class(config, objective: str = "") -> str:
-    """Return the class to train if the configuration names none. Raises ValueError if there is none."""
+    """Return the name of the class to train if the configuration names none.
+
+    Raises:
+        ValueError: no class of this model type can be trained with the `objective`.
+    """
     from transformers.models.auto import modeling_auto
 
     if objective:
@@ -153,7 +157,7 @@ def text_of(config):
 
 
 def positions(config) -> int | None:
-    """Return the number of positions in a configuration; None: no limit (-1 in XLNet's)."""
+    """Return the number of positions in a configuration; None if it has no limit (XLNet writes -1)."""
     text = text_of(config)
     names = ("max_position_embeddings", "n_positions", "max_target_positions")
     count = next(filter(None, (getattr(text, name, None) for name in names)), None)
@@ -179,7 +183,7 @@ def _has_any_size(config) -> bool:
 
 
 def _grid(config, image_size: int | None) -> tuple[int, int]:
-    """Return (patches per row, tiles) of an image.
+    """Return (patches per row, tiles) of an image. `image_size`: as in `Task`, in pixels.
 
     Raises:
         ValueError: the vision tower does not take this size.
@@ -197,13 +201,20 @@ def _grid(config, image_size: int | None) -> tuple[int, int]:
 
 
 def image_tokens(config, image_size: int | None) -> int:
-    """Return the number of tokens that an image takes in a sequence. Raises ValueError as `_grid` does."""
+    """Return the number of tokens that an image takes in a sequence. `image_size`: as in `Task`, in pixels.
+
+    Raises:
+        ValueError: the vision tower does not take this size.
+    """
     rows, tiles = _grid(config, image_size)
     return tiles * _IMAGE_TOKENS[config.model_type](config, rows * rows)
 
 
 def frames(config, seconds: float) -> int:
-    """Return the number of outputs of a model with convolutions over audio samples; a token needs one output."""
+    """Return the number of output frames of a speech model's convolutions over `seconds` of audio.
+
+    CTC's loss needs at least one frame per token.
+    """
     count = int(seconds * _SAMPLING_RATE)
     for kernel, stride in zip(config.conv_kernel, config.conv_stride, strict=True):
         count = (count - kernel) // stride + 1
@@ -275,7 +286,9 @@ class Data:
         return min(100, self._vocabulary() // 4)  # above the special tokens
 
     def _ids(self, draw):
-        """Return random token ids, without the tokens that mark images."""
+        """Return random token ids (examples, length), without the tokens that mark images. `draw`: the random
+        generator.
+        """
         first = self._first()
         last = first + 32 if self.learnable else self._vocabulary()
         ids = draw.integers(first, min(last, self._vocabulary()), (self.size, self.length))
@@ -289,7 +302,9 @@ class Data:
         return ids
 
     def _ended(self, ids):
-        """Return token ids with exactly one end token per example, its last, for models that search for it."""
+        """Return token ids in which only the last one of each example is the end token, for models that
+        search for it.
+        """
         end = getattr(self.config, "eos_token_id", None)
         if not isinstance(end, int) or not getattr(self.config, "is_encoder_decoder", False):
             return ids
@@ -321,7 +336,15 @@ class Data:
         return {"labels": [{"class_labels": a, "boxes": b} for a, b in zip(kinds, boxes, strict=True)]}
 
     def _with_images(self, draw, ids) -> dict[str, Any]:
-        """Return sequences that begin with one image each, whose tokens have no labels."""
+        """Return the columns of sequences that begin with one image each; the image's tokens have no labels.
+
+        Args:
+            draw: the random generator.
+            ids: token ids (examples, length), some of which are replaced by the image's.
+
+        Raises:
+            ValueError: the image has too many tokens for the length, or the configuration's image token is invalid.
+        """
         import numpy as np
 
         config, kind, token = self.config, self.config.model_type, self.config.image_token_id
@@ -389,8 +412,10 @@ def with_objective(kind: type, objective: str) -> type:
 
 
 class _Contrastive:
-    """A loss that pulls embeddings of a pair together and pushes those of other pairs in the batch away, as
-    sentence-transformers' MultipleNegativesRankingLoss; an embedding is the mean over tokens."""
+    """Compute a loss that pulls the embeddings of a pair together and pushes those of other pairs in the batch apart.
+
+    An embedding is the mean over tokens. Source: sentence-transformers' MultipleNegativesRankingLoss.
+    """
 
     def forward(self, input_ids, attention_mask, pair_input_ids, pair_attention_mask, **_):
         import torch
@@ -406,7 +431,7 @@ class _Contrastive:
 
 
 class _Preference:
-    """A loss over rewards of pairs of answers, of which the first is better, as in TRL's RewardTrainer."""
+    """Compute the loss of TRL's RewardTrainer over pairs of answers, of which the first is the better one."""
 
     def forward(self, input_ids, attention_mask, **_):
         import torch

@@ -161,12 +161,14 @@ this_machine = functools.cache(describe)
 
 
 def is_rehearsal() -> bool:
-    """Return whether this process runs in a rehearsal, see trainmem.rehearsal."""
+    """Return whether this process runs in a rehearsal, a dry run on a stub CUDA runtime (`trainmem.rehearsal`)."""
     return "REHEARSAL_CAPABILITY" in os.environ
 
 
 def cache_folder() -> Path:
-    """Return the folder for the user's files: $PERF_HELPERS_HOME, or else one in the user's cache folder."""
+    """Return the folder for the user's files: $PERF_HELPERS_HOME if it is set, otherwise one in the user's cache
+    folder.
+    """
     home = os.environ.get("PERF_HELPERS_HOME")
     return Path(home) if home else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "perf_helpers"
 
@@ -182,7 +184,13 @@ def version_of(package: str) -> str | None:
 
 
 def supports(feature: str, machine: Machine | None = None) -> tuple[bool, str]:
-    """Return whether a machine (default: this one) has what a claim needs, and if not, a text of what is missing.
+    """Return whether a machine (default: this one) has a feature that a claim needs, and a text that says what is
+    missing.
+
+    The text is empty if nothing is missing.
+
+    Args:
+        feature: one of `FEATURES`, e.g. "cuda".
 
     Raises:
         ValueError: a feature that is not in `FEATURES`.
@@ -210,7 +218,8 @@ def supports(feature: str, machine: Machine | None = None) -> tuple[bool, str]:
 def device_used_bytes(gpu_index: int = 0) -> int | None:
     """Return the bytes in use on CUDA's GPU `gpu_index` by all processes, contexts included, as nvidia-smi shows them.
 
-    They come from NVML, or else from CUDA if this process already uses it (it is never started for this), or else None.
+    NVML reports them; without NVML, CUDA does if this process already uses it (this function never starts CUDA). None:
+    neither does.
     """
     gpus, _ = ask_driver(os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("CUDA_DEVICE_ORDER"))
     if gpu_index < len(gpus or ()):
@@ -230,7 +239,12 @@ def device_used_bytes(gpu_index: int = 0) -> int | None:
 
 
 def find_gpus() -> tuple[tuple[Gpu, ...], str | None, str | None, str | None]:
-    """Return (GPUs that CUDA shows, why NVML reports nothing, what CUDA_VISIBLE_DEVICES hides, why there is no GPU)."""
+    """Find the GPUs that CUDA shows.
+
+    Returns:
+        (the GPUs, why NVML reports nothing, what CUDA_VISIBLE_DEVICES hides, why there is no GPU); each text is None if
+            it does not apply.
+    """
     value = os.environ.get("CUDA_VISIBLE_DEVICES")
     listed, driver_reason = ask_driver(value, os.environ.get("CUDA_DEVICE_ORDER"))
     with nvml() as (ask, nvml_reason):
@@ -258,7 +272,10 @@ def find_gpus() -> tuple[tuple[Gpu, ...], str | None, str | None, str | None]:
 
 
 def _in_nvml(gpu: Gpu, ask) -> tuple[str, Any]:
-    """Return a GPU's UUID in NVML, or that of its MIG slice, and its NVML handle, or None if NVML does not know it."""
+    """Return (UUID, NVML handle) of a GPU, or of its MIG slice; the handle is None if NVML does not know the GPU.
+
+    `ask`: queries NVML, see `nvml`.
+    """
     for uuid in (gpu.uuid, f"MIG-{gpu.uuid[4:]}"):
         if handle := ask("nvmlDeviceGetHandleByUUID", uuid):
             return uuid, handle
@@ -266,8 +283,14 @@ def _in_nvml(gpu: Gpu, ask) -> tuple[str, Any]:
 
 
 def hidden(value: str | None, shown: int) -> str | None:
-    """Return a text that says what CUDA_VISIBLE_DEVICES=`value` hides if CUDA shows `shown` GPUs, or None. The first
-    invalid entry ends the list; a repeated one hides all (CUDA Programming Guide, environment variables)."""
+    """Return a text that says which GPUs CUDA_VISIBLE_DEVICES hides, or None if it hides none.
+
+    The first invalid entry ends the list; a repeated one hides all (CUDA Programming Guide, environment variables).
+
+    Args:
+        value: of the variable; None: it is not set.
+        shown: number of GPUs that CUDA shows.
+    """
     entries = (value or "").split(",")
     if value is None or shown >= len(entries):
         return None
@@ -280,7 +303,9 @@ def hidden(value: str | None, shown: int) -> str | None:
 
 @contextmanager
 def nvml():
-    """Yield a function that queries NVML (None if NVML refuses), and why NVML is not available, or None."""
+    """Yield a function that queries NVML, and None; without NVML a function that returns None, and why NVML is not
+    available.
+    """
     try:
         import pynvml  # of the package nvidia-ml-py
 
@@ -305,7 +330,11 @@ def nvml():
 
 @functools.cache
 def ask_driver(visible: str | None, order: str | None) -> tuple[list[Gpu] | None, str | None]:
-    """Return the GPUs in CUDA's order, and why there are none; (None, None) without a CUDA driver."""
+    """Return (the GPUs in CUDA's order, None).
+
+    If the driver fails, return ([], the reason); without a CUDA driver, (None, None). `visible` and `order` are the
+    values of CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER.
+    """
     library = "libcuda.so.1"
     try:
         ctypes.CDLL(library)
@@ -357,10 +386,11 @@ def parse_cpu(text: str) -> tuple[str | None, tuple[str, ...] | None]:
 
 
 def cgroup_limits() -> tuple[int | None, int | None, float | None]:
-    """Return this process's memory limit and what is left of it, in bytes, and its CPU quota in cores; cgroup v1 or v2.
+    """Return (this process's memory limit in bytes, the bytes that are left of it, its CPU quota in cores), from cgroup
+    v1 or v2.
 
-    Every level up to the mount is read, because the tightest limit applies. Page cache that the kernel drops when it
-    needs memory ("inactive_file") counts as left.
+    The tightest limit of all levels up to the mount applies. Page cache that the kernel drops when it needs memory
+    ("inactive_file") counts as left. None: no limit.
     """
     limit = left = quota = None
     for line in read(ROOT / "proc/self/cgroup").splitlines():
@@ -391,7 +421,10 @@ def read(path: Path) -> str:
 
 
 def number(*paths: Path) -> int | None:
-    """Return the first word of the first existing file as a number; None for "max", -1 and v1's "no limit" (2**63)."""
+    """Return the first word of the first existing file as a whole number.
+
+    Return None if no file exists, or if it says that there is no limit: "max", -1, or 2**63 in cgroup v1.
+    """
     word = next((text.split()[0] for path in paths if (text := read(path))), "")
     return int(word) if word.isdigit() and int(word) < 2**60 else None
 

@@ -1,7 +1,8 @@
-"""Packages that only some lessons use and that would disturb the others: import them on request, report missing ones.
+"""Import packages that only some lessons use, on request, and report missing ones.
 
-accelerate imports DeepSpeed, for example, in each training of the Trainer if it is installed. So `make` installs it,
-and optuna, into folders of their own, and a lesson that needs one calls `offer`.
+These packages would disturb the other lessons: accelerate, for example, imports DeepSpeed in each training of the
+Trainer if it is installed. So `make` installs DeepSpeed and optuna into folders of their own, and a lesson that needs
+one calls `offer`.
 """
 
 import contextlib

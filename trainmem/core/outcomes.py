@@ -1,4 +1,6 @@
-"""Outcomes of experiments, for the meters and the runner: figures, or the way in which an experiment failed."""
+"""Describe how an experiment ended, for the meters and the runner: with its figures, or with the way in which it
+failed.
+"""
 
 import dataclasses
 import os
@@ -44,7 +46,10 @@ class Outcome:
         return dataclasses.replace(self, **changes)
 
     def joined(self, later: "Outcome") -> "Outcome":
-        """Join the outcomes of two meters for one experiment, rank by rank; figures of `later` win if it has them."""
+        """Return this outcome with the figures of a `later` one for the same experiment, rank by rank.
+
+        If both have a figure, the later one wins.
+        """
         figures = {field.name: getattr(later, field.name) for field in dataclasses.fields(later)}
         known = {name: value for name, value in figures.items() if value is not None}
         ranks = later.ranks or self.ranks
@@ -72,9 +77,10 @@ def failed(error: BaseException) -> Outcome:
 
 
 def _where(error: BaseException) -> str:
-    """Return the line that raised an exception, in brackets: the user's own innermost line, if there is one.
+    """Return the place of an exception as text in brackets, e.g. " (line 3 of train)"; "" if it has no traceback.
 
-    It is named by its function, not by its file: the file of a notebook's cell is only a number.
+    It is the user's own innermost line if there is one, named by its function: the file of a notebook's cell is only a
+    number.
     """
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
@@ -115,7 +121,10 @@ _TOO_LONG = re.compile(r"preamble\.length <= \S*nbytes\.? (\d+) vs (\d+)")
 
 
 def explained(outcome: Outcome, errors: str) -> Outcome:
-    """Add the cause to an outcome's message if the processes' standard error shows why they ended or waited."""
+    """Return the outcome with the cause added to its message, if the processes' standard error names one.
+
+    It recognizes a full /dev/shm, and ranks that send tensors of different sizes through gloo.
+    """
     if "unable to allocate shared memory" in errors + outcome.traceback:  # torch may wait for that batch for ever
         return outcome.replace(
             message=f"{outcome.message}; /dev/shm is full: enlarge it, or set dataloader_num_workers=0"

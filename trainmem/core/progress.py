@@ -12,7 +12,7 @@ _open = threading.Lock()  # held while a bar is shown: a terminal has room for o
 
 @contextlib.contextmanager
 def hidden(wanted: bool = True) -> Iterator[None]:
-    """Show no bars inside this context if `wanted`: a notebook executed by a program would keep them at 0 %."""
+    """Show no bars inside this context if `wanted`: in a notebook that a program executes, bars would stay at 0 %."""
     token = _hidden.set(wanted or _hidden.get())
     try:
         yield
@@ -22,10 +22,11 @@ def hidden(wanted: bool = True) -> Iterator[None]:
 
 @contextlib.contextmanager
 def bar(name: str, total: int | None = None, unit: str = "step", quiet: bool = False, **options) -> Iterator:
-    """Show a tqdm bar that disappears at the end; a disabled one in other threads or without a front end or terminal.
+    """Show a tqdm bar that disappears at the end. Show none in other threads, or without a front end or terminal.
 
     Args:
         total: number of units; None: not known.
+        quiet: show no bar.
         options: passed to tqdm.
     """
     from tqdm.auto import tqdm

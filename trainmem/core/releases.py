@@ -1,4 +1,4 @@
-"""The releases of libraries that this project was tested with, for code that warns of others."""
+"""List the library releases that this project was tested with, for code that warns about other releases."""
 
 import importlib.metadata
 import re

@@ -1,7 +1,7 @@
-"""Find out where ranks are: the Python line that each rank's main thread has reached, queried from another process.
+"""Find out where ranks are: query the Python line that each rank's main thread has reached, from another process.
 
-A rank that waits in a collective operation runs no Python: `faulthandler` writes its stack to a file from a signal
-handler in C.
+A rank that waits in a collective operation runs no Python. `faulthandler` therefore writes its stack to a file, from a
+signal handler in C.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ def query(folder: str, session: int, seconds: float = 2) -> dict[int, list[Frame
     """Return {rank: stack of its main thread, innermost frame first}; a rank that does not answer is left out.
 
     Args:
-        folder: the one that the ranks gave to `answer_signals`.
+        folder: the one that the ranks passed to `answer_signals`.
         session: id of the ranks' session; no process of another session gets a signal.
         seconds: how long to wait for the answers.
     """
@@ -58,7 +58,7 @@ def query(folder: str, session: int, seconds: float = 2) -> dict[int, list[Frame
 
 
 def _main_thread(text: str, ident: int) -> list[FrameSummary]:
-    """Return the frames of one thread once its stack is written completely, otherwise an empty list."""
+    """Return the frames of the thread `ident` in a dump of stacks; [] if its stack is not completely written yet."""
     for part in text.split("hread 0x")[1:]:  # "Thread 0x..." and "Current thread 0x..."
         head, _, lines = part.partition("\n")
         if int(re.match(r"[0-9a-f]+", head)[0], 16) == ident and re.search(r" in <module>\n|^  \.\.\.\n", lines, re.M):
@@ -75,7 +75,7 @@ def described(ranks: dict[int, list[FrameSummary]]) -> str:
 
 
 def _place(frames: list[FrameSummary]) -> str:
-    """Return a text: in which collective operation a rank waits, and the user's line that called it."""
+    """Return a text that names the collective operation in which a rank waits, and the user's line that called it."""
     if not any(_is_of_worker(frame, "_rank") for frame in frames):
         return "has ended"
     inner = [*itertools.takewhile(lambda frame: not _is_of_worker(frame, "_execute"), frames)]

@@ -169,19 +169,22 @@ class Task(Record):
 
     @property
     def loss_objective(self) -> str:
-        """`objective`, or else the preset's; empty: the loss of the model's own class."""
+        """`objective`, or the preset's if that is empty. Empty: the loss of the model's own class."""
         preset = PRESETS.get(_ALIASES.get(self.model, self.model), {})
         return self.objective or (preset.get("objective", "") if not self.architecture else "")
 
     def _own_fields(self) -> dict[str, Any]:
-        """Return `config` with the weights' type under its current name, `dtype`, which wins in a file with both."""
+        """Return `config` with the weights' type under its current name, `dtype`.
+
+        In a file that has both names, `dtype` wins over `torch_dtype`.
+        """
         own = dict(self.config)
         if self.loss_objective == "preference":
             own.setdefault("num_labels", 1)
         return own | {"dtype": own.pop("torch_dtype")} if own.get("torch_dtype") and not own.get("dtype") else own
 
     def _config_of_hub(self):
-        """Return the configuration of a name on the Hub: the cached one if the Hub does not answer quickly."""
+        """Return the configuration of a name on the Hub; if the Hub does not answer quickly, the cached one."""
         from transformers import AutoConfig
 
         name = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", self.model, re.ASCII)  # otherwise it is a path, or mistyped
@@ -195,11 +198,11 @@ class Task(Record):
             raise ValueError(f"{shown(self.model)} is not a preset, a file or a folder, and {where}") from None
 
     def model_class(self, config=None) -> type:
-        """Return the class of transformers: `architecture`, else the configuration's own, else the usual one for its
-        type.
+        """Return the class of transformers to train: `architecture`, otherwise the one that the configuration names,
+        otherwise the usual one for its model type.
 
         Raises:
-            ValueError: no such class, or no data can be generated for the class that the configuration names.
+            ValueError: there is no such class, or no data can be generated for the class that the configuration names.
         """
         import transformers
 
@@ -321,20 +324,29 @@ class Task(Record):
         return sum(parameter.numel() for parameter in self.build_model(device="meta").parameters())
 
     def with_text(self, **fields) -> "Task":
-        """Return the task with other fields of its configuration, or of the part of it that describes the text."""
+        """Return the task with other fields in its configuration; a composite configuration is changed in its text
+        part.
+        """
         config = self.build_config()
         text = families.text_of(config)
         part = next((name for name in config.sub_configs if getattr(config, name, None) is text), None)
         return self.replace(config={part: fields} if part else fields)
 
     def with_padded_vocabulary(self, multiple: int) -> "Task":
-        """Return the task with its vocabulary rounded up to a multiple, as `resize_token_embeddings(
-        pad_to_multiple_of=...)` does; the task itself if its size is such a multiple already, or unknown."""
+        """Return the task with its vocabulary rounded up to a multiple of `multiple`.
+
+        `resize_token_embeddings(pad_to_multiple_of=...)` rounds in the same way. Return the task itself if its
+        vocabulary is such a multiple already, or is unknown.
+        """
         size = getattr(families.text_of(self.build_config()), "vocab_size", None) or 0
         return self.with_text(vocab_size=-(-size // multiple) * multiple) if size % multiple else self
 
     def length(self, config=None) -> int:
-        """Return the tokens per sequence: `seq_len`, or its default. Raises ValueError above the model's limit."""
+        """Return the tokens per sequence: `seq_len`, or its default.
+
+        Raises:
+            ValueError: `seq_len` exceeds the model's limit.
+        """
         config = config or self.build_config()
         limit, family = positions(config), None
         if config.model_type in ("t5", "mt5", "umt5"):
@@ -393,7 +405,10 @@ class Task(Record):
         return Dataset.from_dict(arrays).with_format("torch")
 
     def collator(self) -> Callable[[list[dict]], dict] | None:
-        """Return the function that batches examples of unequal `lengths`, or with lists; None: the Trainer's own."""
+        """Return the function that batches examples of unequal `lengths`, or examples with lists.
+
+        Return None if the Trainer's own collator can batch the examples.
+        """
         if not self.lengths:
             names = families.LISTED.get(self.family())
             return functools.partial(families.listed, names=names) if names else None
@@ -419,7 +434,11 @@ class Task(Record):
 
 
 def _padded(examples: list[dict], multiple: int) -> dict[str, Any]:
-    """Pad examples to one batch as the library's collators do: ids with 0, token labels with -100; with a mask."""
+    """Pad examples to the longest one, rounded up to `multiple`, as the library's collators do: ids with 0, token
+    labels with -100.
+
+    The batch, {column: tensor of (samples, length)}, gets an attention mask.
+    """
     import torch
 
     columns = {name: [example[name] for example in examples] for name in examples[0]}

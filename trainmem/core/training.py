@@ -81,14 +81,21 @@ class Experiment:
 
     @property
     def steps_on_a_gpu(self) -> int:
-        """`metered_steps` on a GPU, or up to three: a training's second step requests the blocks of each later one, but
-        finds the free blocks as the first step left them; the third step is like all later ones."""
+        """Optimizer steps to run on a GPU: `metered_steps`, or for a training by the Trainer up to three.
+
+        A training's second step requests the same blocks as all later ones, but finds the free blocks as the first step
+        left them. From the third step on, the free blocks are alike, too.
+        """
         alike = self.training and not self.function and not self.task.lengths
         return min(self.arguments.get("max_steps", 3), 3) if alike else self.metered_steps
 
     @property
     def is_counted_by_tensors(self) -> bool:
-        """Whether other threads or processes pass memory to this one at irregular times, see `memory_meter`."""
+        """Whether to count the memory by tensors, because other threads or processes pass memory to this process at
+        irregular times.
+
+        See `memory_meter.MemoryMeter`: several ranks, workers of a data loader, and DeepSpeed.
+        """
         # DeepSpeed communicates even with one rank.
         return self.processes > 1 or any(map(self.arguments.get, ("dataloader_num_workers", "deepspeed")))
 
@@ -101,9 +108,10 @@ def train(experiment: Experiment, folder: str, steps: int, keep_losses: bool = T
 
     Args:
         folder: output folder of the Trainer.
-        steps: optimizer steps, unless losses are kept and the arguments set `max_steps` or `num_train_epochs`.
-        keep_losses: keep losses, and never evaluate. Otherwise evaluate and save after the last step, if the arguments
-            request it, and return [].
+        steps: number of optimizer steps. If losses are kept, `max_steps` or `num_train_epochs` in the arguments
+            replaces it.
+        keep_losses: True: return the losses, and never evaluate. False: evaluate and save after the last step if the
+            arguments request it, and return [].
 
     Raises:
         Invalid: the task or the arguments cannot be built, or a package is missing.
@@ -169,9 +177,10 @@ def train(experiment: Experiment, folder: str, steps: int, keep_losses: bool = T
 
 
 def _built(experiment: Experiment, device: Any, args: Any = None):
-    """Build the model, quantized, frozen and with adapters as the arguments say.
+    """Build the model: quantized, frozen, and with adapters, as the arguments request.
 
-    It is on `device` if it is quantized or does not train; otherwise the Trainer, whose arguments are `args`, moves it.
+    A model that is quantized, or that does not train, is on `device` already. Any other model is moved by the Trainer,
+    whose `TrainingArguments` are `args`.
 
     Raises:
         Invalid: a package is missing.
@@ -197,7 +206,13 @@ def _built(experiment: Experiment, device: Any, args: Any = None):
 
 def infer(experiment: Experiment, passes: int = 2, on_pass: Callable[[], None] = lambda: None) -> None:
     """Run forward passes in eval mode without gradients, of `per_device_eval_batch_size` samples (default: 8, as in the
-    Trainer). With `max_new_tokens`, a pass is a `generate` call that writes exactly so many tokens per sample.
+    Trainer).
+
+    With `max_new_tokens`, a pass is a `generate` call that writes exactly that many tokens per sample.
+
+    Args:
+        passes: number of passes.
+        on_pass: called after each pass.
 
     Raises:
         Invalid: the task or the arguments cannot be built, or the model cannot generate.
@@ -228,7 +243,9 @@ def infer(experiment: Experiment, passes: int = 2, on_pass: Callable[[], None] =
 
 
 def _check_room(task: Task, new: int) -> None:
-    """Raise ValueError if a model cannot generate, or has no positions for the prompt and `new` tokens."""
+    """Raise ValueError if a model cannot generate, or if its positions do not suffice for the prompt and
+    `new` tokens.
+    """
     config = task.build_config()
     kind, length, room = task.model_class(config), task.length(config), positions(config)
     if (family := task.family()) not in OF_UNEQUAL_LENGTHS:
@@ -246,8 +263,10 @@ def _check_room(task: Task, new: int) -> None:
 
 
 def _write(model, prompts, *, max_new_tokens: int, **options) -> None:
-    """Call `generate` with greedy or beam search for exactly `max_new_tokens` tokens: no computed value ends it, so it
-    can be traced on fake tensors. A static cache is not compiled."""
+    """Call `generate` with greedy or beam search for exactly `max_new_tokens` tokens.
+
+    No computed value ends it, so it can be traced on fake tensors. A static cache is not compiled.
+    """
     writer = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft's models delegate generate
     tokens, ask_beams = iter(range(max_new_tokens)), type(writer)._beam_search_has_unfinished_sequences
     writer._has_unfinished_sequences = lambda *_, **__: next(tokens, None) is not None

@@ -43,7 +43,9 @@ def workspace_bytes(compute_capability: tuple[int, int]) -> int:
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """A part of a segment, linked with its neighbours: a block in use, or a free part (torch: Block)."""
+    """A contiguous piece of a segment: a block in use, or free memory (torch: Block). It is linked with the pieces
+    beside it.
+    """
 
     pool: "Pool"
     address: int
@@ -67,7 +69,9 @@ class Part:
         return self.previous is None and self.next is None
 
     def reach(self) -> int:
-        """Return the part's bytes, plus those of the unmapped addresses directly behind it."""
+        """Return the bytes of this part plus those of the unmapped addresses directly behind it, into which it can
+        grow.
+        """
         return self.size + (self.next.size if self.next is not None and not self.next.is_mapped else 0)
 
     def cut(self, size: int) -> "Part":
@@ -81,7 +85,9 @@ class Part:
         return rest
 
     def absorb(self, behind: "Part") -> None:
-        """Grow by the next part, `behind`, which must not be used afterwards."""
+        """Grow by the part `behind`, which is the next one in the segment; the caller must not use `behind`
+        afterwards.
+        """
         self.size += behind.size
         self.next = behind.next
         if behind.next is not None:
@@ -96,9 +102,10 @@ TIES: dict[str, Callable[[Part], int]] = {
 
 
 class Pool:
-    """The free parts of small segments, or of large ones (torch: BlockPool).
+    """The free parts of all small segments, or of all large ones (torch: BlockPool).
 
-    `ties` decides the order of parts of one size: "address", "block" or "segment", see `allocator_settings.Release`.
+    `ties` decides which of several free parts of one size comes first: "address", "block" or "segment", see
+    `allocator_settings.Release`.
     """
 
     def __init__(self, is_small: bool, page: int, ties: str = "segment"):
@@ -138,7 +145,9 @@ class Pool:
 
 
 class Addresses:
-    """Ranges of addresses. Each takes the highest free place, as under Linux, where rehearsals run."""
+    """The addresses from which segments are taken. Each range is put at the highest free place, as under Linux, where
+    rehearsals run.
+    """
 
     def __init__(self, top: int):
         self._top = top
@@ -168,7 +177,10 @@ class Segment(NamedTuple):
 
 
 def segment_runs(head: Part, is_expandable: bool) -> list[Segment]:
-    """Return the segment that begins with `head`, with its blocks; of an expandable one, each mapped run."""
+    """Return the segment that begins with the part `head`, with its blocks.
+
+    `is_expandable`: return each contiguously mapped run of an expandable segment instead.
+    """
     found, run, part = [], [], head
     while part is not None:
         if part.is_mapped:
@@ -182,25 +194,25 @@ def segment_runs(head: Part, is_expandable: bool) -> list[Segment]:
 
 
 class OutOfMemory(MemoryError):
-    """The request does not fit on the card, even after the cache has been freed."""
+    """Raised if a request does not fit on the card, even after the cache has been freed."""
 
 
 class CachingAllocator:
-    """The segments and blocks of torch's CUDA allocator. Only the stream that freed memory can get it again.
+    """The segments and blocks of torch's CUDA allocator. Freed memory is reused only on the stream that freed it.
 
     Follows c10/cuda/CUDACachingAllocator.cpp of torch 2.13: malloc, get_free_block, alloc_block, should_split,
     free_block, release_available_cached_blocks, release_cached_blocks and the expandable segments.
     `benchmarks/measure_allocator.py` compares every count and every block with torch's own.
 
-    Releases of torch differ in which of several free blocks of one size they take. If the address decides, as it always
-    does between two expandable segments, the result depends on where the driver puts segments. This class puts each
+    Releases of torch differ in which of several free blocks of one size they take. Between two expandable segments the
+    address always decides, and then the result depends on where the driver puts segments. This class puts each segment
     below all earlier ones or in the highest gap, as Linux does, and as seen on a real T4
     (docs/upstream/lora-on-a-t4.md).
 
     Args:
         settings: the options, as torch reads them at its start.
-        capacity: bytes that the device has for segments: its memory minus the context and other uses. An expandable
-            segment has 9/8 of them in addresses, as torch gives it 9/8 of the card's. None: no limit.
+        capacity: bytes that the device has for segments: its memory minus the context and other uses. None: no limit.
+            An expandable segment gets 9/8 of these bytes as addresses, as torch gives it 9/8 of the card's memory.
         on_event: called with (action, address, bytes) for each event, in order: "alloc" and "free" with the requested
             bytes, and "segment_alloc", "segment_free", "segment_map" and "segment_unmap" as in torch's snapshots. For
             "oom" the second value is the bytes that the device has left instead of an address.
@@ -315,7 +327,10 @@ class CachingAllocator:
         return free.pop(index)[-1]
 
     def _new(self, pool: Pool, size: int, requested: int) -> Part:
-        """Return a block of memory newly taken from the device (torch: the rest of malloc)."""
+        """Return a block of `size` bytes in memory newly taken from the device (torch: the rest of malloc).
+
+        `requested`: bytes before rounding. Raises OutOfMemory if there is no room, even after the cache has been freed.
+        """
         block = self._taken(pool, size)
         if block is None and self._max_split != UNLIMITED and self._released_enough(pool, size):
             block = self._taken(pool, size)
@@ -349,7 +364,9 @@ class CachingAllocator:
         return self._is_new(block)
 
     def _is_new(self, block: Part) -> Part:
-        """Number the block as a Block object that torch creates now, and return it."""
+        """Give a block the number that torch gives to a newly created Block object, and return it. The number may
+        decide ties.
+        """
         self._made += 1
         block.age = self._made
         return block
@@ -368,8 +385,12 @@ class CachingAllocator:
         self._on_event("segment_free", block.address, block.size)
 
     def _released_enough(self, pool: Pool, size: int) -> bool:
-        """Release one sufficient block that is too large to be split, otherwise several, largest first. Return whether
-        that freed enough (torch: release_available_cached_blocks)."""
+        """Release cached blocks until `size` bytes have been freed; return whether that succeeded (torch:
+        release_available_cached_blocks).
+
+        If a block that is too large to be split suffices, only that one is released; otherwise several are, largest
+        first.
+        """
         if self._expands:
             return False
         wanted, released = max(size, self._max_split), 0
@@ -385,8 +406,11 @@ class CachingAllocator:
     # ---- expandable segments: addresses are reserved once, and memory is mapped to them page by page
 
     def _expanded(self, pool: Pool, size: int) -> Part | None:
-        """Return a free block grown to `size` bytes, or None (torch: try_allocate_expandable_block). torch before 2.15
-        takes a new segment even for a request that exceeds every segment's addresses."""
+        """Return a free block grown to `size` bytes, or None if there is no room (torch:
+        try_allocate_expandable_block).
+
+        Releases before 2.15 take a new segment even for a request that exceeds every segment's addresses.
+        """
         if self._refuses_early and size > self._space[pool.page]:
             return None
         block = self._expandable(pool, size)
@@ -399,7 +423,9 @@ class CachingAllocator:
         return block
 
     def _expandable(self, pool: Pool, size: int) -> Part:
-        """Return the lowest block that can grow to `size` bytes (torch: find_expandable_block)."""
+        """Return the free block with the lowest address that can grow to `size` bytes (torch:
+        find_expandable_block).
+        """
         for _, block in pool.unmapped:
             if block.previous is not None and block.previous.is_free:
                 block = block.previous
@@ -429,7 +455,9 @@ class CachingAllocator:
         return block.pool.join(block)
 
     def _unmap(self, block: Part) -> None:
-        """Unmap the whole pages of a free block; remove its segment if nothing of it is left (torch: unmap_block)."""
+        """Unmap the whole pages of a free block, and remove its segment if no mapped page of it is left (torch:
+        unmap_block).
+        """
         page = block.pool.page
         begin = next_multiple(block.address - block.base, page) + block.base
         end = (block.address + block.size - block.base) // page * page + block.base

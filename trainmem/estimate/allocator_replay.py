@@ -41,7 +41,9 @@ class Replay:
 
     @property
     def peak(self) -> int:
-        """The number of events after which most bytes are allocated, from the first forward pass on."""
+        """The number of events after which the most bytes are allocated; events before the first forward pass do not
+        count.
+        """
         first = self.log.position("start")
         return first + int(self.allocated[first:].argmax())
 
@@ -68,7 +70,9 @@ class Replay:
         )
 
     def _breakdown(self, position: int) -> dict[str, int]:
-        """Return the bytes per category after `position` events; bytes of no tensor count as inside operations."""
+        """Return the bytes per category after `position` events. Allocated bytes that belong to no tensor count as
+        inside operations.
+        """
         live = dict.fromkeys(TENSOR_CATEGORIES, 0)
         for event in self.log.events[:position]:
             size, label = self.log.blocks[event if event >= 0 else ~event]
@@ -102,9 +106,10 @@ def replayed(log: Log, settings: str = "", capacity: int | None = None, rules: R
 
 
 def _played(log: Log, allocator: CachingAllocator) -> Iterator[Label]:
-    """Perform the log's events on an allocator; yield the label of each event's block before the event.
+    """Perform the log's events on an allocator. Yield the label of each event's block before the event is performed.
 
-    Raises OutOfMemory if there is no room.
+    Raises:
+        OutOfMemory: there is no room.
     """
     emptied = set(log.emptied)
     for number, event in enumerate(log.events):
@@ -133,7 +138,11 @@ def place(file: str | os.PathLike) -> Path:
 
 
 def save(file: Path, *of) -> None:
-    """Write the snapshot of a log to `file`; the other arguments are those of `snapshot`."""
+    """Write the snapshot of a log to `file`.
+
+    Args:
+        of: the arguments of `snapshot`.
+    """
     file.write_bytes(pickle.dumps(snapshot(*of), protocol=_PROTOCOL))
 
 
@@ -178,14 +187,19 @@ def snapshot(log: Log, settings: str = "", capacity: int | None = None, rules: R
 
 
 def _frames(label: Label) -> list[dict[str, Any]]:
-    """Return what is known of a block in the form of a stack's frames, innermost first."""
+    """Return the label of a block in the form of a stack's frames, innermost first."""
     known = {**label._asdict(), "category": name_text(label.category)}
     names = ("operation", "module", "phase", "category")
     return [{"name": str(known[name]), "filename": name, "line": 0} for name in names if known[name]]
 
 
 def _segments(allocator: CachingAllocator, log: Log, frames: Callable, causes: dict) -> list[dict[str, Any]]:
-    """Return the final segments with their blocks, in the form of torch's snapshots."""
+    """Return the final segments with their blocks, in the form of torch's snapshots.
+
+    Args:
+        frames: function of a block's label that returns its stack, see `_frames`.
+        causes: {address of a segment: stack of the allocation that needed it}.
+    """
     found = []
     for segment in allocator.segments():
         blocks = [

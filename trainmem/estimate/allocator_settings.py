@@ -147,7 +147,9 @@ _SHARE_OF_CARD = -1.0  # the value is a share of the card's memory
 
 
 def _reserve(value: str) -> float | None:
-    """Return GiB, or `_SHARE_OF_CARD`, or None for a value that is not above 0, which torch ignores with a warning."""
+    """Return the reserve in GiB, or `_SHARE_OF_CARD`; None for a value that is not above 0, which torch ignores with a
+    warning.
+    """
     is_gib = value[-1:] in ("G", "g")
     try:
         size = float(value[:-1] if is_gib else value)
@@ -256,17 +258,17 @@ def newest() -> str:
 
 
 def is_tested(rules: Release) -> bool:
-    """Return whether the rules' own release is known; otherwise they are those of the newest known one."""
+    """Return whether the rules are those of their own release. If False, they are those of the newest known release."""
     return rules.torch in RELEASES
 
 
 def is_since(torch: str, rules: Release) -> bool:
-    """Return whether the rules are those of the release `torch`, e.g. "2.15", or of a newer one."""
+    """Return whether the rules belong to the release `torch`, e.g. "2.15", or to a newer one."""
     return _number(rules.torch) >= _number(torch)
 
 
 def untested_text(torch: str) -> str:
-    """Return a sentence that warns of a release newer than all known ones."""
+    """Return a sentence that warns of the release `torch`, which is newer than all known ones."""
     return f"torch {torch} is untested: the rules of torch {newest()} (newest known) were used"
 
 
@@ -276,6 +278,8 @@ def _warn_of_untested(torch: str) -> None:
 
 
 def _number(version: str) -> tuple[int, ...]:
-    """Return (2, 11) for "2.11" or "2.11.0a0+git"; () for a text that names no release."""
+    """Return the release of a version as numbers: (2, 11) for "2.11" or "2.11.0a0+git"; () for a text that names no
+    release.
+    """
     found = re.fullmatch(r"(\d{1,3})\.(\d{1,3})((\.|\+|a|b|rc).*)?", version)
     return (int(found[1]), int(found[2])) if found else ()

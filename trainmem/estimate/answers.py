@@ -30,7 +30,7 @@ _active: contextvars.ContextVar["Answers | None"] = contextvars.ContextVar("answ
 
 
 class Answers:
-    """The user's stored answers in `folder`. `used` counts those that were found."""
+    """Read and write the stored answers in `folder`, one file per key. `used` counts the answers that were found."""
 
     def __init__(self, folder: Path):
         self.used = 0
@@ -38,12 +38,14 @@ class Answers:
 
     @property
     def note(self) -> str:
-        """A text for the user: how many stored answers were used, and how to estimate again; "" if none was."""
+        """A text for the user that says how many stored answers were used, and how to turn them off; "" if none was
+        used.
+        """
         count = f"{self.used} stored answers" if self.used > 1 else "a stored answer"
         return f"used {count} to the same question ({SWITCH}=0 estimates again)" if self.used else ""
 
     def get(self, key: str) -> tuple[Any] | None:
-        """Return the stored answer in a tuple, or None if there is none or its file is damaged."""
+        """Return (answer,), or None if there is no stored answer or its file is damaged."""
         with contextlib.suppress(Exception):  # a damaged pickle may raise anything
             answer = pickle.loads((self._folder / key).read_bytes())
             self.used += 1
@@ -70,7 +72,11 @@ def stored() -> Iterator[Answers]:
 
 
 def remembered(function: Callable, arguments: Sequence, ask: Callable[[], Any]) -> Any:
-    """Return the stored answer of `function` to these arguments; otherwise call `ask` and store what it returns."""
+    """Return the stored answer of `function` to these arguments. If there is none, call `ask`, store its result and
+    return it.
+
+    Nothing is stored outside of `stored`, or if the arguments have no unique text (see `_question`).
+    """
     answers = _active.get()
     if answers is None or (question := _question(arguments)) is None:
         return ask()
@@ -107,7 +113,9 @@ def _question(arguments: Sequence) -> list[str] | None:
 
 @functools.cache
 def _surroundings() -> str:
-    """Return as text everything beside the question that an answer depends on."""
+    """Return, as text, everything apart from the question that an answer depends on: libraries, code, CPU and
+    environment.
+    """
     code = sorted(each for each in Path(__file__).parents[1].rglob("*") if each.suffix in (".py", ".toml", ".json"))
     folders = [Path(each) for each in sys.path if each.endswith(("site-packages", "dist-packages"))]
     times = [(str(each), each.stat().st_mtime_ns) for each in (*code, *folders) if each.exists()]

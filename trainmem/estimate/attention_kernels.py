@@ -19,7 +19,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 class Free(NamedTuple):
-    """Free one of the held buffers, the one at `index`, before the operation ends."""
+    """Free a held buffer before the operation ends: the one at `index` among those held."""
 
     index: int
 
@@ -42,15 +42,18 @@ def contiguous_copy(tensor: torch.Tensor, layout: torch.memory_format = torch.co
 
 
 def efficient_forward(gpu: Gpu, made, query, key, value, *_, **__):
-    """Return the requests. Heads wider than 128 are summed in fp32
-    (mem_eff_attention/kernel_forward.h: kNeedsOutputAccumulatorBuffer)."""
+    """Return the memory requests of memory-efficient attention's forward, in order, see this module's docstring.
+
+    For heads wider than 128 the result is summed in fp32 (mem_eff_attention/kernel_forward.h:
+    kNeedsOutputAccumulatorBuffer).
+    """
     wide = query.dtype in HALF and value.shape[-1] > 128
     sums = [4 * query[..., 0].numel() * value.shape[-1]] if wide else []
     return [*made[2:], *made[:2], *sums] if gpu.rules.seeds_on_device else [*made, *sums]
 
 
 def efficient_backward(gpu: Gpu, made, gradient, query, key, value, bias, *rest, **__):
-    """Return the requests (mem_eff_attention/kernel_backward.h).
+    """Return the memory requests of memory-efficient attention's backward (mem_eff_attention/kernel_backward.h).
 
     First come the row sums, then tiles of dQ in fp32 with a header of 16 bytes each; for wide heads in 16 bits also dK
     and dV in fp32. In fp32 a matmul comes before the tiles. The size of a tile depends on the GPU's shared memory.
@@ -80,8 +83,11 @@ def efficient_backward(gpu: Gpu, made, gradient, query, key, value, bias, *rest,
 
 
 def flash_forward(gpu: Gpu, made, query, key, value, dropout_p=0.0, *_, **__):
-    """Return the requests. If too few rows would leave the card idle, the kernel splits the keys into parts, sums each
-    part in fp32 and combines them (flash_attn/flash_api.cpp: set_params_splitkv, num_splits_heuristic)."""
+    """Return the memory requests of flash attention's forward.
+
+    If too few rows would leave the card idle, the kernel splits the keys into parts, sums each part in fp32 and
+    combines them (flash_attn/flash_api.cpp: set_params_splitkv, num_splits_heuristic).
+    """
     if dropout_p:
         return [*made[:2], 16, *made[:1:-1]]
     batch, heads, length, head = query.shape
@@ -95,8 +101,9 @@ def flash_forward(gpu: Gpu, made, query, key, value, dropout_p=0.0, *_, **__):
 
 
 def flash_backward(gpu: Gpu, made, gradient, query, key, value, out, *_, **__):
-    """Return the requests: fp32 sums of dQ and of each row; for grouped queries also dK and dV for each query head
-    (flash_attn/flash_api.cpp: mha_bwd)."""
+    """Return the memory requests of flash attention's backward: fp32 sums of dQ and of each row; for grouped queries
+    also dK and dV for each query head (flash_attn/flash_api.cpp: mha_bwd).
+    """
     batch, heads, length, head = query.shape
     rows = batch * heads * next_multiple(length, 128)
     wide = next_multiple(head, 32 if head <= 128 else 64)
@@ -106,21 +113,30 @@ def flash_backward(gpu: Gpu, made, gradient, query, key, value, out, *_, **__):
 
 
 def cudnn_forward(gpu: Gpu, made, *_, **__):
-    """Return the requests: seed and offset come first."""
+    """Return the memory requests of cuDNN attention's forward: seed and offset of the dropout come first."""
     return [*made[2:], *made[:2]]
 
 
 def cudnn_backward(gpu: Gpu, made, gradient, query, key, value, out, *_, **__):
-    """Return the requests: fp32 sums of dQ and of each row (NVIDIA/cudnn-frontend,
-    scaled_dot_product_flash_attention.h: get_fe_workspace_size_node); on compute capability 10 heads of 256 need none
-    of dQ."""
+    """Return the memory requests of cuDNN attention's backward: fp32 sums of dQ and of each row.
+
+    On compute capability 10, heads of width 256 need no sums of dQ. Source: NVIDIA/cudnn-frontend,
+    scaled_dot_product_flash_attention.h: get_fe_workspace_size_node.
+    """
     rows, of_queries = 4 * query[..., 0].numel(), 4 * query.numel()
     return [*made, rows if gpu.capability[0] == 10 and query.shape[-1] == 256 else of_queries + rows]
 
 
 def _parts(blocks: int, places: int, most: int) -> int:
-    """Return how many parts flash splits the keys into: the fewest that fill the last wave of blocks nearly as well as
-    any other number. `places` blocks run at once; `most` is the number of key blocks."""
+    """Return the number of parts into which flash attention splits the keys.
+
+    It is the smallest number that fills the last wave of blocks nearly as well as any other number does.
+
+    Args:
+        blocks: number of blocks without a split.
+        places: number of blocks that run at once.
+        most: number of key blocks, the largest possible number of parts.
+    """
     if blocks >= 0.8 * places:
         return 1
     counts = range(1, min(128, places, most) + 1)

@@ -1,8 +1,8 @@
 """Apply CUDA's autocast rules under `torch.autocast("cpu")`: they decide the type in which each operator computes.
 
 On CUDA each operator is on one list: it runs in 16 bits, in fp32, or in the widest type of its operands. The CPU has
-other lists. `emulated` registers CUDA's rules for the CPU in torch's dispatcher, with CUDA's cache of weights' casts.
-Source: ATen/autocast_mode.h (AT_FORALL_...) and ATen/autocast_mode.cpp (cached_cast).
+other lists. `emulated` registers CUDA's rules for the CPU in torch's dispatcher. Like CUDA, it keeps the cast of a
+weight until autocast ends. Source: ATen/autocast_mode.h (AT_FORALL_...) and ATen/autocast_mode.cpp (cached_cast).
 """
 
 import contextlib
@@ -30,7 +30,7 @@ Arguments = tuple[tuple, dict[str, Any]]  # the positional and the named argumen
 
 @contextlib.contextmanager
 def emulated(library: torch.library.Library) -> Iterator[None]:
-    """Make `torch.autocast("cpu")` follow CUDA's rules in this context, and let a Trainer with fp16=True autocast.
+    """Make `torch.autocast("cpu")` follow CUDA's rules in this context, and make a Trainer with fp16=True use autocast.
 
     Args:
         library: a library of "aten" that is open for implementations, and that the caller closes after this context.
@@ -84,7 +84,11 @@ class _Casts:
         return self._cast((args, kwargs), torch.float32 if wide else torch.get_autocast_dtype("cpu"))
 
     def _cast(self, arguments: Arguments, dtype: torch.dtype) -> Arguments:
-        """Cast the last argument first, as C++ compilers evaluate a call's arguments; tensors of a list in order."""
+        """Return the arguments with their tensors cast to `dtype`.
+
+        The last argument is cast first, as C++ compilers evaluate a call's arguments; tensors of a list are cast in
+        order.
+        """
         cast = functools.partial(tree_map, lambda leaf: self._cast_one(leaf, dtype) if _is_cast(leaf) else leaf)
         args, kwargs = arguments
         options = {name: cast(value) for name, value in reversed(kwargs.items())}
@@ -113,7 +117,7 @@ def _is_cast(leaf: Any) -> bool:
 
 
 def _ruled(rule, name, *args, **kwargs):
-    """Run the operator with the arguments that its rule returns, with autocast off inside."""
+    """Run an operator, with autocast off inside, on the arguments that its rule returns; return its result."""
     function = overload(_NORMS.get(name, name))
     below = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
     with torch._C._ExcludeDispatchKeyGuard(below):
@@ -125,7 +129,9 @@ def _ruled(rule, name, *args, **kwargs):
 
 
 def _fp32_result(name, args, kwargs) -> Arguments:
-    """Request fp32 for the result of a sum or product, unless the caller requested a type."""
+    """Return the arguments of a sum or product with fp32 as the type of its result, unless the caller
+    requested a type.
+    """
     index = [argument.name for argument in overload(name)._schema.arguments].index("dtype")
     given = args[index] if len(args) > index else kwargs.get("dtype")
     if given is not None or not _is_cast(args[0]):
@@ -134,7 +140,7 @@ def _fp32_result(name, args, kwargs) -> Arguments:
 
 
 def _fp32_norm(name, args, kwargs) -> Arguments:
-    """Add the arguments of the overload that takes the result's type, see `_NORMS`."""
+    """Return the arguments of the overload that takes the result's type, with fp32 as that type; see `_NORMS`."""
     defaults = [argument.default_value for argument in overload(name)._schema.arguments]
     dtype = torch.float32 if _is_cast(args[0]) else args[0].dtype
     return (*args, *defaults[len(args) :]), kwargs | {"dtype": dtype}
@@ -145,13 +151,18 @@ def _banned(name, *_):
 
 
 def _no_rule(name, *_):
-    """Reject an operator that no list names: only a CUDA build registers `_cudnn_rnn`, and only a GPU calls it."""
+    """Raise RuntimeError for an operator that is on no list.
+
+    `_cudnn_rnn` never comes here: only a CUDA build registers it, and only a GPU calls it.
+    """
     remedy = f"use torch {newest()} or older"
     raise RuntimeError(f"the rule by which torch {torch.__version__} autocasts {name} on CUDA is unknown: {remedy}")
 
 
 def _fp16_trainings_autocast() -> contextlib.AbstractContextManager:
-    """Make accelerate, and so the Trainer, autocast and scale the loss under fp16=True, as it does only on a GPU."""
+    """Return a context in which accelerate, and so the Trainer, uses autocast and scales the loss under fp16=True, as
+    otherwise only on a GPU.
+    """
     from accelerate import Accelerator
 
     prepare = Accelerator.__init__
@@ -215,7 +226,10 @@ NORM_ERROR = (
 
 @contextlib.contextmanager
 def scaler_failures() -> Iterator[None]:
-    """Report torch's refusal to unscale gradients in fp16 as the training's own failure, with a remedy."""
+    """Raise `Invalid`, with a remedy, in place of torch's ValueError that refuses to unscale gradients in fp16.
+
+    The training would fail in the same way on a GPU.
+    """
     try:
         yield
     except ValueError as error:

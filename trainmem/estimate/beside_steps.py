@@ -26,9 +26,10 @@ _MADE = " "  # stands for a tensor that the operation made, in place of an input
 
 
 def few_batches(tracker: "FakeTracker") -> contextlib.AbstractContextManager:
-    """Return a context in which only the first two of an evaluation's batches of one shape are traced.
+    """Return a context in which at most two batches of each shape are traced in an evaluation.
 
-    Each later one repeats the second; the Trainer keeps its predictions like those of any other batch.
+    Each later batch of that shape repeats the second one in the log; the Trainer keeps its predictions like those of
+    any other batch.
     """
     from transformers import Trainer
 
@@ -66,8 +67,8 @@ def few_batches(tracker: "FakeTracker") -> contextlib.AbstractContextManager:
 def checkpoints(tracker: "FakeTracker") -> Iterator[None]:
     """Let libraries save and load fake tensors in this context.
 
-    Loaded tensors are on the CPU, where they count if the training is there. Only peft's adapters are loaded on the GPU
-    that the training uses.
+    Loaded tensors are on the CPU, so they count only if the training is there. Adapters of peft are an exception: they
+    are loaded on the GPU that the training uses.
     """
     files: dict[str, dict[str, Spec]] = {}
 
@@ -112,7 +113,9 @@ def checkpoints(tracker: "FakeTracker") -> Iterator[None]:
 
 
 def _header(tensors: dict[str, torch.Tensor], metadata: Any) -> bytes:
-    """Return zeros, as many as a safetensors header has bytes: its length, and names and shapes, to a multiple of 8."""
+    """Return as many zero bytes as the header of a safetensors file has: its length, names and shapes, rounded up to a
+    multiple of 8.
+    """
     kinds = {kind: name for name, kind in sys.modules["safetensors.torch"]._TYPES.items()}
     about, offset = {"__metadata__": metadata} if metadata else {}, 0
     for name, tensor in sorted(tensors.items(), key=lambda each: (-each[1].itemsize, each[0])):
@@ -126,9 +129,11 @@ def peaks(marks: list[tuple[str, int, int]], totals: np.ndarray, begins: np.ndar
     """Return `Trace.apart`: the peak of each phase outside the steps.
 
     Args:
-        marks: the tracker's.
-        totals: bytes before the first entry of the tracker's log and after each, (entries + 1,).
-        begins: entries before each operation, from the operation with the number `first` on, then all entries.
+        marks: those of the tracker.
+        totals: (entries + 1,): bytes before the first entry of the tracker's log and after each entry.
+        begins: (operations + 1,): the number of entries before each operation from number `first` on, then that of all
+            entries.
+        first: number of the trace's first operation.
     """
     found = []
     for phase, *borders in stretches(label for label, *_ in marks):

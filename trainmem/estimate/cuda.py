@@ -1,4 +1,4 @@
-"""Make a training on the CPU's fake tensors take CUDA's decisions, for an estimate that is made without a GPU.
+"""Make a training on fake CPU tensors take CUDA's decisions, for an estimate that needs no GPU.
 
 On fake "cpu" tensors torch would choose the CPU's attention kernel, dropout and autocast lists. `emulated` makes it
 choose CUDA's, as in torch's sources. `allocator` models the memory that no tensor shows. Each difference has a name;
@@ -34,11 +34,14 @@ def assumptions() -> list[str]:
 
 @contextlib.contextmanager
 def emulated(compute_capability: tuple[int, int] = DEFAULT_CAPABILITY, rules: Release | None = None) -> Iterator[None]:
-    """Make a training on fake "cpu" tensors take the decisions of CUDA in this context.
+    """Make a training on fake "cpu" tensors take CUDA's decisions in this context.
 
     The operators of the whole process are replaced, so that C++ and Python callers get the replacements. Use
-    `device.DeviceTracker` to count the device's memory. Attention kernels are those of a GPU of this compute capability
-    under the rules of a torch release (None: the installed one's).
+    `device.DeviceTracker` to count the device's memory.
+
+    Args:
+        compute_capability: of the GPU whose attention kernels are chosen.
+        rules: those of a torch release; None: the installed one's.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # compiled code would bypass the replacements
@@ -70,7 +73,7 @@ def _dropout(tensor, p, train):
 
 
 def _softmax(name, tensor, dim, dtype=None):
-    """Compute softmax from fp16 to fp32 in one kernel, as CUDA does, without a cast of its input."""
+    """Compute softmax of fp16 with an fp32 result in one kernel, as CUDA does, without a cast of its input."""
     kernel = getattr(torch.ops.aten, f"_{name}")
     if tensor.dtype is torch.float16 and dtype is torch.float32 and isinstance(tensor, FakeTensor):
         return kernel(tensor, dim, True)
@@ -78,7 +81,9 @@ def _softmax(name, tensor, dim, dtype=None):
 
 
 def _linear(tensor, weight, bias=None):
-    """Compute `linear` as torch does for plain tensors: if no single matmul does it, the bias is added in place."""
+    """Compute `linear` as torch does for plain tensors: in one matmul with the bias, or otherwise by adding the bias in
+    place.
+    """
     if bias is None:
         return torch.matmul(tensor, weight.t())
     if tensor.dim() == 2:
@@ -91,7 +96,7 @@ def _linear(tensor, weight, bias=None):
 
 @contextlib.contextmanager
 def _foreach_allowed() -> Iterator[None]:
-    """Let optimizers use their foreach implementation for fake tensors "on the cpu" too."""
+    """Let optimizers use their foreach implementation in this context for fake CPU tensors, too."""
     from torch.optim import optimizer
     from torch.utils import _foreach_utils
 
@@ -143,7 +148,7 @@ def _fused_attention(kernel, query, key, value, attn_mask, dropout_p, is_causal,
 
 
 def _first(results):
-    """Return the first of several results and free the others in their order, as C++ does."""
+    """Return the first of several results, and free the others one by one in their order, as C++ does."""
     first, results = results[0], results[1:]
     while results:
         results = results[1:]
@@ -151,7 +156,7 @@ def _first(results):
 
 
 def _additive(mask, dtype):
-    """Return the mask in the form that is added to scores: 0 where a boolean mask is true, minus infinity elsewhere."""
+    """Return a boolean mask in the form that is added to scores: 0 where it is true, minus infinity elsewhere."""
     if mask is None or mask.dtype is not torch.bool:
         return mask
     return torch.where(mask, *(mask.new_full((), value, dtype=dtype) for value in (0.0, -math.inf)))
@@ -243,7 +248,9 @@ def attention_kernel(
 
 
 def _with_batch(rules: Release, query, key, value, mask):
-    """Add a batch of one to (heads, length, head size), as torch does since 2.14 before it selects a kernel."""
+    """Return the tensors with a batch of one before (heads, length, head size). torch does so since 2.14 before it
+    selects a kernel.
+    """
     if not rules.groups_attention or any(tensor.dim() != 3 for tensor in (query, key, value)):
         return query, key, value, mask
     mask = mask.unsqueeze(0) if mask is not None and mask.dim() == 3 else mask
@@ -251,9 +258,11 @@ def _with_batch(rules: Release, query, key, value, mask):
 
 
 def _heads_fit(rules: Release, query, key, value, takes_groups: bool, values_alike: bool = True) -> bool:
-    """Return whether a fused kernel supports these numbers of heads.
+    """Return whether a fused kernel supports the numbers of heads of these tensors.
 
-    `takes_groups`: query heads may share keys and values. `values_alike`: there must be as many values as keys.
+    Args:
+        takes_groups: whether several query heads may share keys and values.
+        values_alike: whether the kernel needs as many value heads as key heads.
     """
     heads, keys, values = (tensor.shape[1] for tensor in (query, key, value))
     if takes_groups:

@@ -82,6 +82,7 @@ def line(task: Task, *, processes: int = 1, timeout: float = 300, **options) -> 
     """Return the memory of a training as a function of the number of layers; the task's own number is ignored.
 
     Args:
+        processes, timeout: as in `estimate`.
         options: `device` and `compute_capability` as in `estimate`, and training arguments.
 
     Raises:
@@ -100,7 +101,11 @@ def line(task: Task, *, processes: int = 1, timeout: float = 300, **options) -> 
 def _shallow(
     experiments: list[Experiment], device: Device, probe: "Probe", tell: Tell
 ) -> list[tuple[Places, int, int]]:
-    """Return the fields of a `Line` for each training; call it through `fresh_process.with_probe`."""
+    """Trace the shallow trainings and return, for each, (most bytes per place, peak or reserved bytes, bytes of the
+    states).
+
+    These are the fields of `Line`. Call it through `fresh_process.with_probe`.
+    """
     found = []
     traced = peak_memory.trace_all(experiments, device, probe, tell)
     for count, each in zip(_SHALLOW, traced, strict=True):
@@ -114,10 +119,11 @@ def _shallow(
 
 
 def _places(trace: Trace, totals: "np.ndarray", layers: int) -> Places:
-    """Return the most bytes alive at each place. First and last layer are places of their own, all others are one.
+    """Return {place: the most bytes alive there}. A place is a phase, an operation, and a module without its layer's
+    number.
 
-    Operations outside all modules are skipped, except the optimizer's and an evaluation's: the depth may change when
-    they run.
+    The first layer and the last one are places of their own; all layers between them share one. Operations outside all
+    modules are skipped, except the optimizer's and an evaluation's, because the depth may change when they run.
     """
     places: Places = {}
     names = {"0": "first", str(layers - 1): "last"}

@@ -1,7 +1,7 @@
 """Track which tensors would be in a GPU's memory, and the order of its allocations, for estimates on CUDA.
 
-All tensors of an estimate report the device "cpu". `DeviceTracker` knows where each one would be (`Placement`): weights
-and batches are sent to the device, and operations on tensors there put their results there.
+All tensors of an estimate report the device "cpu". `DeviceTracker` records where each one would be on a machine with a
+GPU (`Placement`): weights and batches are sent to the device, and operations on tensors there put their results there.
 """
 
 import contextlib
@@ -51,17 +51,17 @@ class Placement(Enum):
 
 
 class NotSent(Exception):
-    """A user's loop computes before it has sent its model to the device."""
+    """Raised if a user's loop computes before it has sent its model to the device."""
 
 
 class DeviceTracker(FakeTracker):
     """Track which tensors are on a GPU, and log its allocations and frees in the order of CUDA's kernels.
 
     Args:
-        capability: the GPU's compute capability.
+        capability: the GPU's compute capability, e.g. (9, 0).
         is_function: whether a user's loop is traced.
-        from_the_start: whether to treat everything that the loop makes as on the device, because the loop never sends
-            its model there.
+        from_the_start: whether to place all tensors of the loop on the device, because the loop never sends its model
+            there.
         rules: those of a torch release; None: the installed one's.
     """
 
@@ -93,7 +93,8 @@ class DeviceTracker(FakeTracker):
     def emulated(self, paged: bool = False) -> contextlib.AbstractContextManager:
         """Return a context in which code that sends a tensor or a module to a GPU places it there.
 
-        `paged`: whether a bitsandbytes optimizer keeps its large states in memory that the driver pages.
+        `paged`: whether a bitsandbytes optimizer keeps its large states in paged memory, which the driver moves between
+        host and device.
         """
         stack = contextlib.ExitStack()
         if self._is_function:
@@ -130,12 +131,14 @@ class DeviceTracker(FakeTracker):
             return plain(*args, **kwargs)
 
     def _add_adapters(self, plain, *args, **kwargs):
-        """Add peft's adapters on the device of the base's weights: only a quantized base is on the GPU by then."""
+        """Let peft add its adapters where the base's weights are; at this time only a quantized base is on the GPU."""
         with patch.object(self, "_adapter_base", self.weights):
             return plain(*args, **kwargs)
 
     def _move_adapter(self, plain, layer, *args, **kwargs):
-        """Let peft move an adapter. Mark its copy of AdaLoRA's `ranknum` on a quantized base's device as trainable."""
+        """Let peft move an adapter. On a quantized base's device, mark the copy of AdaLoRA's `ranknum` as trainable, as
+        peft's move does.
+        """
         plain(layer, *args, **kwargs)
         if self.is_on_device(layer.get_base_layer().weight):
             for name in layer.other_param_names:
@@ -184,7 +187,9 @@ class DeviceTracker(FakeTracker):
                     self.send(tensor)
 
     def _placement_of_results(self, inputs: list[torch.Tensor], any_fake: bool) -> Placement:
-        """Return where an operation on these tensors puts its results."""
+        """Return where an operation with these inputs puts its results. `any_fake`: whether an input is a
+        fake tensor.
+        """
         if self._forced:
             return self._forced
         if self.weights is Placement.HOST or self.collates:
@@ -210,9 +215,10 @@ class DeviceTracker(FakeTracker):
         return result
 
     def _copy_into_base(self, gradient: torch.Tensor) -> None:
-        """Copy the gradient of an overwritten view into a new gradient of the view's base, and free it.
+        """Log that autograd copies the gradient of an overwritten view into a new gradient of the view's base, and
+        frees the first.
 
-        AsStridedBackward0 does so. Under a dispatch mode autograd replays the view instead, which copies nothing.
+        AsStridedBackward0 does this. Under a dispatch mode autograd replays the view instead, without a copy.
         """
         storage = self._storage(gradient)
         if storage is None or storage._cdata not in self._blocks or torch.is_grad_enabled():
@@ -261,7 +267,7 @@ class DeviceTracker(FakeTracker):
         pass  # random states and numbers that autograd keeps are on the host
 
     def _run_kernel(self, function, args, kwargs, result) -> None:
-        """Log what the operation's kernel allocates and frees, in the kernel's order."""
+        """Log what an operation's kernel allocates and frees on the device, in the kernel's order."""
         held: list[Block] = []
         on_host = [*map(id, self._kernels.on_host(function, args, result))]
         in_place = function.overloadpacket.__name__.endswith("_")  # on a real and a fake tensor it returns a fake one
@@ -291,13 +297,16 @@ class DeviceTracker(FakeTracker):
 
 
 def _send_8bit(plain, weight, *args, **kwargs):
-    """Return quantized `Int8Params` unchanged: peft sends them to the CPU, where fake weights claim to be, and `to`
-    would lose the layer's scales."""
+    """Return quantized `Int8Params` unchanged, and send other weights by `plain`, the replaced `to`.
+
+    peft sends a layer's weights to the CPU, where fake weights appear to be already, and `to` would lose the layer's
+    scales.
+    """
     return weight if weight.data.dtype is torch.int8 else plain(weight, *args, **kwargs)
 
 
 def _matmul_8bit(tensor, weight, out=None, state=None, threshold=0.0, bias=None, *_, **__):
-    """Compute `bitsandbytes.matmul` as on a GPU."""
+    """Compute `bitsandbytes.matmul` by the path that it takes on a GPU."""
     from bitsandbytes.autograd._functions import MatMul8bitLt
 
     state.threshold = threshold or state.threshold

@@ -1,8 +1,8 @@
 """Explain why one recipe takes more memory than another: by argument, and by tensor with its line of code.
 
 It also warns of properties of the built model that a user may not expect. Both recipes are traced as for an estimate,
-while a `Witness` notes the innermost line of Python outside the libraries at each operation. Tensors that autograd
-makes, and those that belong to a parameter, get the first line of their module's forward.
+while a `Witness` notes, for each operation, the innermost line of Python outside the libraries. Tensors that autograd
+allocates, and those that belong to a parameter, get the first line of their module's forward.
 """
 
 import bisect
@@ -58,7 +58,7 @@ class Explanation:
 
     @property
     def difference_bytes(self) -> int:
-        """B's peak minus A's."""
+        """B's peak minus A's, in bytes."""
         return self.b.peak_bytes - self.a.peak_bytes
 
     def by_category(self) -> dict[str, tuple[int, int]]:
@@ -66,7 +66,7 @@ class Explanation:
         return {str(name): (a[name], b[name]) for name in a if a[name] or b[name]}
 
     def by_tensor(self, count: int = _ROWS) -> list[tuple[Tensor, tuple[int, int]]]:
-        """Return the first `count` tensors, and the sum of all others as one row."""
+        """Return (tensor, (bytes in A, bytes in B)) of the first `count` tensors, and all others summed as one row."""
         every, rest = [*self.tensors.items()][:count], [*self.tensors.values()][count:]
         others = ("others", f"{len(rest)} more", "", ""), (sum(a for a, _ in rest), sum(b for _, b in rest))
         return every + ([others] if rest else [])
@@ -148,7 +148,7 @@ def explain(
     order = sorted(pairs, key=lambda each: (-abs(pairs[each][1] - pairs[each][0]), -pairs[each][0], each))
 
     def peak(switched: Iterable[str]) -> int | None:
-        """Return the peak of A with these arguments as in B; None if they are no valid recipe."""
+        """Return the peak in bytes of A with these arguments as in B; None if that recipe is not valid."""
         mixed = {name: value for name, value in a.items() if name not in switched}
         mixed |= {name: b[name] for name in switched if name in b}
         with contextlib.suppress(ValueError):
@@ -160,7 +160,16 @@ def explain(
 
 
 def _priced(names: list[str], peak: Any, ends: tuple[int, int]) -> dict[str, tuple[int, int | None]]:
-    """Return `Explanation.switches`. `peak(names)` estimates A with these arguments switched; `ends`: peaks of A, B."""
+    """Return `Explanation.switches`: {argument: (bytes added after the ones before it, bytes added alone to A or
+    None)}.
+
+    An argument that is not valid without the next one shares its row.
+
+    Args:
+        names: the arguments in which A and B differ, in order.
+        peak: function of some of these names that estimates A with them as in B; it returns None if that is not valid.
+        ends: the peaks of A and B in bytes.
+    """
     found, before, waiting = [], ends[0], []
     for number, name in enumerate(names, 1):
         waiting.append(name)
@@ -177,7 +186,9 @@ def _priced(names: list[str], peak: Any, ends: tuple[int, int]) -> dict[str, tup
 
 
 def _explained(experiment: Experiment, device: Device, probe: Any, tell: Tell):
-    """Return the estimate, bytes by tensor at its peak, and warnings. Call it through `fresh_process.with_probe`."""
+    """Return (estimate, bytes by tensor at its peak, warnings) of one recipe. Call it through
+    `fresh_process.with_probe`.
+    """
     from trainmem.estimate import trace
     from trainmem.measure.tracker import WEIGHTS
 
@@ -206,7 +217,10 @@ _LEAST = 0.05  # of the peak; smaller parts are not explained
 
 
 def _peak_warnings(experiment: Experiment, made: MemoryEstimate, sizes: Counter) -> Iterator[str]:
-    """Yield the reasons for the peak. `sizes`: {bytes: number of activations and temporaries of that size there}."""
+    """Yield sentences that say why the peak is where it is, and how to lower it.
+
+    `sizes`: {bytes: number of activations and temporaries of that size that are alive at the peak}.
+    """
     arguments, task, memory = experiment.arguments, experiment.task, made.memory
     size = functools.partial(bytes_text, binary=made.device == "cuda")
     batch = arguments.get("per_device_train_batch_size", 8)
@@ -235,7 +249,10 @@ def _peak_warnings(experiment: Experiment, made: MemoryEstimate, sizes: Counter)
 
 
 def _witnessed(follow: Callable, experiment: Experiment, tracker: Any):
-    """Run `trace.follow` with a `Witness`; add (module, line) of each block, ends of operations, and warnings."""
+    """Run `trace.follow` with a `Witness`, and return its trace with `witnessed` added.
+
+    `witnessed` is ((module, line) of each block, number of log entries at the end of each operation, warnings).
+    """
     from torch.nn.modules.module import register_module_forward_pre_hook
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -260,7 +277,7 @@ def _witnessed(follow: Callable, experiment: Experiment, tracker: Any):
 
 
 class Witness:
-    """Observe a tracker that traces a training: note lines of code, and the parameters that blocks belong to."""
+    """Observe a tracker that traces a training: note lines of code, and which parameter each block belongs to."""
 
     def __init__(self, tracker: Any):
         self._tracker, self._execute, self._prepared = tracker, tracker.execute, adapters.prepared
@@ -325,7 +342,9 @@ class Witness:
 
     @functools.cache  # noqa: B019
     def _plain(self, name: str) -> str:
-        """Return a module's or parameter's name with "*" for layer numbers, the same with and without adapters."""
+        """Return a module's or parameter's name with "*" in place of layer numbers, and without the names that adapters
+        add.
+        """
         model = self._model.get_base_model() if hasattr(self._model, "get_base_model") else self._model
         if name in ("base_model", "base_model.model", type(self._model).__name__):
             return type(model).__name__
@@ -379,7 +398,9 @@ class Witness:
 
 
 def _line(frame: Any) -> str:
-    """Return the innermost line outside the libraries as file:line; "" if the code that calls the model comes first."""
+    """Return the innermost line outside the libraries as file:line; "" if there is none inside the code that calls the
+    model.
+    """
     while frame is not None and not (file := _shown(frame.f_code.co_filename)).startswith(_CALLERS):
         if not _is_library(file):
             return f"{file}:{frame.f_lineno}"

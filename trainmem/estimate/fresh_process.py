@@ -19,7 +19,8 @@ def ask(
     timeout: float,
     on_percent: Tell | None = None,
 ) -> Any:
-    """Return `function(*arguments, probe, tell)`, called in a fresh subprocess, or a stored answer (see `answers`).
+    """Return `function(*arguments, probe, tell)`, called in a fresh subprocess; in commands, a stored answer if there
+    is one.
 
     Args:
         function: e.g. `peak_memory.estimate_experiment`.
@@ -40,7 +41,11 @@ def ask(
 
 
 def with_probe(function: Callable, arguments: Sequence, tell: Tell) -> Any:
-    """Return `function(*arguments, probe, tell)` in this subprocess, with a new probe."""
+    """Return `function(*arguments, probe, tell)`, called in this subprocess with a new `operator_workspaces.Probe`.
+
+    Args:
+        tell: function to call with the percentage of the work that is done.
+    """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # fake tensors are on a CPU, whatever they represent: no GPU is touched
     from trainmem.estimate.operator_workspaces import Probe
 

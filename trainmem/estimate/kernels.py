@@ -103,7 +103,9 @@ class Kernels:
         return self._gpu.capability[0] in (9, 10) and tensor.dtype is torch.bfloat16
 
     def _grouped(self, made, first, second, offsets=None, *_, **__):
-        """Request sizes, strides and pointers of each group, and a workspace per multiprocessor (cuda/GroupMM.cu)."""
+        """Return the requests of a grouped matmul: sizes, strides and pointers of each group, and a workspace per
+        multiprocessor (cuda/GroupMM.cu).
+        """
         if not self._has_grouped_kernel(first):
             return made
         groups = first.shape[0] if offsets is None else offsets.numel()
@@ -120,7 +122,11 @@ class Kernels:
         return [*made, *self._reduction(max(4, made[0].element_size()), made[0], tensor, dim)]
 
     def _reduction(self, bytes_each: int, made, tensor, dim=None, keepdim=False, *_, dtype=None, **__) -> list[Step]:
-        """Return a reduction's requests: integers are widened first; several blocks of threads may share a result."""
+        """Return the requests of a reduction, apart from its result: a copy of integers in the result's type, then
+        buffers, if several blocks of threads share a result.
+
+        `bytes_each`: bytes of one accumulated number, see `_REDUCTIONS`.
+        """
         if not tensor.numel():
             return []
         dims = range(tensor.dim()) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
@@ -133,10 +139,10 @@ class Kernels:
     # ---- sorts, and operations that sort
 
     def _embedding_backward(self, made, gradient, indices, weights, padding, scale_by_frequency, *_, **__):
-        """Sort the indices, and sum each run of up to 10 equal ones (cuda/Embedding.cu, EmbeddingBackwardKernel.cu).
+        """Return the requests: the indices are sorted, and runs of up to 10 equal indices are summed.
 
         The sums are kept in fp32 until those of one index are added. If few rows occur often, they are added to fp32
-        rows at once. A short list of indices needs neither.
+        rows at once. A short list of indices needs neither. Source: cuda/Embedding.cu, EmbeddingBackwardKernel.cu.
         """
         count, width = indices.numel(), gradient.shape[-1]
         copies = [*contiguous_copy(gradient), *contiguous_copy(indices)]
@@ -156,13 +162,14 @@ class Kernels:
         return [*copies, *ordered, *made, *unique, *parts]
 
     def _index(self, made, tensor, indices, *_, **__):
-        """Widen indices of 32 bits (TensorAdvancedIndexing.cpp: make_info)."""
+        """Return the requests: 32-bit indices are copied to 64 bits first (TensorAdvancedIndexing.cpp: make_info)."""
         narrow = [index for index in indices if index is not None and index.dtype is torch.int32]
         return [*(index.numel() * WORD for index in narrow), *made]
 
     def _put(self, made, tensor, indices, values, accumulate=False, unsafe=False, *_, **__):
-        """Sort the values by index before they are added; first check that the smallest and largest index are in bounds
-        (cuda/Indexing.cu: index_put_with_sort_kernel)."""
+        """Return the requests: the smallest and the largest index are compared with the bounds, then the values are
+        sorted by index and added (cuda/Indexing.cu: index_put_with_sort_kernel).
+        """
         positions = [index for index in indices if index is not None]
         if not accumulate or not positions or positions[0].dtype not in (torch.int64, torch.int32):
             return made
@@ -177,7 +184,9 @@ class Kernels:
         return [*made, *checks, *place, *contiguous_copy(values), each, each, each, sort]
 
     def _bounds(self, index: torch.Tensor) -> list[Step]:
-        """Return the requests of the check: smallest and largest index at once, and whether they are in bounds."""
+        """Return the requests of a check of indices: the smallest and the largest one in one pass, then two
+        comparisons.
+        """
         shared = reduction_scratch.scratch_bytes(
             index.shape, index.stride(), range(index.dim()), self._gpu.processors, 2 * WORD
         )
@@ -192,7 +201,11 @@ class Kernels:
         return [*made, count * WORD, self._sort_bytes(count, 1 << (8 * key - 2), key)]
 
     def _scan(self, made, tensor, dim, *_, **__):
-        """Cast first, except to count experts: in floats on CPUs, int32 on GPUs (transformers/integrations/moe.py)."""
+        """Return the requests of a running sum: its input is cast first if the result has another type.
+
+        There is no cast when experts are counted, because transformers counts in floats on CPUs and in int32 on GPUs
+        (transformers/integrations/moe.py).
+        """
         dtype, counted = made[0].dtype, made[0].dtype is torch.int32 and tensor.dtype is torch.float32
         cast = [] if counted or tensor.dtype is dtype else [tensor.numel() * dtype.itemsize]
         copy = [] if cast else contiguous_copy(tensor)
@@ -201,13 +214,21 @@ class Kernels:
         return [*made, *cast, *copy, *([_scan_bytes(tensor.numel(), *tile)] if is_one else [])]
 
     def _safe_softmax(self, made, tensor, dim, *_, **__):
-        """Find the fully masked rows, and make the zero that is written there (native/SoftMax.cpp)."""
+        """Return the requests: the rows that are masked completely, and the zero that is written there
+        (native/SoftMax.cpp).
+        """
         return [*made, tensor.numel(), tensor.numel() // tensor.shape[dim], made[0].element_size()]
 
     def _sort_bytes(self, count: int, largest: int, key: int = WORD) -> int:
-        """Return the bytes of a radix sort of keys with positions (NVIDIA/cccl,
-        cub/device/dispatch/dispatch_radix_sort.cuh): the bins of each pass over 8 bits, each block's progress, and for
-        more than one pass a second set of keys and positions."""
+        """Return the bytes of a radix sort of `count` keys with positions.
+
+        They are the bins of each pass over 8 bits, each block's progress, and for more than one pass a second set of
+        keys and positions (NVIDIA/cccl, cub/device/dispatch/dispatch_radix_sort.cuh).
+
+        Args:
+            largest: upper limit of the keys, which are below it.
+            key: bytes of a key.
+        """
         passes = -(-max(largest - 1, 1).bit_length() // 8)
         shares = -(-count // self._sorted_at_once[key])
         again = next_multiple(count * key, CUB_BYTES) + next_multiple(count * WORD, CUB_BYTES) if passes > 1 else 0
@@ -216,35 +237,41 @@ class Kernels:
     # ---- others
 
     def _where(self, made, condition, *values, **__):
-        """Copy numbers to the device first (native/TensorCompare.cpp: where_self_out)."""
+        """Return the requests: values that are numbers on the host are copied to the device first
+        (native/TensorCompare.cpp: where_self_out).
+        """
         numbers = [value for value in values if not value.dim() and not self._is_on_device(value)]
         return [*(value.element_size() for value in numbers), *made]
 
     def _masked_scatter(self, made, tensor, *_, **__):
-        """Number the elements that the mask selects (cuda/IndexKernel.cu: masked_scatter_kernel)."""
+        """Return the requests: the elements that the mask selects are numbered (cuda/IndexKernel.cu:
+        masked_scatter_kernel).
+        """
         return [*made, WORD * tensor.numel(), _scan_bytes(tensor.numel())]
 
     def _softmax_backward(self, made, gradient, output, *_, **__):
-        """Multiply gradient and output (cuda/SoftMax.cu: softmax_backward_cuda_out)."""
+        """Return the requests: the product of gradient and output (cuda/SoftMax.cu: softmax_backward_cuda_out)."""
         copies = [*contiguous_copy(gradient), *contiguous_copy(output)]
         return [*made, *copies, gradient.numel() * gradient.element_size()]
 
     def _isinf(self, made, tensor, *_, **__):
-        """Compute the absolute values in a buffer first."""
+        """Return the requests: the absolute values are computed in a buffer first."""
         return [tensor.numel() * tensor.element_size(), *made, Free(0)]
 
     def _group_norm(self, made, tensor, weight, bias, size, channels, *_, **__):
-        """Make mean and deviation in fp32, and factor and shift per sample and channel (cuda/group_norm_kernel.cu)."""
+        """Return the requests: mean and deviation in fp32, and a factor and a shift per sample and channel
+        (cuda/group_norm_kernel.cu).
+        """
         wide = [2 * made[1].nbytes] * 2 if made[1].dtype in HALF else []
         return [*made, *wide, *([4 * size * channels] * 2 if weight is not None else [])]
 
     def _group_norm_backward(self, made, gradient, tensor, mean, deviation, weight, size, channels, _, groups, *__):
-        """Sum per sample and channel, and per sample and group (cuda/group_norm_kernel.cu)."""
+        """Return the requests: sums per sample and channel, and per sample and group (cuda/group_norm_kernel.cu)."""
         each, group = 4 * size * channels, 4 * size * groups
         return [*made, each, each, group, group, each]
 
     def _roll(self, made, tensor, shifts, dims=(), *_, **__):
-        """Roll one dimension after the other (TensorTransformations.h: roll_common)."""
+        """Return the requests: one dimension is rolled after the other (TensorTransformations.h: roll_common)."""
         steps: list[Step] = contiguous_copy(tensor)
         for _ in dims[1:]:
             steps += [tensor.nbytes, Free(0)] if steps else [tensor.nbytes]
@@ -257,8 +284,10 @@ class Kernels:
     def _convolution_backward(
         self, made, gradient, tensor, weight, biases, stride, padding, dilation, transposed, extra, groups, wanted, **__
     ):
-        """Make the gradients of images, weights and bias; torch's own depthwise kernel makes that of the weights first
-        (native/Convolution.cpp: convolution_backward)."""
+        """Return the requests for the gradients of images, weights and bias.
+
+        torch's own depthwise kernel makes the weights' gradient first (native/Convolution.cpp: convolution_backward).
+        """
         layout = _layout_of_convolution(tensor, weight)
         rest = iter(made)
         images, weights, bias = (next(rest) if each else None for each in wanted)
@@ -280,9 +309,10 @@ class Kernels:
         return [*steps, bias, *shared]
 
     def _norms(self, made, tensors, *_, **__):
-        """Compute a partial norm for each chunk of 65,536 elements (cuda/ForeachReduceOp.cu).
+        """Return the requests: a partial norm for each chunk of 65,536 elements (cuda/ForeachReduceOp.cu).
 
-        In older releases each tensor gets as many as the largest one; newer ones need the offsets of non-empty tensors.
+        In older releases each tensor has as many partial norms as the largest tensor; newer releases need the offsets
+        of tensors that are not empty.
         """
         chunks = [-(-tensor.numel() // 65536) for tensor in tensors]
         if self._gpu.rules.compacts_norms:
@@ -294,8 +324,11 @@ class Kernels:
 
 
 def _is_lt(function, args, kwargs) -> bool:
-    """Return whether cuBLASLt runs the operation: a matmul that adds a bias with one number per column or, in 16 bits,
-    a matrix (native/cuda/Blas.cpp: isInputCompliesAddmmCudaLt)."""
+    """Return whether cuBLASLt runs the operation.
+
+    It runs matmuls that add a bias with one number per column or, in 16 bits, a matrix (native/cuda/Blas.cpp:
+    isInputCompliesAddmmCudaLt).
+    """
     if function.namespace == "bitsandbytes":  # weights of 4 bits are dequantized for `linear`
         bias = kwargs.get("bias", args[6] if len(args) > 6 else None)
         return bias is not None and (args[0].dim() == 2 or args[0].is_contiguous())
@@ -312,8 +345,9 @@ def _is_lt(function, args, kwargs) -> bool:
 
 
 def _scan_bytes(count: int, tile: int = 896, each: int = 16) -> int:
-    """Return the bytes of CUB's running sum over `count` elements (NVIDIA/cccl,
-    cub/agent/single_pass_scan_operators.cuh): `each` bytes for each `tile` of elements and for 32 before the first."""
+    """Return the bytes of CUB's running sum over `count` elements: `each` bytes for every `tile` of elements, and for
+    32 tiles more (NVIDIA/cccl, cub/agent/single_pass_scan_operators.cuh).
+    """
     return next_multiple(each * (-(-count // tile) + 32), CUB_BYTES) + 511
 
 

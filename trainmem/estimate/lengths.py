@@ -39,10 +39,11 @@ def read(file: str | os.PathLike) -> tuple[int, ...]:
 
 
 def checked(values: Iterable, name: str = "lengths") -> tuple[int, ...]:
-    """Return lengths as whole numbers. Rows of token ids, e.g. a column of `datasets`, count with their lengths.
+    """Return lengths as whole numbers. A row of token ids, e.g. of a column of `datasets`, is replaced by its length.
 
     Raises:
-        ValueError: there are none, or one is not a whole number from 1 to `LONGEST`; the message calls them `name`.
+        ValueError: there are no lengths, or one is not a whole number from 1 to `LONGEST`; the message calls them
+            `name`.
     """
     found = []
     for number, value in enumerate(values, 1):
@@ -58,7 +59,7 @@ def checked(values: Iterable, name: str = "lengths") -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class WorstBatch:
-    """The step that holds the peak of a training's first epoch, and what other ways to batch would need."""
+    """The step with the highest peak in a training's first epoch, and the memory of other ways to make batches."""
 
     lengths: tuple[int, ...]  # tokens in each sample
     shapes: tuple[tuple[tuple[int, int], ...], ...]  # (rows, padded length) of each step's micro-batches, as sampled
@@ -165,10 +166,15 @@ def worst_batch(
     shapes = tuple(tuple((len(rows), wide(max(lengths[i] for i in rows))) for rows in step) for step in steps)
 
     def worst(sizes: list[list[int]], packed: bool) -> tuple[int, MemoryEstimate]:
-        """Return the step with the highest peak, and its estimate.
+        """Return the number of the step with the highest peak, and its estimate.
 
-        Two candidates are traced: the step with the largest micro-batch, and the one with the largest micro-batch after
-        a step's first, when gradients exist. Ties go to the step with the largest next batch, which is fetched ahead.
+        Two candidates are traced: the step with the largest micro-batch, and the step whose micro-batches after its
+        first one include the largest, because gradients exist by then. Ties go to the step with the largest next batch,
+        which is fetched ahead.
+
+        Args:
+            sizes: tokens in each micro-batch of each step, padding included.
+            packed: whether the samples of a batch are packed.
         """
         both = [a + b for a, b in itertools.pairwise([*map(sum, sizes), 0])]
         keys = (max, lambda step: max(step[1:], default=0)) if len(sizes[0]) > 1 else (max,)
@@ -189,8 +195,12 @@ def worst_batch(
     unit = pad_to_multiple_of if pad_to_multiple_of > 1 else 8  # of the largest length, in tokens
 
     def largest(most: int, rows: int = 0, width: int = 0) -> tuple[int, Fits]:
-        """Return the largest number up to `most`, of rows or of units of width, that fits in three equal steps, and
-        the `Fits`. All samples but the first of a batch are one token shorter, so that there is padding."""
+        """Return the largest number up to `most` that fits the card in three equal steps, and its `Fits`; (0, the
+        `Fits` of 1) if none fits.
+
+        It is a number of rows of a given `width`, or a number of units of width in a given number of `rows`. All
+        samples but the first of a batch are one token shorter, so that there is padding.
+        """
 
         def ask(number: int) -> Fits:
             high, wide = rows or number, width or number * unit
@@ -205,14 +215,20 @@ def worst_batch(
 
 
 def _around(steps: Steps, number: int, lengths: tuple[int, ...]) -> list[int]:
-    """Return the lengths of a step's samples and of the steps before and after it. A first step is put second, because
-    otherwise its peak would lack the optimizer's states, which it has in all later epochs."""
+    """Return the lengths of the samples of step `number`, and of the steps before and after it.
+
+    The first step of an epoch is traced as a second step, because in all later epochs the optimizer's states exist by
+    then.
+    """
     before = steps[number - 1] if number else steps[1] if len(steps) > 2 else []
     return [lengths[i] for rows in (*before, *itertools.chain(*steps[number : number + 2])) for i in rows]
 
 
 def _drawn(lengths: tuple[int, ...], arguments: Arguments, tell: Callable[[int], None]) -> Steps:
-    """Return the first epoch's batches, from the Trainer's own loader. Call it in a fresh subprocess: it sets seeds."""
+    """Return the batches of the first epoch, as sample numbers per step and micro-batch, from the Trainer's own loader.
+
+    Call it in a fresh subprocess, because it sets seeds.
+    """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch
     from transformers import Trainer

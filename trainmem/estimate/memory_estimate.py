@@ -82,17 +82,24 @@ class MemoryEstimate:
         return self.memory.peak_bytes
 
     def needed_bytes(self, context_bytes: int = 0) -> int:
-        """Return the bytes that the device must have: the reserved bytes, or the peak if these are unknown, plus on
-        CUDA the context's, or `context_bytes` if these are unknown."""
+        """Return the bytes that the device must have for the training.
+
+        They are the reserved bytes (if these are unknown, the peak) and, on CUDA, the context.
+
+        Args:
+            context_bytes: of the context, if the estimate does not know it.
+        """
         reserved = max(self.memory.reserved_bytes or 0, self.memory.peak_bytes)
         return reserved + (self.memory.context_bytes or (context_bytes if self.device == "cuda" else 0))
 
     def fits(self, card: str | cards.Card) -> Fits:
-        """Return whether the training fits a card, given by name (`cards.CARDS`), with `cards.MARGIN` of it free.
+        """Return whether the training fits a card and leaves `cards.MARGIN` of its memory free.
 
-        True and False are for the estimate's card, or another of its compute capability. The answer is unknown for any
-        other card, because its attention kernels and workspaces differ, and if the training fits only without the
-        margin.
+        The answer is unknown if the training fits only without the margin, or if the card has another compute
+        capability than the estimate's, because its attention kernels and workspaces differ.
+
+        Args:
+            card: a card, or its name in `cards.CARDS`.
 
         Raises:
             ValueError: an unknown card.

@@ -41,7 +41,7 @@ def one_rank_of(ranks: int) -> Iterator[None]:
 
 
 class Replica(torch.nn.parallel.DistributedDataParallel):
-    """A data-parallel model as far as memory goes (torch/nn/parallel/distributed.py).
+    """Allocate what DistributedDataParallel allocates, without the other ranks (torch/nn/parallel/distributed.py).
 
     It allocates the buffers of broadcasts at the start and, for the module's buffers, before each forward pass; the
     reducer's buckets, which are a second set of gradients; and the reducer's map of used parameters.
@@ -79,7 +79,9 @@ class Replica(torch.nn.parallel.DistributedDataParallel):
         self.syncs_buffers = torch.is_grad_enabled() and self.syncs_gradients  # before the next forward
 
     def forward(self, *args, **kwargs):
-        """Run the module. If unused parameters are looked for, autograd copies its outputs."""
+        """Run the module and return its output. With `find_unused_parameters`, return a copy, as
+        DistributedDataParallel does.
+        """
         self._pre_forward()
         output = self.module(*args, **kwargs)
         return tree_map_only(torch.Tensor, torch.clone, output) if self.looks_for_unused else output
@@ -89,8 +91,10 @@ class Replica(torch.nn.parallel.DistributedDataParallel):
 
 
 def _send(tensors: list[torch.Tensor]) -> None:
-    """Allocate rank 0's broadcast buffers: flat copies, two at a time; a tensor that is alone in its bucket is sent
-    without a copy (csrc/distributed/c10d/comm.cpp: broadcast_coalesced)."""
+    """Allocate rank 0's broadcast buffers: flat copies of the tensors, two at a time.
+
+    A tensor that is alone in its bucket is sent without a copy (csrc/distributed/c10d/comm.cpp: broadcast_coalesced).
+    """
     sent: list[torch.Tensor | None] = []
     for bucket in _bucketed(tensors, [250 << 20], shares_one=True):
         sent = [*sent[-1:], bucket]
@@ -99,9 +103,12 @@ def _send(tensors: list[torch.Tensor]) -> None:
 def _bucketed(
     tensors: list[torch.Tensor], limits: list[int], backwards: bool = False, shares_one: bool = False
 ) -> Iterator[torch.Tensor | None]:
-    """Yield a flat tensor for each bucket into which DistributedDataParallel puts the tensors.
+    """Yield a new flat tensor for each bucket into which DistributedDataParallel puts the tensors.
 
-    `backwards`: begin with the last bucket. `shares_one`: yield None for a bucket of one tensor.
+    Args:
+        limits: bytes of the first bucket, and of all others.
+        backwards: begin with the last bucket.
+        shares_one: yield None for a bucket of one tensor, which needs no copy.
     """
     buckets, _ = torch.distributed._compute_bucket_assignment_by_size(tensors, limits)
     for bucket in reversed(buckets) if backwards else buckets:
@@ -159,13 +166,12 @@ def fsdp_enabled(send: Callable[[torch.Tensor], None]) -> Iterator[None]:
 
 
 class DeviceName(str):
-    """DeepSpeed's name of its device: torch reads it as "cpu", where all tensors of an estimate are, but
-    `DeviceTracker` can tell it from the host."""
+    """A name for DeepSpeed's device. torch reads it as "cpu", but `DeviceTracker` can tell it from the host."""
 
 
 @contextlib.contextmanager
 def deepspeed_on_a_card(config: dict | str, empty_cache: Callable[[], None]) -> Iterator[None]:
-    """Make DeepSpeed decide in this context as on a GPU with enough room: it uses streams, and never waits for them.
+    """Make DeepSpeed decide in this context as on a GPU with enough memory: it uses streams, and never waits for them.
 
     `empty_cache` is called whenever DeepSpeed empties the allocator's cache.
 

@@ -24,14 +24,14 @@ class View:
 
 
 class OperationCache:
-    """Cache what operations return, by their arguments.
+    """Cache what operations return on fake tensors, by their arguments.
 
-    Running an operation on fake tensors takes most of the time of a trace, and the result depends only on the
-    arguments. A result is kept if it can be rebuilt from a `Spec`, a `View`, or several `Spec`s.
+    Computing these results takes most of the time of a trace, and they depend only on the arguments. A result is kept
+    if it can be rebuilt from a `Spec`, a `View`, or several `Spec`s.
 
     Args:
-        known: facts about operations by key, also of other kinds; new results are added.
-        device: the device that the kernels run on: "cpu", or e.g. "cuda, torch 2.15".
+        known: {key: result}, or other facts about operations; new results are added.
+        device: the device whose kernels are assumed: "cpu", or e.g. "cuda, torch 2.15".
     """
 
     def __init__(self, known: dict[tuple, Any] | None = None, device: str = "cpu"):
@@ -40,7 +40,11 @@ class OperationCache:
         self.within: torch.dtype | None = None  # autocast's type, on which 4-bit matmuls also depend
 
     def result(self, operation: Operation, function, args: tuple, tensors: list, mode: FakeTensorMode, ask: Callable):
-        """Return the operation's result: the cached one, or that of `ask()`. `tensors`: those among its arguments."""
+        """Return the operation's result on fake tensors: rebuilt from the cache, or otherwise that of `ask()`, which is
+        then cached.
+
+        `tensors`: the tensors among its arguments.
+        """
         offset = args[0].storage_offset() if args and isinstance(args[0], torch.Tensor) else 0
         about = operation.structure, offset, self.within, torch.get_default_dtype()
         key = self._device, *operation.signature, *about
@@ -56,7 +60,12 @@ class OperationCache:
         return fake(made, mode, args[0])
 
     def _keep(self, key: tuple, function, args: tuple, result: Any, tensors: list[torch.Tensor]) -> None:
-        """Store a result if it can be rebuilt later."""
+        """Store a result if it can be rebuilt later.
+
+        Args:
+            key: of the operation's arguments.
+            tensors: the tensors among them.
+        """
         if torch.Tag.inplace_view in function.tags or key[1].startswith(("aten.resize", "aten.set")):
             return
         if function._schema.is_mutable:
@@ -74,7 +83,10 @@ class OperationCache:
 
 
 def _made(result: Any, tensors: list[torch.Tensor]) -> Spec | View | None:
-    """Return how to rebuild the result. None: it neither fills its own memory nor is a view of the first tensor."""
+    """Return how to rebuild a result, or None if it cannot be rebuilt.
+
+    None means that it neither fills its own memory nor is a view of the first tensor.
+    """
     if not isinstance(result, FakeTensor) or result.requires_grad or result.fake_device.type == "meta":
         return None
     spec = spec_of(result)
@@ -94,7 +106,7 @@ def spec_of(tensor: torch.Tensor) -> Spec:
 
 
 def fake(made: Spec | View, mode: FakeTensorMode, base: torch.Tensor | None = None) -> FakeTensor:
-    """Return a fake tensor with this description; a view shares the memory of `base`."""
+    """Return a fake tensor with this shape, strides and type; a view shares the memory of `base`."""
     if type(made) is View:
         with torch._C._DisableTorchDispatch():
             plain = torch.as_strided(base, made.spec.shape, made.spec.stride, made.offset)
@@ -123,7 +135,9 @@ def grouped_product(first, second, offsets=None, bias=None, out_dtype=None) -> t
 
 
 def by_position(function, args: tuple) -> tuple[Callable, tuple]:
-    """Return the operation that selects by position instead of by masks of known values, as kernels do."""
+    """Return an indexing operation and its arguments with masks of known values replaced by positions, as
+    kernels do.
+    """
     if function is torch.ops.aten.masked_select.default:
         function, args = torch.ops.aten.index.Tensor, (args[0], [args[1].expand(args[0].shape)])
     indices = []
@@ -135,15 +149,17 @@ def by_position(function, args: tuple) -> tuple[Callable, tuple]:
 
 @functools.lru_cache(maxsize=1)
 def _state(mode: FakeTensorMode) -> dict[str, Any]:
-    """Return the Python attributes of a new fake tensor: setting them one by one takes longer than an operation."""
+    """Return the Python attributes of a new fake tensor, to copy them together: setting them one by one takes longer
+    than an operation.
+    """
     return dict(FakeTensor(mode, torch.empty(0, device="meta"), torch.device("cpu")).__dict__)
 
 
 def uniform_value(operation: Operation, leaves: list, any_known: bool) -> float | int | bool | None:
-    """Return the value that all elements of a result have, or None if it is unknown.
+    """Return the value that all elements of an operation's result have, or None if it is unknown.
 
-    Tensors count as finite: isnan(x) is False everywhere. If there is `any_known` value, a result that follows from it
-    is computed on one element.
+    Tensors count as finite: isnan(x) is False everywhere. If a value is known for an argument (`any_known`), a result
+    that follows from it is computed on one element.
     """
     name = operation.name
     if name in _RESULT_IF_FINITE:

@@ -49,7 +49,7 @@ _UNEVEN = (*_SLOW, "convolution", "_convolution", "mkldnn_", "_scaled_dot_produc
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A measured run of one operation."""
+    """The workspace and the time of one operation that was run."""
 
     bytes: int  # workspace: the highest total while it ran, minus its results
     seconds: float
@@ -157,9 +157,10 @@ def assumptions(operations: Sequence[Operation], probe: Probe) -> list[str]:
 
 
 def _at_first(operation: Operation) -> list[Operation]:
-    """Return the operation itself, or, if it is large, three smaller versions, largest first; [] if it cannot be cut.
+    """Return the versions of an operation to run first: itself, or three smaller ones, largest first, if it is large.
 
-    If its workspace does not depend on sizes, return it with tensors of one element.
+    An operation whose workspace does not depend on sizes is returned with tensors of one element. [] if it is too large
+    and cannot be made smaller.
     """
     if _is_sizeless(operation):
         leaves = (
@@ -190,7 +191,8 @@ def _is_sizeless(operation: Operation) -> bool:
 def smaller(operation: Operation, limit: int) -> list[Operation]:
     """Return the operation at three sizes of at most `limit` bytes, largest first; [] if no length can be cut further.
 
-    The same lengths are cut in all three, so that a workspace that grows with only some of them is on no line.
+    The same lengths are cut in all three. If a workspace grows with only some of them, the three points are then on no
+    line.
     """
     factors: dict[int, int] = {}  # {length: what it is divided by}
     while (cut := resized(operation, factors)).bytes > limit:
@@ -228,7 +230,7 @@ def _resized(leaf: Any, factors: dict[int, int]) -> Any:
 
 @dataclass(slots=True)
 class _Tried:
-    """An operation with its first runs."""
+    """An operation with its first runs, and what they say about its workspace at its own size."""
 
     operation: Operation
     group: list[Operation]  # the operation at the sizes of these runs, see `_at_first`
@@ -263,7 +265,14 @@ class _Tried:
 
 
 def line(sizes: Sequence[int], hidden: Sequence[int], wanted: int) -> int | None:
-    """Return the bytes at the size `wanted` on the line through three points; None if there is none, or below zero."""
+    """Return the bytes at the size `wanted`, on the straight line through three measured points.
+
+    Return None if the points are on no line, or if its value there is below zero.
+
+    Args:
+        sizes: of the operands, in bytes.
+        hidden: workspace at each size, in bytes.
+    """
     (a, b, c), (first, second, third) = sizes, hidden
     if not a > b > c:
         return None
@@ -303,7 +312,10 @@ class Runner:
 
 
 def _run(operations: list[Operation], threads: int) -> list[Seen | None]:
-    """Return each operation's run. Call it in a disposable process."""
+    """Return the workspace and the seconds of each operation, run on zeros; None for one that failed.
+
+    Call it in a disposable process, because an operation may crash it.
+    """
     faulthandler.disable()  # an operation may crash this process, which is no error to report
     torch.set_num_threads(threads)
     with memory_meter.profiled() as profile:

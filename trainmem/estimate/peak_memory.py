@@ -1,8 +1,8 @@
 """Trace experiments on fake tensors and calculate their peak memory, in a fresh subprocess (see `fresh_process`).
 
-Four steps per experiment: bring it into the form that is traced (`_as_traced`); trace it (`trace`); add the memory that
-no tensor shows, which is operator workspaces on a CPU (`operator_workspaces`) and segments and workspaces on CUDA
-(`allocator_replay`); take the highest total.
+An experiment takes four steps. It is brought into the form that is traced (`_as_traced`) and traced (`trace`). The
+memory that no tensor shows is added: operator workspaces on a CPU (`operator_workspaces`), segments and workspaces on
+CUDA (`allocator_replay`). The highest total is the peak.
 
 Importing this module is quick: its functions import torch, in the subprocess.
 """
@@ -41,9 +41,14 @@ if TYPE_CHECKING:
 def estimate_experiment(
     experiment: Experiment, device: Device, with_log: bool, probe: "Probe", tell: Tell
 ) -> tuple[MemoryEstimate, Log | None]:
-    """Return the estimate of one experiment and, `with_log`, the log of CUDA's allocations and frees behind it.
+    """Return the estimate of one experiment and, if `with_log`, the log of CUDA's allocations and frees, otherwise
+    None.
 
-    Call it through `fresh_process.with_probe`: it replaces parts of torch.
+    Call it through `fresh_process.with_probe`, because it replaces parts of torch.
+
+    Args:
+        probe: measures operator workspaces.
+        tell: function to call with the percentage of the work that is done.
 
     Raises:
         Invalid: the experiment cannot be built, or one of its operations cannot be traced.
@@ -118,8 +123,13 @@ _with: dict[str, Any] = {}  # arguments of `trace_of` in the process that traces
 
 
 def _as_traced(experiment: Experiment, device: Device) -> Experiment:
-    """Return the experiment as it is traced: without data loader workers, without `fsdp` if nothing is sharded, and
-    with no more samples than the trace reaches. Raises Invalid if there is no such model."""
+    """Return the experiment in the form that is traced.
+
+    It has no data loader workers, no `fsdp` if nothing is sharded, and no more samples than the trace reaches.
+
+    Raises:
+        Invalid: there is no such model.
+    """
     try:
         _, weights = experiment.task.model_class(), experiment.weights
     except ValueError as error:
@@ -140,7 +150,9 @@ _WORKER_ARGUMENTS = ("num_workers", "prefetch_factor", "persistent_workers")
 
 
 def enough_samples(arguments: Arguments, processes: int = 1) -> int:
-    """Return the number of samples to trace with: three steps, and one more because a batch is fetched ahead."""
+    """Return the number of samples that a trace needs: three steps, and one more step because a batch is
+    fetched ahead.
+    """
     return 4 * arguments.samples_per_step(processes)
 
 
@@ -157,9 +169,12 @@ def _trace_one(experiment: Experiment) -> tuple[Trace, dict[tuple, Any]]:
 
 
 def trace_of(experiment: Experiment, device: Device, known: dict[tuple, Any] | None = None) -> Trace:
-    """Return the trace of an experiment. Call it in a fresh subprocess: it replaces parts of torch.
+    """Return the trace of an experiment. Call it in a fresh subprocess, because it replaces parts of torch.
 
-    If values decide which experts the tokens choose, trace balanced routing, and one-sided routing as well.
+    If values decide which experts of a mixture the tokens choose, balanced routing is traced, and one-sided routing as
+    `Trace.one_sided`.
+
+    `known`: facts about operations from earlier traces; new ones are added.
     """
     from trainmem.estimate.trace import DependsOnValues, Routing
 
@@ -207,7 +222,7 @@ def _traced(
 
 
 def _with_totals(experiment: Experiment, trace: Trace, device: Device, probe: "Probe") -> TracedExperiment:
-    """Add an experiment's totals, which on a CPU include operator workspaces, and its assumptions to its trace."""
+    """Return the trace with its totals, which on a CPU include operator workspaces, and with its assumptions."""
     assumptions = _rank_assumptions(experiment.arguments, device.kind == "cuda") if experiment.processes > 1 else []
     if experiment.training and not experiment.function and _drops_layers(experiment.task.build_config().to_dict()):
         assumptions.append(_LAYERDROP_NOTE)
@@ -257,7 +272,7 @@ def _rank_assumptions(arguments: Arguments, on_cuda: bool) -> list[str]:
 
 
 def _rules_assumption(rules: Release) -> str:
-    """Return as an assumption the torch release whose allocator rules were used."""
+    """Return a sentence that names the torch release whose allocator rules were used."""
     torch = f"torch {rules.torch}" if is_tested(rules) else untested_text(rules.torch)
     workspace = "cuBLAS' workspace" if rules.shares_workspace else "a workspace of its own, 1 MiB a thread"
     matmuls = f"cuBLASLt uses {workspace}" if rules.keeps_workspaces else "each matmul frees its workspace"
@@ -275,7 +290,8 @@ _TAKEN = {
 
 
 def _with_workspaces(trace: Trace, probe: "Probe") -> tuple[np.ndarray, list[str]]:
-    """Return the highest total during each operation, with its workspace, and the assumptions about workspaces.
+    """Return the highest total during each operation, workspace included, as an array of bytes; and the assumptions
+    about workspaces.
 
     Operations with one signature have one workspace, so each kind is measured once. The time for measuring is limited,
     so kinds that run when most bytes are live come first.
@@ -298,8 +314,10 @@ _KERNELS = {"flash": "flash", "efficient": "memory-efficient", "cudnn": "cuDNN"}
 
 
 def attention_kernels(trace: Trace) -> tuple[str, ...]:
-    """Return the fused kernels that attention takes: "flash", "memory-efficient", "cuDNN". () means plain attention,
-    because it was requested (eager) or no fused kernel supports the inputs."""
+    """Return the fused attention kernels in a trace: "flash", "memory-efficient", "cuDNN".
+
+    () means that attention is plain, because that was requested (eager) or because no fused kernel supports the inputs.
+    """
     fused = (each.name.partition("_scaled_dot_product_")[2] for each in trace.operations)
     return tuple(dict.fromkeys(_KERNELS[kernel] for name in fused if (kernel := name.partition("_")[0]) in _KERNELS))
 
@@ -308,7 +326,9 @@ def attention_kernels(trace: Trace) -> tuple[str, ...]:
 
 
 def memory_of(traced: TracedExperiment) -> Memory:
-    """Return the memory of a traced experiment; on CUDA, as before the allocator rounds it."""
+    """Return the memory of a traced experiment. On CUDA it has the tensors' own bytes, before the allocator rounds them
+    up.
+    """
     trace, totals = traced.trace, traced.totals
     peak = int(totals.argmax())  # the index of the operation
     marks = {label: _by_category(live) for label, live in trace.marks.items()}
@@ -338,7 +358,7 @@ def _by_category(live: np.ndarray) -> dict[str, int]:
 
 
 def _timeline(trace: Trace, totals: np.ndarray) -> dict[str, Any] | None:
-    """Return the last step as a series, see `records.Memory`."""
+    """Return the last step as a timeline in the form of `records.Memory.timeline`."""
     from trainmem.measure import memory_meter
 
     picked = memory_meter.highest(totals.tolist(), *trace.last_step)

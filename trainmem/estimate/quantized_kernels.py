@@ -19,9 +19,14 @@ OUTLIER_OPERATIONS = {"int8_vectorwise_quant", "int8_mixed_scaled_mm"}
 
 
 def program(gpu: GPU, name: str, made: list[torch.Tensor], *args, **kwargs) -> tuple[list, list, bool]:
-    """Return (tensors to copy first if they are not contiguous, the requests in order, whether it calls cuBLAS).
+    """Return (tensors to copy first if they are not contiguous, the requests in order, whether the operation calls
+    cuBLAS).
 
-    `made` are the results of the operation `name`. A request is a result, or bytes that it holds until its end.
+    A request is a result, or the bytes of a buffer that is held until the operation ends.
+
+    Args:
+        name: the operation, e.g. "quantize_4bit".
+        made: its results.
     """
     tensor = args[0]
     match name:
@@ -56,7 +61,9 @@ def _product_of_4_bits(
 
 @functools.cache
 def _has_kernel(multiprocessors: int, capability: tuple[int, int]) -> Callable[[torch.dtype, int, int, int], bool]:
-    """Return a function of (dtype, M, N, K): whether a 4-bit matmul of (M, K) and (N, K) has a kernel of its own."""
+    """Return a function of (dtype, M, N, K) that says whether a 4-bit matmul of (M, K) and (N, K) has a kernel of its
+    own.
+    """
     source = Path(importlib.util.find_spec("bitsandbytes").origin).parent / "backends" / "cuda" / "ops.py"
     names: dict[str, Any] = {"torch": torch, "functools": functools}
     names["_gpu_dispatch_props"] = lambda _: (multiprocessors, *capability)
@@ -71,7 +78,7 @@ def _has_kernel(multiprocessors: int, capability: tuple[int, int]) -> Callable[[
 
 
 def without_outliers(name: str, tensor: torch.Tensor, *args, **kwargs) -> tuple:
-    """Return the result of an LLM.int8 operation if no activation reaches the threshold, as an estimate assumes."""
+    """Return the results of an LLM.int8 operation, on the assumption that no activation reaches the threshold."""
     operations, none = torch.ops.bitsandbytes, tensor.new_empty((0,), dtype=torch.int64)
     if name == "int8_vectorwise_quant":
         threshold = kwargs.get("threshold", args[0] if args else 0.0)

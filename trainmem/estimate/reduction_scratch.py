@@ -40,9 +40,9 @@ def scratch_bytes(
     gpu: Processors,
     accumulated_bytes: int = 4,
 ) -> list[int]:
-    """Return the bytes of the buffers for reducing the dimensions `reduced` of a tensor, besides its result.
+    """Return the bytes of each buffer for reducing the dimensions `reduced` of a tensor, apart from the result.
 
-    They are partial results and counters; [] if no two blocks share a result.
+    The buffers hold partial results and counters; [] if no two blocks share a result.
 
     Args:
         stride: in elements.

@@ -28,7 +28,10 @@ _REPEATED = 32  # micro-batches of a step that are repeated on a GPU; later ones
 
 @contextlib.contextmanager
 def matched() -> Iterator[None]:
-    """Make detection models match objects with queries on fake tensors: values decide the pairs, but not how many."""
+    """Let detection models match objects with queries on fake tensors, in this context.
+
+    Values would decide which pairs match, but not how many do: the first ones are taken.
+    """
 
     def assigned(plain, cost, *args, **kwargs):
         pairs = np.arange(min(cost.shape)) if isinstance(cost, FakeTensor) else None
@@ -44,7 +47,10 @@ def matched() -> Iterator[None]:
 
 @contextlib.contextmanager
 def fake_parameters() -> Iterator[None]:
-    """Let parameters of a class of their own, like bitsandbytes', be made of fake tensors: they get both classes."""
+    """Let subclasses of `torch.nn.Parameter`, such as bitsandbytes', be made from fake tensors in this context.
+
+    Such a parameter gets a class that inherits from both, the subclass and `FakeTensor`.
+    """
     plain = torch.Tensor._make_subclass
 
     @functools.cache
@@ -59,7 +65,9 @@ def fake_parameters() -> Iterator[None]:
         return made
 
     def copied(weight, memo):
-        """Copy a layer's weight, which DoRA reads; bitsandbytes' own copy would be of an empty tensor, not a fake."""
+        """Return a copy of a bitsandbytes weight, which DoRA reads. bitsandbytes' own copy would begin with an empty
+        tensor that is not fake.
+        """
         names = ("blocksize", "compress_statistics", "quant_type", "quant_storage", "bnb_quantized", "module")
         kept = {name: getattr(weight, name) for name in names}
         state = copy.deepcopy(weight.quant_state)  # first, as bitsandbytes does
@@ -72,7 +80,9 @@ def fake_parameters() -> Iterator[None]:
 
 
 def fake_module_to(tracker: "FakeTracker") -> Callable:
-    """Return a `Module.to` that keeps fake weights, because they cannot be exchanged for other objects."""
+    """Return a replacement of `Module.to` that changes fake weights in place, because they cannot be exchanged for
+    other objects.
+    """
 
     def to(module, *args, **options):
         device, dtype, *_ = torch._C._nn._parse_to(*args, **options)

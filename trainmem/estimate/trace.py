@@ -182,10 +182,11 @@ class FakeTracker(Tracker):
         return module
 
     def repeated(self, span: tuple) -> list[FakeTensor] | None:
-        """Repeat a micro-batch or an evaluation's batch in the log, and return the tensors that it left.
+        """Repeat a micro-batch, or a batch of an evaluation, in the log, and return the tensors that it left.
 
-        These are the loss, then gradients that did not exist before; or predictions. Return None if it cannot be
-        repeated: it left other blocks (except workspaces, which a thread keeps), or freed blocks of earlier operations.
+        These tensors are the loss, then gradients that did not exist before; or an evaluation's predictions. Return
+        None if it cannot be repeated: it left other blocks (except workspaces, which a thread keeps), or freed blocks
+        of earlier operations.
 
         `span`: (lengths of the log and of the operations before it, the same after it, the tensors left). Each tensor
         left is (weight that it is the gradient of, or None; its `Spec`; its block).
@@ -244,11 +245,16 @@ class FakeTracker(Tracker):
             self.emptied.append(len(self.log))
 
     def _begin(self, tensors: list[torch.Tensor], any_fake: bool) -> None:
-        """Prepare for an operation with these tensors; called before each one."""
+        """Prepare for an operation with these tensors; called before each one. A subclass may override it.
+
+        `any_fake`: whether one of the tensors is fake.
+        """
 
     def _is_computed(self, function, args, tensors: list[torch.Tensor]) -> bool:
-        """Return whether to compute an operation without fake tensors. Small ones are computed, so that data, positions
-        and orders have the right values for code that reads them."""
+        """Return whether to compute an operation that has no fake tensors.
+
+        Small ones are computed, so that data, positions and orders have the right values for code that reads them.
+        """
         if tensors:
             return function.is_view or all(tensor.numel() <= _LARGE for tensor in tensors)
         if function is aten.empty.memory_format and not math.prod(args[0]) and not self.empties_weights:
@@ -266,7 +272,11 @@ class FakeTracker(Tracker):
         return numbers_alone or function.overloadpacket in _ALWAYS_REAL
 
     def _fake_result(self, function, args, kwargs, operation: Operation):
-        """Return torch's result of an operation on fake tensors; raise DependsOnValues if values decide it."""
+        """Return torch's result of an operation on fake tensors.
+
+        Raises:
+            DependsOnValues: values decide the shape of the result.
+        """
         try:
             with self.fake:
                 return self.as_kernels_do(function, args, kwargs)
@@ -277,7 +287,9 @@ class FakeTracker(Tracker):
             ) from None
 
     def as_kernels_do(self, function, args, kwargs):
-        """Return an operation's result on fake tensors, corrected where torch differs from this device's kernels."""
+        """Return an operation's result on fake tensors, corrected if torch's fake result differs from that of the
+        device's kernel.
+        """
         if function is aten._ctc_loss.Tensor and not isinstance(args[3], FakeTensor):
             return _alignments(*args[:4])
         if function is aten._grouped_mm.default:
@@ -307,7 +319,9 @@ class FakeTracker(Tracker):
 
 
 def _operation(function, args, leaves: list, structure: tuple) -> Operation:
-    """Return an operation in the form that is kept. Written for speed: this runs at each one."""
+    """Return an operator call as an `Operation`. It is called for each operation of a trace, so it is written for
+    speed.
+    """
     kept = [
         Spec(tuple(leaf.shape), leaf.stride(), leaf.dtype)
         if isinstance(leaf, torch.Tensor)
@@ -321,9 +335,10 @@ def _operation(function, args, leaves: list, structure: tuple) -> Operation:
 
 
 def _alignments(log_probabilities, _, __, lengths) -> tuple:
-    """Return fake tensors like those that CTC's loss keeps: a loss per sequence, and the probabilities of alignments.
+    """Return fake tensors like the results of CTC's loss: a loss per sequence, and the probabilities of alignments.
 
-    An alignment has 2 x the longest transcript + 1 states. `lengths` are data, so their values are known.
+    An alignment has 2 x the longest transcript + 1 states. `lengths`, the transcripts' lengths, are data, so their
+    values are known.
     """
     steps, batch, _ = log_probabilities.shape
     with _disable_current_modes():
@@ -332,13 +347,13 @@ def _alignments(log_probabilities, _, __, lengths) -> tuple:
 
 
 class Routing(Enum):
-    """An assumed choice of experts: known numbers replace the choice that values would decide."""
+    """An assumed choice of experts by tokens, in place of the choice that values would decide."""
 
     BALANCED = "balanced"  # each expert gets equally many tokens
     ONE_SIDED = "one-sided"  # all tokens choose the same experts
 
     def replaced(self, function, args, kwargs, result):
-        """Return the result of a choice (`topk` or `argmax`) with known numbers of the chosen experts."""
+        """Return the result of a choice (`topk` or `argmax`) with assumed numbers for the chosen experts."""
         is_topk = function is aten.topk.default
         names = ("self", "k", "dim") if is_topk else ("self", "dim")
         given = dict(zip(names, args, strict=False)) | kwargs
@@ -393,7 +408,9 @@ def _traced(tracker: FakeTracker, parameters: int, trainable: int) -> Trace:
 
 
 def recorded(tracker: FakeTracker) -> Log:
-    """Return the tracker's allocations and frees, without the frees after the last allocation and the last mark."""
+    """Return the tracker's allocations and frees. Frees after both the last allocation and the last mark
+    are left out.
+    """
     entries, marks = list(tracker.log), [(label, position) for label, position, _ in tracker.marks]
     makers = np.searchsorted([end for end, *_ in tracker.operations], np.arange(len(entries)), side="right").tolist()
     numbers: dict[int, int] = {}  # {id of a block: its number}
@@ -413,7 +430,12 @@ def recorded(tracker: FakeTracker) -> Log:
 
 
 def _shared(operations: Iterable[tuple[Operation, int]]) -> Iterator[Operation]:
-    """Yield operations with the bytes that they made; equal ones are one object, because a trace has few kinds."""
+    """Yield each operation with the bytes of its results set. Equal operations become one object, because a trace has
+    few kinds.
+
+    Args:
+        operations: pairs of an operation and the bytes of its results.
+    """
     known: dict[tuple, Operation] = {}
     again: dict[tuple[int, int], Operation] = {}  # for repeated micro-batches: hashing a whole operation takes time
     for operation, made_bytes in operations:

@@ -65,24 +65,28 @@ class Operation:
 
     @property
     def bytes(self) -> int:
-        """Bytes that it reads and makes."""
+        """Bytes of its operands and of its results."""
         return self.made_bytes + sum(spec.bytes for spec in self.specs)
 
     @property
     def signature(self) -> tuple:
-        """A key that is equal for operations with equal allocations. It includes types, because Python takes 1, 1.0 and
-        True for equal."""
+        """A key that is equal for operations with equal allocations. It includes the arguments' types, because 1, 1.0
+        and True are equal in Python.
+        """
         return self.name, self.leaves, tuple(map(type, self.leaves))
 
     @property
     def lengths(self) -> list[int]:
-        """The lengths of its tensors, and its whole numbers, which may be lengths too."""
+        """The lengths of its tensors' dimensions, and its whole-number arguments, which may be lengths too."""
         shapes = (leaf.shape if type(leaf) is Spec else (leaf,) for leaf in self.leaves)
         return [length for shape in shapes for length in shape if type(length) is int]
 
 
 def flat(args: Sequence, kwargs: dict[str, Any]) -> tuple[list, Structure]:
-    """Return an operator's arguments one by one, and how `nested` groups them. Its lists must not contain lists."""
+    """Return an operator's arguments as one list, and the structure by which `nested` restores them.
+
+    Lists among the arguments must not contain lists.
+    """
     leaves, lengths = [], []
     for value in itertools.chain(args, kwargs.values()):
         is_list = isinstance(value, list | tuple)
@@ -92,7 +96,7 @@ def flat(args: Sequence, kwargs: dict[str, Any]) -> tuple[list, Structure]:
 
 
 def nested(leaves: Iterable, structure: Structure) -> tuple[list, dict[str, Any]]:
-    """Return the positional and the named arguments that `flat` has taken apart."""
+    """Return the positional and the named arguments from what `flat` returned."""
     count, names, lengths = structure
     rest = iter(leaves)
     values = [next(rest) if length < 0 else list(itertools.islice(rest, length)) for length in lengths]
@@ -100,7 +104,7 @@ def nested(leaves: Iterable, structure: Structure) -> tuple[list, dict[str, Any]
 
 
 class Label(NamedTuple):
-    """The origin of an allocated block."""
+    """The origin of an allocated block: operation, category, phase, module and stream."""
 
     operation: str  # that allocated it
     category: str  # a value of `Category`

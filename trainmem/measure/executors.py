@@ -21,13 +21,18 @@ def seen_by(executor: Executor | None) -> tuple[Machine, dict[str, str | None]]:
 
 
 def submit(executor: Executor, function: Callable[..., Outcome], *arguments) -> "Future[Outcome]":
-    """Submit a function to an executor; read the result with `outcome_of`. It always runs: a unique argument stops Dask
-    from returning the result of an equal call."""
+    """Submit a function to an executor and return its future; read the result with `outcome_of`.
+
+    The call gets a unique argument, because Dask would otherwise return the result of an earlier equal call.
+    """
     return executor.submit(perform, uuid.uuid4().hex, function, *arguments)
 
 
 def outcome_of(future: "Future[Outcome]") -> Outcome:
-    """Wait for a submitted outcome; "killed" if the worker that performed it died. An interrupted wait cancels it."""
+    """Wait for a submitted function and return its outcome; an interruption cancels the call.
+
+    The outcome is "killed" if the worker that performed the call died.
+    """
     try:
         return future.result()
     except Exception as error:
@@ -41,8 +46,11 @@ def outcome_of(future: "Future[Outcome]") -> Outcome:
 
 
 def perform(number: str, function: Callable[..., Outcome], *arguments) -> Outcome:
-    """Perform a submitted function; return its outcome with the machine, the versions and, on a cluster's worker, the
-    attempt. `number` is unique, see `submit`."""
+    """Perform a submitted function, and add the machine and the package versions to its outcome.
+
+    On a Dask worker also add the attempt: its worker, times and status. `number` is unique, see `submit`, and is not
+    used.
+    """
     start = now("milliseconds")
     outcome = function(*arguments)
     if worker := _worker():
@@ -55,7 +63,8 @@ def perform(number: str, function: Callable[..., Outcome], *arguments) -> Outcom
 def measured(
     experiment: Experiment, meters: Sequence[str], timeout: float, on_step: Callable[[int], None] | None = None
 ) -> Iterator[Outcome]:
-    """Yield the outcome of an experiment after each meter, all earlier figures included, until a meter fails.
+    """Yield the outcome of an experiment after each meter, until a meter fails. Each outcome contains all earlier
+    figures.
 
     Args:
         meters: "memory", "time", "none" or "value" (see `Lab.run`), each in a fresh subprocess. In a course, other

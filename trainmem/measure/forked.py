@@ -34,7 +34,9 @@ _SHORT = 80  # bytes of a folder's path that leave room for a socket's name in i
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Everything that a fresh subprocess receives: its job, and the caller's surroundings to perform it in."""
+    """Everything that a fresh subprocess receives: its job, and the working folder, environment, import path and
+    threads of its caller.
+    """
 
     job: bytes  # pickled by cloudpickle
     turn: tuple[int, int] | None  # (warm-up steps, steps in a turn), to stop after each; None: never stop
@@ -96,31 +98,33 @@ def _move_to(assignment: Assignment) -> None:
 
 
 def _short_name(folder: str) -> str:
-    """Return a short alias of a folder if its path is too long for sockets (107 bytes), with which DataLoader's workers
-    would hang (cpython issue 93852). Only Linux has such aliases."""
+    """Return a folder's path, or a short alias of it if the path is too long for a socket's address (107 bytes).
+
+    With a longer path the workers of a DataLoader would hang (cpython issue 93852). Only Linux has such aliases.
+    """
     if len(os.fsencode(folder)) <= _SHORT or not os.path.isdir("/proc/self/fd"):
         return folder
     return f"/proc/{os.getpid()}/fd/{os.open(folder, os.O_RDONLY)}"
 
 
 def own_folder() -> str | None:
-    """Return the temporary folder that is removed with this fresh subprocess; None in other processes.
+    """Return the temporary folder that is removed when this fresh subprocess ends; None in other processes.
 
-    `multiprocessing` uses it too, so that what its workers leave there is removed. Ranks that a fresh subprocess forks
-    share it.
+    `multiprocessing` uses the same folder, so the files that its workers leave are removed, too. Ranks that a fresh
+    subprocess forks share its folder.
     """
     return multiprocessing.current_process()._config.get("tempdir")
 
 
 def _ask_for_a_quiet_machine(channel: connection.Connection, need: quiet.Need) -> None:
-    """Send the caller this process's need, and wait until it is granted; `Need.SHARE` needs no wait."""
+    """Send the caller this process's need, and wait until it is granted. `Need.SHARE` is granted without waiting."""
     channel.send(("quiet", need))
     if need:
         channel.recv()
 
 
 def _reporting(channel: connection.Connection) -> Callable[[int], None]:
-    """Return a function that sends the caller the numbers of steps, at most a few times a second."""
+    """Return a function of a step's number that sends it to the caller, at most a few times a second."""
     last = 0.0
 
     def on_step(number: int) -> None:
@@ -133,7 +137,10 @@ def _reporting(channel: connection.Connection) -> Callable[[int], None]:
 
 
 def _stopping(channel: connection.Connection, warmup_steps: int, steps_per_turn: int) -> Callable[[int], None]:
-    """Return a function that stops after each turn until the caller sends "go"."""
+    """Return a function of a step's number that ends a turn: it tells the caller and waits for its "go".
+
+    The first turn ends after `warmup_steps`, each later one after `steps_per_turn` more.
+    """
 
     def on_step(number: int) -> None:
         if number >= warmup_steps and (number - warmup_steps) % steps_per_turn == 0:

@@ -70,10 +70,10 @@ class ForkServer:
         self._lock = threading.RLock()
 
     def start(self, with_bitsandbytes: bool = False) -> None:
-        """Start a server, unless there is one, without waiting for it.
+        """Start a server, without waiting for it, unless a usable one is running.
 
-        A server that was started before a package was offered has libraries that did not find it: it is replaced, and
-        its fresh subprocesses continue.
+        A server that was started before `optional_packages.offer` is replaced, because its libraries did not find the
+        package. Its fresh subprocesses continue.
 
         Args:
             with_bitsandbytes: import bitsandbytes after the first fork, because later jobs will need it.
@@ -88,9 +88,9 @@ class ForkServer:
         """Fork a fresh subprocess; return the server that forked it and its process id.
 
         Args:
-            descriptors: of its channel, output and errors.
+            descriptors: of its channel, of its standard output and of its standard error.
             folder: for its files.
-            job: pickled; it tells which packages to import.
+            job: the pickled job; its text shows which packages to import.
         """
         with self._lock:
             try:
@@ -139,11 +139,13 @@ class _RunningServer:
         atexit.register(self.end)
 
     def is_up_to_date(self) -> bool:
-        """Return whether it is alive, belongs to this process, and was started after the last package was offered."""
+        """Return whether the server is alive, belongs to this process, and was started after the last package was
+        offered.
+        """
         return self._lives() and self._offered == optional_packages.offered()
 
     def is_needed(self) -> bool:
-        """Return whether it is alive and has fresh subprocesses."""
+        """Return whether the server is alive and has fresh subprocesses."""
         return bool(self.forks) and self._lives()
 
     def _lives(self) -> bool:
@@ -151,7 +153,13 @@ class _RunningServer:
             return self._owner == os.getpid() and not self._control.closed and not self._control.poll()
 
     def fork(self, descriptors: list[int], folder: str, needs_bitsandbytes: bool) -> int:
-        """Fork a fresh subprocess; return its id. Raises OSError or EOFError if the server was killed."""
+        """Fork a fresh subprocess and return its process id; the arguments are those of `ForkServer.fork`.
+
+        `needs_bitsandbytes`: whether the job needs bitsandbytes.
+
+        Raises:
+            OSError, EOFError: the server was killed.
+        """
         with self._lock:
             self._control.send(("fork", folder, needs_bitsandbytes))
             for descriptor in descriptors:
@@ -160,7 +168,9 @@ class _RunningServer:
             return pid
 
     def exit_code(self, pid: int) -> int | None:
-        """Return the exit code of an ended fresh subprocess, which the server collects; None if the server is gone."""
+        """Return the exit code of the ended fresh subprocess `pid`, which the server collects; None if the server is
+        gone.
+        """
         with self._lock, contextlib.suppress(OSError, EOFError):
             self.forks.discard(pid)
             self._control.send(("collect", pid))
@@ -168,7 +178,9 @@ class _RunningServer:
         return None
 
     def end(self) -> None:
-        """End it and its fresh subprocesses, and wait until their folders are removed. In a fork, do nothing."""
+        """End the server and its fresh subprocesses, and wait until their folders are removed. In a fork,
+        do nothing.
+        """
         if self._owner != os.getpid() or self._control.closed:
             return
         if self.process and not self.forks:  # it may still be importing, and has no folders to remove
@@ -186,11 +198,12 @@ class _RunningServer:
 def start_interpreter(
     function: Callable, *arguments, inherited: int, environment: Mapping[str, str] | None = None
 ) -> subprocess.Popen:
-    """Start an interpreter that calls a module's function.
+    """Start an interpreter that calls a module's function, and return its process.
 
     Args:
+        function: a function that can be imported by its module and name.
         arguments: values that Python can write as literals.
-        inherited: a descriptor that it may use.
+        inherited: a descriptor that the new process may use.
         environment: variables in addition to this process's.
     """
     code = f"import sys; sys.path[:] = {sys.path!r}\nfrom {function.__module__} import {function.__name__} as function"
@@ -207,7 +220,7 @@ def start_interpreter(
 
 
 def connected_course(environment: Mapping[str, str]) -> connection.Connection | None:
-    """Return a connection to the course's server that an environment names, or None if there is none."""
+    """Return a connection to the course's server that the environment names; None if it names none."""
     with contextlib.suppress(OSError):
         if address := environment.get(forked.COURSE_SERVER):
             return connection.Client(address, "AF_UNIX")
@@ -227,13 +240,13 @@ SERVER = ForkServer(PRELOAD)
 
 
 class CleanProcess(contextlib.AbstractContextManager):
-    """One fresh subprocess, from its start to its end. Use as a context manager: leaving it ends the process.
+    """One fresh subprocess, from its start to its end. Use it as a context manager: leaving it ends the process.
 
     Args:
         job: the function to run; sent by cloudpickle.
         turn: (warm-up steps, steps per turn): stop after each turn until `go`; None: never stop.
-        shares_cores: whether it computes on its lesson's share of the cores, if the lesson shares the machine.
-        measured: whether a meter is active; `SERVER.measuring` shows that to work that can wait.
+        shares_cores: whether the process computes on its lesson's share of the cores, if the lesson shares the machine.
+        measured: whether a meter is active. `SERVER.measuring` shows this, so that other work can wait.
     """
 
     def __init__(
@@ -264,9 +277,11 @@ class CleanProcess(contextlib.AbstractContextManager):
             self.channel.send(assignment)
 
     def receive(self, timeout: float | None = None) -> tuple[str, Any]:
-        """Return the next message: ("step", n), ("turn", n), ("quiet", a `quiet.Need`, granted by `go`) or ("result",
-        what the job returned). If the job raised, or the process ended without a result, the result is an `Outcome`
-        that says so.
+        """Return the next message of the process as (kind, content).
+
+        The messages are ("step", number), ("turn", number), ("quiet", a `quiet.Need`) and ("result", value that the job
+        returned). After "turn" and "quiet" the process waits for `go`. If the job raised, or the process ended without
+        a result, the value is an `Outcome` that says so.
 
         Raises:
             TimeoutError: nothing came within `timeout` seconds.
@@ -299,7 +314,7 @@ class CleanProcess(contextlib.AbstractContextManager):
         return stack_dumps.described(stack_dumps.query(self.folder, self.pid)) if self.pid else ""
 
     def close(self) -> None:
-        """End the process and everything it started, and remove its folder. No process of anybody else is signalled."""
+        """End the process and everything it started, and remove its folder. No other process gets a signal."""
         if self.pid is None:
             return
         with _uninterrupted():
@@ -320,7 +335,10 @@ class CleanProcess(contextlib.AbstractContextManager):
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Delay Ctrl-C: an interruption would leave a pending answer of the server, and a folder."""
+    """Delay Ctrl-C until this context ends.
+
+    An interruption inside it would leave an answer of the server unread, and a folder behind.
+    """
     pressed, is_reached = [], threading.current_thread() is threading.main_thread()
     before = is_reached and signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
     try:

@@ -1,8 +1,9 @@
-"""Interleaved runs: functions or experiments take turns, so that other load on the machine affects all of them equally.
+"""Interleave functions or experiments: they run alternately, so that other load on the machine affects all of them
+equally.
 
 `in_turns` is for the parts of a lesson (an operation, an update, a pass), inside a function that `Lab.run` performs.
-`Lab.compare` compares whole trainings with players that take turns: threads of one process here, processes in
-`processes`.
+`Lab.compare` compares whole trainings. Each training is a player; the players run alternately, as threads of one
+process (here) or as processes (`processes`). A turn is the part that a player runs before it stops for the next one.
 
 Two processes of the same code differ by some 10 % in CPU time, because of where their memory is and what the system
 gives them, and no number of turns removes that. Inside one process all players share these conditions (and one memory
@@ -91,8 +92,10 @@ def _ended_children() -> object:
 
 
 def _order(count: int, turns: int) -> Iterator[int]:
-    """Yield the indexes of players in their order of turns, varied so that none always follows the same one: all
-    permutations of a few players, of more a fixed random selection."""
+    """Yield the indexes of players in the order of their turns, varied so that no player always follows the same one.
+
+    A few players get all permutations, more players a fixed random selection.
+    """
     if count < 4:
         orders = itertools.cycle(itertools.permutations(range(count)))
     else:
@@ -125,10 +128,16 @@ Player = Iterator[Outcome | None]
 def play(
     names: Sequence[str], players: Sequence[Player], turns: int, steps_per_turn: int, on_turn: Callable[[int], Any]
 ) -> Outcome:
-    """Let players take turns. The outcome's value: per player and turn, the `Seconds` of the fastest step.
+    """Let players take turns, and return an outcome with their times.
+
+    The outcome's value has, per player and turn, the `Seconds` of the fastest step. If a player fails, the outcome is
+    the player's.
 
     Args:
         names: of the players, for messages.
+        players: iterators: each `next` runs one turn, and returns the outcome after the last one.
+        turns: timed turns per player.
+        steps_per_turn: steps in a turn.
         on_turn: called after each turn with the number of finished turns, the warm-up included.
     """
     outcomes: dict[int, Outcome] = {}

@@ -1,4 +1,5 @@
-"""The memory meter of an experiment: the peak of its memory, by category. It is never on with the time meter.
+"""Measure the peak of an experiment's memory, by category. The memory meter never runs at the same time as the time
+meter.
 
 The total comes from the allocator itself, the categories from a dispatch mode that tracks every tensor's storage from
 its allocation to its free. An operation's workspace, which no mode sees, is reported as a category of its own.
@@ -124,7 +125,10 @@ class MemoryMeter:
 
 @contextlib.contextmanager
 def _seen_from_outside(watcher: Watcher, compiling_steps: int) -> Iterator[dict[int, torch.Tensor]]:
-    """Let a watcher observe only the ends of steps; the last compiling step restarts the measurement."""
+    """Let a watcher observe only the ends of steps in this context; the last compiling step restarts the measurement.
+
+    Yield the parameters by id, which the first optimizer step adds.
+    """
     parameters: dict[int, torch.Tensor] = {}
 
     def stepped(optimizer, *_):
@@ -141,7 +145,7 @@ def _seen_from_outside(watcher: Watcher, compiling_steps: int) -> Iterator[dict[
 
 @dataclass(slots=True)
 class _Account:
-    """Totals of the allocator, in bytes."""
+    """The totals of an allocator during a training, in bytes."""
 
     peak_bytes: int
     peak_operation: int  # index of the operation in which it occurred; -1: before the first one
@@ -152,7 +156,7 @@ class _Account:
 
 
 class _Change(NamedTuple):
-    """An allocation or a free."""
+    """An allocation or a free that the profiler saw."""
 
     when: int  # in ns, as all times here
     bytes: int  # negative: freed
@@ -160,7 +164,7 @@ class _Change(NamedTuple):
 
 
 class _Ran(NamedTuple):
-    """The time of an operation or of another event."""
+    """The time span of an operation or of another event in the profiler."""
 
     begin: int
     end: int
@@ -168,9 +172,10 @@ class _Ran(NamedTuple):
 
 
 def _apart(tracker: Watcher, at_marks: list[int], highest: Callable) -> dict[str, tuple[int, int]]:
-    """Return the peak of each phase outside of the steps, and its operation, if it is above what was live before.
+    """Return {phase outside of the steps: (peak in bytes, index of its operation)}, for phases that peak above their
+    start.
 
-    `highest`: function of the indexes of two marks that returns the peak between them, and its operation.
+    `highest`: function of the indexes of two marks that returns the peak between them, and the index of its operation.
     """
     found = {}
     for phase, begin, end in stretches(label for label, *_ in tracker.marks):
@@ -201,7 +206,9 @@ def events(profile: torch.profiler.profile) -> tuple[list[_Change], dict[str, li
 
 
 def running(changes: list[_Change]) -> tuple[list[int], list[int]]:
-    """Return the times of changes in ns, and the totals in bytes: before the first change, and after each."""
+    """Return (times in ns, totals in bytes) of changes. There is one more total than changes: the first is before all
+    of them.
+    """
     return [change.when for change in changes], [0, *itertools.accumulate(change.bytes for change in changes)]
 
 
@@ -231,10 +238,10 @@ def _replayed(profile: torch.profiler.profile, tracker: Watcher) -> _Account:
 
 
 def _replayed_by_tensors(profile: torch.profiler.profile, tracker: "_CpuTracker") -> _Account:
-    """Return the account of tensors, in the order of the tracker's log, plus the workspace of each operation: how far
-    the allocator's total rose, in the profiler, above its value at the end of the operation.
+    """Return the account of tensors, in the order of the tracker's log, plus each operation's workspace.
 
-    gloo's own memory is left out: its threads free their buffers at irregular times.
+    The workspace of an operation is the highest total of the allocator during it, in the profiler, minus the total at
+    its end. gloo's own memory is left out: its threads free their buffers at irregular times.
     """
     changes, marked = events(profile)
     operations = marked["op"]
@@ -302,7 +309,7 @@ def _is_gloo_at_work(thread: Path) -> bool:
 
 
 class _CudaWatcher(Watcher):
-    """A watcher that reads the CUDA allocator's total at each mark, and its peaks, also outside of the steps."""
+    """A watcher that reads the CUDA allocator's total and peak at each mark, and its peaks outside of the steps."""
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -360,7 +367,10 @@ class _CudaTracker(_CudaWatcher, Tracker):
 
 @contextlib.contextmanager
 def _recorded(file: str):
-    """Write torch's own memory snapshot of its allocator's work in this context; only rank 0 writes it."""
+    """Record the work of torch's CUDA allocator in this context, and write it to `file` as torch's own memory snapshot.
+
+    Only rank 0 writes it.
+    """
     memory = torch.cuda.memory
     memory._set_memory_metadata("rehearsed by perf-helpers: nothing was computed")
     memory._record_memory_history(stacks="python")
@@ -373,7 +383,7 @@ def _recorded(file: str):
 
 
 def _timeline(tracker: Tracker, at_operations: list[int]) -> dict[str, Any] | None:
-    """Return the last recorded step as `series` does; None if there is too little of it."""
+    """Return the last recorded step in the form of `series`; None if it has fewer than two entries."""
     ends = [operations for label, _, operations in tracker.marks if label == "step"]
     first, last = (ends[-2] if len(ends) > 1 else 0), (ends[-1] if ends else len(tracker.operations))
     indices = highest(at_operations, first, last)
@@ -382,7 +392,10 @@ def _timeline(tracker: Tracker, at_operations: list[int]) -> dict[str, Any] | No
 
 
 def highest(totals: list[int], first: int, last: int, points: int = 200) -> list[int]:
-    """Return the indexes of at most `points` operations from `first` to `last`, each the highest of its stretch."""
+    """Return the indexes of at most `points` operations, from `first` up to but not including `last`.
+
+    The operations are divided into stretches of equal length; each index is that of the stretch's highest total.
+    """
     stretch = max(1, -(-(last - first) // points))
     return [
         max(range(begin, min(begin + stretch, last)), key=totals.__getitem__) for begin in range(first, last, stretch)
@@ -406,8 +419,11 @@ def series(where: list[tuple[str, str, str]], lives: list[dict[str, int]], total
 
 
 def _context_cost() -> int | None:
-    """Return the device-used bytes that this process's first CUDA tensor adds, less what the allocator reserved; None
-    if NVML does not report them."""
+    """Return the bytes of the CUDA context: what this process's first CUDA tensor adds to the device-used bytes, minus
+    what the allocator reserved for it.
+
+    Return None if NVML does not report the device-used bytes.
+    """
     before = hardware.device_used_bytes(index := torch.cuda.current_device())
     torch.ones((1, 1), device="cuda")
     after = hardware.device_used_bytes(index)

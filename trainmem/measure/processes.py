@@ -21,8 +21,12 @@ _limit: ContextVar[tuple[float, float]] = ContextVar("limit", default=(float("in
 
 @contextlib.contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Limit everything performed inside this context to `seconds` together; then it is ended as "timed out". Raises
-    ValueError unless they are above 0."""
+    """Limit the time of everything performed inside this context, together, to `seconds`; when it is over, experiments
+    end as "timed out".
+
+    Raises:
+        ValueError: `seconds` are not above 0.
+    """
     positive("timeout", seconds)
     token = _limit.set(min(_limit.get(), (time.monotonic() + seconds, seconds)))
     try:
@@ -39,9 +43,10 @@ def seconds_left() -> float:
 def execute(
     experiment: Experiment, measure: str, timeout: float = 600, on_step: Callable[[int], None] | None = None
 ) -> Outcome:
-    """Perform an experiment in a fresh subprocess; always return an outcome (see `worker.perform`), with its output.
+    """Perform an experiment in a fresh subprocess; return its outcome, even if it fails, with what it printed.
 
     Args:
+        measure: the meter, see `worker.perform`.
         timeout: seconds after which the process and all that it started are ended, with status "timed out".
         on_step: called with the number of a finished step, at most a few times a second.
     """
@@ -55,15 +60,19 @@ def execute(
 
 
 def _once(step: int) -> tuple[int, int]:
-    """Return the `turn` of a fresh subprocess that stops after this step, and then never again."""
+    """Return the `turn` argument of a `CleanProcess` that stops after this step, and then never again."""
     return step, sys.maxsize
 
 
 def account(experiment: Experiment, timeout: float = 600, on_step: Callable[[int], None] | None = None) -> Outcome:
-    """Return the memory of an experiment with its breakdown.
+    """Return the outcome of an experiment with its memory and the breakdown by category.
 
-    If one pass cannot measure both, a second one tracks every tensor. On a CPU with enough cores both run at the same
-    time, which changes no count. `timeout` and `on_step` are those of `execute`.
+    If one pass cannot measure both, a second pass tracks every tensor. On a CPU with enough cores both passes run at
+    the same time, which changes no count.
+
+    Args:
+        timeout: seconds for both passes together.
+        on_step: as in `execute`.
     """
     watch = functools.partial(worker.perform, experiment, "categories")
     with within(timeout), contextlib.ExitStack() as stack:
@@ -83,8 +92,11 @@ def _explained(first: Outcome, second: Outcome) -> Outcome:
 
 
 def _may_be_paired(experiment: Experiment) -> bool:
-    """Return whether both passes may run at once. A function may not: its passes could share files; and an experiment
-    that is counted by tensors needs no second pass."""
+    """Return whether both passes may run at the same time.
+
+    The passes of a function may not, because they could share files. An experiment that is counted by tensors needs no
+    second pass.
+    """
     machine = hardware.this_machine()
     alone = experiment.function or experiment.arguments.compiles or experiment.is_counted_by_tensors
     alone = alone or quiet.is_in_course()  # other lessons use the other cores
@@ -111,7 +123,7 @@ def call(function: Callable, *arguments, timeout: float, on_percent: Callable[[i
 
 
 class Failed(RuntimeError):
-    """A function returned nothing from its fresh subprocess; `outcome` says why."""
+    """Raised if a function returned nothing from its fresh subprocess; `outcome` says why."""
 
     def __init__(self, outcome: Outcome):
         super().__init__(outcome.message)
@@ -123,10 +135,11 @@ def _called(function: Callable[..., Any], arguments: tuple, tell: Callable[[int]
 
 
 def _ended(process: CleanProcess, on_step: Callable[[int], Any] | None = None) -> Outcome:
-    """Wait until a process has ended or its time is over; return its outcome, with its output. It gets the machine
-    alone when it requests that, or after the warm-up of a process with turns.
+    """Wait until a process has ended or its time is over; return its outcome with what it printed.
 
-    If several ranks are stopped early, the outcome's message, or a note on the interruption, gives each one's line.
+    The process gets the machine for itself when it requests that, or after the warm-up of a process that takes turns.
+    If several ranks are stopped early, the outcome's message says in which line each of them was; after Ctrl-C, a note
+    on the exception says it.
     """
     try:
         with contextlib.ExitStack() as timing:
@@ -153,7 +166,9 @@ def _with_output(process: CleanProcess, outcome: Outcome) -> Outcome:
 
 
 def _next_event(process: CleanProcess, on_step: Callable[[int], Any] | None = None) -> Outcome | int | quiet.Need:
-    """Wait for a process; return its outcome if it ended, the number of its turn, or what it needs of the machine."""
+    """Wait for a process's next event: return its outcome if it ended, the number of the step that ended its turn, or
+    the part of the machine that it needs.
+    """
     while True:
         kind, content = process.receive(seconds_left())
         if kind != "step":
@@ -164,10 +179,11 @@ def _next_event(process: CleanProcess, on_step: Callable[[int], Any] | None = No
 
 @contextlib.contextmanager
 def _quiet(event: int = quiet.Need.MACHINE) -> Iterator[None]:
-    """Time something in this context. Waiting for a quiet machine does not count against the limit of `within`.
+    """Hold the machine for a process that is timed in this context. Waiting for it does not count against the limit of
+    `within`.
 
     Args:
-        event: the need; or the number of a turn, after which the process needs the machine.
+        event: the process's `quiet.Need`, or the number of its turn: then it needs the whole machine.
     """
     start = time.monotonic()
     with quiet.experiment(event if isinstance(event, quiet.Need) else quiet.Need.MACHINE):
@@ -177,7 +193,10 @@ def _quiet(event: int = quiet.Need.MACHINE) -> Iterator[None]:
 
 
 def _wait(process: CleanProcess) -> Outcome | None:
-    """Wait until a process, which already has the machine, has had its turn; return its outcome if it ended instead."""
+    """Wait until a process has finished its turn and return None, or return its outcome if it ended instead.
+
+    The caller already holds the machine, so the process's own requests for it are granted at once.
+    """
     while isinstance(event := _next_event(process), quiet.Need):
         if event:
             process.go()
@@ -254,9 +273,10 @@ def alternate(
     timeout: float = 600,
     on_turn: Callable[[int], Any] | None = None,
 ) -> Outcome:
-    """Interleave experiments, each in a fresh subprocess that stops while another one runs. If they do not fit on the
-    device together, each turn has a process of its own. Arguments and the outcome's value are those of `side_by_side`
-    with one process; use its wall-clock times.
+    """Interleave experiments, each in a fresh subprocess that stops while another one runs. Use the wall-clock times.
+
+    If the experiments do not fit on the device together, each turn has a process of its own. Arguments and the
+    outcome's value are those of `side_by_side` with one process.
     """
     names, report = [experiment.name for experiment in experiments], on_turn or (lambda number: None)
     with within(timeout):
@@ -274,7 +294,13 @@ def alternate(
 
 
 def _stopping(experiment: Experiment, turns: int, steps_per_turn: int) -> interleaving.Player:
-    """Play the turns of an experiment in one process that stops after each."""
+    """Run an experiment in one process that stops after each turn. Yield None after the warm-up and each turn, at the
+    end the outcome.
+
+    Args:
+        turns: timed turns.
+        steps_per_turn: optimizer steps in a turn.
+    """
     job = functools.partial(_in_what_is_left, experiment.replace(steps=turns * steps_per_turn))
     with CleanProcess(job, turn=(experiment.warmup_steps, steps_per_turn), measured=True) as process:
         for turn in range(turns + 1):
@@ -287,8 +313,11 @@ def _stopping(experiment: Experiment, turns: int, steps_per_turn: int) -> interl
 
 
 def _in_what_is_left(experiment: Experiment, on_step: Callable[[int], None]) -> Outcome:
-    """Perform an experiment beside others on its device. It counts as out of memory as soon as torch's allocator has
-    to release cached memory: it could continue, but more slowly than alone."""
+    """Perform an experiment while others wait with their memory on the same device.
+
+    It counts as out of memory as soon as torch's allocator has to release cached memory: it could continue, but more
+    slowly than alone.
+    """
 
     def stepped(number: int) -> None:
         import torch
@@ -302,7 +331,11 @@ def _in_what_is_left(experiment: Experiment, on_step: Callable[[int], None]) -> 
 
 
 def _fresh_each_turn(experiment: Experiment, turns: int, steps_per_turn: int) -> interleaving.Player:
-    """Play each turn of an experiment in a process of its own, with its own warm-up."""
+    """Run each turn of an experiment in a new process with its own warm-up. Yield None after each turn, at the end the
+    outcome.
+
+    The arguments are those of `_stopping`.
+    """
     yield None
     seconds: tuple[float, ...] = ()
     for turn in range(1, turns + 1):

@@ -1,10 +1,11 @@
-"""A quiet machine for code that reads a clock, in a course that runs several lessons at once.
+"""Keep the machine quiet for code that reads a clock, in a course that runs several lessons at once.
 
-A lesson shares the machine with others until it times something; then it requests what it needs (`Need`).
-`Lab.compare`, `interleaving.in_turns` and the time meter do so after their warm-up (`timing`), a function with
-measure="none" before its first line. Between two experiments a lesson lets lessons pass that wait for a quiet
-machine. Experiments that share the machine also share its cores: threads that wait for a core would slow down both. The
-lock is in the course's process (`served`); a lesson reaches it by a socket. Outside a course `experiment` is a no-op.
+A lesson shares the machine with others until it times something; then it requests the part of the machine that it needs
+(`Need`). `Lab.compare`, `interleaving.in_turns` and the time meter do so after their warm-up (`timing`), a function
+with measure="none" before its first line. Between two of its experiments, a lesson yields to lessons that wait for a
+quiet machine. Experiments that share the machine also share its cores: threads that wait for a core would slow down
+both. The lock is in the course's process (`served`); a lesson reaches it by a socket. Outside a course `experiment` is
+a no-op.
 """
 
 import contextlib
@@ -52,8 +53,10 @@ ASKING = Asking()
 
 @contextlib.contextmanager
 def timing(need: Need = Need.MACHINE) -> Iterator[None]:
-    """Time something in this context, in a fresh subprocess: first wait until `need` is granted. In other processes,
-    and inside another such context, do nothing."""
+    """Time something in this context, in a fresh subprocess, after waiting until `need` is granted.
+
+    In other processes, and inside another such context, do nothing.
+    """
     if ASKING.is_granted or not ASKING.ask:
         yield
         return
@@ -68,11 +71,12 @@ def timing(need: Need = Need.MACHINE) -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_clocks() -> Iterator[None]:
-    """Make clock functions raise in this context, outside of `timing`, if a notebook's function calls them: other
-    lessons may be running.
+    """Make clock functions raise in this context if a function of a notebook calls them outside of `timing`.
+
+    Other lessons may be running, so the times would be wrong.
 
     Raises:
-        outcomes.Invalid: such a function called one.
+        outcomes.Invalid: a notebook's function called a clock.
     """
 
     def refusing(name: str, clock: Callable[[], float]) -> Callable[[], float]:
@@ -90,8 +94,10 @@ def no_clocks() -> Iterator[None]:
 
 
 class QuietLock:
-    """A fair lock on the machine's cores, which lessons share; see `Need`. One exception to fairness: others may
-    overtake a lesson that waits for a quiet machine for a while, as long as they keep all cores busy.
+    """A fair lock on the machine's cores, which lessons share; see `Need`.
+
+    There is one exception to fairness: for a while, others may overtake a lesson that waits for a quiet machine, as
+    long as they keep all cores busy.
 
     Args:
         cores: number of cores.
@@ -108,9 +114,12 @@ class QuietLock:
         self.waited_seconds: Counter[str] = Counter()  # for which each lesson waited for others
 
     def take(self, lesson: str, need: Need, cores: int = 1) -> None:
-        """Release a lesson's cores, then wait until it gets what it needs; return with nothing if it leaves meanwhile.
+        """Release the cores that a lesson holds, then wait until it gets what it needs. If the lesson leaves meanwhile,
+        it gets nothing.
 
         Args:
+            lesson: its name.
+            need: the part of the machine that it needs.
             cores: number of cores that it computes on.
         """
         with self._changed:
@@ -126,13 +135,17 @@ class QuietLock:
                 self._changed.notify_all()
 
     def leave(self, lesson: str) -> None:
-        """Release the cores of a lesson, and end its waiting."""
+        """Release the cores of a lesson, and end its wait for others."""
         with self._changed:
             self._queue = {number: entry for number, entry in self._queue.items() if entry[0] != lesson}
             self._release(lesson)
 
     def _may_go(self, number: int) -> bool:
-        """Return whether a waiting lesson may start: there is room, and it overtakes no lesson that is due first."""
+        """Return whether a waiting lesson, by its number in the queue, may start.
+
+        There must be room for it. It may overtake earlier lessons only while all cores are busy with it, and only if
+        the first of them has waited less than `PASSED_SECONDS`.
+        """
         _, need, cores, _ = self._queue[number]
         earlier = [since for other, (*_, since) in self._queue.items() if other < number]
         others = sum(cores for _, cores in self._held.values())
@@ -154,7 +167,13 @@ class QuietLock:
 
 
 def entry(lesson: str, threads: int, address: str) -> dict[str, str]:
-    """Return the variable by which a lesson finds the lock; `threads`: per experiment that shares the machine."""
+    """Return the environment variable by which a lesson's processes find the lock.
+
+    Args:
+        lesson: its name.
+        threads: per experiment that shares the machine.
+        address: the lock's, see `served`.
+    """
     return {LOCK: f"{lesson} {threads} {address}"}
 
 
@@ -191,7 +210,7 @@ def is_in_course() -> bool:
 
 
 class _Lesson:
-    """This process's side of the lock; its threads share what the lesson holds."""
+    """This process's side of the lock; all of its threads share the cores that the lesson holds."""
 
     def __init__(self):
         self._guard = threading.Lock()

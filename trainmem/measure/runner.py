@@ -228,7 +228,7 @@ class Runner:
 
     @property
     def _is_unwatched(self) -> bool:
-        """Whether to show no bars: experiments run elsewhere, or `out` is set, so that nobody watches."""
+        """Whether to show no progress bars, because nobody watches: experiments run elsewhere, or `out` is set."""
         return bool(self.executor or self.out)
 
 

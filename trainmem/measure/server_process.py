@@ -21,7 +21,12 @@ from trainmem.measure import forked
 
 
 def serve(descriptor: int, preload: Iterable[str], with_bitsandbytes: bool) -> NoReturn:
-    """Import the libraries, then serve the process at the other end of `descriptor`; never return."""
+    """Import the libraries, then serve the process at the other end of `descriptor`; never return.
+
+    Args:
+        preload: modules to import.
+        with_bitsandbytes: as in `serve_caller`.
+    """
     has_gpus = import_libraries(preload)
     serve_caller(connection.Connection(descriptor), has_gpus, with_bitsandbytes)
 
@@ -92,8 +97,11 @@ def _fork_clean_process(control: connection.Connection) -> int:
 
 
 def end_children(but: Container[int] = ()) -> None:
-    """End the children of this process except `but`, and the descendants that they leave behind: this process adopts
-    them, except those of a living fresh subprocess, which adopts its own."""
+    """End the children of this process except those whose ids are in `but`, and wait for them.
+
+    A child's descendants become children of this process (`forked.adopt_orphans`), and are ended as well. The
+    descendants of a living fresh subprocess stay with it, because it adopts them itself.
+    """
     while left := [child for child in psutil.Process().children() if child.pid not in but]:
         for child in left:
             child.kill()
@@ -111,8 +119,10 @@ def _import(names: Iterable[str]) -> None:
 
 
 def _import_torchao() -> None:
-    """Import torchao, as transformers does if it is installed, but hide the GPUs from it: it would query them, and no
-    fork could use a GPU afterwards."""
+    """Import torchao if it is installed, because transformers imports it, but hide the GPUs meanwhile.
+
+    It would query the GPUs, and then no fork could use one.
+    """
     import torch
 
     with patch.object(torch.cuda, "is_available", lambda *_, **__: False), contextlib.suppress(ImportError):

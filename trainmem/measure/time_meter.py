@@ -1,5 +1,7 @@
-"""The time meter of an experiment: it times each optimizer step through torch's global hooks, so that the measured code
-needs no measuring code. It is never on at the same time as the memory meter."""
+"""Time each optimizer step through torch's global hooks, so that the measured code needs no measuring code.
+
+The time meter never runs at the same time as the memory meter.
+"""
 
 import functools
 import statistics
@@ -19,11 +21,11 @@ _timed: dict[int, "TimeMeter"] = {}  # active meters by thread
 class TimeMeter:
     """Time each optimizer step, including its work on the device.
 
+    On CUDA the clock is the device's own events, so measuring does not synchronize the steps.
+
     Args:
         warmup_steps: steps left out at the start, at least 1 (nothing marks the beginning of the first one).
         on_step: called after each step, outside of the timed interval; it may block, as interleaved runs do.
-
-    On CUDA the clock is the device's own events, so measuring does not synchronize the steps.
     """
 
     def __init__(self, warmup_steps: int = 1, on_step: Callable[[int], None] | None = None):
@@ -88,7 +90,9 @@ class TimeMeter:
 
 
 def _also_skipped(step: Callable) -> Callable:
-    """Wrap `GradScaler.step` to report steps that it skips because gradients overflow: optimizer hooks miss them."""
+    """Wrap `GradScaler.step` so that steps are counted which it skips because gradients overflow: optimizer hooks miss
+    them.
+    """
 
     @functools.wraps(step)
     def reporting(scaler, optimizer, *arguments, **options):
@@ -111,7 +115,9 @@ def _now():
 
 
 def _waited() -> float | None:
-    """Return the seconds for which this thread was ready to run but had no core, from Linux's scheduler, or None."""
+    """Return the seconds for which this thread was ready to run but had no core, as Linux's scheduler counts them; None
+    elsewhere.
+    """
     try:
         with open("/proc/thread-self/schedstat", encoding="ascii") as file:
             return int(file.read().split()[1]) / 1e9

@@ -98,7 +98,9 @@ class Tracker(Watcher, TorchDispatchMode):
         return result
 
     def _track_scaling_number(self):
-        """Track the number in a multiplication: autograd keeps it as a tensor that no operation returned."""
+        """Track the number in a multiplication of a tensor: autograd keeps it as a tensor that no operation
+        returned.
+        """
         if self._scaled is None:
             return
         result, self._scaled = self._scaled(), None
@@ -167,13 +169,17 @@ class Tracker(Watcher, TorchDispatchMode):
 
     @property
     def moment(self) -> Phase:
-        """The phase; in an evaluation, forward inside a module and before a forward outside of one."""
+        """The phase; an evaluation counts as forward inside a module, and as the time before a forward
+        outside of one.
+        """
         if self.phase != Phase.EVALUATION:
             return self.phase
         return Phase.FORWARD if self.modules.here() else Phase.BEFORE
 
     def _category_at_allocation(self, function, args) -> Category:
-        """Return the category of an allocation by an operation in this phase, as the class describes."""
+        """Return the category of a storage that an operation allocates in the present phase, by the rules
+        of the class.
+        """
         if self.phase in (Phase.REDUCER, Phase.GATHER):
             return Category.GRADIENTS if self.phase == Phase.REDUCER else Category.WEIGHT_COPIES
         recorded = torch.is_grad_enabled() and self.phase in (Phase.FORWARD, Phase.AFTER_FORWARD, Phase.BACKWARD)
@@ -198,7 +204,7 @@ class Tracker(Watcher, TorchDispatchMode):
         return 0
 
     def _add_block(self, storage, category, operation):
-        """Log that a storage is allocated, and let its free be logged, too."""
+        """Log that a storage is allocated, and arrange that its free is logged, too."""
         block = Block(self._size(storage), category, operation, self._stream())
         key, log, blocks = storage._cdata, self.log, self._blocks
 
@@ -370,7 +376,10 @@ class TrainingHooks:
             self.tracker.mark("start")
 
     def run_apart(self, phase: Phase, plain, *args, **kwargs):
-        """Run a method of the Trainer outside of the steps: its forward passes do not belong to a step."""
+        """Run `plain`, a method of the Trainer that evaluates, saves or loads, as a phase outside of the steps.
+
+        Its forward passes do not belong to a step.
+        """
         if self.tracker.phase in APART:
             return plain(*args, **kwargs)  # nested: the evaluation of one of several data sets
         self._start()
@@ -413,7 +422,9 @@ class TrainingHooks:
                 self.tracker.phase = Phase.AFTER_BACKWARD
 
     def get_rng_state(self, plain, *args, **kwargs):
-        """Track the random states that checkpointing keeps per block, and saving once: no operation makes them."""
+        """Track the random states that checkpointing keeps for each block, and that saving makes once: no operation
+        returns them.
+        """
         state = plain(*args, **kwargs)
         self.tracker.track_unlisted(state, "get_rng_state")
         return state
@@ -425,7 +436,10 @@ class TrainingHooks:
         return resized
 
     def update_cache(self, plain, cache, *args, **kwargs):
-        """Tag keys and values that a cache keeps in inference. The arguments of `update`: keys, values, layer index."""
+        """Call a cache's `update` and tag the keys and values that it keeps in inference.
+
+        The arguments of `update` are keys, values and the layer's index.
+        """
         kept = plain(cache, *args, **kwargs)
         if not torch.is_grad_enabled():
             for layer in cache.layers[args[2] :][:1] if len(args) > 2 else cache.layers:
@@ -443,7 +457,9 @@ class TrainingHooks:
         return self.run_in(Phase.REDUCER, plain, group, *args, **kwargs)
 
     def run_untracked(self, plain, *args, **kwargs):
-        """Hide operations that DTensor runs on tensors without memory, to find the shapes of results."""
+        """Run `plain`, a function of DTensor, and track none of its operations: it only finds the shapes of results, on
+        tensors without memory.
+        """
         with _disable_current_modes():
             return plain(*args, **kwargs)
 

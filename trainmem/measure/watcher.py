@@ -72,7 +72,7 @@ class Modules:
 
 
 class Watcher:
-    """Mark the ends of phases, without tracking tensors; it changes no allocation."""
+    """Mark the ends of a training's phases, without tracking tensors; this changes no allocation."""
 
     def __init__(self):
         self.phase = Phase.SETUP

@@ -85,9 +85,9 @@ def _perform(experiment: Experiment, measure: str, on_step) -> Outcome:
 
 
 def _rehearse(experiment: Experiment, folder: str, measure: str, on_step) -> Outcome:
-    """Perform an experiment in a rehearsal without the memory meter; its times and losses are unknown.
+    """Perform an experiment in a rehearsal without the memory meter; return an outcome with unknown times and losses.
 
-    A training by the Trainer runs two steps only.
+    A training by the Trainer runs at most two steps.
     """
     from trainmem.measure import time_meter
 
@@ -137,8 +137,11 @@ def _plain(value: Any) -> Any:
 
 
 def _refusal(experiment: Experiment) -> str | None:
-    """Return why an experiment is not started, or None: its weights (and gradients, if all are trained) exceed this
-    machine's memory, or batches of its DataLoader workers exceed /dev/shm, where torch could wait for one for ever."""
+    """Return why an experiment is not started, or None if it may start.
+
+    Either its weights (and gradients, if all weights are trained) exceed this machine's memory, or the batches of its
+    DataLoader workers exceed /dev/shm, where torch could wait for one for ever.
+    """
     if experiment.function or hardware.is_rehearsal():  # the rehearsed card's allocator reports it itself
         return None
     import torch
@@ -165,7 +168,10 @@ def _refusal(experiment: Experiment) -> str | None:
 
 
 def _refusal_of_workers(experiment: Experiment, free: int | None) -> str | None:
-    """Return why DataLoader workers are refused, or None; `free`: bytes free in /dev/shm; None if there is none."""
+    """Return why an experiment's DataLoader workers are refused, or None if they are not.
+
+    `free`: bytes free in /dev/shm; None: the machine has no /dev/shm.
+    """
     task, of_trainer = experiment.task, experiment.arguments
     workers, size = of_trainer.get("dataloader_num_workers", 0), of_trainer.get("per_device_train_batch_size", 8)
     samples = min(task.dataset_size, workers * (of_trainer.get("dataloader_prefetch_factor") or 2) * size)
@@ -178,7 +184,7 @@ def _refusal_of_workers(experiment: Experiment, free: int | None) -> str | None:
 
 
 def threads_of(experiment: Experiment) -> int | None:
-    """Return the threads that an experiment computes with, None for torch's default; ranks share the cores."""
+    """Return the number of threads that an experiment computes with; None: torch's default. Ranks share the cores."""
     if experiment.threads or experiment.processes == 1:
         return experiment.threads
     return max(1, (hardware.describe().cpu_cores or 1) // experiment.processes)
@@ -248,12 +254,13 @@ def _launch_once(experiment: Experiment, measure: str, on_step: Callable[[int], 
 
 
 def _failed_rank(rank: int, code: int, ends: dict[int, Outcome | None], oom_kills: int) -> Outcome:
-    """Return the outcome of several ranks of which one failed.
+    """Return the outcome of an experiment on several ranks of which one failed.
 
     Args:
         rank: the first rank that failed.
         code: its exit code.
-        ends: {rank: how it failed, or None if it had ended normally}. `oom_kills`: see `outcomes.died`.
+        ends: {rank: how it failed, or None if it ended normally}.
+        oom_kills: the machine's count when the ranks began, see `outcomes.died`.
     """
     outcome = ends.get(rank) or outcomes.died(code, oom_kills)
     if outcome.status == "invalid":
@@ -271,11 +278,16 @@ def _lost_connection(outcome: Outcome) -> bool:
 
 
 def _rank(experiment: Experiment, measure: str, on_step, folder: str, barrier, ends) -> Outcome:
-    """Perform an experiment as one rank, a process that dies with its parent.
+    """Perform an experiment as one rank, in a process that dies with its parent.
 
     A rank that fails reports why and exits with an error, so that the launcher ends the others instead of leaving them
     in a collective. The launcher reports the first rank that ends, which should be the one at fault: a rank that merely
     lost its connection waits a moment. In interleaved runs, all ranks of a run stop and continue together.
+
+    Args:
+        folder: folder for the rank's files; the launcher removes it.
+        barrier: where the ranks of an interleaved run wait for each other after each turn.
+        ends: queue that gets {rank: how it failed, or None if it ended normally}.
     """
     import torch
 

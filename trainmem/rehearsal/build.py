@@ -1,7 +1,7 @@
 """Set up rehearsals: torch's CUDA build in an environment of its own, and the compiled stub CUDA runtime.
 
-Nothing is installed into the present environment. If it has torch's CUDA build (the default wheel for Linux is one),
-that is used; otherwise an environment is made in the user's cache folder.
+Nothing is installed into the present environment. If that has torch's CUDA build (the default wheel for Linux is one),
+rehearsals use it; otherwise an environment is made in the user's cache folder.
 """
 
 import contextlib
@@ -41,7 +41,9 @@ def compiler() -> str | None:
 
 
 def interpreter() -> Path | None:
-    """Return a Python with torch's CUDA build: this one, or that of the environment made earlier, or None."""
+    """Return the path of a Python with torch's CUDA build: this one, or that of the environment made earlier; None if
+    there is none.
+    """
     if hardware.torch_build()[1]:
         return Path(sys.executable)
     python = environment() / "bin" / "python"
@@ -49,7 +51,9 @@ def interpreter() -> Path | None:
 
 
 def environment() -> Path:
-    """Return the folder of the environment for rehearsals: one per version of Python and torch."""
+    """Return the folder of the environment for rehearsals. There is one for each pair of versions of Python
+    and torch.
+    """
     return cache() / f"python{sysconfig.get_python_version()}-torch{_torch_version()}"
 
 
@@ -86,10 +90,11 @@ def set_up() -> Path:
 
 
 def library(python: Path) -> Path:
-    """Return the folder of the stub compiled for `python`'s torch; compile it first if it is missing or outdated.
+    """Return the folder of the stub CUDA runtime compiled for `python`'s torch; compile it first if it is missing or
+    outdated.
 
     Raises:
-        RuntimeError: it cannot be compiled; with the compiler's message, or CUDA's headers are missing.
+        RuntimeError: CUDA's headers are missing, or the compiler failed; the message contains the compiler's.
     """
     site = _site_packages(python)
     if not (headers := max(site.glob("nvidia/*/include/cuda_runtime_api.h"), default=None)):
@@ -125,7 +130,9 @@ def library(python: Path) -> Path:
 
 
 def doubts(python: Path, folder: Path) -> str:
-    """Return what may be wrong in a rehearsal by `python`'s torch with the library in `folder`; empty if nothing."""
+    """Return sentences that say what may be wrong in a rehearsal by `python`'s torch with the library in `folder`; ""
+    if nothing may.
+    """
     version = re.search(
         r"__version__ = ['\"](.+?)['\"]", (_site_packages(python) / "torch" / "version.py").read_text()
     )[1]
@@ -140,7 +147,9 @@ def doubts(python: Path, folder: Path) -> str:
 
 
 def unanswered(linked: set[str]) -> list[str]:
-    """Return the functions in `linked` that may copy or allocate, but that the stub neither defines nor lists."""
+    """Return those functions of CUDA in `linked` that may copy or allocate memory, but that the stub neither defines
+    nor lists as harmless.
+    """
     answered = _written() | {*" ".join(_answers()["named"].values()).split()}
     return sorted(name for name in linked - answered if _MOVES.match(name) and name not in _answers()["harmless"])
 
@@ -157,7 +166,7 @@ def _answers() -> dict:
 
 
 def _written() -> set[str]:
-    """Return the names of the functions that are written in C++."""
+    """Return the names of CUDA's functions that the stub defines in its C++ files."""
     return {
         name
         for file in SOURCES.glob("*.cpp")
@@ -175,7 +184,9 @@ def _linked(site: Path) -> set[str]:
 
 
 def _rest(linked: set[str], site: Path, header: Path) -> str:
-    """Return C++ source of the functions that only return a status, which native/answers.toml gives by name."""
+    """Return C++ source of the stub's other functions, which only return a status; native/answers.toml gives it by
+    name.
+    """
     table, answers = _answers(), {}
     for start, code in table["linked"].items():
         answers |= dict.fromkeys((name for name in linked if name.startswith(start)), code)

@@ -1,16 +1,18 @@
-"""Track the values that are known in a rehearsal, where no kernel computes.
+"""Track which values are known in a rehearsal, where no kernel computes.
 
-Device memory is host memory in a rehearsal. A small tensor of whole numbers or booleans that is made of known values is
-therefore really computed: by the same operation on the CPU, in the memory of the device's tensor. Masks, positions,
+Device memory is host memory in a rehearsal. A small tensor of whole numbers or booleans that is made from known values
+is therefore really computed: by the same operation on the CPU, in the memory of the device's tensor. Masks, positions,
 labels, counts and lengths are then right, and code that depends on them takes the same branches as on a device.
 Floating-point values are unknown, except in small tensors that the host has written, and the sign of a norm. The one
 assumption: a test for NaN or infinity finds none.
 
 Code that reads an unknown value as a float gets an `Unknown`; other reads raise `NeedsValues`. With
 `Values(assumes=True)` they return a value instead, so that a program reaches its end: floating-point numbers are 1,
-comparisons are false, whole numbers are 0, and positions from sorting are in order. It counts these answers.
+comparisons are false, whole numbers are 0, and positions from sorting are in order. `Values` counts how often it
+assumed a value.
 
-This is a function mode, not a dispatch mode: it sees calls from Python and does not affect autograd's own operations.
+`Values` is a function mode, not a dispatch mode: it sees calls from Python and does not affect autograd's own
+operations.
 """
 
 import collections
@@ -60,7 +62,7 @@ _KEEP_SIGN |= {"where"}
 
 
 class Values(TorchFunctionMode):
-    """Track which tensors have known values, while this mode is on, in threads too (see `replaced_functions`).
+    """Track which tensors have known values while this mode is on, in other threads too (see `replaced_functions`).
 
     Args:
         assumes: return assumed values instead of raising `NeedsValues`.
@@ -81,7 +83,7 @@ class Values(TorchFunctionMode):
         return getattr(self._noted(tensor), "is_known", not tensor.is_cuda)
 
     def mark(self, known: bool, *tensors: torch.Tensor) -> None:
-        """Note that all values of these tensors are known, or unknown."""
+        """Note whether all values of these tensors are known."""
         for tensor in tensors:
             if self.is_known(tensor) != known:
                 self._remember(tensor).is_known = known
@@ -91,14 +93,16 @@ class Values(TorchFunctionMode):
         return not getattr(self._storages.get(address), "is_known", True)
 
     def note_copy(self, source: torch.UntypedStorage, copied: torch.UntypedStorage) -> None:
-        """Note that a copied host storage has unknown values if its source has."""
+        """Note that the copy of a storage on the host has unknown values if its source has."""
         noted = self._storages.get(source.data_ptr())
         if not getattr(noted, "is_known", not source.is_cuda) and copied.data_ptr():
             self._storages[copied.data_ptr()] = copied
             copied.is_known = False
 
     def _noted(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
-        """Return a tensor's storage if it has a note, and the note is not of an earlier storage at its address."""
+        """Return a tensor's storage if there is a note about it; None if there is none, or if it is about an earlier
+        storage at that address.
+        """
         storage = self._storages.get(_address(tensor))
         return storage if storage is not None and storage._cdata == tensor.untyped_storage()._cdata else None
 
@@ -143,7 +147,12 @@ class Values(TorchFunctionMode):
         return made
 
     def _note_arrivals(self, function, name, args, kwargs, given, made) -> None:
-        """Note which results on the device have known values if all arguments are on the host: copies, new tensors."""
+        """Compute the results of an operation whose arguments are all on the host, and note which results on the device
+        are known.
+
+        Only the results of copies and of functions that make new tensors can be known. `given` and `made` as in
+        `_note_results`.
+        """
         for tensor in _tensors(made):
             copied = len(given) == 1 and given[0].shape == tensor.shape
             known = tensor.is_cuda and _is_small(tensor, name) and (copied or (name in _FACTORIES and not given))
@@ -151,7 +160,12 @@ class Values(TorchFunctionMode):
                 self.mark(True, tensor)
 
     def _note_results(self, function, name, args, kwargs, given, made) -> None:
-        """Compute results whose values can be known, and note which results are known."""
+        """Compute the results of an operation if their values can be known, and note which results are known.
+
+        Args:
+            given: the tensors among the arguments.
+            made: what the operation returned.
+        """
         results = _tensors(made)
         if not results and name != "__setitem__":
             return
@@ -188,8 +202,10 @@ class Values(TorchFunctionMode):
             self.mark(False, *_tensors((args[:1], kwargs.get("out"))))
 
     def _broadcast(self, tensor: torch.Tensor, src: int | None, group, group_src: int | None) -> None:
-        """Send small whole numbers to the group's other ranks through its store: the stub of NCCL only moves what each
-        rank already has, and DeepSpeed checks whether all ranks have the same."""
+        """Send small whole numbers to the group's other ranks through its store.
+
+        The stub of NCCL leaves each rank's own values in place, but DeepSpeed checks whether all ranks have the same.
+        """
         group = group or torch.distributed.group.WORLD
         if tensor.dtype not in EXACT or tensor.numel() > LARGEST_SENT or group.rank() < 0:
             return
@@ -203,7 +219,7 @@ class Values(TorchFunctionMode):
             self.fill(tensor, torch.tensor(numbers, dtype=tensor.dtype).view(tensor.shape))
 
     def _has_no_sign(self, given: Any) -> bool:
-        """Return whether no argument, tensor or number, is negative."""
+        """Return whether no tensor and no number among the arguments is negative."""
         numbers = [leaf for leaf in tree_leaves(given) if isinstance(leaf, int | float)]
         if any(isinstance(number, Unknown) or number < 0 for number in numbers):
             return False
@@ -236,7 +252,7 @@ class Values(TorchFunctionMode):
         raise NeedsValues(WHY)
 
     def _answer(self, function, name, args, kwargs):
-        """Return the assumed result of reading an unknown value; used with `assumes`."""
+        """Return the assumed result of a function that reads an unknown value; called only with `assumes`."""
         tensor, is_float = args[0], args[0].dtype not in EXACT
         if name in _COMPARES:
             self.answers["comparisons of tensors, false"] += 1
@@ -258,10 +274,11 @@ class Values(TorchFunctionMode):
         return torch.full((), tensor.dtype not in EXACT, dtype=tensor.dtype).expand(tensor.shape)
 
     def _choose(self, name: str, args: tuple, kwargs: dict, made: torch.Tensor) -> bool:
-        """Assume the values of a mask, or of positions, that were made of unknown values, so that later reads agree;
-        return whether they are of such a type and size.
+        """Assume the values of a mask or of positions that were made from unknown values, so that all later reads
+        agree.
 
-        A mask is false, a position is 0; `topk` and other functions that sort return positions in order.
+        A mask is false, a position is 0; `topk` and other functions that sort return positions in order. Return False,
+        without a choice, if the tensor has another type or is too large.
         """
         if made.dtype not in _CHOICES or not 0 < made.numel() <= LARGEST:
             return False
@@ -276,7 +293,11 @@ class Values(TorchFunctionMode):
         return True
 
     def _sized_by_values(self, function, args, kwargs, given):
-        """Return the result of a function whose size depends on values, computed on the CPU and moved to the device."""
+        """Return the result of a function whose size depends on values: computed on the CPU and moved to the device.
+
+        Raises:
+            NeedsValues: these values are unknown, and none are assumed.
+        """
         if all(map(self.is_known, given)):
             device = next(tensor.device for tensor in given if tensor.is_cuda)
             made = _on_cpu(function, args, kwargs)
@@ -297,7 +318,7 @@ class Values(TorchFunctionMode):
         return tree_map_only(torch.Tensor, lambda tensor: self._arrive(tensor, device), made)
 
     def positions(self, mask: torch.Tensor) -> torch.Tensor:
-        """Return the result of `aten.nonzero` on the device; all indexing by masks calls it, in autograd too."""
+        """Return the result of `aten.nonzero` on the device. Every indexing by a mask calls it, in autograd too."""
         if not self.is_known(mask):
             if not self.assumes:
                 raise NeedsValues(WHY)
@@ -350,12 +371,14 @@ def _is_sized_by_values(name: str, args: tuple, kwargs: dict) -> bool:
 
 
 def _is_small(tensor: torch.Tensor, made_by: str) -> bool:
-    """Return whether a result is small enough to compute; a large float tensor is, too, if all its values are equal."""
+    """Return whether a result is small enough to compute. A large float tensor counts as small if all its values are
+    equal.
+    """
     return tensor.numel() <= (LARGEST if tensor.dtype in EXACT or made_by in _OF_ONE_VALUE else LARGEST_FLOAT)
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a CPU tensor in the same memory."""
+    """Return a CPU tensor that uses the memory of a tensor on the rehearsed device."""
     if not tensor.is_cuda:
         return tensor.detach()
     storage = tensor.untyped_storage()
@@ -367,7 +390,9 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _on_cpu(function: Callable, args: tuple, kwargs: dict, values_of: Callable = memory_of) -> Any:
-    """Return a function's result for the same values on the CPU, or for the values that `values_of` returns."""
+    """Return the result of a function on the CPU, with each device tensor among its arguments replaced by `values_of`
+    it.
+    """
 
     def moved(value: Any) -> Any:
         if isinstance(value, torch.device) or (isinstance(value, str) and value.partition(":")[0] == "cuda"):
@@ -383,7 +408,9 @@ def _on_cpu(function: Callable, args: tuple, kwargs: dict, values_of: Callable =
 
 
 def _compute(function: Callable, args: tuple, kwargs: dict, fresh: list[torch.Tensor]) -> bool:
-    """Compute an operation of the device on the CPU, in the memory of its results; return False if that fails."""
+    """Compute an operation of the device on the CPU, and copy the results into `fresh`, its result tensors; return
+    False if that fails.
+    """
     try:
         made = _on_cpu(function, args, kwargs)
         with _out_of_sight():
@@ -411,7 +438,9 @@ _LIBRARIES = {"cudnn": "cuDNN", "cufft": "cuFFT", "cusolver": "cuSOLVER", "cuspa
 
 
 def explained(error: RuntimeError) -> RuntimeError:
-    """Return an error that names the library, if `error` is the stub's refusal to answer for it."""
+    """Return a `NeedsLibrary` that names the library if `error` is the stub's refusal to act for it; otherwise return
+    `error`.
+    """
     text = str(error).lower()
     is_refusal = "not answered in a rehearsal" in text or any(f"{word} error" in text for word in _LIBRARIES)
     if not is_refusal or isinstance(error, NeedsLibrary):

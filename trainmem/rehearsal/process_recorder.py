@@ -1,6 +1,6 @@
-"""Record a rehearsed program from inside its processes: memory by phase, how it ends; and refuse uploads.
+"""Record a rehearsed program from inside its processes: its memory by phase, and how it ends. Also refuse uploads.
 
-Each process with a device writes a file of JSON, at each change of phase and at its end. `program_report` reads it:
+Each process with a device writes a JSON file, at each change of phase and at its end. `program_report` reads it:
 
     pid, rank, arguments     of the process
     devices, steps           number of devices that it uses; optimizer updates so far
@@ -44,7 +44,7 @@ _HERE = {"localhost", "127.0.0.1", "::1"}
 
 
 class Uploads(PermissionError):
-    """A rehearsed program tried to send something to another machine."""
+    """Raised if a rehearsed program tries to send something to another machine."""
 
 
 class Recorder:
@@ -58,7 +58,7 @@ class Recorder:
         self.begin()
 
     def begin(self) -> None:
-        """Start with nothing recorded, also in a forked process."""
+        """Start recording with empty statistics; a forked process starts so, too."""
         self.path = Path(self.folder, f"{os.getpid()}.json")
         self.phase, self.steps, self.forwards, self.backwards, self.ended = SET_UP, 0, 0, 0, False
         self.phases: dict[str, list[int]] = {}
@@ -66,7 +66,7 @@ class Recorder:
         self.devices: set[int] = set()
 
     def turn(self, phase: str) -> None:
-        """Record the peaks of the phase that ends, and begin another."""
+        """Record the peaks of the phase that ends, and begin `phase`."""
         if torch.cuda.is_initialized():
             for device in range(torch.cuda.device_count()):
                 found = self.read(device)
@@ -81,11 +81,11 @@ class Recorder:
             self.write()
 
     def statistics(self, device: int) -> dict:
-        """Return torch's statistics of a device, with peaks since the program's last reset."""
+        """Return torch's statistics of a device, with the peaks since the program last reset them."""
         return _largest(self.seen.get(device), self.read(device))
 
     def forget(self, device: int) -> None:
-        """Reset the peaks that the program reads, as its reset does on a card."""
+        """Reset a device's peaks as the program reads them, as its call does on a card. The recorded peaks are kept."""
         self.turn(self.phase)
         self.seen.pop(device, None)
 
@@ -172,7 +172,10 @@ _FRAME = re.compile(r'File "(.+)", line (\d+), in (.+)\n\s+(.+)')
 
 
 def _line(frames: list[traceback.FrameSummary]) -> str:
-    """Return the program's own line among frames, which are ordered innermost first."""
+    """Return the program's own line as "file, line N, in function: code"; "" if there is none.
+
+    `frames` are ordered innermost first.
+    """
     own = (frame for frame in frames if not stack_dumps.is_library(frame.filename))
     frame = next(own, None) or next((frame for frame in frames if not _is_below(frame.filename)), None)
     return f"{frame.filename}, line {frame.lineno}, in {frame.name}: {frame.line}" if frame else ""
@@ -184,7 +187,7 @@ def _is_below(file: str) -> bool:
 
 
 def _largest(seen: Any, new: Any) -> Any:
-    """Return an allocator's new statistics, but with the larger of both peaks."""
+    """Return an allocator's new statistics, in which each peak is at least the one in `seen`."""
     if not isinstance(new, dict) or not seen:
         return new
     return {
@@ -193,7 +196,7 @@ def _largest(seen: Any, new: Any) -> Any:
 
 
 def install(values, folder: str) -> None:
-    """Record this process in `folder`; `values`: its `Values`."""
+    """Record this process in a file in `folder`. `values`: the `Values` that this process tracks."""
     recorder = Recorder(folder, values)
     modules = torch.nn.modules.module
     modules.register_module_forward_pre_hook(recorder.before_forward)
@@ -226,13 +229,15 @@ def install(values, folder: str) -> None:
 
 
 def _replace(owner: Any, name: str, replacement: Callable) -> None:
-    """Replace a function by one that calls `replacement` with the original and its arguments."""
+    """Replace the function `name` of `owner` by one that calls `replacement` with the original function and its
+    arguments.
+    """
     if plain := getattr(owner, name, None):
         setattr(owner, name, functools.wraps(plain)(functools.partial(replacement, plain)))
 
 
 def _refuse_uploads() -> None:
-    """Make requests fail that change something on another machine; the error names the remedy."""
+    """Make requests that change something on another machine raise `Uploads`; the error names the remedy."""
     for module, kinds in {"requests": ["Session"], "httpx": ["Client", "AsyncClient"]}.items():
         if importlib.util.find_spec(module):
             for kind in kinds:

@@ -35,7 +35,7 @@ class ProgramRun:
     Args:
         status: "finished", "needs values", "needs a library", "out of memory" or "failed".
         code: the program's own exit code; negative for a signal.
-        processes: those that used a device or failed; for the fields see `process_recorder`.
+        processes: those that used a device or failed, each with the fields in `process_recorder`.
         assumptions: one sentence each.
     """
 
@@ -93,7 +93,10 @@ def peaks_text(peaks: list[int]) -> str:
 
 
 def read(folder: str | os.PathLike, code: int, card: Card, assumes: bool) -> ProgramRun:
-    """Return the run of a program that ended with `code`; remove the files of weights without values that it saved."""
+    """Return the run of a program that ended with exit code `code`, from the files in `folder`.
+
+    Remove the files of weights without values that the program saved.
+    """
     processes = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
     kinds = {error["kind"] for each in processes if (error := each["error"])}
     ends = ("out of memory", "needs values", "needs a library")

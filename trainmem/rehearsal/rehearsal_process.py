@@ -80,7 +80,11 @@ _FOR_A_COMMAND = ("--card", "--compute-capability", "--device-memory", "--proces
 
 
 def own_command(typed: list[str]) -> list[str] | None:
-    """Return the command after "--" on a command line, if any. Raises ValueError for an option that does not apply."""
+    """Return the command after "--" on a command line; None if there is no "--".
+
+    Raises:
+        ValueError: an option before "--" that does not apply to a command.
+    """
     if "--" not in typed:
         if "--assume" in typed:
             raise ValueError("--assume needs a command of yours: put it after --, e.g. -- python train.py")
@@ -122,7 +126,13 @@ def run(words: list[str], on: Card, *, assumes: bool = False, output: int | None
 
 @contextlib.contextmanager
 def command(on: Card) -> Iterator[tuple[Path, dict[str, str]]]:
-    """Yield the Python that rehearses, and the environment that gives any program the rehearsed card, while open."""
+    """Yield the path of the Python that rehearses, and environment variables that give any program the rehearsed card.
+
+    They are valid inside this context.
+
+    Raises:
+        RuntimeError: this machine cannot rehearse.
+    """
     python = build.set_up()
     library = build.library(python)
     if doubts := build.doubts(python, library):
@@ -146,12 +156,15 @@ def command(on: Card) -> Iterator[tuple[Path, dict[str, str]]]:
 
 @functools.cache
 def _warn(doubts: str) -> None:
-    """Warn of these doubts, once per process."""
+    """Warn the user with this text, once per process."""
     warnings.warn(doubts, stacklevel=2)
 
 
 def variables_of(card: Card, ledger: str) -> dict[str, str]:
-    """Return the environment variables that native/device.h reads; `ledger`: file shared by a rehearsal's processes."""
+    """Return the environment variables that native/device.h reads.
+
+    `ledger`: path of the file that the processes of a rehearsal share.
+    """
     return {
         "REHEARSAL_CAPABILITY": "{}{}".format(*card.capability),
         "REHEARSAL_BYTES": str(card.memory_bytes),
@@ -165,12 +178,13 @@ def variables_of(card: Card, ledger: str) -> dict[str, str]:
 class Rehearsal(ThreadPoolExecutor):
     """An executor that runs functions on a rehearsed card: `Lab(executor=Rehearsal(CARDS["a100"]))`.
 
-    Use it as a context manager, or call `shutdown`: that ends its process, which also ends with this process.
+    Use it as a context manager, or call `shutdown`: that ends its process. The process also ends when this process
+    does.
 
     Args:
         on: the card.
         snapshot: a file to which torch writes the history of its allocator, for its viewer of memory snapshots, after
-            each rehearsed experiment, even one that ran out of memory. Of several ranks, rank 0 writes it.
+            each rehearsed experiment, even one that ran out of memory. If there are several ranks, rank 0 writes it.
 
     Raises:
         ValueError: `snapshot` cannot be written.
@@ -228,7 +242,9 @@ def serve(descriptor: int) -> None:
 
 
 def _end_with(descriptor: int) -> None:
-    """End this process, even in mid-request, when the other end of the channel closes; remove the files of both."""
+    """Wait until the other end of the channel closes, then end this process at once and remove the
+    rehearsal's files.
+    """
     poll = select.poll()
     poll.register(descriptor, 0)  # with no events requested, poll still reports the hang-up
     poll.poll()

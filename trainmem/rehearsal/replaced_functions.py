@@ -1,4 +1,6 @@
-"""Replace functions in a rehearsed process, to track values and to answer questions about values that no mode sees."""
+"""Replace functions in a rehearsed process, to track values and to answer questions about values that no function mode
+sees.
+"""
 
 import contextlib
 import functools
@@ -46,13 +48,17 @@ def install() -> None:
         return run
 
     def finite(name: str, answer: bool) -> Callable:
-        """Wrap a function of `math` so that unknown numbers, like unknown tensors, count as finite."""
+        """Return a replacement of `math.<name>` that returns `answer` for unknown numbers, which count as finite like
+        unknown tensors.
+        """
         plain = getattr(math, name)
         return functools.wraps(plain)(lambda number: answer if isinstance(number, Unknown) else plain(number))
 
     @functools.wraps(assert_close)
     def close(*args, **kwargs):
-        """Raise NeedsValues for unknown numbers, whose type torch's own table does not list."""
+        """Compare tensors as `torch.testing.assert_close` does. Raises NeedsValues for unknown numbers, whose type
+        torch's table does not list.
+        """
         for value in tree_leaves((args, kwargs)):
             if isinstance(value, Unknown):
                 raise NeedsValues(value.why)
@@ -61,15 +67,18 @@ def install() -> None:
     truncated_normal = torch.nn.init._no_grad_trunc_normal_
 
     def fill(tensor, *args, **kwargs):
-        """Do not redraw values until all are within bounds: a large weight has no values."""
+        """Fill a tensor from a truncated normal distribution. A large weight, whose values are unknown, is filled from
+        a plain one, because torch would redraw values until all are within the bounds.
+        """
         large = tensor.numel() >= LARGE_WEIGHT and torch.cuda.is_available()
         return tensor.normal_() if large else truncated_normal(tensor, *args, **kwargs)
 
     any_of = torch.Tensor.any
 
     def any_outlier(tensor, *args, **kwargs):
-        """Answer that there are no outliers: LLM.int8 looks for activations above its threshold inside an operation,
-        which no mode sees."""
+        """Compute `Tensor.any`, but answer False when LLM.int8 looks for outliers: it does so inside an operation,
+        which no mode sees.
+        """
         found = any_of(tensor, *args, **kwargs)
         if tensor.is_cuda and sys._getframe(1).f_globals.get("__name__") == "bitsandbytes.backends.cuda.ops":
             memory_of(found).zero_()
@@ -78,7 +87,9 @@ def install() -> None:
     is_in = torch.isin
 
     def is_in_tokens(*args, **kwargs):
-        """Answer that an assumed token does not end its sequence, so that generation runs to its limit."""
+        """Compute whether a token is an end token, but answer False for assumed tokens, so that generation runs to its
+        limit.
+        """
         found = is_in(*args, **kwargs)
         if sys._getframe(1).f_globals.get("__name__") == "transformers.generation.stopping_criteria":
             mode.answers["tokens that might end a generation, no"] += 1
@@ -92,7 +103,9 @@ def install() -> None:
     rebuild = torch._utils._rebuild_tensor
 
     def rebuilt(*args, **kwargs):
-        """Mark tensors of whole numbers from `torch.load(map_location="cuda")` as known: it copied their values."""
+        """Rebuild a tensor as torch does, and mark whole numbers from `torch.load(map_location="cuda")` as known,
+        because it copied them.
+        """
         tensor = rebuild(*args, **kwargs)
         if tensor.is_cuda and tensor.dtype in EXACT and tensor.untyped_storage().nbytes() <= LARGEST:
             mode.mark(True, tensor)

@@ -29,7 +29,9 @@ class Files:
         self.has_holes = False  # whether the file that is being saved has any
 
     def keeps(self, path: Any) -> bool:
-        """Return whether a file is older than the rehearsal; if so, note that it is kept."""
+        """Return whether a file existed before the rehearsal, so that it must not be overwritten; if so, remember its
+        name.
+        """
         name = os.path.abspath(os.fspath(path))
         if name in self.saved or not os.path.isfile(name) or os.path.getmtime(name) >= self.start:
             return False
@@ -40,7 +42,9 @@ class Files:
         self.saved.add(os.path.abspath(os.fspath(path)))
 
     def move(self, plain: Callable, source: Any, target: Any, *args, **kwargs) -> Any:
-        """Rename, link or copy a file or folder, and note the new names of saved files; an older target is kept."""
+        """Rename, link or copy a file or folder by `plain`, and note the new names of saved files. An older target is
+        left unchanged.
+        """
         if not isinstance(source, str | os.PathLike) or not isinstance(target, str | os.PathLike):
             return plain(source, target, *args, **kwargs)
         old, new = (os.path.abspath(os.fspath(path)) for path in (source, target))
@@ -51,7 +55,7 @@ class Files:
 
 
 class _Records:
-    """torch's file writer, but with holes in place of storages whose values are unknown."""
+    """Write torch's zip files, but with holes in place of storages whose values are unknown."""
 
     def __init__(self, writer, values):
         self.writer, self.values, self.holes = writer, values, 0
