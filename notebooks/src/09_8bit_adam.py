@@ -35,7 +35,7 @@ torch.set_num_threads(1)  # in this notebook's own process, where all tensors ar
 # %% [markdown]
 # ## Idea
 #
-# (If the cell above printed that a package `kernels` is missing: bitsandbytes needs it for 4-bit matmuls, and this lesson has none.)
+# (If the cell above printed that a package `kernels` is missing, ignore it: bitsandbytes needs this package for 4-bit matmuls, which this lesson does not use.)
 #
 # Adafactor (lesson 08) discards most of Adam's memory. **8-bit Adam** ([Dettmers and others, 2021](https://arxiv.org/abs/2110.02861)) keeps all of it, less exactly: each number of a state becomes the nearest of 256 values, and only the index of that value is stored, one byte.
 #
@@ -103,7 +103,7 @@ below.set(yticks=[0, 1], yticklabels=["equal steps", "dynamic map"], ylim=(-0.6,
 plt.show()
 
 # %% [markdown]
-# Each tick below the histogram is a value that a byte can represent. Left of their first tick, equal steps have nothing but 0; the first printed line says which share of the entries is there. The dynamic map reaches further down than the entries do.
+# Each tick below the histogram is a value that a byte can represent. An entry becomes the value of the nearest tick. Left of their first tick, equal steps have only 0: an entry closer to 0 than to that tick becomes 0. The first printed line says which share of the entries does. The dynamic map reaches further down than the entries do.
 #
 # ## By hand: the block
 #
@@ -333,7 +333,7 @@ plots.Table(["run", *names], rows)
 # %% [markdown]
 # States are in memory all the time, so saving them lowers the peak in any phase. If the peak is in the backward pass, the flag lowers it by nearly 6 bytes per quantized parameter; Adafactor lowers it by 8 per parameter, embeddings included.
 #
-# The optimizer's step is another matter, and the backend decides. bitsandbytes' [CPU backend](https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1901) works on whole tensors: states expanded to 32 bits, copies of gradient and weight, intermediate results. The picture shows these bytes in grey, as *inside operations*; the largest tensor decides their height. Compare the last two columns of bytes in the table: as long as *highest in the step* is below *highest in backward*, the intermediate results cost nothing. Exercise 1 asks what a small batch changes.
+# In the optimizer's step (the table's *highest in the step*) the peak also depends on the backend, bitsandbytes' code for your device. Its [CPU backend](https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1901) works on whole tensors: states expanded to 32 bits, copies of gradient and weight, intermediate results. The picture shows these bytes in grey, as *inside operations*; the largest tensor decides their height. Compare the last two columns of bytes in the table: as long as *highest in the step* is below *highest in backward*, the intermediate results cost nothing. Exercise 1 asks what a small batch changes.
 #
 # > **On a GPU:** one CUDA kernel expands a state in registers, a few numbers at a time, so the update needs no memory of its own.
 #
@@ -526,9 +526,9 @@ exercises.prove(
 #
 # - **256 values and one scale per block store a state closely enough for Adam.** The final loss was 1.02 times that of AdamW. An outlier spoils its own block of 256 numbers and no other.
 # - **Some tensors stay in 32 bits**: those of fewer than 4096 numbers by the library's rule, embeddings by the Trainer's. The optimizer built by hand quantized embeddings too, and kept fewer bytes than the flag.
-# - **Saved states lower the peak if it is in the backward pass**: the flag lowered it by 0.68 times the bytes by which Adafactor did. If the peak is in the optimizer's step, the backend decides.
+# - **Saved states lower the peak if it is in the backward pass**: the flag saved 0.68 times as many bytes at the peak as Adafactor. If the peak is in the optimizer's step, the saving depends on the backend.
 #
-# 8-bit Adam is the wrong tool if activations make the peak. On a CPU it saves less than its states if the optimizer's step makes the peak (exercise 1). It is the right tool if AdamW's recipe must stay as it is.
+# 8-bit Adam is the wrong tool if activations make the peak. On a CPU, if the peak is in the optimizer's step, the peak falls by fewer bytes than the states do (exercise 1). It is the right tool if AdamW's recipe must stay as it is.
 
 # %% tags=["finish"]
 claims.finish()

@@ -163,11 +163,11 @@ counts = lab.run(operators_called, measure="value").value
 plots.Table(["torch.optim.AdamW", "10 tensors", "100 tensors"], [[name, *pair] for name, pair in counts.items()])
 
 # %% [markdown]
-# The table counts the operators that Python calls in one step. With the loop, their number grows with the number of tensors. So it does with foreach, but more slowly: torch stores a step counter for each tensor, and most of foreach's operators only read these counters. The last row is what you get without a flag: on a CPU the loop, because foreach saves only the time of Python there.
+# The table counts the operators that Python calls in one step. With the loop, their number grows with the number of tensors. With foreach it grows too, but more slowly: torch stores a step counter for each tensor, and most of foreach's operators only read these counters. The last row is what you get without a flag: on a CPU the loop, because foreach saves only the time of Python there.
 #
-# > **On a GPU:** without a flag you get foreach, as the guide predicted. A multi-tensor kernel takes some dozens of tensors at a time, as many addresses as fit into its arguments.
+# > **On a GPU:** without a flag you get foreach, as the guide predicted. A multi-tensor kernel gets the addresses of its tensors as arguments. There is room for some dozens of addresses, so many tensors need several kernels.
 #
-# One operator may run many kernels. On a CPU, a foreach operator is a loop over the tensors in C++, which saves the Python and nothing else. The next cell counts what runs inside the operators, with torch's profiler.
+# One operator may run many kernels. On a CPU, a foreach operator is a loop over the tensors in C++, which saves the Python and nothing else. The next cell counts what runs inside the operators, with torch's profiler. (On a CPU the fused operator counts as 1, although it loops over the tensors inside.)
 
 
 # %%
@@ -199,7 +199,7 @@ plots.Table(
 # %% [markdown]
 # ## Time, by number and size
 #
-# How large must tensors be before foreach no longer pays? All three forms update tensors of one size: first four of them, then as many as a fixed total of numbers allows (2048 at most). This is repeated for four sizes. The last two columns of the table compare the forms.
+# How large must tensors be before foreach no longer pays? All three forms update tensors of one size: first four of them, then as many as a fixed total of numbers allows (2048 at most). This is repeated for four sizes. The table shows the times with many tensors, and its last two columns compare the forms. The times with four tensors are used under *Explore*.
 
 # %%
 SIZES = [2**6, 2**10, 2**14, 2**18]
@@ -492,7 +492,7 @@ print(f"largest difference of the losses in 40 steps: {apart:.1e}")
 # - `adamw_apex_fused` needed NVIDIA's apex, built by hand. torch got fused kernels of its own: for GPUs with 2.0, for CPUs in 2024. transformers 5.8 removed the option.
 # - `torch.optim._multi_tensor` became `foreach=True`, torch's default on GPUs since 2.0. The Trainer's default is `adamw_torch_fused` since transformers 4.54, from torch 2.8 on.
 #
-# Which of them can be made here? The next cells request each from the Trainer.
+# Which of today's optimizers can the Trainer make here? The next cells request each name that it knows. A printed line *one optimizer here* lists names that give the same optimizer on this machine.
 
 # %%
 FUSED, GUIDE = "adamw_torch_fused", ["adamw_hf", "adamw_torch", "adamw_torch_xla", "adamw_apex_fused", "adafactor"]
@@ -587,13 +587,13 @@ plots.Table(header, rows, "sorted by peak; guessing has a loss of 2.08")
 # %% [markdown]
 # Read the two columns of memory separately. *States* is the figure of the guides' tables. *Peak* is what must fit, and includes what the update makes while it runs: on a CPU bitsandbytes' 8-bit optimizers unpack whole tensors, and `adafactor` makes an update before it applies it.
 #
-# > **On a GPU:** paged states are in memory that torch does not count.
+# > **On a GPU:** the optimizers with *paged* in their name keep their states in memory that CUDA moves between card and host, and that torch does not count.
 #
 # Do not rank optimizers for other tasks by these losses: this is one task, 40 steps, no schedule, and learning rates that are four times apart.
 #
 # ## What held
 #
-# Two claims are about time. The steps of both contenders alternate in one process, and three fresh processes do this. (On a CPU, CPU time on one thread is compared.) The first contender takes part twice, which shows how much its time differs from itself. `Ratio.of_turns` compares the contenders, and its interval is never narrower than that difference.
+# Two claims are about time. The steps of both contenders alternate in one process, and three fresh processes do this. (On a CPU, CPU time on one thread is compared.) The first contender takes part twice: its two times come from the same code, so their difference is noise. `Ratio.of_turns` compares the contenders, and its interval is never narrower than this noise.
 #
 # - **Many small tensors**: the loop against foreach.
 # - **Training**: steps of 1 x 32 tokens by the fused AdamW, and by the quickest other AdamW of the table, both made by the Trainer. In larger steps the gain is smaller: see the shares above.
@@ -640,7 +640,7 @@ claims.check("optim-list", sum(name in names for name in GUIDE) / len(GUIDE), no
 # %% [markdown]
 # ## Explore
 #
-# The picture is computed from the measured grid: for each size, the seconds that a step costs once, and those that each tensor adds. Between the measured sizes it draws straight lines in the logarithm. Find the size from which foreach no longer pays on this machine.
+# The picture is computed from the measured grid: for each size, the fixed seconds of a step, and the seconds that each tensor adds. Between the measured sizes it draws straight lines in the logarithm. Find the size from which foreach no longer pays on this machine.
 
 
 # %% tags=["widget"]
@@ -669,7 +669,7 @@ _ = widgets.explore(draw, numbers_a_tensor=[2**power for power in range(6, 19, 2
 # %% [markdown]
 # ## Exercise: the challenge
 #
-# Reach the smallest peak at AdamW's loss. Choose an `optim` of the table, a learning rate, and whether to update in backward. The limit is below the peak that you reach with one idea alone; the loss may be at most 0.1 above the worse of AdamW's two seeds.
+# Reach the smallest peak at AdamW's loss. Choose an `optim` of the table, a learning rate, and whether to update in backward. The loss may be at most 0.1 above the worse of AdamW's two seeds. At such a loss, neither another optimizer alone nor an update in backward alone gets below the limit.
 
 # %% jupyter={"source_hidden": true}
 lean = peak_run("Adafactor", from_trainer("adafactor"))

@@ -106,7 +106,7 @@ f"largest difference to torch's own: {largest.item():.1e}"
 # %% [markdown]
 # The outputs are equal up to rounding, because the same sums are added in another order.
 #
-# Next, you measure memory and time for several lengths, forward and backward. `scaled_dot_product_attention` (SDPA) is one function with several kernels behind it; `sdpa_kernel` picks one of them. As everywhere in this course, peaks come from the allocator's own events.
+# Next, you measure memory and time for several lengths, forward and backward. `scaled_dot_product_attention` (SDPA) is one function with several kernels behind it; `sdpa_kernel` picks one of them: *math* computes attention in the plain way; *flash*, *efficient* (memory-efficient) and *cudnn* are fused. A kernel that your device lacks is missing from the results. As everywhere in this course, peaks come from the allocator's own events.
 
 
 # %%
@@ -194,14 +194,14 @@ plots.Table(["attention", "memory grows as length to the power of"], [[n, f"{g:.
 #
 # ## Which kernel takes which case
 #
-# SDPA decides at each call. The next two cells find out which kernels accept a case, and which one torch chooses. Four of the cases need an explanation:
+# SDPA chooses its kernel at each call, by the inputs and options of this call. The next two cells try seven kinds of calls (*cases*): which kernels accept the case, and which one does torch choose? Four of the cases need an explanation:
 #
 # - a *padding mask* hides the end of a short sequence;
 # - a *learnt bias* is added to the scores and needs a gradient;
 # - *dropout* sets some of the weights after the softmax to 0;
 # - with *grouped queries*, several heads share their keys and values.
 #
-# If torch chooses `math`, it computes attention in the plain way, and the square is back. Before you look at the table, decide about one of its rows.
+# If torch chooses `math`, the square is back. Before you look at the table, decide about one of its rows.
 
 
 # %%
@@ -274,7 +274,7 @@ exercises.question(
 #
 # > **On a GPU:** torch goes through its kernels in a fixed order and takes the first one that accepts the case. On most GPUs flash comes first. It takes 16-bit numbers and no mask; if a batch is padded, the memory-efficient kernel takes over. On compute capability 9.0 and 10.0 (H100, B200) cuDNN's kernel comes first, and it accepts masks ([torch's source](https://github.com/pytorch/pytorch/blob/001f694aef6f922b4fdf6d27d59162d27bf3df58/aten/src/ATen/native/transformers/cuda/sdp_utils.cpp)).
 #
-# The choice also depends on the version of torch. In fp32 on an A100 no fused kernel took grouped queries, so people repeated keys and values by hand. Since torch 2.14 the memory-efficient kernel takes them ([#191085](https://github.com/pytorch/pytorch/pull/191085)), and repeating costs memory. The second table has estimates for a batch of 4 sequences of 2048 tokens, with 32 heads for the queries and 8 for the keys and values.
+# The choice also depends on the version of torch. In fp32 on an A100 no fused kernel took grouped queries, so people repeated keys and values by hand. Since torch 2.14 the memory-efficient kernel takes them ([#191085](https://github.com/pytorch/pytorch/pull/191085)), and repeating costs memory. The second table has estimates for an A100 in fp32: a batch of 4 sequences of 2048 tokens, with 32 heads for the queries and 8 for the keys and values.
 
 
 # %%
@@ -498,7 +498,7 @@ plots.Table(["model", "breaks", "graphs made in a second call", "operations comp
 #
 # ## Lengths that change
 #
-# A graph is compiled for the shapes of its first call. Another length needs another graph. At the second length torch guesses that this dimension will go on changing, and compiles one graph for all lengths. Here are ten batches, each with a different length:
+# A graph is compiled for the shapes of its first call. Another length needs another graph. At the second length torch guesses that this dimension will go on changing, and compiles one graph for all lengths. With `dynamic=True` it does so from the first call on, with `dynamic=False` never. Here are ten batches, each with a different length:
 
 # %%
 gated = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.GELU(), torch.nn.LayerNorm(16))
@@ -522,7 +522,7 @@ plots.Table(["lengths", "graphs"], list(recompilations.items()))
 #
 # Now take a backend that does compile: `inductor`, the default, writes C++ for a CPU, and for a GPU Triton, a language for GPU kernels. Three processes train the same model. The first one finds an empty cache on disk: a **cold start**. The other two find the files that the first one left: a **warm start**. (Some headers are compiled once per machine and cached elsewhere, so the very first start on your machine may have taken longer.)
 #
-# Each process runs five steps in turn: one for each of three backends, and the step without a compiler twice. `Ratio.of_turns` compares a backend with the step without a compiler. It also compares the two times of the step without a compiler: it is the same code both times, so their difference is noise, and the interval is never narrower than this noise. The column *operations* counts torch's operations in a step; kernels that the compiler wrote do not count.
+# Each process runs five steps in turn: one for each of three backends, and the step without a compiler twice. (Besides `inductor` there are two backends for debugging, `aot_eager` and `eager`; the text after the table says what they do.) `Ratio.of_turns` compares a backend with the step without a compiler. It also compares the two times of the step without a compiler: it is the same code both times, so their difference is noise, and the interval is never narrower than this noise. The column *operations* counts torch's operations in a step; kernels that the compiler wrote do not count.
 
 
 # %%
@@ -624,9 +624,9 @@ plots.Table(["backend", "operations", "first step, cold (s)", "later steps (s)",
 #
 # `eager` and `aot_eager` take the graph and run its operations unchanged, so they speed nothing up. Use them if something breaks: they show whether capturing or compiling is at fault.
 #
-# The next cell prints the code that inductor wrote for `gate`. Find the one place where it reads, and the one where it writes. Then it answers a question: after how many steps has the start paid for itself? The start costs *cold - one step*, and each later step gains *step without - step with*:
+# The next cell prints the code that inductor wrote for `gate`. Find the one place where it reads, and the one where it writes. Then it answers a question: after how many steps has the start paid for itself? The cold first step takes longer than a step without a compiler: this difference is the cost of the start. Each later step takes less time than a step without a compiler: this difference is the gain.
 #
-# > break-even = (cold - step without) / (step without - step with)
+# > break-even = (cold first step - step without compiler) / (step without compiler - step with compiler)
 #
 # The gain is known only within its interval, so the number of steps has an interval too, and a wide one. If the gain may be nothing, that interval has no upper end.
 
@@ -676,7 +676,7 @@ plots.Table(["backend of 2023", "for", f"torch {torch.__version__}", "today"], r
 # %% [markdown]
 # `to_bettertransformer` was removed in transformers 5.0 ([pull request 41367](https://github.com/huggingface/transformers/pull/41367)), because models call SDPA by themselves since 4.36.
 #
-# The Trainer's argument for compiling is `torch_compile=True`, with `torch_compile_backend` and `torch_compile_mode`. If you time such a training, let it warm up for as many steps as it compiles.
+# The Trainer's argument for compiling is `torch_compile=True`, with `torch_compile_backend` and `torch_compile_mode`. If you time such a training, leave out all steps in which it still compiles.
 #
 # ## What held
 #
@@ -841,7 +841,7 @@ exercises.prove(check, solution=whole, mistake=one_left)
 # - **Attention without the square.** Computed tile by tile with a running maximum and sum, attention gave the same output and kept no square, in training too if the backward pass computed the tiles again. The peak of a small BERT at 1024 tokens fell to 55 % (AMD EPYC, 2 cores).
 # - **The choice of kernel.** torch chose a kernel at each call. Masks, dropout and a learnt bias changed its choice, and `math` is the one that brings the square back. A CPU has one fused kernel, without dropout.
 # - **Packing.** Packed sequences needed no padding. Packing alone saved nothing: it paid only with a kernel that skips masked scores, e.g. in blocks of 128 x 128.
-# - **The compiler.** `torch.compile` captured BERT in one graph. Its start cost as much time as many steps gain: your break-even says how many. If a length or a setting changes from call to call, torch compiles again, and you pay again.
+# - **The compiler.** `torch.compile` captured BERT in one graph. Its start took time, which the faster steps win back after many steps: your break-even says how many. If a length or a setting changes from call to call, torch compiles again, and you pay again.
 #
 # Compiling is the wrong tool for short runs, for shapes that never repeat, and while you still change the code. Fused attention has no such price. It is the default, so the thing to check is whether torch really takes it.
 

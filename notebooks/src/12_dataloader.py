@@ -98,7 +98,7 @@ def forked(num_workers=0, **options):
 # %% [markdown]
 # `follow` shows how to measure waiting without a profiler: read the clock when a step ends, and again when the next batch has arrived. A step has ended when its loss is known, so `step` returns the loss as a number. (Do this only to measure. In other loops, reading each loss keeps the host from running ahead of the GPU.)
 #
-# The cell after it is plumbing, and you can skip it. `stepper` returns a training step of a small BERT, and its seconds, which are the unit of time below. `fed` runs several ways of feeding one after the other in one fresh process.
+# The cell after it is plumbing, and you can skip it. `stepper` returns a training step of a small BERT, and its seconds, which are the unit of time below. `fed` trains in one fresh process with several sources of batches, one after the other, and returns the times of each.
 
 
 # %%
@@ -155,7 +155,7 @@ def fed(ways, steps=8, skip=3, turns=1):
 
 
 # %% [markdown]
-# Here is the thread that fetches batches ahead. First answer a question about it; then the table shows what it does here. In the table, reading a batch takes as long as *one* step, so side by side would be twice as fast as one after the other.
+# Here is the thread that fetches batches ahead. First answer a question about it; then the table shows what it does here. In the table, reading a batch takes as long as *one* step. So training would be twice as fast if reading and training ran side by side.
 
 
 # %%
@@ -224,7 +224,7 @@ plots.Table(["the reader", "waiting, ms per step", "training, ms per step", "bot
 # %% [markdown]
 # ## Baseline
 #
-# With no workers, which is the default, the process that trains also reads. The slow reader waits for the time of three steps.
+# With no workers, which is the default, the process that trains also reads. For each batch, the slow reader waits as long as three steps take.
 #
 # ## Change one thing
 #
@@ -304,7 +304,7 @@ print("share of the time spent waiting: {:.0%} by the rules, {:.0%} measured".fo
 #
 # ## More workers
 #
-# The next cell tries zero to four workers with three readers: one waits for three steps, one *computes* for one step, and one has everything ready. How many workers will help the second reader on your machine, with its number of cores?
+# The next cell tries zero to four workers with three readers: for each batch, the first one waits as long as three steps take, the second one *computes* as long as one step takes, and the third one has everything ready. How many workers will help the second reader on your machine, with its number of cores?
 
 # %%
 lengths = {"waits, 3 steps long": 3, "computes, 1 step long": 1, "has it ready": 0}
@@ -321,7 +321,7 @@ ax.set_ylim(0)
 print(f"cores here: {lab.machine.cpu_cores:g}")
 
 # %% [markdown]
-# If a reader waits for the time of three steps, three workers hide it completely, because each of them works on a batch of its own. A reader that computes needs cores: if none is left, its workers take them from the training and from each other. If the input is ready, workers gain nothing, and the problem is elsewhere.
+# If a reader waits as long as three steps take, three workers hide it completely, because each of them works on a batch of its own. A reader that computes needs cores: if none is left, its workers take them from the training and from each other. If the input is ready, workers gain nothing, and the problem is elsewhere.
 #
 # How many workers are too many? Each worker costs three things:
 #
@@ -387,11 +387,11 @@ rows = [[factor, f"{rule:.0%}", f"{waiting_share(found[factor]):.0%}"] for facto
 plots.Table(["prefetch_factor", "waiting, by the rules", "waiting, measured"], rows)
 
 # %% [markdown]
-# Some waiting is measured even then: reads and steps vary, and each batch must be handed over.
+# Even if the rules predict no waiting, some is measured: reads and steps vary, and each batch must be handed over.
 #
 # Prefetching bridges one late batch. It cannot make up for readers that are too slow on average: if every batch takes 2.5 steps, you need three workers.
 #
-# ## What each worker has: random numbers, and the whole stream
+# ## What each worker gets a copy of: random generators, and streams
 #
 # A fork also copies the state of every random generator. Do all workers draw the same numbers then? This was once a famous bug of data augmentation. In the next cell, four workers draw from four sources in two epochs. Look for a source with fewer than 8 different numbers.
 #
@@ -556,7 +556,7 @@ plots.Table(["batches", "share of padding", "tokens per second, without padding"
 #
 # ## To the GPU
 #
-# > **On a GPU:** the device can copy by itself only from **pinned** memory, which the operating system may not move. From any other memory, the host first copies the data to a pinned place, and waits. `non_blocking=True` lets the host go on, but only if the source is pinned. `DataLoader(pin_memory=True)` has a thread that pins each batch. The table compares a batch that is not pinned, one that is pinned while the step waits, and one that was pinned before the clock starts. Without a GPU nothing is measured.
+# > **On a GPU:** the device can copy by itself only from **pinned** memory, which the operating system may not move. From any other memory, the host first copies the data to a pinned place, and waits. `non_blocking=True` lets the host go on, but only if the source is pinned. `DataLoader(pin_memory=True)` has a thread that pins each batch. The table compares a batch that is not pinned (*pageable*: the operating system may move it), one that is pinned while the step waits, and one that was pinned before the clock starts. Without a GPU nothing is measured.
 
 
 # %%

@@ -40,7 +40,7 @@ print(f"mixed precision on this machine: {precision}")
 # %% [markdown]
 # ## Idea
 #
-# Accelerate is often taken for another Trainer. It is the layer *below*: the Trainer itself is built on it. Accelerate has no loop. You pass it four things, the model, the optimizer, the data loader and the schedule, and get back the same four in wrappers. The wrappers know how many processes there are, which precision you want, and whether this micro-batch is the last one before an optimizer update. The loop stays yours, every line of it.
+# Accelerate is often taken for another Trainer. It is the layer *below*: the Trainer itself is built on it. Accelerate has no loop. You pass four things to its method `prepare`, the model, the optimizer, the data loader and the schedule, and get back the same four in wrappers. The wrappers know how many processes there are, which precision you want, and whether this micro-batch is the last one before an optimizer update. The loop stays yours, every line of it.
 #
 # ## Predict
 #
@@ -98,7 +98,7 @@ exercises.question(
 )
 
 # %% [markdown]
-# In the loop below, `step()` and `zero_grad()` are called for *every* micro-batch: the wrapped optimizer knows whether this micro-batch ends a group of four, and decides whether they do anything. Clipping is the exception: it acts on the gradients at once, so the loop itself must wait for the last micro-batch.
+# In the loop below, `step()` and `zero_grad()` are called for *every* micro-batch: the wrapped optimizer knows whether this micro-batch ends a group of four, and decides whether they do anything. Clipping is the exception: it acts on the gradients at once, so the loop itself must wait for the last micro-batch of a group, in which `accelerator.sync_gradients` is True.
 
 # %%
 from accelerate import Accelerator
@@ -328,7 +328,7 @@ _ = plots.lines(range(1, 9), series, "optimizer step", "loss", title="Killed, an
 #
 # ## Two processes
 #
-# The loop was written for one process. Nothing in it changes for two: the lab starts them, and `prepare` distributes the batches among them. The two should cooperate, so two processes that accumulate 4 micro-batches each should train like one process that accumulates 8. Dropout is off here, because two processes draw other random numbers than one.
+# The loop was written for one process. Nothing in it changes for two: the lab starts them, and `prepare` distributes the batches among them. Each process is called a *rank*, and the ranks are numbered from 0. The two should cooperate, so two processes that accumulate 4 micro-batches each should train like one process that accumulates 8. Dropout is off here, because two processes draw other random numbers than one.
 
 # %%
 calm = small.replace(config={"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0})
@@ -358,7 +358,7 @@ exercises.question(
 # %% [markdown]
 # Each rank sees only the loss of its own samples. The mean over the ranks is the loss of the whole batch, and equals the loss of one process. The wrapped model combines the gradients of the ranks, so all of them take the same step. Three things change with two processes:
 # - **The effective batch** doubles: 1 x 4 x 2. At a fixed number of epochs there are half as many steps.
-# - **The schedule**, if it is wrapped, advances once *for each process* in every optimizer step: here by two. A schedule planned for one process still ends at the last sample, because two processes need half as many steps. But a schedule planned in the optimizer steps that two processes take has ended when half of these steps are done, and the second half of the training runs at a learning rate of zero. Hence `steps * accelerator.num_processes` in `build`.
+# - **The schedule**, if it is wrapped, advances once *for each process* in every optimizer step: here by two. If you plan the schedule with the number of steps that *one* process needs, it still ends at the last sample: two processes take half as many steps, and each step advances it by two. If you plan it with the number of steps that two processes take, it ends after half of these steps, and the rest of the training runs at a learning rate of zero. This is why `build` plans it with `steps * accelerator.num_processes`.
 # - **Printing and saving**: every process runs every line. Use `accelerator.print` and `if accelerator.is_main_process` to print once; `save_state` must be called by all.
 #
 # ## What held

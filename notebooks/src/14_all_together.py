@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Can a training of 15 GB fit into 5?
 #
-# Each technique of part II saved something. You want to use all of them at once: how much memory do they save together,
+# Each technique of lessons 05 to 09 saved memory. You want to use all of them at once: how much memory do they save together,
 # and which of them are worth their price? The 2023 guide ends with ten recipes on a V100. The first takes 14949 MB, the
 # smallest 4847 MB, at the same speed.
 #
@@ -48,7 +48,7 @@ cuda = lab.machine.kind == "cuda"
 # %% [markdown]
 # ## Idea
 #
-# Each technique of part II removes some of the bytes that are alive at the peak (lesson 01), and each has its own
+# Each technique of the table removes some of the bytes that are alive at the peak (lesson 01), and each has its own
 # kind of price.
 #
 # | technique | removes | price | lesson |
@@ -64,7 +64,7 @@ cuda = lab.machine.kind == "cuda"
 #
 # ## Predict
 #
-# The recipe to guess about combines four techniques: micro-batch 1 with four accumulation steps, checkpointing, half
+# The question's *all of it* means four techniques together: micro-batch 1 with four accumulation steps, checkpointing, half
 # precision and Adafactor. (The guide's megabytes are those of the whole card. Your number is for the tensors alive at
 # the peak, on this machine.)
 
@@ -226,7 +226,7 @@ Markdown(
 # AdamW by default. The guides' vanilla had plain ("eager") attention, and an AdamW that updates the tensors one by one
 # in a loop. We start from there, and each rung adds one technique: tf32 and 16-bit matmuls (lesson 07), SDPA (11),
 # fused AdamW (10), a batch as large as fits into the memory that was freed (04), DataLoader workers (12), torch.compile
-# (11).
+# (11). If a batch takes more memory than the guides' vanilla, a printed line says that it is left out.
 #
 # A technique that the machine lacks is left out. On a CPU these are compiling, which takes long, and 16 bits if the CPU
 # emulates 16-bit matmuls. The CPU's task has two layers and no dropout in attention, because with that dropout SDPA
@@ -429,7 +429,8 @@ for id, (before, after) in turns.items():
 # ### The guide's own table
 #
 # The guide opens with a table of seven methods: can the method improve speed, and can it reduce memory? Each cell, a
-# yes or a no, is one claim, and the runs of the ladder decide it. "(No)" in brackets means, in the guide's words,
+# yes or a no, is one claim, and the runs of the ladder decide it. (The seventh method, DeepSpeed ZeRO, divides a
+# training's memory among several processes: lesson 16.) "(No)" in brackets means, in the guide's words,
 # "usually either not a main concern or negligible".
 #
 # For the row on workers, the input is slow on purpose, as from a busy disk: loading a sample takes half as long as a
@@ -498,7 +499,8 @@ for cell, claim in {"speed": "zero-slows-if-fits", "memory": "zero-saves"}.items
 # ## Explore
 #
 # The first picture shows two recipes above each other, moment by moment: which colours shrink, and which grow? The
-# second one has all recipes: choose a limit, and copy one that fits. (On a GPU it shows speeds too. One run of each is
+# second one has all recipes: choose a limit, and copy one that fits. *Best of both* marks a recipe that no other recipe
+# beats in both memory and speed. (On a GPU it shows speeds too. One run of each is
 # no comparison, though: lesson 03.)
 
 # %% tags=["widget"]
@@ -542,8 +544,7 @@ exercises.question(lab, "first look", text, options, right="the parts alive at i
 # %% [markdown]
 # ## The advisor
 #
-# The estimate can look, choose and try for you. It lists the recipes that fit, how fast each should be and which
-# measurement says so, and why a faster recipe does not fit. Put **your own model** in the place of `task`, for example
+# The advisor chooses for you: it runs the estimate for many recipes, without training any. It lists the recipes that fit, how fast each should be and which measurement says so, and why a faster recipe does not fit. Put **your own model** in the place of `task`, for example
 # `Task("bert-base")`, or `Task("...")` with the path of a config.json or of a model folder; and your card's memory in
 # the place of `room`, for example `memory="16GB"`. Afterwards the first recipe is trained for two steps, and its peak
 # is compared with the prediction.
@@ -675,7 +676,7 @@ exercises.prove(check, solution=smallest, mistake=v100["all + Adafactor"][0])
 # %% [markdown]
 # ## Outgrowing one machine
 #
-# A **sweep** runs one training for each combination of a grid of values. None of the trainings needs another one's
+# A **sweep** runs one training (a *row*) for each combination of a grid of values. None of the trainings needs another one's
 # result, so they can run anywhere. `perf-helpers sweep FILE` reads the grid from a TOML file and distributes it to
 # workers of [Dask](https://distributed.dask.org/en/latest/resources.html), one training at a time per device. Here
 # there are two workers. Each is a process of its own, which could run on another machine. Before you run the cell: how
@@ -727,7 +728,8 @@ except ValueError as missing:
 #   for learning.
 # - **The ladder of speed** led from the guides' vanilla to the best recipe in no more memory, and named the rungs that
 #   gained nothing here. The hardware decides what a rung gains: half precision trained 2.4 times as fast as fp32 on
-#   an AMD EPYC, and at 0.53 of fp32's speed when the EPYC was held to AVX512_CORE, which has no bf16 instructions.
+#   an AMD EPYC, and at 0.53 of fp32's speed when oneDNN (torch's library for matmuls on a
+#   CPU) was limited to the instruction set AVX512_CORE, which has no bf16 instructions.
 # - **The guide's own table** was decided cell by cell on this machine. On an AMD EPYC one of its 14 cells was refuted:
 #   half precision took 18 % off the peak, which the guide calls negligible.
 # - **A grid of recipes** went to several workers. On a cluster only the workers change.

@@ -236,7 +236,7 @@ widgets.revealed(lab, "sent", sum(size for kind, size in ddp["traffic"][-1] if k
 #
 # Does DDP send while backward runs? It calls a *communication hook* with each full bucket, and our hook checks whether a gradient is still missing then.
 #
-# Buckets take memory. DDP **copies** each gradient into its bucket, unless `gradient_as_bucket_view=True` makes the gradient a view of the bucket. The copies take 4 bytes per parameter more: with AdamW 20 instead of 16. (`TrainingArguments` has no such switch, accelerate's `DistributedDataParallelKwargs` has.) Since torch 2.15 `lazy_bucket_allocation=True` frees the buckets after backward.
+# Buckets take memory. DDP **copies** each gradient into its bucket, unless `gradient_as_bucket_view=True` makes the gradient a view of the bucket. The copies take 4 bytes per parameter more: with AdamW 20 instead of 16, in the next table 12 instead of 8, because there plain SGD keeps no states. (`TrainingArguments` has no such switch, accelerate's `DistributedDataParallelKwargs` has.) Since torch 2.15 `lazy_bucket_allocation=True` frees the buckets after backward.
 #
 # The picture after the table shows at what time each bucket is sent. If this machine allows it, the ranks communicate over a real slow link: each rank is in a network namespace of its own, with a virtual cable of 400 Mbit/s between them.
 
@@ -329,11 +329,11 @@ _ = both[1].set_xlabel(
 )
 
 # %% [markdown]
-# An orange bar begins when its bucket is handed over and ends when its sum is there. One big bucket leaves after the last gradient. Small buckets leave during backward, and only the part that backward was too short to hide remains.
+# An orange bar begins when its bucket is handed over and ends when its sum is there. One big bucket leaves after the last gradient. Small buckets leave during backward. After backward the ranks wait only for the buckets that are still on their way.
 #
 # ### Baseline
 #
-# Is it faster, then? First one process trains, with 1 or 8 samples per step.
+# Is DDP faster than one process? First one process trains, with 1 or 8 samples per step.
 #
 # > **On two GPUs:** they train the profile's own model, with NCCL.
 #
@@ -401,16 +401,16 @@ def scaling(samples, megabits):
 _ = widgets.explore(scaling, megabits=[1000, 100, 200, 10000, 100000], samples=[8, 1])
 
 # %% [markdown]
-# The batch changes the work of a step, not the bytes that it sends. So the second process helps more, the **longer the work of a step is compared with the sending of its gradients**. Read the intervals: on a CPU the ranks share the path to memory.
+# The batch changes the work of a step, not the bytes that it sends. So the second process helps more if **the work of a step takes long compared with the sending of its gradients**. On a CPU the ranks also share the path to memory, which costs both of them speed. Compare the printed intervals, not the single values.
 #
 # ### The link
 #
-# On two TITAN RTX the 2022 guide measured 131 s without NVLink and 101 s with it. It adds a rule: the more there is to synchronize, the more a slow link costs. DDP synchronizes once per step, so it pays little; ZeRO-DP does so often, so it pays much.
+# On two TITAN RTX the 2022 guide measured 131 s without NVLink and 101 s with it. It adds a rule: the more there is to synchronize, the more a slow link costs. DDP synchronizes once per step, so it pays little. ZeRO-DP, which divides the weights over the ranks (lesson 16), synchronizes often, so it pays much.
 #
 # A link can be slow in two ways. It carries few **bytes per second**, or each message takes long to **arrive**. Two ranks on two *hosts* (network namespaces with a virtual cable) try both:
 #
 # - *Few bytes per second*: a large and a small model, over a cable on which the large model's gradients take as long as two steps.
-# - *Late messages*: a tiny model, over a cable of any width on which everything arrives 10 ms later. It is trained with DDP, with DDP that sends everything twice in one message, and with its weights *sharded*: divided over the ranks, as ZeRO does (lesson 16).
+# - *Late messages*: a tiny model, over a cable of any width on which everything arrives 10 ms later. It is trained with DDP, with DDP that sends everything twice in one message, and with its weights *sharded*: divided over the ranks, as ZeRO does. Sharding sends more messages and more bytes than DDP. DDP with everything sent twice sends even more bytes, so if sharding still waits longer, the messages are the reason.
 
 
 # %%
@@ -548,7 +548,7 @@ for epoch in (0, 1):
 #
 # ### What DP does instead
 #
-# `nn.DataParallel` (DP) is older. One process drives all devices. The first device has the model and the optimizer; the others get their weights and their samples from it. The next cell runs a step of DP on two simulated devices, and counts the bytes that would cross between them: for our classifier, and for the guide's gpt2 with its sizes (on torch's `meta` device, where tensors have shapes but no numbers).
+# `nn.DataParallel` (DP) is older. One process drives all devices. The first device has the model and the optimizer; the others get their weights and their samples from it. The next cell runs a step of DP on two simulated devices, and counts the bytes that would cross between them: for our classifier, and for gpt2 with the guide's sizes (on torch's `meta` device, where tensors have shapes but no numbers).
 
 
 # %%
@@ -579,7 +579,7 @@ rows += [["DDP: gradients, there and back", *(2 * counts["gradients"] / 1e6 for 
 plots.Table(["crosses between the devices in each step", "MB, classifier", "MB, gpt2"], rows)
 
 # %% [markdown]
-# DP moves five kinds of data instead of one. Besides the gradients it moves the weights, *in every step*. All of it goes through device 0, which also adds up the gradients and runs the only optimizer. For gpt2 the outputs are the largest kind: they have a number for each word of the vocabulary. And one process drives all devices with threads. The threads share Python's lock, the GIL, which only one of them holds at a time, and they cannot leave their machine.
+# DP moves five kinds of data instead of one. Besides the gradients it moves the weights, *in every step*. All of it goes through device 0, which also adds up the gradients and runs the only optimizer. For gpt2 the outputs are the largest kind: they have a number for each word of the vocabulary. (The row *losses*, named as in the guide, is what comes back for the outputs in backward: their gradient, of the same size.) For the classifier the totals are equal: its outputs are tiny, and DP sends weights one way and gradients the other, DDP its gradients there and back. And one process drives all devices with threads. The threads share Python's lock, the GIL, which only one of them holds at a time, and they cannot leave their machine.
 #
 # ### What held
 #
@@ -812,7 +812,7 @@ with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
 #
 # ### What goes wrong
 #
-# The next cells start two ranks again and again. Each time something happens before an all-reduce: rank 1 ends, hangs, or disagrees with rank 0. Look at how soon you learn of it, and from whom.
+# The next cells start two ranks again and again. Each time something happens before an all-reduce: rank 1 ends, hangs, or disagrees with rank 0. In the row *one sum fewer* it skips the all-reduce and returns. In *torch compares first* it has another dtype, as in the row above, but torch compares the calls of the ranks first. Look at how soon you learn of it, and from whom.
 
 
 # %%

@@ -325,7 +325,7 @@ plots.Table(["after forward", "weights", "gradients", "states", "activations", "
 #
 # ### What each stage sends
 #
-# In the usual *ring*, each rank sends to the next one, piece by piece: (N-1)/N of a tensor for a reduce-scatter or an all-gather, and twice that for an all-reduce, which is both. The table's unit is 4 P(N-1)/N bytes, which one all-gather of all weights sends: hence "times the weights". The *volume* is calculated from the messages; the network's own counter gives the last column. Before the table, the cell prints the messages of one module in stage 3: the embeddings.
+# In the usual *ring*, each rank sends to the next one, piece by piece. A reduce-scatter or an all-gather sends (N-1)/N of a tensor. An all-reduce does both, so it sends twice as much. The table's unit, "times the weights", is one all-gather of all weights: 4 P(N-1)/N bytes. The *volume* is calculated from the messages; the network's own counter gives the last column. Before the table, the cell prints the messages of one module in stage 3: the embeddings.
 
 # %%
 UNITS = {"allreduce": 2, "reduce_scatter_base": 1, "allgather_base": 1}
@@ -439,7 +439,7 @@ plots.Table(head, [fsdp_row(run) for run in (runs[3], fsdp, no_reshard)])
 #
 # > **On a GPU:** the Trainer's switch is `TrainingArguments(fsdp=True)`. It needs accelerators: on CPU ranks accelerate 1.15 ignores it and trains with DDP (the lab warns).
 #
-# How much would a GPU need? The estimate traces one rank of FSDP2, and of DeepSpeed, the subject of the next section:
+# How much would a GPU need? The estimate traces one rank of FSDP2, and of DeepSpeed (next section), which stores more than the formula says:
 
 
 # %%
@@ -466,7 +466,7 @@ plots.Table(
 )
 
 # %% [markdown]
-# The estimate was compared with rehearsals, dry runs of torch's CUDA build without a GPU, of small GPT-2s and Llamas on two and four A100. torch's allocator handed out what the estimate says, to the byte. The exception was one number of an accumulated loss.
+# We compared the estimate with rehearsals (dry runs of torch's CUDA build, without a GPU) of small GPT-2s and Llamas on two and four A100. Both agreed to the byte, except for one number, an accumulated loss.
 #
 # With accelerate 1.15 some trainings stop with an error if `fsdp` is on:
 #
@@ -476,7 +476,7 @@ plots.Table(
 #
 # ### The library: DeepSpeed
 #
-# `TrainingArguments(deepspeed={...})` switches on the same stages in DeepSpeed, which is an extra of this course. The function below also shows what the guides call a deployment in a notebook: with one process there is no launcher, so the function sets the launcher's environment variables itself. Beware of one default: DeepSpeed 0.19 clips gradients at 1.0.
+# `TrainingArguments(deepspeed={...})` switches on the same stages in DeepSpeed, an optional package of this course. The function below also shows what the guides call a deployment in a notebook: with one process there is no launcher, so the function sets the launcher's environment variables itself. Beware of one default: DeepSpeed 0.19 clips gradients at 1.0.
 
 
 # %%
@@ -555,7 +555,7 @@ claims.check("partitioned-states-save", runs[1].peak_bytes / runs[0].peak_bytes,
 #
 # ### Slow links between hosts: HSDP
 #
-# **HSDP**, hybrid sharding, arranges the ranks in a mesh with two sides: 2 x 2 here. The ranks of one row, which a fast link inside a host connects, shard the weights among them. The rows are replicas of each other. Over the slow link between the rows only the shards of the gradients are summed. A rank stores 16 P divided by the number of ranks *in a row*.
+# **HSDP**, hybrid sharding, arranges the ranks in a two-dimensional mesh: here in 2 rows of 2 ranks. The ranks of a row, joined by a fast link inside a host, shard the weights. The rows are replicas. Over the slow link between the rows only the shards of the gradients are summed. A rank stores 16 P divided by the number of ranks *in a row*.
 
 # %%
 hybrid = lab.run(partial(with_fsdp, copies=2), "four ranks, 2 x 2", task=little, processes=4, **counting)
@@ -623,7 +623,7 @@ def binding(link_GB_s, busy_TFLOPs):
 _ = widgets.explore(binding, link_GB_s=[50, 16, 32, 450], busy_TFLOPs=[400, 60, 150, 1000])
 
 # %% [markdown]
-# Nothing is measured here. The curves are bytes divided by rates, for a step that overlaps its messages with computing perfectly. The legend shows the number of tokens from which on the link is fast enough. Accumulation multiplies the tokens of DDP and of offload, but not those of stage 3.
+# Nothing is measured here. The curves are bytes divided by rates, for a step that overlaps its messages with computing perfectly. The legend shows the number of tokens from which on the link is fast enough. With accumulation, DDP and offload send once for the tokens of all micro-batches; stage 3 sends in every micro-batch.
 #
 # The rates: 16 and 32 GB/s are PCIe 3 and 4, 50 GB/s is a 400 Gbit/s network, and 450 GB/s is an H100's NVLink. An H100 keeps some 400 of its 989 TFLOP/s busy.
 #
@@ -732,7 +732,7 @@ claims.check("zero-slows-if-fits", None if one_gpu else fastest, missing=one_gpu
 #
 # The guide's tree has two branches. If the model and a small batch fit one device, use no ZeRO; otherwise use ZeRO, with offload. The function below also tries the stages in between, and takes the first choice that fits, because each later one sends more or waits longer. A card always needs room for its activations and for its largest layer, which is there whole. With offload, the host or a disk needs room for the bytes that leave the card.
 #
-# `parallelism` walks the same tree for a real model. It uses no formula: it traces one rank of each layout, so the bytes are the estimate's. Messages are counted as in a ring. It picks the simplest layout that fits, and over a slow link the one that sends least. If no sharding fits, it says what to try next, and how many bytes would remain on a card, however many cards you add. The second cell calls it for an 8B model on eight cards: over a fast link, over a slow link, and on cards that are too small.
+# `parallelism` walks the same tree for a real model. It uses no formula: it traces one rank of each layout, so the bytes are the estimate's. Messages are counted as in a ring. It picks the simplest layout that fits, and over a slow link the one that sends least. (*FSDP, gathered once* is FSDP with `reshard_after_forward=False`.) If no sharding fits, it says what to try next, and how many bytes would remain on a card, however many cards you add. The second cell calls it for an 8B model on eight cards: over a fast link, over a slow link, and on cards that are too small.
 
 
 # %%
@@ -831,7 +831,7 @@ exercises.prove(check_choice, solution=least, mistake=lambda ranks, link, pcie: 
 # - **Traffic:** stages 1 and 2 send 2 times the weights, as DDP does; stage 3 sends 3 times the weights. gloo sends more than the formula.
 # - **Activations:** no stage makes them smaller. Each rank still computes all layers for its own samples (16 of the 32 here).
 # - **Libraries:** FSDP2 stores what our stage 3 stores. DeepSpeed adds an fp32 copy of the shard, 4/N bytes per parameter.
-# - **Offload:** states in a file take their 8 bytes per parameter out of the memory that must stay.
+# - **Offload:** if states are in a file, the system can take their 8 bytes per parameter of memory back.
 # - **When not to use it:** a step with too few tokens waits for its link: with 400 TFLOP/s over 50 GB/s, stage 3 needs 8,000 tokens per card. For a model that fits anyway, see the claim about time above.
 
 # %% tags=["finish"]
