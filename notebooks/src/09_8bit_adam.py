@@ -59,7 +59,7 @@ widgets.predict(lab, "states", question, "bytes per parameter", 0, 12)
 # %% [markdown]
 # ## By hand: the map
 #
-# The **map** is the list of the 256 values. Which values should it have? Adam's two running averages are called moments: the *first moment* is the average of the gradients, the *second moment* that of their squares. Second moments within one tensor differ by many powers of ten, so equal steps from 0 to 1 would spend nearly all values on the few large ones. The *dynamic* map has seven decades, from $10^{-6}$ up; each has twice as many values as the decade below it. The first moment gets a signed map. The second gets an unsigned map, which has twice the values in each decade.
+# The **map** is the list of the 256 values. Which values should it have? Adam's two running averages are called moments: the *first moment* is the average of the gradients, the *second moment* that of their squares. Second moments within one tensor differ by many powers of ten, so equal steps from 0 to 1 would spend nearly all values on the few large ones. The *dynamic* map has seven decades, from $10^{-7}$ up to 1; each has twice as many values as the decade below it. The first moment gets a signed map. The second gets an unsigned map, which has twice the values in each decade.
 
 
 # %%

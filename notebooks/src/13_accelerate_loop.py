@@ -136,7 +136,7 @@ if torch.equal(by_library(clip_always=True)[0], model.weight):  # step() and zer
     raise RuntimeError("clipping every micro-batch changed nothing")
 
 # %% [markdown]
-# The error printed last is how the loop of the 2023 guide ends today. `Accelerator(fp16=True)` was removed in Accelerate 0.16; `mixed_precision=`, with `"no"`, `"fp16"` or `"bf16"`, replaced it ([#917](https://github.com/huggingface/accelerate/pull/917)). With `"fp16"` the wrapped optimizer also scales the loss, and skips the steps that overflow.
+# The error printed last is how the loop of the 2023 guide ends today. `Accelerator(fp16=True)` was removed in Accelerate 0.16; `mixed_precision=`, with `"no"`, `"fp16"` or `"bf16"`, replaced it ([#917](https://github.com/huggingface/accelerate/pull/917)). With `"fp16"`, `accelerator.backward` also scales the loss, and the wrapped optimizer skips the steps that overflow.
 #
 # ## The whole recipe
 #

@@ -644,7 +644,7 @@ exercises.prove(check, solution=max(fitting, key=speed_of), mistake="half precis
 
 # %% jupyter={"source_hidden": true}
 exercises.hint(
-    "What is the largest part of the smallest bar of the ten? No technique of part II shrinks it.",
+    "What is the largest part of the smallest bar of the ten? No technique of lessons 05 to 09 shrinks it.",
     "Weights and gradients are left. Their size is a number of parameters times bytes each.",
     "`dtype` sets the bytes of a weight, and a gradient has the type of its weight.",
 )

@@ -490,7 +490,7 @@ print(f"an RTX 3090's NVLink: 4 links of 14.0625 GB/s are {4 * 14.0625} GB/s eac
 
 
 # %% [markdown]
-# Look at the column *s added* (it is there if this machine could make the cables). With few bytes per second, the larger model waits longer, because its bytes take longer and backward hides only a part of that. With late messages the bytes hardly count. What counts is how many messages a step **waits for, one after the other**. DDP waits for its sum. Sharded layers wait for their weights twice, in forward and in backward, and then for the sums of their gradients.
+# Look at the column *s added* (it is there if this machine could make the cables). With few bytes per second, the larger model waits longer, because its bytes take longer and backward hides only a part of that. With late messages the bytes hardly count. What counts is how many messages a step **waits for, one after the other**. DDP waits for its sum, which takes several messages one after the other. Sharded layers wait for their weights twice, in forward and in backward, and then for the sums of their gradients.
 #
 # Two ranks sum a vector as follows. Each rank sends the other one half of its vector, adds up the half that it kept, and sends the finished half back. Two halves are one vector, so each rank sends as many bytes as it hands over. With $n$ ranks it sends $2(n-1)/n$ times as many, never more than twice.
 #

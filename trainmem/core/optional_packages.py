@@ -10,6 +10,8 @@ import importlib.util
 import sys
 from pathlib import Path
 
+# What a training with DeepSpeed imports, by accelerate and by its engine: two seconds in each process of it.
+_IMPORTED_BY_TRAININGS = {"deepspeed": ("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")}
 FOLDER = Path(__file__).resolve().parents[2] / "build"  # the Makefile makes one folder in it per package and Python
 
 
@@ -35,6 +37,12 @@ def offer(package: str) -> str | None:
 def offered() -> list[str]:
     """Return the folders that `offer` added to this process's import path."""
     return [path for path in sys.path if Path(path).parent == FOLDER]
+
+
+def imported_by_trainings() -> list[str]:
+    """Return the modules of offered packages that every training imports, for a fork server to import them once."""
+    packages = [Path(folder).name.partition("-")[0] for folder in offered()]
+    return [module for package in packages for module in _IMPORTED_BY_TRAININGS.get(package, ())]
 
 
 def missing(package: str) -> str | None:

@@ -39,6 +39,8 @@ def import_libraries(preload: Iterable[str]) -> bool:
         _import_torchao()
     optional_packages.import_peft()
     _import(preload)
+    if not has_gpus:  # DeepSpeed looks for them
+        _import(optional_packages.imported_by_trainings())
     arguments.known()  # reads transformers' source, once for all forks
     return has_gpus
 
