@@ -282,3 +282,24 @@ def test_a_command_that_is_interrupted_while_the_server_imports_leaves_nothing(t
     command.communicate()
     assert command.returncode == 130
     assert _gone(server) and not [*tmp_path.glob("perf_helpers-*")]
+
+
+@pytest.mark.nightly
+def test_a_server_imports_an_offered_deepspeed_once_for_all_its_forks(lab):
+    if lab.machine.gpus:
+        pytest.skip("DeepSpeed looks for GPUs when it is imported: no server does")
+    code = textwrap.dedent(
+        """
+        from trainmem.core import optional_packages
+        from trainmem.measure import processes
+        def look(names, tell):
+            import sys
+            return ["".join(name) in sys.modules for name in names]
+        print(optional_packages.offer("deepspeed") is None)
+        print(processes.call(look, [["deep", "speed"], ["deep", "speed.runtime.zero.muon.muon_optimizer"]], timeout=300))
+        """
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    if done.stdout.startswith("False"):
+        pytest.skip("needs deepspeed")
+    assert done.stdout.split("\n")[1] == "[True, True]"
