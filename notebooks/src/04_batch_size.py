@@ -200,7 +200,7 @@ widgets.revealed(lab, "twice the memory", fitting, estimate=estimated)
 # %% [markdown]
 # Twice the memory is not twice the batch. Weights, gradients and optimizer states take their bytes once, so the whole second half is for samples.
 #
-# The estimate trains nothing. `auto_find_batch_size=True` tries instead: it puts accelerate's `find_executable_batch_size` around the training, which reduces the batch to nine tenths after each out-of-memory error (before [pull request 3684](https://github.com/huggingface/accelerate/pull/3684) of 2025 to half). The next cell calls it directly. On a CPU the error is planted: above the limit we ask for more memory than any machine has.
+# The estimate trains nothing. `auto_find_batch_size=True` tries instead: it puts accelerate's `find_executable_batch_size` around the training, which reduces the batch to nine tenths after each out-of-memory error. (Until [pull request 3684](https://github.com/huggingface/accelerate/pull/3684) of 2025 it halved the batch.) The next cell calls it directly. On a CPU the error is planted: above the limit we ask for more memory than any machine has.
 #
 # > **On a GPU:** torch's own limit on memory raises the error.
 
@@ -343,9 +343,9 @@ for wave in (1, 2, 3, 4):
 # %% [markdown]
 # If time jumps where the stairs do, the tile is confirmed. A jump that is lower than predicted means that the kernel has a cheaper way for the rest.
 #
-# **Alignment** is another effect. Tensor cores read fp16 in groups of 8 numbers. A row that does not begin at the start of such a group takes longer to read. To see alignment alone, sizes must not cross an edge of tiles. 61 x 64 = 3904 is between the edges of all usual tiles, and so are the sizes after it: compare 3904 (a multiple of 64) with 3912 (of 8) and 3913 (odd).
+# **Alignment** is another effect. Tensor cores read fp16 in groups of 8 numbers. A row that does not begin at the start of such a group takes longer to read. To see alignment alone, sizes must not cross an edge of tiles. 61 x 64 = 3904 is between the edges of all usual tiles, and so are the sizes after it. The claims below compare 3904 (a multiple of 64) with 3912 (of 8) and 3913 (odd), on a GPU.
 #
-# The table changes each dimension of a larger matmul: rows M (samples x tokens), columns N (features out), depth K (features in). The lines above it are about the output layer of a language model, with 30522 words or padded to 30528.
+# The table changes each dimension of a larger matmul: rows M (samples x tokens), columns N (features out), depth K (features in). Each entry is the FLOP/s at a size, divided by the FLOP/s at size n: below 1 is slower. On a GPU n is 3904, on a CPU it is the length of four vectors. The lines above the table are about the output layer of a language model, with 30522 words or padded to 30528.
 
 # %%
 base, rest = (4 * vector, 256) if on_cpu else (61 * 64, 4096)
@@ -533,7 +533,7 @@ exercises.prove(check, solution={"A", "D"}, mistake={"D"})  # the mistake: the f
 #
 # - **A larger batch is faster until the later of two knees.** Two ceilings give the knee of intensity, and counting tiles gives the knee of occupancy. A whole step also shares its update and its calls: batch 51 was 3.0 times as fast as batch 1.
 # - **The largest batch that fits can be found without a crash**, and its last three quarters bring little: a quarter of it had 0.89 times its speed.
-# - **Time jumps at the edges of tiles**, as far as your table says so. Padding is nearly free: 30528 words instead of 30522 took 25 kB.
+# - **Time jumps at the edges of tiles**, if your picture and your table show it. Padding is nearly free: 30528 words instead of 30522 took 25 kB.
 #
 # This is a good place to stop.
 #
