@@ -275,10 +275,11 @@ claims.check("nvml-agrees", found.get("old"), missing=missing, note=note)
 # %% [markdown]
 # ## Change one thing: the optimizer
 #
-# The same model after one step, under six optimizers. The Trainer makes the first five. SGD keeps no state, or with
-# momentum a running sum of the gradients. AdamW keeps a running mean of the gradients (the *first moment*) and one of their
-# squares. Adafactor replaces the second by a summary (lesson 08). 8-bit AdamW comes from the library bitsandbytes, which
-# stores most states in 8 bits (lesson 09); the parameters with such states are counted separately.
+# The next cells count the states of one model after one step of six optimizers. The Trainer makes the first five. SGD
+# keeps no state, or with momentum a running sum of the gradients. AdamW keeps a running mean of the gradients (the
+# *first moment*) and one of their squares. Adafactor replaces the mean of the squares by a summary (lesson 08). 8-bit
+# AdamW comes from the library bitsandbytes, which stores most states in 8 bits (lesson 09); the parameters with such
+# states are counted separately.
 
 
 # %%
