@@ -443,7 +443,7 @@ plots.Table(header, table)
 #
 # The last claim is about the matmuls alone. The guide says that backward is sometimes more than twice as slow because its sizes are more *awkward*, that is, further from the sizes that the device multiplies fastest. If that is true here, a FLOP of backward takes longer than one of forward.
 #
-# `Ratio.of_turns` divides the seconds of steps that ran alternately, and gives an interval. The first of the two steps runs twice in every turn. Both times it is the same code, so any difference is noise, and the interval is never narrower than this noise.
+# `Ratio.of_turns` divides the seconds of steps that ran alternately, and gives an interval. For each run of the second step, the first one runs twice. Both times it is the same code, so any difference is noise, and the interval is never narrower than this noise.
 
 
 # %%
