@@ -196,6 +196,7 @@ print(f"lab.train holds {difference:,} bytes more than the loop; the batch ahead
 # - `load` is `from_pretrained` on a checkpoint in fp16
 # - `named` and `listed` are the compiler backends that the guide names, and those that torch lists
 # - `program` is a program that does nothing
+# - `ds` is a data set, `one` a tensor with a single number
 
 
 # %%
