@@ -237,7 +237,7 @@ plots.Table(["way", "trained with", "answer", "seconds"], rows)
 #
 # ## Change one thing: the batch, up to that limit
 #
-# Steps of all sizes alternate in one process, and again in two more processes. The smallest and the largest size run twice per turn: the difference between a size and itself is the noise.
+# Steps of all sizes alternate in one process, and again in two more processes. The smallest and the largest size run twice as often as the others: the difference between a size and itself is the noise.
 
 
 # %%
@@ -288,7 +288,7 @@ print(f"batch {fitting} is {speeds[-1] / speeds[0]:.2f} x as fast as batch 1; ",
 print(f"without the updates {without_update[-1] / without_update[0]:.2f} x")
 
 # %% [markdown]
-# Two effects add up on the left. The distance between the lines is the **update**: more samples share it. The rise that remains without the update comes from passes that fill the device better, and from calls that more samples share. On the right, each sample adds as many bytes as the one before, up to the limit.
+# In the left picture two effects add up. The distance between the lines is the **update**: more samples share it. The rise that remains without the update comes from passes that fill the device better, and from calls that more samples share. In the right picture each sample adds as many bytes as the one before, up to the limit.
 #
 # ## Multiples of 8, of 64, and of what else
 #
@@ -375,7 +375,7 @@ plots.Table(["FLOP/s against n", f"n - 1 = {base - 1}", f"n = {base}", "n + 1", 
 #
 # ### The batch
 #
-# `Ratio.of_turns` divides the seconds of steps that ran alternately, and gives an interval. The first of the two steps runs twice in every turn. Both times it is the same code, so any difference is noise, and the interval is never narrower than this noise.
+# `Ratio.of_turns` divides the seconds of steps that ran alternately, and gives an interval. For each run of the second step, the first one runs twice. Both times it is the same code, so any difference is noise, and the interval is never narrower than this noise.
 
 
 # %% tags=["claim"]
@@ -749,7 +749,7 @@ display(claims.check("larger-batch-same-data", against(128, 8, 4, 64), note="bat
 claims.check("larger-batch-ends-better", ends(128, 8), note=f"16 steps and 256; batch 32 and 8: {ends(32, 8)}")
 
 # %% [markdown]
-# The guide says that a larger batch often converges faster. That is true of *steps*: in steps it does. On the same *data* it makes fewer updates. So tune the batch in this order: find the sizes that learn well within your budget, then take the fastest of them. The largest batch that fits is an upper bound, not the answer.
+# The guide says that a larger batch often converges faster. That is true if you count *steps*. On the same *data* a larger batch makes fewer updates. So tune the batch in this order: find the sizes that learn well within your budget, then take the fastest of them. The largest batch that fits is an upper bound, not the answer.
 #
 # ## Exercise 2: the challenge
 #
