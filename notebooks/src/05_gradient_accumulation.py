@@ -201,7 +201,7 @@ whole_batch
 # %% [markdown]
 # ## Change one thing
 #
-# The same four samples per step, one at a time. A third run with a single sample and no accumulation shows what accumulation itself adds.
+# Now we train on the same four samples per step, one at a time. A third run with a single sample and no accumulation shows what accumulation itself adds.
 
 # %%
 accumulated = lab.train(
