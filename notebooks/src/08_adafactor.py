@@ -293,7 +293,7 @@ rows = [[name, *map(plots.seconds_text, seconds)] for name, seconds in zip(names
 plots.Table(["part of a step", "process 1", "process 2", "process 3"], rows)
 
 # %% [markdown]
-# The price fades as the batch grows (the last line takes the passes to be proportional to the batch), and gradient accumulation hides it in the same way. It depends on the device, too: passes compute, an update reads and writes memory, and the guide's V100 does some 17 operations in the time in which it moves one byte. On a device that does fewer operations in that time, the passes take longer compared with the update, and the update is a smaller part of the step.
+# The price fades as the batch grows (the last printed line assumes that the passes take time in proportion to the batch), and gradient accumulation hides it in the same way. It depends on the device, too: passes compute, an update reads and writes memory, and the guide's V100 does some 17 operations in the time in which it moves one byte. On a device that does fewer operations in that time, the passes take longer compared with the update, and the update is a smaller part of the step.
 #
 # > **On a GPU:** the parts alone do not give the time of a step, because the host queues small operations while the GPU is still busy. There, two whole trainings are interleaved.
 
