@@ -69,7 +69,7 @@ rows = [[f"{signs[found.level]} {found.level}", found.subject, found.text, found
 plots.Table(["", "about", "what was found", "what to do"], rows, caption=lab.machine.name)
 
 # %% [markdown]
-# An experiment should take seconds on every machine, and a model that keeps a CPU busy is too small to show anything on a large card. So the sizes come in three **profiles**. `auto` takes `gpu` from 20 GB of GPU memory on, `t4` for smaller cards, `cpu` where there is no GPU that torch can use.
+# An experiment should take seconds on every machine, and a model that keeps a CPU busy is too small to show anything on a large card. So the sizes come in three **profiles**. `auto` takes `gpu` from 20 GB of GPU memory on, `t4` for smaller cards such as Colab's T4, `cpu` where there is no GPU that torch can use.
 
 # %%
 rows = []
@@ -105,7 +105,7 @@ rows = [[model, tensors, f"{count:,}", plots.bytes_text(size)] for model, (tenso
 plots.Table(["model", "tensors", "parameters", "bytes"], rows)
 
 # %% [markdown]
-# bert-large is the guides' model. For this model the 2023 guide read 1288 MB on a V100: the difference of two readings of the whole card, with 1 MB = 2^20 bytes. That is 1.35 GB in this course's units, where 1 MB = 10^6 bytes.
+# bert-large is the guides' model. For this model the 2023 guide gives 1288 MB on a V100: the memory in use on the whole card with the model on it, minus the memory in use before, with 1 MB = 2^20 bytes. That is 1.35 GB in this course's units, where 1 MB = 10^6 bytes.
 #
 # ## A fresh process
 #
@@ -214,10 +214,11 @@ comparison = lab.compare(small, large, turns=4)
 comparison
 
 # %% [markdown]
-# `lab.compare` sets two runs side by side; the last row has the ratios, the second run divided by the first (1.00: no difference).
+# `lab.compare` sets two runs side by side. Below them are the ratios, the second run divided by the first (1.00: no difference).
 #
 # - The memory ratio is exact.
 # - The speed ratio comes with an **interval**, in brackets: the lab ran the two recipes once more, interleaved (a step of one, a step of the other, and so on; `turns` sets how often), and the interval shows how much such ratios vary.
+# - On a CPU the speed ratio is given twice. *CPU time* counts only the seconds that the run computed, and it decides the claims. *Wall clock* also counts the waiting while other programs use the cores.
 
 # %%
 exercises.question(
@@ -281,9 +282,9 @@ cost = lab.run(loaded, measure="value").value
 claims.check("weights-cost", cost["fp32"], note=f"from a checkpoint in bf16: {cost['bf16']:g} B")
 
 # %% [markdown]
-# (The lab may have a few bytes more than our count: tables of position numbers, which are no parameters; on a GPU also the rounding of each tensor to 512 bytes.) The note under the claim is news since the guides: transformers 5 keeps the dtype of the checkpoint, where it used to make fp32 of any. So a model published in 16 bits is trained in 16 bits, unless you say `dtype=torch.float32`.
+# (The lab may have a few bytes more than our count: tables of position numbers, which are no parameters; on a GPU also the rounding of each tensor to 512 bytes.) The note under the claim is news since the guides: transformers 5 keeps the dtype of the checkpoint; older versions turned every checkpoint into fp32. So a model published in 16 bits is trained in 16 bits, unless you say `dtype=torch.float32`.
 #
-# That box is a **verdict**. It shows what was measured here, the rule, and what the guide measured elsewhere. There are five:
+# The box with the ✓ or ✗ above is a **verdict**. It shows what was measured here, the rule, and what the guide measured elsewhere. There are five:
 #
 # | | verdict | it means |
 # |---|---|---|
@@ -428,7 +429,7 @@ widgets.progress(lab)
 # ## Recap
 #
 # - You saw what this machine has, and how many of the guides' statements it can put to the test. In fp32 each parameter takes 4 bytes, as the guides say.
-# - One experiment went from end to end, in a process of its own that left nothing behind, and neither did a hoarder and a killed process.
+# - One experiment went from end to end, in a process of its own that left nothing behind. A hoarder and a killed process left nothing behind either.
 # - You met a run, a comparison, a claim and one of the 5 verdicts. An interval that contains 1 means *too small to tell*.
 #
 # The cell below closes the lesson, as it closes each one. Its **scoreboard** has a row for each claim: the verdict, what the guides say, what was measured *here* and what was measured *there*. It names the machine, the versions and the date, without which no figure is worth much. `perf-helpers course` runs all lessons and puts their scoreboards on one page.

@@ -62,8 +62,8 @@ print(f"{lab.machine.name}: {lab.task}, {lab.task.parameters() / 1e6:.1f} M para
 #
 # ## Predict
 #
-# The lab is about to train the model that the cell above printed, with the number of its sequences x the tokens in each:
-# fp32, AdamW, batch 4. How many MB at the peak?
+# The setup cell printed the task: the model, the number of sequences x the tokens in each, and the number of parameters.
+# The lab is about to train this model in fp32, with AdamW and a batch of 4. How many MB does it take at the peak?
 
 # %%
 question = "fp32, AdamW, batch 4: how many MB at the peak?"
@@ -177,7 +177,7 @@ _ = ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
 # %% [markdown]
 # The states appear in the first `step` and stay, so the bar of forward 2 is higher than that of forward 1: a training can survive its
 # first step and run out of memory in the second. Activations and gradients are never both in memory in full, because
-# backward frees the one while it makes the other. And no bar reaches the dashed line: the peak is *inside* backward,
+# backward frees activations while it makes gradients. And no bar reaches the dashed line: the peak is *inside* backward,
 # and temporaries are part of it. We only looked between two lines of code, so we could not see it.
 #
 # Which modules saved the activations of one layer?
@@ -275,10 +275,11 @@ claims.check("nvml-agrees", found.get("old"), missing=missing, note=note)
 # %% [markdown]
 # ## Change one thing: the optimizer
 #
-# The same model after one step, under six optimizers. The Trainer makes the first five. SGD keeps no state, or with
-# momentum a running sum of the gradients. AdamW keeps a running mean of the gradients (the *first moment*) and one of their
-# squares. Adafactor replaces the second by a summary (lesson 08). 8-bit AdamW comes from the library bitsandbytes, which
-# stores most states in 8 bits (lesson 09); the parameters with such states are counted separately.
+# The next cells count the states of one model after one step of six optimizers. The Trainer makes the first five. SGD
+# keeps no state, or with momentum a running sum of the gradients. AdamW keeps a running mean of the gradients (the
+# *first moment*) and one of their squares. Adafactor replaces the mean of the squares by a summary (lesson 08). 8-bit
+# AdamW comes from the library bitsandbytes, which stores most states in 8 bits (lesson 09); the parameters with such
+# states are counted separately.
 
 
 # %%
@@ -360,11 +361,11 @@ claims.check("t5-3b-8bit", giant["AdamW8bit"])
 # %% [markdown]
 # Two optimizers deserve a second look. 8-bit AdamW: bitsandbytes leaves the states of embeddings and of tensors under 4096
 # elements in 32 bits, so its total depends on how much of a model is embeddings. And Adafactor: as the Trainer makes it, it
-# keeps only sums of rows and columns, without a first moment. The guide's figure is that of an Adafactor with one
-# (`beta1`).
+# keeps only sums of rows and columns, without a first moment. The guide's figure is that of an Adafactor with a first
+# moment (`beta1`).
 #
-# The three figures for t5-3b were counted on torch's `meta` device, where tensors have shapes and no numbers: no machine
-# needs room for 23 GB to know that it would have to.
+# The three figures for t5-3b were counted on torch's `meta` device, where tensors have shapes and no numbers. So a
+# machine without room for 23 GB of states can count them all the same.
 #
 # ## Change one thing: the precision
 #
@@ -495,8 +496,8 @@ claims.check("temporaries-freed", freed.peak_bytes / retained.peak_bytes, note=n
 # %% [markdown]
 # ## What activations depend on
 #
-# The function `forward` from above, on this machine's device, with one size doubled and doubled again. (Width: the
-# hidden size, and the feed-forward layer with it.)
+# The next cell calls `forward` from above on this machine's device. It doubles one size, then doubles it again, while the
+# other two sizes stay. (Width: the hidden size, and the feed-forward layer with it.)
 
 
 # %% tags=["claim"]

@@ -327,7 +327,7 @@ print("most time:", ", ".join(f"{name} {dearest[name]:.0%}" for name in top))
 print(f"with twice the matrix rate and nothing else this step would be at most {1 / (1 - share / 200):.2f} x as fast")
 
 # %% [markdown]
-# The last line is Amdahl's law: all operations that are not matmuls take as long as before.
+# The estimate beside your guess is the matmuls' share if every operation takes its least time on the roofline. The last line is Amdahl's law: all operations that are not matmuls take as long as before.
 #
 # Now the picture. Each dot is an operation: how many FLOPs per byte it does, and how many FLOPs per second it reached. Under the slope bandwidth is the limit, under the flat part arithmetic. A larger dot took more time. Operations without FLOPs (copies, embeddings) are not shown. The dot with a name is the longest operation that is not a matmul.
 
@@ -433,7 +433,7 @@ plots.Table(header, table)
 # - **Bytes**: a different ratio. Operations that are not matmuls do not all move twice the bytes in backward; an activation, for example, moves three tensors in backward for two in forward (see below).
 # - **Time**: it depends on the limit of each operation.
 #
-# Dropout draws its masks in forward; backward only multiplies by them. The first line shows the cost of drawing. Where random numbers are drawn one by one, as on a CPU, drawing can take as long as the matmuls themselves.
+# Dropout draws its masks in forward; backward only multiplies by them. The line printed above the table shows the cost of drawing. Where random numbers are drawn one by one, as on a CPU, drawing can take as long as the matmuls themselves.
 #
 # ## What held
 #
@@ -443,7 +443,7 @@ plots.Table(header, table)
 #
 # The last claim is about the matmuls alone. The guide says that backward is sometimes more than twice as slow because its sizes are more *awkward*, that is, further from the sizes that the device multiplies fastest. If that is true here, a FLOP of backward takes longer than one of forward.
 #
-# `Ratio.of_turns` divides the seconds of steps that ran alternately, and gives an interval. The first of the two steps runs twice in every turn. Both times it is the same code, so any difference is noise, and the interval is never narrower than this noise.
+# `Ratio.of_turns` divides the seconds of steps that ran alternately, and gives an interval. For each run of the second step, the first one runs twice. Both times it is the same code, so any difference is noise, and the interval is never narrower than this noise.
 
 
 # %%
@@ -662,7 +662,9 @@ print("attention by its matmuls:", seen(lambda: (heads @ heads.mT).softmax(-1) @
 print("the same, fused, on a CPU:", seen(lambda: torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)))
 
 # %% [markdown]
-# The lines show two blind spots. The counter knows matmuls by name, and an operation that it does not know counts 0, without a warning. So it may miss the matmuls of experts if they are done as one grouped matmul, and before torch 2.15 it missed a CPU's fused attention. `roofline.model_flops` refuses models with experts and switches to plain attention.
+# Compare the two lines of each pair: if they differ, the counter has a blind spot. It knows matmuls by name, and an operation that it does not know counts 0, without a warning. So it may miss the matmuls of *experts* (parallel layers, of which each token uses a few; lesson 18) if they are done as one grouped matmul. Before torch 2.15 it also missed a CPU's fused attention. For these reasons `roofline.model_flops` refuses models with experts, and switches to plain attention.
+#
+# The next question is about *gradient checkpointing* (lesson 06): it keeps fewer activations, and computes the missing ones a second time in backward.
 
 # %% jupyter={"source_hidden": true}
 tiny = Task("bert-tiny", seq_len=32, config={"use_cache": False})
@@ -749,7 +751,7 @@ _ = axes[1].set_xlabel("microseconds")
 # - **Wide bars of matmuls**: the step is *compute-bound*. A faster precision helps it (lesson 07).
 # - **Wide bars of other operations**: the step is *memory-bound*. Fewer bytes help it.
 #
-# If a kernel's bar is no longer than the bars of far smaller kernels, most of the bar is the call, too.
+# A call takes time inside a bar, too: if a kernel has many numbers to process, and its bar is as short as that of a kernel with few, most of the bar is the call.
 #
 # ## "My GPU is at 100 %"
 #

@@ -142,7 +142,7 @@ plots.Table(
 )
 
 # %% [markdown]
-# The stated tolerance is 0.001; the line above the table gives the largest difference. On one CPU it is 0: the same operations on the same numbers.
+# The cells accept differences up to 0.001; the line above the table gives the largest one. On one CPU it is 0: the same operations on the same numbers.
 #
 # > **On a GPU:** some sums are added up in whatever order the threads arrive, and the last digits may differ.
 #
@@ -183,7 +183,7 @@ print(f"lab.train holds {difference:,} bytes more than the loop; the batch ahead
 # %% [markdown]
 # The bytes that remain are single numbers: how many labels the batch has, the loss as it is logged, its running sum. That is the whole price in memory of the Trainer's comfort.
 #
-# > **On a GPU:** the batch ahead waits in the host's memory, and blocks are rounded up. The stated tolerance is 1 %.
+# > **On a GPU:** the batch ahead waits in the host's memory, and blocks are rounded up. The cell accepts a difference of 1 %.
 #
 # ## What the guides' code does today
 #
@@ -196,6 +196,7 @@ print(f"lab.train holds {difference:,} bytes more than the loop; the batch ahead
 # - `load` is `from_pretrained` on a checkpoint in fp16
 # - `named` and `listed` are the compiler backends that the guide names, and those that torch lists
 # - `program` is a program that does nothing
+# - `ds` is a data set, `one` a tensor with a single number
 
 
 # %%
@@ -288,7 +289,7 @@ plots.Table(["guide", "its line", "today", "instead", "outcome of it"], rows, ca
 #
 # ## Baseline
 #
-# So this is what `lab.train` runs. It runs it more than once: first under a memory meter, which slows the steps down, then in another process under a clock and nothing else. So neither measurement disturbs the other.
+# `lab.train` runs the ten lines of Trainer from above, and runs them more than once: first under a memory meter, which slows the steps down, then in another process under a clock and nothing else. So neither measurement disturbs the other.
 #
 # Watch it work, once. The monitor looks at the machine from outside, twice a second, and stops when its cell has run. Which lines move, and which stay the same?
 
@@ -361,7 +362,7 @@ exercises.question(
 #
 # Before measuring an effect, measure no effect. On a CPU `lab.compare` deals with these variations in three ways:
 #
-# - **Turns inside one process**, on one thread. A *turn* is one step of a recipe; the two recipes take turns. So a slow minute slows both, and both share whatever makes this process faster or slower than others. The time of one turn of the first recipe divided by that of the next turn of the second is a *pair*. As all pairs of a process have the process in common, there are several processes.
+# - **Turns inside one process**, on one thread. A *turn* is one step of a recipe; the two recipes take turns. So a slow minute slows both, and both share whatever makes this process faster or slower than others. The time of one turn of the first recipe divided by that of the next turn of the second is a *pair*. All pairs of one process share what is special about it, so the lab measures in several processes.
 # - **CPU time** decides. The ratio by the clock on the wall is shown beside it.
 # - **Against itself.** In the same turns the baseline runs a second time. Its difference from itself is this measurement's **noise floor**, which is never taken to be less than a factor of 1.05.
 #

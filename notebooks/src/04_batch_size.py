@@ -200,7 +200,7 @@ widgets.revealed(lab, "twice the memory", fitting, estimate=estimated)
 # %% [markdown]
 # Twice the memory is not twice the batch. Weights, gradients and optimizer states take their bytes once, so the whole second half is for samples.
 #
-# The estimate trains nothing. `auto_find_batch_size=True` tries instead: it puts accelerate's `find_executable_batch_size` around the training, which reduces the batch to nine tenths after each out-of-memory error (before [pull request 3684](https://github.com/huggingface/accelerate/pull/3684) of 2025 to half). The next cell calls it directly. On a CPU the error is planted: above the limit we ask for more memory than any machine has.
+# The estimate trains nothing. `auto_find_batch_size=True` tries instead: it puts accelerate's `find_executable_batch_size` around the training, which reduces the batch to nine tenths after each out-of-memory error. (Until [pull request 3684](https://github.com/huggingface/accelerate/pull/3684) of 2025 it halved the batch.) The next cell calls it directly. On a CPU the error is planted: above the limit we ask for more memory than any machine has.
 #
 # > **On a GPU:** torch's own limit on memory raises the error.
 
@@ -237,7 +237,7 @@ plots.Table(["way", "trained with", "answer", "seconds"], rows)
 #
 # ## Change one thing: the batch, up to that limit
 #
-# Steps of all sizes alternate in one process, and again in two more processes. The smallest and the largest size run twice per turn: the difference between a size and itself is the noise.
+# Steps of all sizes alternate in one process, and again in two more processes. The smallest and the largest size run twice as often as the others: the difference between a size and itself is the noise.
 
 
 # %%
@@ -288,7 +288,7 @@ print(f"batch {fitting} is {speeds[-1] / speeds[0]:.2f} x as fast as batch 1; ",
 print(f"without the updates {without_update[-1] / without_update[0]:.2f} x")
 
 # %% [markdown]
-# Two effects add up on the left. The distance between the lines is the **update**: more samples share it. The rise that remains without the update comes from passes that fill the device better, and from calls that more samples share. On the right, each sample adds as many bytes as the one before, up to the limit.
+# In the left picture two effects add up. The distance between the lines is the **update**: more samples share it. The rise that remains without the update comes from passes that fill the device better, and from calls that more samples share. In the right picture each sample adds as many bytes as the one before, up to the limit.
 #
 # ## Multiples of 8, of 64, and of what else
 #
@@ -343,9 +343,9 @@ for wave in (1, 2, 3, 4):
 # %% [markdown]
 # If time jumps where the stairs do, the tile is confirmed. A jump that is lower than predicted means that the kernel has a cheaper way for the rest.
 #
-# **Alignment** is another effect. Tensor cores read fp16 in groups of 8 numbers. A row that does not begin at the start of such a group takes longer to read. To see alignment alone, sizes must not cross an edge of tiles. 61 x 64 = 3904 is between the edges of all usual tiles, and so are the sizes after it: compare 3904 (a multiple of 64) with 3912 (of 8) and 3913 (odd).
+# **Alignment** is another effect. Tensor cores read fp16 in groups of 8 numbers. A row that does not begin at the start of such a group takes longer to read. To see alignment alone, sizes must not cross an edge of tiles. 61 x 64 = 3904 is between the edges of all usual tiles, and so are the sizes after it. The claims below compare 3904 (a multiple of 64) with 3912 (of 8) and 3913 (odd), on a GPU.
 #
-# The table changes each dimension of a larger matmul: rows M (samples x tokens), columns N (features out), depth K (features in). The lines above it are about the output layer of a language model, with 30522 words or padded to 30528.
+# The table changes each dimension of a larger matmul: rows M (samples x tokens), columns N (features out), depth K (features in). Each entry is the FLOP/s at a size, divided by the FLOP/s at size n: below 1 is slower. On a GPU n is 3904, on a CPU it is the length of four vectors. The lines above the table are about the output layer of a language model, with 30522 words or padded to 30528.
 
 # %%
 base, rest = (4 * vector, 256) if on_cpu else (61 * 64, 4096)
@@ -375,7 +375,7 @@ plots.Table(["FLOP/s against n", f"n - 1 = {base - 1}", f"n = {base}", "n + 1", 
 #
 # ### The batch
 #
-# `Ratio.of_turns` divides the seconds of steps that ran alternately, and gives an interval. The first of the two steps runs twice in every turn. Both times it is the same code, so any difference is noise, and the interval is never narrower than this noise.
+# `Ratio.of_turns` divides the seconds of steps that ran alternately, and gives an interval. For each run of the second step, the first one runs twice. Both times it is the same code, so any difference is noise, and the interval is never narrower than this noise.
 
 
 # %% tags=["claim"]
@@ -533,7 +533,7 @@ exercises.prove(check, solution={"A", "D"}, mistake={"D"})  # the mistake: the f
 #
 # - **A larger batch is faster until the later of two knees.** Two ceilings give the knee of intensity, and counting tiles gives the knee of occupancy. A whole step also shares its update and its calls: batch 51 was 3.0 times as fast as batch 1.
 # - **The largest batch that fits can be found without a crash**, and its last three quarters bring little: a quarter of it had 0.89 times its speed.
-# - **Time jumps at the edges of tiles**, as far as your table says so. Padding is nearly free: 30528 words instead of 30522 took 25 kB.
+# - **Time jumps at the edges of tiles**, if your picture and your table show it. Padding is nearly free: 30528 words instead of 30522 took 25 kB.
 #
 # This is a good place to stop.
 #
@@ -749,7 +749,7 @@ display(claims.check("larger-batch-same-data", against(128, 8, 4, 64), note="bat
 claims.check("larger-batch-ends-better", ends(128, 8), note=f"16 steps and 256; batch 32 and 8: {ends(32, 8)}")
 
 # %% [markdown]
-# The guide says that a larger batch often converges faster. That is true of *steps*: in steps it does. On the same *data* it makes fewer updates. So tune the batch in this order: find the sizes that learn well within your budget, then take the fastest of them. The largest batch that fits is an upper bound, not the answer.
+# The guide says that a larger batch often converges faster. That is true if you count *steps*. On the same *data* a larger batch makes fewer updates. So tune the batch in this order: find the sizes that learn well within your budget, then take the fastest of them. The largest batch that fits is an upper bound, not the answer.
 #
 # ## Exercise 2: the challenge
 #

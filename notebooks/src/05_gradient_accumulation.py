@@ -201,7 +201,7 @@ whole_batch
 # %% [markdown]
 # ## Change one thing
 #
-# The same four samples per step, one at a time. A third run with a single sample and no accumulation shows what accumulation itself adds.
+# Now we train on the same four samples per step, one at a time. A third run with a single sample and no accumulation shows what accumulation itself adds.
 
 # %%
 accumulated = lab.train(
@@ -313,7 +313,7 @@ _ = plots.memory(list(sweep.values()), ax=right)
 # %% [markdown]
 # Read the rows from top to bottom: the same effective batch, made of smaller and smaller passes.
 #
-# - **Memory** (right): the peak falls with the micro-batch, by less and less. The rest does not depend on the batch.
+# - **Memory** (right): the peak falls with the micro-batch, by less and less: weights, gradients and optimizer states do not depend on it.
 # - **Speed** (left): this is the price, if there is one. (Each part was timed a few times only; the intervals come below.) A small pass may keep the device less busy than a large one, and then each sample costs more. How much more depends on your machine and your sequences, not on accumulation: the shorter the sequences and the larger the device, the more.
 #
 # So far the effective batch stayed the same. The next question changes only the number of accumulation steps.
@@ -430,7 +430,7 @@ plots.Table(header, [[name, *row] for name, row in tests.items()])
 # - With 5.0.0, 5.15.0, 5.23.0 and 5.24.0 the ratio was 4.
 # - In 4.57.6 the classifier took no keyword arguments. The Trainer divided, and the ratio was 1.
 #
-# [Issue 47688](https://github.com/huggingface/transformers/issues/47688) lists dozens of heads (the last layers of a model, which compute the loss) with the same fault; this one is not yet among them. Test *your* model on your versions in the same way: if the two columns say *True* (trusted) and *False* (does not divide), its gradient is wrong. With a cosine of 1 beside a wrong ratio, AdamW hides the error, as you saw, but the logged loss and the clipping suffer.
+# [Issue 47688](https://github.com/huggingface/transformers/issues/47688) lists dozens of heads (the last layers of a model, which compute the loss) with the same fault; BERT's classification head is not yet among them. Test *your* model on your versions in the same way: if the two columns say *True* (trusted) and *False* (does not divide), its gradient is wrong. With a cosine of 1 beside a wrong ratio, AdamW hides the error, as you saw, but the logged loss and the clipping suffer.
 #
 # Two remedies pass the same test below:
 #
@@ -476,7 +476,7 @@ claims.check("accumulation-same-gradient", ratio, note=f"cosine {cosine:.6f}; no
 # | `accumulation-cost` | 1 x 4 with 4 x 1 | 2023 guide: it costs a little speed | 256 (long, as in the guide), two layers |
 # | `accumulation-only-slows` | 4 x 2 with 8 x 1 | 2023 guide: if the batch fits, it only slows down | 32 |
 # | `accumulation-cost-grows` | 1 x 4 with 1 x 1 | 2023 guide: more steps cost more | 64 |
-# | `accumulation-fewer-updates` | 1 x 4 with 1 x 1 | 2022 guide: it brings 20 to 30 % | 64 |
+# | `accumulation-fewer-updates` | 1 x 4 with 1 x 1 | 2022 guide: it brings 20 to 30 % more speed | 64 |
 # | `accumulation-fill-first` | 4 x 2 with 1 x 8 | 2023 guide: fill the memory first | 64 |
 
 
@@ -511,7 +511,7 @@ claims.check(
 assert not more_steps.known or more_steps.high > 1  # the answer to the question "slower"
 
 # %% [markdown]
-# The two guides contradict each other less than it seems. The 2023 guide compares at the same effective batch: more steps mean smaller passes. The 2022 guide compares at the same micro-batch: the passes are the same, with fewer updates. The note of `accumulation-fewer-updates` gives the largest possible gain: an update that is a small part of the step cannot save much.
+# The two guides contradict each other less than it seems. The 2023 guide compares at the same effective batch: more steps mean smaller passes. The 2022 guide compares at the same micro-batch: the passes are the same, with fewer updates. The note of `accumulation-fewer-updates` gives the update's share of a step. Accumulation cannot save more than this share of the time, however many micro-batches it adds up.
 #
 # ### Learning
 #
@@ -569,7 +569,7 @@ claims.check("accumulation-learning-rate", lab.ratio([b / a for a, b in zip(fewe
 #
 # ## Explore
 #
-# This picture combines the measured parts. For a larger micro-batch, find the cost of an update at which four accumulation steps bring the 20 to 30 % that the 2022 guide reports. Such updates exist: an optimizer that is offloaded to the host, or gradients that must first be summed over a slow network.
+# This picture combines the measured parts. Choose a micro-batch. How many times as much must an update cost, until four accumulation steps bring the 20 to 30 % that the 2022 guide reports? Such expensive updates exist: an optimizer that is offloaded to the host, or gradients that must first be summed over a slow network.
 
 
 # %% tags=["widget"]

@@ -154,7 +154,7 @@ labels = {f"each block saves {inside} tensor{'s' * (inside > 1)}": peaks for ins
 _ = plots.lines(apart, labels, "blocks in a checkpointed segment", "peak (inputs of a block)", title="36 blocks")
 
 # %% [markdown]
-# The curve has a valley. With *n* blocks, *k* of them per segment, *n / k* checkpoints are kept. While a segment is recomputed, the insides of its *k* blocks are in memory as well, *k* times *I* inputs' worth. The sum *n / k + k I* is smallest at
+# The curve has a valley. There are *n* blocks, *k* of them per segment, and the inside of a block is *I* times as large as its input. So *n / k* checkpoints are kept. While a segment is recomputed, the insides of its *k* blocks are in memory as well, which is *k I* inputs' worth. The sum *n / k + k I* is smallest at
 #
 # > k = √(n / I)
 #
@@ -232,7 +232,7 @@ for name, peaks in growth.items():
     print(f"{name}: memory grows as depth to the power of {slope(depths, peaks):.2f}")
 
 # %% [markdown]
-# Look where two of the curves meet. Before that depth, *every block* needs less than segments of √n, whose insides are larger. Remember this for transformers, whose layers have a very large inside.
+# Look where the curve of *every block* meets that of the segments. Before that depth, *every block* needs less than segments of √n, whose insides are larger. Remember this for transformers, whose layers have a very large inside.
 #
 # ## Baseline
 #
@@ -498,11 +498,11 @@ note = f"by the lab's meter; {slope(depths, growth['segments of √n blocks']):.
 claims.check("checkpointing-sqrt", power, note=note)
 
 # %% [markdown]
-# Equal gradients are equal trainings: the first two curves and their bands coincide, and the first number printed there says how exactly. With the random state lost it was another training, and no message said so.
+# Equal gradients are equal trainings: the first two curves and their bands coincide, and the first number of the line printed above the picture says how exactly. With the random state lost it was another training, and no message said so.
 #
 # ### The square root, and the flag
 #
-# The square root comes from the paper that proposed checkpoints in segments of √n blocks. The 2022 guide names it for the library's flag, and the 2023 guide says that only a fraction of the activations is computed again. So we count two things for a BERT under the flag: how the bytes that wait after the forward pass grow with the number of layers, and how many of its layers run twice.
+# The square root comes from the paper that proposed checkpoints in segments of √n blocks. The 2022 guide promises the square root for the library's flag as well, and the 2023 guide says that only a fraction of the activations is computed again. So we count two things for a BERT under the flag: how the bytes that wait after the forward pass grow with the number of layers, and how many of its layers run twice.
 
 
 # %% tags=["claim"]
@@ -640,8 +640,8 @@ exercises.prove(check, solution=list(range(layers // 2)), mistake=list(range(lay
 #
 # The measured numbers are those of an AMD EPYC with 2 cores (2026-11-28); yours are in the cells above.
 #
-# - **Every forward runs twice and gives the same gradient**, if the random state is put back. Without it the gradient was 1.1 % off.
-# - **Checkpoints belong √(n / I) blocks apart.** For thin blocks this gives the square root of the depth: memory grew as the depth to the power of 0.50. Transformer layers have so large an inside that every layer is the right distance until they are very many.
+# - **Every forward runs twice and gives the same gradient**, if the random state is put back. Otherwise the gradient was 1.1 % off.
+# - **Checkpoints belong √(n / I) blocks apart.** With segments of √n blocks memory grew as the depth to the power of 0.50. Transformer layers have so large an inside that a checkpoint at every layer is best, unless the model has very many layers.
 # - **The flag saves activations and nothing else**, for one more forward of every layer: 0.58 times the peak, at 0.77 times the throughput. The bytes that wait for backward grow with the number of layers.
 # - **Checkpointing is worth most for long sequences**, and nothing for the last layer. If states make the peak there is nothing to save.
 

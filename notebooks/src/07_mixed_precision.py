@@ -182,6 +182,8 @@ display(
 print(f"trained in bf16 on prices up to 90%, and fine-tuned in bf16: {stayed:.0%} overflow")
 
 # %% [markdown]
+# Compare the columns of each row. If nets from fp32 overflow in the lower row too, and no net does in the upper row, the cause is the size of the numbers, not training in bf16.
+#
 # ### By hand: the loss scaler
 #
 # Gradients are small, and fp16 has no number between 0 and about 6e-8. How many gradients become 0? That depends on their size. So the next table multiplies the loss of a small network by smaller and smaller weights, as you would do with the loss of a side task: every gradient shrinks by the same factor.
@@ -529,7 +531,7 @@ exercises.question(
 )
 
 # %% [markdown]
-# Below the black line mixed precision costs memory. The bars show why: the copies of the weights are there for every batch size, and the activations that are saved grow with it. Where the two are equal, mixed precision begins to pay. Weights, gradients and states are those of fp32; only pure half precision halves them. The guide's curve, read from nvidia-smi, rises from 84 MB at batch 8 to 1976 MB at 64.
+# Below the black line mixed precision costs memory. The bars show why: the copies of the weights take the same bytes at every batch size, while smaller activations and temporaries save more, the larger the batch. Where cost and saving are equal, mixed precision begins to pay. Weights, gradients and states are those of fp32; only pure half precision halves them. The guide's curve, read from nvidia-smi, rises from 84 of 4247 MB at batch 8 to 1976 of 10037 MB at 64.
 #
 # **Below batch 8**, the guide says, mixed precision takes more memory. This is true only if gradients exist at the same time as the copies:
 #

@@ -72,7 +72,7 @@ for step in range(1, 11):
     second = past * second + (1 - past) * weight.grad**2
 
 # %% [markdown]
-# If row $i$ has the mean $r_i$ and column $j$ the mean $c_j$, the rebuilt entry is $r_i c_j$ over the mean of all. Each row and each column of the rebuilt matrix then has exactly the sum that it had. Only the way in which the entries are spread within a row or column is lost.
+# If row $i$ has the mean $r_i$ and column $j$ the mean $c_j$, the rebuilt entry is $r_i c_j$ over the mean of all. Each row and each column of the rebuilt matrix then has exactly the same sum as in the original. Only the way in which the entries are spread within a row or column is lost.
 
 
 # %%
@@ -124,7 +124,7 @@ typical, most = error.abs().quantile(torch.tensor([0.5, 0.9])).exp2().tolist()
 print(f"half of the steps are within a factor of {typical:.2f} of the exact ones, nine in ten within {most:.2f}")
 
 # %% [markdown]
-# The pictures show a corner of the matrix. Left and middle share one colour scale: the stripes, rows and columns that are large or small as a whole, survive. The right picture shows the loss: a step too long (blue) or too short (red) here and there. The printed factors are those of the whole matrix.
+# The pictures show a corner of the matrix. Left and middle share one colour scale: the stripes, rows and columns that are large or small as a whole, survive. The right picture shows what is lost: the step of a weight is too long (blue) or too short (red) here and there. The printed factors are those of the whole matrix.
 #
 # ## By hand: the whole update
 #
@@ -233,7 +233,7 @@ exercises.question(
 )
 
 # %% [markdown]
-# Only the states changed. If both peaks are in the backward pass, the states are part of them from the second step on, so the peak falls by as many bytes as the states shrink.
+# Only the states changed. If both peaks are in the backward pass, the states are part of them from the second step on, so the peak falls by as many bytes as the states shrink. If only Adafactor's peak is in `step`, it falls by less: in `step` all gradients and the update's temporaries are in memory.
 #
 # The 2023 guide's table gives Adafactor "slightly more than 4" bytes a parameter. Read the last column: that is the row *with a first moment*. The Trainer keeps none, and what remains is hardly worth a bar. (The guide's own measurement contradicts its table. With Adafactor its run on a V100 took 2654 MB less, in MB of 2²⁰ bytes. AdamW's two states for bert-large are 2557 of these MB, so both of them went. With a first moment kept, only about half of that could have gone.)
 #
@@ -293,7 +293,7 @@ rows = [[name, *map(plots.seconds_text, seconds)] for name, seconds in zip(names
 plots.Table(["part of a step", "process 1", "process 2", "process 3"], rows)
 
 # %% [markdown]
-# The price fades as the batch grows (the last line takes the passes to be proportional to the batch), and gradient accumulation hides it in the same way. It depends on the device, too: passes compute, an update reads and writes memory, and the guide's V100 does some 17 operations in the time in which it moves one byte. On a device that does fewer operations in that time, the passes take longer compared with the update, and the update is a smaller part of the step.
+# The price fades as the batch grows (the last printed line assumes that the passes take time in proportion to the batch), and gradient accumulation hides it in the same way. It depends on the device, too: passes compute, an update reads and writes memory, and the guide's V100 does some 17 operations in the time in which it moves one byte. On a device that does fewer operations in that time, the passes take longer compared with the update, and the update is a smaller part of the step.
 #
 # > **On a GPU:** the parts alone do not give the time of a step, because the host queues small operations while the GPU is still busy. There, two whole trainings are interleaved.
 
@@ -407,7 +407,7 @@ exercises.question(
 #
 # A printed ratio above 1 means that Adafactor ended with the higher loss. The interval beside it is the range of the five seeds. The true median is outside that range if all five seeds happen to be on the same side of it: one time in sixteen (2 × ½⁵).
 #
-# Upper row: the curves are not parallel. Which optimizer is ahead depends on the rate they share (first line for each task), so whoever gives both one rate can have either result. Without a first moment Adafactor's step is not smoothed, and the same rate moves it further: it tends to like smaller ones. Lower row: with a fair rate for each, the two tasks may still disagree. Compare the two ratios.
+# Upper row: the curves are not parallel. Which optimizer is ahead depends on the rate they share (first line for each task), so whoever gives both one rate can have either result. Without a first moment Adafactor's step is not smoothed, and the same rate moves the weights further: Adafactor tends to need smaller rates. Lower row: with a fair rate for each, the two tasks may still disagree. Compare the two ratios.
 #
 # ## What held
 #
@@ -539,8 +539,8 @@ exercises.prove(
 # ## Recap
 #
 # - **The second moment.** The means of rows and columns replaced a matrix of second moments: its sums stayed exact, and single steps were off by the factors printed above.
-# - **Memory and time.** Nearly all of the states went, since the Trainer keeps no first moment, and the peak fell with them: to 78 % in the recorded runs. The update has a price, paid once a step; how much of a step it is depends on the tokens in it and on the device (under 2 % of the throughput in the recorded runs).
-# - **Learning.** Each optimizer had its own best learning rate, and each task had its own ratio of the two final losses: on the harder one Adafactor ended 1.8 times as high. At one shared rate the comparison says more about the rate than about the optimizers.
+# - **Memory and time.** Nearly all of the states went, since the Trainer keeps no first moment, and the peak fell with them: to 78 % in the recorded runs. The update costs extra time once per step. The more tokens a step has, the smaller is this cost in percent; it also depends on the device (under 2 % of the throughput in the recorded runs).
+# - **Learning.** Each optimizer had its own best learning rate, and each task had its own ratio of the two final losses: on the task that suited Adafactor less, it ended 1.8 times as high. At one shared rate the comparison says more about the rate than about the optimizers.
 #
 # Adafactor is the wrong tool if activations make the peak (lessons 05 and 06), or if a recipe tuned for AdamW must be reproduced. Next, lesson 09 keeps both of Adam's numbers, in fewer bits.
 
