@@ -8,7 +8,7 @@
 # **You will see**
 # - how many bytes the keys and values of past tokens take, and that a cache changes no answer
 # - how many bits a 4-bit weight really takes, why transformers reports too little memory for it, and whether such weights are faster
-# - why sixteen answers cost little more than one
+# - why sixteen answers at once take far less than sixteen times the time of one
 # - how an evaluation can take more memory than the training, and how padding changes answers
 
 # %% tags=["parameters"]
