@@ -181,7 +181,7 @@ luck_lost = lost_lead(winner, promised)
 # %% [markdown]
 # The lead is gone. So **choose on one data set, and report on another, with fresh seeds**.
 #
-# ## Successive halving, in fifteen lines
+# ## Successive halving, in seven lines
 #
 # A hopeless learning rate shows early. So give each candidate a quarter of the training, keep the best quarter of the candidates, and train only these to the end.
 
