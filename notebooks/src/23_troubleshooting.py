@@ -745,7 +745,7 @@ plots.Table(["planted", "transformers' detector: module, updates before", "anoma
 #
 # *Anomaly mode* names all four operations made for it. It also shows the line of the forward pass (in a warning, hidden here). But its alarm in the last row (the logarithm) is false: relu's backward discards that NaN, and no weight sees it. The mode tests for NaN alone, so a gradient of inf passes. For overflow and coarse update it names the loss's softmax, where a NaN from elsewhere comes in.
 #
-# Next: the Trainer's log if every label is masked. `Opening` is transformers' detector with four more lines, which let it look into a dict. The third cell below times a step with each detector and with our tool.
+# Next: the Trainer's log if every label is masked. `Opening` is transformers' detector with three more lines, which let it look into a dict. The third cell below times a step with each detector and with our tool.
 
 
 # %%
