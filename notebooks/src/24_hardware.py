@@ -408,7 +408,7 @@ for id in ("tpu-tensorflow", "xla-tensorflow", "specialized-hardware"):
 # %% [markdown]
 # ## Explore
 #
-# How many times the price of an A100 does an H100 cost you? And how much of its ceiling does your code use, relative to the A100? A faster card is harder to keep busy. Where the curve is below 100 % of the A100's price per token, the H100 is the cheaper card.
+# `price` is the price of an H100 in times that of an A100. `used` is the share of its ceiling that your code uses on the H100, in percent of the share on the A100: a faster card is harder to keep busy. Where the curve is below 100 % of the A100's price per token, the H100 is the cheaper card.
 
 
 # %% tags=["widget"]
