@@ -91,7 +91,7 @@ exercises.question(
 # - **by columns**, that is by outputs: each shard computes some of the outputs, from *all* inputs;
 # - **by rows**, that is by inputs: each shard takes some of the inputs, and computes a *summand* of every output.
 #
-# (torch stores a weight as outputs x inputs, so the columns are its dimension 0.)
+# (The names belong to a matrix of inputs x outputs. torch stores its transpose, outputs x inputs, so a split by columns cuts torch's dimension 0.)
 #
 # The cell below splits one matrix in each way, then two matrices with a gelu between them. It compares every result with that of the whole matrices; if it prints nothing, all are equal.
 
@@ -253,7 +253,7 @@ rows = [[count, phase, len(sizes), sum(sizes), sum(sizes) / (4 * count * WIDTH)]
 plots.Table(["tokens", "phase", "all-reduces", "bytes", "bytes / 4 B x tokens x width"], rows)
 
 # %% [markdown]
-# The last column shows the rule: there are two all-reduces in forward and two in backward, each as large as the activations that pass through the block. Data parallelism sends something else: one gradient per weight, however many tokens there are.
+# The last column divides the bytes by the size of the activations that pass through the block: 4 bytes x tokens x width. It is 2 in every row, because forward and backward each have two all-reduces of that size. Data parallelism sends something else: one gradient per weight, however many tokens there are.
 #
 # ### Embedding and head
 #
@@ -262,7 +262,7 @@ plots.Table(["tokens", "phase", "all-reduces", "bytes", "bytes / 4 B x tokens x 
 # - *Embedding*: a rank looks up the words that it stores, and writes zeros for the others. The sum over the ranks is the embedding.
 # - *Head*: a rank computes the scores of its own words. No rank needs all scores, because the loss needs only three numbers per token: the largest score, the sum of the exponentials, and the score of the right word.
 #
-# In the table below, compare both columns as the vocabulary grows.
+# In the table below the vocabulary grows. Compare what a rank stores if only the blocks are split, and if embedding and head are, too.
 
 
 # %%
@@ -324,7 +324,7 @@ plots.Table(
 #
 # - **GPipe** runs all forward passes, then all backward passes.
 # - **1F1B** ("one forward, one backward") alternates forward and backward passes as soon as possible.
-# - **Interleaved** gives each rank two shorter pieces of the model instead of one long piece. The next rank can begin sooner, but there are twice as many messages.
+# - **Interleaved** gives each rank two shorter pieces of the model instead of one long piece. The next rank can begin sooner, but there are more than twice as many messages.
 #
 # The next cell prints the first two for two stages and four micro-batches: `F0` is the forward pass of micro-batch 0, `B0` its backward pass. The four cells after it are plumbing, and you can skip them: they receive and send, prepare each rank's layers, train, and compare gradients.
 
@@ -667,6 +667,8 @@ _ = widgets.explore(
 # - *weights*: torch shards the same weights;
 # - *and norm1*: the plan also makes the first norm's output a DTensor, of which every rank has a replica;
 # - *tokens*: **sequence parallelism**. So far each rank computed whatever is *between* the pairs (the norms and the residual connection) for all tokens. Now it computes this for its own tokens only. The all-reduce that ends a pair becomes a reduce-scatter, and an all-gather begins the next pair. A ring all-reduce consists of just these two, so the bytes on the wire stay the same. (The gradients of the norms' own weights must then be summed over the ranks.)
+#
+# Two cells follow the table. The first trains our model in torch's pipelines. The second splits a small Llama of transformers, as explained below it.
 
 
 # %%
@@ -793,7 +795,7 @@ if lab.machine.kind != "cuda" or gpus2:  # each rank needs a GPU of its own
 # Outputs and losses are those of one device. Traffic and memory depend on the plan:
 #
 # - *weights* sends more than our block. Query, key and value each sum their input's gradient over the ranks, although one sum of all three would do. With *and norm1*, torch sums once. So count the messages of a plan before you use it.
-# - *tokens* keeps fewer bytes on a rank, but not half, because gathered tensors are kept whole. Megatron keeps only the shard, and gathers again in backward. (Its authors count the activations of a block: without sequence parallelism, 10 of every 34 bytes are whole on each rank.)
+# - *tokens* keeps fewer bytes on a rank, but not half, because gathered tensors are kept whole. Megatron keeps only the shard, and gathers again in backward. (Megatron's authors count 34 bytes of activations in a block for each number of its input. Without sequence parallelism, each rank stores 10 of these 34 bytes for all tokens.)
 #
 # ### transformers, and two methods at once
 #
@@ -812,6 +814,8 @@ if lab.machine.kind != "cuda" or gpus2:  # each rank needs a GPU of its own
 # - with its twin in the other replica: once per step.
 #
 # That is **3D parallelism**. The next cell builds it from the functions above. Ranks that are neighbours in the grid's last dimension share a host, so the order of the dimensions decides which group uses which link.
+#
+# The cell after it shows the messages that were counted. The third cell shows three more tables, which are explained below it.
 
 
 # %%
@@ -881,14 +885,14 @@ rows = [[ranks, *(f"{size:.3f}" if size else "not possible" for size in sizes)] 
 plots.Table(["ranks", "tensor parallel", "pipeline", "best grid"], rows, "MB of weights on the fullest rank")
 
 # %% [markdown]
-# The formulas give the messages that were counted, and the losses are those of one device; otherwise the cell would have stopped. So the second table can apply the formulas to a model that fits no laptop. The group that sends the most, and that waits for every message, should use the fastest link. The other groups may cross hosts: stages send one message per micro-batch, and replicas one sum per step, which backward can hide.
+# The formulas give the messages that were counted, and the losses are those of one device; otherwise the cell would have stopped. So the second table can apply the formulas to a model that fits no laptop. The group that sends the most, and that waits for every message, should use the fastest link. The other groups may cross hosts: stages send one message per micro-batch, and replicas one sum per step, which backward can hide. (The first table counts one message per parameter tensor for that sum, because our loop sums each gradient on its own. DDP joins them in buckets.)
 #
 # ### When does a link hold the devices up?
 #
 # Let a device compute F operations per second, and let its link carry B bytes per second. The third table has both limits.
 #
 # - *Replicas*: backward takes 4 operations for each weight and token. Meanwhile the gradients are summed: for each weight, 2 bytes (bf16) are sent twice. So each replica needs at least **F / B tokens**. (The all-gathers of ZeRO 3 need as many.)
-# - *Tensor-parallel shards*: in forward, each of *n* shards computes 24 width² / n operations for a token of a block, then waits for two sums of `width` numbers. Arithmetic and messages both grow with the tokens, so more tokens do not help. The limit is on the *number of shards*: about **3 x width x B / F**.
+# - *Tensor-parallel shards*: in forward, each of *n* shards computes 24 width² / n operations for a token of a block, then waits for two sums of `width` numbers: 8 x width bytes, since each number has 2 bytes and is sent twice. Arithmetic and messages both grow with the tokens, so more tokens do not help. The limit is on the *number of shards*: the messages take as long as the arithmetic at about **3 x width x B / F**.
 #
 # The last table shows why 3D parallelism exists. On the same number of ranks, one method alone stores about as little per rank as a grid. But each method has a limit: for tensor parallelism it is the number of heads and the fast link, for the pipeline the number of blocks and the bubble. Together they go further.
 #

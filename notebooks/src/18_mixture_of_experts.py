@@ -307,12 +307,12 @@ plots.Table(["experts computed by", "ms per step"], rows)
 #
 # ## Does it learn more?
 #
-# The task has 48 "languages", each with its own order of 64 words. A sentence begins with its language, and then each word is the one that follows in that order. This is about *remembering*, which large FFNs are said to do, so it suits experts.
+# The task has 48 "languages" with the same 64 words. In each language every word has a fixed successor. The first token of a sentence names its language, the second is a random word, and each further word is the successor of the word before it. This is about *remembering*, which large FFNs are said to do, so it suits experts.
 #
 # Dense models of several widths compete with two mixtures. All train with the same steps and learning rate, with three seeds, and are tested on fresh sentences.
 #
-# - `8 experts` of width 32 and `64 experts` of width 16 meet as many weights per token as the dense models of width 64 and 32.
-# - The dense model of width 256 has as many weights in all as the 8 experts.
+# - In `8 experts` (of width 32) a token meets as many weights as in the dense model of width 64, and in `64 experts` (of width 16) as many as in that of width 32.
+# - The dense model of width 256 has as many weights in all as the mixture of 8 experts.
 
 
 # %%
@@ -384,11 +384,11 @@ shown = {name: [seed[name]["losses"] for seed in learnt] for name in SHAPES if n
 _ = plots.losses(shown, title="48 languages")
 
 # %% [markdown]
-# Read the table by its third column. If a token meets the same width, more experts end with a lower loss; that is what mixtures promise. "Faster" needs another comparison: with the dense model that ends with the same loss. And the last row: what went wrong there?
+# Read the table by its third column. If a token meets the same width, more experts end with a lower loss; that is what mixtures promise. The guides also promise *faster* training. That needs another comparison, with the dense model that ends with the same loss; it follows below. And the last row: what went wrong there?
 #
 # ## Who gets the tokens?
 #
-# The left picture shows the load of each expert. The right one shows how many choices are lost if each expert takes only a fixed number of tokens. The table asks what a token's expert depends on.
+# The left picture shows the load of each expert. The right one shows how many choices are lost if each expert takes only a fixed number of tokens: the *capacity factor* times the mean. The table asks what a token's expert depends on.
 
 # %%
 figure, axes = plt.subplots(1, 2, figsize=(10.5, 3.6), layout="constrained")
@@ -415,7 +415,7 @@ display(
 # %% [markdown]
 # An expert that is chosen often learns more, and is then chosen more often. With the task's loss alone, a few experts take nearly all tokens, and the others only cost memory. The balancing loss works against that. With 64 experts and so short a training it does not reach an even load.
 #
-# The right picture matters where buffers must have a fixed size, as on TPUs. There each expert takes at most *capacity factor* x the mean, and tokens that do not fit are **dropped**: they pass by on the residual connection alone. DeepSeek-V2 dropped tokens, too, in training. Mixtral drops none, and waits for the busiest expert instead. (DeepSeek-V3 balances without a second loss: it adds a bias to each expert's score, for choosing only, and lowers the bias while the expert has too many tokens.)
+# The right picture matters where buffers must have a fixed size, as on TPUs. There each expert takes at most capacity factor x the mean, and tokens that do not fit are **dropped**: they pass by on the residual connection alone. DeepSeek-V2 dropped tokens, too, in training. Mixtral drops none, and waits for the busiest expert instead. (DeepSeek-V3 balances without a second loss: it adds a bias to each expert's score, for choosing only, and lowers the bias while the expert has too many tokens.)
 #
 # The table tests a statement of the guides: the gate trains the experts "depending on the input token's position in a sequence". How often can you guess a token's expert if you know only its position? As often as if you know nothing. The word helps most, so "depending on the token" would be right.
 #
@@ -424,6 +424,8 @@ display(
 # The guides name two ways to the quality of a dense model: dozens of experts on a base model 5 times smaller, or a few experts on one 2 to 3 times smaller. Here the dense model has an FFN of width 160. In the mixture of 64 experts a token meets a width of 32, which is 5 times smaller; in the mixture of 8 experts it meets 64, which is 2 to 3 times smaller. The 64 experts are also compared with a dense model *of equal quality*, which ends with the same loss. Its width is interpolated between two widths that were trained.
 #
 # The guides take their figures from papers, whose models are large. So the comparison runs at three sizes: as trained, four times as wide, and as wide as the smallest model in those papers, Switch-Base. (The lesson assumes, and does not measure, that two models of equal quality stay equal when both are widened.)
+#
+# In the first table below each row is one size. The columns say how many times fewer operations the mixture needs, and how many times as fast it is. Only in the last column is a larger number worse: how many times as long a step of the 64 experts takes as one of the dense model of width 32, in which a token meets as many weights.
 #
 # > **On a GPU:** the largest size is 32 times as wide as trained, because a GPU needs more work to be busy.
 
@@ -486,7 +488,7 @@ plots.Table(["", "memory, x dense"], [[name, peak / peaks["dense, 160"]] for nam
 #
 # If the experts do not fit on one device, they are easy to distribute. **Expert parallelism** gives each rank some whole experts, and the tokens travel. Every rank has its own tokens, as in data parallelism, and its own copy of the gate. A layer then takes these steps:
 #
-# - Each rank sorts its tokens by expert, and announces to each other rank how many are coming.
+# - Each rank sorts its tokens by expert, and tells every other rank how many are coming.
 # - In an **all-to-all**, each rank sends every other rank a part of its tokens, of any size.
 # - The experts compute, and a second all-to-all returns the results.
 # - In backward the gradients take both ways again, in the opposite direction. `Exchange` defines this for autograd.

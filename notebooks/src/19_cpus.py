@@ -63,7 +63,7 @@ question = "How many times as long does one training step take in fp16 as in fp3
 widgets.predict(lab, "fp16", question, "x", 0, 40)
 
 # %% [markdown]
-# ## By hand: three ceilings
+# ## By hand: three matmuls in three types
 #
 # A linear layer computes three matmuls in a training step: its output, and in the backward pass the gradient of its input and the gradient of its weight. Each matmul sums over a different dimension, so their speeds may differ. We time each matmul in each type.
 #
@@ -95,11 +95,11 @@ plots.Table(heads, [[name, *map(float, three)] for name, three in by_type.items(
 # %% [markdown]
 # If a row is far below fp32's, the core has no instruction for that type. The library then **emulates** it: it widens each number, multiplies in fp32 and rounds again. This slow path need not be equally slow for the three matmuls.
 #
-# Neither the name of a CPU nor the list of its instruction sets tells you this. The lesson therefore predicts a step's time from these measurements, and then measures it.
+# Neither the name of a CPU nor the list of its instruction sets tells you this. The lesson therefore measures the parts of a step in each type, predicts from them how fast a whole step is in fp16, and then measures the step.
 #
 # ## A step is the sum of its parts
 #
-# The type of the numbers changes the time of linear layers and attention most. We time these parts alone, in each type. The rest of the step is measured in fp32. In a 16-bit type it may take half of that time (half of the bytes) or twice (more casts), which gives the prediction a range.
+# The type of the numbers changes the time of linear layers and attention most. We time these parts alone, in each type. The rest of the step is measured in fp32. In a 16-bit type it may take half of that time (half of the bytes) or twice (more casts), which gives the prediction a range. The line below the table has the predicted and the measured speed of a step in fp16, relative to a step in bf16.
 
 # %%
 SIZES = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, vocab_size=256)
@@ -261,7 +261,7 @@ plots.Table(["micro-batch", "peak in fp32", "peak with bf16=True", "ratio"], row
 # - from torch, which starts one thread per core
 # - from the launcher.
 #
-# Below, `torchrun` starts two processes, and so does plain Python. Neither gets a setting.
+# Below, `torchrun` starts two processes, and so does plain Python. Neither is given a number of threads.
 
 # %%
 SCRIPT = "import os, torch; print(f'<{torch.get_num_threads()}>', flush=True)"
@@ -390,6 +390,8 @@ plt.show()
 # Left: more is better. Right: less is better. Compare one process that uses all threads with two processes that use half of the threads each: both layouts use every core.
 #
 # Then look on the right at the *crowded* layout, which has two processes with as many threads *each* as there are cores. A thread that has finished its part waits for the others by *spinning*: it checks again and again, and keeps a core busy with that. The work is the same, the CPU time is not. On a rented machine you pay for it.
+#
+# The next cell prints these comparisons as ratios, each with its interval. Its first line has the gain of two processes, and the gain without an exchange of gradients. *Plus the whole sum* adds the time of the all-reduce to the latter, as if no part of it ran during backward. DDP's gain should lie between these two.
 
 # %%
 alone, together = (False, 1, HALF, 8), (False, 2, HALF, 8)
@@ -634,7 +636,7 @@ exercises.prove(check, solution=through_fp32, mistake=as_it_is)
 #
 # - *Loading an fp16 checkpoint without a dtype.* Print `model.dtype` before the first step.
 # - *Reporting one process's samples/s as the total*, or comparing two processes at twice the global batch. Here each update has 16 samples, and one clock times both.
-# - *Ignoring a container's quota.* torch counts the host's cores. `perf-helpers doctor` reports both numbers.
+# - *Ignoring a container's quota.* torch counts the host's cores. `perf-helpers doctor` reports these cores and the quota.
 # - *Following Intel's list of tools for CPUs*: oneCCL, Intel MPI, tcmalloc, libiomp. These are libraries to preload or separate launchers; this lesson measured none of them. IPEX, with which most old pages begin, has [no releases any more](https://github.com/intel/intel-extension-for-pytorch/issues/867).
 #
 # ## Recap

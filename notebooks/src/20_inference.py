@@ -8,7 +8,7 @@
 # **You will see**
 # - how many bytes the keys and values of past tokens take, and that a cache changes no answer
 # - how many bits a 4-bit weight really takes, why transformers reports too little memory for it, and whether such weights are faster
-# - why sixteen answers cost little more than one
+# - why sixteen answers at once take far less than sixteen times the time of one
 # - how an evaluation can take more memory than the training, and how padding changes answers
 
 # %% tags=["parameters"]
@@ -106,7 +106,7 @@ print(f"loss {loss.item():.2f}; guessing gives {torch.tensor(480.0).log().item()
 # %% [markdown]
 # ## By hand: a cache in two tensors
 #
-# Take one attention layer and ten tokens. Without a cache, the whole sequence goes through the layer for every new token. With a cache, only the newest token does, and its key and value are appended to two tensors.
+# Take one attention layer and ten tokens. Without a cache, the whole sequence goes through the layer for every new token. With a cache, only the newest token does, and its key and value are appended to two tensors. The cell counts how many rows, one per token, are multiplied by the two matrices that make keys and values.
 
 # %%
 torch.manual_seed(0)
@@ -241,7 +241,7 @@ print(f"of the whole fp32 model {held / whole:.0%} stay: embeddings and head are
 # %% [markdown]
 # `get_memory_footprint` adds up parameters and buffers. The scales are neither: they are an attribute of the weight. To get the right figure, add them, as the cell above does.
 #
-# Does the quantized model still know its language? We measure the loss on unseen text, sentence by sentence. Each sentence is compared with itself under the full weights, so that it does not matter which sentences are easy or hard. We also make a 2-bit model by hand, to show that this measurement can detect harm.
+# Does the quantized model still know its language? We measure the loss on unseen text, sentence by sentence. Each sentence is compared with itself under the full weights, so that it does not matter which sentences are easy or hard. What the model has learnt is the difference between the loss of guessing and its own. The last column of the table has the share of this difference that is lost, as a 95 % interval. We also make a 2-bit model by hand, to show that this measurement can detect harm.
 
 
 # %%
@@ -344,9 +344,9 @@ table = [[name, *(f"{step[f'{name}, {count}']:.1f}" for count in (1, 4, 16))] fo
 plots.Table(["weights", "1 answer", "4", "16"], table, "ms until each answer has its next token")
 
 # %% [markdown]
-# Up to some number of answers, an additional answer costs little, because the weights are read anyway. But each *answer* waits longer for its next token: this is its **latency**, shown in the table. transformers' page on pipelines advises against batches on a CPU. In another case the page is right: a model that reads a long prompt already uses each weight for many tokens, so a batch saves little. We measure both cases.
+# Up to some number of answers, an additional answer costs little, because the weights are read anyway. But each *answer* waits longer for its next token: this is its **latency**, shown in the table. transformers' page on pipelines advises against batches on a CPU. In another case the page is right: a model that reads a long prompt already uses each weight for many tokens, so a batch saves little. We measure both cases: the table has the answers, and the next cell prints the throughput of 16 prompts read together.
 #
-# Fewer bits are fewer bytes to read, but the weights must be unpacked before each matmul. Which effect wins depends on the processor and on the library's kernels for it. bitsandbytes has a kernel for 4 bits on CPUs with AVX512-BF16 instructions (`backends/cpu/ops.py`); on others it unpacks a whole matrix first. So we predict before we decide. The prediction is the time of a token in bf16, minus the time of its bf16 matrices, plus the time of the quantized matrices, which are timed alone.
+# Fewer bits are fewer bytes to read, but the weights must be unpacked before each matmul. Which effect wins depends on the processor and on the library's kernels for it. bitsandbytes has a kernel for 4 bits on CPUs with AVX512-BF16 instructions (`backends/cpu/ops.py`); on others it unpacks a whole matrix first. So we predict before we decide. The prediction is the time of a token in bf16, minus the time of its bf16 matrices, plus the time of the quantized matrices. The table below has these matrices, timed alone.
 
 
 # %%

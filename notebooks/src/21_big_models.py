@@ -507,6 +507,8 @@ plots.Table(heads, list(gradient_owners()), "The optimizer's weight, and the wei
 #
 # - Leave the weights in the mapped file, without a `device_map`. Then all of them train, and each page that is updated becomes private.
 # - Freeze the layers on disk on purpose, and say so.
+#
+# The trainings called *guarded* in the output make this check: with half of the layers on disk, with all in memory, and with those on disk frozen. *Two steps* is the training without the check, for a claim below.
 
 
 # %%
@@ -725,7 +727,7 @@ temporary.cleanup()  # the checkpoints
 #
 # The numbers are those of a recorded run (AMD EPYC, 2 cores, torch 2.15.0, 2026-11-28).
 #
-# - The usual way held the weights 2.00 times. Built on meta and mapped, the weights took 1.05 times their bytes at the peak, which came with the first answer. Right after loading it was 0.04.
+# - The usual way held the weights 2.00 times. Built on meta and mapped, the weights took 1.05 times their bytes at the peak, which came with the first answer. Right after loading they took 0.04.
 # - Shards and `low_cpu_mem_usage` changed nothing: 0.99 and 1.00 times the memory. Four bits took 1.91 times, because the converted weights are private beside the mapped file.
 # - With 6 GB per card, `device_map="auto"` put only 0.89 times as many bytes onto two cards as the loop by hand, because it keeps room for the largest part on the first card.
 # - Layers on disk gave the same answers (a difference of 0), from the checkpoint itself.

@@ -144,7 +144,7 @@ widgets.revealed(lab, "luck", lead)
 # %% [markdown]
 # ## Random search, in eight lines
 #
-# Settings like a weight decay or a learning rate are drawn **log-uniformly**: as many values between 0.0001 and 0.001 as between 0.01 and 0.1. In so short a training the weight decay has almost no effect. The search does not know that.
+# Settings like a weight decay or a learning rate are drawn **log-uniformly**: as many values between 0.0001 and 0.001 as between 0.01 and 0.1. Here we search the weight decay, in 20 trials. In so short a training it has almost no effect, which the search does not know.
 
 
 # %%
@@ -181,7 +181,7 @@ luck_lost = lost_lead(winner, promised)
 # %% [markdown]
 # The lead is gone. So **choose on one data set, and report on another, with fresh seeds**.
 #
-# ## Successive halving, in fifteen lines
+# ## Successive halving, in seven lines
 #
 # A hopeless learning rate shows early. So give each candidate a quarter of the training, keep the best quarter of the candidates, and train only these to the end.
 
@@ -491,7 +491,7 @@ if not no_optuna:
 # %% [markdown]
 # Two faults come together:
 #
-# - `Trainer.train` creates the model before it applies the trial's settings. So **each trial runs with the seed of the one before**.
+# - `Trainer.train` creates the model before it applies the trial's settings. So **each trial runs with the seed of the one before**: in the table its loss equals the last column, not the one with its own seed.
 # - The Trainer trains with its own copy of the batch size, and only a trial updates this copy. After the search it is the last trial's.
 #
 # So create a *new* Trainer for the winning settings. And do not search the seed.

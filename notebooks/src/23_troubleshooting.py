@@ -383,6 +383,8 @@ READINGS = {
 # ## The clinic
 #
 # The faults are in sealed cells. Run these cells, and unfold their code only when you are done. A row of the table is a patient, a column a reading of its first three steps. The questions ask what each patient has, and the answer also shows what the tool says. Some patients are healthy.
+#
+# Three names of faults need a word. *Overflow*: the forward pass makes the first inf or NaN. *Update too coarse*: the optimizer update makes it. *States*: the optimizer states do not fit into memory.
 
 
 # %%
@@ -525,7 +527,7 @@ learning |= {"12": ("healthy", partial(script, build=attention, meant="self_attn
 ward("Second ward: nothing learns, or slowly", learning, [slice(1), slice(5, 11)])
 
 # %% [markdown]
-# One patient of this ward trains only a few weights on purpose, as with adapters, and declares this to the tool (`meant`). No tool can know what is meant. The model of lesson 21, half of which is on disk, would show in the columns about weights.
+# One patient of this ward trains only a few weights on purpose, as with adapters, and declares this to the tool (`meant`). No tool can know what is meant. The columns about weights would also show the fault of lesson 21, where half of the model is on disk and does not learn.
 #
 # In the third ward the memory of the simulated card follows from the healthy patient's peaks. *When* did a patient run out of memory, and with how many tokens?
 
@@ -557,7 +559,7 @@ rooms |= {"14": (max(once["forward"], once["backward"]) + once["update"]) / 2, "
 ward("Third ward: memory", memory, [slice(11, 16)], rooms)
 
 # %% [markdown]
-# Halving the batch size is what everybody tries first. It is the cure for one of the five faults of this ward. Optimizer states do not depend on the batch (lessons 08 and 09). The long batch needs a cut or a sort by length (lesson 12), the leak `.item()`, the evaluation its argmax (lesson 20).
+# Halving the batch size is what everybody tries first. It is the cure for one of the five faults of this ward. Optimizer states do not depend on the batch (lessons 08 and 09). Against one long batch, truncate the texts or sort them by length (lesson 12). Against the leak, log `loss.item()` instead of the loss. In the evaluation, keep the argmax instead of the logits (lesson 20).
 #
 # ### It fitted, and does not fit when it is resumed
 #
@@ -571,7 +573,7 @@ ward("Third ward: memory", memory, [slice(11, 16)], rooms)
 #
 # ### The fourth ward
 #
-# The table below the ward shows what the tool says of all patients. Its rules are not made for these patients only: a test of the course plants faults in other layers, steps and ranks.
+# The next two cells measure what the last two sections say. Then comes the fourth ward, and below it a table of what the tool says of all patients. The tool's rules are not made for these patients only: a test of the course plants faults in other layers, steps and ranks.
 
 
 # %%
@@ -735,7 +737,7 @@ rows = [
 plots.Table(["planted", "transformers' detector: module, updates before", "anomaly mode", "ours"], rows)
 
 # %% [markdown]
-# Read the table by rows.
+# Read the table column by column.
 #
 # *transformers' detector* names the overflow's module correctly. It reports neither the NaN loss nor anything that vanishes: whatever its name says, it tests for inf and NaN alone (`detect_overflow` in `debug_utils.py`). It reports a NaN made in backward, and the coarse update, one update late. Then it names the embedding, whose weights the next forward pass meets first.
 #
@@ -743,7 +745,7 @@ plots.Table(["planted", "transformers' detector: module, updates before", "anoma
 #
 # *Anomaly mode* names all four operations made for it. It also shows the line of the forward pass (in a warning, hidden here). But its alarm in the last row (the logarithm) is false: relu's backward discards that NaN, and no weight sees it. The mode tests for NaN alone, so a gradient of inf passes. For overflow and coarse update it names the loss's softmax, where a NaN from elsewhere comes in.
 #
-# Next: the Trainer's log if every label is masked. `Opening` is transformers' detector with four more lines, which let it look into a dict.
+# Next: the Trainer's log if every label is masked. `Opening` is transformers' detector with three more lines, which let it look into a dict. The third cell below times a step with each detector and with our tool.
 
 
 # %%

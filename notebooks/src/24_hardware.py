@@ -125,7 +125,7 @@ exercises.question(
 # Data sheets name the ceilings: matmul rates in 16 bits, and bytes per second. Take the number **without sparsity**. The number in large print is often the one with sparsity, twice as high. It applies if half of the weights are zero, which is not so in a training.
 #
 # - Training computes 6 FLOPs per parameter and token (forward and backward), in large matmuls. Arithmetic decides its speed.
-# - Answering one question reads all weights, 2 bytes per parameter in 16 bits, for a single token. Bandwidth decides its speed. A batch of answers shares that reading.
+# - Answering one question reads all weights for each token, 2 bytes per parameter in 16 bits. Bandwidth decides its speed. A batch of answers shares that reading.
 
 
 # %%
@@ -169,7 +169,7 @@ ax.set_xscale("log", base=2)
 # %% [markdown]
 # ## Heat and power
 #
-# The older of the two guides, of 2022, recommends cooling, and names temperatures. **NVML**, the driver's own library (behind `nvidia-smi`), reports your card's temperatures. There are three thresholds. Older cards report two of them, as temperatures. Newer ones report a *margin*, the number of degrees that are left, and their thresholds are margins too:
+# The older of the two guides, of 2022, recommends cooling, and names temperatures. **NVML**, the driver's own library (behind `nvidia-smi`), reports your card's temperatures. There are three thresholds. Older cards report two of them, as temperatures. Newer ones report a *margin*, that is how many degrees are left, and give each threshold as a margin:
 #
 # - *operating*: from here on the card may go below its base clock, the frequency that its data sheet promises
 # - *slowdown*: the hardware slows the card down
@@ -408,7 +408,7 @@ for id in ("tpu-tensorflow", "xla-tensorflow", "specialized-hardware"):
 # %% [markdown]
 # ## Explore
 #
-# How many times the price of an A100 does an H100 cost you? And how much of its ceiling does your code use, relative to the A100? A faster card is harder to keep busy. Where the curve is below 100 % of the A100's price per token, the H100 is the cheaper card.
+# `price` is the price of an H100 in times that of an A100. `used` is the share of its ceiling that your code uses on the H100, in percent of the share on the A100: a faster card is harder to keep busy. Where the curve is below 100 % of the A100's price per token, the H100 is the cheaper card.
 
 
 # %% tags=["widget"]
@@ -572,7 +572,7 @@ exercises.prove(
 #
 # - *Reading a "GPU-Util" of 100 % as "the card is well used".* That number says that some kernel ran. Clocks, their reasons and the utilization of lesson 02 say how well.
 # - *Expecting the data sheet's 1,979 TFLOP/s.* That rate needs sparsity: half of the weights are zero. Yours are not.
-# - *Using one cable with two plugs.* A pigtail connects one cable's power to two sockets.
+# - *Using one cable with two plugs (a pigtail) for a card with two power sockets.* Both sockets then share the power of one cable. Use one cable per socket.
 # - *Renting the cheapest card per hour.* The exercise showed what that costs.
 # - *Compiling because pip installed CUDA.* pip installed what runs, not what builds.
 #

@@ -166,7 +166,7 @@ if not no_peft:
 #
 # ## Where the bytes go
 #
-# We run the same training three times: with all weights, with adapters of rank 4, and with rank 32. Each bar shows the moment of the peak.
+# We run the same training three times: with all weights, with adapters of rank 4, and with rank 32. Each bar shows the moment of the peak. The table below it shows the end of the forward pass, and for gradients the end of the backward pass.
 
 # %%
 WIDER = dict(hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4)
@@ -239,7 +239,7 @@ exercises.question(
 # %% [markdown]
 # ## By hand: four bits
 #
-# Lesson 09 had a code book of 256 values and blocks of 256 numbers. Here the book has 16 values, and a block has 64 numbers. Weights are distributed like a bell curve, so the book takes its **quantiles**: the values are dense where weights are frequent. This is **NF4**.
+# Lesson 09 had a code book of 256 values and blocks of 256 numbers. Here the book has 16 values, and a block has 64 numbers. Weights are distributed like a bell curve, so the book takes its **quantiles**: the values are dense where weights are frequent. This is **NF4**. The second cell below prints the error of our NF4, and for comparison the error with one scale for the whole matrix and with 16 evenly spaced values.
 
 
 # %%
@@ -337,7 +337,7 @@ if not no_peft:
 #
 # In a model of 7 billion parameters it is the other way round: the vocabulary is 4 % of the weights, and the layers decide.
 #
-# **Can such numbers be trusted?** Other people published the memory of seventeen trainings with LoRA on a Tesla T4. We repeated them in a rehearsal (a dry run on a stub CUDA runtime). With a release of torch whose allocator follows the same rules as theirs, the rehearsal allocates as many bytes as they measured, **to the byte**, in all seventeen. For thirteen of them the publication named a different release. In a rehearsal with that release the bytes did *not* agree: the publication had named the wrong one, and the bytes revealed it. The memory of 4-bit weights varies by some MiB from run to run even on one card.
+# **Can such numbers be trusted?** Other people published the memory of seventeen trainings with LoRA on a Tesla T4. We repeated them in a rehearsal (a dry run on a stub CUDA runtime). With a release of torch whose allocator follows the same rules as theirs, the rehearsal allocates as many bytes as they measured, **to the byte**, in all seventeen. For thirteen of them the publication named a different release. In a rehearsal with that release the bytes did *not* agree: the publication had named the wrong one, and the bytes revealed it. In all seventeen the base was in fp16. The memory of a base in 4 bits varies by some MiB from run to run, even on one card.
 #
 # ## Seconds, by parts
 #
@@ -485,7 +485,7 @@ silent = 1 - reached["reentrant, frozen inputs"][0]
 plots.Table(["checkpointing", "adapters with a gradient", "warning"], [[name, *one] for name, one in reached.items()])
 
 # %% [markdown]
-# There is a warning, and only the head is trained. Two settings fix it:
+# The first row is the fault: there is a warning, and only the head is trained. Two settings fix it:
 #
 # - `enable_input_require_grads` makes the embedding's output need a gradient. transformers now calls it itself when it switches checkpointing on (`_activation_checkpointing_enable` in `modeling_utils.py`); we had to undo this to show the fault.
 # - `use_reentrant=False`, the default of transformers, does not need such inputs.
@@ -593,7 +593,7 @@ exercises.prove(
 # %% [markdown]
 # ## Exercise 2: the challenge
 #
-# The same model with adapters of rank 4, but one text at a time (micro-batch 1). From which length on do activations take more memory than the frozen weights, when the forward pass ends? Predict the number of tokens from the table of this lesson, whose batch is 8 texts of 64 tokens. The check trains with your length and with nine tenths of it, and counts. For your own model, `perf-helpers estimate` takes `--peft`, `--load_in_4bit` and `--freeze`.
+# The same model with adapters of rank 4, but one text at a time (micro-batch 1). From which length on do activations take more memory than the frozen weights, when the forward pass ends? Predict the number of tokens from the table of this lesson, whose batch is 8 texts of 64 tokens. The check trains with your length and with nine tenths of it: activations must take more than the frozen weights with the first, and not with the second. For your own model, `perf-helpers estimate` takes `--peft`, `--load_in_4bit` and `--freeze`.
 
 # %% jupyter={"source_hidden": true}
 exercises.hint(
