@@ -74,6 +74,8 @@ def account(experiment: Experiment, timeout: float = 600, on_step: Callable[[int
         timeout: seconds for both passes together.
         on_step: as in `execute`.
     """
+    if quiet.is_untimed() and not experiment.arguments.compiles:  # the smallest sizes: only the breakdown is looked at
+        return execute(experiment, "categories", timeout, on_step)
     watch = functools.partial(worker.perform, experiment, "categories")
     with within(timeout), contextlib.ExitStack() as stack:
         beside = stack.enter_context(CleanProcess(watch, measured=True)) if _may_be_paired(experiment) else None
