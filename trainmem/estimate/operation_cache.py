@@ -122,14 +122,22 @@ def grouped_product(first, second, offsets=None, bias=None, out_dtype=None) -> t
     return first.new_empty_strided(shape, [rows * step, step, 1][-len(shape) :], dtype=out_dtype or first.dtype)
 
 
-def by_position(function, args: tuple) -> tuple[Callable, tuple]:
-    """Return the operation that selects by position instead of by masks of known values, as kernels do."""
+def by_position(
+    function, args: tuple, selected: Callable[[torch.Tensor], int] | None = None
+) -> tuple[Callable, tuple]:
+    """Return the operation that selects by position instead of by masks, as kernels do, if the mask's values are known
+    or `selected` counts the elements that it selects."""
     if function is torch.ops.aten.masked_select.default:
         function, args = torch.ops.aten.index.Tensor, (args[0], [args[1].expand(args[0].shape)])
     indices = []
     for index in args[1]:
-        is_mask = index is not None and index.dtype is torch.bool and not isinstance(index, FakeTensor)
-        indices += index.nonzero().unbind(1) if is_mask else [index]
+        is_mask = index is not None and index.dtype is torch.bool
+        if is_mask and not isinstance(index, FakeTensor):
+            indices += index.nonzero().unbind(1)
+        elif is_mask and selected:
+            indices += [index.new_empty(selected(index), dtype=torch.int64) for _ in index.shape]
+        else:
+            indices.append(index)
     return function, (args[0], indices, *args[2:])
 
 

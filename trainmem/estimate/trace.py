@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from unittest.mock import patch
 
@@ -36,7 +36,13 @@ from trainmem.estimate.allocator_settings import WORKSPACES
 from trainmem.estimate.autocast import NORM_ERROR, SCALER_ERROR, scaler_failures
 from trainmem.estimate.one_rank import deepspeed_on_a_card, fsdp_enabled, one_rank_of
 from trainmem.estimate.operation_cache import OperationCache, by_position, fake, grouped_product, uniform_value
-from trainmem.estimate.replacements import fake_module_to, fake_parameters, few_micro_batches, matched
+from trainmem.estimate.replacements import (
+    fake_module_to,
+    fake_parameters,
+    few_micro_batches,
+    matched,
+    random_masks,
+)
 from trainmem.estimate.trace_records import Label, Log, Operation, Spec, Trace, flat, highest
 from trainmem.measure import forked
 from trainmem.measure.tracker import RESIZE, Tracker, counted, local, name_of, watched
@@ -87,6 +93,7 @@ def follow(experiment: Experiment, tracker: "FakeTracker") -> Trace:
             stack.enter_context(fsdp_enabled(functools.partial(tracker.send, category=Category.WEIGHTS)))
         weights = experiment.weights
         stack.enter_context(matched())
+        stack.enter_context(random_masks(tracker))
         tracker.checks_hold = not experiment.function and experiment.task.family() in LISTED
         tracker.sends_weights = bool(deepspeed or (weights and weights.quantization))
         if deepspeed:
@@ -119,6 +126,7 @@ class FakeTracker(Tracker):
     def __init__(self, cache: OperationCache | None = None):
         super().__init__()
         self.checks_hold = False  # whether checks of all elements, e.g. of boxes, count as true
+        self.selected: Callable[[torch.Tensor], int] | None = None  # counts the elements that a mask without values selects
         self.routing: Routing | None = None  # of tokens to experts; None: unknown, because values decide it
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.cache = cache or OperationCache()
@@ -139,7 +147,7 @@ class FakeTracker(Tracker):
     def execute(self, function, args, kwargs):
         """Run an operation: compute it if none of its tensors is fake, otherwise return fake tensors of its shapes."""
         if function in _CHOOSE and isinstance(args[0], FakeTensor):
-            function, args = by_position(function, args)
+            function, args = by_position(function, args, self.selected)
         leaves, structure = flat(args, kwargs)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         any_fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)
@@ -155,6 +163,7 @@ class FakeTracker(Tracker):
             return function(*args, **kwargs)
         ask = functools.partial(self._fake_result, function, args, kwargs, operation)
         is_kept = any_fake or not tensors  # a real result may be shared, or changed in place
+        is_kept = is_kept and function is not aten.nonzero.default  # `selected` decides its size
         result = self.cache.result(operation, function, args, tensors, self.fake, ask) if is_kept else ask()
         if self.routing and any_fake and function in (aten.topk.default, aten.argmax.default):
             result = self.routing.replaced(function, args, kwargs, result)
@@ -249,6 +258,8 @@ class FakeTracker(Tracker):
     def _is_computed(self, function, args, tensors: list[torch.Tensor]) -> bool:
         """Return whether to compute an operation without fake tensors. Small ones are computed, so that data, positions
         and orders have the right values for code that reads them."""
+        if self.selected and function in (aten.randperm.default, aten.randperm.generator, aten.arange.default):
+            return False  # large, and only their length counts
         if tensors:
             return function.is_view or all(tensor.numel() <= _LARGE for tensor in tensors)
         if function is aten.empty.memory_format and not math.prod(args[0]) and not self.empties_weights:
@@ -278,6 +289,8 @@ class FakeTracker(Tracker):
 
     def as_kernels_do(self, function, args, kwargs):
         """Return an operation's result on fake tensors, corrected where torch differs from this device's kernels."""
+        if function is aten.nonzero.default and self.selected:
+            return args[0].new_empty((self.selected(args[0]), args[0].dim()), dtype=torch.int64)
         if function is aten._ctc_loss.Tensor and not isinstance(args[3], FakeTensor):
             return _alignments(*args[:4])
         if function is aten._grouped_mm.default:

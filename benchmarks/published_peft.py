@@ -1,0 +1,54 @@
+"""The training of peft's method comparison (method_comparison/MetaMathQA in huggingface/peft), rebuilt for published.py.
+
+Each function takes the sizes of a row of published.toml, as in published_liger.py.
+"""
+
+import torch
+
+LLAMA = {  # config.json of meta-llama/Llama-3.2-3B
+    "vocab_size": 128256,
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": True,
+}
+
+
+def metamath(length: int, adapter: dict | None = None, cast: bool = True) -> None:
+    """Train Llama 3.2 3B in bf16 for three steps with AdamW on four samples of `length` tokens.
+
+    The base is on the GPU before peft adds the adapters, and the last output is kept until the next one is made.
+
+    Args:
+        adapter: fields of a peft configuration; None: all weights are trained.
+        cast: peft's autocast_adapter_dtype.
+    """
+    import transformers
+    from peft import PEFT_TYPE_TO_CONFIG_MAPPING, get_peft_model
+    from transformers.initialization import no_init_weights
+
+    config = transformers.AutoConfig.for_model("llama", **LLAMA)
+    with no_init_weights(), torch.device("cpu"):  # their values are not used
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.tie_weights()
+    model.to("cuda")
+    if adapter:
+        given = dict(adapter)
+        kind = PEFT_TYPE_TO_CONFIG_MAPPING[given.pop("peft_type")]
+        with torch.device("cpu"):  # peft makes adapters on the host, and sends them to their layers
+            model = get_peft_model(model, kind(**given), autocast_adapter_dtype=cast)
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1)
+    ids = torch.randint(0, config.vocab_size, (4, length), device="cpu")
+    for _ in range(3):
+        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+        batch = {name: column.to("cuda") for name, column in batch.items()}
+        optimizer.zero_grad()
+        output = model(**batch, num_items_in_batch=4 * length)
+        output.loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
