@@ -35,7 +35,15 @@ from trainmem.estimate import beside_steps
 from trainmem.estimate.allocator_settings import WORKSPACES
 from trainmem.estimate.autocast import NORM_ERROR, SCALER_ERROR, scaler_failures
 from trainmem.estimate.one_rank import deepspeed_on_a_card, fsdp_enabled, one_rank_of
-from trainmem.estimate.operation_cache import OperationCache, by_position, fake, grouped_product, uniform_value
+from trainmem.estimate.operation_cache import (
+    OperationCache,
+    by_position,
+    fake,
+    filled,
+    grouped_product,
+    sparse_spec,
+    uniform_value,
+)
 from trainmem.estimate.replacements import (
     fake_module_to,
     fake_parameters,
@@ -163,7 +171,9 @@ class FakeTracker(Tracker):
             return function(*args, **kwargs)
         ask = functools.partial(self._fake_result, function, args, kwargs, operation)
         is_kept = any_fake or not tensors  # a real result may be shared, or changed in place
-        is_kept = is_kept and function is not aten.nonzero.default  # `selected` decides its size
+        is_sparse = any(tensor.is_sparse for tensor in tensors)
+        if function is aten.nonzero.default or is_sparse:  # `selected` decides its size
+            is_kept = False
         result = self.cache.result(operation, function, args, tensors, self.fake, ask) if is_kept else ask()
         if self.routing and any_fake and function in (aten.topk.default, aten.argmax.default):
             result = self.routing.replaced(function, args, kwargs, result)
@@ -296,6 +306,8 @@ class FakeTracker(Tracker):
         if function is aten._grouped_mm.default:
             return grouped_product(*args, **kwargs)
         result = function(*args, **kwargs)
+        if isinstance(result, FakeTensor) and result.is_sparse and not result._nnz():
+            return filled(function, args, result)
         weight = args[WEIGHT_OF_NORM[function]] if function in WEIGHT_OF_NORM else None
         if weight is not None:
             if not self.places_modules and weight.dtype not in (args[0].dtype, torch.float32):
@@ -322,7 +334,7 @@ class FakeTracker(Tracker):
 def _operation(function, args, leaves: list, structure: tuple) -> Operation:
     """Return an operation in the form that is kept. Written for speed: this runs at each one."""
     kept = [
-        Spec(tuple(leaf.shape), leaf.stride(), leaf.dtype)
+        (sparse_spec(leaf) if leaf.is_sparse else Spec(tuple(leaf.shape), leaf.stride(), leaf.dtype))
         if isinstance(leaf, torch.Tensor)
         else leaf
         if isinstance(leaf, _PLAIN)
