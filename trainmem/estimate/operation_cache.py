@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from trainmem.core.outcomes import Invalid
-from trainmem.estimate.trace_records import Operation, SparseSpec, Spec, nested
+from trainmem.estimate.trace_records import Operation, Spec, nested
 
 IN_PLACE = "in place"  # the operation returns its first argument, or nothing
 
@@ -94,28 +94,6 @@ def _made(result: Any, tensors: list[torch.Tensor]) -> Spec | View | None:
 def spec_of(tensor: torch.Tensor) -> Spec:
     """Return the shape, strides and type of a tensor."""
     return Spec(tuple(tensor.shape), tensor.stride(), tensor.dtype)
-
-
-def sparse_spec(tensor: torch.Tensor) -> SparseSpec:
-    """Return the shape, number of stored elements and type of a sparse tensor."""
-    return SparseSpec(tuple(tensor.shape), tensor._nnz(), tensor.dtype, tensor.is_coalesced())
-
-
-def filled(function, args: tuple, result: FakeTensor) -> FakeTensor:
-    """Return a sparse result with the stored elements of the last sparse argument, e.g. of the mask of `sparse_mask`.
-
-    torch's fake kernels return sparse tensors without elements. The positions count as distinct: none are summed up.
-    """
-    source = next((each for each in reversed(args) if isinstance(each, torch.Tensor) and each.is_sparse), None)
-    if source is None:
-        return result
-    is_coalesced = function is torch.ops.aten._coalesce.default or source.is_coalesced()
-    values = source._values().new_empty(source._nnz(), dtype=result.dtype)
-    indices = source._indices().clone()
-    shape, keeps_order = tuple(result.shape), function is not torch.ops.aten.t.default
-    return torch.sparse_coo_tensor(
-        indices, values, shape, is_coalesced=is_coalesced and keeps_order, check_invariants=False
-    )
 
 
 def fake(made: Spec | View, mode: FakeTensorMode, base: torch.Tensor | None = None) -> FakeTensor:

@@ -35,15 +35,7 @@ from trainmem.estimate import beside_steps
 from trainmem.estimate.allocator_settings import WORKSPACES
 from trainmem.estimate.autocast import NORM_ERROR, SCALER_ERROR, scaler_failures
 from trainmem.estimate.one_rank import deepspeed_on_a_card, fsdp_enabled, one_rank_of
-from trainmem.estimate.operation_cache import (
-    OperationCache,
-    by_position,
-    fake,
-    filled,
-    grouped_product,
-    sparse_spec,
-    uniform_value,
-)
+from trainmem.estimate.operation_cache import OperationCache, by_position, fake, grouped_product, uniform_value
 from trainmem.estimate.replacements import (
     fake_module_to,
     fake_parameters,
@@ -51,6 +43,7 @@ from trainmem.estimate.replacements import (
     matched,
     random_masks,
 )
+from trainmem.estimate.sparse import filled, sparse_spec
 from trainmem.estimate.trace_records import Label, Log, Operation, Spec, Trace, flat, highest
 from trainmem.measure import forked
 from trainmem.measure.tracker import RESIZE, Tracker, counted, local, name_of, watched
@@ -305,6 +298,8 @@ class FakeTracker(Tracker):
             return _alignments(*args[:4])
         if function is aten._grouped_mm.default:
             return grouped_product(*args, **kwargs)
+        if function is aten.add_.Tensor and isinstance(args[1], torch.Tensor) and args[1].is_sparse:
+            return args[0]  # torch's fake kernel would read the indices
         result = function(*args, **kwargs)
         if isinstance(result, FakeTensor) and result.is_sparse and not result._nnz():
             return filled(function, args, result)
