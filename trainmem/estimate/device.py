@@ -13,8 +13,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import _meta_registrations
 from accelerate.utils import memory
+from torch import _meta_registrations
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
@@ -112,7 +112,8 @@ class DeviceTracker(FakeTracker):
         yield torch.cuda, "empty_cache", self.cache_emptied
         yield memory, "is_cuda_available", lambda *_, **__: True
         yield memory, "is_mps_available", lambda *_, **__: False
-        # Some results are laid out by device, e.g. those of cuSOLVER and cuFFT (torch/_meta_registrations.py).
+        # Some layouts depend on the device: cuSOLVER's `Vh` has rows, LAPACK's has columns (_linalg_svd in
+        # ATen/native/BatchLinearAlgebra.cpp); also eigenvectors, `pixel_shuffle` of channels-last images.
         yield _meta_registrations, "device_hint", lambda _: "cuda" if self._results is Placement.DEVICE else "cpu"
         if bitsandbytes := sys.modules.get("bitsandbytes"):  # on a CPU it has other matmuls, and repacks 4-bit weights
             yield bitsandbytes, "matmul", _matmul_8bit

@@ -110,6 +110,8 @@ class Values(TorchFunctionMode):
         kwargs, name = kwargs or {}, getattr(function, "__name__", "")
         if name == "__get__":
             return function(*args, **kwargs)
+        if name == "coalesce" and args[0].is_cuda and not args[0].is_coalesced():
+            raise NeedsValues("a rehearsal does not know how many positions of a sparse tensor differ")
         leaves = tree_leaves((args, kwargs))
         given = _tensors(leaves)
         if any(isinstance(leaf, Unknown) for leaf in leaves) and name not in _READS:
@@ -126,8 +128,6 @@ class Values(TorchFunctionMode):
             if torch.cuda.is_initialized():
                 self._note_arrivals(function, name, args, kwargs, given, made)
             return made
-        if name == "coalesce" and args[0].is_cuda and not args[0].is_coalesced():
-            raise NeedsValues("a rehearsal does not know how many positions of a sparse tensor differ")
         if name in _READS and given:
             return self._read(function, name, args, kwargs, given)
         if name in _SIZED_BY_VALUES and _is_sized_by_values(name, args, kwargs):
