@@ -201,7 +201,7 @@ def test_autocast_adapter_dtype_false_halves_adapters_of_16_bits(lab):
     narrow = estimate(LLAMA, device="cpu", per_device_train_batch_size=2, **given).memory
     memory = trained(lab, **given)
     assert (narrow.peak_bytes, narrow.breakdown) == (memory.peak_bytes, memory.breakdown)
-    assert 2 * narrow.breakdown["weights"] == wide.breakdown["weights"] == 4 * narrow.trainable_parameters
+    assert wide.breakdown["weights"] - narrow.breakdown["weights"] == 2 * narrow.trainable_parameters
 
 
 def test_configurations_are_read_from_files_and_from_the_command_line(tmp_path):
