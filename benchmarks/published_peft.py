@@ -21,7 +21,8 @@ LLAMA = {  # config.json of meta-llama/Llama-3.2-3B
 def metamath(length: int, adapter: dict | None = None, cast: bool = True) -> None:
     """Train Llama 3.2 3B in bf16 for three steps with AdamW on four samples of `length` tokens.
 
-    The base is on the GPU before peft adds the adapters, and the last output is kept until the next one is made.
+    The base is on the GPU before peft adds the adapters, the last output is kept until the next one is made, and a
+    sample is padded, so that attention takes a mask.
 
     Args:
         adapter: fields of a peft configuration; None: all weights are trained.
@@ -31,11 +32,12 @@ def metamath(length: int, adapter: dict | None = None, cast: bool = True) -> Non
     from peft import PEFT_TYPE_TO_CONFIG_MAPPING, get_peft_model
     from transformers.initialization import no_init_weights
 
+    place = "cuda" if torch.cuda.is_available() else "cpu"
     config = transformers.AutoConfig.for_model("llama", **LLAMA)
     with no_init_weights(), torch.device("cpu"):  # their values are not used
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.tie_weights()
-    model.to("cuda")
+    model.to(place)
     if adapter:
         given = dict(adapter)
         kind = PEFT_TYPE_TO_CONFIG_MAPPING[given.pop("peft_type")]
@@ -43,10 +45,11 @@ def metamath(length: int, adapter: dict | None = None, cast: bool = True) -> Non
             model = get_peft_model(model, kind(**given), autocast_adapter_dtype=cast)
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1)
-    ids = torch.randint(0, config.vocab_size, (4, length), device="cpu")
+    ids, mask = torch.tensor([[[5] * length] * 4, [[1] * length] * 3 + [[1] * (length - 1) + [0]]], device="cpu")
     for _ in range(3):
-        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
-        batch = {name: column.to("cuda") for name, column in batch.items()}
+        batch = {"input_ids": ids, "attention_mask": mask}
+        batch = {name: column.to(place) for name, column in batch.items()}
+        batch["labels"] = batch["input_ids"].clone()
         optimizer.zero_grad()
         output = model(**batch, num_items_in_batch=4 * length)
         output.loss.backward()
