@@ -1,9 +1,23 @@
-"""The training of peft's method comparison (method_comparison/MetaMathQA in huggingface/peft), rebuilt for published.py.
+"""Compare the estimate with peft's own comparison of adapters, which was measured on an L40S.
 
-Each function takes the sizes of a row of published.toml, as in published_liger.py.
+python benchmarks/published_peft.py   with the nearest peft of that time: pip install peft==0.19.1
+
+published_peft.toml has the facts. Another peft gives other figures for AdaLoRA, BOFT and OSF, whose code has changed.
 """
 
+import functools
+import sys
+import tomllib
+from pathlib import Path
+
 import torch
+from runner import Measurement
+from tables import MIB
+
+from trainmem.core.task import Task
+from trainmem.estimate import estimate
+
+FACTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 LLAMA = {  # config.json of meta-llama/Llama-3.2-3B
     "vocab_size": 128256,
@@ -55,3 +69,31 @@ def metamath(length: int, adapter: dict | None = None, cast: bool = True) -> Non
         output.loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+
+
+def measure(cases, options):
+    """Yield each row with the estimated MiB, reserved and allocated, and the error as a share of the figure."""
+    kept = {key: FACTS[key] for key in ("capability", "torch")}
+    device = {"device": "cuda", "compute_capability": tuple(kept["capability"]), "torch_version": kept["torch"]}
+    for name, row in cases.items():
+        given = {key: row[key] for key in ("adapter", "cast") if key in row}
+        loop = functools.partial(metamath, FACTS["length"], **given)
+        memory = estimate(Task("bert-tiny", seq_len=32), function=loop, timeout=900, **device).memory
+        found = {"reserved": memory.reserved_bytes / MIB, "allocated": memory.peak_bytes / MIB}
+        error = found["reserved"] / row["published"] - 1
+        yield name, {"name": name, "published": row["published"]} | found | {"error": error}
+
+
+PEFT = Measurement(
+    __doc__,
+    "published_peft.json",
+    lambda options: {row["row"]: row for row in FACTS["rows"]},
+    measure,
+    lambda rows, options: {"what": "peft's comparison on an L40S and the estimate of its loop: MiB, reserved"},
+    name_of=lambda number, row: row["name"],
+    line=lambda row: f"{row['published']:,.0f} MiB, estimated {row['error']:+.2%}",
+    packages=("peft",),
+)
+
+if __name__ == "__main__":
+    sys.exit(PEFT.main())
