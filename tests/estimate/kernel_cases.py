@@ -185,7 +185,32 @@ def where(number):
     return lambda: torch.where(mask, tensor, number)
 
 
+def stored(dtype=F32, is_coalesced=False):
+    """A sparse tensor with 3000 elements."""
+    positions = torch.stack(torch.unravel_index(torch.arange(3000), (512, 640))).to(place)
+    values = torch.zeros(3000, dtype=dtype, device=place)
+    return torch.sparse_coo_tensor(positions, values, (512, 640), is_coalesced=is_coalesced, check_invariants=False)
+
+
+def sparse(run, dtype=F32, other=F32, is_coalesced=False):
+    """A call of `run` with a dense tensor of a type, and a sparse one of another type."""
+    dense, second = torch.zeros(512, 640, dtype=dtype, device=place), stored(other, is_coalesced)
+    return lambda: run(dense, second)
+
+
+def sparse_masked():
+    first, mask = stored(is_coalesced=True), stored()
+    return lambda: first.sparse_mask(mask)
+
+
 RUNS = {
+    "sparse, added": lambda: sparse(aten.add_),
+    "sparse, added, coalesced": lambda: sparse(aten.add_, is_coalesced=True),
+    "sparse in fp32, added to bf16": lambda: sparse(aten.add_, BF16),
+    "sparse mask": lambda: sparse(aten.sparse_mask, BF16, BF16),
+    "sparse mask of a sparse tensor": sparse_masked,
+    "sparse, transposed": lambda: sparse(lambda _, each: each.t()),
+    "sparse, doubled": lambda: sparse(lambda _, each: each * 2.0, other=BF16),
     "flash": lambda: attention("flash", BF16),
     "flash with dropout": lambda: attention("flash", BF16, dropout=0.1),
     "flash, grouped": lambda: attention("flash", BF16, groups=2),

@@ -56,6 +56,22 @@ def test_buffers_that_are_parts_of_one_tensor_are_copied_each_by_itself(tracker)
         assert module.rows.tolist() == [0, 1, 2, 3, 4] and module.columns.tolist() == [5, 6, 7, 8, 9]
 
 
+@pytest.mark.parametrize("place", [Placement.HOST, Placement.DEVICE])
+def test_the_layout_of_matrices_is_that_of_cusolver_on_the_device_and_of_lapack_on_the_host(tracker, place):
+    """By rows, a slice of `Vh` is contiguous and keeps the whole matrix; by columns it is copied."""
+    tracker.weights = Placement.DEVICE
+    with tracker.emulated(), tracker, patch.object(tracker, "_forced", place):
+        matrix = torch.empty(8, 12)
+        left, _, right = torch.linalg.svd(matrix, full_matrices=False)
+        vectors = torch.linalg.eig(matrix[:, :8])[1]
+        kept = right[:2].contiguous().untyped_storage().nbytes()
+    on_device = place is Placement.DEVICE
+    assert left.stride() == (1, 8) and right.stride() == ((12, 1) if on_device else (1, 8))
+    assert vectors.stride() == ((8, 1) if on_device else (1, 8))
+    assert kept == 4 * 12 * (8 if on_device else 2)
+    assert torch.linalg.svd(torch.ones(8, 12), full_matrices=False)[2].stride() == (1, 8), "LAPACK"
+
+
 def test_a_tensor_counts_from_when_it_is_sent(tracker):
     with tracker, tracker.emulated():
         tracker.weights = Placement.DEVICE

@@ -2,7 +2,9 @@
 and refusals.
 """
 
+import importlib.util
 import json
+import sys
 
 import pytest
 
@@ -80,6 +82,8 @@ def test_double_quantization_saves_what_its_paper_says(lab):
         {"peft": {"r": 4, "use_dora": True}, "load_in_4bit": True},
         {"peft": {"r": 4, "modules_to_save": ["lm_head"]}, "load_in_4bit": True, "gradient_checkpointing": True},
         {"peft": {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 5}},
+        {"peft": {"peft_type": "SHIRA", "r": 4, "random_seed": 3}},
+        {"peft": {"peft_type": "FROD", "target_modules": ["q_proj", "v_proj"], "progressbar": False}},
         {"peft": {"r": 4}, "load_in_8bit": True, "optim": "paged_adamw_8bit"},
         {"freeze": "embed,layers.0.", "optim": "adafactor"},
     ],
@@ -142,6 +146,8 @@ def test_frozen_layers_learn_nothing(lab):
     [
         ({"peft": {"rank": 8}}, "no 'rank'"),
         ({"peft": {"peft_type": "LORAX"}}, "LORA"),
+        ({"peft": {"autocast_adapter_dtyp": False}}, "autocast_adapter_dtype"),
+        ({"peft": {"autocast_adapter_dtype": "no"}}, "autocast_adapter_dtype='no'.*true or false"),
         ({"quantization_config": {"load_in_4bits": True}, "peft": {"r": 2}}, "load_in_4bit"),
         ({"quantization_config": {"bnb_4bit_quant_type": "nf4"}, "peft": {"r": 2}}, "load_in_4bit nor load_in_8bit"),
         ({"freeze": "no such layer"}, "no such layer.*give a part of a name"),
@@ -170,6 +176,34 @@ def test_what_does_not_exist_is_refused_by_name(lab, given, words):
 def test_a_wrong_argument_is_one_message_before_anything_is_built(given, words):
     with pytest.raises(ValueError, match=words):
         Arguments.of(given)
+
+
+@needs_peft
+@pytest.mark.parametrize(
+    ("module", "package", "settings"),
+    [
+        ("sklearn", "scikit-learn", {"peft_type": "ADAMSS", "r": 4}),
+        ("scipy", "scipy", {"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 4}}),
+    ],
+)
+def test_a_package_that_an_adapter_needs_is_named_first(monkeypatch, module, package, settings):
+    monkeypatch.setitem(sys.modules, module, None)
+    plain = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == module else plain(name, *rest))
+    with pytest.raises(ValueError, match=rf"^{package} is not installed \(pip install {package}\): peft"):
+        adapters.adapted(LLAMA.build_model(), settings, LLAMA.family())
+
+
+@needs_peft
+def test_autocast_adapter_dtype_false_halves_adapters_of_16_bits(lab):
+    """peft's argument of get_peft_model: half the bytes of adapters, gradients and states (torch.optim.AdamW)."""
+    given = {"dtype": "bfloat16", "peft": {"r": 4}}
+    wide = estimate(LLAMA, device="cpu", per_device_train_batch_size=2, **given).memory
+    given["peft"] |= {"autocast_adapter_dtype": False}
+    narrow = estimate(LLAMA, device="cpu", per_device_train_batch_size=2, **given).memory
+    memory = trained(lab, **given)
+    assert (narrow.peak_bytes, narrow.breakdown) == (memory.peak_bytes, memory.breakdown)
+    assert wide.breakdown["weights"] - narrow.breakdown["weights"] == 2 * narrow.trainable_parameters
 
 
 def test_configurations_are_read_from_files_and_from_the_command_line(tmp_path):

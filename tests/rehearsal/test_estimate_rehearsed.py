@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from perf_helpers import Lab
+from trainmem.core import optional_packages
 from trainmem.core.task import Task
 from trainmem.estimate import estimate
 from trainmem.rehearsal import Rehearsal, build, card
+from trainmem.unknown import NeedsValues
 
 if build.problem() or build.interpreter() is None:
     pytest.skip("torch's CUDA build is not here: make wheel", allow_module_level=True)
@@ -60,6 +62,29 @@ def test_a_training_has_one_peak_however_it_is_requested(capability, tmp_path):
     answer = [(each.peak_bytes, each.reserved_bytes) for each in (by_arguments, one.estimated(tmp_path).memory)]
     assert answer == [(program["allocated"], program["reserved"])] * 2
     assert sum(by_arguments.breakdown.values()) == by_arguments.peak_bytes
+
+
+WIDE = {"hidden_size": 512, "intermediate_size": 640, "num_hidden_layers": 2, "num_attention_heads": 4}
+WIDE |= {"num_key_value_heads": 2, "vocab_size": 64}
+SPARSE = Task("llama-2-7b", seq_len=8, config=WIDE)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("arguments", [{}, {"dtype": "bfloat16", "gradient_checkpointing": True}], ids=str)
+def test_adapters_with_random_masks_take_what_torchs_allocator_says(arguments):
+    if reason := optional_packages.offer("peft"):
+        pytest.skip(reason)
+    peft = {"peft_type": "SHIRA", "r": 32, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+    given = {"dtype": "float32", "per_device_train_batch_size": 1, "peft": peft} | arguments
+    with Rehearsal(card("a100")) as stage:
+        lab = Lab("gpu", executor=stage)
+        run = lab.train("shira", task=SPARSE, measure="memory", **given)
+        given["peft"] = {"peft_type": "FROD", "target_modules": ["q_proj"], "progressbar": False}
+        with pytest.raises(NeedsValues, match="positions"):
+            lab.train("frod", task=SPARSE, measure="memory", **given)
+    answer = estimate(SPARSE, card="a100", **given | {"peft": peft}).memory
+    assert (answer.peak_bytes, answer.reserved_bytes) == (run.memory.peak_bytes, run.memory.reserved_bytes)
+    assert 0 < estimate(SPARSE, card="a100", **given).peak_bytes < answer.peak_bytes
 
 
 MODERN = {"model_type": "modernbert", "hidden_size": 384, "num_attention_heads": 6, "num_hidden_layers": 6}

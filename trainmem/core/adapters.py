@@ -8,6 +8,7 @@ loaded from a file.
 import contextlib
 import importlib
 import inspect
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -157,13 +158,14 @@ def adapted(model, settings: Mapping[str, Any], family: str, generates: bool = F
     """Add adapters to a model and freeze the rest, by `peft.get_peft_model`.
 
     Args:
-        settings: fields of a peft configuration, and its kind ("peft_type"; default: LoRA).
+        settings: fields of a peft configuration, its kind ("peft_type"; default: LoRA), and optionally
+            `autocast_adapter_dtype`, an argument of `get_peft_model` (True: adapters in 16 bits are cast to fp32).
         family: which data the model takes, see `task.Task.family`.
         generates: whether the model will `generate`.
 
     Raises:
-        ValueError: a kind or a field that peft does not know, a configuration that it rejects for this model, or a peft
-            that is too old for this kind under the installed transformers.
+        ValueError: a kind or a field that peft does not know, a configuration that it rejects for this model, a peft
+            that is too old for this kind under the installed transformers, or a missing package that this kind needs.
     """
     peft, settings = importlib.import_module("peft"), dict(settings)
     known = {kind.value: config for kind, config in peft.PEFT_TYPE_TO_CONFIG_MAPPING.items()}
@@ -171,14 +173,30 @@ def adapted(model, settings: Mapping[str, Any], family: str, generates: bool = F
     name = str(getattr(name, "value", name)).upper()
     if name not in known:
         raise ValueError(f"peft: peft_type={name!r} is not a valid value. {nearest_text(name, known)}")
-    check_known(f"peft ({name})", settings, [field.name for field in fields(known[name]) if field.init])
+    autocast = settings.pop(_AUTOCAST, True)
+    if not isinstance(autocast, bool):
+        raise ValueError(f"peft: {_AUTOCAST}={shown(autocast)}: give true or false")
+    check_known(f"peft ({name})", settings, [_AUTOCAST, *(field.name for field in fields(known[name]) if field.init)])
     if settings.get("task_type") is None and family in _TASK_TYPES:
         settings["task_type"] = _TASK_TYPES[family]
     _check_cache_is_known(peft, model, name, family, generates)
     try:
-        return peft.get_peft_model(model, known[name](**settings))
+        return peft.get_peft_model(model, known[name](**settings), autocast_adapter_dtype=autocast)
+    except ImportError as error:
+        raise ValueError(f"{_missing_package(error)}: peft ({name}) needs it") from error
     except (TypeError, KeyError, AttributeError, AssertionError) as error:
         raise ValueError(f"peft ({name}) does not accept this configuration ({error}): change it") from error
+
+
+_AUTOCAST = "autocast_adapter_dtype"
+
+
+def _missing_package(error: ImportError) -> str:
+    """Return which package an ImportError misses and how to install it, or its own text if it names none."""
+    quoted = re.search(r"['`]([\w-]+)['`]", str(error))
+    name = getattr(error.__context__, "name", None) or error.name or (quoted and quoted[1])
+    name = {"sklearn": "scikit-learn"}.get(name, name)
+    return f"{name} is not installed (pip install {name})" if name else str(error)
 
 
 def _check_cache_is_known(peft, model, name: str, family: str, generates: bool) -> None:

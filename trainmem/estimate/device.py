@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import torch
 from accelerate.utils import memory
+from torch import _meta_registrations
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
@@ -76,6 +77,7 @@ class DeviceTracker(FakeTracker):
         rules: Release | None = None,
     ):
         super().__init__(cache)
+        self.fake.cache_enabled = False  # torch's own cache does not distinguish between host and device
         self._rules = rules or release()
         self._is_function, self._from_the_start = is_function, is_function and from_the_start
         self._kernels = kernels.Kernels(capability, self.is_on_device, self._rules)
@@ -111,6 +113,9 @@ class DeviceTracker(FakeTracker):
         yield torch.cuda, "empty_cache", self.cache_emptied
         yield memory, "is_cuda_available", lambda *_, **__: True
         yield memory, "is_mps_available", lambda *_, **__: False
+        # Some layouts depend on the device: cuSOLVER's `Vh` has rows, LAPACK's has columns (_linalg_svd in
+        # ATen/native/BatchLinearAlgebra.cpp); also eigenvectors, `pixel_shuffle` of channels-last images.
+        yield _meta_registrations, "device_hint", lambda _: "cuda" if self._results is Placement.DEVICE else "cpu"
         if bitsandbytes := sys.modules.get("bitsandbytes"):  # on a CPU it has other matmuls, and repacks 4-bit weights
             yield bitsandbytes, "matmul", _matmul_8bit
             yield bitsandbytes, "matmul_4bit", calling(self._matmul_4bit, bitsandbytes.matmul_4bit)
@@ -181,6 +186,7 @@ class DeviceTracker(FakeTracker):
     def _begin(self, tensors, any_fake):
         self._has_inputs = bool(tensors)
         self._results = self._placement_of_results(tensors, any_fake)
+        self.cache.on_host = self._results is Placement.HOST
         if self._results is Placement.DEVICE and any_fake:
             for tensor in tensors:  # a real tensor used with a fake one was copied; a number stays on the host
                 if not isinstance(tensor, FakeTensor) and tensor.dim():

@@ -13,7 +13,7 @@ import torch
 from torch._prims_common import suggest_memory_format
 from torch.utils._pytree import tree_leaves
 
-from trainmem.estimate import attention_kernels, quantized_kernels, reduction_scratch
+from trainmem.estimate import attention_kernels, quantized_kernels, reduction_scratch, sparse
 from trainmem.estimate.allocator import next_multiple, workspace_bytes
 from trainmem.estimate.allocator_settings import LT_WORKSPACE_BYTES, WORKSPACES, Release, release
 from trainmem.estimate.attention_kernels import HALF, Free, Gpu, Step, contiguous_copy
@@ -59,6 +59,8 @@ class Kernels:
             return rule(self._gpu, made, *args, **kwargs)
         if rule := _RULES.get(packet):
             return rule(self, made, *args, **kwargs)
+        if rule := sparse.RULES.get(packet):
+            return rule(made, *args, **kwargs)
         if function.namespace == "bitsandbytes":
             copied, steps, _ = self._bitsandbytes_program(function, made, args, kwargs)
             return [*(bytes_ for each in copied for bytes_ in contiguous_copy(each)), *steps]
@@ -87,6 +89,8 @@ class Kernels:
             return not self._has_grouped_kernel(args[0])
         if function.overloadpacket is aten.bmm and args[0].shape[-1] == 1 and not self._gpu.rules.keeps_workspaces:
             return False  # Triton computes outer products (torch/_native/ops/bmm_outer_product)
+        if function.overloadpacket is aten.mm and args[0].is_sparse:  # cuSPARSE does
+            return False
         return function.overloadpacket in _PRODUCTS or function.namespace == "transformers"  # experts one by one
 
     def workspaces(self, function, args: Sequence, kwargs: dict) -> list[tuple[str, int]]:

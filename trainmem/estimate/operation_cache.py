@@ -37,6 +37,7 @@ class OperationCache:
     def __init__(self, known: dict[tuple, Any] | None = None, device: str = "cpu"):
         self.known = {} if known is None else known
         self._device = device
+        self.on_host = False  # whether a GPU's training runs the operation on the host
         self.within: torch.dtype | None = None  # autocast's type, on which 4-bit matmuls also depend
 
     def result(self, operation: Operation, function, args: tuple, tensors: list, mode: FakeTensorMode, ask: Callable):
@@ -46,7 +47,7 @@ class OperationCache:
         `tensors`: the tensors among its arguments.
         """
         offset = args[0].storage_offset() if args and isinstance(args[0], torch.Tensor) else 0
-        about = operation.structure, offset, self.within, torch.get_default_dtype()
+        about = operation.structure, offset, self.on_host, self.within, torch.get_default_dtype()
         key = self._device, *operation.signature, *about
         made = self.known.get(key)
         if made is None:
@@ -88,6 +89,8 @@ def _made(result: Any, tensors: list[torch.Tensor]) -> Spec | View | None:
     None means that it neither fills its own memory nor is a view of the first tensor.
     """
     if not isinstance(result, FakeTensor) or result.requires_grad or result.fake_device.type == "meta":
+        return None
+    if result.is_sparse:
         return None
     spec = spec_of(result)
     storage = result.untyped_storage()
@@ -134,16 +137,22 @@ def grouped_product(first, second, offsets=None, bias=None, out_dtype=None) -> t
     return first.new_empty_strided(shape, [rows * step, step, 1][-len(shape) :], dtype=out_dtype or first.dtype)
 
 
-def by_position(function, args: tuple) -> tuple[Callable, tuple]:
-    """Return an indexing operation and its arguments with masks of known values replaced by positions, as
-    kernels do.
-    """
+def by_position(
+    function, args: tuple, selected: Callable[[torch.Tensor], int] | None = None
+) -> tuple[Callable, tuple]:
+    """Return the operation that selects by position instead of by masks, as kernels do, if the mask's values are known
+    or `selected` counts the elements that it selects."""
     if function is torch.ops.aten.masked_select.default:
         function, args = torch.ops.aten.index.Tensor, (args[0], [args[1].expand(args[0].shape)])
     indices = []
     for index in args[1]:
-        is_mask = index is not None and index.dtype is torch.bool and not isinstance(index, FakeTensor)
-        indices += index.nonzero().unbind(1) if is_mask else [index]
+        is_mask = index is not None and index.dtype is torch.bool
+        if is_mask and not isinstance(index, FakeTensor):
+            indices += index.nonzero().unbind(1)
+        elif is_mask and selected:
+            indices += [index.new_empty(selected(index), dtype=torch.int64) for _ in index.shape]
+        else:
+            indices.append(index)
     return function, (args[0], indices, *args[2:])
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from trainmem.estimate.trace_records import Operation, Spec, nested
+from trainmem.estimate.trace_records import Operation, SparseSpec, Spec, nested
 from trainmem.measure import memory_meter
 from trainmem.measure.watcher import MARK
 from trainmem.texts import bytes_text
@@ -184,6 +184,8 @@ def _is_sizeless(operation: Operation) -> bool:
     name = operation.name.removeprefix("aten.")
     in_lists = name.startswith(("_foreach_", "_fused_")) and "norm" not in name
     if torch.Tag.pointwise in operation.function.tags or in_lists:
+        if any(type(leaf) is SparseSpec for leaf in operation.leaves):
+            return False
         return len({spec.dtype for spec in operation.specs}) == 1
     return name in ("_to_copy.default", "empty_like.default", "zeros_like.default", "ones_like.default")
 
@@ -214,7 +216,11 @@ def resized(operation: Operation, factors: dict[int, int]) -> Operation:
 
 
 def _resized(leaf: Any, factors: dict[int, int]) -> Any:
-    """Divide the lengths of a tensor's `Spec`, or a whole number; dimensions keep their order in memory."""
+    """Divide the lengths of a tensor's `Spec`, or a whole number; dimensions keep their order in memory, and a sparse
+    tensor its share of stored elements."""
+    if type(leaf) is SparseSpec:
+        shape = tuple(length // factors.get(length, 1) for length in leaf.shape)
+        return leaf._replace(shape=shape, count=leaf.count * math.prod(shape) // math.prod(leaf.shape))
     if type(leaf) is not Spec:
         return leaf // factors.get(leaf, 1) if type(leaf) is int else leaf
     shape = tuple(length // factors.get(length, 1) for length in leaf.shape)
@@ -334,11 +340,22 @@ def _run(operations: list[Operation], threads: int) -> list[Seen | None]:
     return found
 
 
+def _sparse(spec: SparseSpec) -> torch.Tensor:
+    """Return a sparse tensor of zeros; its first positions are stored, in order."""
+    positions = torch.stack(torch.unravel_index(torch.arange(spec.count), spec.shape))
+    values = torch.zeros(spec.count, dtype=spec.dtype)
+    return torch.sparse_coo_tensor(positions, values, spec.shape, is_coalesced=spec.is_coalesced, check_invariants=False)
+
+
 def _once(operation: Operation, mark: str) -> None:
     """Run the operation on zeros between two marks of the profiler; if it fails, the second mark is missing."""
     try:
         leaves = [
-            torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype).zero_() if type(leaf) is Spec else leaf
+            torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype).zero_()
+            if type(leaf) is Spec
+            else _sparse(leaf)
+            if type(leaf) is SparseSpec
+            else leaf
             for leaf in operation.leaves
         ]
         args, kwargs = nested(leaves, operation.structure)

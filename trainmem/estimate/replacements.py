@@ -8,6 +8,7 @@ import contextlib
 import copy
 import functools
 import itertools
+import math
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -42,6 +43,37 @@ def matched() -> Iterator[None]:
         for module in [each for key, each in sys.modules.items() if key.startswith("transformers.")]:
             if plain := vars(module).get(name):
                 stack.enter_context(patch.object(module, name, functools.partial(assigned, plain)))
+        yield
+
+
+@contextlib.contextmanager
+def random_masks(tracker: "FakeTracker") -> Iterator[None]:
+    """Let peft draw the masks of SHiRA and FRoD on fake tensors: chance decides which elements, but not how many.
+
+    SHiRA draws r * (inputs + outputs) elements of a weight; FRoD draws among the elements outside a diagonal, and
+    leaves out columns of zeros, which random and trained weights do not have.
+    """
+
+    def of_weight(_, config, name, layer, *__, **___):
+        return lambda mask: config.r * (layer.in_features + layer.out_features)
+
+    counts = {
+        ("shira", "ShiraModel", "_create_and_replace"): of_weight,
+        ("frod", "FrodModel", "_init_frod_projections"): lambda *_: lambda mask: len(mask) - math.isqrt(len(mask)),
+        ("frod.layer", "FrodLayer", "_calculate_frod_u_and_lambda"): lambda *_: len,
+    }
+
+    def drawing(plain, count):
+        def call(*args, **options):
+            with patch.object(tracker, "selected", count(*args, **options)):
+                return plain(*args, **options)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for (module, owner, name), count in counts.items():
+            if kind := getattr(sys.modules.get(f"peft.tuners.{module}"), owner, None):  # an older peft lacks FRoD
+                stack.enter_context(patch.object(kind, name, drawing(getattr(kind, name), count)))
         yield
 
 

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from unittest.mock import patch
 
@@ -36,7 +36,14 @@ from trainmem.estimate.allocator_settings import WORKSPACES
 from trainmem.estimate.autocast import NORM_ERROR, SCALER_ERROR, scaler_failures
 from trainmem.estimate.one_rank import deepspeed_on_a_card, fsdp_enabled, one_rank_of
 from trainmem.estimate.operation_cache import OperationCache, by_position, fake, grouped_product, uniform_value
-from trainmem.estimate.replacements import fake_module_to, fake_parameters, few_micro_batches, matched
+from trainmem.estimate.replacements import (
+    fake_module_to,
+    fake_parameters,
+    few_micro_batches,
+    matched,
+    random_masks,
+)
+from trainmem.estimate.sparse import filled, sparse_spec
 from trainmem.estimate.trace_records import Label, Log, Operation, Spec, Trace, flat, highest
 from trainmem.measure import forked
 from trainmem.measure.tracker import RESIZE, Tracker, counted, local, name_of, watched
@@ -87,6 +94,7 @@ def follow(experiment: Experiment, tracker: "FakeTracker") -> Trace:
             stack.enter_context(fsdp_enabled(functools.partial(tracker.send, category=Category.WEIGHTS)))
         weights = experiment.weights
         stack.enter_context(matched())
+        stack.enter_context(random_masks(tracker))
         tracker.checks_hold = not experiment.function and experiment.task.family() in LISTED
         tracker.sends_weights = bool(deepspeed or (weights and weights.quantization))
         if deepspeed:
@@ -119,6 +127,7 @@ class FakeTracker(Tracker):
     def __init__(self, cache: OperationCache | None = None):
         super().__init__()
         self.checks_hold = False  # whether checks of all elements, e.g. of boxes, count as true
+        self.selected: Callable[[torch.Tensor], int] | None = None  # counts the elements that a mask without values selects
         self.routing: Routing | None = None  # of tokens to experts; None: unknown, because values decide it
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.cache = cache or OperationCache()
@@ -139,7 +148,7 @@ class FakeTracker(Tracker):
     def execute(self, function, args, kwargs):
         """Run an operation: compute it if none of its tensors is fake, otherwise return fake tensors of its shapes."""
         if function in _CHOOSE and isinstance(args[0], FakeTensor):
-            function, args = by_position(function, args)
+            function, args = by_position(function, args, self.selected)
         leaves, structure = flat(args, kwargs)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         any_fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)
@@ -155,6 +164,9 @@ class FakeTracker(Tracker):
             return function(*args, **kwargs)
         ask = functools.partial(self._fake_result, function, args, kwargs, operation)
         is_kept = any_fake or not tensors  # a real result may be shared, or changed in place
+        is_sparse = any(tensor.is_sparse for tensor in tensors)
+        if function is aten.nonzero.default or is_sparse:  # `selected` decides its size
+            is_kept = False
         result = self.cache.result(operation, function, args, tensors, self.fake, ask) if is_kept else ask()
         if self.routing and any_fake and function in (aten.topk.default, aten.argmax.default):
             result = self.routing.replaced(function, args, kwargs, result)
@@ -251,10 +263,10 @@ class FakeTracker(Tracker):
         """
 
     def _is_computed(self, function, args, tensors: list[torch.Tensor]) -> bool:
-        """Return whether to compute an operation that has no fake tensors.
-
-        Small ones are computed, so that data, positions and orders have the right values for code that reads them.
-        """
+        """Return whether to compute an operation without fake tensors. Small ones are computed, so that data, positions
+        and orders have the right values for code that reads them."""
+        if self.selected and function in (aten.randperm.default, aten.randperm.generator, aten.arange.default):
+            return False  # large, and only their length counts
         if tensors:
             return function.is_view or all(tensor.numel() <= _LARGE for tensor in tensors)
         if function is aten.empty.memory_format and not math.prod(args[0]) and not self.empties_weights:
@@ -287,14 +299,18 @@ class FakeTracker(Tracker):
             ) from None
 
     def as_kernels_do(self, function, args, kwargs):
-        """Return an operation's result on fake tensors, corrected if torch's fake result differs from that of the
-        device's kernel.
-        """
+        """Return an operation's result on fake tensors, corrected where torch differs from this device's kernels."""
+        if function is aten.nonzero.default and self.selected:
+            return args[0].new_empty((self.selected(args[0]), args[0].dim()), dtype=torch.int64)
         if function is aten._ctc_loss.Tensor and not isinstance(args[3], FakeTensor):
             return _alignments(*args[:4])
         if function is aten._grouped_mm.default:
             return grouped_product(*args, **kwargs)
+        if function is aten.add_.Tensor and isinstance(args[1], torch.Tensor) and args[1].is_sparse:
+            return args[0]  # torch's fake kernel would read the indices
         result = function(*args, **kwargs)
+        if isinstance(result, FakeTensor) and result.is_sparse and not result._nnz():
+            return filled(function, args, result)
         weight = args[WEIGHT_OF_NORM[function]] if function in WEIGHT_OF_NORM else None
         if weight is not None:
             if not self.places_modules and weight.dtype not in (args[0].dtype, torch.float32):
@@ -323,7 +339,7 @@ def _operation(function, args, leaves: list, structure: tuple) -> Operation:
     speed.
     """
     kept = [
-        Spec(tuple(leaf.shape), leaf.stride(), leaf.dtype)
+        (sparse_spec(leaf) if leaf.is_sparse else Spec(tuple(leaf.shape), leaf.stride(), leaf.dtype))
         if isinstance(leaf, torch.Tensor)
         else leaf
         if isinstance(leaf, _PLAIN)

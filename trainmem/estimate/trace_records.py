@@ -30,6 +30,19 @@ class Spec(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+class SparseSpec(NamedTuple):
+    """The shape, number of stored elements and type of a sparse tensor (COO) among an operation's arguments."""
+
+    shape: tuple[int, ...]
+    count: int
+    dtype: "torch.dtype"
+    is_coalesced: bool
+
+    @property
+    def bytes(self) -> int:
+        return self.count * (self.dtype.itemsize + 8 * len(self.shape))  # a value, and its position in 64 bits
+
+
 # How `nested` groups arguments: (number of positional ones, names of the others, for each the length of the list that
 # it is, or -1 if it is no list).
 Structure = tuple[int, tuple[str, ...], tuple[int, ...]]
@@ -59,9 +72,9 @@ class Operation:
         return self.function.is_view or self.name == "aten._unsafe_view.default"
 
     @property
-    def specs(self) -> list[Spec]:
+    def specs(self) -> list[Spec | SparseSpec]:
         """The `Spec`s of the tensors among its arguments."""
-        return [leaf for leaf in self.leaves if type(leaf) is Spec]
+        return [leaf for leaf in self.leaves if type(leaf) in (Spec, SparseSpec)]
 
     @property
     def bytes(self) -> int:
@@ -77,8 +90,8 @@ class Operation:
 
     @property
     def lengths(self) -> list[int]:
-        """The lengths of its tensors' dimensions, and its whole-number arguments, which may be lengths too."""
-        shapes = (leaf.shape if type(leaf) is Spec else (leaf,) for leaf in self.leaves)
+        """The lengths of its tensors, and its whole numbers, which may be lengths too."""
+        shapes = (leaf.shape if type(leaf) in (Spec, SparseSpec) else (leaf,) for leaf in self.leaves)
         return [length for shape in shapes for length in shape if type(length) is int]
 
 

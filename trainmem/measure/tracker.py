@@ -118,7 +118,7 @@ class Tracker(Watcher, TorchDispatchMode):
         return found[0] if found else None
 
     def tag(self, tensor, category, keep=()):
-        for leaf in tree_iter(tensor):
+        for leaf in (part for each in tree_iter(tensor) for part in parts_of(each)):
             if isinstance(leaf, torch.Tensor):
                 block = self.block(leaf)
                 if block is None and category in WEIGHTS and (storage := self._storage(leaf)) is not None:
@@ -154,6 +154,10 @@ class Tracker(Watcher, TorchDispatchMode):
         return total
 
     def _track_result(self, tensor, function, args, kwargs):
+        if tensor.is_sparse:
+            for part in parts_of(tensor):
+                Tracker._track_result(self, part, function, args, kwargs)
+            return
         storage = self._storage(tensor)
         if storage is None or storage._cdata in self._blocks or not storage.nbytes():
             return
@@ -237,6 +241,14 @@ def name_of(function) -> str:
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a tensor that is sharded across ranks, or the tensor itself."""
     return getattr(tensor, "_local_tensor", tensor)
+
+
+def parts_of(value: Any) -> tuple:
+    """Return indices and values of a sparse tensor, which have its memory, or (value,)."""
+    if not (isinstance(value, torch.Tensor) and value.is_sparse):
+        return (value,)
+    with _disable_current_modes():  # this is no operation of the training
+        return value._indices(), value._values()
 
 
 def _in_place(function, target: Any, other: Any) -> bool:

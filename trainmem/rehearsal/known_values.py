@@ -114,6 +114,8 @@ class Values(TorchFunctionMode):
         kwargs, name = kwargs or {}, getattr(function, "__name__", "")
         if name == "__get__":
             return function(*args, **kwargs)
+        if name == "coalesce" and args[0].is_cuda and not args[0].is_coalesced():
+            raise NeedsValues("a rehearsal does not know how many positions of a sparse tensor differ")
         leaves = tree_leaves((args, kwargs))
         given = _tensors(leaves)
         if any(isinstance(leaf, Unknown) for leaf in leaves) and name not in _READS:

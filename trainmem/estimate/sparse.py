@@ -1,0 +1,81 @@
+"""Sparse tensors (COO) in a trace: the results of their operations, and what CUDA's kernels request for them.
+
+A sparse tensor has no storage of its own: its bytes are those of its indices and its values. Positions count as
+distinct, as in peft's SHiRA and FRoD, so that no elements are summed up.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from trainmem.estimate.attention_kernels import Free, Step
+from trainmem.estimate.trace_records import SparseSpec
+
+aten = torch.ops.aten
+WORD = 8  # bytes of an index
+
+
+def sparse_spec(tensor: torch.Tensor) -> SparseSpec:
+    """Return the shape, number of stored elements and type of a sparse tensor."""
+    return SparseSpec(tuple(tensor.shape), tensor._nnz(), tensor.dtype, tensor.is_coalesced())
+
+
+def filled(function, args: tuple, result: FakeTensor) -> FakeTensor:
+    """Return a sparse result with as many elements as the last sparse argument, e.g. the mask of `sparse_mask`.
+
+    The results of torch's own fake kernels have no elements.
+    """
+    source = next((each for each in reversed(args) if isinstance(each, torch.Tensor) and each.is_sparse), result)
+    in_order = function is aten._coalesce.default or (source.is_coalesced() and function is not aten.t.default)
+    values = source._values().new_empty(source._nnz(), dtype=result.dtype)
+    options = {"size": tuple(result.shape), "is_coalesced": in_order, "check_invariants": False}
+    return torch.sparse_coo_tensor(source._indices().clone(), values, **options)
+
+
+def _add(made, dense, other, *_, **__) -> list[Step]:
+    """Add in the common type, by one index per element (cuda/SparseCUDATensorMath.cu: add_out_dense_sparse_cuda)."""
+    if not other.is_sparse:
+        return made
+    kind = torch.promote_types(dense.dtype, other.dtype)
+    wide = [kind.itemsize * dense.numel()] * 2 if kind is not dense.dtype else []
+    return [*made, *wide, *([] if other.is_coalesced() else [WORD * other._nnz()])]
+
+
+def _coalesce(made, tensor) -> list[Step]:
+    """Sort a copy of the positions, and find those that differ (cuda/SparseCUDATensor.cu: _coalesce_sparse_cuda)."""
+    each = WORD * tensor._nnz()
+    sort = 2 * _part(each) + _part(WORD * (1 + -(-tensor._nnz() // 4352))) + 255
+    differ = _part(24 * (32 + -(-tensor._nnz() // 4096))) + 511
+    (result,) = made
+    return [each, each, each, sort, Free(3), differ, Free(3), result._values(), result._indices()]
+
+
+def _mask(made, tensor, mask) -> list[Step]:
+    """Multiply by a mask of ones, or look up the mask's positions (native/sparse/SparseTensor.cpp: sparse_mask,
+    SparseBinaryOpIntersectionCommon.h)."""
+    (result,), each = made, WORD * mask._nnz()
+    if not tensor.is_sparse:
+        return [mask.dtype.itemsize, result._values().nbytes, result]
+    return [WORD * tensor._nnz(), each, 2 * each, WORD, Free(3), result]
+
+
+def _transpose(made, tensor) -> list[Step]:
+    """Exchange two rows of positions by way of a third (native/sparse/SparseTensorMath.cpp: transpose)."""
+    if not tensor.is_sparse:
+        return made
+    return [made[0]._values(), made[0]._indices(), WORD * tensor._nnz()]
+
+
+def _part(size: int) -> int:
+    """Return the bytes of a part of CUB's buffers, a multiple of 256."""
+    return 256 * math.ceil(size / 256)
+
+
+RULES: dict[torch._ops.OpOverloadPacket, Callable[..., list[Step]]] = {
+    aten.add_: _add,
+    aten._coalesce: _coalesce,
+    aten.sparse_mask: _mask,
+    aten.t: _transpose,
+}
