@@ -165,6 +165,12 @@ class Arguments:
         short = {name: True for name in ("load_in_4bit", "load_in_8bit") if self.adapters.get(name)}
         return ((self.adapters.get("quantization_config") or {}) | short) or None
 
+    @property
+    def optimizer(self) -> str:
+        """The name of the Trainer's optimizer; empty: the library's default."""
+        given = self.training.get("optim") or ""
+        return str(getattr(given, "value", given))
+
     def get(self, name: str, default: Any = None) -> Any:
         """Return the value of an argument by any of its names; `default` if it was not given."""
         return self.current.get(_current_names().get(name, name), default)

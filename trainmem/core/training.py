@@ -132,6 +132,8 @@ def train(experiment: Experiment, folder: str, steps: int, keep_losses: bool = T
         family = experiment.task.family()
         if family in LISTED and not importlib.util.find_spec("scipy"):
             raise Invalid(f"{family} needs scipy, which matches predictions with objects: pip install scipy")
+        if not experiment.optimizer and (why := optional_packages.missing_of_optimizer(arguments.optimizer)):
+            raise Invalid(why)
         args = arguments.build(folder)
         if args.n_gpu > 1:
             args._n_gpu = 1  # with more GPUs the Trainer would use nn.DataParallel and a larger batch
@@ -147,7 +149,17 @@ def train(experiment: Experiment, folder: str, steps: int, keep_losses: bool = T
 
     losses: list[list[Any]] = []
 
-    class LossKeeper(Trainer):
+    class NamingTrainer(Trainer):
+        """Name the optimizer that cannot be built."""
+
+        def create_optimizer(self, *inputs, **options):
+            try:
+                return super().create_optimizer(*inputs, **options)
+            except (ValueError, ImportError, TypeError) as error:
+                by = f"transformers {hardware.version_of('transformers')}"
+                raise Invalid(f"{by} cannot build optim={arguments.optimizer!r}: {error}") from error
+
+    class LossKeeper(NamingTrainer):
         """Keep each micro-batch's loss on the device: reading it would wait for the device."""
 
         def training_step(self, *inputs, **options):
@@ -157,7 +169,7 @@ def train(experiment: Experiment, folder: str, steps: int, keep_losses: bool = T
             losses[-1].append(loss)
             return loss
 
-    kind = LossKeeper if keep_losses else Trainer
+    kind = LossKeeper if keep_losses else NamingTrainer
     options = {"data_collator": experiment.task.collator(), "optimizers": (optimizer, None)}
     if evaluation.evaluates(arguments):
         options |= {"eval_dataset": dataset, "compute_metrics": evaluation.metrics(arguments)}

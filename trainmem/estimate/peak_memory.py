@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainmem import cards
-from trainmem.core import evaluation
+from trainmem.core import evaluation, optional_packages
 from trainmem.core.arguments import Arguments
 from trainmem.core.outcomes import Invalid
 from trainmem.core.training import Experiment
@@ -131,6 +131,12 @@ def _as_traced(experiment: Experiment, device: Device) -> Experiment:
         arguments = arguments.without(*(f"dataloader_{name}" for name in _WORKER_ARGUMENTS))
     if device.kind == "cpu" or processes == 1:  # accelerate ignores fsdp's arguments
         arguments = arguments.without(*(name for name in arguments.given if name.startswith("fsdp")))
+    if device.kind == "cuda":
+        from trainmem.estimate import gpu_optimizers
+
+        arguments = gpu_optimizers.traced(arguments)
+    elif experiment.training and (why := optional_packages.needs_gpu(arguments.optimizer)):
+        raise Invalid(why)
     if experiment.training and not experiment.function and not evaluation.evaluates(arguments):
         task = task.replace(dataset_size=min(task.dataset_size, enough_samples(arguments, processes)))
     return experiment.replace(arguments=arguments, task=task)
@@ -196,11 +202,11 @@ def _traced(
 
     capability, rules = device.compute_capability, device.rules or release()
     cache = OperationCache(known, f"cuda, torch {rules.torch}")
-    paged, is_function = str(experiment.arguments.get("optim", "")).startswith("paged"), experiment.function is not None
+    optim, is_function = experiment.arguments.optimizer, experiment.function is not None
     for from_the_start in (False, True):  # the second time only for a loop that never sends its model
         tracker = DeviceTracker(capability, is_function, from_the_start, cache, rules)
         tracker.routing = routing
-        with contextlib.suppress(NotSent), cuda.emulated(capability, rules), tracker.emulated(paged):
+        with contextlib.suppress(NotSent), cuda.emulated(capability, rules), tracker.emulated(optim):
             found = trace.follow(experiment, tracker)
             if tracker.weights is Placement.DEVICE or not is_function:
                 return found
@@ -214,9 +220,10 @@ def _with_totals(experiment: Experiment, trace: Trace, device: Device, probe: "P
     if evaluation.evaluates(experiment.arguments) and not evaluation.metrics(experiment.arguments):
         assumptions.append(_LOSS_NOTE)
     if device.kind == "cuda":
-        from trainmem.estimate import cuda
+        from trainmem.estimate import cuda, gpu_optimizers
 
         assumptions += [*cuda.assumptions(), _rules_assumption(device.rules or release())]
+        assumptions += gpu_optimizers.assumptions(experiment.arguments)
         if trace.one_sided:
             peaks = [int(each.high.max()) for each in (trace, trace.one_sided)]
             assumptions.append(_ROUTING_NOTE.format(*(bytes_text(peak, binary=True) for peak in peaks)))

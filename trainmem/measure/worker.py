@@ -14,7 +14,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from trainmem.core import hardware, outcomes, stack_dumps
+from trainmem.core import hardware, optional_packages, outcomes, stack_dumps
 from trainmem.core.families import bytes_of
 from trainmem.core.outcomes import Invalid, Outcome
 from trainmem.core.training import Experiment, infer, train
@@ -149,6 +149,8 @@ def _refusal(experiment: Experiment) -> str | None:
         raise Invalid(str(error)) from error
 
     on_cpu = experiment.arguments.get("use_cpu") or not torch.cuda.is_available()
+    if on_cpu and experiment.training and (why := optional_packages.needs_gpu(experiment.arguments.optimizer)):
+        raise Invalid(why)
     machine = hardware.describe()
     available = machine.memory_available_bytes if on_cpu else max(gpu.memory_bytes or 0 for gpu in machine.gpus)
     arguments = experiment.arguments
