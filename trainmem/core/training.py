@@ -197,8 +197,8 @@ def _built(experiment: Experiment, device: Any, args: Any = None):
         raise Invalid(why)
     model = task.build_model(**arguments.model | {"dtype": weights.dtype})
     if quantization:
-        model = adapters.quantized(model, quantization, device)
-    if args and quantization and wanted.get("prepare_model_for_kbit_training", "peft" in wanted):
+        model = adapters.quantized(model, quantization, device, trains=bool(args))
+    if args and quantization and adapters.is_prepared(wanted, quantization):
         checkpointing = (args.gradient_checkpointing_kwargs or {}) if args.gradient_checkpointing else None
         model = adapters.prepared(model, checkpointing)
     adapters.freeze(model, wanted.get("freeze") or "")

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainmem import cards
-from trainmem.core import evaluation, optional_packages
+from trainmem.core import adapters, evaluation, optional_packages
 from trainmem.core.arguments import Arguments
 from trainmem.core.outcomes import Invalid
 from trainmem.core.training import Experiment
@@ -125,7 +125,8 @@ def _as_traced(experiment: Experiment, device: Device) -> Experiment:
     except ValueError as error:
         raise Invalid(str(error)) from error
     if weights and weights.bits:  # subprocesses that run its operations are forks of this one, and need the import
-        importlib.import_module("bitsandbytes")
+        with contextlib.suppress(ImportError):  # `adapters.quantized` names a package that is missing
+            importlib.import_module(adapters.METHODS[adapters.method_of(weights.quantization)][0])
     arguments, task, processes = experiment.arguments, experiment.task, experiment.processes
     if arguments.get("dataloader_num_workers"):  # workers hold their batches in other processes
         arguments = arguments.without(*(f"dataloader_{name}" for name in _WORKER_ARGUMENTS))
