@@ -8,7 +8,7 @@ optimum-quanto. Only the weights are random instead of loaded from a file.
 import contextlib
 import importlib.util
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any

@@ -106,7 +106,7 @@ class DeviceTracker(FakeTracker):
     def _replacements(self, optim: str) -> Iterator[tuple[Any, str, Callable]]:
         """Yield (owner, name, replacement) for each library function to replace."""
         yield torch.nn.Module, "to", fake_module_to(self)
-        yield torch.nn.Module, "cuda", lambda module, *_: self.send_module(module)
+        yield torch.nn.Module, "cuda", lambda module, *_, **__: self.send_module(module)
         yield torch.cuda, "empty_cache", self.cache_emptied
         yield memory, "is_cuda_available", lambda *_, **__: True
         yield memory, "is_mps_available", lambda *_, **__: False

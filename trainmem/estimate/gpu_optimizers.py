@@ -80,7 +80,7 @@ def replacements(tracker: "DeviceTracker", optim: str) -> Iterator[tuple[Any, st
             yield owner, name, calling(functools.partial(_paged, tracker), plain)
     if optim == "stable_adamw" and not optional_packages.missing_of_optimizer(optim):
         optimi = importlib.import_module("optimi.stableadamw")
-        yield optimi, "_default_to_triton", lambda _: True
+        yield optimi, "_default_to_triton", lambda *_, **__: True
         yield optimi, "stableadamw", lambda *_, step, **__: step.add_(1)
 
 

@@ -216,9 +216,9 @@ class Kernels:
     # ---- others
 
     def _where(self, made, condition, *values, **__):
-        """Copy numbers to the device first (native/TensorCompare.cpp: where_self_out), the second of two first."""
-        numbers = [each for each in values[::-1] if not (torch.is_tensor(each) and (each.dim() or self._is_on_device(each)))]
-        return [*(made[0].element_size() for _ in numbers), *made]
+        """Copy numbers to the device first (native/TensorCompare.cpp: where_self_out)."""
+        on_host = [not torch.is_tensor(each) or not (each.dim() or self._is_on_device(each)) for each in values]
+        return [*[made[0].element_size()] * sum(on_host), *made]
 
     def _masked_scatter(self, made, tensor, *_, **__):
         """Number the elements that the mask selects (cuda/IndexKernel.cu: masked_scatter_kernel)."""
