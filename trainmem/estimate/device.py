@@ -313,12 +313,21 @@ class _DeviceArguments(TorchFunctionMode):
             return self._to(function, args, kwargs)
         if name == "cuda":
             return self._to(torch.Tensor.to, (args[0], torch.device("cpu")), {})
+        if name.endswith("_like") and kwargs.get("device") == "cpu":
+            return self._on_host(function, args, kwargs)
         if name in _FACTORIES and self._tracker.weights is Placement.DEVICE:
             return self._make(function, args, kwargs)
         return function(*args, **kwargs)
 
+    def _on_host(self, function, args, kwargs):
+        with patch.object(self._tracker, "_forced", Placement.HOST):
+            return function(*args, **kwargs)
+
     def _to(self, function, args, kwargs):
         tracker = self._tracker
+        if "cpu" in (each for each in (*args[1:2], kwargs.get("device")) if isinstance(each, str)):
+            on_device = tracker.is_on_device(args[0])
+            return self._on_host(torch.clone, args[:1], {}) if on_device else function(*args, **kwargs)
         if tracker.sends_weights and any(isinstance(each, _DEVICES) for each in (*args, *kwargs.values())):
             tracker.weights = Placement.DEVICE  # weights are sent one by one, never the module
         if tracker.weights is Placement.HOST:
