@@ -144,11 +144,11 @@ def _config_of(settings: Mapping[str, Any]):
     check_known("quantization_config", settings, list(inspect.signature(kind).parameters)[:-1])
     try:
         if method == "torchao":
-            chosen = settings.get("quant_type", "int8")
+            chosen = settings.pop("quant_type", "int8")
             if isinstance(chosen, str):
-                chosen = {"_type": _OF_TORCHAO.get(chosen, chosen), "_data": {}}
-            settings["quant_type"] = {"default": chosen.get("default", chosen)}
-            return kind.from_dict(settings)
+                library = importlib.import_module("torchao.quantization")
+                return kind(getattr(library, _OF_TORCHAO.get(chosen, chosen))(), **settings)
+            return kind.from_dict(settings | {"quant_type": {"default": chosen.get("default", chosen)}})
         return kind(**settings)
     except (TypeError, AttributeError, KeyError, ValueError) as error:
         raise ValueError(f"quantization_config is not accepted by transformers ({error}): change it") from error
@@ -316,18 +316,11 @@ def constants(model) -> Iterator[tuple[Any, list[Any]]]:
     """Yield (weight, [its scales, code books, ...]) of each quantized layer; all are tensors."""
     for layer in model.modules():
         weight = getattr(layer, "weight", None)
-        if hasattr(weight, "__tensor_flatten__"):
-            yield weight, _parts(weight)
+        if hasattr(weight, "__tensor_flatten__") and not hasattr(weight, "_local_tensor"):
+            yield weight, []  # torchao's and quanto's are made of tensors; FSDP2 shards a weight, and does not quantize it
         elif kept := getattr(weight, "quant_state", None):
             second = getattr(kept, "state2", None)
             nested = (kept.offset, second.absmax, second.code) if second else ()
             yield weight, [kept.absmax, kept.code, *nested]
         elif hasattr(weight, "SCB") and (state := getattr(layer, "state", None)):  # peft's layers expose it, stateless
             yield weight, [each for each in (weight.CB, weight.SCB, state.CB, state.SCB) if each is not None]
-
-
-def _parts(tensor) -> list[Any]:
-    """Return the tensors that a tensor of another class consists of: torchao's and quanto's hold codes and scales."""
-    if not hasattr(tensor, "__tensor_flatten__"):
-        return [tensor]
-    return [part for name in tensor.__tensor_flatten__()[0] for part in _parts(getattr(tensor, name))]
