@@ -149,6 +149,8 @@ def _config_of(settings: Mapping[str, Any]):
                 library = importlib.import_module("torchao.quantization")
                 return kind(getattr(library, _OF_TORCHAO.get(chosen, chosen))(), **settings)
             return kind.from_dict(settings | {"quant_type": {"default": chosen.get("default", chosen)}})
+        with contextlib.suppress(ImportError):  # it makes constants on the host, before weights are on a device
+            importlib.import_module("optimum.quanto.tensor.weights.marlin")
         return kind(**settings)
     except (TypeError, AttributeError, KeyError, ValueError) as error:
         raise ValueError(f"quantization_config is not accepted by transformers ({error}): change it") from error

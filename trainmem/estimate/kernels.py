@@ -62,6 +62,8 @@ class Kernels:
         if function.namespace == "bitsandbytes":
             copied, steps, _ = self._bitsandbytes_program(function, made, args, kwargs)
             return [*(bytes_ for each in copied for bytes_ in contiguous_copy(each)), *steps]
+        if function.namespace == "quanto" and function._opname == "qbytes_mm":
+            return quantized_kernels.product_of_quanto(made, *args)
         if packet in _COPIED:
             before, after = _COPIED[packet]
             layout = torch.contiguous_format
@@ -87,7 +89,9 @@ class Kernels:
             return not self._has_grouped_kernel(args[0])
         if function.overloadpacket is aten.bmm and args[0].shape[-1] == 1 and not self._gpu.rules.keeps_workspaces:
             return False  # Triton computes outer products (torch/_native/ops/bmm_outer_product)
-        return function.overloadpacket in _PRODUCTS or function.namespace == "transformers"  # experts one by one
+        if function.namespace in ("transformers", "quanto"):  # transformers: experts one by one
+            return function._opname != "unpack" and not function._opname.startswith("quantize")
+        return function.overloadpacket in _PRODUCTS
 
     def workspaces(self, function, args: Sequence, kwargs: dict) -> list[tuple[str, int]]:
         """Return (name, bytes) of the workspaces that an operation requests if it is a matmul, otherwise []."""
