@@ -75,7 +75,7 @@ class DeviceTracker(FakeTracker):
         rules: Release | None = None,
     ):
         super().__init__(cache)
-        self._rules = rules or release()
+        self._capability, self._rules = capability, rules or release()
         self._is_function, self._from_the_start = is_function, is_function and from_the_start
         self._kernels = kernels.Kernels(capability, self.is_on_device, self._rules)
         # Where the weights are. While they are on the host, so is everything else.
@@ -119,6 +119,10 @@ class DeviceTracker(FakeTracker):
             layer = peft.tuners.tuners_utils.BaseTunerLayer
             move = calling(self._move_adapter, layer._move_adapter_to_device_of_base_layer)
             yield layer, "_move_adapter_to_device_of_base_layer", move
+        quanto = sys.modules.get("optimum.quanto.tensor.weights.qbits")
+        if quanto and self._capability < (8, 0):  # a CPU has TinyGemm's layout of int4, these GPUs do not
+            kind = quanto.WeightQBitsTensor
+            yield kind, "create", staticmethod(lambda *args, **options: kind(*args, **options))
         yield from gpu_optimizers.replacements(self, optim)
 
     def _matmul_4bit(self, plain, *args, **kwargs):

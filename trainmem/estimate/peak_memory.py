@@ -225,6 +225,8 @@ def _with_totals(experiment: Experiment, trace: Trace, device: Device, probe: "P
 
         assumptions += [*cuda.assumptions(), _rules_assumption(device.rules or release())]
         assumptions += gpu_optimizers.assumptions(experiment.arguments)
+        if experiment.weights and adapters.method_of(experiment.weights.quantization or {}) == "quanto":
+            assumptions.append(_QUANTO_NOTE)
         if trace.one_sided:
             peaks = [int(each.high.max()) for each in (trace, trace.one_sided)]
             assumptions.append(_ROUTING_NOTE.format(*(bytes_text(peak, binary=True) for peak in peaks)))
@@ -243,6 +245,10 @@ _ROUTING_NOTE = (
 )
 _LAYERDROP_NOTE = "layerdrop: no layer is left out; the training leaves out each with the configured probability"
 _LOSS_NOTE = "evaluation computes the loss only: add prediction_loss_only=False if the training computes metrics"
+_QUANTO_NOTE = (
+    "quanto: its CUDA extension is not used, which has kernels for float8 and int4 in 16 bits from capability 8.0 on; "
+    "the memory of its other kernels is modelled on their Python code"
+)
 _DDP_NOTE = "DistributedDataParallel: one rank is traced, with the reducer's buckets, without network buffers"
 _FSDP_NOTE = "FSDP2: one rank is traced, as accelerate and torch shard and gather weights, without network buffers"
 _ZERO_NOTE = "DeepSpeed: one rank is traced, as ZeRO shards, flattens and gathers; on a GPU with room for a flat copy"
