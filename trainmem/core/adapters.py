@@ -6,8 +6,9 @@ optimum-quanto. Only the weights are random instead of loaded from a file.
 """
 
 import contextlib
-import importlib.util
+import importlib
 import inspect
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -48,11 +49,13 @@ def settings_of(name: str, value: Any) -> dict[str, Any]:
     return dict(value)
 
 
-# Methods of quantization that `quantized` supports: {quant_method: (import name, name for pip)}.
+# Methods of quantization that `quantized` supports: {quant_method: (modules to import, name for pip)}. quanto's packages
+# of kernels make constants when they are imported, which must be on the host: before weights are on a device.
+_OF_QUANTO = ("", ".tensor.weights.marlin", ".tensor.weights.tinygemm")
 METHODS = {
-    "bitsandbytes": ("bitsandbytes", "bitsandbytes"),
-    "torchao": ("torchao", "torchao"),
-    "quanto": ("optimum.quanto", "optimum-quanto"),
+    "bitsandbytes": (("bitsandbytes",), "bitsandbytes"),
+    "torchao": (("torchao.quantization",), "torchao"),
+    "quanto": (tuple(f"optimum.quanto{name}" for name in _OF_QUANTO), "optimum-quanto"),
 }
 # Short names of `quant_type` for torchao's classes, which transformers takes as objects.
 _OF_TORCHAO = {"int4": "Int4WeightOnlyConfig", "int8": "Int8WeightOnlyConfig", "float8": "Float8WeightOnlyConfig"}
@@ -62,6 +65,18 @@ def method_of(settings: Mapping[str, Any]) -> str:
     """Return the method of a quantization_config, one of `METHODS` unless it is not supported."""
     method = settings.get("quant_method", "bitsandbytes")
     return str(getattr(method, "value", method))
+
+
+def import_method(settings: Mapping[str, Any]) -> None:
+    """Import the package that quantizes. Raises ValueError, which names the package, if it is missing."""
+    method = method_of(settings)
+    modules, name = METHODS[method]
+    try:
+        for module in modules:
+            importlib.import_module(module)
+    except ImportError as error:
+        text = f"Install {name}: pip install {name}. transformers needs it for quant_method={method!r}"
+        raise ValueError(text) from error
 
 
 def of_method(settings: Mapping[str, Any], where: str, methods: Iterable[str] = METHODS) -> dict[str, Any]:
@@ -137,20 +152,16 @@ def _config_of(settings: Mapping[str, Any]):
     import transformers
 
     method, settings = method_of(settings), of_method(settings, "quantization_config")
-    package, name = METHODS[method]
-    if not importlib.util.find_spec(package.partition(".")[0]) or not importlib.util.find_spec(package):
-        raise ValueError(f"Install {name}: pip install {name}. transformers needs it for quant_method={method!r}")
+    import_method(settings | {"quant_method": method})
     kind = {"torchao": transformers.TorchAoConfig, "quanto": transformers.QuantoConfig}[method]
     check_known("quantization_config", settings, list(inspect.signature(kind).parameters)[:-1])
     try:
         if method == "torchao":
             chosen = settings.pop("quant_type", "int8")
             if isinstance(chosen, str):
-                library = importlib.import_module("torchao.quantization")
+                library = sys.modules["torchao.quantization"]
                 return kind(getattr(library, _OF_TORCHAO.get(chosen, chosen))(), **settings)
             return kind.from_dict(settings | {"quant_type": {"default": chosen.get("default", chosen)}})
-        with contextlib.suppress(ImportError):  # it makes constants on the host, before weights are on a device
-            importlib.import_module("optimum.quanto.tensor.weights.marlin")
         return kind(**settings)
     except (TypeError, AttributeError, KeyError, ValueError) as error:
         raise ValueError(f"quantization_config is not accepted by transformers ({error}): change it") from error

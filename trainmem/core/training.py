@@ -195,6 +195,9 @@ def _built(experiment: Experiment, device: Any, args: Any = None):
         raise ValueError(_OF_QUANTIZED.format(bits=weights.bits, by=f" ({weights.quantized_by})"))
     if wanted.get("peft") is not None and (why := optional_packages.missing("peft")):
         raise Invalid(why)
+    half = args and ("bfloat16" if args.bf16 else "float16" if args.fp16 else None)
+    if half and quantization and adapters.method_of(quantization) == "quanto" and weights.dtype != half:
+        raise ValueError(f"quanto cannot multiply weights in {weights.dtype} under autocast: add dtype={half!r}")
     model = task.build_model(**arguments.model | {"dtype": weights.dtype})
     if quantization:
         model = adapters.quantized(model, quantization, device, trains=bool(args))

@@ -122,11 +122,10 @@ def _as_traced(experiment: Experiment, device: Device) -> Experiment:
     with no more samples than the trace reaches. Raises Invalid if there is no such model."""
     try:
         _, weights = experiment.task.model_class(), experiment.weights
+        if weights and weights.quantization:  # subprocesses that run operations are forks of this one, and need it
+            adapters.import_method(weights.quantization)
     except ValueError as error:
         raise Invalid(str(error)) from error
-    if weights and weights.bits:  # subprocesses that run its operations are forks of this one, and need the import
-        with contextlib.suppress(ImportError):  # `adapters.quantized` names a package that is missing
-            importlib.import_module(adapters.METHODS[adapters.method_of(weights.quantization)][0])
     arguments, task, processes = experiment.arguments, experiment.task, experiment.processes
     if arguments.get("dataloader_num_workers"):  # workers hold their batches in other processes
         arguments = arguments.without(*(f"dataloader_{name}" for name in _WORKER_ARGUMENTS))

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from trainmem.core import hardware, optional_packages, outcomes, stack_dumps
+from trainmem.core import adapters, hardware, optional_packages, outcomes, stack_dumps
 from trainmem.core.families import bytes_of
 from trainmem.core.outcomes import Invalid, Outcome
 from trainmem.core.training import Experiment, infer, train
@@ -145,6 +145,8 @@ def _refusal(experiment: Experiment) -> str | None:
 
     try:
         parameters, weights = experiment.task.parameters(), experiment.weights
+        if weights.quantization:
+            adapters.import_method(weights.quantization)  # what it allocates then does not belong to the training
     except ValueError as error:
         raise Invalid(str(error)) from error
 
