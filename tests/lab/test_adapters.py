@@ -304,13 +304,13 @@ def test_bases_of_torchao_and_quanto_on_a_card_equal_the_rehearsal(method, kind,
 @needs_peft
 def test_a_quantization_that_cannot_be_trained_is_refused_by_name():
     given = {"peft": {"r": 4}, "device": "cpu"}
-    with pytest.raises(ValueError, match="'hqq' is not supported.*torchao or quanto"):
+    with pytest.raises(ValueError, match=r"'hqq' is not supported.*torchao or quanto"):
         estimate(WIDE, quantization_config={"quant_method": "hqq", "nbits": 4}, **given)
     needs_method("torchao")
-    with pytest.raises(ValueError, match="does not train adapters on int4 of torchao.*quanto"):
+    with pytest.raises(ValueError, match=r"does not train adapters on int4 of torchao.*quanto"):
         estimate(WIDE, quantization_config=quantization("torchao", "int4"), **given)
     needs_method("quanto")
-    with pytest.raises(ValueError, match="quanto cannot multiply weights in float32 under autocast.*bfloat16"):
+    with pytest.raises(ValueError, match=r"quanto cannot multiply weights in float32 under autocast.*bfloat16"):
         estimate(WIDE, quantization_config=quantization("quanto", "int8"), dtype="float32", bf16=True, **given)
 
 

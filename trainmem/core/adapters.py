@@ -49,8 +49,8 @@ def settings_of(name: str, value: Any) -> dict[str, Any]:
     return dict(value)
 
 
-# Methods of quantization that `quantized` supports: {quant_method: (modules to import, name for pip)}. quanto's packages
-# of kernels make constants when they are imported, which must be on the host: before weights are on a device.
+# Methods of quantization that `quantized` supports: {quant_method: (modules to import, name for pip)}. Modules of quanto
+# make constants when they are imported, which must be on the host: before weights are on a device.
 _OF_QUANTO = ("", ".tensor.weights.marlin", ".tensor.weights.tinygemm")
 METHODS = {
     "bitsandbytes": (("bitsandbytes",), "bitsandbytes"),
@@ -215,14 +215,12 @@ def _boundaries(kind: str, device: Any) -> None:
 
 def as_python(settings: Mapping[str, Any]) -> str:
     """Return a quantization_config as Python code to paste."""
-    fields = of_method(settings, "quantization_config")
-    if method_of(settings) != "torchao":
-        kind = "QuantoConfig" if method_of(settings) == "quanto" else "BitsAndBytesConfig"
-        return f"{kind}(**{fields!r})"
+    fields, method = of_method(settings, "quantization_config"), method_of(settings)
+    if method != "torchao":
+        return f"{'QuantoConfig' if method == 'quanto' else 'BitsAndBytesConfig'}(**{fields!r})"
     chosen = fields.pop("quant_type", "int8")
-    if isinstance(chosen, str):
-        return f"TorchAoConfig({_OF_TORCHAO.get(chosen, chosen)}(), **{fields!r})"
-    return f"TorchAoConfig.from_dict({fields | {'quant_type': {'default': chosen.get('default', chosen)}}!r})"
+    kind = f"{_OF_TORCHAO.get(chosen, chosen)}()" if isinstance(chosen, str) else f"config_from_dict({chosen!r})"
+    return f"TorchAoConfig({kind}, **{fields!r})"
 
 
 def is_prepared(given: Mapping[str, Any], quantization: Mapping[str, Any]) -> bool:
@@ -329,8 +327,8 @@ def constants(model) -> Iterator[tuple[Any, list[Any]]]:
     """Yield (weight, [its scales, code books, ...]) of each quantized layer; all are tensors."""
     for layer in model.modules():
         weight = getattr(layer, "weight", None)
-        if hasattr(weight, "__tensor_flatten__") and not hasattr(weight, "_local_tensor"):
-            yield weight, []  # torchao's and quanto's are made of tensors; FSDP2 shards a weight, and does not quantize it
+        if hasattr(weight, "__tensor_flatten__") and not hasattr(weight, "device_mesh"):  # FSDP2's have a mesh
+            yield weight, []  # torchao's and quanto's are made of tensors
         elif kept := getattr(weight, "quant_state", None):
             second = getattr(kept, "state2", None)
             nested = (kept.offset, second.absmax, second.code) if second else ()

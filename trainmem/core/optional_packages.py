@@ -7,31 +7,15 @@ and optuna, into folders of their own, and a lesson that needs one calls `offer`
 import contextlib
 import importlib.util
 import sys
+import tomllib
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 FOLDER = Path(__file__).resolve().parents[2] / "build"  # the Makefile makes one folder in it per package and Python
 
-# What transformers imports for an optimizer: (pattern of `optim`, import name, name for pip).
-_OF_OPTIMIZERS = (
-    ("galore_*", "galore_torch", "galore-torch"),
-    ("apollo_*", "apollo_torch", "apollo-torch"),
-    ("*lomo", "lomo_optim", "lomo-optim"),
-    ("grokadamw", "grokadamw", "grokadamw"),
-    ("stable_adamw", "optimi", "torch-optimi"),
-    ("schedule_free_*", "schedulefree", "schedulefree"),
-    ("adamw_torch_?bit", "torchao", "torchao"),
-    ("adamw_torch_xla", "torch_xla", "torch_xla"),
-    ("adamw_torch_npu_fused", "torch_npu", "torch-npu"),
-    ("adamw_anyprecision", "torchdistx", "torchdistx"),
-)
-# Optimizers whose packages call CUDA, so that they fail on a CPU: (pattern of `optim`, package).
-_NEEDS_GPU = (
-    ("adalomo", "lomo-optim"),
-    ("galore_adamw_8bit*", "galore-torch"),
-    ("paged_ademamix*", "bitsandbytes"),
-    ("stable_adamw", "torch-optimi, where Triton is installed,"),
-)
+# What is particular about optimizers of other packages, by patterns of `optim`.
+OPTIMIZERS = tomllib.loads(Path(__file__).with_name("optimizers.toml").read_text(encoding="utf-8"))
 
 
 def offer(package: str) -> str | None:
@@ -67,10 +51,15 @@ def missing(package: str) -> str | None:
     return f"needs {package} (pip install {first}{package}; or, in a checkout, {here})"
 
 
+def about_optimizer(optim: str, table: str) -> list[Any]:
+    """Return the values of a table of `OPTIMIZERS` that apply to `optim`."""
+    return [value for pattern, value in OPTIMIZERS[table].items() if fnmatch(optim, pattern)]
+
+
 def missing_of_optimizer(optim: str) -> str | None:
     """Return a text that names the package that `optim` needs and that cannot be imported; None if there is none."""
-    for pattern, package, name in _OF_OPTIMIZERS:
-        if fnmatch(optim, pattern) and not importlib.util.find_spec(package):
+    for package, name in about_optimizer(optim, "packages"):
+        if not importlib.util.find_spec(package):
             return f"Install {name}: pip install {name}. transformers needs it for optim={optim!r}"
     return None
 
@@ -79,9 +68,8 @@ def needs_gpu(optim: str) -> str | None:
     """Return a text that says why `optim` fails on a CPU; None if it does not, or if its package is missing."""
     if missing_of_optimizer(optim) or (optim == "stable_adamw" and not importlib.util.find_spec("triton")):
         return None
-    package = next((name for pattern, name in _NEEDS_GPU if fnmatch(optim, pattern)), None)
     remedy = "choose another optimizer, or estimate this one for a card, e.g. card='t4'"
-    return package and f"optim={optim!r} needs a GPU, because {package} calls CUDA: {remedy}"
+    return next((f"optim={optim!r} needs a GPU ({why}): {remedy}" for why in about_optimizer(optim, "needs_gpu")), None)
 
 
 def import_peft() -> None:

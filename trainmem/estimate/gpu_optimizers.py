@@ -21,30 +21,6 @@ from trainmem.measure.tracker import calling
 if TYPE_CHECKING:
     from trainmem.estimate.device import DeviceTracker
 
-# Optimizers of packages for other devices, and the ones that keep the same states and are traced instead.
-_SAME_STATES = {
-    "adamw_torch_xla": "adamw_torch",
-    "adamw_torch_npu_fused": "adamw_torch_fused",
-    "adamw_anyprecision": "adamw_torch",
-}
-# (optimizers, what an estimate for a GPU assumes about them)
-_ASSUMED = (
-    (
-        "galore_*",
-        "GaLore: cuSOLVER's workspace for the singular value decomposition is not known, and counted as 0",
-    ),
-    (
-        "galore_adamw_8bit*",
-        "GaLore 8-bit: its arguments for older releases of bitsandbytes set max_unorm=100 and skip_zeros=True in the "
-        "installed one, so the norm of each small weight is computed",
-    ),
-    (
-        "adamw_torch_?bit",
-        "torchao: the update is traced uncompiled; torch.compile, which torchao calls on a GPU, needs less memory",
-    ),
-    ("stable_adamw", "StableAdamW: torch-optimi's Triton kernels run, which allocate nothing"),
-    ("adalomo", "AdaLomo: weights are assumed to be small; a larger one needs up to 1 KiB more during its update"),
-)
 # Kernels of bitsandbytes for states of 32 bits that do not take gradients in bfloat16 (backends/cuda/ops.py).
 _NOT_IN_BFLOAT16 = {"momentum", "rmsprop", "adagrad", "lars"}
 _PAGED = 100_000  # bitsandbytes pages states from this many elements on (optim/optimizer.py: get_state_buffer)
@@ -52,16 +28,16 @@ _PAGED = 100_000  # bitsandbytes pages states from this many elements on (optim/
 
 def traced(arguments: Arguments) -> Arguments:
     """Return the arguments to trace for a GPU: another optimizer with the same states if a package is missing."""
-    same = _SAME_STATES.get(arguments.optimizer)
-    is_replaced = same and optional_packages.missing_of_optimizer(arguments.optimizer)
-    return arguments.replace(optim=same) if is_replaced else arguments
+    is_missing = optional_packages.missing_of_optimizer(arguments.optimizer)
+    same = optional_packages.about_optimizer(arguments.optimizer, "same_states") if is_missing else []
+    return arguments.replace(optim=same[0]) if same else arguments
 
 
 def assumptions(arguments: Arguments) -> list[str]:
     """Return what an estimate for a GPU assumes about the optimizer, one sentence each."""
-    found = [text for pattern, text in _ASSUMED if fnmatch(arguments.optimizer, pattern)]
+    found = optional_packages.about_optimizer(arguments.optimizer, "assumed")
     if (other := traced(arguments).optimizer) != arguments.optimizer:
-        found.append(f"{arguments.optimizer}: its package is not installed; {other}, which keeps the same states, ran")
+        found.append(f"{arguments.optimizer}: its package is missing; {other} was traced, which keeps the same states")
     return found
 
 
@@ -73,11 +49,9 @@ def replacements(tracker: "DeviceTracker", optim: str) -> Iterator[tuple[Any, st
     if bitsandbytes := sys.modules.get("bitsandbytes"):
         functional, kind = bitsandbytes.functional, bitsandbytes.optim.optimizer.Optimizer8bit
         yield functional, "optimizer_update_32bit", calling(_update_32bit, functional.optimizer_update_32bit)
-        for owner, name, plain in (
-            (kind, "get_state_buffer", kind.get_state_buffer),
-            (bitsandbytes.optim.AdEMAMix, "_get_state_double_buffer", _double_buffer),
-        ):
-            yield owner, name, calling(functools.partial(_paged, tracker), plain)
+        paged = functools.partial(_paged, tracker)
+        yield kind, "get_state_buffer", calling(paged, kind.get_state_buffer)
+        yield bitsandbytes.optim.AdEMAMix, "_get_state_double_buffer", calling(paged, _double_buffer)
     if optim == "stable_adamw" and not optional_packages.missing_of_optimizer(optim):
         optimi = importlib.import_module("optimi.stableadamw")
         yield optimi, "_default_to_triton", lambda *_, **__: True

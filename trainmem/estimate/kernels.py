@@ -63,7 +63,7 @@ class Kernels:
             copied, steps, _ = self._bitsandbytes_program(function, made, args, kwargs)
             return [*(bytes_ for each in copied for bytes_ in contiguous_copy(each)), *steps]
         if function.namespace == "quanto" and function._opname == "qbytes_mm":
-            return quantized_kernels.product_of_quanto(made, *args)
+            return _product_of_quanto(made, *args)
         if packet in _COPIED:
             before, after = _COPIED[packet]
             layout = torch.contiguous_format
@@ -89,9 +89,9 @@ class Kernels:
             return not self._has_grouped_kernel(args[0])
         if function.overloadpacket is aten.bmm and args[0].shape[-1] == 1 and not self._gpu.rules.keeps_workspaces:
             return False  # Triton computes outer products (torch/_native/ops/bmm_outer_product)
-        if function.namespace in ("transformers", "quanto"):  # transformers: experts one by one
-            return function._opname != "unpack" and not function._opname.startswith("quantize")
-        return function.overloadpacket in _PRODUCTS
+        if function.namespace == "quanto":
+            return function._opname == "qbytes_mm"
+        return function.overloadpacket in _PRODUCTS or function.namespace == "transformers"  # experts one by one
 
     def workspaces(self, function, args: Sequence, kwargs: dict) -> list[tuple[str, int]]:
         """Return (name, bytes) of the workspaces that an operation requests if it is a matmul, otherwise []."""
@@ -295,6 +295,13 @@ class Kernels:
 
     def _dropout(self, made, *_, **__):
         return made[::-1]
+
+
+def _product_of_quanto(made, tensor, codes, scales) -> list[Step]:
+    """Scale the codes, which are cast first if they are floats, then multiply (optimum-quanto 0.2.7, qbytes_mm.py)."""
+    whole = codes.numel() * scales.itemsize
+    cast = [] if tensor.dtype is scales.dtype else [tensor.numel() * scales.itemsize]
+    return [*cast, *([whole, whole, Free(len(cast))] if codes.is_floating_point() else [whole]), *made]
 
 
 def _is_lt(function, args, kwargs) -> bool:

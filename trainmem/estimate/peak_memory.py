@@ -9,7 +9,6 @@ Importing this module is quick: its functions import torch, in the subprocess.
 
 import contextlib
 import gc
-import importlib
 import multiprocessing
 import os
 from collections.abc import Sequence

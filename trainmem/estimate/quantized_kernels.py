@@ -1,4 +1,4 @@
-"""List the memory requests of bitsandbytes' and quanto's kernels for 8- and 4-bit weights on a GPU.
+"""List the memory requests of bitsandbytes' kernels for 8- and 4-bit weights on a GPU.
 
 Source: bitsandbytes 0.50, backends/cuda/ops.py and backends/default/ops.py; its C++ code gets all memory from Python.
 Whether a 4-bit matmul has its own kernel, or first dequantizes the whole matrix, is read from the source of the
@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-from trainmem.estimate.attention_kernels import Free
 
 GPU = tuple[int, tuple[int, int]]  # (number of multiprocessors, compute capability)
 OUTLIER_OPERATIONS = {"int8_vectorwise_quant", "int8_mixed_scaled_mm"}
@@ -54,15 +52,6 @@ def _product_of_4_bits(
     casts = [result.itemsize * size for size in (0 if bias is None else bias.numel(), count, tensor.numel())]
     casts = casts if result.dtype is not tensor.dtype else []  # autocast's
     return [], [*scales, count * tensor.element_size(), *casts, *made], True
-
-
-def product_of_quanto(made: list[torch.Tensor], tensor, codes, scales) -> list:
-    """Return the requests of `quanto::qbytes_mm`: the scaled weight, then the product (optimum-quanto 0.2.7,
-    library/qbytes_mm.py)."""
-    whole = codes.numel() * scales.itemsize
-    cast = [] if tensor.dtype is scales.dtype else [tensor.numel() * scales.itemsize]
-    scaled = [whole, whole, Free(len(cast))] if codes.is_floating_point() else [whole]  # float8 is cast first
-    return [*cast, *scaled, *made]
 
 
 @functools.cache
