@@ -49,7 +49,7 @@ def settings_of(name: str, value: Any) -> dict[str, Any]:
     return dict(value)
 
 
-# Methods of quantization that `quantized` supports: {quant_method: (modules to import, name for pip)}. Modules of quanto
+# Methods of quantization that `quantized` supports: {quant_method: (modules to import, name for pip)}. quanto's modules
 # make constants when they are imported, which must be on the host: before weights are on a device.
 _OF_QUANTO = ("", ".tensor.weights.marlin", ".tensor.weights.tinygemm")
 METHODS = {

@@ -35,7 +35,7 @@ ADAPTER_ARGUMENTS = {
     "peft": (dict | str | None, "adapters: a peft configuration as JSON or a JSON file, e.g. '{\"r\": 16}' for LoRA"),
     "quantization_config": (
         dict | str | None,
-        "quantization of the base model by bitsandbytes, torchao or quanto: a configuration of transformers as JSON or a "
+        "quantization of the base model by bitsandbytes, torchao or quanto: transformers' configuration as JSON or a "
         'JSON file, e.g. \'{"load_in_4bit": true}\' or \'{"quant_method": "quanto", "weights": "int8"}\'',
     ),
     "load_in_4bit": (bool, "4-bit base model; short for quantization_config='{\"load_in_4bit\": true}'"),
