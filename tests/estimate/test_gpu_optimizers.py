@@ -122,9 +122,9 @@ def test_every_optimizer_of_transformers_has_its_package_listed():
     """A new name needs a row if it comes from a package that is not a dependency."""
     from transformers.training_args import OptimizerNames
 
-    ours = ("adamw_torch", "adafactor", "sgd", "adagrad", "rmsprop")
-    ours += ("lion", "ademamix", "paged", "adamw_bnb", "adamw_8bit")
+    of_dependencies = ("adamw_torch", "adafactor", "sgd", "adagrad", "rmsprop")
+    of_dependencies += ("lion", "ademamix", "paged", "adamw_bnb", "adamw_8bit")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(importlib.util, "find_spec", lambda name, *_: None)
         unlisted = [each.value for each in OptimizerNames if not optional_packages.missing_of_optimizer(each.value)]
-    assert [name for name in unlisted if not name.startswith(ours)] == []
+    assert [name for name in unlisted if not name.startswith(of_dependencies)] == []
