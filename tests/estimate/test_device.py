@@ -134,7 +134,7 @@ def paged(tell):
 
     tracker = DeviceTracker((8, 0))
     optimizer = SimpleNamespace(is_paged=True, _cpu_paged_warned=True)
-    with tracker, tracker.emulated(paged=True):
+    with tracker, tracker.emulated("paged_adamw_32bit"):
         tracker.weights = Placement.DEVICE
         large, small = torch.zeros(100_000), torch.zeros(99_999)
         first = len(tracker.log)

@@ -7,6 +7,8 @@ import json
 import sys
 
 import pytest
+import torch
+from packaging.version import Version
 
 from perf_helpers import Lab, cli
 from trainmem.core import adapters, arguments, optional_packages
@@ -263,3 +265,101 @@ def test_an_old_peft_that_loses_the_prompt_is_named(old_peft, monkeypatch, task,
 @pytest.mark.parametrize(("task", "settings", "generates"), KEEPS)
 def test_an_old_peft_is_taken_where_it_is_right(old_peft, task, settings, generates):
     adapters.adapted(task.build_model(), settings, task.family(), generates)
+
+
+# ---- torchao and quanto
+
+
+WIDE = LLAMA.replace(config={"hidden_size": 256, "intermediate_size": 512})  # quanto makes groups of 128 weights
+IN_WIDE = 2 * (256 * 256 * 2 + 256 * 128 * 2 + 3 * 256 * 512)
+ROWS = 2 * (256 + 128 + 128 + 256 + 512 + 512 + 256)
+# {configuration: bytes of its codes and constants, in float32}
+OTHERS = {
+    ("torchao", "int8"): IN_WIDE + 4 * ROWS + ROWS,  # a scale and a zero point per row
+    ("torchao", "float8"): IN_WIDE + 4 * ROWS,
+    ("quanto", "int8"): IN_WIDE + 4 * ROWS,
+    ("quanto", "float8"): IN_WIDE + 4 * ROWS,
+    ("quanto", "int4"): IN_WIDE // 2 + 2 * 4 * IN_WIDE // 128,  # a scale and a shift per group
+}
+
+
+def quantization(method, kind):
+    return {"quant_method": method, {"torchao": "quant_type", "quanto": "weights"}[method]: kind}
+
+
+def needs_method(method):
+    try:
+        adapters.import_method({"quant_method": method})
+    except ValueError as error:
+        pytest.skip(str(error))
+
+
+@needs_peft
+@pytest.mark.daily(2)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("method", "kind"), OTHERS, ids="-".join)
+def test_bases_of_torchao_and_quanto_are_estimated_to_the_byte(lab, method, kind, dtype):
+    needs_method(method)
+    given = {"quantization_config": quantization(method, kind), "peft": {"r": 4}, "dtype": dtype}
+    counted = trained(lab, task=WIDE, **given)
+    found = estimate(WIDE, device="cpu", per_device_train_batch_size=2, **given)
+    assert (found.peak_bytes, found.memory.breakdown) == (counted.peak_bytes, counted.breakdown)
+    assert found.weights.startswith(f"weights in {kind[-1]} bits (quantization_config)")
+    if dtype == "float32":
+        assert counted.breakdown["quantized_weights"] == OTHERS[method, kind]
+    assert counted.parameters - counted.trainable_parameters == WIDE.parameters()
+
+
+# (allocated, reserved) bytes in rehearsals of a T4: torch 2.15.0, transformers 5.24.0, torchao 0.18.0, optimum-quanto
+# 0.2.7, peft 0.21.2, 2026-11-29. int4 of quanto cannot be rehearsed: its kernel needs CUDA's compiler.
+REHEARSED = {
+    ("torchao", "int8", "float32"): (16_463_872, 29_360_128),
+    ("torchao", "int8", "float16"): (13_423_104, 27_262_976),
+    ("torchao", "float8", "float32"): (16_456_704, 31_457_280),
+    ("torchao", "float8", "float16"): (13_408_768, 27_262_976),
+    ("quanto", "int8", "float32"): (12_998_656, 27_262_976),
+    ("quanto", "int8", "float16"): (11_679_232, 25_165_824),
+}
+
+
+@needs_peft
+@pytest.mark.daily(2)
+@pytest.mark.parametrize(("method", "kind", "dtype"), REHEARSED, ids="-".join)
+def test_bases_of_torchao_and_quanto_on_a_card_equal_the_rehearsal(method, kind, dtype):
+    needs_method(method)
+    if Version(torch.__version__) < Version("2.15"):
+        pytest.skip("rehearsed with torch 2.15")
+    given = {"quantization_config": quantization(method, kind), "peft": {"r": 4}, "dtype": dtype}
+    task = WIDE.replace(config={"vocab_size": 512}, dataset_size=16)
+    found = estimate(task, card="t4", torch_version="2.15", per_device_train_batch_size=2, **given)
+    assert (found.memory.peak_bytes, found.memory.reserved_bytes) == REHEARSED[method, kind, dtype]
+    assert any("quanto" in text for text in found.assumptions) is (method == "quanto")
+
+
+@needs_peft
+def test_a_quantization_that_cannot_be_trained_is_refused_by_name():
+    given = {"peft": {"r": 4}, "device": "cpu"}
+    with pytest.raises(ValueError, match=r"'hqq' is not supported.*torchao or quanto"):
+        estimate(WIDE, quantization_config={"quant_method": "hqq", "nbits": 4}, **given)
+    needs_method("torchao")
+    with pytest.raises(ValueError, match=r"does not train adapters on int4 of torchao.*quanto"):
+        estimate(WIDE, quantization_config=quantization("torchao", "int4"), **given)
+    needs_method("quanto")
+    with pytest.raises(ValueError, match=r"quanto cannot multiply weights in float32 under autocast.*bfloat16"):
+        estimate(WIDE, quantization_config=quantization("quanto", "int8"), dtype="float32", bf16=True, **given)
+
+
+@needs_peft
+@pytest.mark.parametrize(("method", "name"), [("torchao", "torchao"), ("quanto", "optimum-quanto")])
+def test_a_missing_package_for_quantization_is_named_first(method, name, monkeypatch):
+    for module in adapters.METHODS[method][0]:
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ValueError, match=f"^Install {name}: pip install {name}"):
+        adapters.import_method({"quant_method": method})
+
+
+def test_a_configuration_is_python_to_paste():
+    text = Arguments.of({"quantization_config": quantization("torchao", "int8"), "peft": {"r": 4}}).to_python()
+    assert "TorchAoConfig(Int8WeightOnlyConfig()" in text and "prepare_model_for_kbit_training" in text
+    text = Arguments.of({"quantization_config": quantization("quanto", "int4"), "peft": {"r": 4}}).to_python()
+    assert "QuantoConfig(**{'weights': 'int4'})" in text and "prepare_model_for_kbit_training" not in text

@@ -1,15 +1,15 @@
-"""Adapters and quantization for a task's model: peft's adapters, and bitsandbytes' weights in 8 and 4 bits.
+"""Adapters and quantization for a task's model: peft's adapters, and weights in few bits.
 
 Both are described by the libraries' own configurations and built by the libraries' own code: `get_peft_model`, and the
-quantizer with which transformers loads a model with a `BitsAndBytesConfig`. Only the weights are random instead of
-loaded from a file.
+quantizer with which transformers loads a model with a `quantization_config`: that of bitsandbytes, torchao or
+optimum-quanto. Only the weights are random instead of loaded from a file.
 """
 
 import contextlib
 import importlib
 import inspect
-import re
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -52,58 +52,133 @@ def settings_of(name: str, value: Any) -> dict[str, Any]:
     return dict(value)
 
 
-def of_bitsandbytes(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
+# Methods of quantization that `quantized` supports: {quant_method: (modules to import, name for pip)}. quanto's modules
+# make constants when they are imported, which must be on the host: before weights are on a device.
+_OF_QUANTO = ("", ".tensor.weights.marlin", ".tensor.weights.tinygemm")
+METHODS = {
+    "bitsandbytes": (("bitsandbytes",), "bitsandbytes"),
+    "torchao": (("torchao.quantization",), "torchao"),
+    "quanto": (tuple(f"optimum.quanto{name}" for name in _OF_QUANTO), "optimum-quanto"),
+}
+# Short names of `quant_type` for torchao's classes, which transformers takes as objects.
+_OF_TORCHAO = {"int4": "Int4WeightOnlyConfig", "int8": "Int8WeightOnlyConfig", "float8": "Float8WeightOnlyConfig"}
+
+
+def method_of(settings: Mapping[str, Any]) -> str:
+    """Return the method of a quantization_config, one of `METHODS` unless it is not supported."""
+    method = settings.get("quant_method", "bitsandbytes")
+    return str(getattr(method, "value", method))
+
+
+def import_method(settings: Mapping[str, Any]) -> None:
+    """Import the package that quantizes. Raises ValueError, which names the package, if it is missing."""
+    method = method_of(settings)
+    modules, name = METHODS[method]
+    try:
+        for module in modules:
+            importlib.import_module(module)
+    except ImportError as error:
+        text = f"Install {name}: pip install {name}. transformers needs it for quant_method={method!r}"
+        raise ValueError(text) from error
+
+
+def of_method(settings: Mapping[str, Any], where: str, methods: Iterable[str] = METHODS) -> dict[str, Any]:
     """Return the fields of a quantization_config without the name of its method.
 
     Raises:
-        ValueError: the method is not bitsandbytes; `where` names the place in the message.
+        ValueError: the method is not one of `methods`; `where` names the place in the message.
     """
-    method = settings.get("quant_method", "bitsandbytes")
-    method = str(getattr(method, "value", method))
-    if method != "bitsandbytes":
+    if (method := method_of(settings)) not in methods:
+        also = " or a model that is not quantized" if where != "quantization_config" else ""
         raise ValueError(
-            f"{where}: quant_method={shown(method)} is not supported. Give a quantization_config of bitsandbytes, with "
-            "load_in_4bit or load_in_8bit, or a model that is not quantized"
+            f"{where}: quant_method={shown(method)} is not supported. Give bitsandbytes (with load_in_4bit or "
+            f"load_in_8bit), torchao or quanto as quantization_config{also and ',' + also}"
         )
     return {name: value for name, value in settings.items() if name[0] != "_" and name != "quant_method"}
 
 
 def saved_quantization(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the fields of the quantization_config in a config.json, as `from_pretrained` uses them.
-
-    Fields that the installed transformers does not know are left out.
-
-    Args:
-        settings: the quantization_config.
-        where: names the file in the message.
-
-    Raises:
-        ValueError: the method is not bitsandbytes.
-    """
+    """Return the fields of the quantization_config in a config.json, except those that the installed transformers does
+    not know, as `from_pretrained` does. Raises ValueError as `of_method`: only bitsandbytes is supported."""
     from transformers import BitsAndBytesConfig
 
     known = inspect.signature(BitsAndBytesConfig).parameters
-    return {name: value for name, value in of_bitsandbytes(settings, where).items() if name in known}
+    return {name: value for name, value in of_method(settings, where, ["bitsandbytes"]).items() if name in known}
 
 
-def quantized(model, settings: Mapping[str, Any], device: Any):
-    """Quantize a model's linear layers to 8 or 4 bits on `device`, as `from_pretrained(quantization_config=)` does.
+def quantized(model, settings: Mapping[str, Any], device: Any, trains: bool = False):
+    """Quantize a model's linear layers on `device`, as `from_pretrained(quantization_config=)` does.
 
     Each weight moves to the device and is quantized there; weights that stay in full precision move last.
 
     Args:
-        settings: fields of `transformers.BitsAndBytesConfig`.
+        settings: fields of a quantization_config of transformers, see `METHODS`.
+        trains: whether adapters will be trained on the model.
 
     Raises:
-        ValueError: an unknown field, or a value that transformers rejects.
+        ValueError: an unknown field, a value that transformers rejects, or a missing package.
     """
+    if method_of(settings) == "bitsandbytes":
+        return _by_bitsandbytes(model, settings, device)
+    import torch
+    from transformers import __version__
+    from transformers.quantizers import AutoHfQuantizer
+
+    config = _config_of(settings)
+    quantizer = AutoHfQuantizer.from_config(config, pre_quantized=False)
+    if trains and not quantizer.is_trainable:
+        raise ValueError(
+            f"transformers {__version__} does not train adapters on {settings.get('quant_type')} of torchao: give "
+            'int8 or float8, or int4 of quanto, e.g. {"quant_method": "quanto", "weights": "int4"}'
+        )
+    quantizer.validate_environment(device_map=None)
+    whole = {name: parameter.data for name, parameter in model.named_parameters(remove_duplicate=False)}
+    quantizer.preprocess_model(model, device_map=None)
+    operation = quantizer.get_quantize_ops()
+    for name in [*whole]:
+        layer, _, last = name.rpartition(".")
+        owner = model.get_submodule(layer)
+        if quantizer.param_needs_quantization(model, name):
+            given = {name: [whole.pop(name).to(device)]}
+            operation.convert(given, model=model, full_layer_name=name, missing_keys=set())
+            del given
+        elif getattr(owner, last).is_meta:  # the bias of a layer that was replaced
+            setattr(owner, last, torch.nn.Parameter(whole.pop(name).to(device), requires_grad=False))
+    del whole
+    torch.nn.Module.to(model, device)
+    model.hf_quantizer = quantizer
+    return quantizer.postprocess_model(model)
+
+
+def _config_of(settings: Mapping[str, Any]):
+    """Return the configuration object of torchao or quanto. Raises ValueError as `quantized`."""
+    import transformers
+
+    method, settings = method_of(settings), of_method(settings, "quantization_config")
+    import_method(settings | {"quant_method": method})
+    kind = {"torchao": transformers.TorchAoConfig, "quanto": transformers.QuantoConfig}[method]
+    check_known("quantization_config", settings, list(inspect.signature(kind).parameters)[:-1])
+    try:
+        if method == "torchao":
+            chosen = settings.pop("quant_type", "int8")
+            if isinstance(chosen, str):
+                library = sys.modules["torchao.quantization"]
+                return kind(getattr(library, _OF_TORCHAO.get(chosen, chosen))(), **settings)
+            return kind.from_dict(settings | {"quant_type": {"default": chosen.get("default", chosen)}})
+        return kind(**settings)
+    except (TypeError, AttributeError, KeyError, ValueError) as error:
+        raise ValueError(f"quantization_config is not accepted by transformers ({error}): change it") from error
+
+
+def _by_bitsandbytes(model, settings: Mapping[str, Any], device: Any):
+    """Quantize as `quantized`, by bitsandbytes to 8 or 4 bits; `settings`: fields of a `BitsAndBytesConfig`."""
     import bitsandbytes
     import torch
     from transformers import BitsAndBytesConfig
     from transformers.pytorch_utils import Conv1D
     from transformers.quantizers import AutoHfQuantizer
 
-    settings = of_bitsandbytes(settings, "quantization_config")
+    settings = of_method(settings, "quantization_config")
     check_known("quantization_config", settings, list(inspect.signature(BitsAndBytesConfig).parameters)[:-1])
     try:
         config = BitsAndBytesConfig(**settings)
@@ -142,6 +217,28 @@ def _boundaries(kind: str, device: Any) -> None:
         from bitsandbytes.backends.default.ops import _get_4bit_quantize_bounds
 
         _get_4bit_quantize_bounds(kind, device)
+
+
+def as_python(settings: Mapping[str, Any]) -> str:
+    """Return a quantization_config as Python code to paste."""
+    fields, method = of_method(settings, "quantization_config"), method_of(settings)
+    if method != "torchao":
+        return f"{'QuantoConfig' if method == 'quanto' else 'BitsAndBytesConfig'}(**{fields!r})"
+    chosen = fields.pop("quant_type", "int8")
+    kind = f"{_OF_TORCHAO.get(chosen, chosen)}()" if isinstance(chosen, str) else f"config_from_dict({chosen!r})"
+    return f"TorchAoConfig({kind}, **{fields!r})"
+
+
+def is_prepared(given: Mapping[str, Any], quantization: Mapping[str, Any]) -> bool:
+    """Return whether `prepare_model_for_kbit_training` prepares a quantized model: by default before adapters are
+    added, but not for quanto, whose weights peft's function cannot cast.
+
+    Args:
+        given: the arguments of an experiment about adapters.
+        quantization: fields of the quantization_config.
+    """
+    by_default = given.get("peft") is not None and method_of(quantization) != "quanto"
+    return bool(given.get("prepare_model_for_kbit_training", by_default))
 
 
 def prepared(model, checkpointing: Mapping[str, Any] | None):
@@ -258,7 +355,9 @@ def constants(model) -> Iterator[tuple[Any, list[Any]]]:
     """Yield (weight, [its scales, code books, ...]) of each quantized layer; all are tensors."""
     for layer in model.modules():
         weight = getattr(layer, "weight", None)
-        if kept := getattr(weight, "quant_state", None):
+        if hasattr(weight, "__tensor_flatten__") and not hasattr(weight, "device_mesh"):  # FSDP2's have a mesh
+            yield weight, []  # torchao's and quanto's are made of tensors
+        elif kept := getattr(weight, "quant_state", None):
             second = getattr(kept, "state2", None)
             nested = (kept.offset, second.absmax, second.code) if second else ()
             yield weight, [kept.absmax, kept.code, *nested]

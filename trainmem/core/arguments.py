@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from trainmem.core.adapters import of_bitsandbytes, settings_of
+from trainmem.core.adapters import as_python, is_prepared, of_method, settings_of
 from trainmem.texts import MOST, from_json, nearest_text, of_kind, reading, shown, whole_number
 
 # Arguments of an experiment in addition to the fields of `TrainingArguments`: {name: (type, help)}.
@@ -35,7 +35,8 @@ ADAPTER_ARGUMENTS = {
     "peft": (dict | str | None, "adapters: a peft configuration as JSON or a JSON file, e.g. '{\"r\": 16}' for LoRA"),
     "quantization_config": (
         dict | str | None,
-        "quantization of the base model: a BitsAndBytesConfig as JSON or a JSON file, e.g. '{\"load_in_4bit\": true}'",
+        "quantization of the base model by bitsandbytes, torchao or quanto: transformers' configuration as JSON or a "
+        'JSON file, e.g. \'{"load_in_4bit": true}\' or \'{"quant_method": "quanto", "weights": "int8"}\'',
     ),
     "load_in_4bit": (bool, "4-bit base model; short for quantization_config='{\"load_in_4bit\": true}'"),
     "load_in_8bit": (bool, "8-bit base model; short for quantization_config='{\"load_in_8bit\": true}'"),
@@ -113,7 +114,7 @@ class Arguments:
         """
         check_names(given, also=also)
         read = {name: settings_of(name, given[name]) for name in _AS_JSON if given.get(name) is not None}
-        of_bitsandbytes(read.get("quantization_config", {}), "quantization_config")
+        of_method(read.get("quantization_config", {}), "quantization_config")
         made = cls({**given, **read})
         _check_values(made.given)
         made._check_together()
@@ -163,9 +164,15 @@ class Arguments:
 
     @functools.cached_property
     def quantization(self) -> dict[str, Any] | None:
-        """Fields of a `BitsAndBytesConfig`; None if the model is not quantized."""
+        """Fields of a quantization_config; None if the model is not quantized."""
         short = {name: True for name in ("load_in_4bit", "load_in_8bit") if self.adapters.get(name)}
         return ((self.adapters.get("quantization_config") or {}) | short) or None
+
+    @property
+    def optimizer(self) -> str:
+        """The name of the Trainer's optimizer; empty: the library's default."""
+        given = self.training.get("optim") or ""
+        return str(getattr(given, "value", given))
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return the value of an argument by any of its names; `default` if it was not given."""
@@ -222,11 +229,11 @@ class Arguments:
         lines = [f"    {name}={value!r}," for name, value in self.training.items()]
         text = "\n".join(["TrainingArguments(", *lines, ")"])
         given = [f"{name}={value!r}" for name, value in self.model.items()]
-        given += [f"quantization_config=BitsAndBytesConfig(**{self.quantization!r})"] if self.quantization else []
+        given += [f"quantization_config={as_python(self.quantization)}"] if self.quantization else []
         if given:
             text += f"\n# and where the model is loaded: from_pretrained(..., {', '.join(given)})"
         peft = self.adapters.get("peft")
-        if self.quantization and self.adapters.get("prepare_model_for_kbit_training", peft is not None):
+        if self.quantization and is_prepared(self.adapters, self.quantization):
             text += "\n# then prepare_model_for_kbit_training(model)"
         return text if peft is None else f"{text}\n# then get_peft_model(model, ...) with peft's {peft!r}"
 

@@ -18,13 +18,17 @@ class Weights:
 
     dtype: str  # e.g. "bfloat16"; in a quantized model, the type of the weights that are not quantized
     source: str  # "config.json", "preset", "requested" ...
-    quantization: dict[str, Any] | None = None  # fields of a `BitsAndBytesConfig`; None: not quantized
+    quantization: dict[str, Any] | None = None  # fields of a quantization_config; None: not quantized
     quantized_by: str = ""  # who chose the quantization, as in `source`
 
     @property
     def bits(self) -> int | None:
-        """Bits per quantized weight, 4 or 8; None if nothing is quantized."""
-        return (4 if self.quantization.get("load_in_4bit") else 8) if self.quantization else None
+        """Bits per quantized weight, e.g. 4 or 8; None if nothing is quantized."""
+        if not self.quantization:
+            return None
+        kind = str(self.quantization.get("weights") or self.quantization.get("quant_type") or "")
+        named = re.search(r"(?:int|float)(\d)", kind, re.IGNORECASE)
+        return int(named[1]) if named else 4 if self.quantization.get("load_in_4bit") else 8
 
     def __str__(self) -> str:
         loaded = f"in {self.dtype} ({self.source})"

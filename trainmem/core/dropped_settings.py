@@ -23,6 +23,7 @@ DROPPED = (
     ("*lomo", ("max_grad_norm",), _FREED),
     ("*lomo", ("weight_decay", *ADAM), _OWN_DEFAULTS),
     ("grokadamw", ADAM, _OWN_DEFAULTS),
+    ("grokadamw", ("resume_from_checkpoint",), "its states are in no checkpoint, so it begins without them"),
     *(
         (each, ("optim_args",), "its optimizer is built without them")
         for each in ("adafactor", "adamw_torch", "adamw_torch_fused")

@@ -8,11 +8,17 @@ one calls `offer`.
 import contextlib
 import importlib.util
 import sys
+import tomllib
+from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 # What a training with DeepSpeed imports, by accelerate and by its engine: two seconds in each process of it.
 _IMPORTED_BY_TRAININGS = {"deepspeed": ("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")}
 FOLDER = Path(__file__).resolve().parents[2] / "build"  # the Makefile makes one folder in it per package and Python
+
+# What is particular about optimizers of other packages, by patterns of `optim`.
+OPTIMIZERS = tomllib.loads(Path(__file__).with_name("optimizers.toml").read_text(encoding="utf-8"))
 
 
 def offer(package: str) -> str | None:
@@ -52,6 +58,27 @@ def missing(package: str) -> str | None:
     first = "setuptools wheel && pip install --no-build-isolation " if package == "deepspeed" else ""
     here = f'make build/{package} and optional_packages.offer("{package}")'
     return f"needs {package} (pip install {first}{package}; or, in a checkout, {here})"
+
+
+def about_optimizer(optim: str, table: str) -> list[Any]:
+    """Return the values of a table of `OPTIMIZERS` that apply to `optim`."""
+    return [value for pattern, value in OPTIMIZERS[table].items() if fnmatch(optim, pattern)]
+
+
+def missing_of_optimizer(optim: str) -> str | None:
+    """Return a text that names the package that `optim` needs and that cannot be imported; None if there is none."""
+    for package, name in about_optimizer(optim, "packages"):
+        if not importlib.util.find_spec(package):
+            return f"Install {name}: pip install {name}. transformers needs it for optim={optim!r}"
+    return None
+
+
+def needs_gpu(optim: str) -> str | None:
+    """Return a text that says why `optim` fails on a CPU; None if it does not, or if its package is missing."""
+    if missing_of_optimizer(optim) or (optim == "stable_adamw" and not importlib.util.find_spec("triton")):
+        return None
+    remedy = "choose another optimizer, or estimate this one for a card, e.g. card='t4'"
+    return next((f"optim={optim!r} needs a GPU ({why}): {remedy}" for why in about_optimizer(optim, "needs_gpu")), None)
 
 
 def import_peft() -> None:

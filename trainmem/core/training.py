@@ -140,6 +140,8 @@ def train(experiment: Experiment, folder: str, steps: int, keep_losses: bool = T
         family = experiment.task.family()
         if family in LISTED and not importlib.util.find_spec("scipy"):
             raise Invalid(f"{family} needs scipy, which matches predictions with objects: pip install scipy")
+        if not experiment.optimizer and (why := optional_packages.missing_of_optimizer(arguments.optimizer)):
+            raise Invalid(why)
         args = arguments.build(folder)
         if args.n_gpu > 1:
             args._n_gpu = 1  # with more GPUs the Trainer would use nn.DataParallel and a larger batch
@@ -155,7 +157,17 @@ def train(experiment: Experiment, folder: str, steps: int, keep_losses: bool = T
 
     losses: list[list[Any]] = []
 
-    class LossKeeper(Trainer):
+    class NamingTrainer(Trainer):
+        """Name the optimizer that cannot be built."""
+
+        def create_optimizer(self, *inputs, **options):
+            try:
+                return super().create_optimizer(*inputs, **options)
+            except (ValueError, ImportError, TypeError) as error:
+                by = f"transformers {hardware.version_of('transformers')}"
+                raise Invalid(f"{by} cannot build optim={arguments.optimizer!r}: {error}") from error
+
+    class LossKeeper(NamingTrainer):
         """Keep each micro-batch's loss on the device: reading it would wait for the device."""
 
         def training_step(self, *inputs, **options):
@@ -165,7 +177,7 @@ def train(experiment: Experiment, folder: str, steps: int, keep_losses: bool = T
             losses[-1].append(loss)
             return loss
 
-    kind = LossKeeper if keep_losses else Trainer
+    kind = LossKeeper if keep_losses else NamingTrainer
     options = {"data_collator": experiment.task.collator(), "optimizers": (optimizer, None)}
     if evaluation.evaluates(arguments):
         options |= {"eval_dataset": dataset, "compute_metrics": evaluation.metrics(arguments)}
@@ -192,10 +204,13 @@ def _built(experiment: Experiment, device: Any, args: Any = None):
         raise ValueError(_OF_QUANTIZED.format(bits=weights.bits, by=f" ({weights.quantized_by})"))
     if wanted.get("peft") is not None and (why := optional_packages.missing("peft")):
         raise Invalid(why)
+    half = args and ("bfloat16" if args.bf16 else "float16" if args.fp16 else None)
+    if half and quantization and adapters.method_of(quantization) == "quanto" and weights.dtype != half:
+        raise ValueError(f"quanto cannot multiply weights in {weights.dtype} under autocast: add dtype={half!r}")
     model = task.build_model(**arguments.model | {"dtype": weights.dtype})
     if quantization:
-        model = adapters.quantized(model, quantization, device)
-    if args and quantization and wanted.get("prepare_model_for_kbit_training", "peft" in wanted):
+        model = adapters.quantized(model, quantization, device, trains=bool(args))
+    if args and quantization and adapters.is_prepared(wanted, quantization):
         checkpointing = (args.gradient_checkpointing_kwargs or {}) if args.gradient_checkpointing else None
         model = adapters.prepared(model, checkpointing)
     adapters.freeze(model, wanted.get("freeze") or "")

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from trainmem.core import adapters
-from trainmem.estimate import kernels, quantized_kernels, trl_kernels
+from trainmem.estimate import gpu_optimizers, kernels, quantized_kernels, trl_kernels
 from trainmem.estimate.allocator_settings import Release, release
 from trainmem.estimate.one_rank import DeviceName
 from trainmem.estimate.operation_cache import OperationCache
@@ -40,7 +40,6 @@ _DEVICE_PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.STEP, Phase.GATHER, Phase
 _ACTIVATIONS = {"relu_", "silu_", "gelu_", "elu_", "leaky_relu_", "hardswish_", "hardsigmoid_", "hardtanh_"}  # in place
 
 _DEVICES = (torch.device, DeviceName)  # arguments that mean the device; the text "cpu" means the host
-_PAGED = 100_000  # bitsandbytes pages states from this many elements on (optim/optimizer.py: get_state_buffer)
 
 
 class Placement(Enum):
@@ -77,8 +76,7 @@ class DeviceTracker(FakeTracker):
         rules: Release | None = None,
     ):
         super().__init__(cache)
-        self.fake.cache_enabled = False  # torch's own cache does not distinguish between host and device
-        self._rules = rules or release()
+        self._capability, self._rules = capability, rules or release()
         self._is_function, self._from_the_start = is_function, is_function and from_the_start
         self._kernels = kernels.Kernels(capability, self.is_on_device, self._rules)
         # Where the weights are. While they are on the host, so is everything else.
@@ -92,24 +90,24 @@ class DeviceTracker(FakeTracker):
         self._streams = {torch.cpu.current_stream(): 0}  # {stream that allocated: its number}
         self._workspaces: set[tuple[bool, str]] = set()  # (whether it is that of autograd's thread, its name)
 
-    def emulated(self, paged: bool = False) -> contextlib.AbstractContextManager:
+    def emulated(self, optim: str = "") -> contextlib.AbstractContextManager:
         """Return a context in which code that sends a tensor or a module to a GPU places it there.
 
-        `paged`: whether a bitsandbytes optimizer keeps its large states in paged memory, which the driver moves between
-        host and device.
+        `optim`: the name of the Trainer's optimizer.
         """
         stack = contextlib.ExitStack()
         if self._is_function:
             stack.enter_context(trl_kernels.emulated())
-        for owner, name, replacement in self._replacements(paged):
+        for owner, name, replacement in self._replacements(optim):
             stack.enter_context(patch.object(owner, name, replacement))
         stack.enter_context(patch.object(adapters, "adapted", calling(self._add_adapters, adapters.adapted)))
         stack.enter_context(_DeviceArguments(self))
         return stack
 
-    def _replacements(self, paged: bool) -> Iterator[tuple[Any, str, Callable]]:
+    def _replacements(self, optim: str) -> Iterator[tuple[Any, str, Callable]]:
         """Yield (owner, name, replacement) for each library function to replace."""
         yield torch.nn.Module, "to", fake_module_to(self)
+        yield torch.nn.Module, "cuda", lambda module, *_, **__: self.send_module(module)
         yield torch.cuda, "empty_cache", self.cache_emptied
         yield memory, "is_cuda_available", lambda *_, **__: True
         yield memory, "is_mps_available", lambda *_, **__: False
@@ -125,10 +123,11 @@ class DeviceTracker(FakeTracker):
             layer = peft.tuners.tuners_utils.BaseTunerLayer
             move = calling(self._move_adapter, layer._move_adapter_to_device_of_base_layer)
             yield layer, "_move_adapter_to_device_of_base_layer", move
-        if paged:
-            from bitsandbytes.optim.optimizer import Optimizer8bit
-
-            yield Optimizer8bit, "get_state_buffer", calling(self._state_buffer, Optimizer8bit.get_state_buffer)
+        quanto = sys.modules.get("optimum.quanto.tensor.weights.qbits")
+        if quanto and self._capability < (8, 0):  # a CPU has TinyGemm's layout of int4, these GPUs do not
+            kind = quanto.WeightQBitsTensor
+            yield kind, "create", staticmethod(lambda *args, **options: kind(*args, **options))
+        yield from gpu_optimizers.replacements(self, optim)
 
     def _matmul_4bit(self, plain, *args, **kwargs):
         dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
@@ -150,10 +149,9 @@ class DeviceTracker(FakeTracker):
                 if isinstance(kept := getattr(layer, name, None), torch.nn.ParameterDict):
                     kept.requires_grad_(True)
 
-    def _state_buffer(self, plain, optimizer, weight, *args, **kwargs):
-        is_paged = optimizer.is_paged and weight.numel() >= _PAGED
-        with patch.object(self, "_forced", Placement.NEITHER if is_paged else None):
-            return plain(optimizer, weight, *args, **kwargs)
+    def placing(self, paged: bool) -> contextlib.AbstractContextManager:
+        """Return a context in which new tensors are in memory that the driver pages, if `paged`."""
+        return patch.object(self, "_forced", Placement.NEITHER if paged else None)
 
     def send_module(self, module: torch.nn.Module) -> torch.nn.Module:
         """Send parameters and buffers to the device, in the order of `Module._apply`."""
@@ -330,12 +328,23 @@ class _DeviceArguments(TorchFunctionMode):
         kwargs, name = kwargs or {}, getattr(function, "__name__", "")
         if name == "to":
             return self._to(function, args, kwargs)
+        if name == "cuda":
+            return self._to(torch.Tensor.to, (args[0], torch.device("cpu")), {})
+        if name.endswith("_like") and kwargs.get("device") == "cpu":
+            return self._on_host(function, args, kwargs)
         if name in _FACTORIES and self._tracker.weights is Placement.DEVICE:
             return self._make(function, args, kwargs)
         return function(*args, **kwargs)
 
+    def _on_host(self, function, args, kwargs):
+        with patch.object(self._tracker, "_forced", Placement.HOST):
+            return function(*args, **kwargs)
+
     def _to(self, function, args, kwargs):
         tracker = self._tracker
+        if "cpu" in (each for each in (*args[1:2], kwargs.get("device")) if isinstance(each, str)):
+            on_device = tracker.is_on_device(args[0])
+            return self._on_host(torch.clone, args[:1], {}) if on_device else function(*args, **kwargs)
         if tracker.sends_weights and any(isinstance(each, _DEVICES) for each in (*args, *kwargs.values())):
             tracker.weights = Placement.DEVICE  # weights are sent one by one, never the module
         if tracker.weights is Placement.HOST:

@@ -359,7 +359,8 @@ class Witness:
         arguments, quantization = experiment.arguments, experiment.weights.quantization
         adapted = arguments.adapters.get("peft") is not None
         owners = {name: self._modules[name.rpartition(".")[0]] for name in weights}
-        base = {n: w for n, w in weights.items() if w.is_floating_point() and not (adapted and w.requires_grad)}
+        plain = {n: w for n, w in weights.items() if not hasattr(w, "__tensor_flatten__")}  # others are quantized
+        base = {n: w for n, w in plain.items() if w.is_floating_point() and not (adapted and w.requires_grad)}
         stacked = {n: owners[n] for n, w in base.items() if w.dim() == 3 and len(w) > 1}
         experts = [n for n, owner in stacked.items() if not isinstance(owner, torch.nn.modules.conv._ConvNd)]
         linear = [n for n, w in base.items() if w.dim() == 2 and isinstance(owners[n], torch.nn.Linear)]

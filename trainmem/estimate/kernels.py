@@ -64,6 +64,8 @@ class Kernels:
         if function.namespace == "bitsandbytes":
             copied, steps, _ = self._bitsandbytes_program(function, made, args, kwargs)
             return [*(bytes_ for each in copied for bytes_ in contiguous_copy(each)), *steps]
+        if function.namespace == "quanto" and function._opname == "qbytes_mm":
+            return _product_of_quanto(made, *args)
         if packet in _COPIED:
             before, after = _COPIED[packet]
             layout = torch.contiguous_format
@@ -89,8 +91,8 @@ class Kernels:
             return not self._has_grouped_kernel(args[0])
         if function.overloadpacket is aten.bmm and args[0].shape[-1] == 1 and not self._gpu.rules.keeps_workspaces:
             return False  # Triton computes outer products (torch/_native/ops/bmm_outer_product)
-        if function.overloadpacket is aten.mm and args[0].is_sparse:  # cuSPARSE does
-            return False
+        if function.namespace == "quanto":
+            return function._opname == "qbytes_mm"
         return function.overloadpacket in _PRODUCTS or function.namespace == "transformers"  # experts one by one
 
     def workspaces(self, function, args: Sequence, kwargs: dict) -> list[tuple[str, int]]:
@@ -241,11 +243,9 @@ class Kernels:
     # ---- others
 
     def _where(self, made, condition, *values, **__):
-        """Return the requests: values that are numbers on the host are copied to the device first
-        (native/TensorCompare.cpp: where_self_out).
-        """
-        numbers = [value for value in values if not value.dim() and not self._is_on_device(value)]
-        return [*(value.element_size() for value in numbers), *made]
+        """Copy numbers to the device first (native/TensorCompare.cpp: where_self_out)."""
+        on_host = [not torch.is_tensor(each) or not (each.dim() or self._is_on_device(each)) for each in values]
+        return [*[made[0].element_size()] * sum(on_host), *made]
 
     def _masked_scatter(self, made, tensor, *_, **__):
         """Return the requests: the elements that the mask selects are numbered (cuda/IndexKernel.cu:
@@ -325,6 +325,13 @@ class Kernels:
 
     def _dropout(self, made, *_, **__):
         return made[::-1]
+
+
+def _product_of_quanto(made, tensor, codes, scales) -> list[Step]:
+    """Scale the codes, which are cast first if they are floats, then multiply (optimum-quanto 0.2.7, qbytes_mm.py)."""
+    whole = codes.numel() * scales.itemsize
+    cast = [] if tensor.dtype is scales.dtype else [tensor.numel() * scales.itemsize]
+    return [*cast, *([whole, whole, Free(len(cast))] if codes.is_floating_point() else [whole]), *made]
 
 
 def _is_lt(function, args, kwargs) -> bool:

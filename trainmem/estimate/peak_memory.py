@@ -9,7 +9,6 @@ Importing this module is quick: its functions import torch, in the subprocess.
 
 import contextlib
 import gc
-import importlib
 import multiprocessing
 import os
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainmem import cards
-from trainmem.core import evaluation
+from trainmem.core import adapters, evaluation, optional_packages
 from trainmem.core.arguments import Arguments
 from trainmem.core.outcomes import Invalid
 from trainmem.core.training import Experiment
@@ -132,15 +131,21 @@ def _as_traced(experiment: Experiment, device: Device) -> Experiment:
     """
     try:
         _, weights = experiment.task.model_class(), experiment.weights
+        if weights and weights.quantization:  # subprocesses that run operations are forks of this one, and need it
+            adapters.import_method(weights.quantization)
     except ValueError as error:
         raise Invalid(str(error)) from error
-    if weights and weights.bits:  # subprocesses that run its operations are forks of this one, and need the import
-        importlib.import_module("bitsandbytes")
     arguments, task, processes = experiment.arguments, experiment.task, experiment.processes
     if arguments.get("dataloader_num_workers"):  # workers hold their batches in other processes
         arguments = arguments.without(*(f"dataloader_{name}" for name in _WORKER_ARGUMENTS))
     if device.kind == "cpu" or processes == 1:  # accelerate ignores fsdp's arguments
         arguments = arguments.without(*(name for name in arguments.given if name.startswith("fsdp")))
+    if device.kind == "cuda":
+        from trainmem.estimate import gpu_optimizers
+
+        arguments = gpu_optimizers.traced(arguments)
+    elif experiment.training and (why := optional_packages.needs_gpu(arguments.optimizer)):
+        raise Invalid(why)
     if experiment.training and not experiment.function and not evaluation.evaluates(arguments):
         task = task.replace(dataset_size=min(task.dataset_size, enough_samples(arguments, processes)))
     return experiment.replace(arguments=arguments, task=task)
@@ -211,11 +216,11 @@ def _traced(
 
     capability, rules = device.compute_capability, device.rules or release()
     cache = OperationCache(known, f"cuda, torch {rules.torch}")
-    paged, is_function = str(experiment.arguments.get("optim", "")).startswith("paged"), experiment.function is not None
+    optim, is_function = experiment.arguments.optimizer, experiment.function is not None
     for from_the_start in (False, True):  # the second time only for a loop that never sends its model
         tracker = DeviceTracker(capability, is_function, from_the_start, cache, rules)
         tracker.routing = routing
-        with contextlib.suppress(NotSent), cuda.emulated(capability, rules), tracker.emulated(paged):
+        with contextlib.suppress(NotSent), cuda.emulated(capability, rules), tracker.emulated(optim):
             found = trace.follow(experiment, tracker)
             if tracker.weights is Placement.DEVICE or not is_function:
                 return found
@@ -229,9 +234,12 @@ def _with_totals(experiment: Experiment, trace: Trace, device: Device, probe: "P
     if evaluation.evaluates(experiment.arguments) and not evaluation.metrics(experiment.arguments):
         assumptions.append(_LOSS_NOTE)
     if device.kind == "cuda":
-        from trainmem.estimate import cuda
+        from trainmem.estimate import cuda, gpu_optimizers
 
         assumptions += [*cuda.assumptions(), _rules_assumption(device.rules or release())]
+        assumptions += gpu_optimizers.assumptions(experiment.arguments)
+        if experiment.weights and adapters.method_of(experiment.weights.quantization or {}) == "quanto":
+            assumptions.append(_QUANTO_NOTE)
         if trace.one_sided:
             peaks = [int(each.high.max()) for each in (trace, trace.one_sided)]
             assumptions.append(_ROUTING_NOTE.format(*(bytes_text(peak, binary=True) for peak in peaks)))
@@ -250,6 +258,10 @@ _ROUTING_NOTE = (
 )
 _LAYERDROP_NOTE = "layerdrop: no layer is left out; the training leaves out each with the configured probability"
 _LOSS_NOTE = "evaluation computes the loss only: add prediction_loss_only=False if the training computes metrics"
+_QUANTO_NOTE = (
+    "quanto: its CUDA extension is not used, which has kernels for float8 and int4 in 16 bits from capability 8.0 on; "
+    "the memory of its other kernels is modelled on their Python code"
+)
 _DDP_NOTE = "DistributedDataParallel: one rank is traced, with the reducer's buckets, without network buffers"
 _FSDP_NOTE = "FSDP2: one rank is traced, as accelerate and torch shard and gather weights, without network buffers"
 _ZERO_NOTE = "DeepSpeed: one rank is traced, as ZeRO shards, flattens and gathers; on a GPU with room for a flat copy"

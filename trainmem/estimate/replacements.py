@@ -108,7 +108,15 @@ def fake_parameters() -> Iterator[None]:
     with patch.object(torch.Tensor, "_make_subclass", staticmethod(make_subclass)), contextlib.ExitStack() as stack:
         if bitsandbytes := sys.modules.get("bitsandbytes"):
             stack.enter_context(patch.object(bitsandbytes.nn.Params4bit, "__deepcopy__", copied))
+        for name in ("qbits", "tinygemm.qbits"):  # quanto compares a tensor's exact type
+            if module := sys.modules.get(f"optimum.quanto.tensor.weights.{name}"):
+                stack.enter_context(patch.object(module, "type", _plain_type, create=True))
         yield
+
+
+def _plain_type(value) -> type:
+    """Return the type of a value, but torch.Tensor for a fake tensor."""
+    return torch.Tensor if type(value) is FakeTensor else type(value)
 
 
 def fake_module_to(tracker: "FakeTracker") -> Callable:

@@ -118,13 +118,12 @@ class Tracker(Watcher, TorchDispatchMode):
         return found[0] if found else None
 
     def tag(self, tensor, category, keep=()):
-        for leaf in (part for each in tree_iter(tensor) for part in parts_of(each)):
-            if isinstance(leaf, torch.Tensor):
-                block = self.block(leaf)
-                if block is None and category in WEIGHTS and (storage := self._storage(leaf)) is not None:
-                    self._add_block(storage, category, "before")
-                elif block is not None and block.category not in keep:
-                    block.category = category
+        for leaf in parts(tree_iter(tensor)):
+            block = self.block(leaf)
+            if block is None and category in WEIGHTS and (storage := self._storage(leaf)) is not None:
+                self._add_block(storage, category, "before")
+            elif block is not None and block.category not in keep:
+                block.category = category
 
     def mark(self, label):
         self._track_scaling_number()
@@ -236,6 +235,15 @@ def counted(parameters: Iterable[torch.Tensor]) -> tuple[int, int]:
 def name_of(function) -> str:
     """Return an operator's name, e.g. "aten.mm.default"."""
     return str(function)
+
+
+def parts(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors among `values`; instead of a tensor made of tensors, as torchao's and quanto's, yield those."""
+    for each in values:
+        if hasattr(each, "__tensor_flatten__"):
+            yield from parts(getattr(each, name) for name in each.__tensor_flatten__()[0])
+        elif isinstance(each, torch.Tensor):
+            yield each
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

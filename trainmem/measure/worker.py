@@ -14,7 +14,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from trainmem.core import hardware, outcomes, stack_dumps
+from trainmem.core import adapters, hardware, optional_packages, outcomes, stack_dumps
 from trainmem.core.families import bytes_of
 from trainmem.core.outcomes import Invalid, Outcome
 from trainmem.core.training import Experiment, infer, train
@@ -148,10 +148,14 @@ def _refusal(experiment: Experiment) -> str | None:
 
     try:
         parameters, weights = experiment.task.parameters(), experiment.weights
+        if weights.quantization:
+            adapters.import_method(weights.quantization)  # what it allocates then does not belong to the training
     except ValueError as error:
         raise Invalid(str(error)) from error
 
     on_cpu = experiment.arguments.get("use_cpu") or not torch.cuda.is_available()
+    if on_cpu and experiment.training and (why := optional_packages.needs_gpu(experiment.arguments.optimizer)):
+        raise Invalid(why)
     machine = hardware.describe()
     available = machine.memory_available_bytes if on_cpu else max(gpu.memory_bytes or 0 for gpu in machine.gpus)
     arguments = experiment.arguments
