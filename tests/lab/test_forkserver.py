@@ -296,7 +296,8 @@ def test_a_server_imports_an_offered_deepspeed_once_for_all_its_forks(lab):
             import sys
             return ["".join(name) in sys.modules for name in names]
         print(optional_packages.offer("deepspeed") is None)
-        print(processes.call(look, [["deep", "speed"], ["deep", "speed.runtime.zero.muon.muon_optimizer"]], timeout=300))
+        names = [["deep", "speed"], ["deep", "speed.runtime.zero.muon.muon_optimizer"]]
+        print(processes.call(look, names, timeout=300))
         """
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

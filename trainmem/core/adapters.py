@@ -8,6 +8,7 @@ optimum-quanto. Only the weights are random instead of loaded from a file.
 import contextlib
 import importlib
 import inspect
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
