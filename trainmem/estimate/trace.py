@@ -48,6 +48,7 @@ aten = torch.ops.aten
 # Results that are always computed, because other code reads them: samplers read orders, makers of masks read positions.
 _ALWAYS_REAL = (aten.randperm, aten.arange, aten.linspace)
 _REAL_IN_FORWARD = (aten.ones, aten.zeros, aten.full)
+_WHOLE = (torch.int64, torch.int32)
 # They take masks. If a mask is real, the number of elements that it selects is known.
 _CHOOSE = {aten.index.Tensor, aten.masked_select.default, aten.index_put.default, aten._unsafe_index_put.default}
 _CHOOSE |= {aten.index_put_.default, aten._index_put_impl_.default}
@@ -149,10 +150,11 @@ class FakeTracker(Tracker):
         if any_fake and function is aten._local_scalar_dense.default:  # not computed: the number is a loss or a norm
             kind = tensors[0].dtype
             return getattr(tensors[0], "uniform", False if kind is torch.bool else 1.0 if kind.is_floating_point else 1)
-        if not any_fake and self._is_computed(function, args, tensors):
+        if not any_fake and self._is_computed(function, args, kwargs, tensors):
             if function.overloadpacket is aten.rand:
                 function = aten.ones.default  # the number decides whether a layer is left out: none is
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+            return result.zero_() if function is aten.empty.memory_format else result  # any values, but no random ones
         ask = functools.partial(self._fake_result, function, args, kwargs, operation)
         is_kept = any_fake or not tensors  # a real result may be shared, or changed in place
         result = self.cache.result(operation, function, args, tensors, self.fake, ask) if is_kept else ask()
@@ -246,7 +248,7 @@ class FakeTracker(Tracker):
     def _begin(self, tensors: list[torch.Tensor], any_fake: bool) -> None:
         """Prepare for an operation with these tensors; called before each one."""
 
-    def _is_computed(self, function, args, tensors: list[torch.Tensor]) -> bool:
+    def _is_computed(self, function, args, kwargs, tensors: list[torch.Tensor]) -> bool:
         """Return whether to compute an operation without fake tensors. Small ones are computed, so that data, positions
         and orders have the right values for code that reads them."""
         if tensors:
@@ -259,7 +261,8 @@ class FakeTracker(Tracker):
             return True  # for a seed, which a loader draws before a sampler draws its order
         if function is aten.scalar_tensor.default and self.moment == Phase.FORWARD:
             return True  # part of a mask, which other code reads
-        if function.overloadpacket in _REAL_IN_FORWARD:
+        is_whole = function is aten.empty.memory_format and kwargs.get("dtype") in _WHOLE  # e.g. sizes of feature maps
+        if is_whole or function.overloadpacket in _REAL_IN_FORWARD:
             return (self.moment == Phase.FORWARD or self.collates) and np.prod(args[0], dtype=np.int64) <= _LARGE
         # Only numbers where tensors could be, e.g. torch.div(length, 2): the result may be the length of something.
         numbers_alone = any("Tensor" in str(argument.type) for argument in function._schema.arguments)
