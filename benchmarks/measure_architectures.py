@@ -6,6 +6,7 @@ A run takes the next `count` classes after number `first` (-1: by the date, so t
 the record's other rows. A class is left out, with the reason, if no shrunk form of it can be trained.
 """
 
+import functools
 import itertools
 import json
 import re
@@ -23,20 +24,26 @@ from trainmem.estimate import estimate
 
 RECORD = "architectures.json"
 LENGTH, SAMPLES, LARGEST = 64, 2, 100_000_000
-# Sizes by a pattern for the field's name: the first that matches counts. W is the width.
+# Sizes by a pattern for the field's name: the first that matches counts. W is the width, None: as it is.
+LAYERS = r"(^|_)(layers?|blocks|depth)$|num_hidden_layers$|n_layers?$|num_layers$|self_attends_per_block$"
+KEY_HEADS, HEADS = r"(key_value|kv|query_group)[a-z_]*heads?$", r"heads?$"
 RULES = (
-    (r"(num_experts_per_tok|top_k|topk|moe_k|num_selected_experts|topk_group)$", 2),
+    (r"(expert_capacity|num_extra_|feat_extract_layers|feature_layers?$|encoder_blocks$)", None),
+    (r"(num_experts_per_tok|top_k|topk|top_k_experts|moe_k|num_selected_experts|topk_group)$", 2),
     (r"(n_group|n_shared_experts|first_k_dense_replace)$", 1),
-    (r"(expert_capacity|num_extra_)", None),
+    (r"kv_shared_layers$", 0),
     (r"(experts|expert_num)$", 4),
-    (r"(^|_)(layers?|blocks|depth)$|num_hidden_layers$|n_layers?$|num_layers$", 2),
-    (r"(key_value|kv|query_group)[a-z_]*heads?$", 2),
-    (r"heads?$", 4),
-    (r"vocab_size|num_embeddings$", 300),
-    (r"(rope|nope|v|qk)[a-z_]*head_dim$|head_dim$|d_kv$|kv_channels$|attention_head_size$", "W//4"),
+    (LAYERS, 2),
+    (KEY_HEADS, 2),
+    (HEADS, 4),
+    (r"vocab_size|num_embeddings$|n_words$", 300),
+    (r"num_latents$", 8),
+    (r"num_queries$", 10),
+    (r"(rope|nope|v|qk)[a-z_]*head_dim$|head_dim$|d_kv$|kv_channels$|attention_head_size$|rotary_dim$", "W//4"),
     (r"lora_rank$", "W//4"),
     (r"(intermediate|ffn|inner|d_ff|dff|mlp)[a-z_]*(size|dim|hidden)?$", "2*W"),
-    (r"(hidden|embed|embedding)[a-z_]*(size|dim)$|^dim$|^d_model$|n_embd$|^embed_dim$|projection_dim$|word_embed", "W"),
+    (r"(hidden|emb|embed|embedding)[a-z_]*(size|dim)$|^dim$|^d_model$|d_latents$|n_embd$", "W"),
+    (r"projection_dim$|word_embed", "W"),
     (r"image_size$", 64),
     (r"patch_size$", 16),
     (r"num_position_embeddings$", 16),
@@ -44,21 +51,45 @@ RULES = (
     (r"(position_embeddings|n_positions|max_seq_len|target_positions|n_ctx)$", 128),
     (r"(sliding|attention)_window$", 16),
 )
-# Classes whose estimate is known not to be equal, and why.
-REASONS = {
-    "ReformerForMaskedLM": "16 kB too low: memory in the backward of reversible layers, which no tensor shows",
+# Fields that some types need and leave out of their default configuration.
+MISSING = {"head_dim": "W//4", "num_key_value_heads": 2, "vocab_size": 300, "n_routed_experts": 4, "n_shared_experts": 1}
+MISSING |= {"num_experts_per_tok": 2, "moe_intermediate_size": "2*W", "pad_token_id": 0, "mask_token_id": 5}
+# Fields of single types that are not sizes: patterns of layers and their offsets, or stages.
+_ROPE, _STAGES = {"rope_type": "default", "rope_theta": 1e4}, {"num_hidden_layers": 4, "out_features": None}
+OWN = {
+    "bit": {"num_groups": 4},
+    "reformer": {"axial_pos_shape": [8, 8], "axial_pos_embds_dim": [8, 24], "attn_layers": ["local", "lsh"]},
+    "beit": _STAGES | {"out_indices": [1, 2, 3, 4]},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "hrm_text": {"num_layers_per_stack": 2, "num_hidden_layers": 16},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "xmod": {"default_language": "en_XX"},
 }
+# Fields of single classes.
+OF_CLASS = {"ReformerModelWithLMHead": {"is_decoder": True, "attn_layers": ["local", "local"]}}
+# Classes whose estimate is known not to be equal, and why.
+REASONS: dict[str, str] = {}
 _OF_IMAGES = {"mm_tokens_per_image": 4, "image_seq_length": 16}
 
 
 def shrunk(fields: dict, width: int) -> dict:
-    """Return the fields of a configuration with small sizes, those of its parts included."""
+    """Return the fields of a configuration with small sizes, those of its parts included.
+
+    A list with an entry per layer keeps two entries, of different kinds if there are any.
+    """
+    numbers = {name: value for name, value in fields.items() if type(value) is int and value > 0}
+    layers = {value for name, value in numbers.items() if _rule(name) and re.search(LAYERS, name)}
+    heads = {value for name, value in numbers.items() if re.search(HEADS, name) and not re.search(KEY_HEADS, name)}
     small = {}
     for name, value in fields.items():
         if isinstance(value, dict) and "model_type" in value:
             small[name] = shrunk(value, width)
-        elif isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            small[name] = _size(name, value, width)
+        elif isinstance(value, dict) and value and all(each.isdigit() for each in value) and name != "id2label":
+            small[name] = {each: shrunk(part, width) for each, part in value.items() if int(each) < 2}  # by layer
+        elif name in numbers:
+            small[name] = 4 if re.search(KEY_HEADS, name) and value in heads else _size(name, value, width)
         elif name in ("depths", "num_heads", "num_attention_heads", "hidden_sizes") and isinstance(value, list):
             least = {"depths": 1, "hidden_sizes": width}.get(name, 2)
             small[name] = [
@@ -68,10 +99,14 @@ def shrunk(fields: dict, width: int) -> dict:
             small[name] = [64] * len(value)
         elif name.endswith("layerdrop"):
             small[name] = 0.0  # it leaves out layers at random
-        elif name in ("layer_types", "mlp_layer_types", "block_types", "attn_layers") and isinstance(value, list):
-            small[name] = [*dict.fromkeys(value), *value][:2]
+        elif isinstance(value, list) and len(value) in layers - {1, 2} and not name.startswith("out_"):
+            kept = [*dict.fromkeys(map(str, value)), *map(str, value)][:2]
+            kept = [next(each for each in value if str(each) == text) for text in kept]
+            small[name] = [_size(name, each, width) if type(each) is int else each for each in kept]
         else:
             small[name] = value
+    if "qk_head_dim" in small:
+        small["qk_head_dim"] = small["qk_nope_head_dim"] + small["qk_rope_head_dim"]
     marks = [name for name in small if name.endswith(("token_index", "image_token_id", "video_token_id"))]
     marks += [
         name for name in small if name.endswith("token_id") and isinstance(small[name], int) and small[name] >= 300
@@ -83,34 +118,50 @@ def shrunk(fields: dict, width: int) -> dict:
     )
 
 
+def _rule(name: str):
+    return next((size for pattern, size in RULES if re.search(pattern, name)), None)
+
+
 def _size(name: str, value: int, width: int) -> int:
-    for pattern, size in RULES:
-        if re.search(pattern, name):
-            size = {"W": width, "2*W": 2 * width, "W//4": width // 4}.get(size, size)
-            return value if size is None else min(value, size)
-    return value
+    size = _rule(name)
+    size = {"W": width, "2*W": 2 * width, "W//4": width // 4}.get(size, size)
+    return value if size is None else min(value, size)
 
 
-def configurations(kind: str, folder: Path):
-    """Yield (name, path) of configurations of a type: narrow, less narrow, and with its layers alone cut."""
+def _filled(fields: dict, width: int) -> dict:
+    """Return the fields with sizes for those in `MISSING` that have none, those of parts included."""
+    found = {}
+    for name, value in fields.items():
+        part = isinstance(value, dict) and "model_type" in value
+        least = {"W//4": width // 4, "2*W": 2 * width}.get(MISSING.get(name), MISSING.get(name))
+        found[name] = _filled(value, width) if part else least if value is None else value
+    return found
+
+
+def configurations(name: str, kind: str, folder: Path):
+    """Yield (form, path) of configurations of a class and its type: narrow, less narrow, with sizes for missing ones,
+    with its layers alone cut, and its default one."""
     from transformers import CONFIG_MAPPING
 
     plain = CONFIG_MAPPING[kind]()
     fields = json.loads(plain.to_json_string(use_diff=False))
-    for name in ("architectures", "dtype", "transformers_version", "model_type"):
-        fields.pop(name, None)
-    own = {"reformer": {"axial_pos_shape": [8, 8], "axial_pos_embds_dim": [8, 24], "attn_layers": ["local", "lsh"]}}
-    layers = {name: 2 for name, value in fields.items() if re.search(RULES[4][0], name) and type(value) is int}
-    for name, content in {
+    for each in ("architectures", "dtype", "transformers_version", "model_type"):
+        fields.pop(each, None)
+    layers = {each: 2 for each, value in fields.items() if re.search(LAYERS, each) and type(value) is int}
+    for form, content in {
         "width 32": shrunk(fields, 32),
         "width 64": shrunk(fields, 64),
+        "width 32, no size missing": _filled(shrunk(fields, 32), 32),
         "few layers": layers | {"num_hidden_layers": 2},
+        "as it is": {},
     }.items():
-        path = folder / f"{kind}-{name}.json".replace(" ", "-")
-        path.write_text(json.dumps({"model_type": kind} | content | own.get(kind, {})))
-        yield name, path
+        path = folder / f"{kind}-{form}.json".replace(" ", "-")
+        own = OWN.get(kind, {}) if content else {}
+        path.write_text(json.dumps({"model_type": kind} | content | own | OF_CLASS.get(name, {})))
+        yield form, path
 
 
+@functools.cache
 def classes() -> dict[str, tuple[str, str]]:
     """Return {class: (its type, its family)} of all classes whose data are known, by turns of the families."""
     from transformers.models.auto import modeling_auto
@@ -153,17 +204,25 @@ def measure(cases, options):
             yield each, {"class": each, "family": family} | compared(lab, each, kind, folder)
 
 
+def task_of(path: Path, name: str, family: str) -> Task:
+    """Return the task of a class, with images of 64 pixels unless the configuration has a size of its own."""
+    task = Task(str(path), LENGTH, 16, name, audio_seconds=1.0)
+    config = task.build_config()
+    own = getattr(getattr(config, "vision_config", None) or config, "image_size", None)
+    return task if own or family not in families.OF_IMAGES else task.replace(image_size=64)
+
+
 def compared(lab: Lab, name: str, kind: str, folder: Path) -> dict:
     """Return the row of a class: bytes counted and estimated by category, or why it was left out."""
     reasons = []
     given = {"per_device_train_batch_size": SAMPLES, "optim": "adamw_torch"}
     try:
-        forms = [*configurations(kind, folder)]
+        forms, family = [*configurations(name, kind, folder)], classes()[name][1]
     except Exception as error:  # a library's default that the library rejects
         return {"left_out": f"no default configuration: {str(error)[:200]}"}
     for form, path in forms:
-        task = Task(str(path), LENGTH, 16, name, audio_seconds=1.0)
         try:
+            task = task_of(path, name, family)
             if task.parameters() > LARGEST:
                 reasons.append(f"{form}: more than {LARGEST:,} parameters")
                 continue
