@@ -29,8 +29,8 @@ LAYERS = r"(^|_)(layers?|blocks|depth)$|num_hidden_layers$|n_layers?$|num_layers
 KEY_HEADS, HEADS = r"(key_value|kv|query_group)[a-z_]*heads?$", r"heads?$"
 RULES = (
     (r"(expert_capacity|num_extra_|feat_extract_layers|feature_layers?$|encoder_blocks$)", None),
-    (r"(num_experts_per_tok|top_k|topk|top_k_experts|moe_k|num_selected_experts|topk_group)$", 2),
-    (r"(n_group|n_shared_experts|first_k_dense_replace)$", 1),
+    (r"(n_groups?|ngroups|topk_group|expert_groups?|n_shared_experts|first_k_dense_replace)$", 1),
+    (r"(num_experts_per_tok|top_k|topk|top_k_experts|moe_k|num_selected_experts)$", 2),
     (r"kv_shared_layers$", 0),
     (r"(experts|expert_num)$", 4),
     (LAYERS, 2),
@@ -54,23 +54,43 @@ RULES = (
 # Fields that some types need and leave out of their default configuration.
 MISSING = {"head_dim": "W//4", "num_key_value_heads": 2, "vocab_size": 300, "n_routed_experts": 4, "n_shared_experts": 1}
 MISSING |= {"num_experts_per_tok": 2, "moe_intermediate_size": "2*W", "pad_token_id": 0, "mask_token_id": 5}
-# Fields of single types that are not sizes: patterns of layers and their offsets, or stages.
-_ROPE, _STAGES = {"rope_type": "default", "rope_theta": 1e4}, {"num_hidden_layers": 4, "out_features": None}
+MISSING |= {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": "W//4", "indexer_budget": 16}
+MISSING |= {"indexer_compress_ratio": 4}
+# Fields of single types: kinds of layers, stages, and sizes that depend on others.
+_ROPE, _LAYERS = {"rope_type": "default", "rope_theta": 1e4}, {"num_hidden_layers": 4}
+_STACK = ["sliding_attention", "mlp", "full_attention", "mlp", "sliding_attention", "mlp"]
+_HYBRID = ["mamba", "hybrid", "mamba", "hybrid"]
 OWN = {
+    "bamba": {"mamba_d_head": "W//2"},
+    "beit": _LAYERS | {"out_features": None, "out_indices": [1, 2, 3, 4]},
     "bit": {"num_groups": 4},
-    "reformer": {"axial_pos_shape": [8, 8], "axial_pos_embds_dim": [8, 24], "attn_layers": ["local", "lsh"]},
-    "beit": _STAGES | {"out_indices": [1, 2, 3, 4]},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
+    "data2vec-vision": _LAYERS | {"out_indices": [0, 1, 2, 3]},
+    "dory": {"num_hidden_layers": 6, "layer_types": _STACK},
+    "dpt": _LAYERS | {"backbone_out_indices": [0, 1, 2, 3]},
+    "efficientnet": {"width_coefficient": 0.5, "depth_coefficient": 0.2, "hidden_dim": 640},
+    "falcon_h1": {"mamba_d_ssm": "2*W", "mamba_d_head": "W//2"},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "granitemoehybrid": {"mamba_d_head": "W//2"},
     "hrm_text": {"num_layers_per_stack": 2, "num_hidden_layers": 16},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "mamba2": {"head_dim": "W//2"},
+    "nemotron_h": {"mamba_head_dim": "W//2"},
+    "perceiver": {"num_cross_attention_heads": 1, "num_self_attention_heads": 1},
+    "reformer": {"axial_pos_shape": [8, 8], "axial_pos_embds_dim": [8, 24], "attn_layers": ["local", "lsh"]},
+    "sapiens2": {"out_features": ["stage2"], "out_indices": [2]},
+    "vipllava": {"vision_feature_layers": [-2, -1]},
     "xmod": {"default_language": "en_XX"},
+    "zamba": _LAYERS | {"layers_block_type": _HYBRID},
+    "zamba2": _LAYERS
+    | {"layers_block_type": _HYBRID, "mamba_headdim": "W//2", "attention_head_dim": "W//2", "attention_hidden_size": "2*W"},
 }
 # Fields of single classes.
 OF_CLASS = {"ReformerModelWithLMHead": {"is_decoder": True, "attn_layers": ["local", "local"]}}
 # Classes whose estimate is known not to be equal, and why.
 REASONS: dict[str, str] = {}
+_FEW = {"image_size": 64, "num_queries": 10}
 _OF_IMAGES = {"mm_tokens_per_image": 4, "image_seq_length": 16}
 
 
@@ -106,7 +126,10 @@ def shrunk(fields: dict, width: int) -> dict:
         else:
             small[name] = value
     if "qk_head_dim" in small:
-        small["qk_head_dim"] = small["qk_nope_head_dim"] + small["qk_rope_head_dim"]
+        whole = small["qk_nope_head_dim"] + small["qk_rope_head_dim"]
+        small |= {name: whole for name in ("qk_head_dim", "head_dim") if fields.get(name) == fields["qk_head_dim"]}
+    if isinstance(rope := small.get("rope_parameters"), dict) and "mrope_section" in rope:
+        small["rope_parameters"] = rope | {"mrope_section": [width // 16, width // 32, width // 32]}
     marks = [name for name in small if name.endswith(("token_index", "image_token_id", "video_token_id"))]
     marks += [
         name for name in small if name.endswith("token_id") and isinstance(small[name], int) and small[name] >= 300
@@ -123,9 +146,13 @@ def _rule(name: str):
 
 
 def _size(name: str, value: int, width: int) -> int:
-    size = _rule(name)
-    size = {"W": width, "2*W": 2 * width, "W//4": width // 4}.get(size, size)
+    size = _in_widths(_rule(name), width)
     return value if size is None else min(value, size)
+
+
+def _in_widths(size, width: int):
+    sizes = {"W": width, "2*W": 2 * width, "W//2": width // 2, "W//4": width // 4}
+    return sizes.get(size, size) if isinstance(size, str) else size
 
 
 def _filled(fields: dict, width: int) -> dict:
@@ -133,14 +160,14 @@ def _filled(fields: dict, width: int) -> dict:
     found = {}
     for name, value in fields.items():
         part = isinstance(value, dict) and "model_type" in value
-        least = {"W//4": width // 4, "2*W": 2 * width}.get(MISSING.get(name), MISSING.get(name))
+        least = _in_widths(MISSING.get(name), width)
         found[name] = _filled(value, width) if part else least if value is None else value
     return found
 
 
 def configurations(name: str, kind: str, folder: Path):
     """Yield (form, path) of configurations of a class and its type: narrow, less narrow, with sizes for missing ones,
-    with its layers alone cut, and its default one."""
+    with its layers alone cut, and with its images alone cut."""
     from transformers import CONFIG_MAPPING
 
     plain = CONFIG_MAPPING[kind]()
@@ -148,15 +175,16 @@ def configurations(name: str, kind: str, folder: Path):
     for each in ("architectures", "dtype", "transformers_version", "model_type"):
         fields.pop(each, None)
     layers = {each: 2 for each, value in fields.items() if re.search(LAYERS, each) and type(value) is int}
-    for form, content in {
-        "width 32": shrunk(fields, 32),
-        "width 64": shrunk(fields, 64),
-        "width 32, no size missing": _filled(shrunk(fields, 32), 32),
-        "few layers": layers | {"num_hidden_layers": 2},
-        "as it is": {},
-    }.items():
+    for form, width, content in (
+        ("width 32", 32, shrunk(fields, 32)),
+        ("width 64", 64, shrunk(fields, 64)),
+        ("width 32, no size missing", 32, _filled(shrunk(fields, 32), 32)),
+        ("few layers", 32, layers | {"num_hidden_layers": 2}),
+        ("small images", 32, {each: size for each, size in _FEW.items() if isinstance(fields.get(each), int)}),
+    ):
         path = folder / f"{kind}-{form}.json".replace(" ", "-")
-        own = OWN.get(kind, {}) if content else {}
+        own = OWN.get(kind, {}) if "width" in form else {}
+        own = {each: _in_widths(value, width) for each, value in own.items()}
         path.write_text(json.dumps({"model_type": kind} | content | own | OF_CLASS.get(name, {})))
         yield form, path
 
@@ -206,7 +234,7 @@ def measure(cases, options):
 
 def task_of(path: Path, name: str, family: str) -> Task:
     """Return the task of a class, with images of 64 pixels unless the configuration has a size of its own."""
-    task = Task(str(path), LENGTH, 16, name, audio_seconds=1.0)
+    task = Task(str(path), None if family == "ctc" else LENGTH, 16, name, audio_seconds=1.0)
     config = task.build_config()
     own = getattr(getattr(config, "vision_config", None) or config, "image_size", None)
     return task if own or family not in families.OF_IMAGES else task.replace(image_size=64)

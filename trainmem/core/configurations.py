@@ -36,7 +36,7 @@ class Weights:
 
 
 # Largest sizes by patterns of their names: ten times those of known models. Building larger ones would take for ever.
-_MOST = {r"layers?$|blocks?$|depth": 1000, r"experts?$": 10_000, r"labels$": 2**20}
+_MOST = {r"layers?$|blocks?$|depths?$": 1000, r"experts?$": 10_000, r"labels$": 2**20}
 _MOST |= {r"size$|dim|heads?$|embd|channels|d_model|d_ff|inner|positions?$|embeddings$": 2**24}
 
 
