@@ -233,11 +233,14 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return getattr(tensor, "_local_tensor", tensor)
 
 
+_WRAPPERS = ("torch._compile", "torch._dynamo")  # they wrap `__torch_dispatch__`
+
+
 def _is_autograds() -> bool:
     """Return whether autograd itself calls the present operation: above the tracker's frames is the call of its engine,
     or nothing, in a thread of the engine. Otherwise Python code calls it, e.g. the backward of a `Function`."""
     frame = sys._getframe(3)  # above `watch`
-    while frame and (frame.f_code.co_name == "__torch_dispatch__" or "_dynamo" in frame.f_code.co_filename):
+    while frame and (frame.f_code.co_name == "__torch_dispatch__" or frame.f_globals["__name__"].startswith(_WRAPPERS)):
         frame = frame.f_back
     return frame is None or frame.f_code.co_name == "_engine_run_backward"
 
