@@ -213,6 +213,8 @@ def _with_totals(experiment: Experiment, trace: Trace, device: Device, probe: "P
         assumptions.append(_LAYERDROP_NOTE)
     if evaluation.evaluates(experiment.arguments) and not evaluation.metrics(experiment.arguments):
         assumptions.append(_LOSS_NOTE)
+    if trace.assumes_masks:
+        assumptions.append(_MASKS_NOTE)
     if device.kind == "cuda":
         from trainmem.estimate import cuda
 
@@ -234,6 +236,7 @@ _ROUTING_NOTE = (
     "all tokens choose the same experts"
 )
 _LAYERDROP_NOTE = "layerdrop: no layer is left out; the training leaves out each with the configured probability"
+_MASKS_NOTE = "masks: values decide which elements some masks select; all are assumed to be selected"
 _LOSS_NOTE = "evaluation computes the loss only: add prediction_loss_only=False if the training computes metrics"
 _DDP_NOTE = "DistributedDataParallel: one rank is traced, with the reducer's buckets, without network buffers"
 _FSDP_NOTE = "FSDP2: one rank is traced, as accelerate and torch shard and gather weights, without network buffers"

@@ -119,7 +119,9 @@ class FakeTracker(Tracker):
 
     def __init__(self, cache: OperationCache | None = None):
         super().__init__()
-        self.checks_hold = False  # whether checks of all elements, e.g. of boxes, count as true
+        # Whether checks of all elements, e.g. of boxes, count as true, and whether unknown masks select all elements.
+        self.checks_hold = False
+        self.assumes_masks = False  # whether that was assumed of any mask
         self.routing: Routing | None = None  # of tokens to experts; None: unknown, because values decide it
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.cache = cache or OperationCache()
@@ -139,14 +141,17 @@ class FakeTracker(Tracker):
 
     def execute(self, function, args, kwargs):
         """Run an operation: compute it if none of its tensors is fake, otherwise return fake tensors of its shapes."""
-        if function in _CHOOSE and isinstance(args[0], FakeTensor):
-            function, args = by_position(function, args)
+        if function in _CHOOSE and (isinstance(args[0], FakeTensor) or self.checks_hold):
+            function, args, assumed = by_position(function, args, self.checks_hold)
+            self.assumes_masks |= assumed
         leaves, structure = flat(args, kwargs)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         any_fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)
         self._begin(tensors, any_fake)
         operation = _operation(function, args, leaves, structure)
         self.starts.append((len(self.log), operation))
+        if any_fake and function is aten.equal.default and self.checks_hold:
+            return tensors[0].shape == tensors[1].shape and tensors[0].data_ptr() == tensors[1].data_ptr()
         if any_fake and function is aten._local_scalar_dense.default:  # not computed: the number is a loss or a norm
             kind = tensors[0].dtype
             return getattr(tensors[0], "uniform", False if kind is torch.bool else 1.0 if kind.is_floating_point else 1)
@@ -169,7 +174,7 @@ class FakeTracker(Tracker):
                 tensor.__dict__.pop("uniform", None)  # it may have been overwritten
         elif any_fake and isinstance(result, FakeTensor):
             value = uniform_value(operation, leaves, self._any_uniform)
-            if value is None and self.checks_hold and function is aten.all.default:
+            if value is None and self.checks_hold and function in (aten.all.default, aten.any.default):
                 value = True
             if value is not None:
                 result.uniform, self._any_uniform = value, True
@@ -392,6 +397,7 @@ def _traced(tracker: FakeTracker, parameters: int, trainable: int) -> Trace:
         begins=begins,
         apart=apart,
         log=recorded(tracker) if tracker.places_modules else None,
+        assumes_masks=tracker.assumes_masks,
     )
 
 
