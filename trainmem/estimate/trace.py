@@ -48,7 +48,6 @@ aten = torch.ops.aten
 # Results that are always computed, because other code reads them: samplers read orders, makers of masks read positions.
 _ALWAYS_REAL = (aten.randperm, aten.arange, aten.linspace)
 _REAL_IN_FORWARD = (aten.ones, aten.zeros, aten.full)
-_WHOLE = (torch.int64, torch.int32)
 # They take masks. If a mask is real, the number of elements that it selects is known.
 _CHOOSE = {aten.index.Tensor, aten.masked_select.default, aten.index_put.default, aten._unsafe_index_put.default}
 _CHOOSE |= {aten.index_put_.default, aten._index_put_impl_.default}
@@ -267,7 +266,8 @@ class FakeTracker(Tracker):
             return True  # for a seed, which a loader draws before a sampler draws its order
         if function is aten.scalar_tensor.default and self.moment == Phase.FORWARD:
             return True  # part of a mask, which other code reads
-        is_whole = function is aten.empty.memory_format and kwargs.get("dtype") in _WHOLE  # e.g. sizes of feature maps
+        # Of sizes, e.g. of feature maps. Others are filled with what depends on weights: bitsandbytes unpacks into int32.
+        is_whole = function is aten.empty.memory_format and kwargs.get("dtype") is torch.int64
         if is_whole or function.overloadpacket in _REAL_IN_FORWARD:
             return (self.moment == Phase.FORWARD or self.collates) and np.prod(args[0], dtype=np.int64) <= _LARGE
         # Only numbers where tensors could be, e.g. torch.div(length, 2): the result may be the length of something.
