@@ -7,6 +7,7 @@ classes) and keeps the record's other rows. A class is left out, with the reason
 trained.
 """
 
+import functools
 import itertools
 import json
 import re
@@ -24,20 +25,26 @@ from trainmem.estimate import estimate
 
 RECORD = "architectures.json"
 LENGTH, SAMPLES, LARGEST = 64, 2, 100_000_000
-# Sizes by a pattern for the field's name: the first that matches counts. W is the width.
+# Sizes by a pattern for the field's name: the first that matches counts. W is the width, None: as it is.
+LAYERS = r"(^|_)(layers?|blocks|depth)$|num_hidden_layers$|n_layers?$|num_layers$|self_attends_per_block$"
+KEY_HEADS, HEADS = r"(key_value|kv|query_group)[a-z_]*heads?$", r"heads?$"
 RULES = (
-    (r"(num_experts_per_tok|top_k|topk|moe_k|num_selected_experts|topk_group)$", 2),
-    (r"(n_group|n_shared_experts|first_k_dense_replace)$", 1),
-    (r"(expert_capacity|num_extra_)", None),
+    (r"(expert_capacity|num_extra_|feat_extract_layers|feature_layers?$|encoder_blocks$)", None),
+    (r"(n_groups?|ngroups|topk_group|expert_groups?|n_shared_experts|first_k_dense_replace)$", 1),
+    (r"(num_experts_per_tok|top_k|topk|top_k_experts|moe_k|num_selected_experts)$", 2),
+    (r"kv_shared_layers$", 0),
     (r"(experts|expert_num)$", 4),
-    (r"(^|_)(layers?|blocks|depth)$|num_hidden_layers$|n_layers?$|num_layers$", 2),
-    (r"(key_value|kv|query_group)[a-z_]*heads?$", 2),
-    (r"heads?$", 4),
-    (r"vocab_size|num_embeddings$", 300),
-    (r"(rope|nope|v|qk)[a-z_]*head_dim$|head_dim$|d_kv$|kv_channels$|attention_head_size$", "W//4"),
+    (LAYERS, 2),
+    (KEY_HEADS, 2),
+    (HEADS, 4),
+    (r"vocab_size|num_embeddings$|n_words$", 300),
+    (r"num_latents$", 8),
+    (r"num_queries$", 10),
+    (r"(rope|nope|v|qk)[a-z_]*head_dim$|head_dim$|d_kv$|kv_channels$|attention_head_size$|rotary_dim$", "W//4"),
     (r"lora_rank$", "W//4"),
     (r"(intermediate|ffn|inner|d_ff|dff|mlp)[a-z_]*(size|dim|hidden)?$", "2*W"),
-    (r"(hidden|embed|embedding)[a-z_]*(size|dim)$|^dim$|^d_model$|n_embd$|^embed_dim$|projection_dim$|word_embed", "W"),
+    (r"(hidden|emb|embed|embedding)[a-z_]*(size|dim)$|^dim$|^d_model$|d_latents$|n_embd$", "W"),
+    (r"projection_dim$|word_embed", "W"),
     (r"image_size$", 64),
     (r"patch_size$", 16),
     (r"num_position_embeddings$", 16),
@@ -45,23 +52,65 @@ RULES = (
     (r"(position_embeddings|n_positions|max_seq_len|target_positions|n_ctx)$", 128),
     (r"(sliding|attention)_window$", 16),
 )
-# Classes whose estimate is known not to be equal, and why.
-REASONS = {
-    "ReformerForMaskedLM": "16 kB too low: memory in the backward of reversible layers, which no tensor shows",
+# Fields that some types need and leave out of their default configuration.
+MISSING = {"head_dim": "W//4", "num_key_value_heads": 2, "vocab_size": 300, "n_routed_experts": 4, "n_shared_experts": 1}
+MISSING |= {"num_experts_per_tok": 2, "moe_intermediate_size": "2*W", "pad_token_id": 0, "mask_token_id": 5}
+MISSING |= {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": "W//4", "indexer_budget": 16}
+MISSING |= {"indexer_compress_ratio": 4}
+# Fields of single types: kinds of layers, stages, and sizes that depend on others.
+_ROPE, _LAYERS = {"rope_type": "default", "rope_theta": 1e4}, {"num_hidden_layers": 4}
+_STACK = ["sliding_attention", "mlp", "full_attention", "mlp", "sliding_attention", "mlp"]
+_HYBRID = ["mamba", "hybrid", "mamba", "hybrid"]
+OWN = {
+    "bamba": {"mamba_d_head": "W//2"},
+    "beit": _LAYERS | {"out_features": None, "out_indices": [1, 2, 3, 4]},
+    "bit": {"num_groups": 4},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
+    "data2vec-vision": _LAYERS | {"out_indices": [0, 1, 2, 3]},
+    "dory": {"num_hidden_layers": 6, "layer_types": _STACK},
+    "dpt": _LAYERS | {"backbone_out_indices": [0, 1, 2, 3]},
+    "efficientnet": {"width_coefficient": 0.5, "depth_coefficient": 0.2, "hidden_dim": 640},
+    "falcon_h1": {"mamba_d_ssm": "2*W", "mamba_d_head": "W//2"},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "granitemoehybrid": {"mamba_d_head": "W//2"},
+    "hrm_text": {"num_layers_per_stack": 2, "num_hidden_layers": 16},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "mamba2": {"head_dim": "W//2"},
+    "nemotron_h": {"mamba_head_dim": "W//2"},
+    "perceiver": {"num_cross_attention_heads": 1, "num_self_attention_heads": 1},
+    "reformer": {"axial_pos_shape": [8, 8], "axial_pos_embds_dim": [8, 24], "attn_layers": ["local", "lsh"]},
+    "sapiens2": {"out_features": ["stage2"], "out_indices": [2]},
+    "vipllava": {"vision_feature_layers": [-2, -1]},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": _LAYERS | {"layers_block_type": _HYBRID},
+    "zamba2": _LAYERS
+    | {"layers_block_type": _HYBRID, "mamba_headdim": "W//2", "attention_head_dim": "W//2", "attention_hidden_size": "2*W"},
 }
+# Fields of single classes.
+OF_CLASS = {"ReformerModelWithLMHead": {"is_decoder": True, "attn_layers": ["local", "local"]}}
+# Classes whose estimate is known not to be equal, and why.
+REASONS: dict[str, str] = {}
+_FEW = {"image_size": 64, "num_queries": 10}
 _OF_IMAGES = {"mm_tokens_per_image": 4, "image_seq_length": 16}
 
 
 def shrunk(fields: dict, width: int) -> dict:
-    """Return the fields of a configuration with small sizes, also in its nested parts; `width`: of the
-    hidden layers.
+    """Return the fields of a configuration with small sizes, those of its parts included.
+
+    A list with an entry per layer keeps two entries, of different kinds if there are any.
     """
+    numbers = {name: value for name, value in fields.items() if type(value) is int and value > 0}
+    layers = {value for name, value in numbers.items() if _rule(name) and re.search(LAYERS, name)}
+    heads = {value for name, value in numbers.items() if re.search(HEADS, name) and not re.search(KEY_HEADS, name)}
     small = {}
     for name, value in fields.items():
         if isinstance(value, dict) and "model_type" in value:
             small[name] = shrunk(value, width)
-        elif isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            small[name] = _size(name, value, width)
+        elif isinstance(value, dict) and value and all(each.isdigit() for each in value) and name != "id2label":
+            small[name] = {each: shrunk(part, width) for each, part in value.items() if int(each) < 2}  # by layer
+        elif name in numbers:
+            small[name] = 4 if re.search(KEY_HEADS, name) and value in heads else _size(name, value, width)
         elif name in ("depths", "num_heads", "num_attention_heads", "hidden_sizes") and isinstance(value, list):
             least = {"depths": 1, "hidden_sizes": width}.get(name, 2)
             small[name] = [
@@ -71,10 +120,17 @@ def shrunk(fields: dict, width: int) -> dict:
             small[name] = [64] * len(value)
         elif name.endswith("layerdrop"):
             small[name] = 0.0  # it leaves out layers at random
-        elif name in ("layer_types", "mlp_layer_types", "block_types", "attn_layers") and isinstance(value, list):
-            small[name] = [*dict.fromkeys(value), *value][:2]
+        elif isinstance(value, list) and len(value) in layers - {1, 2} and not name.startswith("out_"):
+            kept = [*dict.fromkeys(map(str, value)), *map(str, value)][:2]
+            kept = [next(each for each in value if str(each) == text) for text in kept]
+            small[name] = [_size(name, each, width) if type(each) is int else each for each in kept]
         else:
             small[name] = value
+    if "qk_head_dim" in small:
+        whole = small["qk_nope_head_dim"] + small["qk_rope_head_dim"]
+        small |= {name: whole for name in ("qk_head_dim", "head_dim") if fields.get(name) == fields["qk_head_dim"]}
+    if isinstance(rope := small.get("rope_parameters"), dict) and "mrope_section" in rope:
+        small["rope_parameters"] = rope | {"mrope_section": [width // 16, width // 32, width // 32]}
     marks = [name for name in small if name.endswith(("token_index", "image_token_id", "video_token_id"))]
     marks += [
         name for name in small if name.endswith("token_id") and isinstance(small[name], int) and small[name] >= 300
@@ -86,36 +142,55 @@ def shrunk(fields: dict, width: int) -> dict:
     )
 
 
+def _rule(name: str):
+    return next((size for pattern, size in RULES if re.search(pattern, name)), None)
+
+
 def _size(name: str, value: int, width: int) -> int:
-    for pattern, size in RULES:
-        if re.search(pattern, name):
-            size = {"W": width, "2*W": 2 * width, "W//4": width // 4}.get(size, size)
-            return value if size is None else min(value, size)
-    return value
+    size = _in_widths(_rule(name), width)
+    return value if size is None else min(value, size)
 
 
-def configurations(kind: str, folder: Path):
-    """Yield (name, path) of three configurations of a model type: of width 32, of width 64, and of its own width with
-    two layers.
-    """
+def _in_widths(size, width: int):
+    sizes = {"W": width, "2*W": 2 * width, "W//2": width // 2, "W//4": width // 4}
+    return sizes.get(size, size) if isinstance(size, str) else size
+
+
+def _filled(fields: dict, width: int) -> dict:
+    """Return the fields with sizes for those in `MISSING` that have none, those of parts included."""
+    found = {}
+    for name, value in fields.items():
+        part = isinstance(value, dict) and "model_type" in value
+        least = _in_widths(MISSING.get(name), width)
+        found[name] = _filled(value, width) if part else least if value is None else value
+    return found
+
+
+def configurations(name: str, kind: str, folder: Path):
+    """Yield (form, path) of configurations of a class and its type: narrow, less narrow, with sizes for missing ones,
+    with its layers alone cut, and with its images alone cut."""
     from transformers import CONFIG_MAPPING
 
     plain = CONFIG_MAPPING[kind]()
     fields = json.loads(plain.to_json_string(use_diff=False))
-    for name in ("architectures", "dtype", "transformers_version", "model_type"):
-        fields.pop(name, None)
-    own = {"reformer": {"axial_pos_shape": [8, 8], "axial_pos_embds_dim": [8, 24], "attn_layers": ["local", "lsh"]}}
-    layers = {name: 2 for name, value in fields.items() if re.search(RULES[4][0], name) and type(value) is int}
-    for name, content in {
-        "width 32": shrunk(fields, 32),
-        "width 64": shrunk(fields, 64),
-        "few layers": layers | {"num_hidden_layers": 2},
-    }.items():
-        path = folder / f"{kind}-{name}.json".replace(" ", "-")
-        path.write_text(json.dumps({"model_type": kind} | content | own.get(kind, {})))
-        yield name, path
+    for each in ("architectures", "dtype", "transformers_version", "model_type"):
+        fields.pop(each, None)
+    layers = {each: 2 for each, value in fields.items() if re.search(LAYERS, each) and type(value) is int}
+    for form, width, content in (
+        ("width 32", 32, shrunk(fields, 32)),
+        ("width 64", 64, shrunk(fields, 64)),
+        ("width 32, no size missing", 32, _filled(shrunk(fields, 32), 32)),
+        ("few layers", 32, layers | {"num_hidden_layers": 2}),
+        ("small images", 32, {each: size for each, size in _FEW.items() if isinstance(fields.get(each), int)}),
+    ):
+        path = folder / f"{kind}-{form}.json".replace(" ", "-")
+        own = OWN.get(kind, {}) if "width" in form else {}
+        own = {each: _in_widths(value, width) for each, value in own.items()}
+        path.write_text(json.dumps({"model_type": kind} | content | own | OF_CLASS.get(name, {})))
+        yield form, path
 
 
+@functools.cache
 def classes() -> dict[str, tuple[str, str]]:
     """Return {class: (its type, its family)} of all classes whose data are known; the families alternate."""
     from transformers.models.auto import modeling_auto
@@ -158,17 +233,25 @@ def measure(cases, options):
             yield each, {"class": each, "family": family} | compared(lab, each, kind, folder)
 
 
+def task_of(path: Path, name: str, family: str) -> Task:
+    """Return the task of a class, with images of 64 pixels unless the configuration has a size of its own."""
+    task = Task(str(path), None if family == "ctc" else LENGTH, 16, name, audio_seconds=1.0)
+    config = task.build_config()
+    own = getattr(getattr(config, "vision_config", None) or config, "image_size", None)
+    return task if own or family not in families.OF_IMAGES else task.replace(image_size=64)
+
+
 def compared(lab: Lab, name: str, kind: str, folder: Path) -> dict:
     """Return the row of a class: bytes counted and estimated by category, or the reason why it was left out."""
     reasons = []
     given = {"per_device_train_batch_size": SAMPLES, "optim": "adamw_torch"}
     try:
-        forms = [*configurations(kind, folder)]
+        forms, family = [*configurations(name, kind, folder)], classes()[name][1]
     except Exception as error:  # a library's default that the library rejects
         return {"left_out": f"no default configuration: {str(error)[:200]}"}
     for form, path in forms:
-        task = Task(str(path), LENGTH, 16, name, audio_seconds=1.0)
         try:
+            task = task_of(path, name, family)
             if task.parameters() > LARGEST:
                 reasons.append(f"{form}: more than {LARGEST:,} parameters")
                 continue

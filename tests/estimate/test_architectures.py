@@ -39,6 +39,28 @@ def test_a_shrunk_configuration_is_small_in_all_its_parts():
     assert small["text_config"]["hidden_size"] == 32 and small["encoder_layerdrop"] == 0
 
 
+def test_sizes_that_depend_on_each_other_are_cut_together():
+    fields = {"num_hidden_layers": 6, "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 192}
+    fields |= {"qk_head_dim": 192, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "num_feat_extract_layers": 7}
+    fields |= {"layer_types": ["a", "a", "a", "b", "a", "b"], "intermediate_size": [640] * 6, "conv_dim": [512] * 7}
+    small = architectures.shrunk(fields | {"per_layer_config": {"01": {"head_dim": 512}, "05": {}}}, 32)
+    assert small["num_key_value_heads"] == small["num_attention_heads"] == 4
+    assert small["head_dim"] == small["qk_head_dim"] == 16
+    assert (small["layer_types"], small["intermediate_size"]) == (["a", "b"], [64, 64])
+    assert [*small["per_layer_config"]] == ["01"] and len(small["conv_dim"]) == small["num_feat_extract_layers"] == 7
+    assert architectures.shrunk(fields | {"num_key_value_heads": 8}, 32)["num_key_value_heads"] == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("Wav2Vec2ForCTC", "wav2vec2"), ("DeepseekV3ForCausalLM", "deepseek_v3"), ("XmodForMaskedLM", "xmod")]
+)
+def test_a_class_of_a_type_that_needs_more_than_small_sizes_can_be_made(name, kind, tmp_path):
+    for form, path in architectures.configurations(name, kind, tmp_path):
+        task = architectures.task_of(path, name, architectures.classes()[name][1])
+        assert form == "width 32" and task.parameters() < 5_000_000
+        break
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("place", range(SLICE.count))
 def test_todays_classes_are_equal_or_have_a_reason(place, tmp_path):

@@ -113,6 +113,34 @@ def test_a_loop_of_ones_own_is_traced_too():
     assert estimate(TINY, device="cpu", function=loop).memory.breakdown == run.memory.breakdown
 
 
+def test_sums_that_python_writes_in_a_backward_are_tensors_of_their_own():
+    """Autograd's own sums are in place; those of a `Function` or of a hook are not."""
+
+    def loop(task):
+        import torch
+
+        class Twice(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, tensor):
+                return tensor * 2
+
+            @staticmethod
+            def backward(ctx, gradient):
+                first, second = gradient * 2, gradient * 3
+                return first + second + first
+
+        weight = torch.nn.Parameter(torch.ones(10_000))
+        optimizer = torch.optim.SGD([weight])
+        for _ in range(2):
+            (Twice.apply(torch.nn.Identity()(weight)) + Twice.apply(weight)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    run = Lab("cpu").run(loop, task=TINY, measure=("memory",))
+    found = estimate(TINY, device="cpu", function=loop)
+    assert found.peak_bytes == run.peak_bytes and found.memory.breakdown == run.memory.breakdown
+
+
 @pytest.mark.parametrize(("is_sent", "segments"), [(True, 64_000_000), (False, 96_000_000)])
 def test_a_model_that_a_loop_sends_to_the_device_was_made_on_the_host(is_sent, segments):
     def loop(task):

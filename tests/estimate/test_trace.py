@@ -249,6 +249,25 @@ def test_how_many_a_mask_chooses_is_not_guessed(tracker):
         numbers[numbers > 0]
 
 
+def test_detection_assumes_that_an_unknown_mask_chooses_all(tracker):
+    """D-FINE's loss counts the boxes in range, and compares its last layer's output with that of each layer."""
+    tracker.checks_hold = True
+    numbers, others = fake(4, 6), fake(4, 6)
+    known = numbers[torch.arange(24).view(4, 6) < 5]
+    assert known.shape == (5,) and not tracker.assumes_masks
+    assert numbers[numbers > 0].shape == (24,) and tracker.assumes_masks
+    assert (numbers > 0).any() and torch.equal(numbers, numbers.view(4, 6)) and not torch.equal(numbers, others)
+
+
+def test_whole_numbers_that_a_forward_fills_are_known(tracker):
+    tracker.phase = Phase.FORWARD
+    sizes = torch.empty((2, 2), dtype=torch.long)
+    sizes[0, 0], sizes[0, 1], sizes[1, 0], sizes[1, 1] = 3, 4, 1, 2
+    assert sizes.prod(1).sum() == 14
+    assert not torch.empty(5, dtype=torch.long).any(), "otherwise it would differ from run to run"
+    assert isinstance(torch.empty(5), FakeTensor)
+
+
 def test_what_a_collator_fills_is_there_and_weights_are_not(tracker):
     def padded(samples):
         return torch.full((2, 3), 7), torch.zeros(4, dtype=torch.bool), torch.ones(2)

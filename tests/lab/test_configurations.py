@@ -440,3 +440,16 @@ def test_the_worst_batch_names_the_type_of_the_weights(tmp_path, printed):
     requests = ["estimate", "--device", "cpu", "--model", str(folder), "--lengths", str(lengths)]
     first = printed([*requests, "--per_device_train_batch_size", "2"]).splitlines()[0]
     assert "weights in bfloat16 (config.json)" in first
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "phi4_multimodal"])
+def test_a_configuration_that_the_library_saved_is_read(tmp_path, kind):
+    """Infinite numbers, a chunk of -1 for none, and a number of channels whose name begins with "depth"."""
+    from transformers import CONFIG_MAPPING
+
+    file = tmp_path / "config.json"
+    file.write_text(CONFIG_MAPPING[kind]().to_json_string(use_diff=False))
+    config = Task(str(file)).build_config()
+    assert config.model_type == kind
+    if kind == "mamba2":
+        assert [*config.time_step_limit] == [0.0, float("inf")]

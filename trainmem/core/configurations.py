@@ -40,7 +40,7 @@ class Weights:
 
 
 # Largest sizes by patterns of their names: ten times those of known models. Building larger ones would take for ever.
-_MOST = {r"layers?$|blocks?$|depth": 1000, r"experts?$": 10_000, r"labels$": 2**20}
+_MOST = {r"layers?$|blocks?$|depths?$": 1000, r"experts?$": 10_000, r"labels$": 2**20}
 _MOST |= {r"size$|dim|heads?$|embd|channels|d_model|d_ff|inner|positions?$|embeddings$": 2**24}
 
 
@@ -50,7 +50,7 @@ def _check_sizes(where: str, fields: Mapping[str, Any]) -> None:
         if isinstance(value, Mapping):
             _check_sizes(where, value)
         most = next((most for words, most in _MOST.items() if re.search(words, str(name))), None)
-        least = -1 if "position" in str(name) else 0  # XLNet's -1: no limit
+        least = -1 if re.search("position|chunk", str(name)) else 0  # -1: no limit, as in XLNet and Phi-4-multimodal
         least = -1000 if "feature_layer" in str(name) else least  # counted from the last layer
         if most and isinstance(value, int | float) and not least <= value <= most:
             raise ValueError(f"{where}: {name}={shown(value)}: give a whole number from {least} to {most:,}")
@@ -141,7 +141,18 @@ def read_config(path: Path) -> dict[str, Any]:
         raise ValueError(
             f"{path} is not a model configuration: it has no 'model_type'. Give a config.json or its folder"
         )
-    return fields
+    return _with_floats(fields)
+
+
+def _with_floats(content: Any) -> Any:
+    """Return JSON content with floats in place of {"__float__": "Infinity"}, as transformers saves infinite ones."""
+    if isinstance(content, list):
+        return [_with_floats(each) for each in content]
+    if not isinstance(content, dict):
+        return content
+    if content.keys() == {"__float__"}:
+        return float(content["__float__"])
+    return {name: _with_floats(each) for name, each in content.items()}
 
 
 def dtype_of_files(folder: Path):

@@ -233,6 +233,8 @@ def _with_totals(experiment: Experiment, trace: Trace, device: Device, probe: "P
         assumptions.append(_LAYERDROP_NOTE)
     if evaluation.evaluates(experiment.arguments) and not evaluation.metrics(experiment.arguments):
         assumptions.append(_LOSS_NOTE)
+    if trace.assumes_masks:
+        assumptions.append(_MASKS_NOTE)
     if device.kind == "cuda":
         from trainmem.estimate import cuda, gpu_optimizers
 
@@ -257,6 +259,7 @@ _ROUTING_NOTE = (
     "all tokens choose the same experts"
 )
 _LAYERDROP_NOTE = "layerdrop: no layer is left out; the training leaves out each with the configured probability"
+_MASKS_NOTE = "masks: values decide which elements some masks select; all are assumed to be selected"
 _LOSS_NOTE = "evaluation computes the loss only: add prediction_loss_only=False if the training computes metrics"
 _QUANTO_NOTE = (
     "quanto: its CUDA extension is not used, which has kernels for float8 and int4 in 16 bits from capability 8.0 on; "

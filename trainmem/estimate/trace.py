@@ -126,8 +126,9 @@ class FakeTracker(Tracker):
 
     def __init__(self, cache: OperationCache | None = None):
         super().__init__()
-        self.checks_hold = False  # whether checks of all elements, e.g. of boxes, count as true
-        self.selected: Callable[[torch.Tensor], int] | None = None  # counts what a mask without values selects
+        # Whether checks of all elements, e.g. of boxes, count as true, and whether unknown masks select all elements.
+        self.checks_hold = False
+        self.assumes_masks = False  # whether that was assumed of any mask
         self.routing: Routing | None = None  # of tokens to experts; None: unknown, because values decide it
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.cache = cache or OperationCache()
@@ -147,21 +148,26 @@ class FakeTracker(Tracker):
 
     def execute(self, function, args, kwargs):
         """Run an operation: compute it if none of its tensors is fake, otherwise return fake tensors of its shapes."""
-        if function in _CHOOSE and isinstance(args[0], FakeTensor):
-            function, args = by_position(function, args, self.selected)
+        if function in _CHOOSE and (isinstance(args[0], FakeTensor) or self.checks_hold):
+            function, args, assumed = by_position(function, args, self.checks_hold)
+            self.assumes_masks |= assumed
         leaves, structure = flat(args, kwargs)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         any_fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)
         self._begin(tensors, any_fake)
         operation = _operation(function, args, leaves, structure)
         self.starts.append((len(self.log), operation))
+        if any_fake and function is aten.equal.default and self.checks_hold:
+            places = [(each.untyped_storage()._cdata, each.storage_offset(), each.shape) for each in tensors]
+            return places[0] == places[1]
         if any_fake and function is aten._local_scalar_dense.default:  # not computed: the number is a loss or a norm
             kind = tensors[0].dtype
             return getattr(tensors[0], "uniform", False if kind is torch.bool else 1.0 if kind.is_floating_point else 1)
-        if not any_fake and self._is_computed(function, args, tensors):
+        if not any_fake and self._is_computed(function, args, kwargs, tensors):
             if function.overloadpacket is aten.rand:
                 function = aten.ones.default  # the number decides whether a layer is left out: none is
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+            return result.zero_() if function is aten.empty.memory_format else result  # any values, but no random ones
         ask = functools.partial(self._fake_result, function, args, kwargs, operation)
         is_kept = any_fake or not tensors  # a real result may be shared, or changed in place
         is_sparse = any(tensor.is_sparse for tensor in tensors)
@@ -179,7 +185,7 @@ class FakeTracker(Tracker):
                 tensor.__dict__.pop("uniform", None)  # it may have been overwritten
         elif any_fake and isinstance(result, FakeTensor):
             value = uniform_value(operation, leaves, self._any_uniform)
-            if value is None and self.checks_hold and function is aten.all.default:
+            if value is None and self.checks_hold and function in (aten.all.default, aten.any.default):
                 value = True
             if value is not None:
                 result.uniform, self._any_uniform = value, True
@@ -262,7 +268,7 @@ class FakeTracker(Tracker):
         `any_fake`: whether one of the tensors is fake.
         """
 
-    def _is_computed(self, function, args, tensors: list[torch.Tensor]) -> bool:
+    def _is_computed(self, function, args, kwargs, tensors: list[torch.Tensor]) -> bool:
         """Return whether to compute an operation without fake tensors. Small ones are computed, so that data, positions
         and orders have the right values for code that reads them."""
         if self.selected and function in (aten.randperm.default, aten.randperm.generator, aten.arange.default):
@@ -277,7 +283,9 @@ class FakeTracker(Tracker):
             return True  # for a seed, which a loader draws before a sampler draws its order
         if function is aten.scalar_tensor.default and self.moment == Phase.FORWARD:
             return True  # part of a mask, which other code reads
-        if function.overloadpacket in _REAL_IN_FORWARD:
+        # Of sizes, e.g. of feature maps. Others are filled with what depends on weights: bitsandbytes unpacks into int32.
+        is_whole = function is aten.empty.memory_format and kwargs.get("dtype") is torch.int64
+        if is_whole or function.overloadpacket in _REAL_IN_FORWARD:
             return (self.moment == Phase.FORWARD or self.collates) and np.prod(args[0], dtype=np.int64) <= _LARGE
         # Only numbers where tensors could be, e.g. torch.div(length, 2): the result may be the length of something.
         numbers_alone = any("Tensor" in str(argument.type) for argument in function._schema.arguments)
@@ -420,6 +428,7 @@ def _traced(tracker: FakeTracker, parameters: int, trainable: int) -> Trace:
         begins=begins,
         apart=apart,
         log=recorded(tracker) if tracker.places_modules else None,
+        assumes_masks=tracker.assumes_masks,
     )
 
 

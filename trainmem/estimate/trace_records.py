@@ -173,4 +173,5 @@ class Trace:
     apart: tuple[tuple[Phase, int, int, int, tuple[int, int]], ...] = ()
     log: Log | None = None  # of allocations and frees, on CUDA only
     one_sided: "Trace | None" = None  # the same with one-sided routing of tokens to experts, if values decide it
+    assumes_masks: bool = False  # whether masks of unknown values were assumed to select all elements
     witnessed: Any = None  # added by `explanation.Witness`

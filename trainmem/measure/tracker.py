@@ -251,12 +251,16 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return getattr(tensor, "_local_tensor", tensor)
 
 
-def parts_of(value: Any) -> tuple:
-    """Return indices and values of a sparse tensor, which have its memory, or (value,)."""
-    if not (isinstance(value, torch.Tensor) and value.is_sparse):
-        return (value,)
-    with _disable_current_modes():  # this is no operation of the training
-        return value._indices(), value._values()
+_WRAPPERS = ("torch._compile", "torch._dynamo")  # they wrap `__torch_dispatch__`
+
+
+def _is_autograds() -> bool:
+    """Return whether autograd itself calls the present operation: above the tracker's frames is the call of its engine,
+    or nothing, in a thread of the engine. Otherwise Python code calls it, e.g. the backward of a `Function`."""
+    frame = sys._getframe(3)  # above `watch`
+    while frame and (frame.f_code.co_name == "__torch_dispatch__" or frame.f_globals["__name__"].startswith(_WRAPPERS)):
+        frame = frame.f_back
+    return frame is None or frame.f_code.co_name == "_engine_run_backward"
 
 
 def _in_place(function, target: Any, other: Any) -> bool:
@@ -264,9 +268,9 @@ def _in_place(function, target: Any, other: Any) -> bool:
 
     It does if it holds the only reference (`InputBuffer::accumulate`, and the formulas that check
     `areAnyTensorSubclassLike`, in torch's csrc/autograd), but never while a dispatch mode is on: the tracked training
-    would have one tensor more.
+    would have one tensor more. An operation that Python code calls during backward is left as it is.
     """
-    if torch.is_grad_enabled() or not isinstance(target, torch.Tensor):
+    if torch.is_grad_enabled() or not isinstance(target, torch.Tensor) or not _is_autograds():
         return False
     if function is torch.ops.aten.add.Tensor:
         if not isinstance(other, torch.Tensor) or other.shape != target.shape:
