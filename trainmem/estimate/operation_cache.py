@@ -137,20 +137,24 @@ def grouped_product(first, second, offsets=None, bias=None, out_dtype=None) -> t
     return first.new_empty_strided(shape, [rows * step, step, 1][-len(shape) :], dtype=out_dtype or first.dtype)
 
 
-def by_position(function, args: tuple, assumes_all: bool = False) -> tuple[Callable, tuple, bool]:
-    """Return the operation that selects by position instead of by masks of known values, as kernels do.
+def by_position(function, args: tuple, selected: Callable[[torch.Tensor], int] | None = None) -> tuple[Callable, tuple]:
+    """Return the operation that selects by position instead of by masks, as kernels do.
 
-    `assumes_all`: a mask of unknown values selects all elements; the third result is whether there was such a mask.
+    `selected`: returns how many elements a mask of unknown values selects; None: such a mask stays as it is.
     """
     if function is torch.ops.aten.masked_select.default:
         function, args = torch.ops.aten.index.Tensor, (args[0], [args[1].expand(args[0].shape)])
-    indices, assumed = [], False
+    indices = []
     for index in args[1]:
-        if index is not None and index.dtype is torch.bool and isinstance(index, FakeTensor) and assumes_all:
-            index, assumed = torch.ones(index.shape, dtype=torch.bool), True
-        is_mask = index is not None and index.dtype is torch.bool and not isinstance(index, FakeTensor)
-        indices += index.nonzero().unbind(1) if is_mask else [index]
-    return function, (args[0], indices, *args[2:]), assumed
+        is_mask = index is not None and index.dtype is torch.bool
+        if is_mask and not isinstance(index, FakeTensor):
+            indices += index.nonzero().unbind(1)
+        elif is_mask and selected:
+            count = selected(index)
+            indices += [index.new_empty(count, dtype=torch.int64) for _ in index.shape]
+        else:
+            indices.append(index)
+    return function, (args[0], indices, *args[2:])
 
 
 @functools.lru_cache(maxsize=1)

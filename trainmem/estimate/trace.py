@@ -129,6 +129,7 @@ class FakeTracker(Tracker):
         # Whether checks of all elements, e.g. of boxes, count as true, and whether unknown masks select all elements.
         self.checks_hold = False
         self.assumes_masks = False  # whether that was assumed of any mask
+        self.selected: Callable[[torch.Tensor], int] | None = None  # counts what a mask drawn at random selects
         self.routing: Routing | None = None  # of tokens to experts; None: unknown, because values decide it
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.cache = cache or OperationCache()
@@ -149,8 +150,7 @@ class FakeTracker(Tracker):
     def execute(self, function, args, kwargs):
         """Run an operation: compute it if none of its tensors is fake, otherwise return fake tensors of its shapes."""
         if function in _CHOOSE and (isinstance(args[0], FakeTensor) or self.checks_hold):
-            function, args, assumed = by_position(function, args, self.checks_hold)
-            self.assumes_masks |= assumed
+            function, args = by_position(function, args, self.selected or (self.checks_hold and self._all_elements))
         leaves, structure = flat(args, kwargs)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         any_fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)
@@ -268,6 +268,11 @@ class FakeTracker(Tracker):
         `any_fake`: whether one of the tensors is fake.
         """
 
+    def _all_elements(self, mask: torch.Tensor) -> int:
+        """Return how many elements a mask has, and note that it was assumed to select them all."""
+        self.assumes_masks = True
+        return mask.numel()
+
     def _is_computed(self, function, args, kwargs, tensors: list[torch.Tensor]) -> bool:
         """Return whether to compute an operation without fake tensors. Small ones are computed, so that data, positions
         and orders have the right values for code that reads them."""
@@ -283,7 +288,7 @@ class FakeTracker(Tracker):
             return True  # for a seed, which a loader draws before a sampler draws its order
         if function is aten.scalar_tensor.default and self.moment == Phase.FORWARD:
             return True  # part of a mask, which other code reads
-        # Of sizes, e.g. of feature maps. Others are filled with what depends on weights: bitsandbytes unpacks into int32.
+        # Of sizes, e.g. of feature maps. Others are filled with what depends on weights, as bitsandbytes' int32 are.
         is_whole = function is aten.empty.memory_format and kwargs.get("dtype") is torch.int64
         if is_whole or function.overloadpacket in _REAL_IN_FORWARD:
             return (self.moment == Phase.FORWARD or self.collates) and np.prod(args[0], dtype=np.int64) <= _LARGE

@@ -154,7 +154,7 @@ class Tracker(Watcher, TorchDispatchMode):
 
     def _track_result(self, tensor, function, args, kwargs):
         if tensor.is_sparse:
-            for part in parts_of(tensor):
+            for part in parts([tensor]):
                 Tracker._track_result(self, part, function, args, kwargs)
             return
         storage = self._storage(tensor)
@@ -238,10 +238,15 @@ def name_of(function) -> str:
 
 
 def parts(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors among `values`; instead of a tensor made of tensors, as torchao's and quanto's, yield those."""
+    """Yield the tensors among `values`. Instead of a tensor made of tensors (a sparse one, or those of torchao and
+    quanto), yield the tensors that it is made of."""
     for each in values:
         if hasattr(each, "__tensor_flatten__"):
             yield from parts(getattr(each, name) for name in each.__tensor_flatten__()[0])
+        elif isinstance(each, torch.Tensor) and each.is_sparse:
+            with _disable_current_modes():  # this is no operation of the training
+                own = each._indices(), each._values()
+            yield from own
         elif isinstance(each, torch.Tensor):
             yield each
 
