@@ -125,9 +125,7 @@ def grouped_product(first, second, offsets=None, bias=None, out_dtype=None) -> t
     return first.new_empty_strided(shape, [rows * step, step, 1][-len(shape) :], dtype=out_dtype or first.dtype)
 
 
-def by_position(
-    function, args: tuple, selected: Callable[[torch.Tensor], int] | None = None
-) -> tuple[Callable, tuple]:
+def by_position(function, args: tuple, selected: Callable[[torch.Tensor], int] | None = None) -> tuple[Callable, tuple]:
     """Return the operation that selects by position instead of by masks, as kernels do, if the mask's values are known
     or `selected` counts the elements that it selects."""
     if function is torch.ops.aten.masked_select.default:

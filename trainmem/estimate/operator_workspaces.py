@@ -331,8 +331,8 @@ def _run(operations: list[Operation], threads: int) -> list[Seen | None]:
 def _sparse(spec: SparseSpec) -> torch.Tensor:
     """Return a sparse tensor of zeros; its first positions are stored, in order."""
     positions = torch.stack(torch.unravel_index(torch.arange(spec.count), spec.shape))
-    values = torch.zeros(spec.count, dtype=spec.dtype)
-    return torch.sparse_coo_tensor(positions, values, spec.shape, is_coalesced=spec.is_coalesced, check_invariants=False)
+    options = {"is_coalesced": spec.is_coalesced, "check_invariants": False}
+    return torch.sparse_coo_tensor(positions, torch.zeros(spec.count, dtype=spec.dtype), spec.shape, **options)
 
 
 def _once(operation: Operation, mark: str) -> None:

@@ -127,7 +127,7 @@ class FakeTracker(Tracker):
     def __init__(self, cache: OperationCache | None = None):
         super().__init__()
         self.checks_hold = False  # whether checks of all elements, e.g. of boxes, count as true
-        self.selected: Callable[[torch.Tensor], int] | None = None  # counts the elements that a mask without values selects
+        self.selected: Callable[[torch.Tensor], int] | None = None  # by a mask without values
         self.routing: Routing | None = None  # of tokens to experts; None: unknown, because values decide it
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.cache = cache or OperationCache()
