@@ -32,7 +32,7 @@ LLAMA = {  # config.json of meta-llama/Llama-3.2-3B
 }
 
 
-def metamath(length: int, adapter: dict | None = None, cast: bool = True) -> None:
+def metamath(_: Task, length: int, adapter: dict | None = None, cast: bool = True) -> None:
     """Train Llama 3.2 3B in bf16 for three steps with AdamW on four samples of `length` tokens.
 
     The base is on the GPU before peft adds the adapters, the last output is kept until the next one is made, and a
@@ -77,7 +77,7 @@ def measure(cases, options):
     device = {"device": "cuda", "compute_capability": tuple(kept["capability"]), "torch_version": kept["torch"]}
     for name, row in cases.items():
         given = {key: row[key] for key in ("adapter", "cast") if key in row}
-        loop = functools.partial(metamath, FACTS["length"], **given)
+        loop = functools.partial(metamath, length=FACTS["length"], **given)
         memory = estimate(Task("bert-tiny", seq_len=32), function=loop, timeout=900, **device).memory
         found = {"reserved": memory.reserved_bytes / MIB, "allocated": memory.peak_bytes / MIB}
         error = found["reserved"] / row["published"] - 1
