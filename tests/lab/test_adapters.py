@@ -344,6 +344,8 @@ def test_a_quantization_that_cannot_be_trained_is_refused_by_name():
     needs_method("torchao")
     with pytest.raises(ValueError, match=r"does not train adapters on int4 of torchao.*quanto"):
         estimate(WIDE, quantization_config=quantization("torchao", "int4"), **given)
+    with pytest.raises(ValueError, match=r"'torchao' quantizes no layer.*load_in_8bit"):
+        estimate(GPT2, quantization_config=quantization("torchao", "int8"), **given)
     needs_method("quanto")
     with pytest.raises(ValueError, match=r"quanto cannot multiply weights in float32 under autocast.*bfloat16"):
         estimate(WIDE, quantization_config=quantization("quanto", "int8"), dtype="float32", bf16=True, **given)

@@ -135,7 +135,7 @@ def quantized(model, settings: Mapping[str, Any], device: Any, trains: bool = Fa
     quantizer.validate_environment(device_map=None)
     whole = {name: parameter.data for name, parameter in model.named_parameters(remove_duplicate=False)}
     quantizer.preprocess_model(model, device_map=None)
-    operation = quantizer.get_quantize_ops()
+    operation, count = quantizer.get_quantize_ops(), len(whole)
     for name in [*whole]:
         layer, _, last = name.rpartition(".")
         owner = model.get_submodule(layer)
@@ -145,6 +145,11 @@ def quantized(model, settings: Mapping[str, Any], device: Any, trains: bool = Fa
             del given
         elif getattr(owner, last).is_meta:  # the bias of a layer that was replaced
             setattr(owner, last, torch.nn.Parameter(whole.pop(name).to(device), requires_grad=False))
+    if len(whole) == count:
+        raise ValueError(
+            f"quant_method={method_of(settings)!r} quantizes no layer of this model, because transformers passes only "
+            "torch.nn.Linear to it (GPT-2's are Conv1D): give load_in_8bit or load_in_4bit"
+        )
     del whole
     torch.nn.Module.to(model, device)
     model.hf_quantizer = quantizer
