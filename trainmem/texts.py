@@ -76,8 +76,11 @@ def seconds_text(seconds: float | None) -> str:
 
 
 def name_text(category: str) -> str:
-    """Return a category as in a legend: "optimizer states" for "optimizer_states"."""
-    return category.replace("_", " ")
+    """Return a category as in a legend: "optimizer states" for "optimizer_states".
+
+    Records keep the older name `inside_operations` of the operator workspace.
+    """
+    return "operator workspace" if category == "inside_operations" else category.replace("_", " ")
 
 
 def parts_text(parts: Mapping[str, int], binary: bool = False) -> str:

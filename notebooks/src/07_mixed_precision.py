@@ -500,7 +500,7 @@ for kind, colour in plots.PALETTE.items():
     share = 100 * (torch.tensor(parts[0]) - torch.tensor(parts[1])) / torch.tensor([fp32 for fp32, _ in peaks.values()])
     for sign, bottom in bars.items() if share.abs().max() > 0.2 else ():
         height = share.clamp(min=0) if sign > 0 else share.clamp(max=0)
-        name = kind.replace("_", " ") if (sign > 0) == (share.sum() > 0) else None
+        name = plots.name_text(kind) if (sign > 0) == (share.sum() > 0) else None
         right_side.bar(list(map(str, batches)), height.tolist(), bottom=bottom.tolist(), color=colour, label=name)
         bottom += height
 for ax, title in ((left_side, "Peak memory saved by mixed precision"), (right_side, "Measured here, by category")):

@@ -333,7 +333,7 @@ plots.Table(["run", *names], rows)
 # %% [markdown]
 # States are in memory all the time, so saving them lowers the peak in any phase. If the peak is in the backward pass, the flag lowers it by nearly 6 bytes per quantized parameter; Adafactor lowers it by 8 per parameter, embeddings included.
 #
-# In the optimizer's step (the table's *highest in the step*) the peak also depends on the backend, bitsandbytes' code for your device. Its [CPU backend](https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1901) works on whole tensors: states expanded to 32 bits, copies of gradient and weight, intermediate results. The picture shows these bytes in grey, as *inside operations*; the largest tensor decides their height. Compare the last two columns of bytes in the table: as long as *highest in the step* is below *highest in backward*, the intermediate results cost nothing. Exercise 1 asks what a small batch changes.
+# In the optimizer's step (the table's *highest in the step*) the peak also depends on the backend, bitsandbytes' code for your device. Its [CPU backend](https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1901) works on whole tensors: states expanded to 32 bits, copies of gradient and weight, intermediate results. The picture shows these bytes in grey, as *operator workspace*; the largest tensor decides their height. Compare the last two columns of bytes in the table: as long as *highest in the step* is below *highest in backward*, the intermediate results cost nothing. Exercise 1 asks what a small batch changes.
 #
 # > **On a GPU:** one CUDA kernel expands a state in registers, a few numbers at a time, so the update needs no memory of its own.
 #

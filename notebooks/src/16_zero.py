@@ -304,7 +304,7 @@ widgets.revealed(lab, "stage1", 100 * sum(counted(runs[1])) / 16)
 axes = plots.memory([*runs.values()], title="Peak of a rank, two ranks, by hand")
 
 # %% [markdown]
-# The table counts the bytes between backward and the optimizer update. The picture shows the peak, which also contains a few temporaries, the workspace that operations allocate while they run (*inside operations*), and in stage 3 the gathered weights of the module in use.
+# The table counts the bytes between backward and the optimizer update. The picture shows the peak, which also contains a few temporaries, the memory that operations allocate while they run (*operator workspace*), and in stage 3 the gathered weights of the module in use.
 #
 # ### What no stage makes smaller
 #

@@ -71,7 +71,7 @@ class Replay:
 
     def _breakdown(self, position: int) -> dict[str, int]:
         """Return the bytes per category after `position` events. Allocated bytes that belong to no tensor count as
-        inside operations.
+        operator workspace.
         """
         live = dict.fromkeys(TENSOR_CATEGORIES, 0)
         for event in self.log.events[:position]:
