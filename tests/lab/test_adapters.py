@@ -85,6 +85,8 @@ def test_double_quantization_saves_what_its_paper_says(lab):
         {"peft": {"r": 4, "modules_to_save": ["lm_head"]}, "load_in_4bit": True, "gradient_checkpointing": True},
         {"peft": {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 5}},
         {"peft": {"peft_type": "SHIRA", "r": 4, "random_seed": 3}},
+        {"peft": {"peft_type": "CPT"} | {f"cpt_{name}": [1, 2] for name in ("token_ids", "mask", "tokens_type_mask")}},
+        {"peft": {"r": 4, "monteclora_config": {}}},
         {"peft": {"peft_type": "FROD", "target_modules": ["q_proj", "v_proj"], "progressbar": False}},
         {"peft": {"r": 4}, "load_in_8bit": True, "optim": "paged_adamw_8bit"},
         {"freeze": "embed,layers.0.", "optim": "adafactor"},

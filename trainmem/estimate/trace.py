@@ -170,9 +170,8 @@ class FakeTracker(Tracker):
             return result.zero_() if function is aten.empty.memory_format else result  # any values, but no random ones
         ask = functools.partial(self._fake_result, function, args, kwargs, operation)
         is_kept = any_fake or not tensors  # a real result may be shared, or changed in place
-        is_sparse = any(tensor.is_sparse for tensor in tensors)
-        if function is aten.nonzero.default or is_sparse:  # `selected` decides its size
-            is_kept = False
+        # `selected` decides the size of positions; a `Spec` cannot describe sparse tensors.
+        is_kept = is_kept and function is not aten.nonzero.default and not any(each.is_sparse for each in tensors)
         result = self.cache.result(operation, function, args, tensors, self.fake, ask) if is_kept else ask()
         if self.routing and any_fake and function in (aten.topk.default, aten.argmax.default):
             result = self.routing.replaced(function, args, kwargs, result)
