@@ -52,7 +52,8 @@ def test_sizes_that_depend_on_each_other_are_cut_together():
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("Wav2Vec2ForCTC", "wav2vec2"), ("DeepseekV3ForCausalLM", "deepseek_v3"), ("XmodForMaskedLM", "xmod")]
+    ("name", "kind"),
+    [("Wav2Vec2ForCTC", "wav2vec2"), ("DeepseekV3ForCausalLM", "deepseek_v3"), ("XmodForMaskedLM", "xmod")],
 )
 def test_a_class_of_a_type_that_needs_more_than_small_sizes_can_be_made(name, kind, tmp_path):
     for form, path in architectures.configurations(name, kind, tmp_path):
