@@ -53,14 +53,14 @@ RULES = (
     (r"(sliding|attention)_window$", 16),
 )
 # Fields that some types need and leave out of their default configuration.
-MISSING = {
-    "head_dim": "W//4",
-    "num_key_value_heads": 2,
-    "vocab_size": 300,
-    "n_routed_experts": 4,
+MISSING = {"head_dim": "W//4", "num_key_value_heads": 2, "vocab_size": 300, "n_routed_experts": 4}
+MISSING |= {
     "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": "2*W",
+    "pad_token_id": 0,
+    "mask_token_id": 5,
 }
-MISSING |= {"num_experts_per_tok": 2, "moe_intermediate_size": "2*W", "pad_token_id": 0, "mask_token_id": 5}
 MISSING |= {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": "W//4", "indexer_budget": 16}
 MISSING |= {"indexer_compress_ratio": 4}
 # Fields of single types: kinds of layers, stages, and sizes that depend on others.

@@ -293,7 +293,7 @@ class Kernels:
         return made[::-1]
 
     def _ctc_loss(self, made, scores, *_, **__):
-        """Copy lengths of both kinds and the offsets of targets to the device (cuda/LossCTC.cu: ctc_loss_gpu_template)."""
+        """Copy lengths of both kinds and the offsets of targets to the device (cuda/LossCTC.cu)."""
         return [*[WORD * scores.shape[1]] * 3, *made[::-1]]
 
     def _ctc_loss_backward(self, made, gradient, scores, targets, inputs, lengths, loss, alignments, *_, **__):
