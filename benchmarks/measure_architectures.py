@@ -278,7 +278,7 @@ def compared(lab: Lab, name: str, kind: str, folder: Path) -> dict:
         except ValueError as error:
             return row | {"refused": str(error)[:300]}
         row |= {"estimated": {"peak": found.peak_bytes} | found.memory.breakdown}
-        assumed = [text for text in found.assumptions if text.startswith("experts")]
+        assumed = [text for text in found.assumptions if text.startswith(("experts", "masks"))]
         return row | ({"assumed": assumed} if assumed else {})
     return {"left_out": "; ".join(reasons)}
 

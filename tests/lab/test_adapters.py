@@ -227,3 +227,13 @@ def test_an_old_peft_that_loses_the_prompt_is_named(old_peft, monkeypatch, task,
 @pytest.mark.parametrize(("task", "settings", "generates"), KEEPS)
 def test_an_old_peft_is_taken_where_it_is_right(old_peft, task, settings, generates):
     adapters.adapted(task.build_model(), settings, task.family(), generates)
+
+
+def test_a_parametrized_weight_is_not_computed_in_the_search_for_quantized_ones():
+    """wav2vec 2.0 has one: each read of the attribute computes its norm."""
+    import torch
+
+    layer, computed = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(3, 2)), []
+    layer.parametrizations.weight[0].register_forward_hook(lambda *_: computed.append(1))
+    assert [*adapters.constants(torch.nn.Sequential(layer))] == [] and not computed
+    assert layer(torch.ones(3)).shape == (2,) and computed
