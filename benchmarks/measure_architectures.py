@@ -100,6 +100,14 @@ OWN = {
 OF_CLASS = {"ReformerModelWithLMHead": {"is_decoder": True, "attn_layers": ["local", "local"]}}
 # Classes whose estimate is known not to be equal, and why.
 REASONS: dict[str, str] = {}
+# Why classes are left out, by words in the errors of their forms; the first that matches counts.
+_DATA = r"bbox|visual_feats|input_features|or inputs_embeds|kv_states|separator|mat1 and mat2|of size 128|batch_size"
+LEFT_OUT = (
+    (r"\b(timm|natten|detectron2|scipy)\b", "needs a package that is not installed"),
+    (r"not return a loss|not support training|no attribute 'loss'", "transformers has no loss for it"),
+    (_DATA, "its forward takes data that a task does not generate"),
+    (r"", "no small configuration of it was found"),
+)
 _FEW = {"image_size": 64, "num_queries": 10}
 _OF_IMAGES = {"mm_tokens_per_image": 4, "image_seq_length": 16}
 
@@ -286,6 +294,11 @@ def compared(lab: Lab, name: str, kind: str, folder: Path) -> dict:
 def conclude(rows: list[dict], options) -> dict:
     compared = [row for row in rows if "counted" in row]
     off = [row["class"] for row in compared if row.get("estimated") != row["counted"]]
+    left_out: dict[str, list[str]] = {}
+    for row in rows:
+        if text := row.get("left_out"):
+            reason = next(reason for words, reason in LEFT_OUT if re.search(words, text))
+            left_out.setdefault(reason, []).append(row["class"])
     return {
         "what": "classes of transformers' registries, shrunk: the estimate beside the count on a CPU; bytes",
         "classes": len(classes()),
@@ -295,6 +308,7 @@ def conclude(rows: list[dict], options) -> dict:
             "equal_in_every_category": len(compared) - len(off),
             "not_equal": off,
             "reasons": {name: REASONS[name] for name in off if name in REASONS},
+            "left_out": left_out,
         },
     }
 
