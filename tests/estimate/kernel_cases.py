@@ -203,6 +203,17 @@ def sparse_masked():
     return lambda: first.sparse_mask(mask)
 
 
+def ctc_loss(is_backward=False, batch=4):
+    scores, targets = zeros(50, batch, 32), zeros(6 * batch, dtype=I64)
+    lengths = [torch.arange(batch, device=place) * 0 + length for length in (50, 6)]  # of known values
+    [each + zeros(batch, dtype=I64) for each in lengths]  # a trace sends them to the device
+    rest = (targets, *lengths, 0)
+    if not is_backward:
+        return lambda: aten._ctc_loss(scores, *rest)
+    arguments = (zeros(batch), scores, *rest[:3], zeros(batch), zeros(batch, 50, 13), 0)
+    return lambda: aten._ctc_loss_backward(*arguments)
+
+
 RUNS = {
     "sparse, added": lambda: sparse(aten.add_),
     "sparse, added, coalesced": lambda: sparse(aten.add_, is_coalesced=True),
@@ -303,6 +314,9 @@ RUNS = {
     "softmax of what is turned": lambda: turned(aten._softmax, 40, 60, dim=-1, half_to_float=False),
     "roll": lambda: of_one(torch.roll, 4, 28, 28, shifts=(3,), dims=(1,)),
     "roll of two dimensions, turned": lambda: turned(torch.roll, 4, 28, 28, shifts=(3, 3), dims=(1, 2)),
+    "CTC loss": ctc_loss,
+    "CTC loss, many": lambda: ctc_loss(batch=200),
+    "CTC loss's backward": lambda: ctc_loss(True),
     "max pool of what is turned": lambda: turned(aten.max_pool2d_with_indices, 32, 4, 28, 28, kernel_size=[2, 2]),
 }
 

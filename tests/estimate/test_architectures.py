@@ -71,3 +71,13 @@ def test_todays_classes_are_equal_or_have_a_reason(place, tmp_path):
     if reason := row.get("left_out"):
         pytest.skip(reason)
     assert row.get("assumed") or name in architectures.REASONS or row.get("estimated") == row["counted"], name
+
+
+def test_the_record_says_why_classes_are_left_out():
+    texts = ["Backbone requires the timm library", "The model did not return a loss", "You have to specify bbox", "k"]
+    rows = [{"class": f"{number}", "left_out": f"width 32: {text}"} for number, text in enumerate(texts)]
+    summary = architectures.conclude(rows, None)["summary"]
+    assert (summary["tried"], summary["compared"]) == (4, 0)
+    reasons = [*summary["left_out"]]
+    assert [*summary["left_out"].values()] == [["0"], ["1"], ["2"], ["3"]]
+    assert "package" in reasons[0] and "loss" in reasons[1]

@@ -367,3 +367,13 @@ def test_a_configuration_is_python_to_paste():
     assert "TorchAoConfig(Int8WeightOnlyConfig()" in text and "prepare_model_for_kbit_training" in text
     text = Arguments.of({"quantization_config": quantization("quanto", "int4"), "peft": {"r": 4}}).to_python()
     assert "QuantoConfig(**{'weights': 'int4'})" in text and "prepare_model_for_kbit_training" not in text
+
+
+def test_a_parametrized_weight_is_not_computed_in_the_search_for_quantized_ones():
+    """wav2vec 2.0 has one: each read of the attribute computes its norm."""
+    import torch
+
+    layer, computed = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(3, 2)), []
+    layer.parametrizations.weight[0].register_forward_hook(lambda *_: computed.append(1))
+    assert [*adapters.constants(torch.nn.Sequential(layer))] == [] and not computed
+    assert layer(torch.ones(3)).shape == (2,) and computed

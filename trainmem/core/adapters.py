@@ -360,12 +360,12 @@ def freeze(model, names: str) -> None:
 def constants(model) -> Iterator[tuple[Any, list[Any]]]:
     """Yield (weight, [its scales, code books, ...]) of each quantized layer; all are tensors."""
     for layer in model.modules():
-        weight = getattr(layer, "weight", None)
+        weight = layer._parameters.get("weight")  # as an attribute, a parametrized weight would be computed
         if hasattr(weight, "__tensor_flatten__") and not hasattr(weight, "device_mesh"):  # FSDP2's have a mesh
             yield weight, []  # torchao's and quanto's are made of tensors
         elif kept := getattr(weight, "quant_state", None):
             second = getattr(kept, "state2", None)
             nested = (kept.offset, second.absmax, second.code) if second else ()
             yield weight, [kept.absmax, kept.code, *nested]
-        elif hasattr(weight, "SCB") and (state := getattr(layer, "state", None)):  # peft's layers expose it, stateless
+        elif hasattr(weight, "SCB") and (state := getattr(layer, "state", None)):
             yield weight, [each for each in (weight.CB, weight.SCB, state.CB, state.SCB) if each is not None]

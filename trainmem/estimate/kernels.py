@@ -326,6 +326,14 @@ class Kernels:
     def _dropout(self, made, *_, **__):
         return made[::-1]
 
+    def _ctc_loss(self, made, scores, *_, **__):
+        """Copy lengths of both kinds and the offsets of targets to the device (cuda/LossCTC.cu)."""
+        return [*[WORD * scores.shape[1]] * 3, *made[::-1]]
+
+    def _ctc_loss_backward(self, made, gradient, scores, targets, inputs, lengths, loss, alignments, *_, **__):
+        """Make the same copies, and the probabilities of alignments from behind."""
+        return [*[WORD * scores.shape[1]] * 3, alignments.nbytes, *made]
+
 
 def _product_of_quanto(made, tensor, codes, scales) -> list[Step]:
     """Scale the codes, which are cast first if they are floats, then multiply (optimum-quanto 0.2.7, qbytes_mm.py)."""
@@ -405,6 +413,8 @@ def _is_torchs_own_depthwise(
 
 _RULES: dict[torch._ops.OpOverloadPacket, Callable[..., Iterable[Step]]] = {
     aten.native_dropout: Kernels._dropout,
+    aten._ctc_loss: Kernels._ctc_loss,
+    aten._ctc_loss_backward: Kernels._ctc_loss_backward,
     aten.embedding_dense_backward: Kernels._embedding_backward,
     aten.index: Kernels._index,
     aten._index_put_impl_: Kernels._put,

@@ -287,7 +287,7 @@ class FakeTracker(Tracker):
             return True  # for a seed, which a loader draws before a sampler draws its order
         if function is aten.scalar_tensor.default and self.moment == Phase.FORWARD:
             return True  # part of a mask, which other code reads
-        # Of sizes, e.g. of feature maps. Others are filled with what depends on weights, as bitsandbytes' int32 are.
+        # E.g. sizes of feature maps. Not int32: bitsandbytes unpacks weights into it.
         is_whole = function is aten.empty.memory_format and kwargs.get("dtype") is torch.int64
         if is_whole or function.overloadpacket in _REAL_IN_FORWARD:
             return (self.moment == Phase.FORWARD or self.collates) and np.prod(args[0], dtype=np.int64) <= _LARGE
