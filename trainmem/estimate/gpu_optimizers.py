@@ -37,7 +37,8 @@ def assumptions(arguments: Arguments) -> list[str]:
     """Return what an estimate for a GPU assumes about the optimizer, one sentence each."""
     found = optional_packages.about_optimizer(arguments.optimizer, "assumed")
     if (other := traced(arguments).optimizer) != arguments.optimizer:
-        found.append(f"{arguments.optimizer}: its package is missing; {other} was traced, which keeps the same states")
+        same = "keeps the same states if weights are in float32"
+        found.append(f"{arguments.optimizer}: its package is missing; {other} was traced, which {same}")
     return found
 
 
