@@ -751,7 +751,7 @@ exercises.prove(check_bytes, solution={"bf16": True}, mistake={"accumulate": 2})
 #
 # ### From a shell
 #
-# `torchrun` starts a script of yours once for each rank, with `RANK`, `WORLD_SIZE` and the address at which the ranks find each other in the environment. `accelerate launch` calls torchrun. The next cells run both, beside the lab's own ranks. On two hosts, start the same command on each; `--rdzv-endpoint` is the address of one of them:
+# `torchrun` starts a script of yours once for each rank. It puts `RANK`, `WORLD_SIZE` and the address at which the ranks find each other into environment variables. `accelerate launch` calls torchrun. The next cells run both, beside the lab's own ranks. On two hosts, start the same command on each; `--rdzv-endpoint` is the address of one of them:
 #
 # ```
 # torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-id lesson --rdzv-endpoint 10.0.0.1:29500 script.py
