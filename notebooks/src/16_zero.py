@@ -529,7 +529,7 @@ print(no_deepspeed) if no_deepspeed else display(plots.Table(titles, rows))
 #
 # - DeepSpeed's optimizer keeps an fp32 copy of its shard of the weights, even if the weights are fp32: 4/N bytes more per parameter.
 # - In stage 3, small weights stay whole.
-# - Buffers are added: the default `reduce_bucket_size` of 5 x 10^8 numbers takes 2 GB in fp32. *total* includes these buffers and the fp32 copy.
+# - Buffers are added: the default `reduce_bucket_size` of 5 x 10^8 numbers takes 2 GB in fp32. *total* also has bytes that no other column shows, such as these buffers.
 #
 # ### What held: bytes
 #
