@@ -41,7 +41,7 @@ torch.set_num_threads(1)  # in this notebook's own process, where all tensors ar
 #
 # ## Predict
 #
-# AdamW keeps 8 bytes per parameter. The Trainer's flag for the 8-bit one is `optim="adamw_bnb_8bit"`.
+# AdamW keeps 8 bytes per parameter. The Trainer's flag for 8-bit AdamW is `optim="adamw_bnb_8bit"`.
 #
 # The answer depends on how many of the model's parameters are in embeddings. In bert-large they are 9.5 %. On a CPU this lesson uses a small model, and its vocabulary is short, so that the share is nearly the same.
 
@@ -248,7 +248,7 @@ vanilla = lab.train("AdamW", **common)
 # %% [markdown]
 # ## Change one thing, in two ways
 #
-# Today 8-bit Adam is a flag. In 2023 the guide built the optimizer itself, in two groups: weight decay for weights, none for biases and norms. You can still pass such a function to the Trainer as a custom optimizer. (bitsandbytes' `Adam8bit` decays weights as AdamW does, so the update is the same in both ways. The measurement shows what is different.)
+# Today 8-bit Adam is a flag. In 2023 the guide built the optimizer itself, with two groups of parameters: weights with weight decay, biases and norms without. You can still build the optimizer and pass it to the Trainer: the function `grouped` below makes it. (bitsandbytes' `Adam8bit` decays weights as AdamW does, so the update is the same in both ways. The measurement shows what is different.)
 
 
 # %%
@@ -528,7 +528,7 @@ exercises.prove(
 # - **Some tensors stay in 32 bits**: those of fewer than 4096 numbers by the library's rule, embeddings by the Trainer's. The optimizer built by hand quantized embeddings too, and kept fewer bytes than the flag.
 # - **Saved states lower the peak if it is in the backward pass**: the flag saved 0.68 times as many bytes at the peak as Adafactor. If the peak is in the optimizer's step, the saving depends on the backend.
 #
-# 8-bit Adam is the wrong tool if activations make the peak. On a CPU, if the peak is in the optimizer's step, the peak falls by fewer bytes than the states do (exercise 1). It is the right tool if AdamW's recipe must stay as it is.
+# 8-bit Adam saves little if activations are most of the peak. On a CPU, if the peak is in the optimizer's step, the peak falls by fewer bytes than the states do (exercise 1). 8-bit Adam is the right tool if AdamW's recipe must stay as it is.
 
 # %% tags=["finish"]
 claims.finish()

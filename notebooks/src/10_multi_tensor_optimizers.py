@@ -128,7 +128,7 @@ plots.Table(
 
 
 # %% [markdown]
-# If a form has 0 in the column *unequal in a bit*, it does the same roundings in the same order as torch's loop. If some weights differ, the form rounds at other places: the fused kernel multiplies and divides in another order, and need not round to memory between two operations. Look at the size of the difference: a number near 1 is stored to within 6e-8.
+# If a form has 0 in the column *unequal in a bit*, it does the same roundings in the same order as torch's loop. If some weights differ, the form rounds at other places: the fused kernel multiplies and divides in another order, and need not round to memory between two operations. Look at the size of the difference: a number near 1 is stored to within 6e-8, so a difference of this order is one or two roundings.
 #
 # ## What is launched
 #
@@ -248,7 +248,7 @@ plots.Table(
 )
 
 # %% [markdown]
-# Follow *loop / foreach* down the rows. With tiny tensors launches take nearly all the time, and foreach wins. With larger tensors the arithmetic takes over, and the advantage disappears. If the ratio falls **below 1**, foreach is slower than the loop. Why could that be? First answer the question below; then the text after it explains the ratio.
+# Follow *loop / foreach* down the rows. With tiny tensors launches take nearly all the time, and foreach wins. With larger tensors the work on the numbers takes over, and the advantage disappears. If the ratio falls **below 1**, foreach is slower than the loop. Why could that be? First answer the question below; then the text after it explains the ratio.
 
 # %%
 exercises.question(
@@ -325,11 +325,11 @@ plots.Table(["form", "peak is in", "the update's temporaries", "roots, by arithm
 # - **The loop** in torch makes the root of one tensor, and then a second tensor of the same size: the root divided by a number. The quotient of the previous tensor is still in memory, too, because a variable refers to it. Two roots of one huge embedding can weigh as much as one root of everything. Compare the two vocabularies.
 # - **fused** makes no roots. Its peak is at the end of backward, when all gradients are there beside weights and states.
 #
-# The Trainer calls these forms `optim="adamw_torch"` and `optim="adamw_torch_fused"`. The next table has the peaks of both: measured, and estimated for this machine and for a GPU. On a CPU `adamw_torch` is the loop.
+# The Trainer has two names for the three forms: `optim="adamw_torch_fused"`, and `optim="adamw_torch"`, which is the loop on a CPU. The next table has the peaks of both: measured, and estimated for this machine and for a GPU.
 #
 # > **On a GPU:** `adamw_torch` is foreach, by torch's default. Even so, both estimates for a GPU are alike: this model is so small that its peak there is in backward, where a matmul borrows 32 MiB of workspace, more than all roots take.
 #
-# The cell after it leaves vertical fusion to a compiler (lesson 11): `torch.compile` reads our `foreach` function and writes kernels of its own. Does it keep the roots out of memory?
+# The cell after it leaves vertical fusion to a compiler (lesson 11): `torch.compile` reads our `foreach` function and writes kernels of its own. Does it keep the roots out of memory? The column *allocated during the update* adds up all allocations, including bytes that are freed soon after. So the loop has as many as foreach, although it keeps few roots at a time.
 
 # %%
 both = ("adamw_torch", "adamw_torch_fused")
@@ -486,7 +486,7 @@ print(f"largest difference of the losses in 40 steps: {apart:.1e}")
 #
 # ## The Trainer's list
 #
-# The list has changed since the guides were written:
+# The list of names that the argument `optim` accepts has changed since the guides were written:
 #
 # - `adamw_hf`, a loop, was the default in both guides. `adamw_torch` replaced it in 2023, and transformers 4.50 removed it (the documentation of `optim` still lists it).
 # - `adamw_apex_fused` needed NVIDIA's apex, built by hand. torch got fused kernels of its own: for GPUs with 2.0, for CPUs in 2024. transformers 5.8 removed the option.
@@ -640,7 +640,7 @@ claims.check("optim-list", sum(name in names for name in GUIDE) / len(GUIDE), no
 # %% [markdown]
 # ## Explore
 #
-# The picture is computed from the measured grid: for each size, the fixed seconds of a step, and the seconds that each tensor adds. Between the measured sizes it draws straight lines in the logarithm. Find the size from which foreach no longer pays on this machine.
+# The picture is computed from the measured grid: for each size, the fixed seconds of a step, and the seconds that each tensor adds. Between the measured sizes it interpolates on a logarithmic scale. Change the size and read the ratio in the title: once it is below 1, foreach no longer pays on this machine.
 
 
 # %% tags=["widget"]

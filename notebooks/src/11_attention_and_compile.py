@@ -433,7 +433,7 @@ def gate(x):
 #
 # Some Python cannot be put into a graph, for example an `if` that must know a tensor's value before it can go on. It *breaks* the graph: the result is two graphs with plain Python between them, and nothing is fused across the break. Breaks are silent. The result is right, only slower. With `fullgraph=True` each break is an error, and `TORCH_LOGS=graph_breaks` prints them.
 #
-# The next cell has two planted breaks, and `explain` finds them. The cell after it calls each of several models twice with the same batch. In its last row the layers are compiled one by one (*regional* compilation). The layers are alike, so the graph of the first one serves them all.
+# The next cell has two planted breaks, and `explain` finds them. The cell after it calls each of several models twice with the same batch. `problem_type` in a configuration tells a classifier which loss to compute; in the rows with *set* it is set beforehand. In the last row the layers are compiled one by one (*regional* compilation). The layers are alike, so the graph of the first one serves them all.
 
 
 # %%
@@ -620,7 +620,7 @@ print("" if missing else f"inductor, warm start: {warm:.2f} s")
 plots.Table(["backend", "operations", "first step, cold (s)", "later steps (s)", "speed", "peak of a step"], rows)
 
 # %% [markdown]
-# The last column is the memory that a step needs in addition to weights and states. It is smaller if a fused kernel computes an element again in the backward pass instead of reading it.
+# The last column is the memory that a step needs in addition to weights and states. A compiler can lower it: a fused kernel may compute an element again in the backward pass instead of keeping it.
 #
 # `eager` and `aot_eager` take the graph and run its operations unchanged, so they speed nothing up. Use them if something breaks: they show whether capturing or compiling is at fault.
 #
@@ -649,7 +649,7 @@ if not missing:
 # %% [markdown]
 # ## The guide's list
 #
-# The 2023 guide switches fused attention on with `model.to_bettertransformer()`, and names ten backends of the compiler. Which of them exist on your machine? torch lists the backends that it includes, whether or not the packages that they need are installed, and the backends that installed packages add.
+# The 2023 guide switches fused attention on with `model.to_bettertransformer()`, and names ten backends of the compiler. Which of them exist on your machine? torch lists the backends that it includes, whether or not the packages that they need are installed (`tvm` in the last printed line is an example), and the backends that installed packages add.
 
 # %%
 GUIDE = {
@@ -776,7 +776,7 @@ _ = widgets.explore(draw, batch=[1, 4, 16, 64], heads=[16, 4, 12, 32], bits=[16,
 # %% [markdown]
 # ## Exercise: the challenge
 #
-# This is attention over packed documents, in which a token sees the tokens of its own document up to itself. The function below splits the row at lengths that Python must *know*, so nothing is captured. Rewrite it so that it gives the same outputs for every packing, in **one graph**.
+# The function `broken` below computes attention over packed documents: a token sees the tokens of its own document up to itself. `broken` splits the row at lengths that Python must *know*, so nothing is captured. Rewrite it so that it gives the same outputs for every packing, in **one graph**.
 
 
 # %% jupyter={"source_hidden": true}

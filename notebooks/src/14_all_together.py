@@ -53,7 +53,7 @@ cuda = lab.machine.kind == "cuda"
 #
 # | technique | removes | price | lesson |
 # |---|---|---|---|
-# | accumulation | activations (a smaller micro-batch) | small operations; gradients that wait | 05 |
+# | accumulation | activations (a smaller micro-batch) | small operations; gradients kept between micro-batches | 05 |
 # | checkpointing | activations within layers | a second forward pass | 06 |
 # | mixed precision | up to half of the activations | a half-precision copy of the weights | 07 |
 # | Adafactor | nearly all optimizer states | convergence, perhaps | 08 |
@@ -215,10 +215,10 @@ Markdown(
 )
 
 # %% [markdown]
-# A rung can remove only what the rungs before it have left. Half precision comes late: the activations that it would
-# halve are mostly gone, and it adds copies of the weights. So it removes little, or even adds to the peak. The dashed
-# line shows the bytes that none of the ten recipes removes: 8 bytes per parameter, for fp32 weights and for the
-# gradients that accumulation keeps.
+# (In the printed line, +10 means that the peak falls by 10 points.) A rung can remove only what the rungs before it
+# have left. Half precision comes late: the activations that it would halve are mostly gone, and it adds copies of the
+# weights. So it removes little, or even adds to the peak. The dashed line shows the bytes that none of the ten
+# recipes removes: 8 bytes per parameter, for fp32 weights and for the gradients that accumulation keeps.
 #
 # ## The ladder of speed
 #
@@ -364,9 +364,10 @@ Markdown(
 )
 
 # %% [markdown]
-# If a rung gains nothing, its technique is not useless: on this task there was nothing for it to speed up. If the input
-# is ready, workers have nothing to hide, and short sequences gain little from SDPA. A larger batch is a different training:
-# lesson 04 says how it changes learning.
+# If a rung gains nothing, its technique is not useless: on this task there was nothing for it to speed up. If the
+# input is ready, workers have nothing to hide, and short sequences gain little from SDPA. A rung can even be slower:
+# fused attention computes the scores again in the backward pass (lesson 11), which can cost more time than it saves.
+# A larger batch is a different training: lesson 04 says how it changes learning.
 #
 # ## How far is that from the hardware?
 #
@@ -579,7 +580,7 @@ else:
 #
 # | question | how to find out | if not, try in this order |
 # |---|---|---|
-# | **Does it fit?** | train two steps at the batch you want (the second one has the optimizer states); before that, add 16 bytes per parameter for fp32 with AdamW, and activations | smaller micro-batch with accumulation; half precision, if activations are the larger part; 8-bit Adam or Adafactor, if states are; checkpointing; then several devices or offload |
+# | **Does it fit?** | estimate first: 16 bytes per parameter (fp32, AdamW) plus activations; then train two steps at the batch you want (the second one has the optimizer states) | smaller micro-batch with accumulation; half precision, if activations are the larger part; 8-bit Adam or Adafactor, if states are; checkpointing; then several devices or offload |
 # | **Is it fast?** | measure samples/s in steady state, several times, interleaved; find where the time goes | half precision or tf32 if the hardware has it; fused attention; a larger micro-batch in the memory that is left; no checkpointing, if it fits without; DataLoader workers if the device waits; compile; then more devices |
 # | **Does it learn?** | compare the loss with the fp32 AdamW baseline, several seeds, same samples | bf16 instead of fp16; a learning rate of its own for each optimizer and each effective batch; full-precision weights; one technique fewer |
 #

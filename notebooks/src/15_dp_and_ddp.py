@@ -12,7 +12,7 @@
 #
 # **Before you start:** lessons 03 (intervals) and 05 (the gradient of a batch in parts).
 #
-# **What a CPU cannot show:** NVLink, NCCL's traffic and `nn.DataParallel` on real devices: seven checks need two GPUs, and one needs a GPU. The slow links are real, but need Linux and root.
+# **What a CPU cannot show:** NVLink (a fast link between NVIDIA's GPUs), the traffic of NCCL (NVIDIA's library for messages between GPUs) and `nn.DataParallel` on real devices: seven checks need two GPUs, and one needs a GPU. The slow links are real, but need Linux and root.
 
 # %% tags=["parameters"]
 profile = "auto"
@@ -230,7 +230,7 @@ ddp = runs["DDP"].value
 widgets.revealed(lab, "sent", sum(size for kind, size in ddp["traffic"][-1] if kind == "allreduce") / 1e6)
 
 # %% [markdown]
-# Read the last column. At the start the weights are sent once. Then each step sends the gradients: 4 bytes per parameter, however they are packed. DDP sends a little more. Before each forward pass rank 0 broadcasts the model's *buffers*, unless you pass `broadcast_buffers=False`. At the start the ranks also check that they have the same model.
+# Read the last column. At the start the weights are sent once. Then each step sends the gradients: 4 bytes per parameter, however they are packed. DDP sends a little more. Before each forward pass rank 0 broadcasts the model's *buffers* (tensors of the model that are not trained), unless you pass `broadcast_buffers=False`. At the start the ranks also check that they have the same model.
 #
 # ### When does DDP send, and when does a rank wait?
 #
@@ -405,7 +405,7 @@ _ = widgets.explore(scaling, megabits=[1000, 100, 200, 10000, 100000], samples=[
 #
 # ### The link
 #
-# On two TITAN RTX the 2022 guide measured 131 s without NVLink and 101 s with it. It adds a rule: the more there is to synchronize, the more a slow link costs. DDP synchronizes once per step, so it pays little. ZeRO-DP, which divides the weights over the ranks (lesson 16), synchronizes often, so it pays much.
+# On two TITAN RTX the 2022 guide measured 131 s without NVLink and 101 s with it. The guide adds a rule: the more there is to synchronize, the more a slow link costs. DDP synchronizes once per step, so it pays little. ZeRO-DP, which divides the weights over the ranks (lesson 16), synchronizes often, so it pays much.
 #
 # A link can be slow in two ways. It carries few **bytes per second**, or each message takes long to **arrive**. Two ranks on two *hosts* (network namespaces with a virtual cable) try both:
 #
@@ -751,7 +751,7 @@ exercises.prove(check_bytes, solution={"bf16": True}, mistake={"accumulate": 2})
 #
 # ### From a shell
 #
-# `torchrun` starts a script of yours once for each rank, with `RANK`, `WORLD_SIZE` and a place to meet in the environment. `accelerate launch` calls torchrun. The next cells run both, beside the lab's own ranks. On two hosts, start the command on each; both name one of the hosts as the place to meet:
+# `torchrun` starts a script of yours once for each rank. It puts `RANK`, `WORLD_SIZE` and the address at which the ranks find each other into environment variables. `accelerate launch` calls torchrun. The next cells run both, beside the lab's own ranks. On two hosts, start the same command on each; `--rdzv-endpoint` is the address of one of them:
 #
 # ```
 # torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-id lesson --rdzv-endpoint 10.0.0.1:29500 script.py
@@ -864,7 +864,7 @@ print("with find_unused_parameters=True:", remedy.status)
 # %% [markdown]
 # - **Rank 1 ends**: the launcher names the rank and ends the others. If a whole host is gone, the others wait for the timeout: half an hour with gloo, ten minutes with NCCL.
 # - **Rank 1 hangs**: here the lab's own time limit ends the run, and the message says which line of code each rank was at.
-# - **Rank 1 disagrees**: another dtype of the same size is not noticed, and both ranks go on with wrong numbers. With `TORCH_DISTRIBUTED_DEBUG=DETAIL` torch compares before each collective, which takes more messages.
+# - **Rank 1 disagrees**: another dtype of the same size is not noticed, and both ranks go on with wrong numbers: the row shows them instead of a message (each should be 2). With `TORCH_DISTRIBUTED_DEBUG=DETAIL` torch compares before each collective, which takes more messages.
 # - **Unused parameters**: DDP notices in the *second* step that a bucket never became full. `find_unused_parameters=True` looks for such parameters in each step; it is better to freeze them. To find them, train one step on one process: they are the parameters whose `grad` is still `None`.
 #
 # ### What carries over

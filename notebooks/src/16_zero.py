@@ -433,7 +433,7 @@ head = ["bytes per parameter", *names, "messages in a step", "peak"]
 plots.Table(head, [fsdp_row(run) for run in (runs[3], fsdp, no_reshard)])
 
 # %% [markdown]
-# Our stage 3 and torch's store the same bytes and send nearly the same messages. torch leaves the outermost module gathered between forward and backward.
+# Our stage 3 and torch's store the same bytes. torch sends fewer messages, because here it gathers pooler and classifier together.
 #
 # `reshard_after_forward=False` (third row) keeps all gathered weights until backward. This saves one all-gather per module, but the peak contains the whole weights: use it if they fit and the link is slow.
 #
@@ -529,7 +529,7 @@ print(no_deepspeed) if no_deepspeed else display(plots.Table(titles, rows))
 #
 # - DeepSpeed's optimizer keeps an fp32 copy of its shard of the weights, even if the weights are fp32: 4/N bytes more per parameter.
 # - In stage 3, small weights stay whole.
-# - Buffers are added: the default `reduce_bucket_size` of 5 x 10^8 numbers takes 2 GB in fp32.
+# - Buffers are added: the default `reduce_bucket_size` of 5 x 10^8 numbers takes 2 GB in fp32. *total* also has bytes that no other column shows, such as these buffers.
 #
 # ### What held: bytes
 #
@@ -547,7 +547,7 @@ display(claims.check("zero-saves", min(cut.values()), note=note))
 claims.check("partitioned-states-save", runs[1].peak_bytes / runs[0].peak_bytes, note="two ranks, by hand")
 
 # %% [markdown]
-# **This is the end of part 1**, and a good place for a break. You have built the three stages, checked them against one process, and switched on the same stages in two libraries. If you come back in a new kernel, run the cells above again.
+# **This is the end of part 1**, and a good place for a break. If you come back in a new kernel, run the cells above again.
 #
 # ## Part 2: when shards alone do not help
 #
@@ -566,7 +566,7 @@ plots.Table(head, [fsdp_row(hybrid, little)])
 #
 # ### States on the host
 #
-# **Offload** does not move bytes to another device but into the host's memory (`offload_optimizer` and `offload_param` in DeepSpeed's table above). It is the first remedy in the guide's decision tree. By hand: the host has a copy of the weights, and the optimizer. In each step the gradients go to the host, and new weights come back, over PCIe, the card's link.
+# **Offload** does not move bytes to another device but into the host's memory (`offload_optimizer` and `offload_param` in DeepSpeed's table above). By hand: the host has a copy of the weights, and the optimizer. In each step the gradients go to the host, and new weights come back, over PCIe, the card's link.
 #
 # > **On a GPU:** only here can you see what offload saves, because the GPU's memory is not the host's. On a CPU the claim about it is not testable.
 
@@ -631,7 +631,7 @@ _ = widgets.explore(binding, link_GB_s=[50, 16, 32, 450], busy_TFLOPs=[400, 60, 
 #
 # DeepSpeed's second remedy is `{"device": "nvme", "nvme_path": ...}`. It needs an extension that is compiled against libaio (`make build/deepspeed DS_BUILD_AIO=1`, some minutes). If you have built it, it has a row in DeepSpeed's table above.
 #
-# You can try this anywhere: `numpy.memmap` makes an array whose bytes are those of a file. Are these bytes still in memory? The cell counts memory that the system cannot take back (`RssAnon` in `/proc/self/status`; a file in `/dev/shm` counts too).
+# You can try this anywhere: `numpy.memmap` makes an array whose bytes are those of a file. Are these bytes still in memory? The cell counts memory that the system cannot take back (`RssAnon` in `/proc/self/status`, and files in `/dev/shm`, which are memory).
 
 
 # %%
@@ -674,6 +674,8 @@ if Path("/proc/self/status").exists():
     print(f"pages of files in memory: {pages[0]}; after the system has dropped the states' pages: {pages[1]}")
 
 # %% [markdown]
+# The first printed number need not be 1: it compares all memory of two processes, not the states alone.
+#
 # While there is room, the system keeps the pages of the file in memory (the *page cache*), so the process looks no smaller and is no slower. If memory runs short, the system drops the pages, and each step reads and writes the disk.
 #
 # ### What held: offload
