@@ -105,7 +105,7 @@ rows = [[model, tensors, f"{count:,}", plots.bytes_text(size)] for model, (tenso
 plots.Table(["model", "tensors", "parameters", "bytes"], rows)
 
 # %% [markdown]
-# bert-large is the guides' model. For this model the 2023 guide gives 1288 MB on a V100: the memory in use on the whole card with the model on it, minus the memory in use before, with 1 MB = 2^20 bytes. That is 1.35 GB in this course's units, where 1 MB = 10^6 bytes.
+# bert-large is the guides' model. For this model the 2023 guide gives 1288 MB on a V100: the memory in use on the whole card with the model on it, minus the memory in use before, with 1 MB = 2^20 bytes. That is 1.35 GB in this course's units, where 1 MB = 10^6 bytes: within 1 % of the last row of the table.
 #
 # ## A fresh process
 #
@@ -254,7 +254,7 @@ widgets.revealed(lab, "batch", 100 * comparison.memory_ratio, estimate=lab.fores
 _ = plots.memory([small, large])
 
 # %% [markdown]
-# Here is why it is not 200 %. **Activations**, what the forward pass keeps for the backward pass, belong to the samples and double with them. Weights, and the two **optimizer states** that AdamW keeps for each of them, belong to the model: they are the same at any batch size. (If the gradients look short to you: at the moment of a peak most of them may not exist yet. Lesson 01 takes all of this apart.)
+# Twice the batch does not take 200 % of the memory. **Activations**, what the forward pass keeps for the backward pass, belong to the samples and double with them. Weights, and the two **optimizer states** that AdamW keeps for each of them, belong to the model: they are the same at any batch size. (If the gradients look short to you: at the moment of a peak most of them may not exist yet. Lesson 01 takes all of this apart.)
 #
 # ## What held
 #
@@ -294,7 +294,7 @@ claims.check("weights-cost", cost["fp32"], note=f"from a checkpoint in bf16: {co
 # | ≈ | too small to tell | the interval reaches from one of the cases above into another: this measurement cannot decide |
 # | – | not testable here | something is missing, and it is named |
 #
-# A claim that does not hold is no failure of yours. Guides age, libraries change; to notice is what this course is for.
+# A claim that does not hold is no failure of yours. Guides age and libraries change; this course is for noticing that.
 #
 # ## Explore
 #
@@ -371,7 +371,7 @@ exercises.prove(check, solution=6, mistake=8)
 # %% [markdown]
 # ## Exercise 2: read a scoreboard
 #
-# Five claims with invented measurements, each from another machine. Which verdict does each get? The last machine is a laptop without a GPU. Look at the rules in the table: not every one names a value that means *no effect*.
+# Five claims with invented measurements, each from another machine. Which verdict does each get? The last machine is a laptop without a GPU. Look at the rules in the table: not every one names a value that means *no effect*. (The last two claims are measured in MiB of a GPU's memory; 1 MiB is 2^20 bytes.)
 
 # %% jupyter={"source_hidden": true}
 exercises.hint(
