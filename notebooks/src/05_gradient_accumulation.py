@@ -522,7 +522,7 @@ assert not more_steps.known or more_steps.high > 1  # the answer to the question
 # - 4 x 8 at 8 times the learning rate
 # - 32 x 1, the batch that 4 x 8 replaces
 #
-# Dropout is off, there are three seeds, and the loss is measured on sequences that were not trained on. (Warm-up is not measured: one of 100 steps would be longer than all of 4 x 8.)
+# Dropout is off, and there are three seeds. The picture shows the training loss: a line is the median of the seeds, a band their range. The claims use the loss on sequences that were not trained on. (Warm-up is not measured: one of 100 steps would be longer than all of 4 x 8.)
 
 # %%
 SEQUENCES = 512 if lab.profile.name != "tiny" else 64

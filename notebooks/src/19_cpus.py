@@ -95,7 +95,7 @@ plots.Table(heads, [[name, *map(float, three)] for name, three in by_type.items(
 # %% [markdown]
 # If a row is far below fp32's, the core has no instruction for that type. The library then **emulates** it: it widens each number, multiplies in fp32 and rounds again. This slow path need not be equally slow for the three matmuls.
 #
-# Neither the name of a CPU nor the list of its instruction sets tells you this. The lesson therefore measures the parts of a step in each type, predicts from them how fast a whole step is in fp16, and then measures the step.
+# Neither the name of a CPU nor the list of its instruction sets tells you how fast each type is. The lesson therefore measures the parts of a step in each type, predicts from them how fast a whole step is in fp16, and then measures the step.
 #
 # ## A step is the sum of its parts
 #
@@ -391,7 +391,12 @@ plt.show()
 #
 # Then look on the right at the *crowded* layout, which has two processes with as many threads *each* as there are cores. A thread that has finished its part waits for the others by *spinning*: it checks again and again, and keeps a core busy with that. The work is the same, the CPU time is not. On a rented machine you pay for it.
 #
-# The next cell prints these comparisons as ratios, each with its interval. Its first line has the gain of two processes, and the gain without an exchange of gradients. *Plus the whole sum* adds the time of the all-reduce to the latter, as if no part of it ran during backward. DDP's gain should lie between these two.
+# The next cell prints these comparisons as ratios, each with its interval. The first two lines are speeds relative to *one* process with half of the threads.
+#
+# - First line: two such processes, and the same without an exchange of gradients. *Plus the whole sum* adds the time of the all-reduce to the latter, as if no part of it ran during backward. DDP's gain should lie between these two.
+# - Second line: one process with all threads, which uses as many cores as the two processes.
+# - Third line: the CPU time of the crowded layout, relative to two processes that divide the cores.
+# - Last line: one thread fewer, relative to all threads, in training, in a matmul and in an element-wise operation (*other work*).
 
 # %%
 alone, together = (False, 1, HALF, 8), (False, 2, HALF, 8)
