@@ -43,7 +43,7 @@ lab.task = lab.task.replace(seq_len=lab.task.seq_len // 2)  # half the length of
 # Five words are enough to follow it:
 #
 # - a **task** is a model with its data and sizes
-# - an **experiment** trains a task under given arguments, and yields a **run**
+# - an **experiment** trains a task under given arguments, or calls a function of yours, and yields a **run**
 # - a **claim** is one statement of the guides, with the number that decides it
 # - a **verdict** is what the measured number makes of the claim
 #
@@ -69,7 +69,7 @@ rows = [[f"{signs[found.level]} {found.level}", found.subject, found.text, found
 plots.Table(["", "about", "what was found", "what to do"], rows, caption=lab.machine.name)
 
 # %% [markdown]
-# An experiment should take seconds on every machine, and a model that keeps a CPU busy is too small to show anything on a large card. So the sizes come in three **profiles**. `auto` takes `gpu` from 20 GB of GPU memory on, `t4` for smaller cards such as Colab's T4, `cpu` where there is no GPU that torch can use.
+# An experiment should take seconds on every machine, and a model that keeps a CPU busy is too small to show anything on a large card. So the sizes come in three **profiles**. `auto` picks `gpu` if the GPU has at least 20 GB of memory, `t4` if it has less, as Colab's T4 has, and `cpu` if torch can use no GPU.
 
 # %%
 rows = []

@@ -428,10 +428,10 @@ note = f"gradients kept as zeros: {sum(per_parameter(zeros)):.2f} B"
 claims.check("eighteen-bytes", sum(per_parameter(mixed)), note=note)
 
 # %% [markdown]
-# The copies exist after forward and are gone after backward; the gradients do not exist after forward and are complete
-# after backward. Whether both are ever in memory together depends on `zero_grad`. Today's *drops* the gradients, and the
-# sum stays at 16 or less. Until torch 2.0 `zero_grad` filled them with zeros and kept them through the next forward. Then
-# 18 is right, as the last row shows.
+# (A row *peak* is at the peak itself.) The copies exist after forward and are gone after backward; the gradients do not
+# exist after forward and are complete after backward. Whether both are ever in memory together depends on `zero_grad`.
+# Today's `zero_grad` *drops* the gradients, and the sum stays at 16 or less. Until torch 2.0 it filled them with zeros and
+# kept them through the next forward. Then 18 is right, as the last row shows.
 #
 # ## Change one thing: what the model is used for
 #

@@ -99,7 +99,7 @@ plots.Table(heads, [[name, *map(float, three)] for name, three in by_type.items(
 #
 # ## A step is the sum of its parts
 #
-# The type of the numbers changes the time of linear layers and attention most. We time these parts alone, in each type. The rest of the step is measured in fp32. In a 16-bit type it may take half of that time (half of the bytes) or twice (more casts), which gives the prediction a range. The line below the table has the predicted and the measured speed of a step in fp16, relative to a step in bf16.
+# The type of the numbers changes the time of linear layers and attention most. We time these parts alone, in each type. The whole step is that of a small Llama, loaded from a checkpoint in that type. The rest of the step is measured in fp32. In a 16-bit type it may take half of that time (half of the bytes) or twice (more casts), which gives the prediction a range. The line below the table has the predicted and the measured speed of a step in fp16, relative to a step in bf16.
 
 # %%
 SIZES = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, vocab_size=256)

@@ -739,7 +739,7 @@ plots.Table(["planted", "transformers' detector: module, updates before", "anoma
 # %% [markdown]
 # Read the table column by column.
 #
-# *transformers' detector* names the overflow's module correctly. It reports neither the NaN loss nor anything that vanishes: whatever its name says, it tests for inf and NaN alone (`detect_overflow` in `debug_utils.py`). It reports a NaN made in backward, and the coarse update, one update late. Then it names the embedding, whose weights the next forward pass meets first.
+# *transformers' detector* names the overflow's module correctly. It reports neither the NaN loss nor anything that vanishes: whatever its name says, it tests for inf and NaN alone (`detect_overflow` in `debug_utils.py`). It reports a NaN made in backward, and the coarse update, one update late. In both cases it names the embedding, whose weights the next forward pass meets first.
 #
 # Why does it miss the NaN loss? `create_frame` looks into tensors and tuples. A model of the library returns neither, but a dict with names (`ModelOutput`), which it calls "not a tensor".
 #
