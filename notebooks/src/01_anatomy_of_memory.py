@@ -221,7 +221,7 @@ plots.Table(["reading", "size", "what it is"], [[name, plots.bytes_text(size), t
 
 # %% [markdown]
 # From left to right: activations pile up in forward, and are freed in backward while the gradients grow. Weights and states
-# are there all the time. (*Inside operations* in the legend: memory that an operation uses internally, and that no tensor
+# are there all the time. (*Operator workspace* in the legend: memory that an operation uses internally, and that no tensor
 # shows. The table names the operation at the peak as torch does: `aten.sum`, for example, is a sum.)
 #
 # The guides report *device-used* memory: the reading of NVML, NVIDIA's library for the state of its GPUs. It is more than
