@@ -659,7 +659,7 @@ _ = widgets.explore(
 # - *Tensor parallelism*: `parallelize_module` turns the weights of named layers into *DTensors*. A DTensor knows its whole shape, stores this rank's shard, and communicates when it must. The ranks form a *DeviceMesh*, a grid with named dimensions.
 # - *Pipelines*: `torch.distributed.pipelining` has the schedules.
 #
-# The next table compares one device with four ways to shard a block. (*Bytes kept*: for backward, without weights.)
+# The next table compares one device with four ways to shard a block. Its *bytes kept* are those for backward, without weights. The ways are:
 #
 # - *by hand*: the block from above;
 # - *weights*: torch shards the same weights;

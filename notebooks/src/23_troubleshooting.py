@@ -382,7 +382,7 @@ READINGS = {
 # %% [markdown]
 # ## The clinic
 #
-# The faults are in sealed cells. Run these cells, and unfold their code only when you are done. A row of the table is a patient, a column a reading of its first three steps. The questions ask what each patient has, and the answer also shows what the tool says. Some patients are healthy. The first cell prints what the tool says of one that is, and its peak memory in each phase.
+# The faults are in sealed cells. Run these cells, and unfold their code only when you are done. A row of the table is a patient, a column a reading of its first three steps. The questions ask what each patient has, and the answer also shows what the tool says. Some patients are healthy. The first cell prints what the tool says of a healthy one, and the peak memory of that patient in each phase.
 #
 # Three names of faults need a word. *Overflow*: the forward pass makes the first inf or NaN. *Update too coarse*: the optimizer update makes it. *States*: the optimizer states do not fit into memory.
 
