@@ -43,7 +43,7 @@ lab.task = lab.task.replace(seq_len=lab.task.seq_len // 2)  # half the length of
 # Five words are enough to follow it:
 #
 # - a **task** is a model with its data and sizes
-# - an **experiment** trains a task under given arguments, and yields a **run**
+# - an **experiment** trains a task under given arguments, or calls a function of yours, and yields a **run**
 # - a **claim** is one statement of the guides, with the number that decides it
 # - a **verdict** is what the measured number makes of the claim
 #
@@ -69,7 +69,7 @@ rows = [[f"{signs[found.level]} {found.level}", found.subject, found.text, found
 plots.Table(["", "about", "what was found", "what to do"], rows, caption=lab.machine.name)
 
 # %% [markdown]
-# An experiment should take seconds on every machine, and a model that keeps a CPU busy is too small to show anything on a large card. So the sizes come in three **profiles**. `auto` takes `gpu` from 20 GB of GPU memory on, `t4` for smaller cards such as Colab's T4, `cpu` where there is no GPU that torch can use.
+# An experiment should take seconds on every machine, and a model that keeps a CPU busy is too small to show anything on a large card. So the sizes come in three **profiles**. `auto` picks `gpu` if the GPU has at least 20 GB of memory, `t4` if it has less, as Colab's T4 has, and `cpu` if torch can use no GPU.
 
 # %%
 rows = []
@@ -105,7 +105,7 @@ rows = [[model, tensors, f"{count:,}", plots.bytes_text(size)] for model, (tenso
 plots.Table(["model", "tensors", "parameters", "bytes"], rows)
 
 # %% [markdown]
-# bert-large is the guides' model. For this model the 2023 guide gives 1288 MB on a V100: the memory in use on the whole card with the model on it, minus the memory in use before, with 1 MB = 2^20 bytes. That is 1.35 GB in this course's units, where 1 MB = 10^6 bytes.
+# bert-large is the guides' model. For this model the 2023 guide gives 1288 MB on a V100: the memory in use on the whole card with the model on it, minus the memory in use before, with 1 MB = 2^20 bytes. That is 1.35 GB in this course's units, where 1 MB = 10^6 bytes: within 1 % of the last row of the table.
 #
 # ## A fresh process
 #
@@ -254,7 +254,7 @@ widgets.revealed(lab, "batch", 100 * comparison.memory_ratio, estimate=lab.fores
 _ = plots.memory([small, large])
 
 # %% [markdown]
-# Here is why it is not 200 %. **Activations**, what the forward pass keeps for the backward pass, belong to the samples and double with them. Weights, and the two **optimizer states** that AdamW keeps for each of them, belong to the model: they are the same at any batch size. (If the gradients look short to you: at the moment of a peak most of them may not exist yet. Lesson 01 takes all of this apart.)
+# Twice the batch does not take 200 % of the memory. **Activations**, what the forward pass keeps for the backward pass, belong to the samples and double with them. Weights, and the two **optimizer states** that AdamW keeps for each of them, belong to the model: they are the same at any batch size. (If the gradients look short to you: at the moment of a peak most of them may not exist yet. Lesson 01 takes all of this apart.)
 #
 # ## What held
 #
@@ -294,7 +294,7 @@ claims.check("weights-cost", cost["fp32"], note=f"from a checkpoint in bf16: {co
 # | ≈ | too small to tell | the interval reaches from one of the cases above into another: this measurement cannot decide |
 # | – | not testable here | something is missing, and it is named |
 #
-# A claim that does not hold is no failure of yours. Guides age, libraries change; to notice is what this course is for.
+# A claim that does not hold is no failure of yours. Guides age and libraries change; this course is for noticing that.
 #
 # ## Explore
 #
@@ -371,7 +371,7 @@ exercises.prove(check, solution=6, mistake=8)
 # %% [markdown]
 # ## Exercise 2: read a scoreboard
 #
-# Five claims with invented measurements, each from another machine. Which verdict does each get? The last machine is a laptop without a GPU. Look at the rules in the table: not every one names a value that means *no effect*.
+# Five claims with invented measurements, each from another machine. Which verdict does each get? The last machine is a laptop without a GPU. Look at the rules in the table: not every one names a value that means *no effect*. (The last two claims are measured in MiB of a GPU's memory; 1 MiB is 2^20 bytes.)
 
 # %% jupyter={"source_hidden": true}
 exercises.hint(

@@ -221,7 +221,8 @@ plots.Table(["reading", "size", "what it is"], [[name, plots.bytes_text(size), t
 
 # %% [markdown]
 # From left to right: activations pile up in forward, and are freed in backward while the gradients grow. Weights and states
-# are there all the time.
+# are there all the time. (*Operator workspace* in the legend: memory that an operation uses internally, and that no tensor
+# shows. The table names the operation at the peak as torch does: `aten.sum`, for example, is a sum.)
 #
 # The guides report *device-used* memory: the reading of NVML, NVIDIA's library for the state of its GPUs. It is more than
 # your tensors take, because it includes the context and whatever the allocator keeps. This course counts tensors, and says
@@ -279,7 +280,8 @@ claims.check("nvml-agrees", found.get("old"), missing=missing, note=note)
 # keeps no state, or with momentum a running sum of the gradients. AdamW keeps a running mean of the gradients (the
 # *first moment*) and one of their squares. Adafactor replaces the mean of the squares by a summary (lesson 08). 8-bit
 # AdamW comes from the library bitsandbytes, which stores most states in 8 bits (lesson 09); the parameters with such
-# states are counted separately.
+# states are counted separately. The last of these cells counts the states of t5-3b, the guide's example of a large model,
+# for three of the optimizers.
 
 
 # %%
@@ -426,10 +428,10 @@ note = f"gradients kept as zeros: {sum(per_parameter(zeros)):.2f} B"
 claims.check("eighteen-bytes", sum(per_parameter(mixed)), note=note)
 
 # %% [markdown]
-# The copies exist after forward and are gone after backward; the gradients do not exist after forward and are complete
-# after backward. Whether both are ever in memory together depends on `zero_grad`. Today's *drops* the gradients, and the
-# sum stays at 16 or less. Until torch 2.0 `zero_grad` filled them with zeros and kept them through the next forward. Then
-# 18 is right, as the last row shows.
+# (A row *peak* is at the peak itself.) The copies exist after forward and are gone after backward; the gradients do not
+# exist after forward and are complete after backward. Whether both are ever in memory together depends on `zero_grad`.
+# Today's `zero_grad` *drops* the gradients, and the sum stays at 16 or less. Until torch 2.0 it filled them with zeros and
+# kept them through the next forward. Then 18 is right, as the last row shows.
 #
 # ## Change one thing: what the model is used for
 #
@@ -496,8 +498,8 @@ claims.check("temporaries-freed", freed.peak_bytes / retained.peak_bytes, note=n
 # %% [markdown]
 # ## What activations depend on
 #
-# The next cell calls `forward` from above on this machine's device. It doubles one size, then doubles it again, while the
-# other two sizes stay. (Width: the hidden size, and the feed-forward layer with it.)
+# The next cell calls `forward` from above on this machine's device. Of the sizes batch, length and width it doubles one,
+# then doubles it again, while the other two stay. (Width: the hidden size, and the feed-forward layer with it.)
 
 
 # %% tags=["claim"]
@@ -553,7 +555,8 @@ if estimates := [found for found in forecast.values() if found]:
 
 # %% [markdown]
 # Now run them, and compare the measured peaks with three predictions: by the estimate, by `accelerate estimate-memory`,
-# and by the guides' 18 bytes per parameter.
+# and by the guides' 18 bytes per parameter. The table shows how far each prediction is above (+) or below (-) the
+# measured peak.
 
 
 # %%
@@ -601,8 +604,8 @@ exercises.question(lab, "largest", text, options, right="optimizer states")
 # ## Explore
 #
 # The first picture shows one step of two runs, one above the other. Move the line: in which module is the peak, and which
-# kinds are alive all the time? The run with Adafactor has the fewest bytes that are alive all the time: what fills its
-# `step` instead?
+# kinds are alive all the time? The run with Adafactor (on a CPU of the smaller model bert-tiny) hardly has any optimizer
+# states: what fills its `step` instead?
 #
 # The second picture takes any model with any recipe, whether you own the card or not. Find a setting that halves the
 # activations, then one that halves the states. Each setting is traced by itself, so its bytes are those of `estimate`; the

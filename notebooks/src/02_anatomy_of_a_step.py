@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Where do the microseconds go?
 #
-# Your training is too slow, and you can have a GPU with twice the arithmetic. Will it halve the time of a step? A training step is hundreds of operations. Each takes its time for one of two reasons: it has numbers to compute, or bytes to move. Count both for each operation, and you know which of them a faster chip speeds up.
+# Your training is too slow, and you can have a GPU that does twice the arithmetic per second. Will it halve the time of a step? A training step is hundreds of operations. Each takes its time for one of two reasons: it has numbers to compute, or bytes to move. Count both for each operation, and you know which of them a faster chip speeds up.
 #
 # **You will see**
 # - how to measure two speed limits of your machine, and predict from them the time of an operation and, in the challenge, of a model's step
@@ -125,7 +125,7 @@ plots.Table(header, rows)
 #
 # ## By hand: three operations
 #
-# Count first. A matmul of *m x k* with *k x n* has 2mkn FLOPs. LayerNorm does about 8 per element (mean, variance, subtract, divide, scale, shift). GELU does 5, if an `erf` (the error function of statistics) counts as one. LayerNorm and GELU read each element once and write it once. All results go into tensors that already exist: a new tensor of this size would add the time of the operating system's page faults.
+# Count first. A matmul of *m x k* with *k x n* has 2mkn FLOPs. LayerNorm does about 8 per element (mean, variance, subtract, divide, scale, shift). GELU does 5, if an `erf` (the error function of statistics) counts as one. LayerNorm and GELU read each element once and write it once. All results go into tensors that already exist: a new tensor of this size would add the time in which the operating system provides its memory.
 
 
 # %%
@@ -327,7 +327,7 @@ print("most time:", ", ".join(f"{name} {dearest[name]:.0%}" for name in top))
 print(f"with twice the matrix rate and nothing else this step would be at most {1 / (1 - share / 200):.2f} x as fast")
 
 # %% [markdown]
-# The estimate beside your guess is the matmuls' share if every operation takes its least time on the roofline. The last line is Amdahl's law: all operations that are not matmuls take as long as before.
+# (Operations that move no bytes only make views or empty tensors.) The estimate beside your guess is the matmuls' share if every operation takes its least time on the roofline. The last line is Amdahl's law: all operations that are not matmuls take as long as before.
 #
 # Now the picture. Each dot is an operation: how many FLOPs per byte it does, and how many FLOPs per second it reached. Under the slope bandwidth is the limit, under the flat part arithmetic. A larger dot took more time. Operations without FLOPs (copies, embeddings) are not shown. The dot with a name is the longest operation that is not a matmul.
 
@@ -439,11 +439,11 @@ plots.Table(header, table)
 #
 # ### Backward against forward
 #
-# The first claim counts FLOPs. The next two measure time: forward and backward run alternately in several fresh processes, with the attention that the library chooses, first without dropout, then with the model's own dropout. On a CPU the ratio with dropout is also predicted, from the passes without dropout and from dropout by itself, which run alternately too.
+# The first claim counts FLOPs. The next two measure time: forward and backward run alternately in several fresh processes, with the attention that the library chooses, first without dropout, then with the model's own dropout. On a CPU the ratio with dropout is also predicted: the passes without dropout, and dropout by itself, are timed in the same turns and added.
 #
 # The last claim is about the matmuls alone. The guide says that backward is sometimes more than twice as slow because its sizes are more *awkward*, that is, further from the sizes that the device multiplies fastest. If that is true here, a FLOP of backward takes longer than one of forward.
 #
-# `Ratio.of_turns` divides the seconds of steps that ran alternately, and gives an interval. For each run of the second step, the first one runs twice. Both times it is the same code, so any difference is noise, and the interval is never narrower than this noise.
+# `Ratio.of_turns` divides the seconds of two functions that ran alternately, here backward and forward, and gives an interval. In each turn the first function runs twice. The difference between these two runs is noise, and the interval is never narrower than this noise.
 
 
 # %%
@@ -641,7 +641,7 @@ print(
 # %% [markdown]
 # The last line shows the rule of thumb beside our count. The rule makes two mistakes. It counts embeddings, which are never multiplied. It leaves out attention, whose matmuls have no weights and grow with the length.
 #
-# Can you trust torch's FLOP counter instead? Each of the next two pairs of lines does the same work in two ways.
+# Can you trust torch's FLOP counter instead? The next cell prints two pairs of lines. Both lines of a pair do the same work.
 
 
 # %%
@@ -755,7 +755,7 @@ _ = axes[1].set_xlabel("microseconds")
 #
 # ## "My GPU is at 100 %"
 #
-# `nvidia-smi` and `torch.cuda.utilization` report the percentage of time in which [one or more kernels were executing](https://docs.nvidia.com/deploy/nvml-api/structnvmlUtilization__t.html): the bars of a trace, whatever they do. Below, "busy" is the share of the clock's time that the thread computed. The first loop is *one* thread that counts.
+# `nvidia-smi` and `torch.cuda.utilization` report the percentage of time in which [one or more kernels were executing](https://docs.nvidia.com/deploy/nvml-api/structnvmlUtilization__t.html): the bars of a trace, whatever they do. Below, "busy" is the share of the clock's time that the thread computed. There are three loops: *one* thread counts, 1 is added to a large tensor, two matrices are multiplied.
 #
 # > **On a GPU:** "busy" is the value that NVML reports.
 
@@ -792,7 +792,7 @@ for (name, (flops, moved)), taken, busy in zip(work.items(), *lab.run(three_loop
 plots.Table(["loop", "busy", "of the matrix rate", "of the bandwidth"], rows)
 
 # %% [markdown]
-# All three loops are busy: one only counts, one moves bytes, one multiplies. "Busy" says nothing about speed; the MFU and the trace do.
+# All three loops are busy. "Busy" says nothing about speed; the MFU and the trace do.
 #
 # (Why more than 100 % of the bandwidth? A CPU fetches a cache line before it writes to it, so our copy moved three bytes for two that we counted. Adding in place does not fetch an extra line.)
 #

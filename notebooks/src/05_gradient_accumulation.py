@@ -164,7 +164,7 @@ for name, make in optimizers.items():
 # %% [markdown]
 # Adam divides the gradient by its own running size, so a constant factor cancels. SGD takes it in full, like a learning rate four times as high.
 #
-# With every optimizer, the logged loss is four times too high. Gradient clipping, which the Trainer does at a norm of 1 by default, starts four times too early. This explains how such an error can remain unnoticed.
+# With every optimizer, a log that adds up the losses of the micro-batches, as the Trainer's does, shows a loss four times too high. Gradient clipping, which the Trainer does at a norm of 1 by default, starts four times too early. This explains how such an error can remain unnoticed.
 
 # %% jupyter={"source_hidden": true}
 assert cosine_similarity(*contrastive, dim=0) < 0.99  # as the row above shows
@@ -352,7 +352,7 @@ exercises.question(
 # 2. A hook that torch calls before each optimizer step copies all gradients into one long vector.
 # 3. It also returns `model_accepts_loss_kwargs`: whether the Trainer trusts the model.
 #
-# `trainer_test` compares this gradient for 1 x 4 with that for 4 x 1, and with your loop by hand.
+# `trainer_test` takes this gradient for 4 x 1 as the reference. It compares two others with it: that of your loop (*by hand* in the table) and the Trainer's for 1 x 4 (*by the Trainer*, with its cosine).
 
 
 # %%
@@ -473,7 +473,7 @@ claims.check("accumulation-same-gradient", ratio, note=f"cosine {cosine:.6f}; no
 #
 # | claim | compares | statement | tokens on a CPU |
 # |---|---|---|---|
-# | `accumulation-cost` | 1 x 4 with 4 x 1 | 2023 guide: it costs a little speed | 256 (long, as in the guide), two layers |
+# | `accumulation-cost` | 1 x 4 with 4 x 1 | 2023 guide: it costs a little speed | 256 (the guide's are long, too), with two layers |
 # | `accumulation-only-slows` | 4 x 2 with 8 x 1 | 2023 guide: if the batch fits, it only slows down | 32 |
 # | `accumulation-cost-grows` | 1 x 4 with 1 x 1 | 2023 guide: more steps cost more | 64 |
 # | `accumulation-fewer-updates` | 1 x 4 with 1 x 1 | 2022 guide: it brings 20 to 30 % more speed | 64 |
@@ -522,7 +522,7 @@ assert not more_steps.known or more_steps.high > 1  # the answer to the question
 # - 4 x 8 at 8 times the learning rate
 # - 32 x 1, the batch that 4 x 8 replaces
 #
-# Dropout is off, there are three seeds, and the loss is measured on sequences that were not trained on. (Warm-up is not measured: one of 100 steps would be longer than all of 4 x 8.)
+# Dropout is off, and there are three seeds. The picture shows the training loss: a line is the median of the seeds, a band their range. The claims use the loss on sequences that were not trained on. (Warm-up is not measured: one of 100 steps would be longer than all of 4 x 8.)
 
 # %%
 SEQUENCES = 512 if lab.profile.name != "tiny" else 64

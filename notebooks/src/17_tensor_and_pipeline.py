@@ -3,8 +3,6 @@
 #
 # Your model, its gradients and its optimizer states need more memory than any of your GPUs has, with micro-batches of one sample, checkpointing and Adafactor already switched on. The model itself must then be split over several GPUs: through its layers, or between them. Which split sends less, and which one needs the fast link?
 #
-# In this lesson you split a model in both ways by hand, count the bytes that each rank stores and sends, and measure where the time goes.
-#
 # **You will see**
 # - a block split through its matrices and a model split into stages: the same gradients as the whole model, with about half of the weights on each rank
 # - the messages that each split sends, counted one by one, and therefore which group of ranks needs the fast link
@@ -120,7 +118,7 @@ exercises.question(
 )
 
 # %% [markdown]
-# So the *pair* needs no message in its middle, and one all-reduce (a sum over the ranks) at its end. Backward is the mirror image: each rank computes a summand of the gradient of the pair's input, and one all-reduce adds them up. NVIDIA's Megatron-LM has a function for each end of a pair, and so do we. `Into`, at its start, passes the input on unchanged in forward, and sums the gradients in backward. `OutOf`, at its end, sums the outputs in forward, and passes the gradient on unchanged in backward. Attention is split by heads: query, key and value by columns, the output by rows.
+# So the *pair* needs no message in its middle, and one all-reduce (a sum over the ranks) at its end. Backward is the mirror image: each rank computes a summand of the gradient of the pair's input, and one all-reduce adds them up. NVIDIA's Megatron-LM has a function for each end of a pair, and so do we. `Into`, at the pair's start, passes the input on unchanged in forward, and sums the gradients in backward. `OutOf`, at the pair's end, sums the outputs in forward, and passes the gradient on unchanged in backward. Attention is split by heads: query, key and value by columns, the output by rows.
 #
 # What do the shards send? Two real processes, connected by gloo, run the block. `Traffic`, the dispatch mode of lesson 15, sees every operation before it is executed, and records the operations that send something to other ranks.
 #
@@ -661,7 +659,7 @@ _ = widgets.explore(
 # - *Tensor parallelism*: `parallelize_module` turns the weights of named layers into *DTensors*. A DTensor knows its whole shape, stores this rank's shard, and communicates when it must. The ranks form a *DeviceMesh*, a grid with named dimensions.
 # - *Pipelines*: `torch.distributed.pipelining` has the schedules.
 #
-# The next table compares one device with four ways to shard a block:
+# The next table compares one device with four ways to shard a block. Its *bytes kept* are those for backward, without weights. The ways are:
 #
 # - *by hand*: the block from above;
 # - *weights*: torch shards the same weights;
@@ -795,7 +793,7 @@ if lab.machine.kind != "cuda" or gpus2:  # each rank needs a GPU of its own
 # Outputs and losses are those of one device. Traffic and memory depend on the plan:
 #
 # - *weights* sends more than our block. Query, key and value each sum their input's gradient over the ranks, although one sum of all three would do. With *and norm1*, torch sums once. So count the messages of a plan before you use it.
-# - *tokens* keeps fewer bytes on a rank, but not half, because gathered tensors are kept whole. Megatron keeps only the shard, and gathers again in backward. (Megatron's authors count 34 bytes of activations in a block for each number of its input. Without sequence parallelism, each rank stores 10 of these 34 bytes for all tokens.)
+# - *tokens* keeps only slightly fewer bytes than *weights*, because gathered tensors are kept whole. Megatron keeps only the shard, and gathers again in backward. (Megatron's authors count 34 bytes of activations in a block for each number of its input. Without sequence parallelism, each rank stores 10 of these 34 bytes for all tokens.)
 #
 # ### transformers, and two methods at once
 #
@@ -885,14 +883,14 @@ rows = [[ranks, *(f"{size:.3f}" if size else "not possible" for size in sizes)] 
 plots.Table(["ranks", "tensor parallel", "pipeline", "best grid"], rows, "MB of weights on the fullest rank")
 
 # %% [markdown]
-# The formulas give the messages that were counted, and the losses are those of one device; otherwise the cell would have stopped. So the second table can apply the formulas to a model that fits no laptop. The group that sends the most, and that waits for every message, should use the fastest link. The other groups may cross hosts: stages send one message per micro-batch, and replicas one sum per step, which backward can hide. (The first table counts one message per parameter tensor for that sum, because our loop sums each gradient on its own. DDP joins them in buckets.)
+# The formulas give the messages that were counted, and the losses are those of one device; otherwise the cell would have stopped. So the second table can apply the formulas to a model that fits no laptop: 80 blocks of width 8192, on 16 replicas x 4 stages x 8 shards. The group that sends the most, and that waits for every message, should use the fastest link. The other groups may cross hosts: stages send one message per micro-batch, and replicas one sum per step, which backward can hide. (The first table counts one message per parameter tensor for that sum, because our loop sums each gradient on its own. DDP joins them in buckets.)
 #
 # ### When does a link hold the devices up?
 #
 # Let a device compute F operations per second, and let its link carry B bytes per second. The third table has both limits.
 #
 # - *Replicas*: backward takes 4 operations for each weight and token. Meanwhile the gradients are summed: for each weight, 2 bytes (bf16) are sent twice. So each replica needs at least **F / B tokens**. (The all-gathers of ZeRO 3 need as many.)
-# - *Tensor-parallel shards*: in forward, each of *n* shards computes 24 width² / n operations for a token of a block, then waits for two sums of `width` numbers: 8 x width bytes, since each number has 2 bytes and is sent twice. Arithmetic and messages both grow with the tokens, so more tokens do not help. The limit is on the *number of shards*: the messages take as long as the arithmetic at about **3 x width x B / F**.
+# - *Tensor-parallel shards*: a block has 12 width² weights. So in forward, each of *n* shards computes 24 width² / n operations for a token, then waits for two sums of `width` numbers: 8 x width bytes, since each number has 2 bytes and is sent twice. Arithmetic and messages both grow with the tokens, so more tokens do not help. The limit is on the *number of shards*: the messages take as long as the arithmetic at about **3 x width x B / F**.
 #
 # The last table shows why 3D parallelism exists. On the same number of ranks, one method alone stores about as little per rank as a grid. But each method has a limit: for tensor parallelism it is the number of heads and the fast link, for the pipeline the number of blocks and the bubble. Together they go further.
 #

@@ -95,11 +95,11 @@ plots.Table(heads, [[name, *map(float, three)] for name, three in by_type.items(
 # %% [markdown]
 # If a row is far below fp32's, the core has no instruction for that type. The library then **emulates** it: it widens each number, multiplies in fp32 and rounds again. This slow path need not be equally slow for the three matmuls.
 #
-# Neither the name of a CPU nor the list of its instruction sets tells you this. The lesson therefore measures the parts of a step in each type, predicts from them how fast a whole step is in fp16, and then measures the step.
+# Neither the name of a CPU nor the list of its instruction sets tells you how fast each type is. The lesson therefore measures the parts of a step in each type, predicts from them how fast a whole step is in fp16, and then measures the step.
 #
 # ## A step is the sum of its parts
 #
-# The type of the numbers changes the time of linear layers and attention most. We time these parts alone, in each type. The rest of the step is measured in fp32. In a 16-bit type it may take half of that time (half of the bytes) or twice (more casts), which gives the prediction a range. The line below the table has the predicted and the measured speed of a step in fp16, relative to a step in bf16.
+# The type of the numbers changes the time of linear layers and attention most. We time these parts alone, in each type. The whole step is that of a small Llama, loaded from a checkpoint in that type. The rest of the step is measured in fp32. In a 16-bit type it may take half of that time (half of the bytes) or twice (more casts), which gives the prediction a range. The line below the table has the predicted and the measured speed of a step in fp16, relative to a step in bf16.
 
 # %%
 SIZES = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, vocab_size=256)
@@ -391,7 +391,12 @@ plt.show()
 #
 # Then look on the right at the *crowded* layout, which has two processes with as many threads *each* as there are cores. A thread that has finished its part waits for the others by *spinning*: it checks again and again, and keeps a core busy with that. The work is the same, the CPU time is not. On a rented machine you pay for it.
 #
-# The next cell prints these comparisons as ratios, each with its interval. Its first line has the gain of two processes, and the gain without an exchange of gradients. *Plus the whole sum* adds the time of the all-reduce to the latter, as if no part of it ran during backward. DDP's gain should lie between these two.
+# The next cell prints these comparisons as ratios, each with its interval. The first two lines are speeds relative to *one* process with half of the threads.
+#
+# - First line: two such processes, and the same without an exchange of gradients. *Plus the whole sum* adds the time of the all-reduce to the latter, as if no part of it ran during backward. DDP's gain should lie between these two.
+# - Second line: one process with all threads, which uses as many cores as the two processes.
+# - Third line: the CPU time of the crowded layout, relative to two processes that divide the cores.
+# - Last line: one thread fewer, relative to all threads, in training, in a matmul and in an element-wise operation (*other work*).
 
 # %%
 alone, together = (False, 1, HALF, 8), (False, 2, HALF, 8)

@@ -52,7 +52,7 @@ warnings.filterwarnings("ignore", "(Full backward hook is firing|For backward ho
 #
 # A step is a chain: data, labels, forward, loss, backward, gradients, update, weights. A fault breaks one link, and **shows** in another: weights that are NaN may come from a division one step earlier. So the tool looks at every link, and believes the first that is broken.
 #
-# All patients share one script and differ in its arguments: its data, the optimizer, or a change of the model before the optimizer is created (`build`) or after it (`late`), for example. `watch` is the only line in the script that the tool needs. The model is a small Llama of two layers. In its text each word determines the next.
+# All patients share one script and differ in its arguments, for example the data, the optimizer, or a change of the model before the optimizer is created (`build`) or after it (`late`). `watch` is the only line in the script that the tool needs. The model is a small Llama of two layers. In its text each word determines the next.
 #
 # ## Predict
 #
@@ -382,7 +382,7 @@ READINGS = {
 # %% [markdown]
 # ## The clinic
 #
-# The faults are in sealed cells. Run these cells, and unfold their code only when you are done. A row of the table is a patient, a column a reading of its first three steps. The questions ask what each patient has, and the answer also shows what the tool says. Some patients are healthy.
+# The faults are in sealed cells. Run these cells, and unfold their code only when you are done. A row of the table is a patient, a column a reading of its first three steps. The questions ask what each patient has, and the answer also shows what the tool says. Some patients are healthy. The first cell prints what the tool says of a healthy one, and the peak memory of that patient in each phase.
 #
 # Three names of faults need a word. *Overflow*: the forward pass makes the first inf or NaN. *Update too coarse*: the optimizer update makes it. *States*: the optimizer states do not fit into memory.
 
@@ -529,7 +529,7 @@ ward("Second ward: nothing learns, or slowly", learning, [slice(1), slice(5, 11)
 # %% [markdown]
 # One patient of this ward trains only a few weights on purpose, as with adapters, and declares this to the tool (`meant`). No tool can know what is meant. The columns about weights would also show the fault of lesson 21, where half of the model is on disk and does not learn.
 #
-# In the third ward the memory of the simulated card follows from the healthy patient's peaks. *When* did a patient run out of memory, and with how many tokens?
+# In the third ward the memory of the simulated card follows from the healthy patient's peaks. *When* did a patient run out of memory, and with how many tokens? *KB alive* is read at the start of the last three forward passes, *KB held* after the first three updates.
 
 
 # %% jupyter={"source_hidden": true}
@@ -739,7 +739,7 @@ plots.Table(["planted", "transformers' detector: module, updates before", "anoma
 # %% [markdown]
 # Read the table column by column.
 #
-# *transformers' detector* names the overflow's module correctly. It reports neither the NaN loss nor anything that vanishes: whatever its name says, it tests for inf and NaN alone (`detect_overflow` in `debug_utils.py`). It reports a NaN made in backward, and the coarse update, one update late. Then it names the embedding, whose weights the next forward pass meets first.
+# *transformers' detector* names the overflow's module correctly. It reports neither the NaN loss nor anything that vanishes: whatever its name says, it tests for inf and NaN alone (`detect_overflow` in `debug_utils.py`). It reports a NaN made in backward, and the coarse update, one update late. In both cases it names the embedding, whose weights the next forward pass meets first.
 #
 # Why does it miss the NaN loss? `create_frame` looks into tensors and tuples. A model of the library returns neither, but a dict with names (`ModelOutput`), which it calls "not a tensor".
 #
@@ -811,7 +811,7 @@ rows = [[name, f"{cost.value:.2f} ({cost.low:.2f} to {cost.high:.2f})"] for name
 plots.Table(["watch", "CPU time of a step / without watch"], rows)
 
 # %% [markdown]
-# Instead of a NaN the Trainer logs the mean of the valid losses since the last line (`logging_nan_inf_filter`, on by default). Here no loss is valid, so it logs 0.0. The filter was proposed for speech models, [off by default](https://github.com/huggingface/transformers/pull/13619). A training can be [ruined behind it](https://github.com/huggingface/trl/issues/6702). In the table of logs, the second row has the cure, and `Opening` stops at the first NaN loss.
+# Instead of a NaN the Trainer logs the mean of the valid losses since the last line (`logging_nan_inf_filter`, on by default). Here no loss is valid, so it logs 0.0. The filter was proposed for speech models; the proposal had it [off by default](https://github.com/huggingface/transformers/pull/13619). It can [hide a ruined training](https://github.com/huggingface/trl/issues/6702). In the table of logs, the second row has the cure, and `Opening` stops at the first NaN loss.
 #
 # The last table has the cost of watching: CPU time of a step, four ways in interleaved runs. Watch some steps, not all. The detector's share shrinks as batches grow, because much of its work is on the weights.
 #
