@@ -102,10 +102,10 @@ OF_CLASS = {"ReformerModelWithLMHead": {"is_decoder": True, "attn_layers": ["loc
 # Classes whose estimate is known not to be equal, and why.
 REASONS: dict[str, str] = {}
 # Why classes are left out, by words in the errors of their forms; the first that matches counts.
-_DATA = r"bbox|visual_feats|input_features|or inputs_embeds|kv_states|separator|mat1 and mat2|of size 128|batch_size"
+_DATA = r"bbox|visual_feats|input_features|or inputs_embeds|kv_states|tor tokens:|mat1 and mat2|of size 128|batch_size"
 LEFT_OUT = (
     (r"\b(timm|natten|detectron2|scipy)\b", "needs a package that is not installed"),
-    (r"not return a loss|not support training|no attribute 'loss'", "transformers has no loss for it"),
+    (r"turn a loss from|not support training|no attribute 'loss'", "transformers has no loss for it"),
     (_DATA, "its forward takes data that a task does not generate"),
     (r"", "no small configuration of it was found"),
 )

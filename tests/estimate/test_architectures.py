@@ -74,7 +74,7 @@ def test_todays_classes_are_equal_or_have_a_reason(place, tmp_path):
 
 
 def test_the_record_says_why_classes_are_left_out():
-    texts = ["Backbone requires the timm library", "The model did not return a loss", "You have to specify bbox", "k"]
+    texts = ["Backbone requires the timm library", "turn a loss from the inputs", "You have to specify bbox", "k"]
     rows = [{"class": f"{number}", "left_out": f"width 32: {text}"} for number, text in enumerate(texts)]
     summary = architectures.conclude(rows, None)["summary"]
     assert (summary["tried"], summary["compared"]) == (4, 0)
