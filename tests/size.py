@@ -16,11 +16,11 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 # (part, patterns of its files, lines at most, files at most)
 BUDGETS = (
-    ("trainmem", ["trainmem/**/*.py"], 11_425, 82),
-    ("  core", ["trainmem/core/*.py"], 1_985, 15),
-    ("  measure", ["trainmem/measure/*.py"], 2_090, 14),
-    ("  estimate", ["trainmem/estimate/*.py"], 3_994, 27),
-    ("  rehearsal", ["trainmem/rehearsal/**/*.py"], 1_101, 9),
+    ("trainmem", ["trainmem/**/*.py"], 11_830, 84),
+    ("  core", ["trainmem/core/*.py"], 2_130, 15),
+    ("  measure", ["trainmem/measure/*.py"], 2_112, 14),
+    ("  estimate", ["trainmem/estimate/*.py"], 4_230, 29),
+    ("  rehearsal", ["trainmem/rehearsal/**/*.py"], 1_103, 9),
     ("  advise", ["trainmem/advise/*.py"], 1_129, 8),
     ("  what all share", ["trainmem/*.py"], 1_153, 9),
     ("perf_helpers", ["perf_helpers/**/*.py"], 4_100, 38),
@@ -29,7 +29,7 @@ BUDGETS = (
     ("  compare", ["perf_helpers/compare/*.py"], 456, 4),
     ("  sweep", ["perf_helpers/sweep/*.py"], 515, 3),
     ("  widgets", ["perf_helpers/widgets/*.py"], 1_002, 11),
-    ("benchmarks", ["benchmarks/*.py"], 5_595, 42),
+    ("benchmarks", ["benchmarks/*.py"], 5_760, 43),
     ("website", [f"website/{kind}" for kind in ("*.py", "*.md", "*/*.j2", "_static/*.js", "_static/*.css")], 3_200, 25),
     ("README.md", ["README.md"], 200, 1),
     ("CONTRIBUTING.md", ["CONTRIBUTING.md"], 455, 1),

@@ -767,8 +767,9 @@ def test_every_word_has_one_line_and_no_verdict_category_or_profile_is_missing()
     from perf_helpers.course.ledger import Verdict
     from trainmem.core.task import PROFILES
     from trainmem.records import CATEGORIES
+    from trainmem.texts import name_text
 
-    wanted = [*map(str, Verdict), *(name.replace("_", " ") for name in CATEGORIES), *(f"`{name}`" for name in PROFILES)]
+    wanted = [*map(str, Verdict), *(name_text(name) for name in CATEGORIES), *(f"`{name}`" for name in PROFILES)]
     assert word_problems((ROOT / "docs" / "words.md").read_text(), wanted) == []
 
 

@@ -10,9 +10,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from trainmem.core.outcomes import Invalid
-from trainmem.estimate.trace_records import Operation, Spec, nested
+from trainmem.estimate.sparse import sparse_spec
+from trainmem.estimate.trace_records import Operation, Spec, Structure, nested
+from trainmem.measure.tracker import name_of
 
 IN_PLACE = "in place"  # the operation returns its first argument, or nothing
+_PLAIN = (int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)  # arguments kept as they are
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +138,22 @@ def grouped_product(first, second, offsets=None, bias=None, out_dtype=None) -> t
     step = -(-columns // unit) * unit
     shape = [*groups, rows, columns]
     return first.new_empty_strided(shape, [rows * step, step, 1][-len(shape) :], dtype=out_dtype or first.dtype)
+
+
+def operation_of(function, args, leaves: list, structure: Structure) -> Operation:
+    """Return an operator call as an `Operation`. It is called for each operation of a trace, so it is written for
+    speed.
+    """
+    kept = [
+        (sparse_spec(leaf) if leaf.is_sparse else Spec(tuple(leaf.shape), leaf.stride(), leaf.dtype))
+        if isinstance(leaf, torch.Tensor)
+        else leaf
+        if isinstance(leaf, _PLAIN)
+        else None
+        for leaf in leaves
+    ]
+    takes_list = any(isinstance(arg, list | tuple) and arg and isinstance(arg[0], torch.Tensor) for arg in args)
+    return Operation(name_of(function), tuple(kept), structure, takes_list)
 
 
 def by_position(function, args: tuple, selected: Callable[[torch.Tensor], int] | None = None) -> tuple[Callable, tuple]:

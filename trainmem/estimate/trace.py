@@ -35,7 +35,14 @@ from trainmem.estimate import beside_steps
 from trainmem.estimate.allocator_settings import WORKSPACES
 from trainmem.estimate.autocast import NORM_ERROR, SCALER_ERROR, scaler_failures
 from trainmem.estimate.one_rank import deepspeed_on_a_card, fsdp_enabled, one_rank_of
-from trainmem.estimate.operation_cache import OperationCache, by_position, fake, grouped_product, uniform_value
+from trainmem.estimate.operation_cache import (
+    OperationCache,
+    by_position,
+    fake,
+    grouped_product,
+    operation_of,
+    uniform_value,
+)
 from trainmem.estimate.replacements import (
     fake_module_to,
     fake_parameters,
@@ -43,10 +50,10 @@ from trainmem.estimate.replacements import (
     matched,
     random_masks,
 )
-from trainmem.estimate.sparse import filled, sparse_spec
-from trainmem.estimate.trace_records import Label, Log, Operation, Spec, Trace, flat, highest
+from trainmem.estimate.sparse import filled
+from trainmem.estimate.trace_records import Label, Log, Operation, Trace, flat, highest
 from trainmem.measure import forked
-from trainmem.measure.tracker import RESIZE, Tracker, counted, local, name_of, watched
+from trainmem.measure.tracker import RESIZE, Tracker, counted, local, watched
 from trainmem.measure.watcher import Block
 from trainmem.records import CATEGORIES, TENSOR_CATEGORIES, Category, Phase, is_end
 
@@ -59,7 +66,6 @@ _REAL_IN_FORWARD = (aten.ones, aten.zeros, aten.full)
 _CHOOSE = {aten.index.Tensor, aten.masked_select.default, aten.index_put.default, aten._unsafe_index_put.default}
 _CHOOSE |= {aten.index_put_.default, aten._index_put_impl_.default}
 _LARGE = 2**24  # elements of a real tensor beyond which results are fake
-_PLAIN = (int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)  # arguments kept as they are
 
 
 class DependsOnValues(Invalid):
@@ -155,7 +161,7 @@ class FakeTracker(Tracker):
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         any_fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)
         self._begin(tensors, any_fake)
-        operation = _operation(function, args, leaves, structure)
+        operation = operation_of(function, args, leaves, structure)
         self.starts.append((len(self.log), operation))
         if any_fake and function is aten.equal.default and self.checks_hold:
             places = [(each.untyped_storage()._cdata, each.storage_offset(), each.shape) for each in tensors]
@@ -344,22 +350,6 @@ class FakeTracker(Tracker):
             return tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):  # sparse tensors and some subclasses have none
             return None
-
-
-def _operation(function, args, leaves: list, structure: tuple) -> Operation:
-    """Return an operator call as an `Operation`. It is called for each operation of a trace, so it is written for
-    speed.
-    """
-    kept = [
-        (sparse_spec(leaf) if leaf.is_sparse else Spec(tuple(leaf.shape), leaf.stride(), leaf.dtype))
-        if isinstance(leaf, torch.Tensor)
-        else leaf
-        if isinstance(leaf, _PLAIN)
-        else None
-        for leaf in leaves
-    ]
-    takes_list = any(isinstance(arg, list | tuple) and arg and isinstance(arg[0], torch.Tensor) for arg in args)
-    return Operation(name_of(function), tuple(kept), structure, takes_list)
 
 
 def _alignments(log_probabilities, _, __, lengths) -> tuple:
