@@ -191,7 +191,9 @@ def fp16(here: Here, known: Known) -> Iterator[Row]:
 
 
 def tf32(here: Here, known: Known) -> Iterator[Row]:
-    """tf32 on and off, in fp32 and under fp16; and large matmuls in each precision."""
+    """Yield the rows to measure for tf32: a training with it and without it, in fp32 and under fp16, and large matmuls
+    in each precision.
+    """
     for name, arguments in PRECISIONS.items():
         baseline = here.row(name, here.profile.task, recipes.FOUR | arguments)
         name = "fp16 and tf32" if arguments else "tf32"

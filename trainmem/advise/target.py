@@ -23,7 +23,7 @@ class Target:
 
     @property
     def room_bytes(self) -> int:
-        """The memory minus the margin."""
+        """Bytes that a training and the CUDA context may take: the device's memory minus the margin."""
         return self.memory_bytes - self.margin_bytes
 
     @property

@@ -301,7 +301,10 @@ class Witness:
         return made
 
     def note(self, optimizer, *_) -> None:
-        """Note which parameter the blocks of weights, gradients and optimizer states belong to."""
+        """Note which parameter the blocks of weights, gradients and optimizer states belong to.
+
+        torch calls this hook with the optimizer before and after each of its steps.
+        """
         import torch
 
         constants = {id(weight): kept for weight, kept in adapters.constants(self._model)}

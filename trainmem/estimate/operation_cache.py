@@ -30,7 +30,8 @@ class OperationCache:
     if it can be rebuilt from a `Spec`, a `View`, or several `Spec`s.
 
     Args:
-        known: {key: result}, or other facts about operations; new results are added.
+        known: {key of an operation and its arguments: how to rebuild the result}; may have other entries too, e.g. the
+            workspaces of a `Probe`. New results are added to it. None: start with an empty dictionary.
         device: the device whose kernels are assumed: "cpu", or e.g. "cuda, torch 2.15".
     """
 
@@ -84,9 +85,14 @@ class OperationCache:
 
 
 def _made(result: Any, tensors: list[torch.Tensor]) -> Spec | View | None:
-    """Return how to rebuild a result, or None if it cannot be rebuilt.
+    """Return how to rebuild a result of an operation, or None if it cannot be rebuilt.
 
-    None means that it neither fills its own memory nor is a view of the first tensor.
+    It can be rebuilt as a `Spec` if it occupies the whole of a storage of its own, or as a `View` if it has the storage
+    and the type of the first argument.
+
+    Args:
+        result: one value that the operation returned, a tensor or not.
+        tensors: the tensors among the operation's arguments.
     """
     if not isinstance(result, FakeTensor) or result.requires_grad or result.fake_device.type == "meta":
         return None

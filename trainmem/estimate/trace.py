@@ -200,14 +200,15 @@ class FakeTracker(Tracker):
         return module
 
     def repeated(self, span: tuple) -> list[FakeTensor] | None:
-        """Repeat a micro-batch, or a batch of an evaluation, in the log, and return the tensors that it left.
+        """Repeat a micro-batch, or a batch of an evaluation, in the log, and return the tensors that it leaves behind.
 
-        These tensors are the loss, then gradients that did not exist before; or an evaluation's predictions. Return
-        None if it cannot be repeated: it left other blocks (except workspaces, which a thread keeps), or freed blocks
-        of earlier operations.
+        These tensors are the loss, then new gradients; or an evaluation's predictions. Return None if the batch cannot
+        be repeated, because it left other blocks behind (except workspaces, which a thread keeps) or freed blocks that
+        earlier operations had allocated.
 
-        `span`: (lengths of the log and of the operations before it, the same after it, the tensors left). Each tensor
-        left is (weight that it is the gradient of, or None; its `Spec`; its block).
+        Args:
+            span: ((length of the log, number of operations) before the batch, the same after it, its tensors). Each of
+                its tensors is (the weight that it is the gradient of, or None; its `Spec`; its block).
         """
         (start, first), (end, last), left = span
         entries, kept = self.log[start:end], {id(block) for *_, block in left}

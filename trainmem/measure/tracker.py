@@ -271,6 +271,8 @@ def _is_autograds() -> bool:
 def _in_place(function, target: Any, other: Any) -> bool:
     """Return whether autograd would do this operation in place if the training were not tracked.
 
+    `function` is a key of `_IN_PLACE`, `target` and `other` are its first two arguments.
+
     It does if it holds the only reference (`InputBuffer::accumulate`, and the formulas that check
     `areAnyTensorSubclassLike`, in torch's csrc/autograd), but never while a dispatch mode is on: the tracked training
     would have one tensor more. An operation that Python code calls during backward is left as it is.

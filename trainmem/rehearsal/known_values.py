@@ -373,8 +373,9 @@ def _is_sized_by_values(name: str, args: tuple, kwargs: dict) -> bool:
 
 
 def _is_small(tensor: torch.Tensor, made_by: str) -> bool:
-    """Return whether a result is small enough to compute. A large float tensor counts as small if all its values are
-    equal.
+    """Return whether a result is small enough to compute: at most `LARGEST` elements.
+
+    For a float tensor the limit is `LARGEST_FLOAT`, unless the function `made_by` gives all its elements one value.
     """
     return tensor.numel() <= (LARGEST if tensor.dtype in EXACT or made_by in _OF_ONE_VALUE else LARGEST_FLOAT)
 
