@@ -116,9 +116,9 @@ def _words(text: str) -> dict[str, str]:
 def _divisions(value: str) -> tuple[int, ...]:
     """Parse the value of `roundup_power2_divisions`: return into how many steps each range of sizes is divided.
 
-    There are 16 ranges of sizes: up to 2 MiB, up to 4 MiB, and so on; 0 and 1 mean that a range is not divided. "4" sets
-    all ranges. "[256:1,512:2,>:4]" sets the ranges that begin at 256 and 512 MiB; as in torch, the first entry also
-    sets all smaller ranges, ">" sets all larger ones, and a range between two entries stays 0.
+    There are 16 ranges of sizes: below 2 MiB, from 2 to 4 MiB, and so on; 0 and 1 mean that a range is not divided.
+    "4" sets all ranges. "[256:1,512:2,>:4]" sets the ranges that begin at 256 and 512 MiB; as in torch, the first entry
+    also sets all smaller ranges, ">" sets all larger ones, and a range between two entries stays 0.
 
     Raises:
         ValueError: a number that torch refuses because it is not a power of 2.
