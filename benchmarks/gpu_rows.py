@@ -139,7 +139,7 @@ PRECISIONS = {"fp32": {}, "fp16": recipes.HALF}
 
 
 def ten(here: Here, known: Known) -> Iterator[Row]:
-    """The guides' ten recipes, and their speeds against each other."""
+    """Yield rows for the guides' ten recipes, and for their speeds against each other."""
     task, rows = here.profile.task, {}
     against = {name: [] if name == "vanilla" else ["vanilla"] for name in recipes.ROWS}
     against["+ checkpointing"] = ["accumulation", "vanilla"]
@@ -155,7 +155,7 @@ def ten(here: Here, known: Known) -> Iterator[Row]:
 
 
 def batch(here: Here, known: Known) -> Iterator[Row]:
-    """Memory and throughput by batch size, up to the first that does not fit."""
+    """Yield rows for memory and throughput by batch size, up to the first size that does not fit."""
     task = here.profile.task if here.tiny else here.profile.task.replace(dataset_size=2048)
     fitting = []
     for size in (1, 2, 4, 8, 16, 32, 64):
@@ -173,7 +173,10 @@ def batch(here: Here, known: Known) -> Iterator[Row]:
 
 
 def fp16(here: Here, known: Known) -> Iterator[Row]:
-    """The 2022 guide's table: fp16 and fp32 by micro-batch; also with two accumulation steps, which keep gradients."""
+    """Yield rows for the 2022 guide's table: trainings in fp16 and fp32 by micro-batch.
+
+    They are repeated with two accumulation steps, which keep the gradients between micro-batches.
+    """
     task = here.profile.task if here.tiny else Task("bert-base-uncased", seq_len=128)
 
     def two(size: int, more: dict[str, int], measure: tuple[str, ...]) -> list[Row]:
@@ -204,7 +207,7 @@ def tf32(here: Here, known: Known) -> Iterator[Row]:
 
 
 def bf16(here: Here, known: Known) -> Iterator[Row]:
-    """bf16 on and off."""
+    """Yield a training in bf16, and its comparison with the same training in fp32."""
     plain = here.row("fp32", here.profile.task, recipes.FOUR)
     row = here.row("bf16", here.profile.task, recipes.FOUR | {"bf16": True}, measure=BOTH)
     yield row
@@ -215,7 +218,7 @@ NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 def attention(here: Here, known: Known) -> Iterator[Row]:
-    """Plain attention and SDPA by length, as in lesson 11, and each SDPA kernel that can be forced."""
+    """Yield rows for plain attention and SDPA by length, as in lesson 11, and for each kernel that SDPA can use."""
     lengths = (16, 24, 32) if here.tiny else (512, 1024, 2048)
     size = {} if here.tiny else {"num_hidden_layers": 12, "max_position_embeddings": 2048}
     task = Task("bert-tiny" if here.tiny else "bert-large-uncased", config=size | NO_DROPOUT)
@@ -242,7 +245,7 @@ def attention(here: Here, known: Known) -> Iterator[Row]:
 
 
 def compiled(here: Here, known: Known) -> Iterator[Row]:
-    """torch.compile on and off: steady state, and the seconds of a cold start."""
+    """Yield rows for a training with and without torch.compile, and for the seconds of a cold start."""
     facts = NO_DROPOUT | {"problem_type": "single_label_classification"}
     task = here.profile.task.replace(config=facts | ({} if here.tiny else {"num_hidden_layers": 6}))
     plain = here.row("uncompiled", task, recipes.FOUR, measure=BOTH)
@@ -282,7 +285,7 @@ WITHOUT = {("t5-base", "fp16"), ("mixtral", "fp16")}  # uncommon trainings: T5 o
 
 
 def estimates(here: Here, known: Known) -> Iterator[Row]:
-    """Forty trainings of six models, which the estimate is compared with."""
+    """Yield forty trainings of six models, with which the estimate is compared."""
     chosen = [(model, recipe) for model in MODELS for recipe in RECIPES if (model, recipe) not in WITHOUT]
     for model, recipe in chosen:
         task, size, small = MODELS[model]
@@ -295,9 +298,9 @@ FIRST = "guides' vanilla"
 
 
 def best(here: Here, known: Known) -> Iterator[Row]:
-    """Lesson 14's ladder of speed, from the guides' vanilla to the best recipe that takes no more memory.
+    """Yield rows for lesson 14's ladder of speed, from the guides' vanilla to the best recipe of no more memory.
 
-    Both ends have their utilisation; each technique alone is also run, for the guide's own table.
+    Model FLOPs utilisation is measured for both ends. Each technique alone is also run, for the guide's own table.
     """
     climb = [here.row(FIRST, here.profile.task, GUIDES, optimizer=gpu_functions.looped)]
     yield climb[0]

@@ -309,7 +309,13 @@ def _bytes_that_moved(old: Memory, new: Memory) -> str:
 
 
 def _total(name: str, old: int | None, new: int | None, before: dict | None = None, after: dict | None = None) -> str:
-    """Describe a changed total with the categories that changed, the largest change first; empty if none changed."""
+    """Describe a changed total with the categories that changed, the largest change first; empty if none changed.
+
+    Args:
+        name: the total's name for the text.
+        old, new: the total in bytes in each run; None: not measured.
+        before, after: {category: bytes} of the total in each run; None: not measured.
+    """
     moved = {key: after.get(key, 0) - before.get(key, 0) for key in {**before, **after}} if before and after else {}
     largest = sorted((key for key in moved if moved[key]), key=lambda key: -abs(moved[key]))
     parts = ", ".join(f"{name_text(key)} {moved[key]:+,} B" for key in largest)

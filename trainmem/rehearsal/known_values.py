@@ -149,11 +149,11 @@ class Values(TorchFunctionMode):
         return made
 
     def _note_arrivals(self, function, name, args, kwargs, given, made) -> None:
-        """Compute the results of an operation whose arguments are all on the host, and note which results on the device
-        are known.
+        """Compute and note those results of an operation that are on the device and known, if its arguments are all on
+        the host.
 
-        Only the results of copies and of functions that make new tensors can be known. `given` and `made` as in
-        `_note_results`.
+        These are small copies of host tensors, and small tensors that a function such as `ones` makes. The arguments
+        are those of `_note_results`.
         """
         for tensor in _tensors(made):
             copied = len(given) == 1 and given[0].shape == tensor.shape
@@ -165,6 +165,8 @@ class Values(TorchFunctionMode):
         """Compute the results of an operation if their values can be known, and note which results are known.
 
         Args:
+            function, args, kwargs: the operation that was called, and its arguments.
+            name: the operation's name, e.g. "add_".
             given: the tensors among the arguments.
             made: what the operation returned.
         """
