@@ -70,7 +70,7 @@ def _update_32bit(plain, optimizer: str, gradient, weight, *args, max_unorm: flo
 
 
 def _double_buffer(_, weight, dtype=torch.float32):
-    """Return the buffer for AdEMAMix' two averages of the gradient."""
+    """Return the buffer for AdEMAMix' two averages of the gradient: zeros of (2, *shape of the weight)."""
     return torch.zeros((2, *weight.shape), dtype=dtype, device=weight.device)
 
 

@@ -98,8 +98,9 @@ class Tracker(Watcher, TorchDispatchMode):
         return result
 
     def _track_scaling_number(self):
-        """Track the number in a multiplication of a tensor: autograd keeps it as a tensor that no operation
-        returned.
+        """Track the tensor that autograd makes of `number` in `tensor * number` and keeps for backward.
+
+        No operation returns that tensor, so the tracker does not see it otherwise.
         """
         if self._scaled is None:
             return
@@ -453,8 +454,9 @@ class TrainingHooks:
                 self.tracker.phase = Phase.AFTER_BACKWARD
 
     def get_rng_state(self, plain, *args, **kwargs):
-        """Track the random states that checkpointing keeps for each block, and that saving makes once: no operation
-        returns them.
+        """Call torch's `get_rng_state`, `plain`, track the state that it returns, and return it.
+
+        No operation returns these states. Activation checkpointing keeps one per block; saving a checkpoint makes one.
         """
         state = plain(*args, **kwargs)
         self.tracker.track_unlisted(state, "get_rng_state")
