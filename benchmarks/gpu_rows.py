@@ -2,7 +2,8 @@
 
 Each part is a generator of rows. It gets the rows that are measured already, and is called again after each new row, so
 that a row may depend on others, e.g. on the largest batch that fits. The rows that it yields and that the file lacks
-are still to be measured. This module measures nothing; measure_gpu.py does.
+are still to be measured. This module measures nothing; measure_gpu.py does. The first line of a part's docstring is the
+caption of its table in results/README.md.
 """
 
 import dataclasses
@@ -139,7 +140,7 @@ PRECISIONS = {"fp32": {}, "fp16": recipes.HALF}
 
 
 def ten(here: Here, known: Known) -> Iterator[Row]:
-    """Yield rows for the guides' ten recipes, and for their speeds against each other."""
+    """The guides' ten recipes, and their speeds against each other."""
     task, rows = here.profile.task, {}
     against = {name: [] if name == "vanilla" else ["vanilla"] for name in recipes.ROWS}
     against["+ checkpointing"] = ["accumulation", "vanilla"]
@@ -155,7 +156,7 @@ def ten(here: Here, known: Known) -> Iterator[Row]:
 
 
 def batch(here: Here, known: Known) -> Iterator[Row]:
-    """Yield rows for memory and throughput by batch size, up to the first size that does not fit."""
+    """Memory and throughput by batch size, up to the first that does not fit."""
     task = here.profile.task if here.tiny else here.profile.task.replace(dataset_size=2048)
     fitting = []
     for size in (1, 2, 4, 8, 16, 32, 64):
@@ -173,10 +174,7 @@ def batch(here: Here, known: Known) -> Iterator[Row]:
 
 
 def fp16(here: Here, known: Known) -> Iterator[Row]:
-    """Yield rows for the 2022 guide's table: trainings in fp16 and fp32 by micro-batch.
-
-    They are repeated with two accumulation steps, which keep the gradients between micro-batches.
-    """
+    """The 2022 guide's table: fp16 and fp32 by micro-batch; also with two accumulation steps, which keep gradients."""
     task = here.profile.task if here.tiny else Task("bert-base-uncased", seq_len=128)
 
     def two(size: int, more: dict[str, int], measure: tuple[str, ...]) -> list[Row]:
@@ -194,9 +192,7 @@ def fp16(here: Here, known: Known) -> Iterator[Row]:
 
 
 def tf32(here: Here, known: Known) -> Iterator[Row]:
-    """Yield the rows to measure for tf32: a training with it and without it, in fp32 and under fp16, and large matmuls
-    in each precision.
-    """
+    """tf32 on and off, in fp32 and under fp16; and large matmuls in each precision."""
     for name, arguments in PRECISIONS.items():
         baseline = here.row(name, here.profile.task, recipes.FOUR | arguments)
         name = "fp16 and tf32" if arguments else "tf32"
@@ -207,7 +203,7 @@ def tf32(here: Here, known: Known) -> Iterator[Row]:
 
 
 def bf16(here: Here, known: Known) -> Iterator[Row]:
-    """Yield a training in bf16, and its comparison with the same training in fp32."""
+    """bf16 on and off."""
     plain = here.row("fp32", here.profile.task, recipes.FOUR)
     row = here.row("bf16", here.profile.task, recipes.FOUR | {"bf16": True}, measure=BOTH)
     yield row
@@ -218,7 +214,7 @@ NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 def attention(here: Here, known: Known) -> Iterator[Row]:
-    """Yield rows for plain attention and SDPA by length, as in lesson 11, and for each kernel that SDPA can use."""
+    """Plain attention and SDPA by length, as in lesson 11, and each SDPA kernel that can be forced."""
     lengths = (16, 24, 32) if here.tiny else (512, 1024, 2048)
     size = {} if here.tiny else {"num_hidden_layers": 12, "max_position_embeddings": 2048}
     task = Task("bert-tiny" if here.tiny else "bert-large-uncased", config=size | NO_DROPOUT)
@@ -245,7 +241,7 @@ def attention(here: Here, known: Known) -> Iterator[Row]:
 
 
 def compiled(here: Here, known: Known) -> Iterator[Row]:
-    """Yield rows for a training with and without torch.compile, and for the seconds of a cold start."""
+    """torch.compile on and off: steady state, and the seconds of a cold start."""
     facts = NO_DROPOUT | {"problem_type": "single_label_classification"}
     task = here.profile.task.replace(config=facts | ({} if here.tiny else {"num_hidden_layers": 6}))
     plain = here.row("uncompiled", task, recipes.FOUR, measure=BOTH)
@@ -285,7 +281,7 @@ WITHOUT = {("t5-base", "fp16"), ("mixtral", "fp16")}  # uncommon trainings: T5 o
 
 
 def estimates(here: Here, known: Known) -> Iterator[Row]:
-    """Yield forty trainings of six models, with which the estimate is compared."""
+    """Forty trainings of six models, which the estimate is compared with."""
     chosen = [(model, recipe) for model in MODELS for recipe in RECIPES if (model, recipe) not in WITHOUT]
     for model, recipe in chosen:
         task, size, small = MODELS[model]
@@ -298,7 +294,7 @@ FIRST = "guides' vanilla"
 
 
 def best(here: Here, known: Known) -> Iterator[Row]:
-    """Yield rows for lesson 14's ladder of speed, from the guides' vanilla to the best recipe of no more memory.
+    """Lesson 14's ladder of speed, from the guides' vanilla to the best recipe that takes no more memory.
 
     Model FLOPs utilisation is measured for both ends. Each technique alone is also run, for the guide's own table.
     """
