@@ -271,7 +271,11 @@ def _combinations(grid: dict[str, Any], taken: set[str]) -> list[tuple[str, dict
 
 
 def _listed(rows: list[Mapping[str, Any]]) -> Iterable[tuple[str, dict[str, Any]]]:
-    """Yield (name, changes) of each row under [[rows]]."""
+    """Yield (name, changes) of each row under [[rows]].
+
+    Raises:
+        ValueError: an invalid setting or name; the message says in which row.
+    """
     for number, row in enumerate(rows, start=1):
         place, changes = f"[[rows]] {number}", {name: value for name, value in row.items() if name != "name"}
         changes = {name: _value(place, name, value) for name, value in changes.items()}

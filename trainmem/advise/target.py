@@ -75,6 +75,9 @@ def _kept(given: int | float | str | None, kind: str, processes: int) -> tuple[i
         given: the user's `context_memory`; None: the default.
         kind: "cpu" or "cuda".
         processes: number of ranks.
+
+    Raises:
+        ValueError: `given` is not a number of bytes, or `kind` is "cpu", which has no CUDA context.
     """
     if kind == "cpu":
         if given is not None:

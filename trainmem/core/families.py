@@ -245,7 +245,11 @@ class Data:
     audio_seconds: float = 10
 
     def arrays(self) -> dict[str, Any]:
-        """Return the examples by column: numpy arrays, or lists of them for columns that a batch holds as lists."""
+        """Return the examples by column: numpy arrays, or lists of them for columns that a batch holds as lists.
+
+        Raises:
+            ValueError: sizes that conflict, or a family for which no data can be generated.
+        """
         import numpy as np
 
         draw = np.random.default_rng(self.seed)

@@ -185,7 +185,11 @@ class Task(Record):
         return own | {"dtype": own.pop("torch_dtype")} if own.get("torch_dtype") and not own.get("dtype") else own
 
     def _config_of_hub(self):
-        """Return the configuration of a name on the Hub; if the Hub does not answer quickly, the cached one."""
+        """Return the configuration of a name on the Hub; if the Hub does not answer quickly, the cached one.
+
+        Raises:
+            ValueError: there is no such name, or the Hub does not answer and nothing is cached.
+        """
         from transformers import AutoConfig
 
         name = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", self.model, re.ASCII)  # otherwise it is a path, or mistyped

@@ -162,7 +162,7 @@ def train(experiment: Experiment, folder: str, steps: int, keep_losses: bool = T
     losses: list[list[Any]] = []
 
     class NamingTrainer(Trainer):
-        """Name the optimizer that cannot be built."""
+        """Raise `Invalid` with the name of the optimizer if transformers cannot build it."""
 
         def create_optimizer(self, *inputs, **options):
             try:

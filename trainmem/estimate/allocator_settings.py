@@ -102,7 +102,11 @@ _UNSUPPORTED = {
 
 
 def _words(text: str) -> dict[str, str]:
-    """Return the values of `name:value` pairs by name; commas inside brackets do not separate pairs."""
+    """Return the values of `name:value` pairs by name; commas inside brackets do not separate pairs.
+
+    Raises:
+        ValueError: a word without a name or a value.
+    """
     words = {}
     for word in filter(None, re.split(r",(?![^[]*\])", text)):
         name, colon, value = word.partition(":")

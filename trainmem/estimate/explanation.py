@@ -252,6 +252,9 @@ def _witnessed(follow: Callable, experiment: Experiment, tracker: Any):
     """Run `trace.follow` with a `Witness`, and return its trace with `witnessed` added.
 
     `witnessed` is ((module, line) of each block, number of log entries at the end of each operation, warnings).
+
+    Raises:
+        Invalid: as `trace.follow`, or no parameter gets a gradient.
     """
     from torch.nn.modules.module import register_module_forward_pre_hook
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook

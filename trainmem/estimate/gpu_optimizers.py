@@ -59,7 +59,11 @@ def replacements(tracker: "DeviceTracker", optim: str) -> Iterator[tuple[Any, st
 
 
 def _update_32bit(plain, optimizer: str, gradient, weight, *args, max_unorm: float = 0.0, **options):
-    """Update as on a GPU: with `max_unorm` bitsandbytes first computes the norm of the weight."""
+    """Update as on a GPU: with `max_unorm` bitsandbytes first computes the norm of the weight.
+
+    Raises:
+        Invalid: bitsandbytes has no kernel for this optimizer with gradients in bfloat16.
+    """
     if optimizer in _NOT_IN_BFLOAT16 and gradient.dtype is torch.bfloat16:
         raise Invalid(
             f"this training fails on a GPU: bitsandbytes has no kernel for {optimizer} with gradients in bfloat16. "

@@ -144,7 +144,7 @@ def grouped_product(first, second, offsets=None, bias=None, out_dtype=None) -> t
 
 
 def by_position(function, args: tuple, selected: Callable[[torch.Tensor], int] | None = None) -> tuple[Callable, tuple]:
-    """Return the operation that selects by position instead of by masks, as kernels do.
+    """Return (operation, arguments) that select by position what an operation would select by masks, as kernels do.
 
     `selected`: returns how many elements a mask of unknown values selects; None: such a mask stays as it is.
     """
@@ -174,8 +174,12 @@ def _state(mode: FakeTensorMode) -> dict[str, Any]:
 def uniform_value(operation: Operation, leaves: list, any_known: bool) -> float | int | bool | None:
     """Return the value that all elements of an operation's result have, or None if it is unknown.
 
-    Tensors count as finite: isnan(x) is False everywhere. If a value is known for an argument (`any_known`), a result
-    that follows from it is computed on one element.
+    Tensors count as finite: isnan(x) is False everywhere. Otherwise the value is known if the elements of each tensor
+    among the arguments are known to be equal; it is then computed on one element.
+
+    Args:
+        leaves: the operation's arguments as one list, see `trace_records.flat`.
+        any_known: whether such a value is known for any of them.
     """
     name = operation.name
     if name in _RESULT_IF_FINITE:

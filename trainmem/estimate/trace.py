@@ -148,7 +148,12 @@ class FakeTracker(Tracker):
         return self.watch(function, types, args, kwargs)  # nothing else: this runs at each operation
 
     def execute(self, function, args, kwargs):
-        """Run an operation: compute it if none of its tensors is fake, otherwise return fake tensors of its shapes."""
+        """Run an operation: compute it if none of its tensors is fake, otherwise return fake tensors of its shapes.
+
+        Raises:
+            Invalid: a GPU has no kernel for the operation.
+            DependsOnValues: values decide the shape of the result.
+        """
         if function in _CHOOSE and (isinstance(args[0], FakeTensor) or self.checks_hold):
             function, args = by_position(function, args, self.selected or (self.checks_hold and self._all_elements))
         leaves, structure = flat(args, kwargs)
@@ -313,7 +318,11 @@ class FakeTracker(Tracker):
             ) from None
 
     def as_kernels_do(self, function, args, kwargs):
-        """Return an operation's result on fake tensors, corrected where torch differs from this device's kernels."""
+        """Return an operation's result on fake tensors, corrected where torch differs from this device's kernels.
+
+        Raises:
+            Invalid: the kernel would refuse the types of its arguments.
+        """
         if function is aten.nonzero.default and self.selected:
             return args[0].new_empty((self.selected(args[0]), args[0].dim()), dtype=torch.int64)
         if function is aten._ctc_loss.Tensor and not isinstance(args[3], FakeTensor):

@@ -140,9 +140,9 @@ def _called(function: Callable[..., Any], arguments: tuple, tell: Callable[[int]
 def _ended(process: CleanProcess, on_step: Callable[[int], Any] | None = None) -> Outcome:
     """Wait until a process has ended or its time is over; return its outcome with what it printed.
 
-    The process gets the machine for itself when it requests that, or after the warm-up of a process that takes turns.
-    If several ranks are stopped early, the outcome's message says in which line each of them was; after Ctrl-C, a note
-    on the exception says it.
+    The process gets the machine for itself when it requests that; one that takes turns gets it after its warm-up. If
+    several ranks are stopped early, the outcome's message says in which line each of them was; after Ctrl-C, a note on
+    the exception says so.
     """
     try:
         with contextlib.ExitStack() as timing:

@@ -131,7 +131,11 @@ def _execute(experiment: Experiment, folder: str, steps: int, keep_losses: bool,
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value to types that JSON can hold: tensors and arrays become lists and numbers."""
+    """Convert a value to types that JSON can hold: tensors and arrays become lists and numbers.
+
+    Raises:
+        TypeError: a value of another type.
+    """
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, dict):
@@ -146,8 +150,11 @@ def _plain(value: Any) -> Any:
 def _refusal(experiment: Experiment) -> str | None:
     """Return why an experiment is not started, or None if it may start.
 
-    Either its weights (and gradients, if all weights are trained) exceed this machine's memory, or the batches of its
-    DataLoader workers exceed /dev/shm, where torch could wait for one for ever.
+    It is refused if its weights (and gradients, if all weights are trained) exceed this machine's memory, or if the
+    batches of its DataLoader workers exceed /dev/shm: torch could then wait for a batch for ever.
+
+    Raises:
+        Invalid: the task cannot be built, a package is missing, or the optimizer needs a GPU.
     """
     if experiment.function or hardware.is_rehearsal():  # the rehearsed card's allocator reports it itself
         return None

@@ -322,7 +322,11 @@ class Values(TorchFunctionMode):
         return tree_map_only(torch.Tensor, lambda tensor: self._arrive(tensor, device), made)
 
     def positions(self, mask: torch.Tensor) -> torch.Tensor:
-        """Return the result of `aten.nonzero` on the device. Every indexing by a mask calls it, in autograd too."""
+        """Return the result of `aten.nonzero` on the device. Every indexing by a mask calls it, in autograd too.
+
+        Raises:
+            NeedsValues: the values of the mask are unknown, and none are assumed.
+        """
         if not self.is_known(mask):
             if not self.assumes:
                 raise NeedsValues(WHY)
