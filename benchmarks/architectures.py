@@ -69,7 +69,12 @@ def _vision(draw) -> dict:
 
 
 def _two_stacks(draw, heads_of: tuple, layers_of: tuple, **more) -> dict:
-    """Return the configuration of a model with an encoder and a decoder."""
+    """Return the configuration of a model with an encoder and a decoder.
+
+    Args:
+        heads_of, layers_of: the names of the fields for the number of heads, and of layers.
+        more: further fields.
+    """
     heads, layers = draw.choice((4, 8)), draw.randint(2, 4)
     sizes = {"d_model": heads * 64, "vocab_size": draw.choice((5000, 32128)), "max_position_embeddings": 4200}
     return sizes | dict.fromkeys(heads_of, heads) | dict.fromkeys(layers_of, layers) | more

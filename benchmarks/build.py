@@ -247,6 +247,10 @@ def _claims_table(columns: dict[str, list[dict]], absent: str) -> str:
     """Return a table with a row per claim that any column decides.
 
     A row has the lesson, the claim, the guides' statement, their figure with its machine, and the verdict per column.
+
+    Args:
+        columns: {heading: decided claims}.
+        absent: text of a cell if the column does not decide the claim.
     """
     by_id = [{claim["id"]: claim for claim in decided_again(decided)} for decided in columns.values()]
     rows = []
@@ -300,7 +304,10 @@ def _ten(data: dict) -> dict[str, Run]:
 
 
 def _sizes(runs: dict[str, Run], rehearsed: dict) -> str:
-    """Describe a measured column: the task, its precision, the kind of memory."""
+    """Describe a measured column: the task, its precision, the kind of memory.
+
+    `rehearsed` is the task of the rehearsed columns; another one is pointed out.
+    """
     first = next(iter(runs.values()))
     task = Task.from_dict(first.task)
     half = ", bf16 as half precision" if any(run.arguments.get("bf16") for run in runs.values()) else ""

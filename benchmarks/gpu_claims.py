@@ -93,8 +93,9 @@ def _saves_with_batch(rows: Rows) -> float:
 
 
 def _at_ends(rows: Rows, kind: str, phase: str) -> float:
-    """Return the bytes of the category `kind` at the end of a phase: those of fp16 divided by those of fp32, at the
-    largest micro-batch.
+    """Return a ratio: bytes of the category `kind` at the end of a phase under fp16, divided by those in fp32.
+
+    Both trainings have the largest micro-batch.
     """
     half, full = (rows.memory("fp16", f"64 x 2, {name}")["phase_breakdowns"][phase] for name in ("fp16", "fp32"))
     return half[kind] / full[kind]

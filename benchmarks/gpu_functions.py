@@ -63,7 +63,10 @@ def kernels(task: Task) -> dict[str, bool]:
 
 
 def forced(kernel: str, arguments: dict[str, Any], profile: Profile) -> Callable[[Task], None]:
-    """Run a training with the Trainer, long enough for a comparison, in which SDPA must use a given kernel."""
+    """Return a function of a task that trains with the Trainer, while SDPA may only use `kernel`, a key of `KERNELS`.
+
+    The training has as many steps as an interleaved comparison under this profile.
+    """
     steps = profile.warmup_steps + profile.turns + 1
 
     def work(task: Task) -> None:

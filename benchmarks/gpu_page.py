@@ -187,7 +187,7 @@ def _alike(rows: Rows, data: Mapping[str, Any], cards: Mapping[str, dict]) -> di
 
 
 def _facts(rows: Rows) -> Iterator[str]:
-    """Describe the results of functions: rates, kernels, cold starts."""
+    """Yield a line of text for each result of a function: rates, kernels, cold starts."""
     answers = {key: row["value"] for key, row in rows.items() if row["status"] == "ok" and row["value"] is not None}
     if found := answers.get(("tf32", "products")):
         fastest = {name: min(seconds) for name, seconds in found.items()}
@@ -200,7 +200,10 @@ def _facts(rows: Rows) -> Iterator[str]:
 
 
 def _utilisation(rows: Rows) -> Iterator[str]:
-    """Return model FLOPs utilisation of the first and the best recipe, by a large matmul's rate in their precision."""
+    """Yield a line of text with the model FLOPs utilisation of the first recipe, and one with that of the best recipe.
+
+    It is a share of the rate that a large matmul reaches in the recipe's precision.
+    """
     needed = (rows.get(("best", name)) for name in ("rates", "model FLOPs of a sample"))
     rates, flops = (row["value"] if row and row["status"] == "ok" else None for row in needed)
     for which in ("first", "best"):

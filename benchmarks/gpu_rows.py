@@ -2,7 +2,8 @@
 
 Each part is a generator of rows. It gets the rows that are measured already, and is called again after each new row, so
 that a row may depend on others, e.g. on the largest batch that fits. The rows that it yields and that the file lacks
-are still to be measured. This module measures nothing; measure_gpu.py does.
+are still to be measured. This module measures nothing; measure_gpu.py does. The first line of a part's docstring is the
+caption of its table in results/README.md.
 """
 
 import dataclasses
@@ -295,7 +296,7 @@ FIRST = "guides' vanilla"
 def best(here: Here, known: Known) -> Iterator[Row]:
     """Lesson 14's ladder of speed, from the guides' vanilla to the best recipe that takes no more memory.
 
-    Both ends have their utilisation; each technique alone is also run, for the guide's own table.
+    Model FLOPs utilisation is measured for both ends. Each technique alone is also run, for the guide's own table.
     """
     climb = [here.row(FIRST, here.profile.task, GUIDES, optimizer=gpu_functions.looped)]
     yield climb[0]

@@ -16,7 +16,7 @@ LIBRARIES = ("torch", "transformers", "accelerate", "bitsandbytes", "datasets", 
 
 
 def section(record: dict) -> str:
-    """Return the section in Markdown, without its heading."""
+    """Return the page's section about one record of `benchmarks/matrix.py` in Markdown, without its heading."""
     names = ("lessons " if len(record["lessons"]) > 1 else "lesson ") + ", ".join(n[:2] for n in record["lessons"])
     head = f"{record['what'].capitalize()}: {names}, profile {record['profile']}."
     about = f"{record['machine']}, Python {record['python']}, {record['date'][:10]}."

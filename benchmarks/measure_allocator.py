@@ -171,7 +171,11 @@ def compare(text: str, seeds: list[str], torch_version: str | None = None) -> di
 
 
 def performed(torch, live: dict, event: Event) -> tuple:
-    """Return torch's counts after an event: bytes, segments, whether there was no room, the new block's address."""
+    """Perform an event by torch, and return its counts then: bytes, segments, whether there was no room, the address of
+    the new block.
+
+    `live`: {key: tensor} of the blocks in use, which is updated.
+    """
     full, address = False, 0
     if event is None:
         torch.cuda.empty_cache()
@@ -189,9 +193,11 @@ def performed(torch, live: dict, event: Event) -> tuple:
 
 
 def answered(double: CachingAllocator, event: Event, places: dict[int, int], address_of_block: int) -> tuple:
-    """Return the numbers of `performed` for the model.
+    """Perform an event on `double`, the model of the allocator, and return the same numbers as `performed`.
 
-    `places` maps its segments to torch's addresses, each known from its first block.
+    Args:
+        places: {number of a segment of the model: its address in torch}, known from its first block; it is updated.
+        address_of_block: torch's address of the new block.
     """
     full, address = False, 0
     if event is None:
@@ -212,7 +218,10 @@ def answered(double: CachingAllocator, event: Event, places: dict[int, int], add
 
 
 def after(torch, retries: int) -> tuple:
-    """Return torch's state at the end of a trace: peaks, retries, segments with their blocks."""
+    """Return torch's state at the end of a trace: peaks in bytes, retries since the trace began, segments with blocks.
+
+    `retries`: torch's number of retries when the trace began.
+    """
     stats = torch._C._cuda_memoryStats(0)
     peaks = [stats[f"{name}_bytes"]["all"]["peak"] for name in ("allocated", "reserved")]
     segments = [
@@ -226,7 +235,7 @@ def after(torch, retries: int) -> tuple:
 
 
 def double_after(double: CachingAllocator, places: dict[int, int]) -> tuple:
-    """Return the same as `after` for the model."""
+    """Return the same as `after` for `double`, the model, with torch's addresses. `places`: as in `answered`."""
     states = {True: "inactive", False: "active_allocated"}
     bases = sorted((base, places[head.order] - base) for base, head in double._heads.items() if head.order in places)
 

@@ -175,7 +175,11 @@ def _in_widths(size, width: int):
 
 
 def _filled(fields: dict, width: int) -> dict:
-    """Return the fields with sizes for those in `MISSING` that have none, those of parts included."""
+    """Return the fields of a configuration; each field of `MISSING` that is None gets the size that is given there.
+
+    That size is a number, or depends on `width`. The configurations of its parts, e.g. of a vision tower, are filled in
+    the same way.
+    """
     found = {}
     for name, value in fields.items():
         part = isinstance(value, dict) and "model_type" in value

@@ -65,7 +65,11 @@ def measure(cases, options) -> Iterator[tuple[str, dict]]:
 
 
 def against(rows: list[dict], prediction: str) -> dict:
-    """Compare predicted with measured bytes: number of trainings, number of equal ones, worst error as a share."""
+    """Compare predicted with measured bytes.
+
+    `prediction` is the field of a row that has the predicted bytes. Return the number of trainings, the number of equal
+    ones, and per kind of bytes [number of equal ones, worst error as a share].
+    """
     pairs = [(row.get(prediction, {}), row["measured"]) for row in rows]
     pairs = [pair for pair in pairs if all("allocated" in one for one in pair)]
     off = [{name: abs(summary[name] / true[name] - 1) for name in SIZES if name in summary} for summary, true in pairs]

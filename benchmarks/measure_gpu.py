@@ -134,7 +134,11 @@ class Suite:
         return run
 
     def _pair(self, row: Row) -> dict[str, Any]:
-        """Interleave two runs. Runs of an earlier call are run once more in this lab, for their memory only."""
+        """Interleave the two runs of a row, and return {"status", "runs", "speed_ratio", "wall_ratio"}.
+
+        A run that only an earlier process performed is performed again, without timing, because `Lab.compare` takes
+        runs of its own lab only. If a run or the comparison failed, there is a "message" instead of ratios.
+        """
         pair = [self._runs.get(_what(one)) or self._performed(one, ("memory",)) for one in row.of]
         runs = tuple(map(kept_of, pair))
         for run in pair:

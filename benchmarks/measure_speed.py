@@ -55,7 +55,7 @@ while True:
 
 @contextlib.contextmanager
 def other_load(wanted: bool):
-    """Run a process that keeps all cores but one, and their caches, busy."""
+    """Keep all cores but one, and their caches, busy by another process in this context, if `wanted`."""
     if not wanted:
         yield
         return

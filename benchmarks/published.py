@@ -45,7 +45,7 @@ KEPT = ("kind", "source", "date", "commit", "gpu", "versions", "setup", "quantit
 
 
 def functions(*sources) -> dict[str, Callable]:
-    """Return {name: function} of all rebuilt loops and changes."""
+    """Return {name: function} of all functions in these modules: the rebuilt loops and changes."""
     return {name: made for source in sources for name, made in inspect.getmembers(source, inspect.isfunction)}
 
 

@@ -111,7 +111,14 @@ def errors(found: list[dict], measured: list[int | None], name: str = "bytes") -
 
 
 def row(name: str, found: list[dict], measured: list[int], cannot: str) -> dict:
-    """Return the table row of one tool over all trainings."""
+    """Return the table row of one tool over all trainings.
+
+    Args:
+        name: the tool's name.
+        found: its answer for each training, as `query` returns them.
+        measured: the bytes of each training.
+        cannot: in words, which settings the tool cannot express.
+    """
     wrong, answers = errors(found, measured), [reply for reply in found if "bytes" in reply]
     return {
         "tool": name,

@@ -1,4 +1,7 @@
-"""Inspect the widgets of a kernel that has no front end."""
+"""Inspect the widgets of a kernel that has no front end.
+
+`shown` is the list of displayed objects, which the fixture of that name returns.
+"""
 
 import sys
 

@@ -17,8 +17,10 @@ def runner(tmp_path, monkeypatch):
 
 @pytest.fixture
 def squares(runner):
-    """Return a function that makes a measurement of squares. It records measured numbers in `requests`, and stops
-    before a number in `stops`.
+    """Return a function that makes a `Measurement` whose rows are the squares of the first numbers.
+
+    Its attribute `requests` lists the numbers that were measured. A number that a test adds to its attribute `stops`
+    interrupts the measurement, like Ctrl-C.
     """
     requested, stops = [], set()
 

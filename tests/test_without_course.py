@@ -24,7 +24,10 @@ COMMANDS = {
 
 
 def required(distribution: str, found: set[str] | None = None) -> set[str]:
-    """Return the distributions that one needs without its extras, and all distributions that these need."""
+    """Return the names of all distributions that one needs without its extras, directly or by way of others.
+
+    `found`: the set to extend; callers leave it out.
+    """
     found = set() if found is None else found
     for requirement in map(Requirement, importlib.metadata.requires(distribution) or ()):
         if requirement.marker and not requirement.marker.evaluate({"extra": ""}):

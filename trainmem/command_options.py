@@ -112,7 +112,11 @@ def function_of(text: str) -> Callable[[Task], Any]:
 
 
 def capability(text: str | None) -> tuple[int, int] | None:
-    """Parse a compute capability, e.g. "9.0" to (9, 0); None for None."""
+    """Parse a compute capability, e.g. "9.0" to (9, 0); None for None.
+
+    Raises:
+        ValueError: the text is not of the form major.minor.
+    """
     if text is None:
         return None
     major, dot, minor = text.partition(".")

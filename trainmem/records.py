@@ -87,7 +87,10 @@ def is_end(label: str) -> bool:
 
 
 def stretches(labels: Iterable[str]) -> Iterator[tuple[Phase, int, int]]:
-    """Yield (phase, index of its first mark, index of its last mark) for each phase of `APART` among marks' labels."""
+    """Yield each phase outside of the steps (`APART`), as (phase, index of its first mark, index of its last mark).
+
+    `labels`: those of all marks of a training, in order.
+    """
     begin = 0
     for number, label in enumerate(labels):
         if label.startswith(BEGIN):
@@ -121,7 +124,11 @@ def _as_json(value: Any) -> Any:
 
 
 def _read(kind: Any, value: Any) -> Any:
-    """Return the value of a field of type `kind`: a list becomes a tuple, a dict a record if `kind` names one."""
+    """Return the value of a field of type `kind`: a list becomes a tuple, a dict a record if `kind` names one.
+
+    Raises:
+        ValueError: NaN in a field that is not a float.
+    """
     if isinstance(value, list | tuple):
         return tuple(_read(kind, item) if isinstance(item, dict) else item for item in value)
     if isinstance(value, float) and math.isnan(value) and kind is not Any and float not in (kind, *get_args(kind)):

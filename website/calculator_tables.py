@@ -179,7 +179,10 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def build(model: str, given: dict[str, list[str]], folder: Path) -> Iterator[str]:
-    """Write the tables of a model, and yield a line of text for each."""
+    """Write those tables of a model that are missing or out of date, and yield a line of text for each.
+
+    `given`: {question: the choices on offer}, as in calculator.toml. Tables are written to `folder`/`model`.
+    """
     task, before = Task(model), {}
     for recipe in recipes_of(given):
         file = folder / model / f"{recipe.key}.json.gz"
@@ -196,7 +199,10 @@ def build(model: str, given: dict[str, list[str]], folder: Path) -> Iterator[str
 
 
 def index(published: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the index that the page loads before any table: models, choices, cards and versions."""
+    """Return the index that the page loads before any table: models, choices, cards and versions.
+
+    `published`: the content of calculator.toml; a model without a table in `folder` is left out.
+    """
     models = {}
     for model in published["models"]:
         found = sorted(file.name.removesuffix(".json.gz") for file in (folder / model).glob("*.json.gz"))

@@ -185,7 +185,10 @@ def _lessons(lessons: list[tuple[dict, dict]]) -> Iterator[Change]:
 
 
 def _claims(old: list[dict], new: list[dict], judged: bool) -> Iterator[Change]:
-    """Yield changed verdicts and values of all claims of either run; `judged`: say whether a value is worse."""
+    """Yield changed verdicts and values of all claims of either run.
+
+    `judged`: whether to say of a changed value if it is for the worse.
+    """
     number = sum(bool(claim.get("interval")) for claim in new)
     before, after = ({claim["id"]: claim for claim in claims} for claims in (old, new))
     for id in dict.fromkeys([*before, *after]):
@@ -306,7 +309,13 @@ def _bytes_that_moved(old: Memory, new: Memory) -> str:
 
 
 def _total(name: str, old: int | None, new: int | None, before: dict | None = None, after: dict | None = None) -> str:
-    """Describe a changed total with the categories that changed, the largest change first; empty if none changed."""
+    """Describe a changed total with the categories that changed, the largest change first; empty if none changed.
+
+    Args:
+        name: the total's name for the text.
+        old, new: the total in bytes in each run; None: not measured.
+        before, after: {category: bytes} of the total in each run; None: not measured.
+    """
     moved = {key: after.get(key, 0) - before.get(key, 0) for key in {**before, **after}} if before and after else {}
     largest = sorted((key for key in moved if moved[key]), key=lambda key: -abs(moved[key]))
     parts = ", ".join(f"{name_text(key)} {moved[key]:+,} B" for key in largest)
@@ -369,7 +378,13 @@ def _change(kind, axis, id, lesson, old, new, worse, reason: str = "", text: str
 
 
 def _notes(old: dict, new: dict, pairs: list[tuple[str, Run, Run]], rewritten: list[str]) -> list[str]:
-    """Return lines on what was compared and what could not be; `old` and `new` have the lessons by name."""
+    """Return lines on what was compared and what could not be.
+
+    Args:
+        old, new: {name: entry} of the lessons.
+        pairs: the runs that both have, see `_pairs`.
+        rewritten: the lessons whose code differs.
+    """
     lines = [f"{len(old.keys() & new.keys())} lessons ran in both, with {len(pairs)} runs of the same name"]
     for lessons, others, when in ((old, new, "old"), (new, old, "new")):
         if only := sorted(lessons.keys() - others.keys()):

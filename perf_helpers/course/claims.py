@@ -279,7 +279,11 @@ class Claims:
 
 
 def _measurement(id: str, value: float | Ratio | None) -> tuple[float | None, tuple[float, ...] | None, str | None]:
-    """Return the value that was passed to a check as (number, interval, why it is unknown); each may be None."""
+    """Return the value that was passed to a check as (number, interval, why it is unknown); each may be None.
+
+    Raises:
+        ValueError: the value is not a number, or its interval is reversed.
+    """
     given = [value.value, value.low, value.high] if isinstance(value, Ratio) else [value]
     unknown = [part.why for part in given if isinstance(part, Unknown | Missing)]
     if value is None or unknown:
@@ -295,7 +299,12 @@ def _measurement(id: str, value: float | Ratio | None) -> tuple[float | None, tu
 
 
 def _prediction(claim: Claim, predicted: tuple[float, float] | Ratio | None, measured: bool) -> tuple:
-    """Return the prediction as ((low, high) or None, why it is unknown or None)."""
+    """Return the prediction as ((low, high) or None, why it is unknown or None).
+
+    Raises:
+        ValueError: `predicted` is not a range, or the ledger does not want a prediction; or it wants one, the claim
+            was `measured`, and there is none.
+    """
     if not claim.predicted:
         if predicted is not None:
             raise ValueError(f"claim {claim.id!r} is not `predicted` in the ledger: leave predicted= out")

@@ -183,7 +183,7 @@ def _keep(joined: connection.Connection, output: int, *module) -> NoReturn:
 
 
 def _be_module(output: int, name: str, arguments: list[str], environment: dict[str, str], folder: str) -> NoReturn:
-    """Run `python -m name` in this fork; does not return."""
+    """Run `python -m name` in this fork; does not return. `output`: descriptor for standard output and error."""
     os.setsid()
     forked.die_with_parent()
     for descriptor in (1, 2):

@@ -102,7 +102,10 @@ def _latest(entries: Sequence[Entry], about: tuple[str, str, str], field: str) -
 
 
 def off(guess: float, measured: float) -> float:
-    """Return the distance of a guess from the measured value, as a share of that value; around 0, the distance."""
+    """Return |guess - measured| / |measured|, e.g. 0.1 for a guess that is 10 % off.
+
+    If the measured value is 0, return |guess - measured| itself, in the unit of the guess.
+    """
     return abs(guess - measured) / (abs(measured) or 1)
 
 

@@ -120,6 +120,9 @@ def _lacking() -> str | None:
 def _namespace() -> Iterator[int]:
     """Yield the id of a new process in a network namespace of its own, which ends when the context or this process
     ends.
+
+    Raises:
+        Unavailable: the process could not be started there.
     """
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     command = ["unshare", "--net", "sh", "-c", "echo ready && exec cat"]
@@ -165,7 +168,11 @@ def _reason(name: str, errors: bytes) -> str:
 
 
 def _enter(descriptor: int) -> None:
-    """Enter the namespace of a file descriptor by setns(2), which Python 3.11 lacks."""
+    """Enter the namespace of a file descriptor by setns(2), which Python 3.11 lacks.
+
+    Raises:
+        OSError: the kernel refuses it.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.setns(descriptor, _CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

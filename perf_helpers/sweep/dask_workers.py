@@ -305,6 +305,9 @@ def _own_cluster(distributed, count: int | None) -> Iterator:
     """Yield a cluster on this machine: one process per worker, each of which sees one GPU if there are GPUs.
 
     `count` is the number of workers; None or 0: one per GPU, or one if there is no GPU.
+
+    Raises:
+        ValueError: there are GPUs, but fewer than workers.
     """
     import dask
 

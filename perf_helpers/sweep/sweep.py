@@ -244,7 +244,15 @@ def _rows(tables: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _combinations(grid: dict[str, Any], taken: set[str]) -> list[tuple[str, dict[str, Any]]]:
-    """Return (name, changed settings) for every combination of the grid's values; the last setting varies fastest."""
+    """Return (name, changed settings) for every combination of the grid's values; the last setting varies fastest.
+
+    Args:
+        grid: {setting: list of its values}; the values are replaced by checked ones.
+        taken: settings that other tables of the plan set, which the grid must not repeat.
+
+    Raises:
+        ValueError: a setting that the grid cannot have, an invalid list or value, or more than `MOST_ROWS` rows.
+    """
     for name, values in grid.items():
         if name == "config":
             raise ValueError("[grid] cannot have 'config': move it to [task]")
@@ -263,7 +271,11 @@ def _combinations(grid: dict[str, Any], taken: set[str]) -> list[tuple[str, dict
 
 
 def _listed(rows: list[Mapping[str, Any]]) -> Iterable[tuple[str, dict[str, Any]]]:
-    """Yield (name, changes) of each row under [[rows]]."""
+    """Yield (name, changes) of each row under [[rows]].
+
+    Raises:
+        ValueError: an invalid setting or name; the message says in which row.
+    """
     for number, row in enumerate(rows, start=1):
         place, changes = f"[[rows]] {number}", {name: value for name, value in row.items() if name != "name"}
         changes = {name: _value(place, name, value) for name, value in changes.items()}

@@ -144,10 +144,10 @@ def question(lab: Lab, key: str, text: str, options: Mapping[str, str], right: s
 
 
 def prove(check: Callable[[Any], Feedback], *, solution: Any, mistake: Any) -> Feedback:
-    """Prove that a lesson's check accepts its solution and rejects a plausible mistake; runs with the lesson.
+    """Prove that a lesson's check accepts its solution and rejects a plausible mistake; return the feedback to show.
 
-    The learner's journal keeps nothing of it, and the feedback on the solution is shown folded. If the reference of the
-    check is unknown on this machine, nothing is proved.
+    It runs with the lesson, but the learner's journal keeps nothing of it, and the feedback on the solution is folded.
+    If the check needs a value that is unknown on this machine, its feedback is "not measured", and nothing is proved.
 
     Args:
         check: takes an answer (None: not attempted) and returns its feedback.
@@ -155,7 +155,7 @@ def prove(check: Callable[[Any], Feedback], *, solution: Any, mistake: Any) -> F
         mistake: an answer that the check must call wrong.
 
     Raises:
-        RuntimeError: the check calls the mistake right, the solution wrong, or None anything but not attempted.
+        RuntimeError: the check does not call the solution "right", the mistake "wrong", and None "not attempted".
     """
     token = _is_author.set(True)
     try:

@@ -220,7 +220,10 @@ class _MemoryExplorer:
 
 
 def _start(task: Task, of: str, device: str, micro_batch: int) -> dict[str, Any]:
-    """Return the first values of the controls: the model's recipe without techniques, in the type that it loads in."""
+    """Return {name of a control: its first value}: a training, or inference, without techniques.
+
+    The weights have the type in which the model loads. `of` is "training" or "inference", `micro_batch` in samples.
+    """
     dtype = task.weights().dtype
     return {
         "model": task.model,
@@ -241,7 +244,7 @@ def _start(task: Task, of: str, device: str, micro_batch: int) -> dict[str, Any]
 
 
 def _controls(start: Mapping[str, Any]) -> dict[str, "DOMWidget"]:
-    """Return {name: control}, set to the first values."""
+    """Return {name: control}. `start` has each control's first value by its name, as `_start` returns them."""
     import ipywidgets
 
     menu, slider = ipywidgets.Dropdown, ipywidgets.SelectionSlider
@@ -285,7 +288,12 @@ def _offer(controls: dict[str, "DOMWidget"]) -> None:
 
 
 def _verdict(answer: MemoryEstimate, parts: dict[str, int], own: dict[str, int]) -> str:
-    """Say in words how much memory is needed, where the peak is, and on which cards and `own` devices it fits."""
+    """Return HTML that says how much memory is needed, where the peak is, and on which devices it fits.
+
+    Args:
+        parts: {category: bytes} that sum to the bytes needed.
+        own: {name of a device of this machine: bytes of its memory}.
+    """
     needed = sum(parts.values())
     peak = html.escape(f"in {answer.memory.peak_phase}, at {answer.memory.peak_operation}")
     smallest = next((name for name, size in SIZES.items() if size >= needed), None)

@@ -149,7 +149,7 @@ def round_step(least: float) -> float:
 def _ticks(end: float, parts: int, unit: str = "", top: float | None = None) -> dict[str, float]:
     """Return {label: position as a share of the axis} of about `parts` round numbers up to `top`.
 
-    The axis goes from 0 to `end`; `top` is `end` by default.
+    The axis goes from 0 to `end`; `top` is `end` by default. `unit` is added to each label.
     """
     top = top or end
     step = round_step(top / parts)

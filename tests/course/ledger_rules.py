@@ -57,8 +57,8 @@ def _check_statement(table: dict, need: Need) -> None:
 
 
 def _check_names(given: dict, kind: type, texts: list[str], prefix: str, need: Need) -> None:
-    """Check that all fields belong to this kind of record, and that the fields named in `texts` are texts that are not
-    empty.
+    """Call `need`, which raises, unless each field of `given` is a field of the record `kind`, and each field named in
+    `texts` is a text that is not empty. `prefix` comes before a field's name in messages, e.g. "guide.".
     """
     known = [item.name for item in fields(kind)]
     for name in given:

@@ -186,14 +186,14 @@ def where(number):
 
 
 def stored(dtype=F32, is_coalesced=False):
-    """A sparse tensor with 3000 elements."""
+    """Return a sparse tensor of (512, 640) with 3000 stored elements."""
     positions = torch.stack(torch.unravel_index(torch.arange(3000), (512, 640))).to(place)
     values = torch.zeros(3000, dtype=dtype, device=place)
     return torch.sparse_coo_tensor(positions, values, (512, 640), is_coalesced=is_coalesced, check_invariants=False)
 
 
 def sparse(run, dtype=F32, other=F32, is_coalesced=False):
-    """A call of `run` with a dense tensor of a type, and a sparse one of another type."""
+    """Return a function that calls `run` with a dense tensor of type `dtype` and a sparse one of type `other`."""
     dense, second = torch.zeros(512, 640, dtype=dtype, device=place), stored(other, is_coalesced)
     return lambda: run(dense, second)
 

@@ -224,7 +224,7 @@ def patched(scope, constants, is_foreign):
 
 
 def own_names():
-    """Yield the names that the package itself defines."""
+    """Yield the name of each function, class, variable and attribute that the package itself defines."""
     for tree in SOURCES.values():
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):

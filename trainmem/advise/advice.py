@@ -318,12 +318,12 @@ def _of_saved_quantized(task: Task, must: Mapping[str, Any]) -> tuple[dict[str, 
 
 
 def _base(task: Task, weights: Weights, largest: str | None) -> dict[str, Any]:
-    """Return the arguments that every recipe has unless a technique sets them: the type of the weights, or none.
+    """Return the arguments that every recipe has unless a technique sets them: {"dtype": "float32"} or {}.
 
     Techniques are described and ranked by how they change a model in float32. A model that loads in another type is
-    therefore trained in float32. A model that was saved quantized stays as it is.
+    therefore trained in float32. {} is returned if the model loads in float32 anyway, or was saved quantized.
 
-    `largest`: as in `advise`: with "model" the type must suit all presets of the model type.
+    `largest`: as in `advise`. With "model", {} is returned only if all presets of the model type load in float32.
     """
     kind = task.build_config().model_type
     of_presets = {preset.get("dtype") for preset in PRESETS.values() if preset["model_type"] == kind}

@@ -49,7 +49,10 @@ def _model(search: RecipeSearch) -> Found:
 
 
 def _of_the_next(search: RecipeSearch, candidate: Candidate, task: Task) -> str:
-    """Return a note about the smallest model that is too large."""
+    """Return a note that says what the next larger preset, `task`, would need with the recipe `candidate`.
+
+    If its memory is known by the number of layers, the note also says with how many layers it would fit.
+    """
     if not (layers := layers_of(task)):
         return f" {task.model} does not fit."
     line, (_, needed) = search.line_of(task, candidate), search.about(task, candidate)
@@ -74,7 +77,11 @@ def _sequence(search: RecipeSearch) -> Found:
 
 
 def _alike(task: Task) -> Sequence[Task]:
-    """Return tasks for the presets of the task's model type that have enough positions for its tokens."""
+    """Return the same task for each preset of its model type that has enough positions for its sequence length.
+
+    Raises:
+        ValueError: there is no such preset.
+    """
     kind = task.build_config().model_type
     named = [dataclasses.replace(task, model=n, config={}) for n, it in PRESETS.items() if it["model_type"] == kind]
     length = task.length()

@@ -79,11 +79,10 @@ class Evidence:
         return measured or self._published(technique.name, technique.claims.get(self._kind))
 
     def of_micro_batch(self, size: int, largest: int) -> Factor:
-        """Return the factor of the micro-batch `size` relative to larger ones at the same effective batch, from
-        measured runs.
+        """Return the factor of the micro-batch `size` relative to larger ones at the same effective batch.
 
-        If no runs show it, a published factor is returned for one sample relative to `largest`, or a factor without a
-        ratio.
+        It comes from runs on this machine. Without such runs it is the published one if `size` is 1 and `largest`, the
+        largest micro-batch to compare with, is at least 4. Otherwise the factor has no ratio.
         """
 
         def has_it(given: dict[str, Any]) -> bool | None:
@@ -116,7 +115,10 @@ class Evidence:
         return self._of_pairs(name, pairs) or Factor(name, None, "speed not measured here"), max(peaks)
 
     def _of_pairs(self, name: str, pairs: Sequence[tuple[Run, Run]]) -> Factor | None:
-        """Return a factor with the median speed ratio of pairs of runs; None if there are too few pairs."""
+        """Return a factor called `name` with the median speed ratio of pairs of runs (with a choice, without it).
+
+        Return None if there are too few pairs.
+        """
         if len(pairs) < _PAIRS[self._kind]:
             return None
         # Not the lab's bootstrap: these pairs were not interleaved, and there may be only one.
@@ -150,7 +152,12 @@ class Evidence:
         return pairs.get(self._task.model) or list(itertools.chain(*pairs.values()))
 
     def _published(self, name: str, claim: str | None) -> Factor:
-        """Return the factor that was published for a claim, or a factor without a ratio if there is none."""
+        """Return the factor that was published for a claim, or one without a ratio if nothing was published.
+
+        Args:
+            name: the factor's name, for tables.
+            claim: id of the claim; None: no claim is about this choice.
+        """
         return Factor(name, *self._of_claims.get(claim, (None, "not measured")))
 
 

@@ -178,7 +178,13 @@ class _Cluster:
     left_out: list[str]  # filled with the layouts that cannot be traced, and why
 
     def layouts(self, arguments: dict[str, Any], suffix: str = "") -> Iterator[Layout]:
-        """Trace every layout with these training arguments, the simplest first."""
+        """Trace every layout with these training arguments and yield it, the simplest first.
+
+        A layout that cannot be traced is noted in `left_out`. `suffix` is added to the names of the layouts.
+
+        Raises:
+            ValueError: the training with a replica on each card cannot be traced.
+        """
         context, whole = context_bytes(self.capability or DEFAULT_CAPABILITY) or CONTEXT_BYTES, None
         target = {"device": "cuda", "compute_capability": self.capability}
         for name, ranks, more in self._ways():
@@ -221,6 +227,11 @@ class _Cluster:
 
         In a ring of N ranks, a rank sends (N - 1) / N of what is gathered or reduce-scattered, and twice that for an
         all-reduce.
+
+        Args:
+            name: the layout's name, e.g. "ZeRO 2".
+            ranks: number of ranks that share the model.
+            whole: the estimate of the training with a replica on each card.
         """
         memory, passes = whole.memory, arguments.training.get("gradient_accumulation_steps", 1)
         trained = summed = memory.breakdown[Category.WEIGHTS]  # a gradient has its weight's type
@@ -256,8 +267,9 @@ def _if_nothing_fits(task: Task, smallest: Layout, room: int) -> tuple[str, str]
 
 
 def _largest_layer(task: Task, dtype: Any) -> tuple[str, int]:
-    """Return the name and the bytes of the largest layer, which is one of the repeated blocks or a module outside of
-    them.
+    """Return (name, bytes of the weights in the type `dtype`) of the largest layer.
+
+    A layer is one of the repeated blocks, or a module without submodules.
     """
     modules = task.build_model(device="meta", dtype=dtype).named_modules()
     layers = ((name, part) for name, part in modules if name.split(".")[-1].isdigit() or not [*part.children()])

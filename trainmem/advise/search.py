@@ -223,7 +223,10 @@ class Ranking:
         return sum(self._factors[each].ratio is None for each in candidate.techniques if each in self._factors)
 
     def speed(self, candidate: Candidate) -> float:
-        """Return the product of the factors that differ significantly from 1."""
+        """Return a recipe's expected speed as a factor over the recipe of plain choices.
+
+        It is the product of the factors of its techniques and micro-batch; one that noise may explain counts as 1.
+        """
         return math.prod(factor.significant for factor in self.factors(candidate))
 
     def factors(self, candidate: Candidate) -> list[Factor]:

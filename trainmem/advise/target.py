@@ -23,7 +23,7 @@ class Target:
 
     @property
     def room_bytes(self) -> int:
-        """The memory minus the margin."""
+        """Bytes that a training and the CUDA context may take: the device's memory minus the margin."""
         return self.memory_bytes - self.margin_bytes
 
     @property
@@ -75,6 +75,9 @@ def _kept(given: int | float | str | None, kind: str, processes: int) -> tuple[i
         given: the user's `context_memory`; None: the default.
         kind: "cpu" or "cuda".
         processes: number of ranks.
+
+    Raises:
+        ValueError: `given` is not a number of bytes, or `kind` is "cpu", which has no CUDA context.
     """
     if kind == "cpu":
         if given is not None:

@@ -177,7 +177,11 @@ def _config_of(settings: Mapping[str, Any]):
 
 
 def _by_bitsandbytes(model, settings: Mapping[str, Any], device: Any):
-    """Quantize as `quantized`, by bitsandbytes to 8 or 4 bits; `settings`: fields of a `BitsAndBytesConfig`."""
+    """Quantize as `quantized`, by bitsandbytes to 8 or 4 bits; `settings`: fields of a `BitsAndBytesConfig`.
+
+    Raises:
+        ValueError: as `quantized`, or `settings` request neither 8 nor 4 bits.
+    """
     import bitsandbytes
     import torch
     from transformers import BitsAndBytesConfig

@@ -135,7 +135,10 @@ def usual_class(config, objective: str = "") -> str:
 
 
 def is_bare(name: str) -> bool:
-    """Return whether a class is a model without a head and without a loss (CLIP's bare model has a loss)."""
+    """Return whether the transformers class `name` is a bare model, one without a head, that computes no loss.
+
+    False for CLIP's bare model, which computes a contrastive loss.
+    """
     import transformers
     from transformers.models.auto import modeling_auto
 
@@ -165,7 +168,10 @@ def positions(config) -> int | None:
 
 
 def sides(config, family: str, image_size: int | None) -> tuple[int, int]:
-    """Return height and width of an image in pixels: `image_size`, else the model's own, else the family's usual."""
+    """Return height and width of an image in pixels.
+
+    They are `image_size` if it is given, otherwise the size in the configuration, otherwise the family's usual size.
+    """
     vision = getattr(config, "vision_config", None) or config
     own = getattr(vision, "image_size", None) or _SIDE.get(family, _SIDE_OF_PATCHES)
     side = image_size or own
@@ -239,7 +245,11 @@ class Data:
     audio_seconds: float = 10
 
     def arrays(self) -> dict[str, Any]:
-        """Return the examples by column: numpy arrays, or lists of them for columns that a batch holds as lists."""
+        """Return the examples by column: numpy arrays, or lists of them for columns that a batch holds as lists.
+
+        Raises:
+            ValueError: sizes that conflict, or a family for which no data can be generated.
+        """
         import numpy as np
 
         draw = np.random.default_rng(self.seed)

@@ -303,8 +303,10 @@ def hidden(value: str | None, shown: int) -> str | None:
 
 @contextmanager
 def nvml():
-    """Yield a function that queries NVML, and None; without NVML a function that returns None, and why NVML is not
-    available.
+    """Yield (function that queries NVML, why NVML is not available) for use in this context.
+
+    The function takes the name of one of pynvml's functions and its arguments, and returns the answer, or None if the
+    query fails. If NVML is not available, it always returns None; if it is, the reason is None.
     """
     try:
         import pynvml  # of the package nvidia-ml-py

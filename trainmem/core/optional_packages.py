@@ -46,7 +46,10 @@ def offered() -> list[str]:
 
 
 def imported_by_trainings() -> list[str]:
-    """Return the modules of offered packages that every training imports, for a fork server to import them once."""
+    """Return the names of modules that a fork server imports once, so that its forks need not.
+
+    They are those that every training imports, from the packages that `offer` has added to this process.
+    """
     packages = [Path(folder).name.partition("-")[0] for folder in offered()]
     return [module for package in packages for module in _IMPORTED_BY_TRAININGS.get(package, ())]
 
@@ -61,7 +64,12 @@ def missing(package: str) -> str | None:
 
 
 def about_optimizer(optim: str, table: str) -> list[Any]:
-    """Return the values of a table of `OPTIMIZERS` that apply to `optim`."""
+    """Return the values that a table of `OPTIMIZERS` has for the optimizer `optim`; [] if it has none.
+
+    Args:
+        optim: the optimizer's name, as in `TrainingArguments`; it is matched against the table's patterns.
+        table: the name of the table.
+    """
     return [value for pattern, value in OPTIMIZERS[table].items() if fnmatch(optim, pattern)]
 
 

@@ -22,7 +22,10 @@ def hidden(wanted: bool = True) -> Iterator[None]:
 
 @contextlib.contextmanager
 def bar(name: str, total: int | None = None, unit: str = "step", quiet: bool = False, **options) -> Iterator:
-    """Show a tqdm bar that disappears at the end. Show none in other threads, or without a front end or terminal.
+    """Yield a tqdm bar that is shown in this context and disappears at its end.
+
+    The bar stays hidden in threads other than the main one, while another bar is shown, and if there is neither a
+    notebook nor a terminal.
 
     Args:
         total: number of units; None: not known.
@@ -45,7 +48,7 @@ def bar(name: str, total: int | None = None, unit: str = "step", quiet: bool = F
 
 
 def percent(name: str):
-    """Show a bar from 0 to 100 %."""
+    """Return a context with a tqdm bar from 0 to 100 %, see `bar`; call `update` on the bar with the added percent."""
     return bar(name, 100, bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}")
 
 

@@ -33,8 +33,8 @@ class Task(Record):
 
     Args:
         model: a preset (`PRESETS`), a config.json or a model folder, or the name of a model on the Hub.
-        seq_len: tokens per sequence, including those of its image; ignored for images alone. None: 512, or the model's
-            limit if that is less.
+        seq_len: tokens per sequence, those of an image in it included; a model that takes only images ignores it.
+            None: 512, or the model's limit if that is less.
         dataset_size: sequences in the generated data set.
         architecture: class of transformers, for a configuration that names none or for another head.
         config: fields of the configuration to replace, e.g. {"num_hidden_layers": 2}.
@@ -43,7 +43,8 @@ class Task(Record):
         seed: of the weights and of the data.
         lengths: tokens of each sequence, in place of `seq_len` and `dataset_size`. A batch is padded to its longest
             sequence, or to the next multiple of `pad_to_multiple_of`; if `packed`, its sequences are joined into one
-            row without padding, as by `DataCollatorWithFlattening`. Meter and estimate cover all batches, not two.
+            row without padding, as by `DataCollatorWithFlattening`. Meter and estimate then cover every batch of the
+            data instead of two steps.
         image_size: height and width of images in pixels, after the processor has resized them. None: the model's own,
             or a common one; 0: no images, for an image-text model that is trained on text only.
         audio_seconds: seconds of speech per sample (default: 10); Whisper always takes 30.
@@ -184,7 +185,11 @@ class Task(Record):
         return own | {"dtype": own.pop("torch_dtype")} if own.get("torch_dtype") and not own.get("dtype") else own
 
     def _config_of_hub(self):
-        """Return the configuration of a name on the Hub; if the Hub does not answer quickly, the cached one."""
+        """Return the configuration of a name on the Hub; if the Hub does not answer quickly, the cached one.
+
+        Raises:
+            ValueError: there is no such name, or the Hub does not answer and nothing is cached.
+        """
         from transformers import AutoConfig
 
         name = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", self.model, re.ASCII)  # otherwise it is a path, or mistyped

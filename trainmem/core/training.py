@@ -55,7 +55,11 @@ class Experiment:
 
     @property
     def weights(self) -> Weights | None:
-        """The type of the weights and who chose it; None for a function. Raises ValueError as `Task.weights` does."""
+        """The type of the weights, and what decided it; None for a function.
+
+        Raises:
+            ValueError: the requested type or quantization is not supported, see `Task.weights`.
+        """
         given = self.arguments
         return None if self.function else self.task.weights(given.get("dtype"), given.quantization)
 
@@ -158,7 +162,7 @@ def train(experiment: Experiment, folder: str, steps: int, keep_losses: bool = T
     losses: list[list[Any]] = []
 
     class NamingTrainer(Trainer):
-        """Name the optimizer that cannot be built."""
+        """Raise `Invalid` with the name of the optimizer if transformers cannot build it."""
 
         def create_optimizer(self, *inputs, **options):
             try:

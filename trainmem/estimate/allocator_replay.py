@@ -138,10 +138,10 @@ def place(file: str | os.PathLike) -> Path:
 
 
 def save(file: Path, *of) -> None:
-    """Write the snapshot of a log to `file`.
+    """Write a memory snapshot to `file`, pickled as torch does it, for torch's viewer.
 
     Args:
-        of: the arguments of `snapshot`.
+        of: the log, and the other arguments of `snapshot`, whose errors are raised here too.
     """
     file.write_bytes(pickle.dumps(snapshot(*of), protocol=_PROTOCOL))
 

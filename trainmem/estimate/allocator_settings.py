@@ -102,7 +102,11 @@ _UNSUPPORTED = {
 
 
 def _words(text: str) -> dict[str, str]:
-    """Return the values of `name:value` pairs by name; commas inside brackets do not separate pairs."""
+    """Return the values of `name:value` pairs by name; commas inside brackets do not separate pairs.
+
+    Raises:
+        ValueError: a word without a name or a value.
+    """
     words = {}
     for word in filter(None, re.split(r",(?![^[]*\])", text)):
         name, colon, value = word.partition(":")
@@ -114,9 +118,14 @@ def _words(text: str) -> dict[str, str]:
 
 
 def _divisions(value: str) -> tuple[int, ...]:
-    """Return the divisions of the 16 intervals: one number for all, or one per listed interval of sizes in MiB.
+    """Parse the value of `roundup_power2_divisions`: return into how many steps each range of sizes is divided.
 
-    Like torch, leave intervals between two listed ones at 0.
+    There are 16 ranges of sizes: below 2 MiB, from 2 to 4 MiB, and so on; 0 and 1 mean that a range is not divided.
+    "4" sets all ranges. "[256:1,512:2,>:4]" sets the ranges that begin at 256 and 512 MiB; as in torch, the first entry
+    also sets all smaller ranges, ">" sets all larger ones, and a range between two entries stays 0.
+
+    Raises:
+        ValueError: a number that torch refuses because it is not a power of 2.
     """
     if not value.startswith("["):
         return (_power_of_2(value),) * 16

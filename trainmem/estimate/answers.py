@@ -90,7 +90,7 @@ def remembered(function: Callable, arguments: Sequence, ask: Callable[[], Any]) 
 
 
 def _question(arguments: Sequence) -> list[str] | None:
-    """Return the arguments as text, with the content or time of each file that they name.
+    """Return the arguments as text, with each named file's time of change and a task's configuration.
 
     Return None if the answer depends on something that has no name, e.g. a user's function, or a model on the Hub.
     """

@@ -126,14 +126,13 @@ def _header(tensors: dict[str, torch.Tensor], metadata: Any) -> bytes:
 
 
 def peaks(marks: list[tuple[str, int, int]], totals: np.ndarray, begins: np.ndarray, first: int) -> tuple:
-    """Return `Trace.apart`: the peak of each phase outside the steps.
+    """Return the peak of each phase outside the steps, in the form of `Trace.apart`.
 
     Args:
         marks: those of the tracker.
-        totals: (entries + 1,): bytes before the first entry of the tracker's log and after each entry.
-        begins: (operations + 1,): the number of entries before each operation from number `first` on, then that of all
-            entries.
-        first: number of the trace's first operation.
+        totals: (entries + 1,): live bytes before the first entry of the tracker's log and after each entry.
+        begins: (operations + 1,): the number of log entries before each operation of the trace, then that of all.
+        first: how many operations the tracker saw before the trace's first one.
     """
     found = []
     for phase, *borders in stretches(label for label, *_ in marks):

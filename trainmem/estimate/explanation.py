@@ -252,6 +252,9 @@ def _witnessed(follow: Callable, experiment: Experiment, tracker: Any):
     """Run `trace.follow` with a `Witness`, and return its trace with `witnessed` added.
 
     `witnessed` is ((module, line) of each block, number of log entries at the end of each operation, warnings).
+
+    Raises:
+        Invalid: as `trace.follow`, or no parameter gets a gradient.
     """
     from torch.nn.modules.module import register_module_forward_pre_hook
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -301,7 +304,10 @@ class Witness:
         return made
 
     def note(self, optimizer, *_) -> None:
-        """Note which parameter the blocks of weights, gradients and optimizer states belong to."""
+        """Note which parameter the blocks of weights, gradients and optimizer states belong to.
+
+        torch calls this hook with the optimizer before and after each of its steps.
+        """
         import torch
 
         constants = {id(weight): kept for weight, kept in adapters.constants(self._model)}

@@ -60,7 +60,11 @@ def replacements(tracker: "DeviceTracker", optim: str) -> Iterator[tuple[Any, st
 
 
 def _update_32bit(plain, optimizer: str, gradient, weight, *args, max_unorm: float = 0.0, **options):
-    """Update as on a GPU: with `max_unorm` bitsandbytes first computes the norm of the weight."""
+    """Update as on a GPU: with `max_unorm` bitsandbytes first computes the norm of the weight.
+
+    Raises:
+        Invalid: bitsandbytes has no kernel for this optimizer with gradients in bfloat16.
+    """
     if optimizer in _NOT_IN_BFLOAT16 and gradient.dtype is torch.bfloat16:
         raise Invalid(
             f"this training fails on a GPU: bitsandbytes has no kernel for {optimizer} with gradients in bfloat16. "
@@ -71,7 +75,7 @@ def _update_32bit(plain, optimizer: str, gradient, weight, *args, max_unorm: flo
 
 
 def _double_buffer(_, weight, dtype=torch.float32):
-    """Return the buffer for AdEMAMix' two averages of the gradient."""
+    """Return the buffer for AdEMAMix' two averages of the gradient: zeros of (2, *shape of the weight)."""
     return torch.zeros((2, *weight.shape), dtype=dtype, device=weight.device)
 
 

@@ -243,7 +243,7 @@ class Kernels:
     # ---- others
 
     def _where(self, made, condition, *values, **__):
-        """Copy numbers to the device first (native/TensorCompare.cpp: where_self_out)."""
+        """Return the requests: numbers are copied to the device first (native/TensorCompare.cpp: where_self_out)."""
         on_host = [not torch.is_tensor(each) or not (each.dim() or self._is_on_device(each)) for each in values]
         return [*[made[0].element_size()] * sum(on_host), *made]
 
@@ -336,7 +336,9 @@ class Kernels:
 
 
 def _product_of_quanto(made, tensor, codes, scales) -> list[Step]:
-    """Scale the codes, which are cast first if they are floats, then multiply (optimum-quanto 0.2.7, qbytes_mm.py)."""
+    """Return the requests of quanto's 8-bit matmul: the codes are scaled (and first cast if they are floats), then
+    multiplied (optimum-quanto 0.2.7, qbytes_mm.py).
+    """
     whole = codes.numel() * scales.itemsize
     cast = [] if tensor.dtype is scales.dtype else [tensor.numel() * scales.itemsize]
     return [*cast, *([whole, whole, Free(len(cast))] if codes.is_floating_point() else [whole]), *made]

@@ -195,11 +195,14 @@ def worst_batch(
     unit = pad_to_multiple_of if pad_to_multiple_of > 1 else 8  # of the largest length, in tokens
 
     def largest(most: int, rows: int = 0, width: int = 0) -> tuple[int, Fits]:
-        """Return the largest number up to `most` that fits the card in three equal steps, and its `Fits`; (0, the
-        `Fits` of 1) if none fits.
+        """Return the largest batch that fits the card, and its `Fits`.
 
-        It is a number of rows of a given `width`, or a number of units of width in a given number of `rows`. All
-        samples but the first of a batch are one token shorter, so that there is padding.
+        Give `width` in tokens to search the number of samples, or `rows` to search their length in multiples of
+        `pad_to_multiple_of`. If not even 1 fits, return (0, the `Fits` of 1). Three equal steps are traced. All samples
+        but the first of a batch are one token shorter, so that there is padding.
+
+        Args:
+            most: the largest number to try.
         """
 
         def ask(number: int) -> Fits:

@@ -33,7 +33,8 @@ class OperationCache:
     if it can be rebuilt from a `Spec`, a `View`, or several `Spec`s.
 
     Args:
-        known: {key: result}, or other facts about operations; new results are added.
+        known: {key of an operation and its arguments: how to rebuild the result}; may have other entries too, e.g. the
+            workspaces of a `Probe`. New results are added to it. None: start with an empty dictionary.
         device: the device whose kernels are assumed: "cpu", or e.g. "cuda, torch 2.15".
     """
 
@@ -87,9 +88,14 @@ class OperationCache:
 
 
 def _made(result: Any, tensors: list[torch.Tensor]) -> Spec | View | None:
-    """Return how to rebuild a result, or None if it cannot be rebuilt.
+    """Return how to rebuild a result of an operation, or None if it cannot be rebuilt.
 
-    None means that it neither fills its own memory nor is a view of the first tensor.
+    It can be rebuilt as a `Spec` if it occupies the whole of a storage of its own, or as a `View` if it has the storage
+    and the type of the first argument.
+
+    Args:
+        result: one value that the operation returned, a tensor or not.
+        tensors: the tensors among the operation's arguments.
     """
     if not isinstance(result, FakeTensor) or result.requires_grad or result.fake_device.type == "meta":
         return None
@@ -157,7 +163,7 @@ def operation_of(function, args, leaves: list, structure: Structure) -> Operatio
 
 
 def by_position(function, args: tuple, selected: Callable[[torch.Tensor], int] | None = None) -> tuple[Callable, tuple]:
-    """Return the operation that selects by position instead of by masks, as kernels do.
+    """Return (operation, arguments) that select by position what an operation would select by masks, as kernels do.
 
     `selected`: returns how many elements a mask of unknown values selects; None: such a mask stays as it is.
     """
@@ -187,8 +193,12 @@ def _state(mode: FakeTensorMode) -> dict[str, Any]:
 def uniform_value(operation: Operation, leaves: list, any_known: bool) -> float | int | bool | None:
     """Return the value that all elements of an operation's result have, or None if it is unknown.
 
-    Tensors count as finite: isnan(x) is False everywhere. If a value is known for an argument (`any_known`), a result
-    that follows from it is computed on one element.
+    Tensors count as finite: isnan(x) is False everywhere. Otherwise the value is known if the elements of each tensor
+    among the arguments are known to be equal; it is then computed on one element.
+
+    Args:
+        leaves: the operation's arguments as one list, see `trace_records.flat`.
+        any_known: whether such a value is known for any of them.
     """
     name = operation.name
     if name in _RESULT_IF_FINITE:

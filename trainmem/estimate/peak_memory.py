@@ -179,7 +179,10 @@ def trace_of(experiment: Experiment, device: Device, known: dict[tuple, Any] | N
     If values decide which experts of a mixture the tokens choose, balanced routing is traced, and one-sided routing as
     `Trace.one_sided`.
 
-    `known`: facts about operations from earlier traces; new ones are added.
+    `known`: results of operations in earlier traces, as in `OperationCache`; new ones are added.
+
+    Raises:
+        Invalid: as `trace.follow`.
     """
     from trainmem.estimate.trace import DependsOnValues, Routing
 

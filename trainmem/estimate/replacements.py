@@ -137,9 +137,12 @@ def fake_module_to(tracker: "FakeTracker") -> Callable:
 def few_micro_batches(tracker: "FakeTracker", alike: bool) -> contextlib.AbstractContextManager:
     """Return a context in which only the first two and the last of a step's micro-batches are traced.
 
-    Those between repeat the second. On a GPU they also repeat its requests to the allocator, because the layout of free
-    blocks may change with each. If all are `alike` except a step's first, which makes the gradients, then the last
-    repeats the second too, and the micro-batches of later steps repeat those of the first.
+    The others repeat the second one, so they are not traced. For a GPU, the first few of them repeat its allocations
+    and frees in the log, because each may change the layout of the allocator's free blocks.
+
+    Args:
+        alike: whether the micro-batches of a step are equal, except that the first one makes the gradients. The last
+            one then also repeats the second, and later steps repeat the first step.
     """
     from transformers import Trainer
 

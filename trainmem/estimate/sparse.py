@@ -35,7 +35,9 @@ def filled(function, args: tuple, result: FakeTensor) -> FakeTensor:
 
 
 def _add(made, dense, other, *_, **__) -> list[Step]:
-    """Add in the common type, by one index per element (cuda/SparseCUDATensorMath.cu: add_out_dense_sparse_cuda)."""
+    """Return the requests of dense + sparse: both are cast to their common type, and each element needs one index
+    (cuda/SparseCUDATensorMath.cu: add_out_dense_sparse_cuda).
+    """
     if not other.is_sparse:
         return made
     kind = torch.promote_types(dense.dtype, other.dtype)
@@ -44,7 +46,9 @@ def _add(made, dense, other, *_, **__) -> list[Step]:
 
 
 def _coalesce(made, tensor) -> list[Step]:
-    """Sort a copy of the positions, and find those that differ (cuda/SparseCUDATensor.cu: _coalesce_sparse_cuda)."""
+    """Return the requests of `coalesce`: a copy of the positions is sorted, then those that differ are found
+    (cuda/SparseCUDATensor.cu: _coalesce_sparse_cuda).
+    """
     each = WORD * tensor._nnz()
     sort = 2 * _part(each) + _part(WORD * (1 + -(-tensor._nnz() // 4352))) + 255
     differ = _part(24 * (32 + -(-tensor._nnz() // 4096))) + 511
@@ -53,8 +57,9 @@ def _coalesce(made, tensor) -> list[Step]:
 
 
 def _mask(made, tensor, mask) -> list[Step]:
-    """Multiply by a mask of ones, or look up the mask's positions (native/sparse/SparseTensor.cpp: sparse_mask,
-    SparseBinaryOpIntersectionCommon.h)."""
+    """Return the requests of `sparse_mask`: a dense tensor is multiplied by a mask of ones; in a sparse one the mask's
+    positions are looked up (native/sparse/SparseTensor.cpp: sparse_mask, SparseBinaryOpIntersectionCommon.h).
+    """
     (result,), each = made, WORD * mask._nnz()
     if not tensor.is_sparse:
         return [mask.dtype.itemsize, result._values().nbytes, result]
@@ -62,7 +67,9 @@ def _mask(made, tensor, mask) -> list[Step]:
 
 
 def _transpose(made, tensor) -> list[Step]:
-    """Exchange two rows of positions by way of a third (native/sparse/SparseTensorMath.cpp: transpose)."""
+    """Return the requests of a transposition: two rows of positions change places by way of a third
+    (native/sparse/SparseTensorMath.cpp: transpose).
+    """
     if not tensor.is_sparse:
         return made
     return [made[0]._values(), made[0]._indices(), WORD * tensor._nnz()]

@@ -154,7 +154,12 @@ class FakeTracker(Tracker):
         return self.watch(function, types, args, kwargs)  # nothing else: this runs at each operation
 
     def execute(self, function, args, kwargs):
-        """Run an operation: compute it if none of its tensors is fake, otherwise return fake tensors of its shapes."""
+        """Run an operation: compute it if none of its tensors is fake, otherwise return fake tensors of its shapes.
+
+        Raises:
+            Invalid: a GPU has no kernel for the operation.
+            DependsOnValues: values decide the shape of the result.
+        """
         if function in _CHOOSE and (isinstance(args[0], FakeTensor) or self.checks_hold):
             function, args = by_position(function, args, self.selected or (self.checks_hold and self._all_elements))
         leaves, structure = flat(args, kwargs)
@@ -205,14 +210,15 @@ class FakeTracker(Tracker):
         return module
 
     def repeated(self, span: tuple) -> list[FakeTensor] | None:
-        """Repeat a micro-batch, or a batch of an evaluation, in the log, and return the tensors that it left.
+        """Repeat a micro-batch, or a batch of an evaluation, in the log, and return the tensors that it leaves behind.
 
-        These tensors are the loss, then gradients that did not exist before; or an evaluation's predictions. Return
-        None if it cannot be repeated: it left other blocks (except workspaces, which a thread keeps), or freed blocks
-        of earlier operations.
+        These tensors are the loss, then new gradients; or an evaluation's predictions. Return None if the batch cannot
+        be repeated, because it left other blocks behind (except workspaces, which a thread keeps) or freed blocks that
+        earlier operations had allocated.
 
-        `span`: (lengths of the log and of the operations before it, the same after it, the tensors left). Each tensor
-        left is (weight that it is the gradient of, or None; its `Spec`; its block).
+        Args:
+            span: ((length of the log, number of operations) before the batch, the same after it, its tensors). Each of
+                its tensors is (the weight that it is the gradient of, or None; its `Spec`; its block).
         """
         (start, first), (end, last), left = span
         entries, kept = self.log[start:end], {id(block) for *_, block in left}
@@ -317,7 +323,11 @@ class FakeTracker(Tracker):
             ) from None
 
     def as_kernels_do(self, function, args, kwargs):
-        """Return an operation's result on fake tensors, corrected where torch differs from this device's kernels."""
+        """Return an operation's result on fake tensors, corrected where torch differs from this device's kernels.
+
+        Raises:
+            Invalid: the kernel would refuse the types of its arguments.
+        """
         if function is aten.nonzero.default and self.selected:
             return args[0].new_empty((self.selected(args[0]), args[0].dim()), dtype=torch.int64)
         if function is aten._ctc_loss.Tensor and not isinstance(args[3], FakeTensor):

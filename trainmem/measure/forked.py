@@ -180,7 +180,10 @@ def flush() -> None:
 
 
 def remove(folder: str) -> None:
-    """Remove a folder; retry for a moment, because processes that were just killed may still write into it."""
+    """Remove a folder; retry for two seconds, because processes that were just killed may still write into it.
+
+    Never raise: a folder that cannot be removed stays.
+    """
     for _ in range(40):
         shutil.rmtree(folder, ignore_errors=True)
         if not os.path.exists(folder):

@@ -37,20 +37,22 @@ class MemoryMeter:
     building the model: on a CPU, earlier allocations are not seen.
 
     Args:
-        categories: track every tensor, for the breakdown. While a dispatch mode is on, torch does less in place (see
-            `isTensorSubclassLike` in ATen/TensorSubclassLikeUtils.h: autograd's sums, and adding the mask in plain
-            attention and the bias in a linear layer), and on a CPU each scalar argument of an operation becomes a
-            tensor. So the total comes from a run without categories, and `Memory.explained` joins the two.
+        categories: track every tensor, for the breakdown. The total of such a run is too high on a CPU. Therefore take
+            the total from a run without categories; `Memory.explained` joins the two.
         on_cpu: whether the experiment uses the CPU although there is a GPU.
-        by_tensors: on a CPU, count tensors plus each operation's workspace, in one run with categories. For several
-            ranks: gloo's threads may free a tensor last, and the allocator reports no other thread's frees to the
-            profiler. And for a data loader with workers: the number of batches that have arrived depends on timing, and
-            they are in shared memory.
-        compiling_steps: for compiled code, how many steps at its beginning do not count. Hooks on modules split a model
-            into pieces for the compiler, and under a dispatch mode it gives up, so that uncompiled code would be
-            measured. Therefore only the ends of steps are observed, and there is no breakdown.
+        by_tensors: on a CPU, count tensors plus each operation's workspace, in one run with categories. Use it for
+            several ranks and for a data loader with workers, whose allocations the profiler does not see in full.
+        compiling_steps: for compiled code, how many steps at its beginning do not count. There is no breakdown then.
     """
 
+    # Why the total is too high with categories: while a dispatch mode is on, torch does less in place (autograd's sums,
+    # the mask in plain attention, the bias in a linear layer; see `isTensorSubclassLike` in
+    # ATen/TensorSubclassLikeUtils.h), and each scalar argument of an operation becomes a tensor.
+    # Why some are counted by tensors: gloo's threads may free a tensor last, and the allocator does not report frees of
+    # other threads to the profiler; a data loader's batches are in shared memory, and how many there are depends on
+    # timing.
+    # Why compiled code has no breakdown: hooks on modules would split the model into pieces for the compiler, and under
+    # a dispatch mode it gives up, so that uncompiled code would be measured. Only the ends of steps are observed.
     def __init__(
         self,
         categories: bool = False,

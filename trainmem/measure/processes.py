@@ -94,10 +94,11 @@ def _explained(first: Outcome, second: Outcome) -> Outcome:
 
 
 def _may_be_paired(experiment: Experiment) -> bool:
-    """Return whether both passes may run at the same time.
+    """Return whether the two passes of `account` over an experiment may run at the same time.
 
-    The passes of a function may not, because they could share files. An experiment that is counted by tensors needs no
-    second pass.
+    They need a CPU with several cores, outside of a course, whose other lessons use these cores. The passes of a user's
+    function run one after the other, because the function could write to the same files in both. Compiled code, and an
+    experiment that is counted by tensors, have no second pass.
     """
     machine = hardware.this_machine()
     alone = experiment.function or experiment.arguments.compiles or experiment.is_counted_by_tensors
@@ -139,9 +140,9 @@ def _called(function: Callable[..., Any], arguments: tuple, tell: Callable[[int]
 def _ended(process: CleanProcess, on_step: Callable[[int], Any] | None = None) -> Outcome:
     """Wait until a process has ended or its time is over; return its outcome with what it printed.
 
-    The process gets the machine for itself when it requests that, or after the warm-up of a process that takes turns.
-    If several ranks are stopped early, the outcome's message says in which line each of them was; after Ctrl-C, a note
-    on the exception says it.
+    The process gets the machine for itself when it requests that; one that takes turns gets it after its warm-up. If
+    several ranks are stopped early, the outcome's message says in which line each of them was; after Ctrl-C, a note on
+    the exception says so.
     """
     try:
         with contextlib.ExitStack() as timing:

@@ -139,9 +139,9 @@ class Runner:
                 notebook and needs no measuring code. Each entry of `measure` calls it in a fresh subprocess (memory on
                 a CPU: in two, see `memory_meter.MemoryMeter`).
             name: the run's name; None: the function's.
-            measure: as in `train`; or, to run the function once without a meter: "value" if you only want what it
-                returns, including the times that `interleaving.in_turns` gives it, and "none" if it reads a clock
-                itself or times its ranks; in a course, other lessons then wait until it ends.
+            measure: as in `train`. Two more values run the function once, without a meter. "value" is for a function
+                of which you only want what it returns, e.g. the times from `interleaving.in_turns`. "none" is for one
+                that reads a clock itself or times its ranks; in a course, other lessons wait until it ends.
             samples_per_step: samples per optimizer step, over all processes; needed for samples per second.
             use_cpu: whether the function uses the CPU although there is a GPU; then the CPU's memory is counted.
             task, processes, timeout: as in `train`.

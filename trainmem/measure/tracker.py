@@ -98,8 +98,9 @@ class Tracker(Watcher, TorchDispatchMode):
         return result
 
     def _track_scaling_number(self):
-        """Track the number in a multiplication of a tensor: autograd keeps it as a tensor that no operation
-        returned.
+        """Track the tensor that autograd makes of `number` in `tensor * number` and keeps for backward.
+
+        No operation returns that tensor, so the tracker does not see it otherwise.
         """
         if self._scaled is None:
             return
@@ -270,6 +271,8 @@ def _is_autograds() -> bool:
 
 def _in_place(function, target: Any, other: Any) -> bool:
     """Return whether autograd would do this operation in place if the training were not tracked.
+
+    `function` is a key of `_IN_PLACE`, `target` and `other` are its first two arguments.
 
     It does if it holds the only reference (`InputBuffer::accumulate`, and the formulas that check
     `areAnyTensorSubclassLike`, in torch's csrc/autograd), but never while a dispatch mode is on: the tracked training
@@ -451,8 +454,9 @@ class TrainingHooks:
                 self.tracker.phase = Phase.AFTER_BACKWARD
 
     def get_rng_state(self, plain, *args, **kwargs):
-        """Track the random states that checkpointing keeps for each block, and that saving makes once: no operation
-        returns them.
+        """Call torch's `get_rng_state`, `plain`, track the state that it returns, and return it.
+
+        No operation returns these states. Activation checkpointing keeps one per block; saving a checkpoint makes one.
         """
         state = plain(*args, **kwargs)
         self.tracker.track_unlisted(state, "get_rng_state")

@@ -88,7 +88,10 @@ class Watcher:
             pass  # torch's profiler records the mark too, which puts it in order with the allocations
 
     def tag(self, tensor: Any, category: str, keep: tuple[str, ...] = ()) -> None:
-        """Set the category of a tensor, or of nested tensors, except for blocks whose category is in `keep`."""
+        """Set the category of a tensor, or of nested tensors, except for blocks whose category is in `keep`.
+
+        A watcher does nothing here, because it tracks no tensors; `Tracker` overrides this.
+        """
 
     def track_unlisted(self, tensor: Any, operation: str) -> None:
-        """Track a tensor that no operation returned."""
+        """Track a tensor that no operation returned; `operation` names its origin. `Tracker` overrides this, too."""

@@ -88,6 +88,10 @@ def _rehearse(experiment: Experiment, folder: str, measure: str, on_step) -> Out
     """Perform an experiment in a rehearsal without the memory meter; return an outcome with unknown times and losses.
 
     A training by the Trainer runs at most two steps.
+
+    Args:
+        folder: the Trainer's output folder.
+        measure, on_step: as in `perform`.
     """
     from trainmem.measure import time_meter
 
@@ -101,7 +105,10 @@ def _rehearse(experiment: Experiment, folder: str, measure: str, on_step) -> Out
 
 
 def untimed(experiment: Experiment, measure: str = "time") -> Outcome:
-    """Return an outcome whose times and losses are `Unknown`; the experiment does not run."""
+    """Return an outcome whose times and losses are `Unknown`; the experiment does not run.
+
+    It has as many losses as the training would have steps; with "time" as `measure`, those of the warm-up too.
+    """
     unknown, arguments, losses = Unknown(NO_TIME), experiment.arguments, None
     if not experiment.function and experiment.training and arguments.get("num_train_epochs") is None:
         steps = experiment.steps + (experiment.warmup_steps if measure == "time" else 0)
@@ -124,7 +131,11 @@ def _execute(experiment: Experiment, folder: str, steps: int, keep_losses: bool,
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value to types that JSON can hold: tensors and arrays become lists and numbers."""
+    """Convert a value to types that JSON can hold: tensors and arrays become lists and numbers.
+
+    Raises:
+        TypeError: a value of another type.
+    """
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, dict):
@@ -139,8 +150,11 @@ def _plain(value: Any) -> Any:
 def _refusal(experiment: Experiment) -> str | None:
     """Return why an experiment is not started, or None if it may start.
 
-    Either its weights (and gradients, if all weights are trained) exceed this machine's memory, or the batches of its
-    DataLoader workers exceed /dev/shm, where torch could wait for one for ever.
+    It is refused if its weights (and gradients, if all weights are trained) exceed this machine's memory, or if the
+    batches of its DataLoader workers exceed /dev/shm: torch could then wait for a batch for ever.
+
+    Raises:
+        Invalid: the task cannot be built, a package is missing, or the optimizer needs a GPU.
     """
     if experiment.function or hardware.is_rehearsal():  # the rehearsed card's allocator reports it itself
         return None
@@ -195,13 +209,16 @@ def threads_of(experiment: Experiment) -> int | None:
 
 
 def _launch(experiment: Experiment, measure: str, on_step: Callable[[int], None] | None) -> Outcome:
-    """Perform an experiment on its ranks; return rank 0's outcome. Ranks that fail to connect are launched again."""
+    """Perform an experiment on its ranks, see `_launch_once`. Ranks that fail to connect are launched once more."""
     outcome = _launch_once(experiment, measure, on_step)
     return _launch_once(experiment, measure, on_step) if _NEVER_MET in outcome.message else outcome
 
 
 def _launch_once(experiment: Experiment, measure: str, on_step: Callable[[int], None] | None) -> Outcome:
-    """Perform an experiment on its ranks once, under torch's elastic launcher."""
+    """Perform an experiment on its ranks once, under torch's elastic launcher; return rank 0's outcome.
+
+    If a rank failed, return the outcome of the first one that did. `measure` and `on_step`: as in `perform`.
+    """
     import multiprocessing
 
     import torch
@@ -289,6 +306,7 @@ def _rank(experiment: Experiment, measure: str, on_step, folder: str, barrier, e
     lost its connection waits a moment. In interleaved runs, all ranks of a run stop and continue together.
 
     Args:
+        measure, on_step: as in `perform`.
         folder: folder for the rank's files; the launcher removes it.
         barrier: where the ranks of an interleaved run wait for each other after each turn.
         ends: queue that gets {rank: how it failed, or None if it ended normally}.

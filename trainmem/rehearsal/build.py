@@ -175,7 +175,7 @@ def _written() -> set[str]:
 
 
 def _linked(site: Path) -> set[str]:
-    """Return the names of the functions that torch and bitsandbytes link from CUDA's libraries."""
+    """Return the names of the functions that torch and bitsandbytes in the folder `site` link from CUDA's libraries."""
     names = set()
     for library in [*site.glob("torch/lib/*.so"), *site.glob("bitsandbytes/*cuda*.so")]:
         done = subprocess.run(["nm", "-D", "--undefined-only", library], capture_output=True, text=True)
@@ -184,8 +184,12 @@ def _linked(site: Path) -> set[str]:
 
 
 def _rest(linked: set[str], site: Path, header: Path) -> str:
-    """Return C++ source of the stub's other functions, which only return a status; native/answers.toml gives it by
-    name.
+    """Return C++ source of the stub's functions that only return a status; native/answers.toml gives it by name.
+
+    Args:
+        linked: names of the functions that torch links, see `_linked`.
+        site: folder of the installed packages, for the functions that torch looks up while it runs.
+        header: cuda.h, for the functions of the driver.
     """
     table, answers = _answers(), {}
     for start, code in table["linked"].items():

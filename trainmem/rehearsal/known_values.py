@@ -149,11 +149,11 @@ class Values(TorchFunctionMode):
         return made
 
     def _note_arrivals(self, function, name, args, kwargs, given, made) -> None:
-        """Compute the results of an operation whose arguments are all on the host, and note which results on the device
-        are known.
+        """Compute and note those results of an operation that are on the device and known, if its arguments are all on
+        the host.
 
-        Only the results of copies and of functions that make new tensors can be known. `given` and `made` as in
-        `_note_results`.
+        These are small copies of host tensors, and small tensors that a function such as `ones` makes. The arguments
+        are those of `_note_results`.
         """
         for tensor in _tensors(made):
             copied = len(given) == 1 and given[0].shape == tensor.shape
@@ -165,6 +165,8 @@ class Values(TorchFunctionMode):
         """Compute the results of an operation if their values can be known, and note which results are known.
 
         Args:
+            function, args, kwargs: the operation that was called, and its arguments.
+            name: the operation's name, e.g. "add_".
             given: the tensors among the arguments.
             made: what the operation returned.
         """
@@ -320,7 +322,11 @@ class Values(TorchFunctionMode):
         return tree_map_only(torch.Tensor, lambda tensor: self._arrive(tensor, device), made)
 
     def positions(self, mask: torch.Tensor) -> torch.Tensor:
-        """Return the result of `aten.nonzero` on the device. Every indexing by a mask calls it, in autograd too."""
+        """Return the result of `aten.nonzero` on the device. Every indexing by a mask calls it, in autograd too.
+
+        Raises:
+            NeedsValues: the values of the mask are unknown, and none are assumed.
+        """
         if not self.is_known(mask):
             if not self.assumes:
                 raise NeedsValues(WHY)
@@ -373,8 +379,9 @@ def _is_sized_by_values(name: str, args: tuple, kwargs: dict) -> bool:
 
 
 def _is_small(tensor: torch.Tensor, made_by: str) -> bool:
-    """Return whether a result is small enough to compute. A large float tensor counts as small if all its values are
-    equal.
+    """Return whether a result is small enough to compute: at most `LARGEST` elements.
+
+    For a float tensor the limit is `LARGEST_FLOAT`, unless the function `made_by` gives all its elements one value.
     """
     return tensor.numel() <= (LARGEST if tensor.dtype in EXACT or made_by in _OF_ONE_VALUE else LARGEST_FLOAT)
 

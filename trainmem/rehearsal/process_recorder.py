@@ -146,9 +146,10 @@ class Recorder:
 
 
 def described(error: BaseException) -> dict[str, str]:
-    """Return the kind, message and line of an error, or of the first in its chain that has one of `KINDS`.
+    """Return {"kind", "message", "line"} of an error, or of the first in its chain that has one of `KINDS`.
 
-    An error from `torch.multiprocessing.spawn` has the traceback of another process as its text.
+    If `torch.multiprocessing.spawn` raised it, its message is the traceback of another process; the kind is then read
+    from that text.
     """
     chain, cause = [], error
     while cause is not None and cause not in chain:

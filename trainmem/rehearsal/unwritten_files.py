@@ -42,8 +42,10 @@ class Files:
         self.saved.add(os.path.abspath(os.fspath(path)))
 
     def move(self, plain: Callable, source: Any, target: Any, *args, **kwargs) -> Any:
-        """Rename, link or copy a file or folder by `plain`, and note the new names of saved files. An older target is
-        left unchanged.
+        """Call `plain`, which renames, links or copies a file or folder, note the new names of saved files, and return
+        the result of `plain`.
+
+        If the source is a saved file and the target existed before the rehearsal, do nothing and return the target.
         """
         if not isinstance(source, str | os.PathLike) or not isinstance(target, str | os.PathLike):
             return plain(source, target, *args, **kwargs)
