@@ -628,7 +628,7 @@ lab.foresee(explorers.memory, lab, device="cuda")
 exercises.hint(
     "Which of the four kinds are whole in the second forward pass? List weights, copies, gradients, states.",
     "The gradients of the first micro-batch wait for the second: they are whole, and so are the copies.",
-    "Take the bytes a parameter of a plain mixed-precision step in forward, and add 4 for fp32 gradients.",
+    "Take the bytes per parameter that plain mixed precision holds in forward, and add 4 for the gradients in fp32.",
 )
 
 # %% tags=["exercise"]
@@ -667,7 +667,7 @@ exercises.prove(check, solution=sum(per_parameter(mixed, "forward")) + 4, mistak
 # %% jupyter={"source_hidden": true}
 exercises.hint(
     "At which moment is most alive? In forward the activations pile up, in backward they go as gradients come.",
-    "Where backward begins there are weights, states and all activations. Of gradients there are hardly any yet.",
+    "When backward begins, weights, states and all activations are in memory, but hardly any gradients.",
     "`saved_bytes(task, 1)` from above gives one sample's activations, and 16 samples keep 16 times as much.",
 )
 

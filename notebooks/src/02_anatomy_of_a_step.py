@@ -132,7 +132,7 @@ plots.Table(header, rows)
 m, k, n = (2048, 1024, 1536) if DEVICE == "cpu" else (8192, 4096, 12288)
 elements = (2**25 if DEVICE == "cpu" else 2**28) // (1 if lab.profile.name != "tiny" else 32)
 counts = {
-    "matrix product": (2 * m * k * n, 4 * (m * k + k * n + m * n)),
+    "matmul": (2 * m * k * n, 4 * (m * k + k * n + m * n)),
     "LayerNorm": (8 * elements, 2 * 4 * elements),
     "GELU": (5 * elements, 2 * 4 * elements),
 }
@@ -154,7 +154,7 @@ def three_operations(task):
 # %% tags=["claim"]
 processes = [lab.run(three_operations, measure="value").value for _ in range(1 if DEVICE == "cpu" else 3)]
 fastest = [min(computed for _, computed in taken) for taken in processes[0]]
-measured = {"matrix product": fastest[3], "LayerNorm": fastest[4], "GELU": min(fastest[0], fastest[2])}
+measured = {"matmul": fastest[3], "LayerNorm": fastest[4], "GELU": min(fastest[0], fastest[2])}
 rows = []
 for name, (flops, moved) in counts.items():
     least = roof.seconds(flops, moved)
@@ -804,7 +804,7 @@ plots.Table(["loop", "busy", "of the matrix rate", "of the bandwidth"], rows)
 # %% tags=["widget"]
 def counts_of(operation, size, precision, kernels):
     width = 4 if precision == "float32" else 2  # bytes
-    if operation == "matrix product":
+    if operation == "matmul":
         return 2 * size**3, 3 * size**2 * width
     accesses = 7 if kernels == "one each" else 3  # bias: 2, GELU: 2, residual: 3; fused: read both, write one
     return 7 * size**2, accesses * size**2 * width
@@ -824,7 +824,7 @@ def draw(operation, size, precision, kernels):
     return ax
 
 
-operations = ["bias + GELU + residual", "matrix product"]
+operations = ["bias + GELU + residual", "matmul"]
 sizes, kernels = [512, 32, 128, 2048, 8192], ["one each", "fused"]
 _ = widgets.explore(draw, operation=operations, size=sizes, precision=list(ceilings), kernels=kernels)
 

@@ -206,17 +206,16 @@ ax.legend(frameon=False)
 plt.show()
 steps = {label: 100 * (share[before] - share[name]) for label, before, name in zip(labels[1:], rungs, rungs[1:])}
 v100_steps = {label: (v100[a][1] - v100[b][1]) / 149.49 for label, a, b in zip(labels[1:], rungs, rungs[1:])}
-points_text = [f"*{label}* {points:+.0f} (V100: {v100_steps[label]:+.0f})" for label, points in steps.items()]
+points_text = [f"*{label}* {-points:+.0f} (V100: {-v100_steps[label]:+.0f})" for label, points in steps.items()]
 lowest = min(100 * share[name] for name in rungs)
 Markdown(
-    f"Each rung removes so many percentage points of vanilla's peak: {', '.join(points_text)}. The largest step here is "
+    f"Each rung changes the peak, in percentage points of vanilla's: {', '.join(points_text)}. The largest step here is "
     f"**{max(steps, key=steps.get)}**, on the V100 **{max(v100_steps, key=v100_steps.get)}**. "
     f"The lowest rung, {lowest:.0f} %, is {'above' if lowest > floor else 'below'} the dashed line at {floor:.0f} %."
 )
 
 # %% [markdown]
-# (In the printed line, +10 means that the peak falls by 10 points.) A rung can remove only what the rungs before it
-# have left. Half precision comes late: the activations that it would halve are mostly gone, and it adds copies of the
+# A rung can remove only what the rungs before it have left. Half precision comes late: the activations that it would halve are mostly gone, and it adds copies of the
 # weights. So it removes little, or even adds to the peak. The dashed line shows the bytes that none of the ten
 # recipes removes: 8 bytes per parameter, for fp32 weights and for the gradients that accumulation keeps.
 #

@@ -492,7 +492,7 @@ def draw(dtype, layer):
         zeros = [(weight.grad == 0).float().mean().item() for weight in model.model.layers[layer].parameters()]
         shares.append(100 * sum(zeros) / len(zeros))
     return plots.lines(
-        range(8), {dtype: shares}, "the loss is multiplied by 10 to the minus", "% of gradients that are 0"
+        range(8), {dtype: shares}, "loss multiplied by 10^-n, n =", "% of gradients that are 0"
     )
 
 

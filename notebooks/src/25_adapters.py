@@ -6,7 +6,7 @@
 # **Time:** about 45 minutes; the cells compute for about a minute. **Before it:** lesson 01 (memory of a step), lessons 04 to 06 (activations) and lesson 09 (code books). **Machine:** everything here runs on the CPU, also if you have a GPU. The comparison with the library needs peft (`make course` installs it).
 #
 # **You will see**
-# - how an adapter works in ten lines, how few parameters it trains, and what it does not change: activations and frozen weights
+# - how an adapter works in nine lines, how few parameters it trains, and what it does not change: activations and frozen weights
 # - how four bits per weight work, what double quantization saves, and how training on a quantized model can take more memory than on one in 16 bits
 # - what adapters cost and gain: seconds by parts, the loss of a model that was trained before, outputs after merging
 # - how checkpointing can train nothing, without an error
