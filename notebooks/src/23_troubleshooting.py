@@ -491,9 +491,7 @@ def draw(dtype, layer):
         (model(**next(texts())).loss * scale).backward()
         zeros = [(weight.grad == 0).float().mean().item() for weight in model.model.layers[layer].parameters()]
         shares.append(100 * sum(zeros) / len(zeros))
-    return plots.lines(
-        range(8), {dtype: shares}, "loss multiplied by 10^-n, n =", "% of gradients that are 0"
-    )
+    return plots.lines(range(8), {dtype: shares}, "loss multiplied by 10^-n, n =", "% of gradients that are 0")
 
 
 _ = widgets.explore(draw, dtype=["float16", "bfloat16", "float32"], layer=[0, 1])

@@ -76,6 +76,7 @@ class DeviceTracker(FakeTracker):
         rules: Release | None = None,
     ):
         super().__init__(cache)
+        self.fake.cache_enabled = False  # torch's own cache does not distinguish between host and device
         self._capability, self._rules = capability, rules or release()
         self._is_function, self._from_the_start = is_function, is_function and from_the_start
         self._kernels = kernels.Kernels(capability, self.is_on_device, self._rules)
@@ -113,7 +114,7 @@ class DeviceTracker(FakeTracker):
         yield memory, "is_mps_available", lambda *_, **__: False
         # Some layouts depend on the device: cuSOLVER's `Vh` has rows, LAPACK's has columns (_linalg_svd in
         # ATen/native/BatchLinearAlgebra.cpp); also eigenvectors, `pixel_shuffle` of channels-last images.
-        yield _meta_registrations, "device_hint", lambda _: "cuda" if self._results is Placement.DEVICE else "cpu"
+        yield _meta_registrations, "device_hint", self._kind_of_results
         if bitsandbytes := sys.modules.get("bitsandbytes"):  # on a CPU it has other matmuls, and repacks 4-bit weights
             yield bitsandbytes, "matmul", _matmul_8bit
             yield bitsandbytes, "matmul_4bit", calling(self._matmul_4bit, bitsandbytes.matmul_4bit)
@@ -128,6 +129,9 @@ class DeviceTracker(FakeTracker):
             kind = quanto.WeightQBitsTensor
             yield kind, "create", staticmethod(lambda *args, **options: kind(*args, **options))
         yield from gpu_optimizers.replacements(self, optim)
+
+    def _kind_of_results(self, *_, **__) -> str:
+        return "cuda" if self._results is Placement.DEVICE else "cpu"
 
     def _matmul_4bit(self, plain, *args, **kwargs):
         dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None

@@ -91,6 +91,8 @@ class Kernels:
             return not self._has_grouped_kernel(args[0])
         if function.overloadpacket is aten.bmm and args[0].shape[-1] == 1 and not self._gpu.rules.keeps_workspaces:
             return False  # Triton computes outer products (torch/_native/ops/bmm_outer_product)
+        if function.overloadpacket is aten.mm and args[0].is_sparse:  # cuSPARSE does
+            return False
         if function.namespace == "quanto":
             return function._opname == "qbytes_mm"
         return function.overloadpacket in _PRODUCTS or function.namespace == "transformers"  # experts one by one

@@ -6,6 +6,7 @@ distinct, as in peft's SHiRA and FRoD, so that no elements are summed up.
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -80,7 +81,7 @@ def _part(size: int) -> int:
     return 256 * math.ceil(size / 256)
 
 
-RULES: dict[torch._ops.OpOverloadPacket, Callable[..., list[Step]]] = {
+RULES: dict[Any, Callable[..., list[Step]]] = {  # {operator packet: its rule}
     aten.add_: _add,
     aten._coalesce: _coalesce,
     aten.sparse_mask: _mask,

@@ -43,13 +43,7 @@ from trainmem.estimate.operation_cache import (
     operation_of,
     uniform_value,
 )
-from trainmem.estimate.replacements import (
-    fake_module_to,
-    fake_parameters,
-    few_micro_batches,
-    matched,
-    random_masks,
-)
+from trainmem.estimate.replacements import fake_module_to, fake_parameters, few_micro_batches, matched, random_masks
 from trainmem.estimate.sparse import filled
 from trainmem.estimate.trace_records import Label, Log, Operation, Trace, flat, highest
 from trainmem.measure import forked
