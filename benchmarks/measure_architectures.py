@@ -100,9 +100,9 @@ OWN = {
 # Fields of single classes.
 OF_CLASS = {"ReformerModelWithLMHead": {"is_decoder": True, "attn_layers": ["local", "local"]}}
 # Classes whose estimate is known not to be equal, and why.
-REASONS: dict[str, str] = {}
+REASONS = {"XLNetLMHeadModel": "12 bytes are in another category than in the count; the peak is equal"}
 # Why classes are left out, by words in the errors of their forms; the first that matches counts.
-_DATA = r"bbox|visual_feats|input_features|or inputs_embeds|kv_states|tor tokens:|mat1 and mat2|of size 128|batch_size"
+_DATA = r"bbox|visual_feats|input_features|or inputs_embeds|kv_states|tor tokens:|addmm: mat1|of size 128|batch_size"
 LEFT_OUT = (
     (r"\b(timm|natten|detectron2|scipy)\b", "needs a package that is not installed"),
     (r"turn a loss from|not support training|no attribute 'loss'", "transformers has no loss for it"),
