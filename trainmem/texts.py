@@ -122,6 +122,11 @@ def shown(value: Any) -> str:
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
+def install_text(package: str, need: str) -> str:
+    """Return how to install a package, by its name for pip, that transformers needs for `need`, e.g. "optim='lomo'"."""
+    return f"Install {package}: pip install {package}. transformers needs it for {need}"
+
+
 def text_of(path: Path, most: int = 2**24) -> str:
     """Return the text in a file. Raises OSError, before reading, if it is not a file or has more than `most` bytes."""
     if path.exists() and (not path.is_file() or path.stat().st_size > most):

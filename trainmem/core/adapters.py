@@ -15,7 +15,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from trainmem.texts import check_known, from_json, nearest_text, reading, shown, text_of
+from trainmem.texts import check_known, from_json, install_text, nearest_text, reading, shown, text_of
 
 # peft's names of tasks (peft.TaskType), by the family of `task.Task`.
 _TASK_TYPES = {
@@ -79,8 +79,7 @@ def import_method(settings: Mapping[str, Any]) -> None:
         for module in modules:
             importlib.import_module(module)
     except ImportError as error:
-        text = f"Install {name}: pip install {name}. transformers needs it for quant_method={method!r}"
-        raise ValueError(text) from error
+        raise ValueError(install_text(name, f"quant_method={method!r}")) from error
 
 
 def of_method(settings: Mapping[str, Any], where: str, methods: Iterable[str] = METHODS) -> dict[str, Any]:

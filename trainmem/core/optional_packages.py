@@ -13,6 +13,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from trainmem.texts import install_text
+
 # What a training with DeepSpeed imports, by accelerate and by its engine: two seconds in each process of it.
 _IMPORTED_BY_TRAININGS = {"deepspeed": ("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")}
 FOLDER = Path(__file__).resolve().parents[2] / "build"  # the Makefile makes one folder in it per package and Python
@@ -77,7 +79,7 @@ def missing_of_optimizer(optim: str) -> str | None:
     """Return a text that names the package that `optim` needs and that cannot be imported; None if there is none."""
     for package, name in about_optimizer(optim, "packages"):
         if not importlib.util.find_spec(package):
-            return f"Install {name}: pip install {name}. transformers needs it for optim={optim!r}"
+            return install_text(name, f"optim={optim!r}")
     return None
 
 

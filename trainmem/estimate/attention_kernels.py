@@ -15,6 +15,8 @@ from trainmem.estimate.allocator import next_multiple
 from trainmem.estimate.allocator_settings import Release
 from trainmem.estimate.reduction_scratch import Processors
 
+WORD = 8  # bytes of an index
+CUB_BYTES = 256  # CUB's buffers consist of parts that are multiples of it
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -34,6 +36,13 @@ class Gpu:
     capability: tuple[int, int]
     processors: Processors
     rules: Release
+
+
+def scan_bytes(count: int, tile: int = 896, each: int = 16) -> int:
+    """Return the bytes of CUB's running sum over `count` elements: `each` bytes for every `tile` of elements, and for
+    32 tiles more (NVIDIA/cccl, cub/agent/single_pass_scan_operators.cuh).
+    """
+    return next_multiple(each * (-(-count // tile) + 32), CUB_BYTES) + 511
 
 
 def contiguous_copy(tensor: torch.Tensor, layout: torch.memory_format = torch.contiguous_format) -> list[int]:

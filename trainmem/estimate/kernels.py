@@ -16,11 +16,9 @@ from torch.utils._pytree import tree_leaves
 from trainmem.estimate import attention_kernels, quantized_kernels, reduction_scratch, sparse
 from trainmem.estimate.allocator import next_multiple, workspace_bytes
 from trainmem.estimate.allocator_settings import LT_WORKSPACE_BYTES, WORKSPACES, Release, release
-from trainmem.estimate.attention_kernels import HALF, Free, Gpu, Step, contiguous_copy
+from trainmem.estimate.attention_kernels import CUB_BYTES, HALF, WORD, Free, Gpu, Step, contiguous_copy, scan_bytes
 
 aten = torch.ops.aten
-WORD = 8  # bytes of an index
-CUB_BYTES = 256  # CUB's buffers consist of parts that are multiples of it
 
 
 class Kernels:
@@ -42,7 +40,7 @@ class Kernels:
         self._gpu = Gpu(capability, reduction_scratch.processors(capability), rules or release())
         self.workspace_bytes = workspace_bytes(capability)
         newest = capability >= (9, 0)
-        # Elements that a block of threads takes at once, see `_scan_bytes` and `_sort_bytes` (by the bytes of a key).
+        # Elements that a block of threads takes at once, see `scan_bytes` and `_sort_bytes` (by the bytes of a key).
         self._unique_at_once = 4928 if newest else 1344 if capability == (8, 0) else 320
         sorted_at_once = {7: (2816, 2816), 8: (3072, 3840)}.get(capability[0], (5376, 4608))
         self._sorted_at_once = dict(zip((4, 8), sorted_at_once, strict=True))
@@ -160,9 +158,9 @@ class Kernels:
         sums = count // 10 + rows
         first = len(copies)
         ordered = [count * WORD] * 3 + [self._sort_bytes(count, weights), Free(first + 3), Free(first + 2)]
-        differ = _scan_bytes(count, self._unique_at_once)
+        differ = scan_bytes(count, self._unique_at_once)
         unique = [count * WORD, WORD, count * WORD, differ, Free(first + 5), Free(first + 4)]
-        parts = [rows * WORD, rows * WORD, _scan_bytes(rows), Free(first + 6), WORD, sums * WORD]
+        parts = [rows * WORD, rows * WORD, scan_bytes(rows), Free(first + 6), WORD, sums * WORD]
         if rows < 4 * self._gpu.processors.count and count // 10 > 3 * rows:
             parts += [sums * WORD, *([weights * width * 4] if gradient.dtype in HALF else [])]
         else:
@@ -219,7 +217,7 @@ class Kernels:
         copy = [] if cast else contiguous_copy(tensor)
         is_one = tensor.dim() and tensor.numel() == tensor.shape[dim]  # otherwise each row is a scan of its own
         tile = (1920, 8) if dtype.itemsize == 4 else (7680, 16) if dtype in HALF else ()
-        return [*made, *cast, *copy, *([_scan_bytes(tensor.numel(), *tile)] if is_one else [])]
+        return [*made, *cast, *copy, *([scan_bytes(tensor.numel(), *tile)] if is_one else [])]
 
     def _safe_softmax(self, made, tensor, dim, *_, **__):
         """Return the requests: the rows that are masked completely, and the zero that is written there
@@ -253,7 +251,7 @@ class Kernels:
         """Return the requests: the elements that the mask selects are numbered (cuda/IndexKernel.cu:
         masked_scatter_kernel).
         """
-        return [*made, WORD * tensor.numel(), _scan_bytes(tensor.numel())]
+        return [*made, WORD * tensor.numel(), scan_bytes(tensor.numel())]
 
     def _softmax_backward(self, made, gradient, output, *_, **__):
         """Return the requests: the product of gradient and output (cuda/SoftMax.cu: softmax_backward_cuda_out)."""
@@ -365,13 +363,6 @@ def _is_lt(function, args, kwargs) -> bool:
         return beta == 1 and bias.is_contiguous()
     takes_matrix = bias.dtype in HALF or function.overloadpacket is aten._addmm_activation
     return takes_matrix and bias.shape == shape and bool(beta) and bias.stride(1) == 1 and bias.stride(0) >= shape[1]
-
-
-def _scan_bytes(count: int, tile: int = 896, each: int = 16) -> int:
-    """Return the bytes of CUB's running sum over `count` elements: `each` bytes for every `tile` of elements, and for
-    32 tiles more (NVIDIA/cccl, cub/agent/single_pass_scan_operators.cuh).
-    """
-    return next_multiple(each * (-(-count // tile) + 32), CUB_BYTES) + 511
 
 
 # ---- memory formats that kernels need: other tensors are copied first

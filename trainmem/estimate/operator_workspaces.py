@@ -184,7 +184,7 @@ def _is_sizeless(operation: Operation) -> bool:
     name = operation.name.removeprefix("aten.")
     in_lists = name.startswith(("_foreach_", "_fused_")) and "norm" not in name
     if torch.Tag.pointwise in operation.function.tags or in_lists:
-        if any(type(leaf) is SparseSpec for leaf in operation.leaves):
+        if operation.takes_sparse:
             return False
         return len({spec.dtype for spec in operation.specs}) == 1
     return name in ("_to_copy.default", "empty_like.default", "zeros_like.default", "ones_like.default")

@@ -4,18 +4,17 @@ A sparse tensor has no storage of its own: its bytes are those of its indices an
 distinct, as in peft's SHiRA and FRoD, so that no elements are summed up.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from trainmem.estimate.attention_kernels import Free, Step
+from trainmem.estimate.allocator import next_multiple
+from trainmem.estimate.attention_kernels import CUB_BYTES, WORD, Free, Step, scan_bytes
 from trainmem.estimate.trace_records import SparseSpec
 
 aten = torch.ops.aten
-WORD = 8  # bytes of an index
 
 
 def sparse_spec(tensor: torch.Tensor) -> SparseSpec:
@@ -51,8 +50,8 @@ def _coalesce(made, tensor) -> list[Step]:
     (cuda/SparseCUDATensor.cu: _coalesce_sparse_cuda).
     """
     each = WORD * tensor._nnz()
-    sort = 2 * _part(each) + _part(WORD * (1 + -(-tensor._nnz() // 4352))) + 255
-    differ = _part(24 * (32 + -(-tensor._nnz() // 4096))) + 511
+    sort = 2 * next_multiple(each, CUB_BYTES) + next_multiple(WORD * (1 + -(-tensor._nnz() // 4352)), CUB_BYTES) + 255
+    differ = scan_bytes(tensor._nnz(), 4096, 24)
     (result,) = made
     return [each, each, each, sort, Free(3), differ, Free(3), result._values(), result._indices()]
 
@@ -74,11 +73,6 @@ def _transpose(made, tensor) -> list[Step]:
     if not tensor.is_sparse:
         return made
     return [made[0]._values(), made[0]._indices(), WORD * tensor._nnz()]
-
-
-def _part(size: int) -> int:
-    """Return the bytes of a part of CUB's buffers, a multiple of 256."""
-    return 256 * math.ceil(size / 256)
 
 
 RULES: dict[Any, Callable[..., list[Step]]] = {  # {operator packet: its rule}

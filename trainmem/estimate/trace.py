@@ -176,7 +176,7 @@ class FakeTracker(Tracker):
         ask = functools.partial(self._fake_result, function, args, kwargs, operation)
         is_kept = any_fake or not tensors  # a real result may be shared, or changed in place
         # `selected` decides the size of positions; a `Spec` cannot describe sparse tensors.
-        is_kept = is_kept and function is not aten.nonzero.default and not any(each.is_sparse for each in tensors)
+        is_kept = is_kept and function is not aten.nonzero.default and not operation.takes_sparse
         result = self.cache.result(operation, function, args, tensors, self.fake, ask) if is_kept else ask()
         if self.routing and any_fake and function in (aten.topk.default, aten.argmax.default):
             result = self.routing.replaced(function, args, kwargs, result)

@@ -77,6 +77,10 @@ class Operation:
         return [leaf for leaf in self.leaves if type(leaf) in (Spec, SparseSpec)]
 
     @property
+    def takes_sparse(self) -> bool:
+        return any(type(leaf) is SparseSpec for leaf in self.leaves)
+
+    @property
     def bytes(self) -> int:
         """Bytes of its operands and of its results."""
         return self.made_bytes + sum(spec.bytes for spec in self.specs)
