@@ -89,7 +89,7 @@ plots.Table(["claims", "on this machine"], [[count, reason] for reason, count in
 # %% [markdown]
 # ## By hand: what does a model weigh?
 #
-# One claim to start with: *in fp32, weights take 4 bytes a parameter.* A model is a collection of tensors, and a tensor knows how many numbers it has and how many bytes each one takes. On torch's `meta` device it has shapes and no numbers, so even a large model can be weighed at no cost.
+# One claim to start with: *in fp32, weights take 4 bytes per parameter.* A model is a collection of tensors, and a tensor knows how many numbers it has and how many bytes each one takes. On torch's `meta` device it has shapes and no numbers, so even a large model can be weighed at no cost.
 
 
 # %%
@@ -109,7 +109,7 @@ plots.Table(["model", "tensors", "parameters", "bytes"], rows)
 #
 # ## A fresh process
 #
-# You may have learnt to restart the kernel between two experiments, or the second one finds the memory of the first still taken. The 2023 guide says so too. Here **each experiment runs in a process of its own**, which ends with it. Let us try to break that: one experiment hoards 400 MB and frees nothing, the next one looks for them.
+# You may have learnt to restart the kernel between two experiments, because otherwise the memory of the first is still taken when the second starts. The 2023 guide says so too. Here **each experiment runs in a process of its own**, which ends with it. Let us try to break that: one experiment hoards 400 MB and frees nothing, the next one looks for them.
 
 
 # %%
@@ -239,7 +239,7 @@ exercises.question(
 # %% [markdown]
 # If an interval contains 1, nobody can say which of the two is faster: the effect is *too small to tell*. On a busy CPU many effects are. Lesson 03 is about that.
 #
-# And your guess? The figure beside it is an *estimate*: the lab traces a training on tensors without contents and counts their bytes, without training anything. (`lab.foresee` requests the estimate. If there is none, it says so in one line and the lesson goes on.)
+# And your guess? The next cell shows it beside the measured value, with an *estimate*: for the estimate the lab traces a training on tensors without contents and counts their bytes, so it trains nothing. (`lab.foresee` requests the estimate. If there is none, it says so in one line and the lesson goes on.)
 
 
 # %%
@@ -371,7 +371,7 @@ exercises.prove(check, solution=6, mistake=8)
 # %% [markdown]
 # ## Exercise 2: read a scoreboard
 #
-# Five claims with invented measurements, each from another machine. Which verdict does each get? The last machine is a laptop without a GPU. Look at the rules in the table: not every one names a value that means *no effect*. (The last two claims are measured in MiB of a GPU's memory; 1 MiB is 2^20 bytes.)
+# Five claims with invented measurements, each from another machine. Which verdict does each get? The last machine is a laptop without a GPU. The table that the exercise's cell prints shows each rule: not every rule names a value that means *no effect*. (The last two claims are measured in MiB of a GPU's memory; 1 MiB is 2^20 bytes.)
 
 # %% jupyter={"source_hidden": true}
 exercises.hint(
@@ -401,7 +401,7 @@ def check(verdicts):
     if verdicts is None:
         return exercises.not_attempted()
     if len(verdicts) != len(cases):
-        return exercises.wrong(f"{len(cases)} claims want {len(cases)} verdicts; here are {len(verdicts)}")
+        return exercises.wrong(f"{len(cases)} claims need {len(cases)} verdicts; your list has {len(verdicts)}")
     for (id, value), answered in zip(cases.items(), verdicts):
         verdict = decide(ledger[id], value, value is not None)
         if answered != verdict:
