@@ -276,12 +276,16 @@ claims.check("nvml-agrees", found.get("old"), missing=missing, note=note)
 # %% [markdown]
 # ## Change one thing: the optimizer
 #
-# The next cells count the states of one model after one step of six optimizers. The Trainer makes the first five. SGD
-# keeps no state, or with momentum a running sum of the gradients. AdamW keeps a running mean of the gradients (the
-# *first moment*) and one of their squares. Adafactor replaces the mean of the squares by a summary (lesson 08). 8-bit
-# AdamW comes from the library bitsandbytes, which stores most states in 8 bits (lesson 09); the parameters with such
-# states are counted separately. The last of these cells counts the states of t5-3b, the guide's example of a large model,
-# for three of the optimizers.
+# The next cells count the states of one model after one step of six optimizers:
+#
+# - **AdamW** keeps a running mean of the gradients (the *first moment*) and one of their squares.
+# - **SGD** keeps no state, and with **momentum** a running sum of the gradients.
+# - **8-bit AdamW**, from the library bitsandbytes, stores most states in 8 bits (lesson 09). The parameters with 8-bit
+#   states are also counted separately.
+# - **Adafactor** replaces the mean of the squares by a summary (lesson 08). The Trainer makes it without a first moment; the
+#   row *Adafactor, beta1* adds one.
+#
+# The last of these cells counts the states of t5-3b, the guide's example of a large model, for three of the optimizers.
 
 
 # %%
@@ -431,7 +435,7 @@ claims.check("eighteen-bytes", sum(per_parameter(mixed)), note=note)
 # (A row *peak* is at the peak itself.) The copies exist after forward and are gone after backward; the gradients do not
 # exist after forward and are complete after backward. Whether both are ever in memory together depends on `zero_grad`.
 # Today's `zero_grad` *drops* the gradients, and the sum stays at 16 or less. Until torch 2.0 it filled them with zeros and
-# kept them through the next forward. Then 18 is right, as the last row shows.
+# kept them through the next forward. For such a step 18 is right, as the last row shows.
 #
 # ## Change one thing: what the model is used for
 #
@@ -582,8 +586,9 @@ plots.Table(["experiment", "measured peak", "estimate", "accelerate estimate-mem
 
 # %% [markdown]
 # On a CPU estimate and measurement are equal to the byte, because the same code runs, the Trainer included. For a GPU the
-# estimate repeats the memory requests of each of CUDA's kernels, and rounds and places them as torch's allocator would;
-# `forecast["03 vanilla"].assumptions` names the parts that follow such rules. The two other predictions include weights, gradients and states. They do not include the batch, the length or the recipe, and for small models those decide. The
+# estimate follows written rules: how much memory each CUDA kernel requests, and how torch's allocator rounds and places
+# the requests. (On a GPU, `forecast["03 vanilla"].assumptions` lists these rules.) The two other predictions include weights,
+# gradients and states, but they ignore the batch, the length and the optimizer, which decide the peak of a small model. The
 # same comparison over more trainings and tools, for a CPU and for GPUs: [the estimate](../docs/estimate.md).
 
 # %% jupyter={"source_hidden": true}
@@ -604,12 +609,12 @@ exercises.question(lab, "largest", text, options, right="optimizer states")
 # ## Explore
 #
 # The first picture shows one step of two runs, one above the other. Move the line: in which module is the peak, and which
-# kinds are alive all the time? The run with Adafactor (on a CPU of the smaller model bert-tiny) hardly has any optimizer
-# states: what fills its `step` instead?
+# kinds are alive all the time? The run with Adafactor hardly has any optimizer states: what fills its `step`
+# instead? (On a CPU, that run trained the smaller model bert-tiny.)
 #
 # The second picture takes any model with any recipe, whether you own the card or not. Find a setting that halves the
 # activations, then one that halves the states. Each setting is traced by itself, so its bytes are those of `estimate`; the
-# picture is grey until they are there.
+# picture is grey while the trace runs.
 
 # %% tags=["widget"]
 explorers.timeline(lab["08 Adafactor"], vanilla, *lab.runs)
@@ -662,7 +667,7 @@ exercises.prove(check, solution=sum(per_parameter(mixed, "forward")) + 4, mistak
 # %% [markdown]
 # ## Challenge
 #
-# A task you have not seen: two more layers, half the length, batch 16, fp32, AdamW. Predict its peak in MB, within 10 %, before it is trained. You may count parameters, and you may run a forward pass at batch 1.
+# A task you have not seen: the lab's task with two more layers and half the length (`unseen` in the cell below), batch 16, fp32, AdamW. Predict its peak in MB, within 10 %, before it is trained. You may count parameters, and you may run a forward pass at batch 1.
 
 # %% jupyter={"source_hidden": true}
 exercises.hint(
