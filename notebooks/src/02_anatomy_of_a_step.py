@@ -176,7 +176,7 @@ claims.check("activations-bandwidth", against_copy, missing=missing)
 # - **Well above 1**: a third limit sets it. One core computes an `erf`, or sums up rows, at another rate than that of matmuls, and we measured only the matmuls' rate.
 # - **Below 1**: other load slowed the machine while we measured the ceiling.
 #
-# > **On a GPU:** thousands of cores share that work. The guides say that activations are usually limited by bandwidth; the claim tests this.
+# > **On a GPU:** thousands of cores share such work. The guides say that activations are usually limited by bandwidth; the claim tests this.
 #
 # ## Baseline: a whole step, operation by operation
 #
@@ -184,7 +184,7 @@ claims.check("activations-bandwidth", against_copy, missing=missing)
 #
 # A **dispatch mode** is an object to which torch hands every operation of forward and backward, just before a kernel runs it. The mode may inspect, count and time the operation, and it has to call it. Ours counts FLOPs and bytes. An operation that is not a matmul gets a number of FLOPs per element of its largest tensor, from a table that you can check on paper.
 #
-# The same mode takes the time: the seconds that this thread computed. Attention runs in its plain form here, because a fused kernel would be a single operation. The names are torch's own: `mm` is a matmul, `bmm` many of one size, `addmm` one plus a sum; `native_` marks the kernel itself.
+# The same mode takes the time: the seconds that this thread computed. Attention runs in its plain form here, because a fused kernel would be a single operation. The names are torch's own: `mm` is a matmul, `bmm` is many matmuls of one size, `addmm` is a matmul and an addition, `bernoulli_` draws random zeros and ones, and `native_` marks the kernel itself.
 #
 # > **On a GPU:** the mode records two events around the kernel, behind a short sleep on the device. During the sleep the kernel enters the device's queue, so its launch is not timed.
 
@@ -751,11 +751,11 @@ _ = axes[1].set_xlabel("microseconds")
 # - **Wide bars of matmuls**: the step is *compute-bound*. A faster precision helps it (lesson 07).
 # - **Wide bars of other operations**: the step is *memory-bound*. Fewer bytes help it.
 #
-# A call takes time inside a bar, too: if a kernel has many numbers to process, and its bar is as short as that of a kernel with few, most of the bar is the call.
+# A bar also contains the time of the call itself. Compare two bars of the same kind, one with few numbers to process and one with many: if they are equally long, most of each bar is the call.
 #
 # ## "My GPU is at 100 %"
 #
-# `nvidia-smi` and `torch.cuda.utilization` report the percentage of time in which [one or more kernels were executing](https://docs.nvidia.com/deploy/nvml-api/structnvmlUtilization__t.html): the bars of a trace, whatever they do. Below, "busy" is the share of the clock's time that the thread computed. There are three loops: *one* thread counts, 1 is added to a large tensor, two matrices are multiplied.
+# `nvidia-smi` and `torch.cuda.utilization` report the percentage of time in which [one or more kernels were executing](https://docs.nvidia.com/deploy/nvml-api/structnvmlUtilization__t.html): the bars of a trace, whatever they do. Below, "busy" is the share of the clock's time that the thread computed. There are three loops: the first only counts, on one thread; the second adds 1 to a large tensor; the third multiplies two matrices (*product*).
 #
 # > **On a GPU:** "busy" is the value that NVML reports.
 
@@ -794,7 +794,7 @@ plots.Table(["loop", "busy", "of the matrix rate", "of the bandwidth"], rows)
 # %% [markdown]
 # All three loops are busy. "Busy" says nothing about speed; the MFU and the trace do.
 #
-# (Why more than 100 % of the bandwidth? A CPU fetches a cache line before it writes to it, so our copy moved three bytes for two that we counted. Adding in place does not fetch an extra line.)
+# (Why can *add 1* reach more than 100 % of the bandwidth on a CPU? There are two reasons. First, a CPU fetches a cache line before it writes to it, so our copy moved three bytes for every two that we counted; adding in place fetches no extra line. Second, this loop's tensor has 16 MB and can stay in a large cache; the tensors of our copy could not.)
 #
 # ## Explore
 #
