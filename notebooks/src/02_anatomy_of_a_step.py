@@ -66,7 +66,7 @@ widgets.predict(lab, "share of products", "What share of the step's time do matm
 # %% [markdown]
 # ## By hand: two ceilings
 #
-# We time a large copy, and a square matmul in each precision for which the device has instructions. The large copy exceeds every cache, so it shows the bandwidth of memory. A second, small copy stays inside a cache. The fastest of several tries counts. Then the course's own `roofline.ceilings` measures the same limits (*by the library* in the table), and the better value of each pair is used from here on.
+# We time a large copy, and a square matmul in each precision for which the device has instructions. The large copy exceeds every cache, so it shows the bandwidth of memory. A small copy stays inside a cache. The fastest of several tries counts. Then the course's own `roofline.ceilings` measures the same limits (*by the library* in the table), and the better value of each pair is used from here on.
 #
 # `interleaving.in_turns` calls each function of a list in turn, several times. For each function it returns the times of its calls: the seconds of the clock and the seconds that were spent computing.
 #
@@ -329,7 +329,7 @@ print(f"with twice the matrix rate and nothing else this step would be at most {
 # %% [markdown]
 # (Operations that move no bytes only make views or empty tensors.) The estimate beside your guess is the matmuls' share if every operation takes its least time on the roofline. The last line is Amdahl's law: all operations that are not matmuls take as long as before.
 #
-# Now the picture. Each dot is an operation: how many FLOPs per byte it does, and how many FLOPs per second it reached. Under the slope bandwidth is the limit, under the flat part arithmetic. A larger dot took more time. Operations without FLOPs (copies, embeddings) are not shown. The dot with a name is the longest operation that is not a matmul.
+# Each dot in the picture is an operation: how many FLOPs per byte it does, and how many FLOPs per second it reached. Under the slope bandwidth is the limit, under the flat part arithmetic. A larger dot took more time. Operations without FLOPs (copies, embeddings) are not shown. The dot with a name is the longest operation that is not a matmul.
 
 
 # %%
@@ -397,7 +397,7 @@ note += f"; element-wise with copies and embeddings: {with_copies:.3g}"
 claims.check("op-groups-ordered", min(per_byte[0] / per_byte[1], per_byte[1] / per_byte[2]), note=note)
 
 # %% [markdown]
-# Matmuls are on the right, under the flat roof. All other operations are on the left, orders of magnitude lower. They do few FLOPs per byte, so faster matmuls cannot help them. A dot *above* the black slope was served by a cache, which holds the tensors of a small step.
+# Matmuls are on the right, under the flat roof. All others are on the left, orders of magnitude lower. They do few FLOPs per byte, so faster matmuls cannot help them. A dot *above* the black slope was served by a cache, which holds the tensors of a small step.
 #
 # The guide has its three groups from [Ivanov et al., 2020](https://arxiv.org/abs/2007.00072). The second claim tests their order in FLOPs per byte. One number in our table of FLOPs (`PER_ELEMENT`) is a convention: how many FLOPs an `exp` counts. The claim's note shows the order if it counts ten. (Our element-wise group also holds copies and embeddings, which the guide does not name. They only move bytes, so the claim leaves them out.)
 #
@@ -692,7 +692,7 @@ exercises.question(
 # %% [markdown]
 # ## A trace, read aloud
 #
-# You need no recorder of your own: `torch.profiler` records which kernels ran, and from when to when. The picture shows the first operations of a forward pass, with 16 tokens per sequence and with all of them. A bar is a kernel at work; white is time in which no kernel works.
+# `torch.profiler` records which kernels ran, and when. The picture shows the first operations of a forward pass, with 16 tokens per sequence and with all of them. A bar is a kernel at work; white is time in which no kernel works.
 
 
 # %%
@@ -751,11 +751,11 @@ _ = axes[1].set_xlabel("microseconds")
 # - **Wide bars of matmuls**: the step is *compute-bound*. A faster precision helps it (lesson 07).
 # - **Wide bars of other operations**: the step is *memory-bound*. Fewer bytes help it.
 #
-# A bar also contains the time of the call itself. Compare two bars of the same kind, one with few numbers to process and one with many: if they are equally long, most of each bar is the call.
+# A bar also contains the call itself. If two bars of the same kind are equally long, although one kernel processes many more numbers, most of each bar is the call.
 #
 # ## "My GPU is at 100 %"
 #
-# `nvidia-smi` and `torch.cuda.utilization` report the percentage of time in which [one or more kernels were executing](https://docs.nvidia.com/deploy/nvml-api/structnvmlUtilization__t.html): the bars of a trace, whatever they do. Below, "busy" is the share of the clock's time that the thread computed. There are three loops: the first only counts, on one thread; the second adds 1 to a large tensor; the third multiplies two matrices (*product*).
+# `nvidia-smi` and `torch.cuda.utilization` report the percentage of time in which [one or more kernels were executing](https://docs.nvidia.com/deploy/nvml-api/structnvmlUtilization__t.html): the bars of a trace, whatever they do. Below, "busy" is the share of the clock's time that the thread computed. There are three loops: one thread counts, 1 is added to a large tensor, two matrices are multiplied (*product*).
 #
 # > **On a GPU:** "busy" is the value that NVML reports.
 
@@ -794,7 +794,7 @@ plots.Table(["loop", "busy", "of the matrix rate", "of the bandwidth"], rows)
 # %% [markdown]
 # All three loops are busy. "Busy" says nothing about speed; the MFU and the trace do.
 #
-# (Why can *add 1* reach more than 100 % of the bandwidth on a CPU? There are two reasons. First, a CPU fetches a cache line before it writes to it, so our copy moved three bytes for every two that we counted; adding in place fetches no extra line. Second, this loop's tensor has 16 MB and can stay in a large cache; the tensors of our copy could not.)
+# (Why can *add 1* reach more than 100 % of the bandwidth on a CPU? A CPU fetches a cache line before it writes to it, so our copy moved three bytes for two that we counted; adding in place fetches no extra line. And this loop's tensor of 16 MB can stay in a large cache.)
 #
 # ## Explore
 #
@@ -878,7 +878,7 @@ exercises.prove(check, solution={"B", "C"}, mistake={"A", "C"})
 #
 # You have not timed `unseen`: it has half the layers, feed-forward layers half as wide, sequences half as long, and a batch of 8 instead of 4. How many milliseconds does one of its training steps take: forward, backward and AdamW's update, in fp32, without dropout? Predict it within 25 % before it runs. You have the seconds of the model above (`timed_plain` has those of each operation, the next cell prints those of a step and of its update) and the ceilings (`roof`), and you may count the operations of `unseen` with the function `count` from above.
 #
-# The check runs steps of both models alternately in one process, and multiplies the ratio of their seconds by the milliseconds printed below. So it does not matter if the machine has become slower since the step above was timed.
+# The check runs steps of both models alternately in one process, and multiplies the ratio of their seconds by the milliseconds printed below. So it does not matter if the machine has become slower meanwhile.
 
 # %% jupyter={"source_hidden": true}
 exercises.hint(
