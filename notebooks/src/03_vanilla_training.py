@@ -299,7 +299,7 @@ with monitor.live() as watch:
 watch.summary()
 
 # %% [markdown]
-# Experiments start and end as processes of their own; the notebook stays as it was. The monitor sees all that the system gave to a process (or to the card): the libraries' code, reserves, leftovers. The lab counts tensors.
+# Experiments start and end as processes of their own; the notebook stays as it was. The monitor sees all that the system gave to a process (or to the card): the libraries' code, reserves, leftovers. The lab counts tensors. (On a page recorded by `perf-helpers course`, a process outside the notebook starts the experiments, so the monitor shows 0 B for them.)
 
 # %%
 parts, phase = vanilla.memory.breakdown, vanilla.memory.peak_phase
@@ -326,7 +326,7 @@ later = {name: [statistics.median(values[1:]) for values in both] for name, both
 rows = [[name, *map(plots.seconds_text, (clock[0], *later[name]))] for name, (clock, _) in seconds.items()]
 if any(run.value["losses"] != loops["repeat 1"].value["losses"] for run in loops.values()):
     print("the losses of the repeats differ in their last digits: this device adds in varying order")
-plots.Table(["", "first step", "median of the later steps", "CPU time in these"], rows, "all threads together")
+plots.Table(["", "first step", "median of the later steps", "CPU time in these"], rows, "CPU time adds up all threads")
 
 # %%
 milliseconds = {name: [1000 * value for value in clock] for name, (clock, _) in seconds.items()}
@@ -443,7 +443,7 @@ rows = [[name, *map("{:.3f}".format, ends)] for name, ends in bounds.items()]
 plots.Table(["the same against itself", "from", "to"], rows, caption)
 
 # %% [markdown]
-# If the bootstrap's interval is narrower than the noise floor, the lab's is wider; otherwise the two are equal. Why the floor? The bootstrap knows only what varied *within* these pairs. If the same code against itself comes out a few percent off, an effect of that size proves nothing, however narrow the interval. On a quiet day the code may differ from itself by less than on others, so the lab never takes the floor to be less than a fixed factor (1.05 on a CPU): tomorrow other programs may run. The last row is by the clock on the wall, which counts the waiting, too.
+# The floor sets the least distance of each end from the median: the median divided by it, and multiplied by it. If an end of the bootstrap's interval is nearer, the lab moves it out to there; otherwise both rows have the same end. Why the floor? The bootstrap knows only what varied *within* these pairs. If the same code against itself comes out a few percent off, an effect of that size proves nothing, however narrow the interval. On a quiet day the code may differ from itself by less than on others, so the lab never takes the floor to be less than a fixed factor (1.05 on a CPU): tomorrow other programs may run. The last row is by the clock on the wall, which counts the waiting, too.
 #
 # ## What held
 
