@@ -311,7 +311,7 @@ near = vector // 4 if on_cpu else 8
 columns = {n * edge + away for n in (1, 2, 3, 4) for away in (-4 * near, -2 * near, -near, 0, past, near)}
 columns = sorted(columns - {0})
 expected_waves = [waves(rows_here, number, tile, at_once) for number in columns]
-print(f"prediction: {tile[1]} columns a tile, {at_once} tiles at once; time jumps after {edge}, {2 * edge}, {3 * edge}")
+print(f"prediction: {tile[1]} columns per tile, tiles at once: {at_once}; time jumps after {edge}, {2 * edge}, {3 * edge}")
 
 
 # %%
@@ -341,7 +341,7 @@ for wave in (1, 2, 3, 4):
     print(f"{wave * edge} -> {wave * edge + past} columns: predicted {(wave + 1) / wave:.2f} x, measured {jump:.2f} x")
 
 # %% [markdown]
-# If time jumps where the stairs do, the tile is confirmed. A jump that is lower than predicted means that the kernel has a cheaper way for the rest.
+# If time jumps where the stairs do, the tile is confirmed. A jump that is lower than predicted means that the kernel has a cheaper way to compute a tile that is not full.
 #
 # **Alignment** is another effect. Tensor cores read fp16 in groups of 8 numbers. A row that does not begin at the start of such a group takes longer to read. To see alignment alone, sizes must not cross an edge of tiles. 61 x 64 = 3904 is between the edges of all usual tiles, and so are the sizes after it. The claims below compare 3904 (a multiple of 64) with 3912 (of 8) and 3913 (odd), on a GPU.
 #
@@ -589,18 +589,18 @@ print("simple noise scale: {:.0f} samples at the start, {:.0f} after 24 steps".f
 # %% [markdown]
 # The line is drawn through the two ends, and comes close to the five points between them. The noise scale is not constant: it changes as the model learns. That is one reason why no batch size is right for a whole training, and why a high learning rate is often approached in small steps (*warm-up*).
 #
-# Now we train with batches of 8, 32 and 128 samples. The model has to find out whether a marker occurs in a sequence. Each size gets three learning rates. Batches 32 and 128 get
+# Now we train with batches of 8, 32 and 128 samples. The model has to tell sequences of class 1 from those of class 0. In class 1 each token is replaced by a *marker* with a probability of 10 %; in class 0 no token is. So a few sequences of class 1 have no marker, and even the best rule, *class 1 if there is a marker*, is not always right. Each size gets three learning rates. Batches 32 and 128 get
 #
 # - the rate of batch 8 as it is,
 # - this rate times the square root of (batch size / 8),
 # - this rate times (batch size / 8).
 #
-# Batch 8 gets the same rates as batch 32, to be fair. All sizes get the same 2048 samples, in three seeds, and are judged on unseen sequences. The table's last column, *above the best rule*, is the distance between the model's probabilities and the best ones possible. A perfect model has 0 there, though not a loss of 0: some marked sequences have no marker by chance.
+# Batch 8 gets the same rates as batch 32, to be fair. All sizes get the same 2048 samples, in three seeds, and are judged on unseen sequences. The table's last column, *above the best rule*, is the distance between the model's probabilities and those of the best rule. A perfect model has 0 there, but its loss is above 0.
 
 
 # %%
 def best_rule(batch):  # the probability of each label, given how the sequences were made
-    hidden = 0.9 ** batch["input_ids"].shape[1]  # the probability that a marked sequence has no marker by chance
+    hidden = 0.9 ** batch["input_ids"].shape[1]  # the probability that a sequence of class 1 has no marker
     marked = (batch["input_ids"] == learnable.build_config().vocab_size // 4).any(1)
     likely = torch.where(marked, 1.0, hidden / (1 + hidden))
     return torch.stack([1 - likely, likely], 1)
@@ -727,7 +727,7 @@ plots.Table(["batch", "steps", "samples", "seconds"], rows, f"to a loss of {targ
 #
 # ## What held: learning
 #
-# How well a training *ends* is judged by the distance to the best rule, not by the loss. Some marked sequences have no marker by chance, and the loss that this leaves is the same for every training.
+# How well a training *ends* is judged by the distance to the best rule, not by the loss. The loss of the best rule itself is the same for every training.
 
 
 # %% tags=["claim"]
@@ -808,7 +808,7 @@ exercises.prove(
 # %% [markdown]
 # ## Recap
 #
-# - **Speed:** a larger batch was faster until the later of two knees, which ceilings and tiles predict. In the whole step it shared updates and calls as well: on the AMD EPYC above 0.36 of the seconds that it saved were updates.
+# - **Speed:** a larger batch was faster until the later of two knees, which ceilings and tiles predict. In the whole step it shared updates and calls as well: of the seconds that it saved, a share of 0.36 were updates (on the machine named in part 1).
 # - **Memory:** the largest batch that fits was found by crashing, and without. Your tables show what it brought, and whether the time jumped at the edges of tiles.
 # - **Learning:** after 16 steps the loss with batch 128 was 0.09 times that with batch 8; after the same 512 samples it was 11.8 times. By seconds the winner depends on your machine, and a large batch needs a scaled learning rate.
 
