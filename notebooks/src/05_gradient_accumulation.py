@@ -434,7 +434,7 @@ plots.Table(header, [[name, *row] for name, row in tests.items()])
 #
 # Two remedies pass the same test below:
 #
-# - Give the Trainer a loss function that divides by the count. This is exact, also for unequal lengths.
+# - Give the Trainer a loss function that divides by the count. The Trainer uses it instead of the model's loss, so it does not matter that the model still does not divide. This is exact, also for unequal lengths.
 # - Tell the Trainer not to trust the model, in one line. It then takes the mean of the means, which is right if all micro-batches have the same number of labels.
 
 
@@ -511,7 +511,7 @@ claims.check(
 assert not more_steps.known or more_steps.high > 1  # the answer to the question "slower"
 
 # %% [markdown]
-# The two guides contradict each other less than it seems. The 2023 guide compares at the same effective batch: more steps mean smaller passes. The 2022 guide compares at the same micro-batch: the passes are the same, with fewer updates. The note of `accumulation-fewer-updates` gives the update's share of a step. Accumulation cannot save more than this share of the time, however many micro-batches it adds up.
+# The two guides contradict each other less than it seems. The 2022 guide compares at the same micro-batch: the passes are the same, with fewer updates. The 2023 guide compares at the same effective batch: more steps mean smaller passes. Only its sentence that more steps cost more does not name what stays the same; `accumulation-cost-grows` tests that sentence at the same micro-batch. The note of `accumulation-fewer-updates` gives the update's share of a step. Accumulation cannot save more than this share of the time, however many micro-batches it adds up.
 #
 # ### Learning
 #
@@ -522,7 +522,7 @@ assert not more_steps.known or more_steps.high > 1  # the answer to the question
 # - 4 x 8 at 8 times the learning rate
 # - 32 x 1, the batch that 4 x 8 replaces
 #
-# Dropout is off, and there are three seeds. The picture shows the training loss: a line is the median of the seeds, a band their range. The claims use the loss on sequences that were not trained on. (Warm-up is not measured: one of 100 steps would be longer than all of 4 x 8.)
+# Dropout is off, and there are three seeds. The picture shows the training loss: a line is the median of the seeds, a band their range. The claims use the loss on sequences that were not trained on. (Warm-up is not measured: a warm-up often takes 100 steps, and 4 x 8 has only 16.)
 
 # %%
 SEQUENCES = 512 if lab.profile.name != "tiny" else 64
