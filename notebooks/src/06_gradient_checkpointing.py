@@ -332,7 +332,7 @@ print(f"each of the 4 layers saves about {layers[True] / 4 / (4 * 256 * 256 * 4)
 plots.Table(["part", "of the saved bytes", "of the matmuls' FLOPs"], sorted(rows, key=lambda row: -saved[row[0]])[:5])
 
 # %% [markdown]
-# A part is worth recomputing if its share in the first column is larger than in the second. The counter knows matmuls only. So operations that work element by element (normalization, dropout, the activation function) have 0 %: they do little arithmetic, although on a CPU they take some time. Attention grows with the square of the sequence, so checkpointing saves most for long sequences. Methods that choose single operations rather than whole layers recompute only those that are worth it. (A fused attention kernel saves less to begin with: lesson 11.)
+# A part is worth recomputing if its share of the saved bytes is larger than its share of the FLOPs. The counter knows matmuls only. So operations that work element by element (normalization, dropout, the activation function) have 0 %: they do little arithmetic, although on a CPU they take some time. Attention grows with the square of the sequence, so checkpointing saves most for long sequences. Methods that choose single operations rather than whole layers recompute only those that are worth it. (A fused attention kernel saves less to begin with: lesson 11.)
 #
 # Does the position matter, too? The inside of the *last* layer is dropped at the end of the forward pass and made again at the start of backward, while everything else still waits. Its hump is there either way: recomputing it costs time and saves nothing. You will use that in the challenge.
 #
@@ -502,7 +502,7 @@ claims.check("checkpointing-sqrt", power, note=note)
 #
 # ### The square root, and the flag
 #
-# The square root comes from the paper that proposed checkpoints in segments of √n blocks. The 2022 guide promises the square root for the library's flag as well, and the 2023 guide says that only a fraction of the activations is computed again. So we count two things for a BERT under the flag: how the bytes that wait after the forward pass grow with the number of layers, and how many of its layers run twice.
+# The square root comes from the paper that proposed checkpoints in segments of √n blocks. The 2022 guide promises the square root for the library's flag as well, and the 2023 guide says that only a fraction of the activations is computed again. So we count two things for a BERT under the flag: how the bytes that wait after the forward pass grow with the number of layers, and how many of its layers run twice. The third claim needs no new count: it uses the matmuls of *all forgotten* from above.
 
 
 # %% tags=["claim"]
