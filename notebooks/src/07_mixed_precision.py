@@ -6,7 +6,7 @@
 # **You will see**
 #
 # - what fp32, bf16 and fp16 can hold, bit by bit, and a loss scaler written by hand that rescues the gradients that fp16 loses
-# - which bytes of a training step halve in mixed precision, which stay, which are added, and from which batch size on it pays, beside the guide's own table
+# - which bytes of a training step halve in mixed precision, which stay, which are added, and from which batch size on it pays; your curve is compared with the guide's figures
 # - where half precision is faster, and how to tell whether the loss and an evaluation are still as good
 #
 # **Time:** 50 minutes in two parts. The cells run for 41 s on two CPU cores.
@@ -288,7 +288,7 @@ try_scaler(2.0**16, "One bad step, the 26th", bad_step=25)
 #
 # `torch.autocast` acts inside its `with` block, a *region*. It decides for each operation: some run in half precision, some in fp32, and the others keep the type of their inputs. CPU and GPU differ, so the cell tries it on your device.
 #
-# How do you see a cast? Every operation goes through torch's dispatcher, which selects its kernel. A *dispatch mode* is called there with each operation and its tensors before the operation runs. Ours counts operations; a cast is called `_to_copy`. Two questions: how often is one weight cast that is used twice? And if the weight is changed between the two uses, as an optimizer would do, does the second matmul see the change?
+# How do you see a cast? Every operation goes through torch's dispatcher, which selects its kernel. A *dispatch mode* is called there with each operation and its tensors before the operation runs. Ours counts operations; a cast is called `_to_copy`. The cell uses one weight twice and answers two questions. How often is the weight cast? And if it is changed between the two uses, as an optimizer would do, does the second matmul see the change?
 
 
 # %%
@@ -610,7 +610,7 @@ plots.Table(["activations against fp32", "default attention", "attn_implementati
 #
 # ### Is it fast, and does it still learn?
 #
-# Three seeds of a task that can be learnt are trained in fp32 and in mixed precision. In the picture, compare the band of three curves of each recipe.
+# A task that can be learnt is trained in fp32 and in mixed precision, three times each (three seeds). In the picture each recipe has a band of three curves: compare the bands.
 #
 # > **On a GPU** of compute capability 8.0 or newer, tf32 is trained too. **On a CPU**, one run with `fp16=True` is added.
 
