@@ -235,7 +235,7 @@ exercises.question(
 # %% [markdown]
 # Only the states changed. If both peaks are in the backward pass, the states are part of them from the second step on, so the peak falls by as many bytes as the states shrink. If only Adafactor's peak is in `step`, it falls by less: in `step` all gradients and the update's temporaries are in memory.
 #
-# The 2023 guide's table gives Adafactor "slightly more than 4" bytes a parameter. Read the last column: that is the row *with a first moment*. The Trainer keeps none, and what remains is hardly worth a bar. (The guide's own measurement contradicts its table. With Adafactor its run on a V100 took 2654 MB less, in MB of 2²⁰ bytes. AdamW's two states for bert-large are 2557 of these MB, so both of them went. With a first moment kept, only about half of that could have gone.)
+# The 2023 guide's table gives Adafactor "slightly more than 4" bytes per parameter. Look for that figure in the column *bytes per parameter*: it belongs to the row *with a first moment*. The Trainer keeps no first moment, and what remains is hardly worth a bar. (The guide's own measurement contradicts its table. With Adafactor its run on a V100 took 2654 MB less, in MB of 2²⁰ bytes. AdamW's two states for bert-large are 2557 of these MB, so both of them went. With a first moment kept, only about half of that could have gone.)
 #
 # ## What the update costs
 #
@@ -414,7 +414,7 @@ exercises.question(
 # The guide says that Adafactor *can* converge more slowly, in some instances. One such instance is enough, so the task on which Adafactor did worse decides; the other one is in the note. The guide also says that Adafactor *often* has instability issues. No lesson can measure how often, over everybody's trainings; the lines above the pictures count ours.
 
 # %% tags=["claim"]
-claims.check("adafactor-row-column", numbers_kept[48, 20] / (48 + 20), note="means, which are sums by their number")
+claims.check("adafactor-row-column", numbers_kept[48, 20] / (48 + 20), note="it keeps means: sums divided by the number of entries")
 
 # %% tags=["claim"]
 claims.check("adafactor-memory", adafactor.peak_bytes / vanilla.peak_bytes, note=f"saved {plots.bytes_text(saved)}")
@@ -450,7 +450,7 @@ _ = widgets.explore(draw, learning_rate=RATES, task=list(contests))
 # %% jupyter={"source_hidden": true}
 exercises.hint(
     "Three cases, by the number of dimensions: one, two, more. `len(shape)` tells them apart.",
-    "A vector is kept whole. A matrix keeps one number a row and one a column: `shape[-2] + shape[-1]`.",
+    "A vector is kept whole. A matrix keeps one number per row and one per column: `shape[-2] + shape[-1]`.",
     "A stack has `math.prod(shape[:-2])` matrices, which is 1 if there is only one (the product of nothing).",
 )
 
