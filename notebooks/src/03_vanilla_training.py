@@ -472,7 +472,7 @@ def draw(first):
         ax.plot([np.median(values)], [row], "o", color="black", markersize=7)
     ax.axvline(1, color="black", linewidth=1)
     ax.set_yticks(range(len(known)), [comparison.other.name for comparison in known])
-    ax.set(ylim=(1.6, -0.6), xlabel=f"speed ratio from the first {first}")
+    ax.set(ylim=(1.6, -0.6), xlabel=f"speed ratio; processes used (on a GPU: pairs): {first}")
     return ax
 
 

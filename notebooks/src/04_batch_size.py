@@ -288,7 +288,7 @@ print(f"batch {fitting} is {speeds[-1] / speeds[0]:.2f} x as fast as batch 1; ",
 print(f"without the updates {without_update[-1] / without_update[0]:.2f} x")
 
 # %% [markdown]
-# In the left picture two effects add up. The distance between the lines is the **update**: more samples share it. The rise that remains without the update comes from passes that fill the device better, and from calls that more samples share. In the right picture each sample adds as many bytes as the one before, up to the limit.
+# In the left picture two effects add up. The distance between the lines is the **update**: more samples share it. The rise that remains without the update comes from passes that fill the device better, and from calls that more samples share. In the right picture each sample adds as many bytes as the one before, up to the limit; the line looks bent because the axis of the batch size is logarithmic. The peak of a small batch can be above the line: it is then at the end of backward or in the update, where the gradients are complete and the batch hardly matters.
 #
 # ## Multiples of 8, of 64, and of what else
 #
