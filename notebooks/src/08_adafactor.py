@@ -414,7 +414,7 @@ exercises.question(
 # The guide says that Adafactor *can* converge more slowly, in some instances. One such instance is enough, so the task on which Adafactor did worse decides; the other one is in the note. The guide also says that Adafactor *often* has instability issues. No lesson can measure how often, over everybody's trainings; the lines above the pictures count ours.
 
 # %% tags=["claim"]
-claims.check("adafactor-row-column", numbers_kept[48, 20] / (48 + 20), note="it keeps means: sums divided by the number of entries")
+claims.check("adafactor-row-column", numbers_kept[48, 20] / (48 + 20), note="it keeps means: sums divided by a count")
 
 # %% tags=["claim"]
 claims.check("adafactor-memory", adafactor.peak_bytes / vanilla.peak_bytes, note=f"saved {plots.bytes_text(saved)}")
