@@ -311,7 +311,7 @@ near = vector // 4 if on_cpu else 8
 columns = {n * edge + away for n in (1, 2, 3, 4) for away in (-4 * near, -2 * near, -near, 0, past, near)}
 columns = sorted(columns - {0})
 expected_waves = [waves(rows_here, number, tile, at_once) for number in columns]
-print(f"prediction: columns per tile {tile[1]}, tiles at once {at_once}; time jumps after {edge}, {2 * edge}, {3 * edge}")
+print(f"prediction: {tile[1]} columns per tile, {at_once} at once; time jumps after {edge}, {2 * edge}, {3 * edge}")
 
 
 # %%
