@@ -522,7 +522,7 @@ assert not more_steps.known or more_steps.high > 1  # the answer to the question
 # - 4 x 8 at 8 times the learning rate
 # - 32 x 1, the batch that 4 x 8 replaces
 #
-# Dropout is off, and there are three seeds. The picture shows the training loss: a line is the median of the seeds, a band their range. The claims use the loss on sequences that were not trained on. (Warm-up is not measured: a warm-up often takes 100 steps, and 4 x 8 has only 16.)
+# Dropout is off, and there are three seeds. The picture shows the training loss: a line is the median of the seeds, a band their range. The claims use the loss on sequences that were not trained on. (Warm-up is not measured: a warm-up of 100 steps would be longer than the whole training with 4 x 8, which has 16 steps.)
 
 # %%
 SEQUENCES = 512 if lab.profile.name != "tiny" else 64
