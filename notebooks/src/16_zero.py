@@ -318,7 +318,7 @@ for stage in (0, 3):
     forward = run.memory.phase_breakdowns["forward"]
     rows.append([f"stage {stage}", *(plots.bytes_text(forward[kind]) for kind in (*KINDS, "activations"))])
     rows[-1].append(plots.bytes_text(run.peak_bytes))
-plots.Table(["after forward", "weights", "gradients", "states", "activations", "peak"], rows)
+plots.Table(["after forward", "weights", "gradients", "states", "activations", "peak of the step"], rows)
 
 # %% [markdown]
 # The activations are the same with and without ZeRO. Gradient checkpointing makes them smaller (lesson 06).
@@ -466,7 +466,7 @@ plots.Table(
 )
 
 # %% [markdown]
-# We compared the estimate with rehearsals (dry runs of torch's CUDA build, without a GPU) of small GPT-2s and Llamas on two and four A100. Both agreed to the byte, except for one number, an accumulated loss.
+# We compared the estimate with rehearsals (dry runs of torch's CUDA build, without a GPU) of small GPT-2s and Llamas on two and four A100. Both agreed to the byte, or differed by the 512 bytes of one tensor, the accumulated loss.
 #
 # With accelerate 1.15 some trainings stop with an error if `fsdp` is on:
 #
