@@ -585,7 +585,7 @@ header = ["optim", "states, B/parameter", "peak", "peak is in", "update", "best 
 plots.Table(header, rows, "sorted by peak; guessing has a loss of 2.08")
 
 # %% [markdown]
-# Read the two columns of memory separately. *States* is the figure of the guides' tables. *Peak* is what must fit, and includes what the update makes while it runs: on a CPU bitsandbytes' 8-bit optimizers unpack whole tensors, and `adafactor` makes an update before it applies it.
+# Read the two columns of memory separately. *States* is the figure of the guides' tables. (For the 8-bit optimizers of bitsandbytes it would be larger in a training by the Trainer, which keeps the states of embeddings in 32 bits: lesson 09.) *Peak* is what must fit, and includes what the update makes while it runs: on a CPU bitsandbytes' 8-bit optimizers unpack whole tensors, and `adafactor` makes an update before it applies it.
 #
 # > **On a GPU:** the optimizers with *paged* in their name keep their states in memory that CUDA moves between card and host, and that torch does not count.
 #
