@@ -322,7 +322,7 @@ plots.Table(["form", "peak is in", "the update's temporaries", "roots, by arithm
 
 # %% [markdown]
 # - **foreach** makes the roots of all tensors before it uses the first: 4 bytes per parameter, as much as the gradients.
-# - **The loop** in torch makes the root of one tensor, and then a second tensor of the same size: the root divided by a number. The quotient of the previous tensor is still in memory, too, because a variable refers to it. Two roots of one huge embedding can weigh as much as one root of everything. Compare the two vocabularies.
+# - **The loop** in torch makes the root of one tensor, and then a second tensor of the same size: the root divided by a number. The quotient of the previous tensor is still in memory, too, because a variable refers to it. Two or three roots of one huge embedding can take nearly as many bytes as the roots of all tensors. Compare the two vocabularies.
 # - **fused** makes no roots. Its peak is at the end of backward, when all gradients are there beside weights and states.
 #
 # The Trainer has two names for the three forms: `optim="adamw_torch_fused"`, and `optim="adamw_torch"`, which is the loop on a CPU. The next table has the peaks of both: measured, and estimated for this machine and for a GPU.

@@ -236,7 +236,7 @@ widgets.revealed(lab, "sent", sum(size for kind, size in ddp["traffic"][-1] if k
 #
 # Does DDP send while backward runs? It calls a *communication hook* with each full bucket, and our hook checks whether a gradient is still missing then.
 #
-# Buckets take memory. DDP **copies** each gradient into its bucket, unless `gradient_as_bucket_view=True` makes the gradient a view of the bucket. The copies take 4 bytes per parameter more: with AdamW 20 instead of 16, in the next table 12 instead of 8, because there plain SGD keeps no states. (`TrainingArguments` has no such switch, accelerate's `DistributedDataParallelKwargs` has.) Since torch 2.15 `lazy_bucket_allocation=True` frees the buckets after backward.
+# Buckets take memory. DDP **copies** each gradient into its bucket, unless `gradient_as_bucket_view=True` makes the gradient a view of the bucket. The copies take 4 bytes per parameter more: 20 instead of 16 with AdamW. (The next table has 12 instead of 8, because its plain SGD keeps no states.) (`TrainingArguments` has no such switch, accelerate's `DistributedDataParallelKwargs` has.) Since torch 2.15 `lazy_bucket_allocation=True` frees the buckets after backward.
 #
 # The picture after the table shows at what time each bucket is sent. If this machine allows it, the ranks communicate over a real slow link: each rank is in a network namespace of its own, with a virtual cable of 400 Mbit/s between them.
 
