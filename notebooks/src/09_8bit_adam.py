@@ -59,7 +59,7 @@ widgets.predict(lab, "states", question, "bytes per parameter", 0, 12)
 # %% [markdown]
 # ## By hand: the map
 #
-# The **map** is the list of the 256 values. Which values should it have? Adam's two running averages are called moments: the *first moment* is the average of the gradients, the *second moment* that of their squares. Second moments within one tensor differ by many powers of ten, so equal steps from 0 to 1 would spend nearly all values on the few large ones. The *dynamic* map has seven decades, from $10^{-7}$ up to 1; each has twice as many values as the decade below it. The first moment gets a signed map. The second gets an unsigned map, which has twice the values in each decade.
+# The **map** is the list of the 256 values. Which values should it have? Adam's two running averages are called moments: the *first moment* is the average of the gradients, the *second moment* that of their squares. Each number is first divided by the largest, so the values run from 0 to 1 (or, with a sign, from -1 to 1). Second moments within one tensor differ by many powers of ten, so values in equal steps would spend nearly all values on the few large ones. The *dynamic* map has seven decades, from $10^{-7}$ up to 1; each has twice as many values as the decade below it. The first moment gets a signed map. The second gets an unsigned map, which has twice the values in each decade.
 
 
 # %%
@@ -303,7 +303,7 @@ plots.Table(["tensors", "how many", "parameters", "flag: bytes/parameter", "by h
 #
 # ## States are not the peak
 #
-# The first picture shows the peaks. The second one shows a whole step of AdamW and, below it, one with the flag, operation by operation.
+# The first picture shows the peaks. The second one shows a whole training step with AdamW and, below it, one with the flag, operation by operation. In the table, *step* is only the last phase of it: the optimizer's step.
 
 # %%
 _ = plots.memory([vanilla, flag, by_hand, adafactor])
@@ -333,7 +333,7 @@ plots.Table(["run", *names], rows)
 # %% [markdown]
 # States are in memory all the time, so saving them lowers the peak in any phase. If the peak is in the backward pass, the flag lowers it by nearly 6 bytes per quantized parameter; Adafactor lowers it by 8 per parameter, embeddings included.
 #
-# In the optimizer's step (the table's *highest in the step*) the peak also depends on the backend, bitsandbytes' code for your device. Its [CPU backend](https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1901) works on whole tensors: states expanded to 32 bits, copies of gradient and weight, intermediate results. The picture shows these bytes in grey, as *operator workspace*; the largest tensor decides their height. Compare the last two columns of bytes in the table: as long as *highest in the step* is below *highest in backward*, the intermediate results cost nothing. Exercise 1 asks what a small batch changes.
+# In the optimizer's step the peak also depends on the backend, bitsandbytes' code for your device. Its [CPU backend](https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1901) works on whole tensors: states expanded to 32 bits, copies of gradient and weight, intermediate results. The picture shows these bytes in grey, as *operator workspace*; the largest tensor decides their height. Compare the last two columns of bytes in the table: as long as *highest in the step* is below *highest in backward*, the intermediate results cost nothing. Exercise 1 asks what a small batch changes.
 #
 # > **On a GPU:** one CUDA kernel expands a state in registers, a few numbers at a time, so the update needs no memory of its own.
 #
@@ -404,7 +404,7 @@ print(f"final loss of 8-bit / AdamW, seed by seed: median and range {ratio}")
 print(f"AdamW alone, from seed to seed: {min(finals['AdamW']):.3f} to {max(finals['AdamW']):.3f}")
 
 # %% [markdown]
-# In the left picture, one curve should cover the other at each rate at which the model learns: 8-bit Adam needs Adam's learning rate, unlike Adafactor. The right picture shows the five seeds. Compare the two printed lines: how far is the ratio from 1, and how much does AdamW's own loss differ from seed to seed?
+# In the left picture, one curve should cover the other: 8-bit Adam needs Adam's learning rate, unlike Adafactor. (At a rate so high that the model does not learn, the curves may part.) In the right picture a line is the median of the five seeds, and the shaded area is their range. Compare the two printed lines: how far is the ratio from 1, and how much does AdamW's own loss differ from seed to seed?
 #
 # ## What held
 

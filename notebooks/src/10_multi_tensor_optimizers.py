@@ -128,7 +128,7 @@ plots.Table(
 
 
 # %% [markdown]
-# If a form has 0 in the column *unequal in a bit*, it does the same roundings in the same order as torch's loop. If some weights differ, the form rounds at other places: the fused kernel multiplies and divides in another order, and need not round to memory between two operations. Look at the size of the difference: a number near 1 is stored to within 6e-8, so a difference of this order is one or two roundings.
+# If a form has 0 in the column *unequal in a bit*, it does the same roundings in the same order as torch's loop. If some weights differ, the form rounds at other places: the fused kernel multiplies and divides in another order, and need not store, and thereby round, a result between two operations. Look at the size of the difference: a number near 1 is stored to within 6e-8, so a difference of this order is one or two roundings.
 #
 # ## What is launched
 #
@@ -163,7 +163,7 @@ counts = lab.run(operators_called, measure="value").value
 plots.Table(["torch.optim.AdamW", "10 tensors", "100 tensors"], [[name, *pair] for name, pair in counts.items()])
 
 # %% [markdown]
-# The table counts the operators that Python calls in one step. With the loop, their number grows with the number of tensors. With foreach it grows too, but more slowly: torch stores a step counter for each tensor, and most of foreach's operators only read these counters. The last row is what you get without a flag: on a CPU the loop, because foreach saves only the time of Python there.
+# The table counts the operators that Python calls in one step. The loop calls ten per tensor: the eight operations, and two for the step counter that torch stores for each tensor. With foreach the number grows too, but more slowly: most of its operators only read these counters. The last row is what you get without a flag: on a CPU the loop, because foreach saves only the time of Python there.
 #
 # > **On a GPU:** without a flag you get foreach, as the guide predicted. A multi-tensor kernel gets the addresses of its tensors as arguments. There is room for some dozens of addresses, so many tensors need several kernels.
 #
@@ -322,14 +322,14 @@ plots.Table(["form", "peak is in", "the update's temporaries", "roots, by arithm
 
 # %% [markdown]
 # - **foreach** makes the roots of all tensors before it uses the first: 4 bytes per parameter, as much as the gradients.
-# - **The loop** in torch makes the root of one tensor, and then a second tensor of the same size: the root divided by a number. The quotient of the previous tensor is still in memory, too, because a variable refers to it. Two roots of one huge embedding can weigh as much as one root of everything. Compare the two vocabularies.
+# - **The loop** in torch makes the root of one tensor, and then a second tensor of the same size: the root divided by a number. The quotient of the previous tensor is still in memory, too, because a variable refers to it. Two or three roots of one huge embedding can take nearly as many bytes as the roots of all tensors. Compare the two vocabularies.
 # - **fused** makes no roots. Its peak is at the end of backward, when all gradients are there beside weights and states.
 #
 # The Trainer has two names for the three forms: `optim="adamw_torch_fused"`, and `optim="adamw_torch"`, which is the loop on a CPU. The next table has the peaks of both: measured, and estimated for this machine and for a GPU.
 #
 # > **On a GPU:** `adamw_torch` is foreach, by torch's default. Even so, both estimates for a GPU are alike: this model is so small that its peak there is in backward, where a matmul borrows 32 MiB of workspace, more than all roots take.
 #
-# The cell after it leaves vertical fusion to a compiler (lesson 11): `torch.compile` reads our `foreach` function and writes kernels of its own. Does it keep the roots out of memory? The column *allocated during the update* adds up all allocations, including bytes that are freed soon after. So the loop has as many as foreach, although it keeps few roots at a time.
+# A third table, by the cell after that, leaves vertical fusion to a compiler (lesson 11): `torch.compile` reads our `foreach` function and writes kernels of its own. Does it keep the roots out of memory? The column *allocated during the update* adds up all allocations, including bytes that are freed soon after. So it shows as many bytes for the loop as for foreach, although the loop keeps few roots at a time.
 
 # %%
 both = ("adamw_torch", "adamw_torch_fused")
@@ -585,7 +585,7 @@ header = ["optim", "states, B/parameter", "peak", "peak is in", "update", "best 
 plots.Table(header, rows, "sorted by peak; guessing has a loss of 2.08")
 
 # %% [markdown]
-# Read the two columns of memory separately. *States* is the figure of the guides' tables. *Peak* is what must fit, and includes what the update makes while it runs: on a CPU bitsandbytes' 8-bit optimizers unpack whole tensors, and `adafactor` makes an update before it applies it.
+# Read the two columns of memory separately. *States* is the figure of the guides' tables. (For the 8-bit optimizers of bitsandbytes it would be larger in a training by the Trainer, which keeps the states of embeddings in 32 bits: lesson 09.) *Peak* is what must fit, and includes what the update makes while it runs: on a CPU bitsandbytes' 8-bit optimizers unpack whole tensors, and `adafactor` makes an update before it applies it.
 #
 # > **On a GPU:** the optimizers with *paged* in their name keep their states in memory that CUDA moves between card and host, and that torch does not count.
 #
@@ -593,7 +593,7 @@ plots.Table(header, rows, "sorted by peak; guessing has a loss of 2.08")
 #
 # ## What held
 #
-# Two claims are about time. The steps of both contenders alternate in one process, and three fresh processes do this. (On a CPU, CPU time on one thread is compared.) The first contender takes part twice: its two times come from the same code, so their difference is noise. `Ratio.of_turns` compares the contenders, and its interval is never narrower than this noise.
+# Two claims are about time. Each compares two optimizers: their steps alternate within one process, and this is repeated in three fresh processes. (On a CPU, CPU time on one thread is compared.) The first of the two takes part twice: its two times come from the same code, so their difference is noise. `Ratio.of_turns` divides the times, and its interval is never narrower than this noise.
 #
 # - **Many small tensors**: the loop against foreach.
 # - **Training**: steps of 1 x 32 tokens by the fused AdamW, and by the quickest other AdamW of the table, both made by the Trainer. In larger steps the gain is smaller: see the shares above.
@@ -630,7 +630,7 @@ small_ones = [lab.run(tiny, measure="value").value for _ in range(3)]
 display(claims.check("multi-tensor", speed_ratio(small_ones)))
 trained = [lab.run(training, task=short, measure="value").value for _ in range(3)]
 gain = (large + update[0]) / (large + update[2])
-note = f"against {RIVAL}; of torch's loop, 4 x {lab.task.seq_len} tokens, from its parts: {gain:.2f}"
+note = f"against {RIVAL}; against torch's loop, 4 x {lab.task.seq_len} tokens: {gain:.2f} (from the table of shares)"
 display(claims.check("fused-fastest", speed_ratio(trained), note=note))
 note = f"{counts['no flag'][1]} operators for 100 tensors without a flag, {counts['foreach'][1]} with foreach=True"
 display(claims.check("multi-tensor-default", counts["no flag"][1] / counts["foreach"][1] if cuda else None, note=note))

@@ -73,7 +73,7 @@ widgets.predict(
 # %% [markdown]
 # ## By hand
 #
-# Plain attention takes three lines. The second function sees `tile` keys at a time, and keeps three things for each query: the largest score so far, the sum of the exponentials so far, and the output so far. If a tile holds a larger score, the sum and the output were too large by a known factor, so the function *shrinks* them (online softmax, Milakov and Gimelshein 2018).
+# Plain attention takes three lines. The second function sees `tile` keys at a time, and keeps three things for each query: the largest score so far, the sum of the exponentials so far, and the output so far. Exponentials are taken of a score minus the largest score so far, so that none overflows. If a tile holds a larger score, the sum and the output are too large by a known factor, so the function *shrinks* them (online softmax, Milakov and Gimelshein 2018).
 
 
 # %%
@@ -256,7 +256,7 @@ no = "No: with dropout torch takes the plain way here, and the square is back."
 exercises.question(
     lab,
     "dropout",
-    "Your model has a dropout of 0.1 inside attention. You switch from eager to SDPA on this machine. Does the square of scores go?",
+    "Your model has a dropout of 0.1 inside attention. You switch from plain attention to SDPA on this machine. Does the square of scores go?",
     {
         yes: "This is true of GPUs. Their kernels draw the dropout mask of a tile when they need it, and again in the "
         "backward pass. Look at the row *dropout 0.1* of the next table.",
@@ -369,7 +369,7 @@ _ = plots.memory([run for pair in zip(eager, sdpa) for run in pair], title="Peak
 widgets.revealed(lab, "fused", measured, estimate=lab.foresee(in_percent))
 
 # %% [markdown]
-# Activations and temporaries shrink; weights and states do not. At the shortest length the two peaks hardly differ.
+# At the longest length activations and temporaries are smaller; weights and states are not. At the shortest length the two peaks hardly differ. (A bar shows its own peak, and the two peaks of a pair may be at different moments of the step. So one kind of bytes can be larger although the peak is lower.)
 #
 # Does the model compute the same numbers? A loss cannot answer that: at the start of training it hardly depends on attention, so a kernel that returns zeros would pass. Compare the gradients of all weights instead. The test is made hard on purpose: the weights are so large that each token attends to a few tokens only, half of one sequence is masked, and no tile size divides the sequence's length.
 
@@ -433,7 +433,7 @@ def gate(x):
 #
 # Some Python cannot be put into a graph, for example an `if` that must know a tensor's value before it can go on. It *breaks* the graph: the result is two graphs with plain Python between them, and nothing is fused across the break. Breaks are silent. The result is right, only slower. With `fullgraph=True` each break is an error, and `TORCH_LOGS=graph_breaks` prints them.
 #
-# The next cell has two planted breaks, and `explain` finds them. The cell after it calls each of several models twice with the same batch. `problem_type` in a configuration tells a classifier which loss to compute; in the rows with *set* it is set beforehand. In the last row the layers are compiled one by one (*regional* compilation). The layers are alike, so the graph of the first one serves them all.
+# The next cell has two planted breaks, and `explain` finds them. (The word *mean* in its output comes from the planted `print`.) The cell after it calls each of several models twice with the same batch. `problem_type` in a configuration tells a classifier which loss to compute; in the rows with *set* it is set beforehand. In the last row the layers are compiled one by one (*regional* compilation). The layers are alike, so the graph of the first one serves them all.
 
 
 # %%
@@ -624,7 +624,7 @@ plots.Table(["backend", "operations", "first step, cold (s)", "later steps (s)",
 #
 # `eager` and `aot_eager` take the graph and run its operations unchanged, so they speed nothing up. Use them if something breaks: they show whether capturing or compiling is at fault.
 #
-# The next cell prints the code that inductor wrote for `gate`. Find the one place where it reads, and the one where it writes. Then it answers a question: after how many steps has the start paid for itself? The cold first step takes longer than a step without a compiler: this difference is the cost of the start. Each later step takes less time than a step without a compiler: this difference is the gain.
+# The next cell prints the code that inductor wrote for `gate`. Find the one place where this code reads, and the one where it writes. The lines below the code answer a question: after how many steps has the start paid for itself? The cold first step takes longer than a step without a compiler: this difference is the cost of the start. Each later step takes less time than a step without a compiler: this difference is the gain.
 #
 # > break-even = (cold first step - step without compiler) / (step without compiler - step with compiler)
 #

@@ -300,7 +300,7 @@ shares = [waiting_share(bars[12:]) for bars in pair]
 print("share of the time spent waiting: {:.0%} by the rules, {:.0%} measured".format(*shares))
 
 # %% [markdown]
-# Two workers are not enough for a reader that takes three steps. Find the steps that wait: in the upper chart as the rules predict them, in the lower one as the clock measured them.
+# Two workers are not enough for a reader that takes three steps. Find the steps that wait: in the upper chart as the rules predict them, in the lower one as the clock measured them. The reader waits three times as long as a step takes *alone*. If steps take longer beside the workers, a read is shorter than three of these steps, and the measured waits are shorter too.
 #
 # ## More workers
 #
@@ -556,7 +556,7 @@ plots.Table(["batches", "share of padding", "tokens per second, without padding"
 #
 # ## To the GPU
 #
-# > **On a GPU:** the device can copy by itself only from **pinned** memory, which the operating system may not move. From any other memory, the host first copies the data to a pinned place, and waits. `non_blocking=True` lets the host go on, but only if the source is pinned. `DataLoader(pin_memory=True)` has a thread that pins each batch. The table compares a batch that is not pinned (*pageable*: the operating system may move it), one that is pinned while the step waits, and one that was pinned before the clock starts. Without a GPU nothing is measured.
+# > **On a GPU:** the device can copy by itself only from **pinned** memory, which the operating system may not move. From any other memory, the host first copies the data to a pinned place, and waits. `non_blocking=True` lets the host go on, but only if the source is pinned. `DataLoader(pin_memory=True)` has a thread that pins each batch. The table compares a batch that is not pinned (*pageable*: the operating system may move it), one that is pinned while the step waits, and one that was pinned before the clock starts. Without a GPU nothing is measured. The cell after the table only defines a function: it reads the GPU's utilisation, once with the input ready and once with a slow reader, for a claim at the end.
 
 
 # %%
@@ -752,7 +752,7 @@ exercises.prove(check, solution=dict(num_workers=3, prefetch_factor=6), mistake=
 # ## Recap
 #
 # - **Measuring.** Two readings of the clock per step showed how long it waited for its batch. A thread hid a reader that waits, but not one that computes in Python; a worker can hide both if it finds a core.
-# - **How many workers.** More workers helped until nothing was left to wait for: with a reader that takes three steps, four workers made the training 3.7 times as fast (AMD EPYC, 2 cores), and sixteen gained nothing more that could be measured. Each further worker costs its start, its memory and, if it computes, a core. A late batch calls for more prefetch, not for more workers.
+# - **How many workers.** More workers helped until nothing was left to wait for: with a reader that takes three steps, four workers made the training 3.7 times as fast (AMD EPYC, 2 cores, 2026-11-28), and sixteen gained nothing more that could be measured. Each further worker costs its start, its memory and, if it computes, a core. A late batch calls for more prefetch, not for more workers.
 # - **Cheaper batches.** Batches got cheaper by tokenising once if reading them back was cheap, by padding less or packing, and on a GPU by pinned memory.
 
 # %% tags=["finish"]

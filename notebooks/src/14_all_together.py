@@ -120,7 +120,8 @@ micro_batches = 8  # two optimizer steps
 # %% [markdown]
 # ## Baseline
 #
-# Vanilla is micro-batch 4, fp32 and AdamW. The other nine recipes have the same effective batch of 4. The MB and
+# Vanilla is micro-batch 4, fp32 and AdamW. The other nine recipes have the same effective batch of 4. *+ checkpointing* is
+# accumulation with checkpointing, and *all* is accumulation, checkpointing and half precision. The MB and
 # samples/s in the code are the 2023 guide's, measured on a V100 with 16 GiB and bert-large.
 #
 # > **On a GPU:** the speed of each recipe is measured too. On a CPU it is not: the speed of a miniature on a CPU, which may emulate half precision, says nothing about the guide's.
@@ -221,7 +222,7 @@ Markdown(
 #
 # ## The ladder of speed
 #
-# The guide's second goal is speed. The vanilla recipe above is today's: the library uses fused attention and a fused
+# The guide is also about speed. The vanilla recipe above is today's: the library uses fused attention and a fused
 # AdamW by default. The guides' vanilla had plain ("eager") attention, and an AdamW that updates the tensors one by one
 # in a loop. We start from there, and each rung adds one technique: tf32 and 16-bit matmuls (lesson 07), SDPA (11),
 # fused AdamW (10), a batch as large as fits into the memory that was freed (04), DataLoader workers (12), torch.compile
@@ -325,7 +326,7 @@ for name in climb:
     peak, batch = ran[name].peak_bytes, recipes[name]["per_device_train_batch_size"]
     ratios = to_before.get(name, 1), to_first.get(name, 1)
     rows.append([name, batch, plots.bytes_text(peak), f"{peak / room:.0%}", *ratios])
-header = ["rung", "batch", "peak", "of vanilla's", "speed against the rung before", "against vanilla"]
+header = ["rung", "batch", "peak", "peak / vanilla's", "speed against the rung before", "against vanilla"]
 plots.Table(header, rows, "Speed with its interval; on a CPU by CPU time, workers by wall-clock time")
 
 # %%
@@ -499,9 +500,10 @@ for cell, claim in {"speed": "zero-slows-if-fits", "memory": "zero-saves"}.items
 # ## Explore
 #
 # The first picture shows two recipes above each other, moment by moment: which colours shrink, and which grow? The
-# second one has all recipes: choose a limit, and copy one that fits. *Best of both* marks a recipe that no other recipe
-# beats in both memory and speed. (On a GPU it shows speeds too. One run of each is
-# no comparison, though: lesson 03.)
+# second one has the recipes of one task, which you choose in its menu *runs of*: choose a limit, and copy a recipe that
+# fits. *Best of both* marks a recipe that no other recipe beats in both memory and speed. (If several runs have one
+# name, the last is shown: *+ larger batch* may be the size that was left out above. On a GPU the picture shows speeds
+# too. One run of each is no comparison, though: lesson 03.)
 
 # %% tags=["widget"]
 explorers.timeline(vanilla, runs["all + Adafactor"], *runs.values())
@@ -728,7 +730,7 @@ except ValueError as missing:
 #   for learning.
 # - **The ladder of speed** led from the guides' vanilla to the best recipe in no more memory, and named the rungs that
 #   gained nothing here. The hardware decides what a rung gains: half precision trained 2.4 times as fast as fp32 on
-#   an AMD EPYC, and at 0.53 of fp32's speed when oneDNN (torch's library for matmuls on a
+#   an AMD EPYC (2026-11-28), and at 0.53 of fp32's speed when oneDNN (torch's library for matmuls on a
 #   CPU) was limited to the instruction set AVX512_CORE, which has no bf16 instructions.
 # - **The guide's own table** was decided cell by cell on this machine. On an AMD EPYC one of its 14 cells was refuted:
 #   half precision took 18 % off the peak, which the guide calls negligible.

@@ -236,7 +236,7 @@ widgets.revealed(lab, "sent", sum(size for kind, size in ddp["traffic"][-1] if k
 #
 # Does DDP send while backward runs? It calls a *communication hook* with each full bucket, and our hook checks whether a gradient is still missing then.
 #
-# Buckets take memory. DDP **copies** each gradient into its bucket, unless `gradient_as_bucket_view=True` makes the gradient a view of the bucket. The copies take 4 bytes per parameter more: with AdamW 20 instead of 16, in the next table 12 instead of 8, because there plain SGD keeps no states. (`TrainingArguments` has no such switch, accelerate's `DistributedDataParallelKwargs` has.) Since torch 2.15 `lazy_bucket_allocation=True` frees the buckets after backward.
+# Buckets take memory. DDP **copies** each gradient into its bucket, unless `gradient_as_bucket_view=True` makes the gradient a view of the bucket. The copies take 4 bytes per parameter more: 20 instead of 16 with AdamW. (The next table has 12 instead of 8, because its plain SGD keeps no states.) (`TrainingArguments` has no such switch, accelerate's `DistributedDataParallelKwargs` has.) Since torch 2.15 `lazy_bucket_allocation=True` frees the buckets after backward.
 #
 # The picture after the table shows at what time each bucket is sent. If this machine allows it, the ranks communicate over a real slow link: each rank is in a network namespace of its own, with a virtual cable of 400 Mbit/s between them.
 
@@ -410,7 +410,7 @@ _ = widgets.explore(scaling, megabits=[1000, 100, 200, 10000, 100000], samples=[
 # A link can be slow in two ways. It carries few **bytes per second**, or each message takes long to **arrive**. Two ranks on two *hosts* (network namespaces with a virtual cable) try both:
 #
 # - *Few bytes per second*: a large and a small model, over a cable on which the large model's gradients take as long as two steps.
-# - *Late messages*: a tiny model, over a cable of any width on which everything arrives 10 ms later. It is trained with DDP, with DDP that sends everything twice in one message, and with its weights *sharded*: divided over the ranks, as ZeRO does. Sharding sends more messages and more bytes than DDP. DDP with everything sent twice sends even more bytes, so if sharding still waits longer, the messages are the reason.
+# - *Late messages*: a tiny model, over a cable that does not limit the bytes per second, but delivers everything 10 ms later. It is trained with DDP, with DDP that sends everything twice in one message, and with its weights *sharded*: divided over the ranks, as ZeRO does. Sharding sends more messages and more bytes than DDP. DDP with everything sent twice sends even more bytes, so if sharding still waits longer, the messages are the reason.
 
 
 # %%
@@ -659,7 +659,7 @@ if gpus2 and not no_nvlink:
 # %% tags=["claim"]
 usual, quiet = ddp["traffic"][-1], in_steps["buckets"]
 note = (
-    f"with them {sum(size for kind, size in usual if kind != 'allreduce')} bytes of buffers, in a message of their own"
+    f"broadcast_buffers=True: {sum(size for kind, size in usual if kind != 'allreduce')} bytes more, in another message"
 )
 display(claims.check("ddp-in-step", ddp["apart"]))
 display(claims.check("ddp-traffic", quiet["bytes"] / parameter_bytes, note=note))
@@ -743,7 +743,7 @@ exercises.prove(check_bytes, solution={"bf16": True}, mistake={"accumulate": 2})
 #
 # - Each rank computes on its own samples, and the mean of the gradients keeps all ranks equal: the largest difference was 0.
 # - DDP sends 4 bytes per parameter per step, in buckets, 83 % of them while backward runs. Its buckets take 4 bytes per parameter of memory, unless gradients are views of them.
-# - A step waits for what backward cannot hide. Over a link with few bytes per second, a model twice as large waited 1.95 times as long; with late messages, a sharded model waited 4.85 times as long as one under DDP (AMD EPYC, 2 cores, 2026-11-28).
+# - A step waits for what backward cannot hide. Over a link with few bytes per second, a model twice as large waited 1.95 times as long; with late messages, a sharded model waited 4.85 times as long as one under DDP that sent everything twice (AMD EPYC, 2 cores, 2026-11-28).
 #
 # ## Part two: launchers and faults
 #

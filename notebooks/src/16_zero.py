@@ -304,7 +304,7 @@ widgets.revealed(lab, "stage1", 100 * sum(counted(runs[1])) / 16)
 axes = plots.memory([*runs.values()], title="Peak of a rank, two ranks, by hand")
 
 # %% [markdown]
-# The table counts the bytes between backward and the optimizer update. The picture shows the peak, which also contains a few temporaries, the memory that operations allocate while they run (*operator workspace*), and in stage 3 the gathered weights of the module in use.
+# The table counts the bytes between backward and the optimizer update. The picture shows the peak, which also contains temporaries, the memory that operations allocate while they run (*operator workspace*), and in stage 3 the gathered weights of the module in use.
 #
 # ### What no stage makes smaller
 #
@@ -318,7 +318,7 @@ for stage in (0, 3):
     forward = run.memory.phase_breakdowns["forward"]
     rows.append([f"stage {stage}", *(plots.bytes_text(forward[kind]) for kind in (*KINDS, "activations"))])
     rows[-1].append(plots.bytes_text(run.peak_bytes))
-plots.Table(["after forward", "weights", "gradients", "states", "activations", "peak"], rows)
+plots.Table(["after forward", "weights", "gradients", "states", "activations", "peak of the step"], rows)
 
 # %% [markdown]
 # The activations are the same with and without ZeRO. Gradient checkpointing makes them smaller (lesson 06).
@@ -348,7 +348,7 @@ for run in runs.values():
 plots.Table(["", "messages in a step", "volume, times the weights", "on the wire"], rows)
 
 # %% [markdown]
-# Read the printed lines from top to bottom:
+# The printed lines say, from top to bottom:
 #
 # 1. Before the embeddings run in forward, an all-gather joins their weights. Afterwards each rank keeps only its shard.
 # 2. Backward needs the whole weights again: the same all-gather.
@@ -466,7 +466,7 @@ plots.Table(
 )
 
 # %% [markdown]
-# We compared the estimate with rehearsals (dry runs of torch's CUDA build, without a GPU) of small GPT-2s and Llamas on two and four A100. Both agreed to the byte, except for one number, an accumulated loss.
+# We compared the estimate with rehearsals (dry runs of torch's CUDA build, without a GPU) of small GPT-2s and Llamas on two and four A100. Both agreed to the byte, or differed by the 512 bytes of the accumulated loss.
 #
 # With accelerate 1.15 some trainings stop with an error if `fsdp` is on:
 #
