@@ -179,12 +179,13 @@ CHOSEN, LAYERS = ("num_experts_per_tok", "moe_k"), ("num_hidden_layers", "decode
 NAMES = ["switch_transformers", "nllb-moe", "mixtral", "jamba", "qwen2_moe", "olmoe", "granitemoe", "phimoe"]
 NAMES += ["deepseek_v3", "qwen3_moe", "gpt_oss", "ernie4_5_moe", "glm4_moe", "minimax"]
 found = [census(name) for name in NAMES]
-titles = ["architecture", "layers with experts", "of", "experts", "k", "parameters, 1e9", "a token meets, 1e9"]
+titles = ["architecture", "layers with experts", "layers in all", "experts per layer", "k"]
+titles += ["parameters, 1e9", "parameters that a token meets, 1e9"]
 display(plots.Table(titles, found))
 every_other = sum(2 * sparse_ones == layers for _, sparse_ones, layers, *_ in found) / len(found)
 
 # %% [markdown]
-# The first architectures replaced every other layer, or every fourth. Most later ones replace all layers, or all but the first. The last two columns are this lesson in two numbers. (All of these models are written in PyTorch. The guides say that most implementations are in TensorFlow, which was true in 2022.)
+# Jamba replaces every other FFN, Switch and NLLB every fourth one. The others replace all FFNs, or all but those of the first one to three layers. The last two columns are this lesson in two numbers. (All of these models are written in PyTorch. The guides say that most implementations are in TensorFlow, which was true in 2022.)
 #
 # ## Baseline
 #
@@ -388,7 +389,7 @@ _ = plots.losses(shown, title="48 languages")
 #
 # ## Who gets the tokens?
 #
-# The left picture shows the load of each expert. The right one shows how many choices are lost if each expert takes only a fixed number of tokens: the *capacity factor* times the mean. The table asks what a token's expert depends on.
+# The left picture shows the load of each expert. Each token makes *k* choices of an expert. The right picture shows how many of them are lost if an expert takes only a fixed number of tokens: the *capacity factor* times the mean. The table asks what a token's expert depends on: you know one thing about a token, and guess the expert that its gate scores highest.
 
 # %%
 figure, axes = plt.subplots(1, 2, figsize=(10.5, 3.6), layout="constrained")
@@ -409,7 +410,7 @@ guesses = {
 }
 rows = [[predictor, *(f"{share:.0%}" for share in shares)] for predictor, shares in guesses.items()]
 display(
-    plots.Table(["known of a token", *(f"seed {seed}" for seed in SEEDS)], rows, "its first expert is guessed right")
+    plots.Table(["what you know of a token", *(f"seed {seed}" for seed in SEEDS)], rows, "How often its best expert is guessed")
 )
 
 # %% [markdown]
@@ -417,7 +418,7 @@ display(
 #
 # The right picture matters where buffers must have a fixed size, as on TPUs. There each expert takes at most capacity factor x the mean, and tokens that do not fit are **dropped**: they pass by on the residual connection alone. DeepSeek-V2 dropped tokens, too, in training. Mixtral drops none, and waits for the busiest expert instead. (DeepSeek-V3 balances without a second loss: it adds a bias to each expert's score, for choosing only, and lowers the bias while the expert has too many tokens.)
 #
-# The table tests a statement of the guides: the gate trains the experts "depending on the input token's position in a sequence". How often can you guess a token's expert if you know only its position? As often as if you know nothing. The word helps most, so "depending on the token" would be right.
+# The table tests a statement of the guides: the gate trains the experts "depending on the input token's position in a sequence". If you know only a token's place in the sequence, you guess its expert about as often as if you know nothing. Its word helps most, so "depending on the token" would be right.
 #
 # ## What quality costs
 #
@@ -468,8 +469,8 @@ for scale, (forward, step) in races.items():
     slower = Ratio(1 / slower.value, 1 / slower.high, 1 / slower.low) if slower.known else slower
     speeds[scale] = speed_of(forward, 0, 1, 2), speed_of(step, 1, 4, 6), few, slower
     rows.append([64 * scale, less, *map(str, speeds[scale])])
-titles = ["width", "64 experts: fewer operations", "faster forward", "faster step"]
-titles = [*titles, "8 experts: faster step", "64 against dense 32: x the seconds of a step"]
+titles = ["width", "64 experts: times fewer operations", "forward: times as fast", "step: times as fast"]
+titles = [*titles, "8 experts: step, times as fast", "64 experts against dense 32: times the seconds of a step"]
 display(
     plots.Table(
         titles, rows, "64 experts against the dense model of equal quality, 8 experts against that of width 160"
@@ -593,14 +594,14 @@ expected_bytes = 256 * 2 * 64 * 4 * (2 - 1) / 2  # explained below the table
 ways = ["dispatch", "combine", "combine, backward", "dispatch, backward"]
 rows = [[way, *(rank["sent"][number] for rank in ranks), expected_bytes] for number, way in enumerate(ways)]
 rows += [["in all", *(sum(rank["sent"]) for rank in ranks), 4 * expected_bytes]]
-display(plots.Table(["all-to-all", "bytes that leave rank 0", "rank 1", "by the formula"], rows))
+display(plots.Table(["all-to-all", "bytes that leave rank 0", "bytes that leave rank 1", "by the formula"], rows))
 held = [f"{values['expert bytes']:,}" for values in (alone, *ranks)]
 print(f"bytes of expert weights: {held[0]} in one process, {held[1]} and {held[2]} on the two ranks")
 
 # %% [markdown]
 # A rank stores half of the experts and never sends them: tokens travel, weights stay. The experts' gradients are not summed over the ranks either, because each expert saw the tokens of all ranks. But they must be divided. Each rank's loss is the mean over its own tokens, so with N ranks an expert's gradient is N times too large compared with gradients that DDP averages. AdamW would hide that, because it divides by the gradient's size; clipping by the norm would not.
 #
-# The formula in the last column of the table is: tokens of a rank x *k* x width x bytes per number x (N - 1) / N. It holds if the choice of experts is even. The table shows what happens if it is not: the rank with the popular experts receives more, and all ranks wait for it.
+# The formula in the last column of the table is: tokens of a rank x *k* x width x bytes per number x (N - 1) / N. It holds if the choice of experts is even. If the dispatches of the two ranks differ in the table, the choice is not even: the rank that sends less has the more popular experts. It receives and computes more, and the other rank waits for it.
 #
 # ## What held
 #
