@@ -296,10 +296,10 @@ if not no_optuna:
     as_good = statistics.mean(of_pruned) < 1.01 * statistics.mean(of_best)
     found["hpo-pruning"] = steps_pruned / steps_in_full if as_good else 1.0
     notes["hpo-pruning"] = (
-        f"loss with fresh seeds {statistics.mean(of_pruned):.3f}, of the full search {statistics.mean(of_best):.3f}"
+        f"of the pruned search {statistics.mean(of_pruned):.3f}, of the full search {statistics.mean(of_best):.3f}"
     )
     print(
-        f"with fresh seeds: {statistics.mean(of_best):.3f}, with the defaults {statistics.mean(plain):.3f}; {notes['hpo-pruning']}"
+        f"loss with fresh seeds: defaults {statistics.mean(plain):.3f}; best settings {notes['hpo-pruning']}"
     )
 
 # %% [markdown]
@@ -417,11 +417,13 @@ if not no_optuna:
     found["hpo-value-kept"] = sum(requested == used for requested, used, _ in rows) / len(rows)
     rows += warmed_up(warmup_steps=0.0)  # new
     display(
-        plots.Table(["warm-up suggested", "used", "loss"], rows, "three from the default, three from warmup_steps=0.0")
+        plots.Table(["warm-up suggested", "used", "loss"], rows, "Three trials that start from the default, and three from warmup_steps=0.0")
     )
 
 # %% [markdown]
-# The search casts each value to the type that the argument has at that moment. The default is the whole number 0, so 0.3 becomes 0, without a warning. Starting from `warmup_steps=0.0` fixes this argument. The function below detects wrong names and lossy casts of every argument:
+# No argument is called `rate`, so the misspelt search changes nothing: all three trials have one loss, and the library only logs a warning.
+#
+# The table shows the other fault. The search casts each value to the type that the argument has at that moment. The default is the whole number 0, so 0.3 becomes 0, without a warning. Starting from `warmup_steps=0.0` fixes this argument. The function below detects wrong names and lossy casts of every argument:
 
 
 # %%
@@ -522,19 +524,19 @@ if not no_optuna:
     notes["hpo-default-space"] = f"the winner: {winner}"
 
 # %%
-answers = ["their luck, and nothing else", "their luck and the length of training", "nothing: it is a gain"]
+answers = ["luck, and nothing else", "luck and a longer training", "a better recipe"]
 exercises.question(
     lab,
     "gain",
-    "A search over seeds and epochs finds a lower loss than the defaults. What did it find?",
+    "A search over the seed and the number of epochs, and nothing else, finds a lower loss than the defaults. What did it find?",
     {
-        answers[0]: "Luck is gone with fresh seeds. But a longer training stays longer.",
+        answers[0]: "Luck is gone with fresh seeds. But the gain of a longer training stays.",
         answers[
             1
         ]: "Both can lower a loss, and neither is a better recipe. More epochs are a longer training, and a seed is luck, "
         "however much of it a search finds. Search settings of equal cost, and use the seeds "
         "for the error bar.",
-        answers[2]: "It is lower in the search. With fresh seeds, and at the same cost, it is the defaults again.",
+        answers[2]: "It searched no other setting. With fresh seeds and the default number of epochs, the winner is the default recipe.",
     },
     right=answers[1],
 )
