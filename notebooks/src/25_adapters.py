@@ -53,7 +53,7 @@ torch.set_num_threads(1)  # in this notebook's own process, where all tensors ar
 #
 # ## Predict
 #
-# Our Llama has 4 layers. Either all its weights learn, or only adapters of rank 4 beside the matrices for queries and values: one parameter of 250. The batch is 8 texts of 64 tokens.
+# Our Llama has 4 layers. Either all its weights learn, or only adapters of rank 4 beside the matrices for queries and values: one parameter in 250. The batch is 8 texts of 64 tokens.
 
 # %%
 question = "What percentage of full training's peak memory does training with these adapters take?"
@@ -337,7 +337,7 @@ if not no_peft:
 #
 # In a model of 7 billion parameters it is the other way round: the vocabulary is 4 % of the weights, and the layers decide.
 #
-# **Can such numbers be trusted?** Other people published the memory of seventeen trainings with LoRA on a Tesla T4. We repeated them in a rehearsal (a dry run on a stub CUDA runtime). With a release of torch whose allocator follows the same rules as theirs, the rehearsal allocates as many bytes as they measured, **to the byte**, in all seventeen. For thirteen of them the publication named a different release. In a rehearsal with that release the bytes did *not* agree: the publication had named the wrong one, and the bytes revealed it. In all seventeen the base was in fp16. The memory of a base in 4 bits varies by some MiB from run to run, even on one card.
+# **Can such numbers be trusted?** Other people published the memory of seventeen trainings with LoRA on a Tesla T4. We repeated them in a rehearsal (a dry run on a stub CUDA runtime), with torch 2.11. In all seventeen, the peak of the allocated bytes is the one that they measured, **to the byte**. But for thirteen of them the publication names torch 2.14. We rehearsed six of these with 2.14, and five reserved a different amount of memory. So [the publication most likely names the wrong version](../docs/upstream/lora-on-a-t4.md). In all seventeen trainings the base was in fp16. The memory of a base in 4 bits varies by some MiB from run to run, even on one card.
 #
 # ## Seconds, by parts
 #
@@ -449,7 +449,7 @@ def interval(ratios):
 base = train(llama(), 5e-3, 150, seed=0, dialect=False)
 before, gained = gains(base, ("all", 16))
 rows = [["before", f"{before:.3f}"], *([key, f"{before - statistics.mean(each):.3f}"] for key, each in gained.items())]
-display(plots.Table(["rank", "loss in the dialect"], rows))
+display(plots.Table(["what learns: all, or rank", "loss in the dialect"], rows))
 as_good = interval([one / other for one, other in zip(gained[16], gained["all"])])
 print(f"adapters get {as_good.low:.3f} to {as_good.high:.3f} of the gain of all weights")
 
@@ -482,7 +482,7 @@ ways = {
 }
 reached = {name: with_gradient(*way) for name, way in ways.items()}
 silent = 1 - reached["reentrant, frozen inputs"][0]
-plots.Table(["checkpointing", "adapters with a gradient", "warning"], [[name, *one] for name, one in reached.items()])
+plots.Table(["checkpointing", "share of adapters with a gradient", "warning"], [[name, *one] for name, one in reached.items()])
 
 # %% [markdown]
 # The first row is the fault: there is a warning, and only the head is trained. Two settings fix it:
@@ -569,7 +569,7 @@ def check(answer):
         return exercises.not_measured(no_peft or "memory was not measured here")
     batch, times = answer.get("per_device_train_batch_size", 8), answer.get("gradient_accumulation_steps", 1)
     if batch * times != 8:
-        return exercises.wrong(f"{batch * times} samples an update, not 8")
+        return exercises.wrong(f"{batch * times} samples per update, not 8")
     if answer.get("dtype") or (answer.get("rank") or 0) < 4:
         return exercises.wrong("fp32, and a rank of 4 or more")
     run = counted("yours", **answer)
@@ -646,7 +646,7 @@ exercises.prove(check, solution=1.05 * tokens, mistake=tokens / 8)  # as if the 
 #
 # The numbers are those of a recorded run (AMD EPYC, 2 cores, torch 2.15.0, 2026-11-28).
 #
-# - Adapters trained one parameter of 9,249 in a GPT-3. Gradients and optimizer states went, frozen weights and most activations stayed: here the peak was 0.57 of full training's, and rank 32 kept 1.01 times the activations of rank 4.
+# - Adapters trained one parameter in 9,249 of a GPT-3. Gradients and optimizer states went, frozen weights and most activations stayed: here the peak was 0.57 of full training's, and rank 32 kept 1.01 times the activations of rank 4.
 # - Four bits are 16 quantiles and a scale for 64 weights. Double quantization saved 0.37 bits per weight, as its paper says.
 # - The preparation cast a large vocabulary up to 32 bits, and QLoRA took 1.30 times as much as LoRA; without it 0.90.
 # - A step with adapters was 1.49 times as fast. Merging changed the outputs by less than 0.000001 in a base that is not quantized, and by 20.1 % in a 4-bit base.
