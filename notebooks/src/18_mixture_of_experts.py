@@ -179,13 +179,12 @@ CHOSEN, LAYERS = ("num_experts_per_tok", "moe_k"), ("num_hidden_layers", "decode
 NAMES = ["switch_transformers", "nllb-moe", "mixtral", "jamba", "qwen2_moe", "olmoe", "granitemoe", "phimoe"]
 NAMES += ["deepseek_v3", "qwen3_moe", "gpt_oss", "ernie4_5_moe", "glm4_moe", "minimax"]
 found = [census(name) for name in NAMES]
-titles = ["architecture", "layers with experts", "layers in all", "experts per layer", "k"]
-titles += ["parameters, 1e9", "parameters that a token meets, 1e9"]
+titles = ["architecture", "layers with experts", "all layers", "experts", "k", "parameters, 1e9", "a token meets, 1e9"]
 display(plots.Table(titles, found))
 every_other = sum(2 * sparse_ones == layers for _, sparse_ones, layers, *_ in found) / len(found)
 
 # %% [markdown]
-# Jamba replaces every other FFN, Switch and NLLB every fourth one. The others replace all FFNs, or all but those of the first one to three layers. The last two columns are this lesson in two numbers. (All of these models are written in PyTorch. The guides say that most implementations are in TensorFlow, which was true in 2022.)
+# Jamba replaces every other FFN, Switch and NLLB every fourth one. The others replace all FFNs, or all but those of the first one to three layers. The last two columns, all parameters and those that a token meets, are this lesson in two numbers. (The guides say that most implementations are in TensorFlow, which was true in 2022. All of these are in PyTorch.)
 #
 # ## Baseline
 #
@@ -410,7 +409,9 @@ guesses = {
 }
 rows = [[predictor, *(f"{share:.0%}" for share in shares)] for predictor, shares in guesses.items()]
 display(
-    plots.Table(["what you know of a token", *(f"seed {seed}" for seed in SEEDS)], rows, "How often its best expert is guessed")
+    plots.Table(
+        ["what you know of a token", *(f"seed {seed}" for seed in SEEDS)], rows, "How often its best expert is guessed"
+    )
 )
 
 # %% [markdown]
@@ -428,7 +429,7 @@ display(
 #
 # In the first table below each row is one size. The columns say how many times fewer operations the mixture needs, and how many times as fast it is. Only in the last column is a larger number worse: how many times as long a step of the 64 experts takes as one of the dense model of width 32, in which a token meets as many weights.
 #
-# > **On a GPU:** the largest size is 32 times as wide as trained, because a GPU needs more work to be busy.
+# > **On a GPU:** the largest size is 32 times as wide as trained.
 
 
 # %%

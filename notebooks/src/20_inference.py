@@ -408,7 +408,9 @@ rows = [
     [kinds[kind], plots.bytes_text(run.peak_bytes), plots.bytes_text(run.value or (0 if run.ok else None))]
     for kind, run in runs.items()
 ]
-print(f"logits by arithmetic: {SAMPLES * LENGTH * config.vocab_size * 4:,} bytes; passed to compute_metrics: {runs['logits'].value}")
+print(
+    f"logits by arithmetic: {SAMPLES * LENGTH * config.vocab_size * 4:,} bytes; passed to compute_metrics: {runs['logits'].value}"
+)
 plots.Table(["what", "peak", "bytes passed to compute_metrics"], rows)
 
 # %% [markdown]

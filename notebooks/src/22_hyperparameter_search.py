@@ -298,9 +298,7 @@ if not no_optuna:
     notes["hpo-pruning"] = (
         f"of the pruned search {statistics.mean(of_pruned):.3f}, of the full search {statistics.mean(of_best):.3f}"
     )
-    print(
-        f"loss with fresh seeds: defaults {statistics.mean(plain):.3f}; best settings {notes['hpo-pruning']}"
-    )
+    print(f"loss with fresh seeds: defaults {statistics.mean(plain):.3f}; best settings {notes['hpo-pruning']}")
 
 # %% [markdown]
 # The search was worth it: the default learning rate of 0.00005 is made for large models that are already trained.
@@ -417,7 +415,11 @@ if not no_optuna:
     found["hpo-value-kept"] = sum(requested == used for requested, used, _ in rows) / len(rows)
     rows += warmed_up(warmup_steps=0.0)  # new
     display(
-        plots.Table(["warm-up suggested", "used", "loss"], rows, "Three trials that start from the default, and three from warmup_steps=0.0")
+        plots.Table(
+            ["warm-up suggested", "used", "loss"],
+            rows,
+            "Three trials that start from the default, and three from warmup_steps=0.0",
+        )
     )
 
 # %% [markdown]
@@ -536,7 +538,9 @@ exercises.question(
         ]: "Both can lower a loss, and neither is a better recipe. More epochs are a longer training, and a seed is luck, "
         "however much of it a search finds. Search settings of equal cost, and use the seeds "
         "for the error bar.",
-        answers[2]: "It searched no other setting. With fresh seeds and the default number of epochs, the winner is the default recipe.",
+        answers[
+            2
+        ]: "It searched no other setting. With fresh seeds and the default number of epochs, the winner is the default recipe.",
     },
     right=answers[1],
 )

@@ -95,7 +95,9 @@ needed = roofline.model_flops(lab.task, 1)
 used = None
 if found.ok and plots.is_measured(speed):
     used = needed * speed / found.value
-    print(f"{needed / 1e9:.3g} GFLOP per sample, {found.value / 1e9:.3g} GFLOP/s at most: {used:.0%} of that rate is used")
+    print(
+        f"{needed / 1e9:.3g} GFLOP per sample, {found.value / 1e9:.3g} GFLOP/s at most: {used:.0%} of that rate is used"
+    )
 else:
     print(f"utilization is not known here: {found.failure or 'no speed was measured'}")
 
@@ -376,7 +378,11 @@ note = f"from {lower} °C on the card may go below its base clock" if lower else
 silent = None if degrees else margin or "the driver reports no temperature"
 display(claims.check("cooling", degrees, missing=silent, note=note))
 above = above_slowdown(known)
-display(claims.check("shutdown-temperature", above, missing=None if above is not None else "the driver reports no thresholds"))
+display(
+    claims.check(
+        "shutdown-temperature", above, missing=None if above is not None else "the driver reports no thresholds"
+    )
+)
 claims.check("throttled", lab.ratio(hot) if hot else None, missing=not_hot)
 
 # %% [markdown]

@@ -482,7 +482,9 @@ ways = {
 }
 reached = {name: with_gradient(*way) for name, way in ways.items()}
 silent = 1 - reached["reentrant, frozen inputs"][0]
-plots.Table(["checkpointing", "share of adapters with a gradient", "warning"], [[name, *one] for name, one in reached.items()])
+plots.Table(
+    ["checkpointing", "share of adapters with a gradient", "warning"], [[name, *one] for name, one in reached.items()]
+)
 
 # %% [markdown]
 # The first row is the fault: there is a warning, and only the head is trained. Two settings fix it:
