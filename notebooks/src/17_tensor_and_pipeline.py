@@ -792,7 +792,7 @@ if lab.machine.kind != "cuda" or gpus2:  # each rank needs a GPU of its own
 # %% [markdown]
 # Outputs and losses are those of one device. Traffic and memory depend on the plan:
 #
-# - *weights* sends more than our block. Query, key and value each sum their input's gradient over the ranks, although one sum of all three would do. With *and norm1*, torch sums once. So count the messages of a plan before you use it.
+# - *weights* sends more than our block. Query, key and value each sum their input's gradient over the ranks, although one sum of all three would do. With *and norm1*, torch adds the three first, and sums once. So count a plan's messages before you use it.
 # - *tokens* keeps only slightly fewer bytes than *weights*, because gathered tensors are kept whole. Megatron keeps only the shard, and gathers again in backward.
 #
 # ### transformers, and two methods at once
@@ -889,7 +889,7 @@ plots.Table(["ranks", "tensor parallel", "pipeline", "best grid"], rows, "MB of 
 #
 # Let a device compute F operations per second, and let its link carry B bytes per second. The third table has both limits.
 #
-# - *Replicas*: backward takes 4 operations for each weight and token. Meanwhile the gradients are summed: for each weight, 2 bytes (bf16) are sent twice. So each replica needs at least **F / B tokens**. (ZeRO 3 needs at least F / B tokens, too, to hide its all-gathers.)
+# - *Replicas*: backward takes 4 operations for each weight and token. Meanwhile the gradients are summed: for each weight, 2 bytes (bf16) are sent twice. So each replica needs at least **F / B tokens**. (To hide its all-gathers, ZeRO 3 needs as many tokens.)
 # - *Tensor-parallel shards*: a block has 12 width² weights. So in forward, each of *n* shards computes 24 width² / n operations for a token, then waits for two sums of `width` numbers: 8 x width bytes, since each number has 2 bytes and is sent twice. Arithmetic and messages both grow with the tokens, so more tokens do not help. The limit is on the *number of shards*: the messages take as long as the arithmetic at about **3 x width x B / F**.
 #
 # The last table shows why 3D parallelism exists. On the same number of ranks, one method alone stores about as little per rank as a grid. But each method has a limit: for tensor parallelism it is the number of heads and the fast link, for the pipeline the number of blocks and the bubble.

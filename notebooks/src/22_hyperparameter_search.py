@@ -538,9 +538,7 @@ exercises.question(
         ]: "Both can lower a loss, and neither is a better recipe. More epochs are a longer training, and a seed is luck, "
         "however much of it a search finds. Search settings of equal cost, and use the seeds "
         "for the error bar.",
-        answers[
-            2
-        ]: "It searched no other setting. With fresh seeds and the default number of epochs, the winner is the default recipe.",
+        answers[2]: "Nothing else was searched: with fresh seeds and as many epochs it is the default recipe again.",
     },
     right=answers[1],
 )

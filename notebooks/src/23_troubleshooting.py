@@ -741,7 +741,7 @@ plots.Table(["planted", "transformers' detector: module, updates before", "anoma
 #
 # Why does it miss the NaN loss? `create_frame` looks into tensors and tuples. A model of the library returns neither, but a dict with names (`ModelOutput`), which it calls "not a tensor".
 #
-# *Anomaly mode* names the operation in all four patients with a NaN made in backward that were added for it. It also shows the line of the forward pass (in a warning, hidden here). But its alarm in the last row (the logarithm) is false: relu's backward discards that NaN, and no weight sees it. The mode tests for NaN alone, so a gradient of inf passes. For overflow and coarse update it names the loss's softmax, where a NaN from elsewhere comes in.
+# *Anomaly mode* names the right operation in every row with a NaN made in backward. It also shows the line of the forward pass (in a warning, hidden here). But its alarm in the last row (the logarithm) is false: relu's backward discards that NaN, and no weight sees it. The mode tests for NaN alone, so a gradient of inf passes. For overflow and coarse update it names the loss's softmax, where a NaN from elsewhere comes in.
 #
 # Next: the Trainer's log if every label is masked. `Opening` is transformers' detector with three more lines, which let it look into a dict. The third cell below times a step with each detector and with our tool.
 
