@@ -484,7 +484,7 @@ for name in ("dense, 160", "8 experts", "64 experts"):
 plots.Table(["", "memory, x dense"], [[name, peak / peaks["dense, 160"]] for name, peak in peaks.items()])
 
 # %% [markdown]
-# Read down the columns: the wider the models, the closer the seconds come to the operations. In the first row, gate, sorting and gathering cost more than the narrow FFN saves. Training gains less than a forward pass, because AdamW goes over *all* experts in each step. Large trainings have a thousand times as many tokens in a step, so the update is a small part of theirs. The guides promise a training that is 4 to 5 times as fast, a figure of the papers. It is out of reach here for a simpler reason: at this quality the mixture does not save that many operations.
+# Read down the columns: the wider the models, the closer the seconds come to the operations. In the first row, gate, sorting and gathering cost more than the narrow FFN saves. In the others training gains less than a forward pass, because AdamW goes over *all* experts in each step. Large trainings have a thousand times as many tokens in a step, so the update is a small part of theirs. The guides promise a training that is 4 to 5 times as fast, a figure of the papers. It is out of reach here for a simpler reason: at this quality the mixture does not save that many operations.
 #
 # ## Experts in two processes
 #
