@@ -495,7 +495,7 @@ plots.Table(["", "memory, x dense"], [[name, peak / peaks["dense, 160"]] for nam
 # - The experts compute, and a second all-to-all returns the results.
 # - In backward the gradients take both ways again, in the opposite direction. `Exchange` defines this for autograd.
 #
-# `Traffic` is the dispatch mode of lesson 15: it sees every operation before it is executed.
+# `Traffic` is the dispatch mode of lesson 15.
 
 
 # %%
