@@ -748,7 +748,9 @@ def check_loss(answer):
     if (experts, k, width) in SHAPES.values():
         return exercises.wrong("that one was trained above: find another")
     if k * width > 32 or not k <= experts <= 128:
-        return exercises.wrong(f"a token meets {k * width} (at most 32), with {experts} experts (k to 128)")
+        return exercises.wrong(
+            f"a token meets a width of {k * width} (at most 32) of {experts} experts (at least k, at most 128)"
+        )
     if STEPS < 240:
         return exercises.not_measured("so few steps teach nothing")
     sizes = {"answer": (experts, k, width)}

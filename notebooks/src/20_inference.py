@@ -236,7 +236,7 @@ held = footprint + scales
 whole = model.get_memory_footprint()
 print(f"bits per quantized weight: {bits}")
 print(f"the library reports {footprint:,} bytes; with the scales the model holds {held:,}")
-print(f"of the whole fp32 model {held / whole:.0%} stay: embeddings and head are not quantized")
+print(f"that is {held / whole:.0%} of the fp32 model: embeddings and head are not quantized")
 
 # %% [markdown]
 # `get_memory_footprint` adds up parameters and buffers. The scales are neither: they are an attribute of the weight. To get the right figure, add them, as the cell above does.
@@ -441,7 +441,7 @@ def changed(side, prompts):
 
 prompts = [text(1, 5 + number, 2000 + number)[0] for number in range(20)]
 apart = {side: changed(side, prompts) for side in ("left", "right")}
-print(f"answers of 20 that differ from those alone: {apart}")
+print(f"answers of 20 that padding changed, by its side: {apart}")
 
 # %% [markdown]
 # ## What held

@@ -406,7 +406,7 @@ if not no_optuna:
     raised = 0
     try:
         best, trials = search(trainer_of(num_train_epochs=1), lambda trial: {"rate": rates_of(trial).popitem()[1]}, 3)
-        print("misspelt, and no error: losses", {one.value for one in trials}, "best:", best.hyperparameters)
+        print("a misspelt name and no error: losses", {one.value for one in trials}, "best:", best.hyperparameters)
     except Exception as error:
         raised = 1
         print(type(error).__name__, error)
@@ -487,8 +487,8 @@ if not no_optuna:
         rows.append([one.number, one.params["seed"], one.value, own, previous])
         before = one.params["seed"]
     display(plots.Table(["trial", "seed", "loss", "loss with its seed", "with the seed before"], rows))
-    print(f"best {best.objective:.4f}, again by the two lines {again:.4f}")
-    print(f"seed set in model_init, and a new Trainer: best {right.objective:.4f}, again {remedied:.4f}")
+    print(f"best trial {best.objective:.4f}, trained again by the two lines {again:.4f}")
+    print(f"seed set in model_init: best trial {right.objective:.4f}, trained again by a new Trainer {remedied:.4f}")
     found["hpo-own-seed"] = sum(math.isclose(row[2], row[3], rel_tol=1e-6) for row in rows) / len(rows)
     found["hpo-reproduces"] = again / best.objective
 

@@ -358,7 +358,7 @@ limited, default = graphs(lengths, dynamic=False), graphs(lengths)
 rows = [["fixed shapes, each length", fixed["each length"]], ["fixed shapes, padded to 32", fixed["padded to 32"]]]
 rows += [["fixed shapes, each length, torch's own limit", limited], ["torch.compile with its defaults", default]]
 display(plots.Table(["what", "graphs"], rows, f"{len(lengths)} lengths"))
-print(f"padding to 32 adds {sum(to_32) / sum(lengths) - 1:.0%} of tokens here")
+print(f"padding to 32 makes {sum(to_32) / sum(lengths) - 1:.0%} more tokens here")
 widgets.revealed(lab, "graphs", default)
 
 # %% [markdown]

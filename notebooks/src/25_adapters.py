@@ -106,7 +106,7 @@ def fewer(layers=96, width=12288, rank=4, words=50257):
 
 
 times_fewer = fewer()
-print(f"{times_fewer:,.0f} times fewer learn; with rank 64 {fewer(rank=64):,.0f} times")
+print(f"{times_fewer:,.0f} times fewer parameters learn; with rank 64, {fewer(rank=64):,.0f} times fewer")
 
 # %% [markdown]
 # ## The library's adapters
@@ -159,7 +159,7 @@ if not no_peft:
     with warnings.catch_warnings(action="ignore"):  # peft warns that they may differ
         in_four = apart(four, copy.deepcopy(four).merge_and_unload(), rows)
     notes["merged-same"] = f"into a 4-bit base: {in_four:.1%}"
-    print(f"merged, they differ by {found['merged-same']:.1e}; {notes['merged-same']}")
+    print(f"merged and not merged differ by {found['merged-same']:.1e}; {notes['merged-same']}")
 
 # %% [markdown]
 # Merged into a base that is not quantized, the adapters give the same outputs and cost nothing more. Merged into a 4-bit base, the sum must be quantized again, and part of what the adapters learnt is rounded away. So merge into the base in 16 bits.
@@ -210,7 +210,7 @@ if not no_peft:
     if trained:
         assert not more.peak_bytes or more.memory.trainable_parameters > trained  # otherwise the rank was ignored
         share = trained / few.memory.parameters
-        print(f"{share:.2%} of the parameters learn; gradients and states: {sizes[1]:,} of {sizes[0]:,} bytes")
+        print(f"{share:.2%} of the parameters learn; gradients and states: {sizes[1]:,} bytes, before {sizes[0]:,}")
         widgets.revealed(lab, "peak", 100 * found["lora-memory"])
 
 # %%
@@ -274,7 +274,7 @@ restored = dequantize(*quantize(weight, NF4), NF4, weight.shape)
 same = torch.isclose(restored, bnb.functional.dequantize_4bit(*once), atol=1e-6).float().mean().item()
 assert same > 0.999  # a number midway between two values may be rounded either way
 even = torch.linspace(-1, 1, 16)
-print(f"{same:.3%} of the numbers as the library has them; error {error(weight, 64):.1%}, with one scale", end=" ")
+print(f"{same:.3%} of the numbers equal the library's; error {error(weight, 64):.1%}, with one scale", end=" ")
 print(f"{error(weight, weight.numel()):.1%}, with even steps {error(weight, 64, even):.1%}")
 
 # %%
@@ -330,7 +330,7 @@ if not no_peft:
         assert part(sixteen[2], "quantized_weights")  # a base that stayed whole would not take less either
         not_prepared = sixteen[3].peak_bytes / sixteen[1].peak_bytes
         notes["qlora-less"] = f"not prepared: {not_prepared:.2f}"
-        print(f"4 bits over bf16: {found['qlora-less']:.2f}, {notes['qlora-less']}")
+        print(f"peak of 4 bits / bf16: prepared {found['qlora-less']:.2f}, {notes['qlora-less']}")
 
 # %% [markdown]
 # The layers shrank to a quarter. But embeddings and head are not quantized, and the preparation casts them and the norms **from 16 bits up to 32** (`prepare_model_for_kbit_training` in `peft/utils/other.py`). Then the activations are fp32 too, logits included. In addition, each matmul first expands its 4-bit weight to one that is not quantized, which is freed afterwards. With a vocabulary this large, all this outweighs what the layers save. Skip the preparation, or cast back, and check that the loss stays good.
