@@ -120,7 +120,7 @@ exercises.question(
 # %% [markdown]
 # So the *pair* needs no message in its middle, and one all-reduce (a sum over the ranks) at its end. Backward is the mirror image: each rank computes a summand of the gradient of the pair's input, and one all-reduce adds them up. NVIDIA's Megatron-LM has a function for each end of a pair, and so do we. `Into`, at the pair's start, passes the input on unchanged in forward, and sums the gradients in backward. `OutOf`, at the pair's end, sums the outputs in forward, and passes the gradient on unchanged in backward. Attention is split by heads: query, key and value by columns, the output by rows.
 #
-# What do the shards send? Two real processes, connected by gloo, run the block. `Traffic`, the dispatch mode of lesson 15, sees every operation before it is executed, and records the operations that send something to other ranks.
+# What do the shards send? The next four cells define a transformer block (attention and MLP) and a rank's shard of it. Then two real processes, connected by gloo, run the block in shards. `Traffic`, the dispatch mode of lesson 15, records the operations that send something to other ranks.
 #
 # > **On two GPUs:** NCCL takes gloo's place.
 
@@ -248,7 +248,7 @@ def two(function, name, task=None, processes=2, measure="value", **options):
 
 rows = [[*row, [size for _, size in seen]] for *row, seen in two(one_block, "half a block", tokens=(64, 256, 1024))[0]]
 rows = [[count, phase, len(sizes), sum(sizes), sum(sizes) / (4 * count * WIDTH)] for count, phase, sizes in rows]
-plots.Table(["tokens", "phase", "all-reduces", "bytes", "bytes / 4 B x tokens x width"], rows)
+plots.Table(["tokens", "phase", "all-reduces", "bytes", "bytes / (4 B x tokens x width)"], rows)
 
 # %% [markdown]
 # The last column divides the bytes by the size of the activations that pass through the block: 4 bytes x tokens x width. It is 2 in every row, because forward and backward each have two all-reduces of that size. Data parallelism sends something else: one gradient per weight, however many tokens there are.
@@ -650,21 +650,21 @@ _ = widgets.explore(
 )
 
 # %% [markdown]
-# GPipe holds all micro-batches on every stage. With 1F1B, stage *s* of *p* never holds more than p - s micro-batches, however many the batch has. So a *larger batch* of equal micro-batches shrinks the bubble at no cost in memory.
+# GPipe holds all micro-batches on every stage. With 1F1B, stage *s* of *p* never holds more than p - s micro-batches, however many the batch has. So a *larger batch*, with more micro-batches of the same size, shrinks the bubble and takes no more memory.
 #
 # ## Change one thing: the libraries
 #
 # torch offers both methods.
 #
-# - *Tensor parallelism*: `parallelize_module` turns the weights of named layers into *DTensors*. A DTensor knows its whole shape, stores this rank's shard, and communicates when it must. The ranks form a *DeviceMesh*, a grid with named dimensions.
+# - *Tensor parallelism*: `parallelize_module` takes a *plan*, which says how to split each named layer, and turns the layers' weights into *DTensors*. A DTensor knows its whole shape, stores this rank's shard, and communicates when it must. The ranks form a *DeviceMesh*, a grid with named dimensions.
 # - *Pipelines*: `torch.distributed.pipelining` has the schedules.
 #
-# The next table compares one device with four ways to shard a block. Its *bytes kept* are those for backward, without weights. The ways are:
+# The next table compares one device with our shards and with three plans. Its *bytes kept* are the activations that a block stores for backward. The rows are:
 #
 # - *by hand*: the block from above;
-# - *weights*: torch shards the same weights;
-# - *and norm1*: the plan also makes the first norm's output a DTensor, of which every rank has a replica;
-# - *tokens*: **sequence parallelism**. So far each rank computed whatever is *between* the pairs (the norms and the residual connection) for all tokens. Now it computes this for its own tokens only. The all-reduce that ends a pair becomes a reduce-scatter, and an all-gather begins the next pair. A ring all-reduce consists of just these two, so the bytes on the wire stay the same. (The gradients of the norms' own weights must then be summed over the ranks.)
+# - *weights*: a plan that splits the same weights;
+# - *and norm1*: the same plan, but the first norm's output is a DTensor, too. (Why is explained below the cells.)
+# - *tokens*: a plan with **sequence parallelism**. So far each rank computed whatever is *between* the pairs (the norms and the residual connection) for all tokens. Now it computes this for its own tokens only. The all-reduce that ends a pair becomes a reduce-scatter, and an all-gather begins the next pair. A ring all-reduce consists of just these two, so the bytes on the wire stay the same. (The gradients of the norms' own weights must then be summed over the ranks.)
 #
 # Two cells follow the table. The first trains our model in torch's pipelines. The second splits a small Llama of transformers, as explained below it.
 
@@ -792,8 +792,8 @@ if lab.machine.kind != "cuda" or gpus2:  # each rank needs a GPU of its own
 # %% [markdown]
 # Outputs and losses are those of one device. Traffic and memory depend on the plan:
 #
-# - *weights* sends more than our block. Query, key and value each sum their input's gradient over the ranks, although one sum of all three would do. With *and norm1*, torch sums once. So count the messages of a plan before you use it.
-# - *tokens* keeps only slightly fewer bytes than *weights*, because gathered tensors are kept whole. Megatron keeps only the shard, and gathers again in backward. (Megatron's authors count 34 bytes of activations in a block for each number of its input. Without sequence parallelism, each rank stores 10 of these 34 bytes for all tokens.)
+# - *weights* sends more than our block. Query, key and value each sum their input's gradient over the ranks, although one sum of all three would do. With *and norm1*, torch adds the three first, and sums once. So count a plan's messages before you use it.
+# - *tokens* keeps only slightly fewer bytes than *weights*, because gathered tensors are kept whole. Megatron keeps only the shard, and gathers again in backward.
 #
 # ### transformers, and two methods at once
 #
@@ -889,10 +889,10 @@ plots.Table(["ranks", "tensor parallel", "pipeline", "best grid"], rows, "MB of 
 #
 # Let a device compute F operations per second, and let its link carry B bytes per second. The third table has both limits.
 #
-# - *Replicas*: backward takes 4 operations for each weight and token. Meanwhile the gradients are summed: for each weight, 2 bytes (bf16) are sent twice. So each replica needs at least **F / B tokens**. (The all-gathers of ZeRO 3 need as many.)
+# - *Replicas*: backward takes 4 operations for each weight and token. Meanwhile the gradients are summed: for each weight, 2 bytes (bf16) are sent twice. So each replica needs at least **F / B tokens**. (To hide its all-gathers, ZeRO 3 needs as many tokens.)
 # - *Tensor-parallel shards*: a block has 12 width² weights. So in forward, each of *n* shards computes 24 width² / n operations for a token, then waits for two sums of `width` numbers: 8 x width bytes, since each number has 2 bytes and is sent twice. Arithmetic and messages both grow with the tokens, so more tokens do not help. The limit is on the *number of shards*: the messages take as long as the arithmetic at about **3 x width x B / F**.
 #
-# The last table shows why 3D parallelism exists. On the same number of ranks, one method alone stores about as little per rank as a grid. But each method has a limit: for tensor parallelism it is the number of heads and the fast link, for the pipeline the number of blocks and the bubble. Together they go further.
+# The last table shows why 3D parallelism exists. On the same number of ranks, one method alone stores about as little per rank as a grid. But each method has a limit: for tensor parallelism it is the number of heads and the fast link, for the pipeline the number of blocks and the bubble.
 #
 # ## What held
 #

@@ -179,12 +179,12 @@ CHOSEN, LAYERS = ("num_experts_per_tok", "moe_k"), ("num_hidden_layers", "decode
 NAMES = ["switch_transformers", "nllb-moe", "mixtral", "jamba", "qwen2_moe", "olmoe", "granitemoe", "phimoe"]
 NAMES += ["deepseek_v3", "qwen3_moe", "gpt_oss", "ernie4_5_moe", "glm4_moe", "minimax"]
 found = [census(name) for name in NAMES]
-titles = ["architecture", "layers with experts", "of", "experts", "k", "parameters, 1e9", "a token meets, 1e9"]
+titles = ["architecture", "layers with experts", "all layers", "experts", "k", "parameters, 1e9", "a token meets, 1e9"]
 display(plots.Table(titles, found))
 every_other = sum(2 * sparse_ones == layers for _, sparse_ones, layers, *_ in found) / len(found)
 
 # %% [markdown]
-# The first architectures replaced every other layer, or every fourth. Most later ones replace all layers, or all but the first. The last two columns are this lesson in two numbers. (All of these models are written in PyTorch. The guides say that most implementations are in TensorFlow, which was true in 2022.)
+# Jamba replaces every other FFN, Switch and NLLB every fourth one. The others replace all FFNs, or all but those of the first one to three layers. The last two columns, all parameters and those that a token meets, are this lesson in two numbers. (The guides say that most implementations are in TensorFlow, which was true in 2022. All of these are in PyTorch.)
 #
 # ## Baseline
 #
@@ -388,7 +388,7 @@ _ = plots.losses(shown, title="48 languages")
 #
 # ## Who gets the tokens?
 #
-# The left picture shows the load of each expert. The right one shows how many choices are lost if each expert takes only a fixed number of tokens: the *capacity factor* times the mean. The table asks what a token's expert depends on.
+# The left picture shows the load of each expert. Each token makes *k* choices of an expert. The right picture shows how many of them are lost if an expert takes only a fixed number of tokens: the *capacity factor* times the mean. The table asks what a token's expert depends on: you know one thing about a token, and guess the expert that its gate scores highest.
 
 # %%
 figure, axes = plt.subplots(1, 2, figsize=(10.5, 3.6), layout="constrained")
@@ -409,7 +409,9 @@ guesses = {
 }
 rows = [[predictor, *(f"{share:.0%}" for share in shares)] for predictor, shares in guesses.items()]
 display(
-    plots.Table(["known of a token", *(f"seed {seed}" for seed in SEEDS)], rows, "its first expert is guessed right")
+    plots.Table(
+        ["what you know of a token", *(f"seed {seed}" for seed in SEEDS)], rows, "How often its best expert is guessed"
+    )
 )
 
 # %% [markdown]
@@ -417,7 +419,7 @@ display(
 #
 # The right picture matters where buffers must have a fixed size, as on TPUs. There each expert takes at most capacity factor x the mean, and tokens that do not fit are **dropped**: they pass by on the residual connection alone. DeepSeek-V2 dropped tokens, too, in training. Mixtral drops none, and waits for the busiest expert instead. (DeepSeek-V3 balances without a second loss: it adds a bias to each expert's score, for choosing only, and lowers the bias while the expert has too many tokens.)
 #
-# The table tests a statement of the guides: the gate trains the experts "depending on the input token's position in a sequence". How often can you guess a token's expert if you know only its position? As often as if you know nothing. The word helps most, so "depending on the token" would be right.
+# The table tests a statement of the guides: the gate trains the experts "depending on the input token's position in a sequence". If you know only a token's place in the sequence, you guess its expert about as often as if you know nothing. Its word helps most, so "depending on the token" would be right.
 #
 # ## What quality costs
 #
@@ -427,7 +429,7 @@ display(
 #
 # In the first table below each row is one size. The columns say how many times fewer operations the mixture needs, and how many times as fast it is. Only in the last column is a larger number worse: how many times as long a step of the 64 experts takes as one of the dense model of width 32, in which a token meets as many weights.
 #
-# > **On a GPU:** the largest size is 32 times as wide as trained, because a GPU needs more work to be busy.
+# > **On a GPU:** the largest size is 32 times as wide as trained.
 
 
 # %%
@@ -468,8 +470,8 @@ for scale, (forward, step) in races.items():
     slower = Ratio(1 / slower.value, 1 / slower.high, 1 / slower.low) if slower.known else slower
     speeds[scale] = speed_of(forward, 0, 1, 2), speed_of(step, 1, 4, 6), few, slower
     rows.append([64 * scale, less, *map(str, speeds[scale])])
-titles = ["width", "64 experts: fewer operations", "faster forward", "faster step"]
-titles = [*titles, "8 experts: faster step", "64 against dense 32: x the seconds of a step"]
+titles = ["width", "64 experts: times fewer operations", "forward: times as fast", "step: times as fast"]
+titles = [*titles, "8 experts: step, times as fast", "64 experts against dense 32: times the seconds of a step"]
 display(
     plots.Table(
         titles, rows, "64 experts against the dense model of equal quality, 8 experts against that of width 160"
@@ -482,7 +484,7 @@ for name in ("dense, 160", "8 experts", "64 experts"):
 plots.Table(["", "memory, x dense"], [[name, peak / peaks["dense, 160"]] for name, peak in peaks.items()])
 
 # %% [markdown]
-# Read down the columns: the wider the models, the closer the seconds come to the operations. In the first row, gate, sorting and gathering cost more than the narrow FFN saves. Training gains less than a forward pass, because AdamW goes over *all* experts in each step. Large trainings have a thousand times as many tokens in a step, so the update is a small part of theirs. The guides promise a training that is 4 to 5 times as fast, a figure of the papers. It is out of reach here for a simpler reason: at this quality the mixture does not save that many operations.
+# Read down the columns: the wider the models, the closer the seconds come to the operations. In the first row, gate, sorting and gathering cost more than the narrow FFN saves. In the others training gains less than a forward pass, because AdamW goes over *all* experts in each step. Large trainings have a thousand times as many tokens in a step, so the update is a small part of theirs. The guides promise a training that is 4 to 5 times as fast, a figure of the papers. It is out of reach here for a simpler reason: at this quality the mixture does not save that many operations.
 #
 # ## Experts in two processes
 #
@@ -493,7 +495,7 @@ plots.Table(["", "memory, x dense"], [[name, peak / peaks["dense, 160"]] for nam
 # - The experts compute, and a second all-to-all returns the results.
 # - In backward the gradients take both ways again, in the opposite direction. `Exchange` defines this for autograd.
 #
-# `Traffic` is the dispatch mode of lesson 15: it sees every operation before it is executed.
+# `Traffic` is the dispatch mode of lesson 15.
 
 
 # %%
@@ -593,14 +595,14 @@ expected_bytes = 256 * 2 * 64 * 4 * (2 - 1) / 2  # explained below the table
 ways = ["dispatch", "combine", "combine, backward", "dispatch, backward"]
 rows = [[way, *(rank["sent"][number] for rank in ranks), expected_bytes] for number, way in enumerate(ways)]
 rows += [["in all", *(sum(rank["sent"]) for rank in ranks), 4 * expected_bytes]]
-display(plots.Table(["all-to-all", "bytes that leave rank 0", "rank 1", "by the formula"], rows))
+display(plots.Table(["all-to-all", "bytes that leave rank 0", "bytes that leave rank 1", "by the formula"], rows))
 held = [f"{values['expert bytes']:,}" for values in (alone, *ranks)]
 print(f"bytes of expert weights: {held[0]} in one process, {held[1]} and {held[2]} on the two ranks")
 
 # %% [markdown]
 # A rank stores half of the experts and never sends them: tokens travel, weights stay. The experts' gradients are not summed over the ranks either, because each expert saw the tokens of all ranks. But they must be divided. Each rank's loss is the mean over its own tokens, so with N ranks an expert's gradient is N times too large compared with gradients that DDP averages. AdamW would hide that, because it divides by the gradient's size; clipping by the norm would not.
 #
-# The formula in the last column of the table is: tokens of a rank x *k* x width x bytes per number x (N - 1) / N. It holds if the choice of experts is even. The table shows what happens if it is not: the rank with the popular experts receives more, and all ranks wait for it.
+# The formula in the last column of the table is: tokens of a rank x *k* x width x bytes per number x (N - 1) / N. It holds if the choice of experts is even. If the dispatches of the two ranks differ in the table, the choice is not even: the rank that sends less has the more popular experts. It receives and computes more, and the other rank waits for it.
 #
 # ## What held
 #
@@ -746,7 +748,9 @@ def check_loss(answer):
     if (experts, k, width) in SHAPES.values():
         return exercises.wrong("that one was trained above: find another")
     if k * width > 32 or not k <= experts <= 128:
-        return exercises.wrong(f"a token meets {k * width} (at most 32), with {experts} experts (k to 128)")
+        return exercises.wrong(
+            f"a token meets a width of {k * width} (at most 32) of {experts} experts (at least k, at most 128)"
+        )
     if STEPS < 240:
         return exercises.not_measured("so few steps teach nothing")
     sizes = {"answer": (experts, k, width)}

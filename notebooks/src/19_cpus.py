@@ -99,7 +99,9 @@ plots.Table(heads, [[name, *map(float, three)] for name, three in by_type.items(
 #
 # ## A step is the sum of its parts
 #
-# The type of the numbers changes the time of linear layers and attention most. We time these parts alone, in each type. The whole step is that of a small Llama, loaded from a checkpoint in that type. The rest of the step is measured in fp32. In a 16-bit type it may take half of that time (half of the bytes) or twice (more casts), which gives the prediction a range. The line below the table has the predicted and the measured speed of a step in fp16, relative to a step in bf16.
+# The type of the numbers changes the time of linear layers and attention most. So we time these *parts* alone, in each type. The whole step is that of a small Llama, which is loaded from a checkpoint in each type.
+#
+# The prediction for a step in fp16 or bf16 is the time of its parts plus the *rest*: the step in fp32 minus the parts in fp32. In a 16-bit type the rest may take half as long (half of the bytes) or twice as long (more casts), so the prediction is a range. The line below the table has the predicted and the measured speed of a step in fp16, relative to a step in bf16.
 
 # %%
 SIZES = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, vocab_size=256)
@@ -393,7 +395,7 @@ plt.show()
 #
 # The next cell prints these comparisons as ratios, each with its interval. The first two lines are speeds relative to *one* process with half of the threads.
 #
-# - First line: two such processes, and the same without an exchange of gradients. *Plus the whole sum* adds the time of the all-reduce to the latter, as if no part of it ran during backward. DDP's gain should lie between these two.
+# - First line: two such processes with DDP, then the same two without an exchange of gradients. *With the sum of all gradients* adds the time of the all-reduce to the time without an exchange, as if no part of the all-reduce ran during backward. The first number should be between the other two.
 # - Second line: one process with all threads, which uses as many cores as the two processes.
 # - Third line: the CPU time of the crowded layout, relative to two processes that divide the cores.
 # - Last line: one thread fewer, relative to all threads, in training, in a matmul and in an element-wise operation (*other work*).
@@ -511,7 +513,7 @@ def loss_of(recipe):
 of_seeds = lab.run(seeds, task=work, measure="value", use_cpu=True).value
 band = max(of_seeds) - min(of_seeds)
 best = min(grid, key=lambda recipe: median(seconds(recipe)))
-print(f"losses by seed {of_seeds}, a band of {band:.3f}")
+print(f"losses by seed {of_seeds}: the largest is {band:.3f} above the smallest")
 
 
 # %% tags=["check"]

@@ -234,9 +234,9 @@ share = (packed + scales) / (2 * count)  # of the same weights in 16 bits
 footprint = nf4.get_memory_footprint()
 held = footprint + scales
 whole = model.get_memory_footprint()
-print(f"bits a quantized weight: {bits}")
+print(f"bits per quantized weight: {bits}")
 print(f"the library reports {footprint:,} bytes; with the scales the model holds {held:,}")
-print(f"of the whole fp32 model {held / whole:.0%} stay: embeddings and head are not quantized")
+print(f"that is {held / whole:.0%} of the fp32 model: embeddings and head are not quantized")
 
 # %% [markdown]
 # `get_memory_footprint` adds up parameters and buffers. The scales are neither: they are an attribute of the weight. To get the right figure, add them, as the cell above does.
@@ -281,7 +281,7 @@ plots.Table(["weights", "loss", "share lost of what was learnt"], rows)
 # %% [markdown]
 # bf16, int8 and nf4 lose next to nothing on this text. But this is a small model with a simple language, and its embeddings and head are not quantized. Repeat the measurement with your model and your text: it takes two cells.
 #
-# ## Time: one row reads all weights
+# ## Time: each token reads all weights
 #
 # For each token a model reads *all* its weights. With one answer, each weight is used once per read. With 16 answers it is read once and used 16 times. The two ceilings of lesson 02 say what to expect:
 
@@ -344,9 +344,9 @@ table = [[name, *(f"{step[f'{name}, {count}']:.1f}" for count in (1, 4, 16))] fo
 plots.Table(["weights", "1 answer", "4", "16"], table, "ms until each answer has its next token")
 
 # %% [markdown]
-# Up to some number of answers, an additional answer costs little, because the weights are read anyway. But each *answer* waits longer for its next token: this is its **latency**, shown in the table. transformers' page on pipelines advises against batches on a CPU. In another case the page is right: a model that reads a long prompt already uses each weight for many tokens, so a batch saves little. We measure both cases: the table has the answers, and the next cell prints the throughput of 16 prompts read together.
+# Up to some number of answers, an additional answer costs little, because the weights are read anyway. But each *answer* waits longer for its next token: this is its **latency**, shown in the table. transformers' page on pipelines advises against batches on a CPU. In another case the page is right: a model that reads a long prompt already uses each weight for many tokens, so a batch saves little. We measured both cases. The picture above shows the writing of answers. The first line of the next cell shows the reading of prompts: the throughput of 16 together, relative to one.
 #
-# Fewer bits are fewer bytes to read, but the weights must be unpacked before each matmul. Which effect wins depends on the processor and on the library's kernels for it. bitsandbytes has a kernel for 4 bits on CPUs with AVX512-BF16 instructions (`backends/cpu/ops.py`); on others it unpacks a whole matrix first. So we predict before we decide. The prediction is the time of a token in bf16, minus the time of its bf16 matrices, plus the time of the quantized matrices. The table below has these matrices, timed alone.
+# Fewer bits are fewer bytes to read, but the weights must be unpacked before each matmul. Which effect wins depends on the processor and on the library's kernels for it. bitsandbytes has a kernel for 4 bits on CPUs with AVX512-BF16 instructions (`backends/cpu/ops.py`); on others it unpacks a whole matrix first. So we predict before we decide. The prediction for nf4 and int8 is the time of a token in bf16, minus the time of its bf16 matrices, plus the time of the quantized matrices. The table below has these matrices, timed alone.
 
 
 # %%
@@ -408,7 +408,9 @@ rows = [
     [kinds[kind], plots.bytes_text(run.peak_bytes), plots.bytes_text(run.value or (0 if run.ok else None))]
     for kind, run in runs.items()
 ]
-print(f"logits by arithmetic: {SAMPLES * LENGTH * config.vocab_size * 4:,} bytes; given: {runs['logits'].value}")
+print(
+    f"logits by arithmetic: {SAMPLES * LENGTH * config.vocab_size * 4:,} bytes; passed to compute_metrics: {runs['logits'].value}"
+)
 plots.Table(["what", "peak", "bytes passed to compute_metrics"], rows)
 
 # %% [markdown]
@@ -439,7 +441,7 @@ def changed(side, prompts):
 
 prompts = [text(1, 5 + number, 2000 + number)[0] for number in range(20)]
 apart = {side: changed(side, prompts) for side in ("left", "right")}
-print(f"answers of 20 that differ from those alone: {apart}")
+print(f"answers of 20 that padding changed, by its side: {apart}")
 
 # %% [markdown]
 # ## What held

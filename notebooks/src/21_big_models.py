@@ -310,13 +310,14 @@ rows = []
 for name in names:
     cells = [share(found[name], moment, kind) for moment in ("peak", "held") for kind in (0, 1)]
     rows.append([name, *(f"{cell:.2f}" for cell in [*cells, share(found[name], "trimmed", 0)])])
-head = ["way", "private at the peak", "mapped", "private after an answer", "mapped", "private, trimmed"]
+head = ["way", "private at the peak", "mapped at the peak", "private after an answer", "mapped after an answer"]
+head += ["private, after glibc returned freed memory"]
 plots.Table(head, rows, "Shares of the weights' bytes in fp32")
 
 # %% [markdown]
 # Read the picture from top to bottom. The usual way holds two copies, both private. The next way holds the weights once, in pages that the system may take back.
 #
-# Shards and the flag change nothing: if a file is mapped, there is no second copy whose size they could limit. `dtype=` and four bits take *more* memory: the converted weights are private, while the pages of the file are mapped. Some of the private bytes are no longer used, but glibc (the system's C library) keeps freed memory for later allocations. The last column shows what remains after we made it return such memory. A checkpoint that was *saved* in the type you want has no such peak.
+# Shards and the flag change nothing: if a file is mapped, there is no second copy whose size they could limit. `dtype=` and four bits take *more* memory, because at the peak the converted weights (private) and the file's pages (mapped) are there together. Some of the private bytes are no longer used, but glibc (the system's C library) keeps freed memory for later allocations. The table's last column shows what remains after we made glibc return that memory. A checkpoint that was *saved* in the type you want has no such peak.
 #
 # With layers on disk, the pages are dropped as soon as a layer has computed. Are the answers the same? And what did the library put into `offload_folder`?
 
@@ -488,9 +489,9 @@ def gradient_owners():
 heads = [
     "layer",
     "device of the optimizer's weight",
-    "it was used",
+    "the forward pass used it",
     "the used weight has a gradient",
-    "the optimizer's weight has one",
+    "the optimizer's weight has a gradient",
 ]
 plots.Table(heads, list(gradient_owners()), "The optimizer's weight, and the weight that the forward pass used")
 
@@ -560,7 +561,7 @@ four = None if missing or no_bnb else against("load_in_4bit", checkpoint)
 note = "" if four is None else f"private alone {share(found['load_in_4bit'], 'peak', 0):.2f} of the weights"
 display(claims.check("four-bit-load", four, missing=missing or no_bnb, note=note))
 on_cards = {size: sum(auto[:2]) / sum(by_hand[:2]) for size, (auto, by_hand) in plans.items()}
-note = f"with {min(on_cards, key=on_cards.get)} GB a card; the loop by hand puts it there"
+note = f"with {min(on_cards, key=on_cards.get)} GB per card, compared with the loop by hand"
 display(claims.check("device-map-cards", min(on_cards.values()), note=note))
 run, note = runs["two steps"], "two steps, layers 4 to 7 on disk"
 claims.check("offload-trains", run and run.value["changed"], note=note, missing=missing if not run else None)

@@ -296,11 +296,9 @@ if not no_optuna:
     as_good = statistics.mean(of_pruned) < 1.01 * statistics.mean(of_best)
     found["hpo-pruning"] = steps_pruned / steps_in_full if as_good else 1.0
     notes["hpo-pruning"] = (
-        f"loss with fresh seeds {statistics.mean(of_pruned):.3f}, of the full search {statistics.mean(of_best):.3f}"
+        f"of the pruned search {statistics.mean(of_pruned):.3f}, of the full search {statistics.mean(of_best):.3f}"
     )
-    print(
-        f"with fresh seeds: {statistics.mean(of_best):.3f}, with the defaults {statistics.mean(plain):.3f}; {notes['hpo-pruning']}"
-    )
+    print(f"loss with fresh seeds: defaults {statistics.mean(plain):.3f}; best settings {notes['hpo-pruning']}")
 
 # %% [markdown]
 # The search was worth it: the default learning rate of 0.00005 is made for large models that are already trained.
@@ -408,7 +406,7 @@ if not no_optuna:
     raised = 0
     try:
         best, trials = search(trainer_of(num_train_epochs=1), lambda trial: {"rate": rates_of(trial).popitem()[1]}, 3)
-        print("misspelt, and no error: losses", {one.value for one in trials}, "best:", best.hyperparameters)
+        print("a misspelt name and no error: losses", {one.value for one in trials}, "best:", best.hyperparameters)
     except Exception as error:
         raised = 1
         print(type(error).__name__, error)
@@ -417,11 +415,17 @@ if not no_optuna:
     found["hpo-value-kept"] = sum(requested == used for requested, used, _ in rows) / len(rows)
     rows += warmed_up(warmup_steps=0.0)  # new
     display(
-        plots.Table(["warm-up suggested", "used", "loss"], rows, "three from the default, three from warmup_steps=0.0")
+        plots.Table(
+            ["warm-up suggested", "used", "loss"],
+            rows,
+            "Three trials that start from the default, and three from warmup_steps=0.0",
+        )
     )
 
 # %% [markdown]
-# The search casts each value to the type that the argument has at that moment. The default is the whole number 0, so 0.3 becomes 0, without a warning. Starting from `warmup_steps=0.0` fixes this argument. The function below detects wrong names and lossy casts of every argument:
+# No argument is called `rate`, so the misspelt search changes nothing: all three trials have one loss, and the library only logs a warning.
+#
+# The table shows the other fault. The search casts each value to the type that the argument has at that moment. The default is the whole number 0, so 0.3 becomes 0, without a warning. Starting from `warmup_steps=0.0` fixes this argument. The function below detects wrong names and lossy casts of every argument:
 
 
 # %%
@@ -483,8 +487,8 @@ if not no_optuna:
         rows.append([one.number, one.params["seed"], one.value, own, previous])
         before = one.params["seed"]
     display(plots.Table(["trial", "seed", "loss", "loss with its seed", "with the seed before"], rows))
-    print(f"best {best.objective:.4f}, again by the two lines {again:.4f}")
-    print(f"seed set in model_init, and a new Trainer: best {right.objective:.4f}, again {remedied:.4f}")
+    print(f"best trial {best.objective:.4f}, trained again by the two lines {again:.4f}")
+    print(f"seed set in model_init: best trial {right.objective:.4f}, trained again by a new Trainer {remedied:.4f}")
     found["hpo-own-seed"] = sum(math.isclose(row[2], row[3], rel_tol=1e-6) for row in rows) / len(rows)
     found["hpo-reproduces"] = again / best.objective
 
@@ -522,19 +526,19 @@ if not no_optuna:
     notes["hpo-default-space"] = f"the winner: {winner}"
 
 # %%
-answers = ["their luck, and nothing else", "their luck and the length of training", "nothing: it is a gain"]
+answers = ["luck, and nothing else", "luck and a longer training", "a better recipe"]
 exercises.question(
     lab,
     "gain",
-    "A search over seeds and epochs finds a lower loss than the defaults. What did it find?",
+    "A search over the seed and the number of epochs, and nothing else, finds a lower loss than the defaults. What did it find?",
     {
-        answers[0]: "Luck is gone with fresh seeds. But a longer training stays longer.",
+        answers[0]: "Luck is gone with fresh seeds. But the gain of a longer training stays.",
         answers[
             1
         ]: "Both can lower a loss, and neither is a better recipe. More epochs are a longer training, and a seed is luck, "
         "however much of it a search finds. Search settings of equal cost, and use the seeds "
         "for the error bar.",
-        answers[2]: "It is lower in the search. With fresh seeds, and at the same cost, it is the defaults again.",
+        answers[2]: "Nothing else was searched: with fresh seeds and as many epochs it is the default recipe again.",
     },
     right=answers[1],
 )

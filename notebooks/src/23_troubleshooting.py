@@ -366,12 +366,12 @@ READINGS = {
     "modules that give only 0": lambda seen: len({*seen["silent"]}),
     "learning rate": lambda seen: three(seen["rates"], "{:g}"),
     "weights meant to learn": lambda seen: seen["meant"],
-    "with a gradient": lambda seen: seen["meant"] - len(seen["frozen"]),
-    "and updated": lambda seen: seen["meant"] - len(seen["frozen"]) - len(seen["left out"]),
+    "of these, with a gradient": lambda seen: seen["meant"] - len(seen["frozen"]),
+    "of these, in the optimizer": lambda seen: seen["meant"] - len(seen["frozen"]) - len(seen["left out"]),
     "ms of wait": lambda seen: f"{1e3 * median(seen['waits']):.0f}",
     "ms of a step": lambda seen: f"{1e3 * median(seen['steps']):.0f}",
-    "it ended": lambda seen: str(seen["error"] or ("never" if seen["stands"] else "as it should"))[:100],
-    "in": lambda seen: f"{seen['phase']}, step {len(seen['tokens'])}",
+    "how it ended": lambda seen: str(seen["error"] or ("never" if seen["stands"] else "as it should"))[:100],
+    "where it ended": lambda seen: f"{seen['phase']}, step {len(seen['tokens'])}",
     "tokens, last batches": lambda seen: three(seen["tokens"][-3:], "{}"),
     "KB alive, last passes": lambda seen: three([size / 1e3 for size in (seen["live"] + seen["kept"])[-3:]], "{:.0f}"),
     "KB held after updates": lambda seen: three([size / 1e3 for size in seen["held"]], "{:.0f}"),
@@ -741,7 +741,7 @@ plots.Table(["planted", "transformers' detector: module, updates before", "anoma
 #
 # Why does it miss the NaN loss? `create_frame` looks into tensors and tuples. A model of the library returns neither, but a dict with names (`ModelOutput`), which it calls "not a tensor".
 #
-# *Anomaly mode* names all four operations made for it. It also shows the line of the forward pass (in a warning, hidden here). But its alarm in the last row (the logarithm) is false: relu's backward discards that NaN, and no weight sees it. The mode tests for NaN alone, so a gradient of inf passes. For overflow and coarse update it names the loss's softmax, where a NaN from elsewhere comes in.
+# *Anomaly mode* names the right operation in every row with a NaN made in backward. It also shows the line of the forward pass (in a warning, hidden here). But its alarm in the last row (the logarithm) is false: relu's backward discards that NaN, and no weight sees it. The mode tests for NaN alone, so a gradient of inf passes. For overflow and coarse update it names the loss's softmax, where a NaN from elsewhere comes in.
 #
 # Next: the Trainer's log if every label is masked. `Opening` is transformers' detector with three more lines, which let it look into a dict. The third cell below times a step with each detector and with our tool.
 

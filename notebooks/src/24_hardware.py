@@ -95,7 +95,9 @@ needed = roofline.model_flops(lab.task, 1)
 used = None
 if found.ok and plots.is_measured(speed):
     used = needed * speed / found.value
-    print(f"{needed / 1e9:.3g} GFLOP per sample, {found.value / 1e9:.3g} GFLOP/s at most: {used:.0%} are used")
+    print(
+        f"{needed / 1e9:.3g} GFLOP per sample, {found.value / 1e9:.3g} GFLOP/s at most: {used:.0%} of that rate is used"
+    )
 else:
     print(f"utilization is not known here: {found.failure or 'no speed was measured'}")
 
@@ -126,6 +128,8 @@ exercises.question(
 #
 # - Training computes 6 FLOPs per parameter and token (forward and backward), in large matmuls. Arithmetic decides its speed.
 # - Answering one question reads all weights for each token, 2 bytes per parameter in 16 bits. Bandwidth decides its speed. A batch of answers shares that reading.
+#
+# A card's **break-even price** is the price at which it costs as much per token as another card, here an A100. It equals the ratio of their speeds. The last three columns of the table have it for three kinds of work.
 
 
 # %%
@@ -151,7 +155,7 @@ heads = ["card", "TFLOP/s", "GB/s", "training", "one answer", "1024 at once"]
 plots.Table(heads, rows, "Break-even price in times the price of an A100, by the ceilings")
 
 # %% [markdown]
-# These are **break-even prices**. If an H100 costs less than 3.17 times the price of an A100, it trains a token for less money. But for single answers it must cost less than 2.15 times as much.
+# If an H100 costs less than 3.17 times the price of an A100, it trains a token for less money. But for single answers it must cost less than 2.15 times as much.
 
 # %%
 batches = [2**power for power in range(11)]
@@ -301,7 +305,10 @@ brings = [
 print("torch", torch.__version__, "requires", ", ".join(brings) or "nothing of CUDA: it is the CPU build")
 ready = searched()
 searches = ready if isinstance(ready, dict) else {"the search failed": [False, ready]}
-plots.Table(["what is there", "ready to build", "found, or why not"], [[name, *row] for name, row in searches.items()])
+names = dict(zip(searches, ["pip's torch", "pip's torch and nvidia-cuda-nvcc", "both, with CUDA_HOME set"]))
+names = names if isinstance(ready, dict) else {"the search failed": "the search failed"}
+rows = [[names[name], *row] for name, row in searches.items()]
+plots.Table(["what is installed or set", "ready to build", "compiler found, or why not"], rows)
 
 # %% [markdown]
 # torch does not even find pip's own compiler, unless `CUDA_HOME` names its folder ([pytorch PR 197483](https://github.com/pytorch/pytorch/pull/197483), open, would look there). And that is not enough. With torch 2.13.0+cu130, `nvidia-cuda-nvcc` 13.0.88 and `CUDA_HOME` set we built a small extension (2026-11-25). It compiled, but then the linker said `cannot find -lcudart`: pip's package holds `libcudart.so.13`, and the linker looks for `libcudart.so`. With a link of that name beside it, the extension was built and imported. Others had the same error ([flashinfer issue 5064](https://github.com/flashinfer-ai/flashinfer/issues/5064)).
@@ -351,7 +358,7 @@ limited, default = graphs(lengths, dynamic=False), graphs(lengths)
 rows = [["fixed shapes, each length", fixed["each length"]], ["fixed shapes, padded to 32", fixed["padded to 32"]]]
 rows += [["fixed shapes, each length, torch's own limit", limited], ["torch.compile with its defaults", default]]
 display(plots.Table(["what", "graphs"], rows, f"{len(lengths)} lengths"))
-print(f"padding to 32 adds {sum(to_32) / sum(lengths) - 1:.0%} of tokens here")
+print(f"padding to 32 makes {sum(to_32) / sum(lengths) - 1:.0%} more tokens here")
 widgets.revealed(lab, "graphs", default)
 
 # %% [markdown]
@@ -365,13 +372,17 @@ widgets.revealed(lab, "graphs", default)
 
 # %% tags=["claim"]
 degrees = known.get("slowdown")
-margin = "" if known.get("margin now") is None else f"it tells a margin of {known['margin now']} degrees"
+margin = "" if known.get("margin now") is None else f"only a margin: {known['margin now']} degrees"
 lower = known.get("operating")
-note = f"below its base clock it may go from {lower} °C on" if lower else ""
-silent = None if degrees else margin or "the driver tells no temperature"
+note = f"from {lower} °C on the card may go below its base clock" if lower else ""
+silent = None if degrees else margin or "the driver reports no temperature"
 display(claims.check("cooling", degrees, missing=silent, note=note))
 above = above_slowdown(known)
-display(claims.check("shutdown-temperature", above, missing=None if above is not None else "the driver tells none"))
+display(
+    claims.check(
+        "shutdown-temperature", above, missing=None if above is not None else "the driver reports no thresholds"
+    )
+)
 claims.check("throttled", lab.ratio(hot) if hot else None, missing=not_hot)
 
 # %% [markdown]
@@ -419,7 +430,7 @@ def draw(price, used):
         faster = h100.tokens_per_second(1e9, size) / a100.tokens_per_second(1e9, size) * used / 100
         bills.append(100 * price / faster)
     title = f"H100 at {price} times the price, {used} % of the utilization: a training costs {bills[0]:.0f} %"
-    lines = {"answers": bills[1:], "as expensive": [100] * len(batches)}
+    lines = {"answers": bills[1:], "same price": [100] * len(batches)}
     ax = plots.lines(batches, lines, "answers at once", "price per token, % of the A100's", title=title)
     ax.set_xscale("log", base=2)
     return ax

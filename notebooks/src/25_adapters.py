@@ -53,7 +53,7 @@ torch.set_num_threads(1)  # in this notebook's own process, where all tensors ar
 #
 # ## Predict
 #
-# Our Llama has 4 layers. Either all its weights learn, or only adapters of rank 4 beside the matrices for queries and values: one parameter of 250. The batch is 8 texts of 64 tokens.
+# Our Llama has 4 layers. Either all its weights learn, or only adapters of rank 4 beside the matrices for queries and values: one parameter in 250. The batch is 8 texts of 64 tokens.
 
 # %%
 question = "What percentage of full training's peak memory does training with these adapters take?"
@@ -106,7 +106,7 @@ def fewer(layers=96, width=12288, rank=4, words=50257):
 
 
 times_fewer = fewer()
-print(f"{times_fewer:,.0f} times fewer learn; with rank 64 {fewer(rank=64):,.0f} times")
+print(f"{times_fewer:,.0f} times fewer parameters learn; with rank 64, {fewer(rank=64):,.0f} times fewer")
 
 # %% [markdown]
 # ## The library's adapters
@@ -159,7 +159,7 @@ if not no_peft:
     with warnings.catch_warnings(action="ignore"):  # peft warns that they may differ
         in_four = apart(four, copy.deepcopy(four).merge_and_unload(), rows)
     notes["merged-same"] = f"into a 4-bit base: {in_four:.1%}"
-    print(f"merged, they differ by {found['merged-same']:.1e}; {notes['merged-same']}")
+    print(f"merged and not merged differ by {found['merged-same']:.1e}; {notes['merged-same']}")
 
 # %% [markdown]
 # Merged into a base that is not quantized, the adapters give the same outputs and cost nothing more. Merged into a 4-bit base, the sum must be quantized again, and part of what the adapters learnt is rounded away. So merge into the base in 16 bits.
@@ -210,7 +210,7 @@ if not no_peft:
     if trained:
         assert not more.peak_bytes or more.memory.trainable_parameters > trained  # otherwise the rank was ignored
         share = trained / few.memory.parameters
-        print(f"{share:.2%} of the parameters learn; gradients and states: {sizes[1]:,} of {sizes[0]:,} bytes")
+        print(f"{share:.2%} of the parameters learn; gradients and states: {sizes[1]:,} bytes, before {sizes[0]:,}")
         widgets.revealed(lab, "peak", 100 * found["lora-memory"])
 
 # %%
@@ -274,7 +274,7 @@ restored = dequantize(*quantize(weight, NF4), NF4, weight.shape)
 same = torch.isclose(restored, bnb.functional.dequantize_4bit(*once), atol=1e-6).float().mean().item()
 assert same > 0.999  # a number midway between two values may be rounded either way
 even = torch.linspace(-1, 1, 16)
-print(f"{same:.3%} of the numbers as the library has them; error {error(weight, 64):.1%}, with one scale", end=" ")
+print(f"{same:.3%} of the numbers equal the library's; error {error(weight, 64):.1%}, with one scale", end=" ")
 print(f"{error(weight, weight.numel()):.1%}, with even steps {error(weight, 64, even):.1%}")
 
 # %%
@@ -330,14 +330,14 @@ if not no_peft:
         assert part(sixteen[2], "quantized_weights")  # a base that stayed whole would not take less either
         not_prepared = sixteen[3].peak_bytes / sixteen[1].peak_bytes
         notes["qlora-less"] = f"not prepared: {not_prepared:.2f}"
-        print(f"4 bits over bf16: {found['qlora-less']:.2f}, {notes['qlora-less']}")
+        print(f"peak of 4 bits / bf16: prepared {found['qlora-less']:.2f}, {notes['qlora-less']}")
 
 # %% [markdown]
 # The layers shrank to a quarter. But embeddings and head are not quantized, and the preparation casts them and the norms **from 16 bits up to 32** (`prepare_model_for_kbit_training` in `peft/utils/other.py`). Then the activations are fp32 too, logits included. In addition, each matmul first expands its 4-bit weight to one that is not quantized, which is freed afterwards. With a vocabulary this large, all this outweighs what the layers save. Skip the preparation, or cast back, and check that the loss stays good.
 #
 # In a model of 7 billion parameters it is the other way round: the vocabulary is 4 % of the weights, and the layers decide.
 #
-# **Can such numbers be trusted?** Other people published the memory of seventeen trainings with LoRA on a Tesla T4. We repeated them in a rehearsal (a dry run on a stub CUDA runtime). With a release of torch whose allocator follows the same rules as theirs, the rehearsal allocates as many bytes as they measured, **to the byte**, in all seventeen. For thirteen of them the publication named a different release. In a rehearsal with that release the bytes did *not* agree: the publication had named the wrong one, and the bytes revealed it. In all seventeen the base was in fp16. The memory of a base in 4 bits varies by some MiB from run to run, even on one card.
+# **Can such numbers be trusted?** Other people published the memory of seventeen trainings with LoRA on a Tesla T4. We repeated them in a rehearsal (a dry run on a stub CUDA runtime), with torch 2.11. In all seventeen, the peak of the allocated bytes is the one that they measured, **to the byte**. But for thirteen of them the publication names torch 2.14. We rehearsed six of these with 2.14, and five reserved a different amount of memory. So [the publication most likely names the wrong version](../docs/upstream/lora-on-a-t4.md). In all seventeen trainings the base was in fp16. The memory of a base in 4 bits varies by some MiB from run to run, even on one card.
 #
 # ## Seconds, by parts
 #
@@ -449,7 +449,7 @@ def interval(ratios):
 base = train(llama(), 5e-3, 150, seed=0, dialect=False)
 before, gained = gains(base, ("all", 16))
 rows = [["before", f"{before:.3f}"], *([key, f"{before - statistics.mean(each):.3f}"] for key, each in gained.items())]
-display(plots.Table(["rank", "loss in the dialect"], rows))
+display(plots.Table(["what learns: all, or rank", "loss in the dialect"], rows))
 as_good = interval([one / other for one, other in zip(gained[16], gained["all"])])
 print(f"adapters get {as_good.low:.3f} to {as_good.high:.3f} of the gain of all weights")
 
@@ -482,7 +482,9 @@ ways = {
 }
 reached = {name: with_gradient(*way) for name, way in ways.items()}
 silent = 1 - reached["reentrant, frozen inputs"][0]
-plots.Table(["checkpointing", "adapters with a gradient", "warning"], [[name, *one] for name, one in reached.items()])
+plots.Table(
+    ["checkpointing", "share of adapters with a gradient", "warning"], [[name, *one] for name, one in reached.items()]
+)
 
 # %% [markdown]
 # The first row is the fault: there is a warning, and only the head is trained. Two settings fix it:
@@ -569,7 +571,7 @@ def check(answer):
         return exercises.not_measured(no_peft or "memory was not measured here")
     batch, times = answer.get("per_device_train_batch_size", 8), answer.get("gradient_accumulation_steps", 1)
     if batch * times != 8:
-        return exercises.wrong(f"{batch * times} samples an update, not 8")
+        return exercises.wrong(f"{batch * times} samples per update, not 8")
     if answer.get("dtype") or (answer.get("rank") or 0) < 4:
         return exercises.wrong("fp32, and a rank of 4 or more")
     run = counted("yours", **answer)
@@ -646,7 +648,7 @@ exercises.prove(check, solution=1.05 * tokens, mistake=tokens / 8)  # as if the 
 #
 # The numbers are those of a recorded run (AMD EPYC, 2 cores, torch 2.15.0, 2026-11-28).
 #
-# - Adapters trained one parameter of 9,249 in a GPT-3. Gradients and optimizer states went, frozen weights and most activations stayed: here the peak was 0.57 of full training's, and rank 32 kept 1.01 times the activations of rank 4.
+# - Adapters trained one parameter in 9,249 of a GPT-3. Gradients and optimizer states went, frozen weights and most activations stayed: here the peak was 0.57 of full training's, and rank 32 kept 1.01 times the activations of rank 4.
 # - Four bits are 16 quantiles and a scale for 64 weights. Double quantization saved 0.37 bits per weight, as its paper says.
 # - The preparation cast a large vocabulary up to 32 bits, and QLoRA took 1.30 times as much as LoRA; without it 0.90.
 # - A step with adapters was 1.49 times as fast. Merging changed the outputs by less than 0.000001 in a base that is not quantized, and by 20.1 % in a 4-bit base.
