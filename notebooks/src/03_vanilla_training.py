@@ -299,7 +299,7 @@ with monitor.live() as watch:
 watch.summary()
 
 # %% [markdown]
-# Experiments start and end as processes of their own; the notebook stays as it was. The monitor sees all that the system gave to a process (or to the card): the libraries' code, reserves, leftovers. The lab counts tensors. (On a page recorded by `perf-helpers course`, a process outside the notebook starts the experiments, so the monitor shows 0 B for them.)
+# Experiments start and end as processes of their own; the notebook stays as it was. The monitor sees all that the system gave to a process (or to the card): the libraries' code, reserves, leftovers. The lab counts tensors.
 
 # %%
 parts, phase = vanilla.memory.breakdown, vanilla.memory.peak_phase

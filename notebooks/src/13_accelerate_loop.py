@@ -219,7 +219,7 @@ def keep(accelerator, folder, done, losses, die_after):
 #
 # The baseline is the Trainer with the same recipe. One more thing must be equal: the loss. Lesson 05 found that the Trainer may fail to divide an accumulated loss for this class of model (with transformers 5.23 and 5.24 it does fail). Our loop divides. Without a remedy we would compare two different recipes, so the Trainer gets the remedy of lesson 05, in the line marked below.
 #
-# While it trains, a live monitor shows the state of the machine: on a GPU its memory, load, power and clocks, otherwise the memory and load of the host. The monitor stops at the end of its `with` block. (Under `perf-helpers course`, *memory of its experiments* is 0: the experiments are then processes of the course, not of this notebook.) Look at such a monitor in the first minutes of a training of hours.
+# While it trains, a live monitor shows the state of the machine: on a GPU its memory, load, power and clocks, otherwise the memory and load of the host. The monitor stops at the end of its `with` block. Look at such a monitor in the first minutes of a training of hours.
 
 
 # %%
@@ -451,6 +451,7 @@ def cost_of(log_norm):
         model, log, exact, shares = task.build_model(), [], [], []
         optimizer, batch = torch.optim.AdamW(model.parameters()), task.batch(1)
         for _ in range(8):
+            optimizer.zero_grad()
             begin = time.perf_counter()
             model(**batch).loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -460,7 +461,6 @@ def cost_of(log_norm):
             optimizer.step()
             shares.append(spent / (time.perf_counter() - begin))
             exact.append(norm.item())
-            optimizer.zero_grad()
         with torch.profiler.profile() as seen:
             log_norm(model, norm, [])
         read = any(event.name == "aten::_local_scalar_dense" for event in seen.events())

@@ -46,6 +46,7 @@ class Feedback:
     status: str  # of an exercise "not attempted", "wrong", "right" or "not measured"; of a guess "no guess" or "guess"
     text: str  # words between backticks are code
     picture: str = ""  # HTML to show below the text
+    has_failed: bool = False  # the answer's run ended with an error
 
     def __repr__(self) -> str:
         return f"{_SIGNS[self.status][0]} {self.status}: {self.text}"
@@ -79,7 +80,9 @@ def run_failed(run: Run) -> Feedback:
 
     It is "not measured" if the run timed out or was killed, because a busy or full machine may be the cause.
     """
-    return (not_measured if run.status in ("timed out", "killed") else wrong)(run.failure)
+    if run.status in ("timed out", "killed"):
+        return not_measured(run.failure)
+    return Feedback("wrong", run.failure, has_failed=True)
 
 
 def prose_html(text: str) -> str:
@@ -152,17 +155,18 @@ def prove(check: Callable[[Any], Feedback], *, solution: Any, mistake: Any) -> F
     Args:
         check: takes an answer (None: not attempted) and returns its feedback.
         solution: an answer that the check must call right.
-        mistake: an answer that the check must call wrong.
+        mistake: an answer that runs, and that the check must call wrong.
 
     Raises:
-        RuntimeError: the check does not call the solution "right", the mistake "wrong", and None "not attempted".
+        RuntimeError: the check does not call the solution "right", the mistake "wrong", and None "not attempted"; or
+            the mistake's run failed, so that the check has judged nothing.
     """
     token = _is_author.set(True)
     try:
         for answer, expected in ((None, "not attempted"), (mistake, "wrong"), (solution, "right")):
             feedback = _judgement(check, answer)
             is_unknown = feedback.status == "not measured" and answer is not None
-            if feedback.status != expected and not is_unknown:
+            if (feedback.status != expected and not is_unknown) or feedback.has_failed:
                 raise RuntimeError(
                     f"this check calls {answer!r} {feedback.status} instead of {expected}: {feedback.text}"
                 )

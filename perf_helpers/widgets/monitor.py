@@ -16,6 +16,7 @@ from perf_helpers import plots
 from perf_helpers.widgets import svg
 from perf_helpers.widgets.frame import view
 from trainmem.core import hardware
+from trainmem.measure.forkserver import SERVER
 from trainmem.texts import bytes_text, bytes_unit, number_text, seconds_text
 
 CLOSE_SECONDS = 20  # a broken driver can block a query forever, but the block of code must end
@@ -162,9 +163,16 @@ def _host_reader() -> Callable[[], Figures]:
         psutil.cpu_percent()  # the first sample reports the time since this call
 
     def children() -> int:
-        """Add up the resident memory of all descendants; a page that two of them share counts twice."""
+        """Add up the resident memory of all descendants and experiments; a page that two of them share counts twice.
+
+        In a course an experiment is no descendant of its lesson: it is forked by the course's server.
+        """
+        found = set(process.children(recursive=True))
+        for pid in SERVER.forks():
+            with suppress(psutil.Error, OSError):
+                found |= {psutil.Process(pid), *psutil.Process(pid).children(recursive=True)}
         total = 0
-        for child in process.children(recursive=True):
+        for child in found:
             with suppress(psutil.Error, OSError):  # it has ended meanwhile
                 total += child.memory_info().rss
         return total

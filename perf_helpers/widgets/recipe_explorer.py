@@ -96,8 +96,8 @@ def _groups(lab: Lab) -> dict[str, list[Recipe]]:
     """Return {label: recipes that one picture may show}: those of one task and one session or day.
 
     The group of this lab's task comes first. In a group the smallest recipe comes first, and those without a measured
-    memory last. Of two recipes with the same name and kind, the later one is kept. Runs with neither memory nor speed
-    are left out.
+    memory last. Of two recipes with the same name, kind and arguments, the later one is kept. Runs with neither memory
+    nor speed are left out.
     """
     session, machine = {run.id for run in lab.runs}, lab.machine
     here = [run for run in lab.runs if run.ok]
@@ -105,11 +105,12 @@ def _groups(lab: Lab) -> dict[str, list[Recipe]]:
     earlier = [run for run in lab.store.read() if run.ok and run.id not in session]
     sources = [("this notebook", source) for source in here]
     sources += [(run.date[:10], run) for run in earlier if run.machine.get("name") == machine.name]
-    groups: dict[str, dict[str, Recipe]] = {}
+    groups: dict[str, dict[tuple[str, str], Recipe]] = {}
     for when, source in sources:
         recipe = Recipe.of(source)
         if recipe.arguments and (recipe.is_sized or recipe.is_timed):
-            groups.setdefault(f"{when}: {Task.from_dict(source.task).model}", {})[recipe.label] = recipe
+            group = groups.setdefault(f"{when}: {Task.from_dict(source.task).model}", {})
+            group[recipe.label, repr(sorted(recipe.arguments.items()))] = recipe
     first = f"this notebook: {lab.task.model}"
     labels = sorted(groups, key=lambda label: (label != first, not label.startswith("this"), label))
     return {label: sorted(groups[label].values(), key=_size) for label in labels}

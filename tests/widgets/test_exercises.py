@@ -2,6 +2,7 @@
 
 import re
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import pytest
 
@@ -58,6 +59,14 @@ def judge(answer):
 
 
 # ---- feedback
+
+
+def test_a_mistake_whose_run_fails_proves_nothing():
+    failed = exercises.run_failed(SimpleNamespace(status="failed", failure="AttributeError: ..."))
+    assert failed.status == "wrong"
+    judge = {None: exercises.not_attempted(), 4: exercises.right("ok"), 5: failed}.get
+    with pytest.raises(RuntimeError, match="AttributeError"):
+        exercises.prove(judge, solution=4, mistake=5)
 
 
 def test_feedback_shows_code_and_escapes_the_rest():

@@ -3,11 +3,13 @@ GPU or depends on a clock.
 """
 
 import json
+import os
 import subprocess
 import sys
 import threading
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -249,6 +251,13 @@ def test_without_a_gpu_the_host_is_read_with_its_children():
         child.communicate(b"\n")
     assert figures[monitor.OWN] > 1e6 and figures[monitor.CHILDREN] > 1e6
     assert figures["memory available"] > 0 and "device memory used" not in figures
+
+
+def test_an_experiment_that_a_course_server_forked_is_one_of_the_experiments(monkeypatch):
+    monkeypatch.setattr(monitor.psutil.Process, "children", lambda *_, **__: [])
+    monkeypatch.setattr(monitor.SERVER, "running", SimpleNamespace(forks={os.getppid(), 2**30}))  # the last has ended
+    (figures,) = read()
+    assert figures[monitor.CHILDREN] > 1e6
 
 
 def test_cpu_utilisation_is_that_since_the_sample_before(monkeypatch, copied):

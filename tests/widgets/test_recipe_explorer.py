@@ -76,6 +76,12 @@ def test_days_are_not_mixed(lab, shown, no_estimates):
     assert "then" in text(shown) and "today" not in text(shown)
 
 
+def test_runs_of_one_name_with_other_arguments_are_all_shown(lab, shown, no_estimates):
+    lab.runs = [run("larger batch", size, 4.0, arguments={"optim": str(size)}) for size in (100, 200)]
+    explorers.recipes(lab)
+    assert len(control(shown, "recipe").options) == 2
+
+
 @pytest.mark.nightly
 def test_an_estimate_is_shown_beside_the_runs_without_a_speed(lab, shown):
     lab.runs = [run("small", 100, 4.0)]

@@ -114,9 +114,13 @@ class ForkServer:
             self.running.end()
         self.running = None
 
+    def forks(self) -> list[int]:
+        """Return the process ids of the fresh subprocesses that are not yet collected."""
+        return [*self.running.forks] if self.running else []
+
     def end_forks(self) -> None:
         """End every living fresh subprocess and what it started; its caller gets the outcome "killed"."""
-        for pid in [*self.running.forks] if self.running else ():
+        for pid in self.forks():
             with contextlib.suppress(OSError):
                 os.killpg(pid, signal.SIGKILL)
 
