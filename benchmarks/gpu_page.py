@@ -177,7 +177,16 @@ def _against(pair: str, row: Mapping[str, Any]) -> str:
 
 
 def _alike(rows: Rows, data: Mapping[str, Any], cards: Mapping[str, dict]) -> dict[str, dict[str, dict]]:
-    """Return {card: rehearsed rows by recipe} of cards with the same compute capability and task."""
+    """Return {card: {recipe: rehearsed row}} for cards like the measured GPU.
+
+    A card is like it if it has the same compute capability, and if its rehearsal trained the same task as the part
+    "ten".
+
+    Args:
+        rows: the measured rows by part.
+        data: the record of the measurement, with its machine.
+        cards: {card: its rehearsal}.
+    """
     gpu, found = Machine.from_dict(data["machine"]).gpus[0], rows.get(("ten", "vanilla"), {"runs": ()})["runs"]
     return {
         card: {row["name"]: row for row in shown["rows"]}

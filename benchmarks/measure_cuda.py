@@ -162,7 +162,13 @@ def compare(lab: Lab, one: Training, folder: Path) -> dict:
 
 
 def summary(rows: list[dict]) -> dict:
-    """Return the errors over all compared trainings, as shares."""
+    """Return how many trainings the estimate answered, and its errors in allocated and reserved bytes of the peak.
+
+    An error is |estimated / rehearsed - 1|; the median and the worst are None if no training was answered.
+
+    Args:
+        rows: one per training; rows without "rehearsed" are counted as left out.
+    """
     rehearsed = [row for row in rows if "rehearsed" in row]
     pairs = [(row["estimated"], row["rehearsed"]) for row in rehearsed if "allocated" in row["estimated"]]
     errors = {

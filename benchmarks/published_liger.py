@@ -134,9 +134,12 @@ def linear_jsd(BT: int, H: int, V: int) -> None:
 
 
 def preference(B: int, T: int, H: int, V: int) -> None:
-    """Run a bf16 head with fp32 logits, cross-entropy of the first half and log-probabilities of all: ORPO, CPO, SimPO.
+    """Run what ORPO, CPO and SimPO compute: a bf16 head over B answers, of which the first half are the preferred ones.
 
-    A second head exists, unused.
+    The logits are cast to fp32. The loss is the cross-entropy of the preferred half, minus a term of the differences
+    between the halves' mean log-probabilities.
+
+    A second head is allocated but not run, because the original script also holds the head of the other implementation.
     """
     head, _spare = _head(H, V), _head(H, V)
     rows, labels = torch.randn(B, T, H, **BF16, **GRADIENT), torch.randint(V, (B, T))

@@ -236,7 +236,12 @@ def _value_is_worse(old: dict, new: dict) -> bool | None:
 
 
 def _moved(before: dict, after: dict, number: int) -> bool:
-    """Return whether two values differ by more than rounding and, if they have intervals, by more than their noise."""
+    """Return whether a claim's value differs between two course runs by more than rounding and noise.
+
+    Args:
+        before, after: the claim's entries in results.json of both runs. Noise matters only if they have intervals.
+        number: how many claims with an interval are compared, see `is_beyond_noise`.
+    """
     a, b = before["value"], after["value"]
     if a is None or b is None:
         return a != b

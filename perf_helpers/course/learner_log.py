@@ -69,9 +69,16 @@ def of(lab: Lab) -> Journal:
 
 
 def keep(lab: Lab, kind: str, key: str = "", **content) -> None:
-    """Append an entry for the lab's lesson; print a warning if the file cannot be written.
+    """Append an entry for the lab's lesson to the journal; print a warning if the file cannot be written.
 
-    `KINDS` lists the `content` that each kind needs.
+    Args:
+        lab: names the lesson, and the folder of the journal (see `of`).
+        kind: one of `KINDS`.
+        key: names the guess, question, exercise or challenge within the lesson; "" for "finished", which needs no name.
+        content: the entry's values; `KINDS` lists those that each kind needs.
+
+    Raises:
+        ValueError: an unknown kind, or content that its kind needs is missing.
     """
     journal = of(lab)
     try:

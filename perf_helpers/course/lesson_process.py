@@ -267,7 +267,10 @@ def _record(name: str, path: Path) -> tuple[dict[str, Any], str]:
 
 
 def _running(cells: list[Cell]) -> Cell | None:
-    """Return the cell that was running when papermill last wrote the notebook, which it does when a cell begins."""
+    """Return the cell that was running when papermill last wrote the notebook, which it does when a cell begins.
+
+    Return None if no cell was running.
+    """
     return next((cell for cell in cells if cell["metadata"].get("papermill", {}).get("status") == "running"), None)
 
 

@@ -190,9 +190,17 @@ class Lab(Runner):
         return [self._speed_apart(baseline, *each, seconds[0]) for each in zip(others, seconds[1:], strict=True)]
 
     def _interleaved(self, name: str, runs: list[Run], turns: int, steps_per_turn: int, timeout: float) -> Outcome:
-        """Interleave runs. The outcome's value is a list of `Seconds`, one per turn, for each process and run.
+        """Time several runs in turns, and return an outcome whose value is value[process][run][turn], a `Seconds` each.
 
-        Inside one process the first run takes part a second time, as the last one.
+        On CPUs several processes run the turns as threads. There the first run (the baseline) takes part a second time,
+        as the last one: the difference between both shows the noise. On GPUs each run has a process of its own; they
+        are listed as one process.
+
+        Args:
+            name: of the progress bar.
+            turns: per run, over all processes together.
+            steps_per_turn: optimizer steps per turn; the fastest one counts.
+            timeout: limit for all turns together, in seconds.
         """
         players, inside_one = self._players(runs), self._is_inside_one(*runs)
         if inside_one:

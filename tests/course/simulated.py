@@ -413,7 +413,11 @@ CLAIMS = {
 
 
 def simulated(id: str, cpu: Cpu) -> tuple[Ratio | None, tuple[float, float] | None]:
-    """Return a claim's correct measurement on a CPU (None: the lesson leaves it out there), and the prediction
-    that its lesson would pass, if it passes one."""
+    """Calculate what a claim's lesson would pass to `Claims.check` on this CPU.
+
+    Returns:
+        (the measured ratio, the predicted range of the ratio). The ratio is None if the lesson skips the claim on a
+            CPU, the range is None if the lesson predicts nothing.
+    """
     found = CLAIMS[id](cpu)
     return found if isinstance(found, tuple) else (found, None)

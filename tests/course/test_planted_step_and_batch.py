@@ -248,7 +248,10 @@ def test_what_an_activation_keeps_decides_its_claim(monkeypatch):
 
 
 def products_in_backward(seconds):
-    """Return the verdict for a library whose matmuls take `seconds(left, right)`."""
+    """Return the verdict of the claim "backward-sizes-awkward" for a library with simulated matmuls.
+
+    `seconds`: function of the two matrices of a matmul that returns how long it takes.
+    """
 
     class Clock(TorchDispatchMode):
         spent = 0.0

@@ -193,7 +193,13 @@ def stored(dtype=F32, is_coalesced=False):
 
 
 def sparse(run, dtype=F32, other=F32, is_coalesced=False):
-    """Return a function that calls `run` with a dense tensor of type `dtype` and a sparse one of type `other`."""
+    """Return a function without arguments that calls `run(dense, sparse)` on tensors of zeros on the device.
+
+    Args:
+        dtype: type of the dense tensor, of shape (512, 640).
+        other: type of the sparse tensor.
+        is_coalesced: whether the sparse tensor is coalesced.
+    """
     dense, second = torch.zeros(512, 640, dtype=dtype, device=place), stored(other, is_coalesced)
     return lambda: run(dense, second)
 

@@ -208,7 +208,13 @@ def smaller(operation: Operation, limit: int) -> list[Operation]:
 
 
 def resized(operation: Operation, factors: dict[int, int]) -> Operation:
-    """Return the operation with every length in `factors` divided by its factor, and its bytes scaled."""
+    """Return a smaller form of an operation, so that running it takes less memory and time.
+
+    Args:
+        factors: {length: factor}; each dimension of this length is divided by the factor.
+
+    The bytes of its results are scaled by how much its arguments shrank or, if these did not, by all the factors.
+    """
     part = dataclasses.replace(operation, leaves=tuple(_resized(leaf, factors) for leaf in operation.leaves))
     read, left = (sum(spec.bytes for spec in each.specs) for each in (operation, part))
     share = left / read if left < read else math.prod(1 / factor for factor in factors.values())

@@ -376,7 +376,11 @@ def _by_category(live: np.ndarray) -> dict[str, int]:
 
 
 def _timeline(trace: Trace, totals: np.ndarray) -> dict[str, Any] | None:
-    """Return the last step as a timeline in the form of `records.Memory.timeline`."""
+    """Return the last step as a timeline in the form of `records.Memory.timeline`; None if it has fewer than two
+    operations.
+
+    `totals`: all live bytes during each operation of the trace, an array of shape (operations,).
+    """
     from trainmem.measure import memory_meter
 
     picked = memory_meter.highest(totals.tolist(), *trace.last_step)

@@ -127,9 +127,11 @@ class MemoryMeter:
 
 @contextlib.contextmanager
 def _seen_from_outside(watcher: Watcher, compiling_steps: int) -> Iterator[dict[int, torch.Tensor]]:
-    """Let a watcher observe only the ends of steps in this context; the last compiling step restarts the measurement.
+    """Let a watcher observe only the ends of optimizer steps in this context, because the code of a step is compiled.
 
-    Yield the parameters by id, which the first optimizer step adds.
+    The measurement starts again at the end of step number `compiling_steps`, the last one that compiles.
+
+    Yield {id: parameter}. It is empty until the end of the first optimizer step, which fills it.
     """
     parameters: dict[int, torch.Tensor] = {}
 

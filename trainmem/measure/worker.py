@@ -209,7 +209,10 @@ def threads_of(experiment: Experiment) -> int | None:
 
 
 def _launch(experiment: Experiment, measure: str, on_step: Callable[[int], None] | None) -> Outcome:
-    """Perform an experiment on its ranks, see `_launch_once`. Ranks that fail to connect are launched once more."""
+    """Perform an experiment on its ranks and return rank 0's outcome; arguments as in `perform`.
+
+    Ranks that fail to connect to each other are launched once more.
+    """
     outcome = _launch_once(experiment, measure, on_step)
     return _launch_once(experiment, measure, on_step) if _NEVER_MET in outcome.message else outcome
 
