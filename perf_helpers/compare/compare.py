@@ -165,10 +165,16 @@ def compare(old: dict | str | Path, new: dict | str | Path) -> Changes:
 
 
 def is_beyond_noise(old: float, old_interval: Sequence, new: float, new_interval: Sequence, number: int) -> bool:
-    """Return whether a value with a 95 % interval has changed by more than its noise.
+    """Return whether a value has changed by more than the noise of both measurements.
 
-    Among `number` values that are compared, some differ by chance. The limit, in standard deviations, is therefore set
-    so that one in 1 / FALSE_ALARMS comparisons of equal code has a false alarm (Bonferroni's correction).
+    Among many values that are compared, some differ by chance. The limit, in standard deviations, therefore grows with
+    their number (Bonferroni's correction): of all comparisons of two runs of equal code, a share of FALSE_ALARMS
+    reports any change.
+
+    Args:
+        old, new: the value in each run.
+        old_interval, new_interval: its 95 % interval (low, high) in each run.
+        number: how many values with an interval are compared.
     """
     deviations = [(high - low) / 2 / NormalDist().inv_cdf(0.975) for low, high in (old_interval, new_interval)]
     far = NormalDist().inv_cdf(1 - FALSE_ALARMS / 2 / max(1, number))
@@ -187,7 +193,9 @@ def _lessons(lessons: list[tuple[dict, dict]]) -> Iterator[Change]:
 def _claims(old: list[dict], new: list[dict], judged: bool) -> Iterator[Change]:
     """Yield changed verdicts and values of all claims of either run.
 
-    `judged`: whether to say of a changed value if it is for the worse.
+    Args:
+        old, new: the claims of each run, as in its results.json.
+        judged: whether to say of a changed value if it is for the worse.
     """
     number = sum(bool(claim.get("interval")) for claim in new)
     before, after = ({claim["id"]: claim for claim in claims} for claims in (old, new))

@@ -173,7 +173,10 @@ def run(
 
 
 def _outcomes(lab: Lab, plan: Plan, experiments: dict[int, Experiment]) -> Iterator[tuple[int, Outcome]]:
-    """Yield (number of the row, outcome) as soon as each row ends."""
+    """Yield (number of the row, outcome) as soon as each row ends.
+
+    `experiments`: {number of the row: its experiment}, the rows to run.
+    """
     timeout = plan.timeout or lab.timeout
     if lab.executor is None:
         for number, experiment in experiments.items():

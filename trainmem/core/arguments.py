@@ -213,6 +213,8 @@ class Arguments:
     def build(self, output_dir: str):
         """Build the library's own `TrainingArguments`, without the arguments of `OF_EXPERIMENTS`.
 
+        `output_dir`: the folder to which the Trainer writes.
+
         Raises:
             ValueError: an unknown name, or a value that the library rejects.
         """

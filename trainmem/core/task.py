@@ -206,6 +206,8 @@ class Task(Record):
         """Return the class of transformers to train: `architecture`, otherwise the one that the configuration names,
         otherwise the usual one for its model type.
 
+        `config`: the task's configuration; None: build it.
+
         Raises:
             ValueError: there is no such class, or no data can be generated for the class that the configuration names.
         """
@@ -349,6 +351,8 @@ class Task(Record):
     def length(self, config=None) -> int:
         """Return the tokens per sequence: `seq_len`, or its default.
 
+        `config`: the task's configuration; None: build it.
+
         Raises:
             ValueError: `seq_len` exceeds the model's limit.
         """
@@ -424,7 +428,10 @@ class Task(Record):
         return functools.partial(_padded, multiple=self.pad_to_multiple_of)
 
     def batch(self, size: int, device: Any = "cpu") -> dict[str, Any]:
-        """Return `size` examples as one batch of tensors on `device`: (size, seq_len) token ids, and labels."""
+        """Return `size` examples as one batch of tensors on `device`, by column.
+
+        Token ids have the shape (size, seq_len). A column that `arrays` returns as a list stays a list of tensors.
+        """
         import torch
 
         def sent(value):

@@ -118,7 +118,15 @@ def _foreach_allowed() -> Iterator[None]:
 def _attention(
     rules, capability, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ):
-    """Compute scaled_dot_product_attention as on a GPU of this compute capability."""
+    """Compute scaled_dot_product_attention as on a GPU, by the kernel that torch selects there; return its output.
+
+    Args:
+        rules: those of a torch release.
+        capability: the GPU's compute capability.
+        query, key, value: (batch, heads, length, head size), or without a batch.
+
+    The other arguments are those of scaled_dot_product_attention.
+    """
     with_batch = _with_batch(rules, query, key, value, attn_mask)
     kernel = attention_kernel(rules, capability, *with_batch, dropout_p, is_causal, enable_gqa)
     if kernel == "math" or not isinstance(query, FakeTensor):  # a real tensor is computed on the CPU
@@ -128,7 +136,11 @@ def _attention(
 
 
 def _fused_attention(kernel, query, key, value, attn_mask, dropout_p, is_causal, scale):
-    """Run attention with one of torch's fused kernels."""
+    """Run attention with one of torch's fused kernels and return its output.
+
+    `kernel`: "flash", "efficient" or "cudnn". The other arguments are those of scaled_dot_product_attention; its
+    tensors have a batch.
+    """
     aten = torch.ops.aten
     if kernel == "flash":
         size = query.shape[-1]
@@ -156,14 +168,20 @@ def _first(results):
 
 
 def _additive(mask, dtype):
-    """Return a boolean mask in the form that is added to scores: 0 where it is true, minus infinity elsewhere."""
+    """Return a mask in the form that is added to scores of type `dtype`: 0 where it is true, minus infinity elsewhere.
+
+    A mask that is not boolean, or None, is returned unchanged.
+    """
     if mask is None or mask.dtype is not torch.bool:
         return mask
     return torch.where(mask, *(mask.new_full((), value, dtype=dtype) for value in (0.0, -math.inf)))
 
 
 def _plain_attention(query, key, value, mask, dropout, causal, scale, enable_gqa):
-    """Run `_scaled_dot_product_attention_math` as torch does for plain tensors, which adds the mask in place."""
+    """Run `_scaled_dot_product_attention_math` as torch does for plain tensors, which adds the mask in place.
+
+    The arguments are those of scaled_dot_product_attention. Return its output.
+    """
     dtype = query.dtype
     mask = _additive(mask, dtype)
     if dtype in HALF and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():

@@ -62,6 +62,7 @@ class DeviceTracker(FakeTracker):
         is_function: whether a user's loop is traced.
         from_the_start: whether to place all tensors of the loop on the device, because the loop never sends its model
             there.
+        cache: known results of operations; new ones are added. None: an empty cache.
         rules: those of a torch release; None: the installed one's.
     """
 
@@ -174,7 +175,10 @@ class DeviceTracker(FakeTracker):
         return module
 
     def send(self, tensor: torch.Tensor, category: str = Category.INPUTS) -> None:
-        """Send a tensor to the device, unless it is there already."""
+        """Send a tensor to the device, unless it is there already.
+
+        `category`: that of its memory. From the first tensor of weights on, the model counts as being on the device.
+        """
         storage = None if is_traceable_wrapper_subclass(tensor) else self._storage(tensor)
         if category == Category.WEIGHTS:
             self.weights = Placement.DEVICE
@@ -275,7 +279,12 @@ class DeviceTracker(FakeTracker):
         pass  # random states and numbers that autograd keeps are on the host
 
     def _run_kernel(self, function, args, kwargs, result) -> None:
-        """Log what an operation's kernel allocates and frees on the device, in the kernel's order."""
+        """Log what an operation's kernel allocates and frees on the device, in the kernel's order.
+
+        Args:
+            function, args, kwargs: the operator and its arguments.
+            result: what it returned on fake tensors.
+        """
         held: list[Block] = []
         on_host = [*map(id, self._kernels.on_host(function, args, result))]
         in_place = function.overloadpacket.__name__.endswith("_")  # on a real and a fake tensor it returns a fake one

@@ -280,7 +280,10 @@ def _witnessed(follow: Callable, experiment: Experiment, tracker: Any):
 
 
 class Witness:
-    """Observe a tracker that traces a training: note lines of code, and which parameter each block belongs to."""
+    """Observe a tracker that traces a training: note lines of code, and which parameter each block belongs to.
+
+    `tracker`: the `FakeTracker`, or `DeviceTracker`, of the training.
+    """
 
     def __init__(self, tracker: Any):
         self._tracker, self._execute, self._prepared = tracker, tracker.execute, adapters.prepared

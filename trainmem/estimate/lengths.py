@@ -218,10 +218,14 @@ def worst_batch(
 
 
 def _around(steps: Steps, number: int, lengths: tuple[int, ...]) -> list[int]:
-    """Return the lengths of the samples of step `number`, and of the steps before and after it.
+    """Return the lengths of all samples of step `number`, and of the steps before and after it, as one list in order.
 
     The first step of an epoch is traced as a second step, because in all later epochs the optimizer's states exist by
     then.
+
+    Args:
+        steps: the numbers of the samples, by step and micro-batch.
+        lengths: of all samples, by their numbers, in tokens.
     """
     before = steps[number - 1] if number else steps[1] if len(steps) > 2 else []
     return [lengths[i] for rows in (*before, *itertools.chain(*steps[number : number + 2])) for i in rows]
@@ -231,6 +235,11 @@ def _drawn(lengths: tuple[int, ...], arguments: Arguments, tell: Callable[[int],
     """Return the batches of the first epoch, as sample numbers per step and micro-batch, from the Trainer's own loader.
 
     Call it in a fresh subprocess, because it sets seeds.
+
+    Args:
+        lengths: tokens in each sample.
+        arguments: those of the training; they determine the order of the samples and the size of batches.
+        tell: not used; every function that a fresh subprocess calls gets it.
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch

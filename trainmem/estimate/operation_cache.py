@@ -48,7 +48,11 @@ class OperationCache:
         """Return the operation's result on fake tensors: rebuilt from the cache, or otherwise that of `ask()`, which is
         then cached.
 
-        `tensors`: the tensors among its arguments.
+        Args:
+            operation: the operation, in the form that is compared.
+            function, args: the operator, and its positional arguments.
+            tensors: the tensors among its arguments.
+            mode: the mode of new fake tensors.
         """
         offset = args[0].storage_offset() if args and isinstance(args[0], torch.Tensor) else 0
         about = operation.structure, offset, self.on_host, self.within, torch.get_default_dtype()
@@ -165,7 +169,10 @@ def operation_of(function, args, leaves: list, structure: Structure) -> Operatio
 def by_position(function, args: tuple, selected: Callable[[torch.Tensor], int] | None = None) -> tuple[Callable, tuple]:
     """Return (operation, arguments) that select by position what an operation would select by masks, as kernels do.
 
-    `selected`: returns how many elements a mask of unknown values selects; None: such a mask stays as it is.
+    Args:
+        function: `aten.masked_select`, or an operation whose second argument is a list of indices, e.g. `aten.index`.
+        args: its positional arguments.
+        selected: returns how many elements a mask of unknown values selects; None: such a mask stays as it is.
     """
     if function is torch.ops.aten.masked_select.default:
         function, args = torch.ops.aten.index.Tensor, (args[0], [args[1].expand(args[0].shape)])

@@ -57,7 +57,9 @@ def estimate_experiment(
 
 
 def estimate_of(experiment: Experiment, traced: "TracedExperiment", device: Device) -> MemoryEstimate:
-    """Return the estimate of a traced experiment."""
+    """Return the estimate of a traced experiment: on a CPU from its totals, on CUDA from a replay of its log on the
+    allocator model.
+    """
     from trainmem.measure import memory_meter
 
     on_cuda = device.kind == "cuda"

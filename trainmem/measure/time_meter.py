@@ -70,7 +70,10 @@ class TimeMeter:
         self._begin = _now(), time.process_time(), waited
 
     def result(self, samples_per_step: int | None = None) -> Timing | None:
-        """Return median and spread after the warm-up, in seconds; None if too few steps ran to time one."""
+        """Return median and spread after the warm-up, in seconds; None if too few steps ran to time one.
+
+        `samples_per_step`: over all processes, for the samples per second; None: these are not known.
+        """
         steps = self._steps[self.warmup_steps - 1 :]
         if not steps:
             return None

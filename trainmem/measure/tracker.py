@@ -79,7 +79,11 @@ class Tracker(Watcher, TorchDispatchMode):
         return self.watch(function, types, args, kwargs)
 
     def watch(self, function, types, args, kwargs):
-        """Run an operation and track its results."""
+        """Run an operation, track the storages of its results, and return the results.
+
+        In backward, an operation that autograd would do in place without a tracker is done in place (`_in_place`). The
+        arguments are those of `__torch_dispatch__`.
+        """
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a tensor made of tensors: it runs operations on those, which are tracked
         self._track_scaling_number()
@@ -371,6 +375,8 @@ class TrainingHooks:
 
     Some methods are hooks that torch calls. The others replace a function of torch or transformers, which they get as
     `plain` and call.
+
+    `tracker`: the watcher, which may be a `Tracker`.
     """
 
     def __init__(self, tracker: Watcher):

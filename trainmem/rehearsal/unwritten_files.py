@@ -122,7 +122,13 @@ def install(files: Files, values) -> None:
 
 
 def write_header(tensors: dict, filename: str | os.PathLike, metadata: dict | None) -> None:
-    """Write a safetensors file with a header, and a hole in place of its tensors."""
+    """Write a safetensors file with a header, and a hole in place of its tensors.
+
+    Args:
+        tensors: {name: object with the tensor's `dtype`, `shape` and `data_len` (bytes)}.
+        filename: the file.
+        metadata: texts to put into the header, by name; None: none.
+    """
     header, end = {"__metadata__": dict(metadata)} if metadata else {}, 0
     for name, each in tensors.items():
         header[name] = {"dtype": str(each.dtype), "shape": [*each.shape], "data_offsets": [end, end + each.data_len]}
