@@ -83,7 +83,10 @@ def _twice_by_batch(rows: Rows) -> Ratio:
 
 
 def _more(rows: Rows, size: str) -> float:
-    """Return by how much the fp16 peak is larger, as a share of the fp32 peak."""
+    """Return by how much the fp16 peak is larger than the fp32 peak, as a share of the latter.
+
+    `size`: the beginning of both rows' names, e.g. "64 x 2".
+    """
     return rows.shrunk("fp16", f"{size}, fp16", f"{size}, fp32") - 1
 
 

@@ -148,9 +148,12 @@ def section(name: str, data: Mapping[str, Any], cards: Mapping[str, dict]) -> st
 
 
 def _part(part: str, rows: Rows, alike: Mapping[str, Mapping[str, dict]]) -> str:
-    """Return a table with a row per run: memory, speed, and interleaved comparisons with their intervals.
+    """Return a table with a row per run of a part: memory, speed, and interleaved comparisons with their intervals.
 
-    The guides' recipes also have the guide's megabytes, and the rehearsed memory of similar cards.
+    The guides' recipes also have the guide's megabytes, and the rehearsed memory of similar cards. The text is empty if
+    the part has no run.
+
+    `alike`: {card: {recipe: rehearsed row}}, see `_alike`.
     """
     lines = []
     for (of, name), row in rows.items():
@@ -167,7 +170,10 @@ def _part(part: str, rows: Rows, alike: Mapping[str, Mapping[str, dict]]) -> str
 
 
 def _against(pair: str, row: Mapping[str, Any]) -> str:
-    """Describe a pair: the speed ratio with its interval, and the ratio of the peaks."""
+    """Describe a comparison: the speed ratio with its interval, and the ratio of the peaks.
+
+    `pair`: name of its row, "run against baseline".
+    """
     baseline = pair.partition(" against ")[2]
     if not row["speed_ratio"]:
         return f"{baseline}: {row['status']}"

@@ -116,7 +116,7 @@ _OF_IMAGES = {"mm_tokens_per_image": 4, "image_seq_length": 16}
 def shrunk(fields: dict, width: int) -> dict:
     """Return the fields of a configuration with small sizes, those of its parts included.
 
-    A list with an entry per layer keeps two entries, of different kinds if there are any.
+    A list with an entry per layer keeps two entries, of different kinds if there are any. `width`: the hidden size.
     """
     numbers = {name: value for name, value in fields.items() if type(value) is int and value > 0}
     layers = {value for name, value in numbers.items() if _rule(name) and re.search(LAYERS, name)}
@@ -189,8 +189,13 @@ def _filled(fields: dict, width: int) -> dict:
 
 
 def configurations(name: str, kind: str, folder: Path):
-    """Yield (form, path) of configurations of a class and its type: narrow, less narrow, with sizes for missing ones,
-    with its layers alone cut, and with its images alone cut."""
+    """Yield (form, path) of configurations of a class, which are written into a folder, the smallest first.
+
+    The forms are: narrow; less narrow; narrow with sizes for missing ones; with its layers alone cut; with its images
+    alone cut.
+
+    `name`: of the class; `kind`: its model type.
+    """
     from transformers import CONFIG_MAPPING
 
     plain = CONFIG_MAPPING[kind]()

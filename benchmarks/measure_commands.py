@@ -91,7 +91,9 @@ def measure(turns, options):
 
 
 def conclude(rows: list[dict], options) -> dict:
-    """Return the medians, and the speed of the first build as a multiple of each other build's."""
+    """Return the median seconds per build and command, and the speed of the first build as a multiple of each other
+    build's.
+    """
     medians: dict[str, dict[str, float]] = {}
     for build, command in itertools.product(map(commit, options.builds or ["."]), rows[0]["seconds"]):
         counted = [row["seconds"][command] for row in rows if row["build"] == build and row["round"]]

@@ -49,7 +49,10 @@ LARGE_BATCH = {"per_device_train_batch_size": 4}
 
 
 def ask(lab: Lab, name: str, task: Task, arguments: dict) -> dict:
-    """Return a tool's answer."""
+    """Return a tool's answer for a training, as `tools.query` does: bytes, seconds and memory, or why it has none.
+
+    `name`: the tool, or "this estimate".
+    """
     if name == "this estimate":
         return tools.estimated(lambda: estimate(task, device="cpu", **arguments))
     if name == "DeepSpeed" and not importlib.util.find_spec("deepspeed"):

@@ -42,8 +42,9 @@ def is_called_slower(old: dict, new: dict) -> bool:
 
 
 def counted(pairs) -> dict[str, str]:
-    """Count the pairs whose second run is called slower than the first, of all pairs and of pairs without
-    other load.
+    """Return {"all": text, "quiet": text}: how many pairs call the second run slower than the first, e.g. "1 of 90".
+
+    "quiet" covers the pairs without other load.
     """
     pairs = [*pairs]
     quiet = [(a, b) for a, b in pairs if not (a["busy"] or b["busy"])]

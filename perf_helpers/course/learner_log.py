@@ -94,7 +94,7 @@ def guess(entries: Sequence[Entry], lesson: str, key: str) -> float | None:
 
 
 def choice(entries: Sequence[Entry], lesson: str, key: str) -> str | None:
-    """Return the option that the learner chose last in the question with this key of a lesson; None if there is none."""
+    """Return the option that the learner chose last in the question with this key of a lesson, or None."""
     return _latest(entries, ("question", lesson, key), "choice")
 
 

@@ -9,7 +9,7 @@ UNKNOWN = Timing(*[Unknown("a rehearsal")] * 5)  # as in a rehearsal
 
 
 def series(*totals):
-    """Return a timeline that has only weights; its first two thirds are forward."""
+    """Return a timeline that has only weights: their bytes at each operation. Two thirds of it are forward."""
     empty = {name: [0] * len(totals) for name in CATEGORIES}
     phases = ["forward" if 3 * i < 2 * len(totals) else "backward" for i in range(len(totals))]
     named = {"phase": phases, "operation": ["aten.mm"] * len(totals), "module": ["layer.1"] * len(totals)}
