@@ -67,7 +67,10 @@ PARTS = "MiB allocated / reserved, without the context"  # in one cell, for GPUs
 
 
 def record(course: Path) -> Path:
-    """Copy a course run's results.json to results/<machine>/<date>.json, without the timelines of its runs.
+    """Copy a course run's results.json to results/<machine>/<date>.json, without the timelines of its runs; return the
+    path.
+
+    `course`: folder of the course run.
 
     Raises:
         ValueError: there are no results, they were rehearsed, or lessons are missing. The newest record of a machine

@@ -70,7 +70,10 @@ def measured(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def keep(rows: Path, results: Path) -> Path:
-    """Store a file of rows as results/<machine>/gpu/<date>.json. Raises ValueError like `content` and `measured`."""
+    """Store a file of rows as results/<machine>/gpu/<date>.json, and return that path.
+
+    `rows`: the file; `results`: the folder results/. Raises ValueError like `content` and `measured`.
+    """
     data = measured(content(Store(rows, StoredRow).read()))
     target = results / Machine.from_dict(data["machine"]).slug / "gpu" / f"{data['date'][:10]}.json"
     write_record(target, data)

@@ -238,7 +238,11 @@ def _check_packages() -> None:
 
 @contextlib.contextmanager
 def _lab(options: argparse.Namespace, folder: str) -> Iterator[Lab]:
-    """Return the lab for the options. Raises ValueError if this machine cannot run it."""
+    """Yield the lab for the options; a rehearsal ends with the context. Raises ValueError if this machine cannot run
+    it.
+
+    `folder`: for its runs.
+    """
     with contextlib.ExitStack() as stack:
         more: dict[str, Any] = {"out": folder, "timeout": ROW_SECONDS}
         if options.rehearse:

@@ -109,8 +109,9 @@ class Started(BaseException):
 
 @pytest.fixture(scope="module")
 def shell(tmp_path_factory):
-    """Return a function that runs a command in a folder with bad files: (exit code, standard output,
-    standard error).
+    """Yield a function that runs a command in a folder with bad files: (exit code, standard output, standard error).
+
+    Afterwards, check that nothing was written.
     """
     folder, home = tmp_path_factory.mktemp("here"), tmp_path_factory.mktemp("home")
     for name, content in FILES.items():

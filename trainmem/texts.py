@@ -138,7 +138,9 @@ def text_of(path: Path, most: int = 2**24) -> str:
 
 
 def from_json(text: str) -> Any:
-    """Parse JSON. Raises ValueError for invalid JSON, NaN and Infinity, and too many nested brackets."""
+    """Return the content of a JSON text. Raises ValueError for invalid JSON, NaN, Infinity and too many nested
+    brackets.
+    """
     try:
         return json.loads(text, parse_constant=int)  # int raises ValueError for NaN and Infinity
     except RecursionError:

@@ -23,7 +23,7 @@ NEEDED = {  # the least fields of each lesson and each claim
 
 
 def load_results(path: str | Path) -> dict[str, Any]:
-    """Read results.json; `path` is the file or its folder.
+    """Return the content of a results.json; `path` is the file or its folder.
 
     Raises:
         ValueError: the file is missing or damaged.

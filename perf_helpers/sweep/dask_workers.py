@@ -237,7 +237,10 @@ class Workers(Executor):
         raise Killed(f"{both}; the row is not tried a third time", tuple(attempts))
 
     async def _free(self, lost_by: set[str]) -> _Worker:
-        """Wait for a worker with a free device; avoid the workers named in `lost_by` if there are others."""
+        """Wait for a worker with a free device and return it; avoid the workers named in `lost_by` if there are others.
+
+        Raises the error that made the workers unusable, if there is one.
+        """
         while not self._failure:
             others = [worker for worker in self._workers.values() if worker.name not in lost_by]
             for worker in others or self._workers.values():

@@ -134,7 +134,7 @@ def run(
     *,
     tell: Callable[[str], Any] = lambda line: None,
 ) -> Sweep:
-    """Run the rows of a plan: in parallel if the lab has an executor, otherwise one by one.
+    """Run the rows of a plan: in parallel if the lab has an executor, otherwise one by one. Return a run per row.
 
     A row is not repeated if the lab's store has a run of the same task, arguments and versions, on a machine that is
     available now. An interrupted sweep therefore continues when it is run again. This process stores each run as soon

@@ -173,12 +173,13 @@ def prove(check: Callable[[Any], Feedback], *, solution: Any, mistake: Any) -> F
 
 
 def check(lab: Lab, key: str, judge: Callable[[Any], Feedback], answer: Any) -> Feedback:
-    """Judge the learner's answer and keep the outcome in the journal.
+    """Judge the learner's answer, keep the outcome in the journal, and return the feedback.
 
     Args:
         key: names the exercise within the lesson.
         judge: takes the answer (None: not attempted) and returns its feedback, as for `prove`. If it raises, the answer
             is wrong and the feedback has the error. On None the error is the author's and is raised here.
+        answer: the learner's answer; None: not attempted.
 
     Raises:
         TypeError: `judge` did not return a Feedback.
@@ -248,7 +249,7 @@ def challenge(
     limit_bytes: float | None = None,
     at_least_speed: float | None = None,
 ) -> Feedback:
-    """Train with the learner's own recipe in a fresh subprocess, and compare the result with a target.
+    """Train with the learner's own recipe in a fresh subprocess, compare the result with a target, and return feedback.
 
     The journal keeps a recipe that meets the target. A recipe that was tried before is not run again. If a target is
     unknown, because its measurement failed, no recipe is judged.

@@ -332,10 +332,15 @@ def _base(task: Task, weights: Weights, largest: str | None) -> dict[str, Any]:
 
 
 def verify(advice: Advice, runner: Runner | None = None) -> Verification:
-    """Train with the first recipe of an advice for a few steps, and compare its peak with the predicted one, in bytes.
+    """Train with the first recipe of an advice for a few steps, and return its peak next to the predicted one, in
+    bytes.
 
     If this machine (or the runner's) has no such GPU, the training is rehearsed on a card of that memory, with the same
     context (see `trainmem.rehearsal`; its first use may take minutes).
+
+    Args:
+        advice: what `advise` returned.
+        runner: trains, on its machine; None: a new one. A rehearsal does not use it.
 
     Raises:
         ValueError: the advice has no recipe, or is for a device that this machine neither has nor can rehearse.

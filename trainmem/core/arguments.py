@@ -338,7 +338,10 @@ def check_names(names: Iterable[str], *, also: Iterable[str] = ()) -> None:
 
 
 def parse(words: list[str], also: Iterable[str] = ()) -> Arguments:
-    """Parse command-line words as transformers' own parser does (`--bf16`, `--bf16 True`); `also` as in `check_names`.
+    """Parse command-line words as transformers' own parser does (`--bf16`, `--bf16 True`); return the typed
+    `Arguments`.
+
+    `also`: as in `check_names`.
 
     Raises:
         ValueError: a word that is not a training argument, or a value that an argument does not accept.

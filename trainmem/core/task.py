@@ -383,8 +383,10 @@ class Task(Record):
         return families.image_tokens(self.build_config(), self.image_size) + 2 if is_with_image else 1
 
     def arrays(self, size: int | None = None) -> dict[str, Any]:
-        """Generate `size` examples (default: `dataset_size`), by column: numpy arrays of the inputs and labels of the
-        model's forward, or lists of arrays for columns that a batch holds as lists.
+        """Generate `size` examples (default: `dataset_size`), and return them by column.
+
+        A column is a numpy array of an input of the model's forward, or of its labels, with the examples along axis 0.
+        It is a list of arrays if a batch holds the column as a list.
 
         Raises:
             ValueError: sizes that conflict, such as an image of more tokens than `seq_len`.
@@ -446,10 +448,10 @@ class Task(Record):
 
 
 def _padded(examples: list[dict], multiple: int) -> dict[str, Any]:
-    """Pad examples to the longest one, rounded up to `multiple`, as the library's collators do: ids with 0, token
-    labels with -100.
+    """Pad examples to the longest one, rounded up to `multiple`, and return them as a batch with an attention mask.
 
-    The batch, {column: tensor of (samples, length)}, gets an attention mask.
+    As in the library's collators, ids are padded with 0, token labels with -100. The batch is {column: tensor}; its
+    token ids have the shape (samples, length).
     """
     import torch
 

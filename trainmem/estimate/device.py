@@ -159,7 +159,10 @@ class DeviceTracker(FakeTracker):
         return patch.object(self, "_forced", Placement.NEITHER if paged else None)
 
     def send_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Send parameters and buffers to the device, in the order of `Module._apply`."""
+        """Send a module's parameters and buffers to the device, in the order of `Module._apply`, and return the module.
+
+        An adapter whose base model is on the host stays there.
+        """
         if self._adapter_base is Placement.HOST:
             return module  # an adapter stays with its base
         self.weights = Placement.DEVICE

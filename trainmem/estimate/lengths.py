@@ -32,7 +32,11 @@ Steps = list[list[list[int]]]  # for each optimizer step its micro-batches, as l
 
 
 def read(file: str | os.PathLike) -> tuple[int, ...]:
-    """Read lengths from a text file, separated by blanks, commas or line ends. Raises ValueError as `checked` does."""
+    """Return the lengths in a text file, separated by blanks, commas or line ends.
+
+    Raises:
+        ValueError: as `checked`, or the file cannot be read.
+    """
     with reading(file, "text", "a text file"):
         text = Path(file).read_text(encoding="utf-8")
     return checked(text.translate(str.maketrans(",[]", "   ")).split(), str(file))

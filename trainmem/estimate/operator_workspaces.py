@@ -222,8 +222,11 @@ def resized(operation: Operation, factors: dict[int, int]) -> Operation:
 
 
 def _resized(leaf: Any, factors: dict[int, int]) -> Any:
-    """Divide the lengths of a tensor's `Spec`, or a whole number; dimensions keep their order in memory, and a sparse
-    tensor its share of stored elements."""
+    """Return an operation's argument with smaller lengths: each length in `factors` is divided by its factor.
+
+    A tensor's `Spec` keeps the order of its dimensions in memory, a sparse tensor its share of stored elements. A whole
+    number counts as a length. Other arguments are returned unchanged.
+    """
     if type(leaf) is SparseSpec:
         shape = tuple(length // factors.get(length, 1) for length in leaf.shape)
         return leaf._replace(shape=shape, count=leaf.count * math.prod(shape) // math.prod(leaf.shape))

@@ -98,10 +98,16 @@ class TracedExperiment:
 
 
 def trace_all(experiments: Sequence[Experiment], device: Device, probe: "Probe", tell: Tell) -> list[TracedExperiment]:
-    """Trace experiments on fake tensors, in parallel on all cores if there are many.
+    """Trace experiments on fake tensors, in parallel on all cores if there are many; return one traced experiment for
+    each.
 
-    Calls `tell` with the percentage done, which is 80 after the last trace. Raises Invalid as `estimate_experiment`
-    does.
+    Args:
+        device: the device whose memory is estimated.
+        probe: measures operator workspaces on a CPU; its facts about operations are shared by the experiments.
+        tell: called with the percentage done, which is 80 after the last trace.
+
+    Raises:
+        Invalid: as `estimate_experiment`.
     """
     plain, settings = [_as_traced(each, device) for each in experiments], {"device": device, "known": probe.known}
     traces, run = [], map

@@ -67,9 +67,14 @@ class DependsOnValues(Invalid):
 
 
 def follow(experiment: Experiment, tracker: "FakeTracker") -> Trace:
-    """Trace an experiment on fake tensors: two or three optimizer steps, two forward passes, or the user's function.
+    """Trace an experiment on fake tensors and return its trace.
 
-    Raises Invalid if the experiment cannot be built, or if the result of an operation depends on values.
+    It covers two or three optimizer steps, two forward passes in inference, or the user's function.
+
+    `tracker`: logs the operations, and decides whether tensors are on a GPU.
+
+    Raises:
+        Invalid: the experiment cannot be built, or the result of an operation depends on values.
     """
     import cloudpickle
 

@@ -90,7 +90,7 @@ def account(experiment: Experiment, timeout: float = 600, on_step: Callable[[int
 
 
 def _explained(first: Outcome, second: Outcome) -> Outcome:
-    """Add the second pass's breakdown to the first pass, for each rank too."""
+    """Return the first pass's outcome with the breakdown of the second pass added, for each rank too."""
     ranks = [_explained(*pair) for pair in zip(first.ranks, second.ranks, strict=True)]
     memory = first.memory.explained(second.memory) if first.memory and second.memory else first.memory
     return first.replace(memory=memory, ranks=tuple(ranks))
@@ -321,10 +321,11 @@ def _stopping(experiment: Experiment, turns: int, steps_per_turn: int) -> interl
 
 
 def _in_what_is_left(experiment: Experiment, on_step: Callable[[int], None]) -> Outcome:
-    """Perform an experiment while others wait with their memory on the same device.
+    """Perform an experiment under the time meter while others wait with their memory on the same device; return its
+    outcome.
 
     It counts as out of memory as soon as torch's allocator has to release cached memory: it could continue, but more
-    slowly than alone.
+    slowly than alone. `on_step`: called after each step with its number.
     """
 
     def stepped(number: int) -> None:
