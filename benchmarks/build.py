@@ -327,7 +327,11 @@ def of_suite(data: dict) -> dict:
 
 
 def held_against(measured: dict[str, dict]) -> list[dict]:
-    """Return recorded trainings on GPUs with their estimates in bytes: allocated, reserved, device-used, categories."""
+    """Return a row per recorded training on a GPU: its machine, name, task and arguments, and [estimated, measured]
+    memory.
+
+    The memory is that of "peak_bytes", "reserved_bytes", "device_used_bytes" and "breakdown" (bytes by category).
+    """
     rows = []
     for data in measured.values():
         machine = Machine.from_dict(data["machine"])

@@ -51,9 +51,12 @@ def seconds_of(build: str, words: list[str], home: str, code: int = 0) -> tuple[
 
     Args:
         build: folder of the checkout, or FOLDER=PYTHON.
-        words: the command.
+        words: the command, as arguments of Python.
         home: the cache folder.
         code: the expected exit code.
+
+    Raises:
+        SystemExit: the process ended with another exit code.
     """
     folder, _, python = build.partition("=")
     environment = os.environ | {"PYTHONPATH": str(Path(folder).resolve()), "PERF_HELPERS_HOME": home}

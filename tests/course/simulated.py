@@ -106,7 +106,8 @@ def parameters(layers: int = 4, vocabulary: int = 8000, hidden: int = HIDDEN) ->
 
 
 def update(cpu: Cpu, numbers: int, form: str = "fused") -> float:
-    """Return the seconds of the optimizer's update of so many parameters, with the Trainer's clipping of gradients.
+    """Return the seconds of the optimizer's update of this number of parameters, with the Trainer's clipping of
+    gradients.
 
     `form`: AdamW's implementation "fused", "foreach" or "loop"; or "adafactor".
     """
@@ -285,7 +286,7 @@ def _half_types(cpu):
 
 
 def _threads(cpu, threads):
-    """Return the seconds of a training step on 16 samples in one process with so many threads."""
+    """Return the seconds of a training step on 16 samples in one process with this number of threads."""
     products, other, calls = forward(cpu, 16, 32, 2)
     speedup = min(threads, int(cpu.cores) or 1)
     return 3 * products / speedup + 2.7 * other / (1 + 0.8 * (speedup - 1)) + 2.2 * calls

@@ -32,7 +32,7 @@ MARK = f"FAULTS={uuid.uuid4().hex}"  # in the environment of whatever these test
 
 
 def wait_for(condition, seconds=120):
-    """Wait until a condition is true, at most so many seconds; return its last value."""
+    """Wait until a condition is true, for at most `seconds`; return its last value."""
     until = time.monotonic() + seconds
     while not (found := condition()) and time.monotonic() < until:
         time.sleep(0.05)

@@ -158,7 +158,7 @@ def function(name, work, steps):
 
 
 def compute(seconds):
-    """Compute until this process has used so many CPU seconds."""
+    """Compute until this process has used this many CPU seconds."""
     import time
 
     end = time.process_time() + seconds

@@ -172,9 +172,10 @@ def worst_batch(
     def worst(sizes: list[list[int]], packed: bool) -> tuple[int, MemoryEstimate]:
         """Return the number of the step with the highest peak, and its estimate.
 
-        Two candidates are traced: the step with the largest micro-batch, and the step whose micro-batches after its
-        first one include the largest, because gradients exist by then. Ties go to the step with the largest next batch,
-        which is fetched ahead.
+        Only two candidates are traced: the step that has the largest micro-batch of all, and the step that has the
+        largest one at the second place or later. The second may peak higher, because gradients exist from the second
+        micro-batch on. Of several such steps, the one is taken that has the most tokens together with the next step,
+        because a batch is fetched ahead.
 
         Args:
             sizes: tokens in each micro-batch of each step, padding included.
@@ -199,14 +200,15 @@ def worst_batch(
     unit = pad_to_multiple_of if pad_to_multiple_of > 1 else 8  # of the largest length, in tokens
 
     def largest(most: int, rows: int = 0, width: int = 0) -> tuple[int, Fits]:
-        """Return the largest batch that fits the card, and its `Fits`.
+        """Return the largest batch that fits the card, as a number of samples or of units of length, and its `Fits`.
 
-        Give `width` in tokens to search the number of samples, or `rows` to search their length in multiples of
-        `pad_to_multiple_of`. If not even 1 fits, return (0, the `Fits` of 1). Three equal steps are traced. All samples
-        but the first of a batch are one token shorter, so that there is padding.
+        A unit has `pad_to_multiple_of` tokens, or 8. If not even 1 fits, return (0, the `Fits` of 1). Three equal steps
+        are traced, in which all samples but the first of a batch are one token shorter, so that there is padding.
 
         Args:
             most: the largest number to try.
+            rows: samples in a batch, to search their length.
+            width: tokens per sample, to search the number of samples. Give either `rows` or `width`.
         """
 
         def ask(number: int) -> Fits:

@@ -80,7 +80,10 @@ class Probe:
         self._runner = Runner()
 
     def under(self, threads: int | None) -> "Probe":
-        """Return a probe that shares this one's results, for an experiment on so many threads."""
+        """Return a probe that shares this one's results, for an experiment on this number of threads.
+
+        None: torch's default.
+        """
         other = copy.copy(self)
         other.threads = threads or torch.get_num_threads()
         return other

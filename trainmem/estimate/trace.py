@@ -209,15 +209,16 @@ class FakeTracker(Tracker):
         return module
 
     def repeated(self, span: tuple) -> list[FakeTensor] | None:
-        """Repeat a micro-batch, or a batch of an evaluation, in the log, and return the tensors that it leaves behind.
+        """Add a batch to the log once more, without running it, and return new fake tensors like those that it left
+        behind.
 
-        These tensors are the loss, then new gradients; or an evaluation's predictions. Return None if the batch cannot
-        be repeated, because it left other blocks behind (except workspaces, which a thread keeps) or freed blocks that
-        earlier operations had allocated.
+        The batch is a micro-batch, which leaves its loss and new gradients behind, or a batch of an evaluation, which
+        leaves its predictions. Return None if it cannot be repeated: it left other blocks behind (workspaces, which a
+        thread keeps, do not count), or it freed blocks that earlier operations had allocated.
 
         Args:
-            span: ((length of the log, number of operations) before the batch, the same after it, its tensors). Each of
-                its tensors is (the weight that it is the gradient of, or None; its `Spec`; its block).
+            span: ((length of the log, number of operations) before the batch, the same after it, the tensors that it
+                left behind). Each of these is (the weight that it is the gradient of, or None; its `Spec`; its block).
         """
         (start, first), (end, last), left = span
         entries, kept = self.log[start:end], {id(block) for *_, block in left}

@@ -93,8 +93,9 @@ class TimeMeter:
 
 
 def _also_skipped(step: Callable) -> Callable:
-    """Wrap `GradScaler.step` so that steps are counted which it skips because gradients overflow: optimizer hooks miss
-    them.
+    """Wrap `GradScaler.step` so that the meter also counts the steps that the scaler skips because gradients overflow.
+
+    In such a step the optimizer does not run, so torch's hooks of the optimizer do not see it.
     """
 
     @functools.wraps(step)
