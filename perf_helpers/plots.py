@@ -358,7 +358,10 @@ def _axes(
 
 
 def _style(number: int, label: str, values: Iterable[float | None]) -> dict[str, str]:
-    """Return line style, colour and legend label of a series; the label says so if the series has no value."""
+    """Return line style, colour and legend label of a series; the label says so if the series has no value.
+
+    `number`: place of the series in its picture, which sets style and colour.
+    """
     label = label if any(map(is_measured, values)) else f"{label} (not measured)"
     return {"linestyle": _LINES[number % len(_LINES)], "color": SERIES[number % len(SERIES)], "label": label}
 

@@ -218,10 +218,12 @@ def _claims(old: list[dict], new: list[dict], judged: bool) -> Iterator[Change]:
 
 
 def _verdict_is_worse(old: dict, new: dict) -> bool | None:
-    """Return whether a changed verdict is worse; None: neither better nor worse.
+    """Return whether a claim's changed verdict is worse; None: neither better nor worse.
 
     A claim that is no longer decided is worse unless the ledger expects that. A claim that keeps less of its promise is
     worse, except a claim about time whose verdicts were both expected: noise may be the cause.
+
+    `old`, `new`: the claim in each run, as in its results.json.
     """
     if Verdict.NOT_TESTABLE in (old["verdict"], new["verdict"]):
         return (not new["as_expected"]) or None
@@ -233,9 +235,9 @@ def _verdict_is_worse(old: dict, new: dict) -> bool | None:
 
 
 def _value_is_worse(old: dict, new: dict) -> bool | None:
-    """Return whether a value changed for the worse: a throughput fell, or a peak grew.
+    """Return whether a claim's value changed for the worse: a throughput fell, or a peak grew.
 
-    None for any other quantity, of which neither more nor less is better.
+    None for any other quantity, of which neither more nor less is better. `old`, `new`: as in `_verdict_is_worse`.
     """
     up = _MORE_IS_BETTER.get((new.get("quantity") or "").partition(" ")[0])
     if up is None or not (is_measured(old["value"]) and is_measured(new["value"])):
@@ -379,7 +381,10 @@ def compare_steps(old: dict[str, Any] | None, new: dict[str, Any] | None) -> tup
 
 
 def _noise_of_steps(night: Iterable[Sequence[float]]) -> float:
-    """Return the mean, over all recipes, of log(second fastest / fastest process) in one run's step times."""
+    """Return the mean, over all recipes, of log(second fastest / fastest process) in one run's step times.
+
+    `night`: per recipe, the seconds of the fastest step of each process.
+    """
     pairs = (sorted(seconds)[:2] for seconds in night)
     return statistics.fmean(math.log(pair[-1] / pair[0]) for pair in pairs)
 

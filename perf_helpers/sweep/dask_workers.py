@@ -188,8 +188,10 @@ class Workers(Executor):
         self._change = asyncio.Event()
 
     async def _ask(self, question: Callable, *arguments, **options) -> Any:
-        """Call a method of the scheduler's client and return its answer. Raises ValueError if the scheduler no longer
-        answers.
+        """Call a method of the scheduler's client, `question`, and return its answer.
+
+        Raises:
+            ValueError: the scheduler no longer answers.
         """
         try:
             return await question(*arguments, **options)
@@ -360,7 +362,10 @@ def dask_setup(worker) -> None:
 
 
 def introduce(dask_worker) -> _Worker:
-    """Describe this worker, and start a fork server for it."""
+    """Return this worker's description of itself, and start a fork server for it.
+
+    `dask_worker`: Dask's object, which Dask passes to a function with an argument of this name.
+    """
     without_dasks_settings()
     SERVER.start()
     return _Worker(

@@ -198,7 +198,9 @@ def _outcomes(lab: Lab, plan: Plan, experiments: dict[int, Experiment]) -> Itera
 def _known(lab: Lab, plan: Plan, experiments: list[Experiment]) -> dict[int, Run]:
     """Return {number of a row: the latest run in the store that has its measurements}.
 
-    A run with the row's name is preferred.
+    Only runs on machines and versions that are available now count. A run with the row's name is preferred.
+
+    `experiments`: those of the plan's rows.
     """
     places_here = getattr(lab.executor, "seen", lambda: [(lab.machine, lab.versions)])()
     current = {(machine.name, _decisive_versions(versions)) for machine, versions in places_here}

@@ -290,7 +290,10 @@ def challenge(
 
 
 def _recipe_problem(answer: Any, baseline: Run) -> str | None:
-    """Return why a recipe is refused without a run, or None."""
+    """Return why a recipe is refused without a run, or None.
+
+    It must be a dict of training arguments that keeps the effective batch and the length of the training of `baseline`.
+    """
     if not isinstance(answer, Mapping) or not all(isinstance(name, str) for name in answer):
         return f"{answer!r} is not a dict of training arguments: give e.g. {{'per_device_train_batch_size': 1}}"
     try:
@@ -310,7 +313,10 @@ def _recipe_problem(answer: Any, baseline: Run) -> str | None:
 def _measured_feedback(
     lab: Lab, key: str, recipe: dict[str, Any], baseline: Run, limit_bytes: float | None, at_least_speed: float | None
 ) -> Feedback:
-    """Run a recipe, keep it in the journal if it meets the target, and return the feedback."""
+    """Run a recipe, keep it in the journal if it meets the target, and return the feedback.
+
+    The other arguments are those of `challenge`.
+    """
     name, same = f"your {key}", replace(baseline, arguments=recipe).experiment
     before = (run for run in lab.runs if run.ok and run.memory and run.name == name and run.experiment == same)
     again = {"task": Task.from_dict(baseline.task), "processes": baseline.processes, "measure": ("memory",)}

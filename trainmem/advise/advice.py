@@ -306,8 +306,8 @@ def advise(
 def _of_saved_quantized(task: Task, must: Mapping[str, Any]) -> tuple[dict[str, Any], Weights, tuple[str, ...]]:
     """Return (the arguments to keep, the type of the weights, notes).
 
-    They are `must`, unless the model was saved quantized: only adapters can be trained on it, so LoRA is added, with a
-    note.
+    The arguments are `must`, the user's own. If the task's model was saved quantized, only adapters can be trained on
+    it, so LoRA is added, with a note.
     """
     fixed = Arguments.of(must)
     weights = task.weights(fixed.get("dtype"), fixed.quantization)

@@ -66,14 +66,23 @@ def emulated(compute_capability: tuple[int, int] = DEFAULT_CAPABILITY, rules: Re
 
 
 def _dropout(tensor, p, train):
-    """Apply dropout with CUDA's kernel, which keeps a mask of one byte per element."""
+    """Apply dropout with probability `p` by CUDA's kernel, which keeps a mask of one byte per element; return the
+    result.
+
+    Return the tensor unchanged if `train` is False or `p` is 0.
+    """
     if train and 0 < p < 1 and tensor.numel():
         return torch.ops.aten.native_dropout(tensor, p, train)[0]
     return tensor * 0 if train and p == 1 else tensor
 
 
 def _softmax(name, tensor, dim, dtype=None):
-    """Compute softmax of fp16 with an fp32 result in one kernel, as CUDA does, without a cast of its input."""
+    """Compute softmax, or log_softmax, along `dim` with a result in `dtype`, and return it.
+
+    For an fp16 tensor and an fp32 result this takes one kernel, as on CUDA, without a cast of the input.
+
+    `name`: "softmax" or "log_softmax".
+    """
     kernel = getattr(torch.ops.aten, f"_{name}")
     if tensor.dtype is torch.float16 and dtype is torch.float32 and isinstance(tensor, FakeTensor):
         return kernel(tensor, dim, True)
@@ -266,8 +275,10 @@ def attention_kernel(
 
 
 def _with_batch(rules: Release, query, key, value, mask):
-    """Return the tensors with a batch of one before (heads, length, head size). torch does so since 2.14 before it
-    selects a kernel.
+    """Return (query, key, value, mask), with a batch of one before (heads, length, head size) if they have no batch.
+
+    torch does so since 2.14 before it selects a kernel. Under the `rules` of older releases they are returned
+    unchanged.
     """
     if not rules.groups_attention or any(tensor.dim() != 3 for tensor in (query, key, value)):
         return query, key, value, mask

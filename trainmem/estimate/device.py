@@ -107,7 +107,10 @@ class DeviceTracker(FakeTracker):
         return stack
 
     def _replacements(self, optim: str) -> Iterator[tuple[Any, str, Callable]]:
-        """Yield (owner, name, replacement) for each library function to replace."""
+        """Yield (owner, name, replacement) for each library function to replace.
+
+        `optim`: the name of the Trainer's optimizer.
+        """
         yield torch.nn.Module, "to", fake_module_to(self)
         yield torch.nn.Module, "cuda", lambda module, *_, **__: self.send_module(module)
         yield torch.cuda, "empty_cache", self.cache_emptied
@@ -145,8 +148,11 @@ class DeviceTracker(FakeTracker):
             return plain(*args, **kwargs)
 
     def _move_adapter(self, plain, layer, *args, **kwargs):
-        """Let peft move an adapter. On a quantized base's device, mark the copy of AdaLoRA's `ranknum` as trainable, as
-        peft's move does.
+        """Let peft move an adapter, by its own function `plain`, to the device of its base layer.
+
+        On a quantized base's device, mark the copy of AdaLoRA's `ranknum` as trainable, as peft's move does.
+
+        `layer`: the layer that has the adapter.
         """
         plain(layer, *args, **kwargs)
         if self.is_on_device(layer.get_base_layer().weight):
@@ -326,7 +332,7 @@ def _send_8bit(plain, weight, *args, **kwargs):
 
 
 def _matmul_8bit(tensor, weight, out=None, state=None, threshold=0.0, bias=None, *_, **__):
-    """Compute `bitsandbytes.matmul` by the path that it takes on a GPU."""
+    """Compute `bitsandbytes.matmul` by the path that it takes on a GPU; arguments and result are those of `matmul`."""
     from bitsandbytes.autograd._functions import MatMul8bitLt
 
     state.threshold = threshold or state.threshold

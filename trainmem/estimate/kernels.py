@@ -330,11 +330,13 @@ class Kernels:
         return made[::-1]
 
     def _ctc_loss(self, made, scores, *_, **__):
-        """Copy lengths of both kinds and the offsets of targets to the device (cuda/LossCTC.cu)."""
+        """Return the requests: lengths of both kinds and the offsets of targets are copied to the device
+        (cuda/LossCTC.cu).
+        """
         return [*[WORD * scores.shape[1]] * 3, *made[::-1]]
 
     def _ctc_loss_backward(self, made, gradient, scores, targets, inputs, lengths, loss, alignments, *_, **__):
-        """Make the same copies, and the probabilities of alignments from behind."""
+        """Return the requests: the copies of `_ctc_loss`, and the alignments' probabilities, from the end backwards."""
         return [*[WORD * scores.shape[1]] * 3, alignments.nbytes, *made]
 
 

@@ -137,7 +137,10 @@ class Probe:
 
 
 def assumptions(operations: Sequence[Operation], probe: Probe) -> list[str]:
-    """Return what had to be assumed about these operations, one sentence per operator."""
+    """Return what had to be assumed about the workspaces of these operations, one sentence per operator.
+
+    `probe`: has measured them.
+    """
     assumed: dict[str, int] = {}
     unknown: dict[str, None] = {}
     for operation in operations:

@@ -387,7 +387,10 @@ def _recorded(file: str):
 
 
 def _timeline(tracker: Tracker, at_operations: list[int]) -> dict[str, Any] | None:
-    """Return the last recorded step in the form of `series`; None if it has fewer than two entries."""
+    """Return the last recorded step in the form of `series`; None if it has fewer than two entries.
+
+    `at_operations`: the highest total in bytes during each operation that the tracker saw.
+    """
     ends = [operations for label, _, operations in tracker.marks if label == "step"]
     first, last = (ends[-2] if len(ends) > 1 else 0), (ends[-1] if ends else len(tracker.operations))
     indices = highest(at_operations, first, last)

@@ -212,7 +212,10 @@ class Tracker(Watcher, TorchDispatchMode):
         return 0
 
     def _add_block(self, storage, category, operation):
-        """Log that a storage is allocated, and arrange that its free is logged, too."""
+        """Log that a storage is allocated, and arrange that its free is logged, too.
+
+        `category` and `operation`: the use of the memory, and the operation that allocates it.
+        """
         block = Block(self._size(storage), category, operation, self._stream())
         key, log, blocks = storage._cdata, self.log, self._blocks
 

@@ -208,6 +208,7 @@ class Values(TorchFunctionMode):
         """Send small whole numbers to the group's other ranks through its store.
 
         The stub of NCCL leaves each rank's own values in place, but DeepSpeed checks whether all ranks have the same.
+        The arguments are those of `torch.distributed.broadcast`.
         """
         group = group or torch.distributed.group.WORLD
         if tensor.dtype not in EXACT or tensor.numel() > LARGEST_SENT or group.rank() < 0:
@@ -297,6 +298,8 @@ class Values(TorchFunctionMode):
 
     def _sized_by_values(self, function, args, kwargs, given):
         """Return the result of a function whose size depends on values: computed on the CPU and moved to the device.
+
+        The arguments are those of `_note_results`.
 
         Raises:
             NeedsValues: these values are unknown, and none are assumed.

@@ -57,7 +57,12 @@ class Files:
 
 
 class _Records:
-    """Write torch's zip files, but with holes in place of storages whose values are unknown."""
+    """Write torch's zip files, but with holes in place of storages whose values are unknown; `holes` counts them.
+
+    Args:
+        writer: torch's own writer, which gets everything else.
+        values: the `Values` that this process tracks.
+    """
 
     def __init__(self, writer, values):
         self.writer, self.values, self.holes = writer, values, 0
