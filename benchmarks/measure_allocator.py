@@ -86,7 +86,7 @@ def of_a_training(chance: random.Random, live_bytes: float) -> list[Event]:
 
     Args:
         chance: the random generator.
-        live_bytes: the bytes that the batch is chosen to take, about 0.3 to 1.5 times.
+        live_bytes: the batch takes 0.3 to 1.5 times the part of these bytes that weights, gradients and states leave.
     """
     hidden, layers, words = (
         chance.choice([128, 256, 384, 768]),
@@ -132,7 +132,7 @@ def of_a_training(chance: random.Random, live_bytes: float) -> list[Event]:
 
 
 def trace(seed: str, room: int) -> list[Event]:
-    """Return the events of a random trace, of one of several kinds, which often runs out of memory.
+    """Return the events of a random trace of one of several kinds; some traces run out of memory.
 
     Args:
         seed: determines the trace.

@@ -17,7 +17,10 @@ def series(*totals):
 
 
 def run(name, peak=None, speed=None, **changes):
-    """Return a run with a peak in bytes and a speed in samples per second; None: not measured."""
+    """Return a run with a peak in bytes and a speed in samples per second; None: not measured.
+
+    `name`: also its optimizer and its id; `changes`: further fields.
+    """
     parts = {"weights": peak}
     memory = peak and Memory(peak, "counted", "forward", "aten.mm", "layer.1", parts, timeline=series(1, peak, 2))
     timing = Timing(1.0, 0.0, 3, 1, speed) if speed else None

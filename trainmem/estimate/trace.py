@@ -214,7 +214,8 @@ class FakeTracker(Tracker):
 
         The batch is a micro-batch, which leaves its loss and new gradients behind, or a batch of an evaluation, which
         leaves its predictions. Return None if it cannot be repeated: it left other blocks behind (workspaces, which a
-        thread keeps, do not count), or it freed blocks that earlier operations had allocated.
+        thread keeps, do not count), it freed blocks that earlier operations had allocated, or one of the weights has a
+        gradient already.
 
         Args:
             span: ((length of the log, number of operations) before the batch, the same after it, the tensors that it
