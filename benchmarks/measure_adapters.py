@@ -96,7 +96,10 @@ def rehearsed(lab: Lab, one: Training, folder: Path) -> dict:
 
 
 def cases(options) -> dict[str, Training]:
-    """Return {"cpu 0": ..., "cuda 0": ...}."""
+    """Return {"cpu 0": ..., "cuda 0": ...}.
+
+    `options`: as in `runner.Measurement`.
+    """
     kinds = {"cpu": True, "cuda": False}
     numbers = range(options.count)
     return {f"{kind} {n}": training(n, options.seed, on_cpu) for kind, on_cpu in kinds.items() for n in numbers}

@@ -237,7 +237,10 @@ def classes() -> dict[str, tuple[str, str]]:
 
 
 def cases(options) -> dict[str, tuple[str, str]]:
-    """Return {class: (its type, its family)} of this run's classes and of those in the record."""
+    """Return {class: (its type, its family)} of this run's classes and of those in the record.
+
+    `options`: as in `runner.Measurement`.
+    """
     every, known = classes(), {row["class"] for row in recorded()}
     return {name: every[name] for name in every if name in known or name in chosen(options)}
 
@@ -247,7 +250,10 @@ def recorded() -> list[dict]:
 
 
 def chosen(options) -> list[str]:
-    """Return the names of the classes that this run measures."""
+    """Return the names of the classes that this run measures.
+
+    `options`: the script's options.
+    """
     names = [*classes()]
     first = datetime.now(UTC).toordinal() * options.count if options.first < 0 else options.first
     return [names[(first + place) % len(names)] for place in range(min(options.count, len(names)))]

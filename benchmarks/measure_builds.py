@@ -89,6 +89,8 @@ def of_tests(printed: str) -> dict:
 def conclude(rows: list[dict], options) -> dict:
     """Return the median seconds per command and build, and the speed of the first build as a multiple of each other
     build's.
+
+    `options`: as in `runner.Measurement`.
     """
     taken: dict[str, dict[str, list[float]]] = {}
     for row in rows:

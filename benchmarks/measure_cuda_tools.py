@@ -123,13 +123,19 @@ def row(name: str, version: str, replies: list[dict], rows: list[dict]) -> dict:
 
 
 def rows_of(options) -> list[dict]:
-    """Return the requested trainings that measure_cuda.py rehearsed."""
+    """Return the requested trainings that measure_cuda.py rehearsed.
+
+    `options`: the script's options.
+    """
     rows = [one for one in read_record(RESULTS / "cuda.json")["rows"] if "rehearsed" in one]
     return rows[: options.count or None]
 
 
 def measure(cases, options):
-    """Yield a row per tool: its version, and its answer for each training."""
+    """Yield a row per tool: its version, and its answer for each training.
+
+    `cases`, `options`: as in `runner.Measurement`.
+    """
     versions, trainings = hardware.versions(), [Training.from_dict(one) for one in rows_of(options)]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -152,7 +158,10 @@ def measure(cases, options):
 
 
 def conclude(answers: list[dict], options) -> dict:
-    """Return the table, and the answers of all tools for each training."""
+    """Return the table, and the answers of all tools for each training.
+
+    `options`: as in `runner.Measurement`.
+    """
     rows, pairs = rows_of(options), []
     for n, one in enumerate(rows):
         pair = {"number": one["number"]} | {what: one["rehearsed"][what] for what in ("allocated", "reserved")}

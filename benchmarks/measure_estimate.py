@@ -61,7 +61,10 @@ def ask(lab: Lab, name: str, task: Task, arguments: dict) -> dict:
 
 
 def cases(options) -> dict:
-    """Return {name: (model, recipe)}. A large model has no recipe, because only the cost of its answer is measured."""
+    """Return {name: (model, recipe)}. A large model has no recipe, because only the cost of its answer is measured.
+
+    `options`: as in `runner.Measurement`.
+    """
     trainings = {f"{task}, {recipe}": (task, recipe) for task in TASKS for recipe in RECIPES}
     return trainings | {name: (name, None) for name in LARGE}
 

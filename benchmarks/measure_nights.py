@@ -23,7 +23,10 @@ SLOWER = (0.1, 0.4)  # slow-downs, as shares of a step
 
 
 def cases(options) -> dict:
-    """Return {name: (under other load, share of a step by which it is slower)}."""
+    """Return {name: (under other load, share of a step by which it is slower)}.
+
+    `options`: as in `runner.Measurement`.
+    """
     nights = [(number % 2 == 1, 0.0) for number in range(options.usual)]
     nights += [(number % 2 == 1, share) for share in SLOWER for number in range(options.slower)]
     return {str(number): night for number, night in enumerate(nights)}

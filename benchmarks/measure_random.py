@@ -124,7 +124,10 @@ def cases(options) -> dict[str, Training]:
 
 
 def measure(cases, options):
-    """Compare trainings until the time is over; cards take turns."""
+    """Compare trainings until the time is over; cards take turns.
+
+    `cases`, `options`: as in `runner.Measurement`.
+    """
     end, left = time.monotonic() + 60 * options.minutes, [*cases.values()]
     with tempfile.TemporaryDirectory() as name:
         for first, capability in itertools.product(range(0, len(left), 90), CAPABILITIES):

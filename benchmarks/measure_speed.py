@@ -136,7 +136,10 @@ def is_effect(ratio: list[float]) -> bool:
 
 
 def cases(options) -> dict:
-    """Return {name: (comparisons of one process, whether it runs under other load)}."""
+    """Return {name: (comparisons of one process, whether it runs under other load)}.
+
+    `options`: as in `runner.Measurement`.
+    """
     found = {}
     for of, names in (("itself", itertools.cycle(ITSELF)), ("turns", itertools.repeat(IN_TURNS))):
         pairs = [

@@ -178,7 +178,10 @@ def summary(made: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def measure(cases, options):
-    """Predict each row, and rehearse it if requested; otherwise keep its earlier rehearsal."""
+    """Predict each row, and rehearse it if requested; otherwise keep its earlier rehearsal.
+
+    `cases`, `options`: as in `runner.Measurement`.
+    """
     before = {row["name"]: row["rehearsed"] for row in read_record(RESULT)["table"]}
     Arguments.of({})  # import transformers now: two threads must not import it at once
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(2) as pool:

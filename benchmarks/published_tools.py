@@ -144,7 +144,10 @@ def own_answers(tool: str, row: Row) -> dict:
 
 
 def measure(cases, options):
-    """Yield a row per tool: its version, and its answer for each training."""
+    """Yield a row per tool: its version, and its answer for each training.
+
+    `cases`, `options`: as in `runner.Measurement`.
+    """
     found, version = [*rows()], hardware.versions()["torch"]
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(2) as pool:
         path = Path(name, "questions.json")
@@ -181,7 +184,10 @@ def row(answers: dict, found: list[Row], left_out: str | None) -> dict:
 
 
 def conclude(answers: list[dict], options) -> dict:
-    """Return the table, and the answers of all tools for each training."""
+    """Return the table, and the answers of all tools for each training.
+
+    `options`: as in `runner.Measurement`.
+    """
     found, pairs = [*rows()], []
     for number, one in enumerate(found):
         replies = {
