@@ -67,7 +67,10 @@ PARTS = "MiB allocated / reserved, without the context"  # in one cell, for GPUs
 
 
 def record(course: Path) -> Path:
-    """Copy a course run's results.json to results/<machine>/<date>.json, without the timelines of its runs.
+    """Copy a course run's results.json to results/<machine>/<date>.json, without the timelines of its runs; return the
+    path.
+
+    `course`: folder of the course run.
 
     Raises:
         ValueError: there are no results, they were rehearsed, or lessons are missing. The newest record of a machine
@@ -121,7 +124,10 @@ def picture(data: dict) -> None:
 
 
 def newest(measured: dict[str, dict]) -> dict:
-    """Return the newest recorded course run."""
+    """Return the newest recorded course run.
+
+    `measured`: {machine: its newest course run}.
+    """
     return max(measured.values(), key=lambda data: data["date"])
 
 
@@ -138,7 +144,10 @@ def verdicts(data: dict) -> tuple[int, int, str]:
 
 
 def finding(measured: dict[str, dict]) -> str:
-    """Return README's first finding: how many claims the newest recorded run refutes, of those it could test."""
+    """Return README's first finding: how many claims the newest recorded run refutes, of those it could test.
+
+    `measured`: {machine: its newest course run}.
+    """
     data = newest(measured)
     refuted, testable, others = verdicts(data)
     total, (tested, _, _) = len(decided_again(data["claims"])), others.partition(";")
@@ -153,7 +162,10 @@ def finding(measured: dict[str, dict]) -> str:
 
 
 def counts(measured: dict[str, dict]) -> str:
-    """Return the scoreboard, one line per machine: how many of the claims that it could test have which verdict."""
+    """Return the scoreboard, one line per machine: how many of the claims that it could test have which verdict.
+
+    `measured`: {machine: its newest course run}.
+    """
     lines = []
     for name, data in measured.items():
         refuted, testable, others = verdicts(data)
@@ -166,6 +178,8 @@ def lessons(measured: dict[str, dict]) -> str:
 
     Names come from the bibliography, questions from the notebooks, minutes from the newest recorded run, and addresses
     from pyproject.toml.
+
+    `measured`: {machine: its newest course run}.
     """
     data = newest(measured)
     seconds = {each["name"]: each["seconds"] - each.get("waited_seconds", 0) for each in data["lessons"]}
@@ -194,7 +208,10 @@ def address() -> str:
 
 
 def rehearsed_recipes(cards: dict[str, dict], measured: dict[str, dict], suites: dict[str, dict]) -> str:
-    """Return a table of the guides' ten recipes: published, on rehearsed cards, on each machine, in the GPU suite."""
+    """Return a table of the guides' ten recipes: published, on rehearsed cards, on each machine, in the GPU suite.
+
+    `measured`: {machine: its newest course run}; `suites`: {machine: its newest report of the GPU suite}.
+    """
     lines = []
     if not any(data["machine"]["kind"] == "cuda" for data in measured.values()):
         known = "speed measured by the GPU suite" if suites else "speed not measured"
@@ -227,7 +244,10 @@ def rehearsed_recipes(cards: dict[str, dict], measured: dict[str, dict], suites:
 
 
 def rehearsed_claims(cards: dict[str, dict]) -> str:
-    """Return a table of the memory claims that rehearsed courses decided: one row per claim, one column per card."""
+    """Return a table of the memory claims that rehearsed courses decided: one row per claim, one column per card.
+
+    `cards`: {card: its newest rehearsal}.
+    """
     courses = {name: data["course"] for name, data in cards.items() if data["course"]}
     runs = "; ".join(f"{name}: profile {course['profile']}, {course['date'][:10]}" for name, course in courses.items())
     claims = _claims_table({f"{name}, rehearsed": course["claims"] for name, course in courses.items()}, "not decided")
@@ -235,7 +255,10 @@ def rehearsed_claims(cards: dict[str, dict]) -> str:
 
 
 def rehearsed_counts(cards: dict[str, dict]) -> str:
-    """Return one sentence with the number of rehearsed claims per verdict and card."""
+    """Return one sentence with the number of rehearsed claims per verdict and card.
+
+    `cards`: {card: its newest rehearsal}.
+    """
     counted = [
         f"{name}, {_count(decided_again(data['course']['claims']))}" for name, data in cards.items() if data["course"]
     ]
@@ -275,6 +298,8 @@ def product_rates(measured: dict[str, dict]) -> str:
 
     It has the CPUs of `PRODUCTS`, and the recorded machines: their runs of lesson 02 (rates) and claims of lesson 07
     (speed).
+
+    `measured`: {machine: its newest course run}.
     """
     rows = []
     for cpu in tomllib.loads(PRODUCTS.read_text(encoding="utf-8"))["cpu"]:
@@ -324,7 +349,11 @@ def of_suite(data: dict) -> dict:
 
 
 def held_against(measured: dict[str, dict]) -> list[dict]:
-    """Return recorded trainings on GPUs with their estimates in bytes: allocated, reserved, device-used, categories."""
+    """Return a row per recorded training on a GPU: its machine, name, task and arguments, and [estimated, measured]
+    memory.
+
+    The memory is that of "peak_bytes", "reserved_bytes", "device_used_bytes" and "breakdown" (bytes by category).
+    """
     rows = []
     for data in measured.values():
         machine = Machine.from_dict(data["machine"])
@@ -431,7 +460,10 @@ def _false_alarms_of_claims() -> tuple[int, int]:
 
 
 def gpu_suites(suites: dict[str, dict], cards: dict[str, dict]) -> str:
-    """Return the tables of the GPU suite per machine, and the claims that it decides."""
+    """Return the tables of the GPU suite per machine, and the claims that it decides.
+
+    `suites`: {machine: its newest report of the GPU suite}; `cards`: {card: its newest rehearsal}.
+    """
     if not suites:
         return gpu_page.NONE
     claims = _claims_table({name: data["claims"] for name, data in suites.items()}, "not decided")

@@ -149,7 +149,10 @@ def recorded(run: Callable) -> list[int] | str:
 
 
 def stepped(kind: str, form: dict) -> list[int] | str:
-    """Return the allocator's requests during two steps of an optimizer."""
+    """Return the allocator's requests during two steps of an optimizer of torch; the error's type if it cannot be made.
+
+    `kind`: the optimizer's class; `form`: its options, e.g. {"foreach": True}.
+    """
     weights = [torch.zeros(size, size, device="cuda", requires_grad=True) for size in (16, 64, 300)]
     for weight in weights:
         weight.grad = torch.zeros_like(weight)

@@ -70,7 +70,11 @@ def _training_dwarfs(rows: Rows) -> float:
 
 
 def _batches(rows: Rows, number: int, baseline: int) -> Ratio:
-    """Return the speed at one batch size divided by that at another; both are indices into the sizes that fit."""
+    """Return the speed at one batch size divided by that at another; `number` and `baseline` are indices into the
+    sizes.
+
+    Only sizes that fit count. Raises Absent for fewer than three sizes.
+    """
     sizes = [name for name in rows.names("batch", "batch ") if "against" not in name]
     if len(sizes) < 3:
         raise Absent("batch: fewer than three sizes were measured")
@@ -83,7 +87,10 @@ def _twice_by_batch(rows: Rows) -> Ratio:
 
 
 def _more(rows: Rows, size: str) -> float:
-    """Return by how much the fp16 peak is larger, as a share of the fp32 peak."""
+    """Return by how much the fp16 peak is larger than the fp32 peak, as a share of the fp32 peak.
+
+    `size`: the beginning of both rows' names, e.g. "64 x 2".
+    """
     return rows.shrunk("fp16", f"{size}, fp16", f"{size}, fp32") - 1
 
 
@@ -116,7 +123,10 @@ def _products(fast: str) -> Callable[[Rows], Ratio]:
 
 
 def _longest(rows: Rows) -> list[str]:
-    """Return the row names of SDPA and of plain attention at the longest sequence."""
+    """Return the row names of SDPA and of plain attention at the longest sequence.
+
+    Raises Absent if none was measured.
+    """
     lengths = [int(name.removeprefix("eager, ")) for name in rows.names("attention", "eager, ")]
     if not lengths:
         raise Absent("attention: nothing was measured")

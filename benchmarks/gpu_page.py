@@ -70,7 +70,10 @@ def measured(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def keep(rows: Path, results: Path) -> Path:
-    """Store a file of rows as results/<machine>/gpu/<date>.json. Raises ValueError like `content` and `measured`."""
+    """Store a file of rows as results/<machine>/gpu/<date>.json, and return that path.
+
+    `rows`: the file; `results`: the folder results/. Raises ValueError like `content` and `measured`.
+    """
     data = measured(content(Store(rows, StoredRow).read()))
     target = results / Machine.from_dict(data["machine"]).slug / "gpu" / f"{data['date'][:10]}.json"
     write_record(target, data)
@@ -148,9 +151,12 @@ def section(name: str, data: Mapping[str, Any], cards: Mapping[str, dict]) -> st
 
 
 def _part(part: str, rows: Rows, alike: Mapping[str, Mapping[str, dict]]) -> str:
-    """Return a table with a row per run: memory, speed, and interleaved comparisons with their intervals.
+    """Return a table with a row per run of a part: memory, speed, and interleaved comparisons with their intervals.
 
-    The guides' recipes also have the guide's megabytes, and the rehearsed memory of similar cards.
+    The guides' recipes also have the guide's megabytes, and the rehearsed memory of similar cards. The text is empty if
+    the part has no run.
+
+    `alike`: {card: {recipe: rehearsed row}}, see `_alike`.
     """
     lines = []
     for (of, name), row in rows.items():
@@ -167,7 +173,10 @@ def _part(part: str, rows: Rows, alike: Mapping[str, Mapping[str, dict]]) -> str
 
 
 def _against(pair: str, row: Mapping[str, Any]) -> str:
-    """Describe a pair: the speed ratio with its interval, and the ratio of the peaks."""
+    """Describe a comparison: the speed ratio with its interval, and the ratio of the peaks.
+
+    `pair`: name of its row, "run against baseline".
+    """
     baseline = pair.partition(" against ")[2]
     if not row["speed_ratio"]:
         return f"{baseline}: {row['status']}"
@@ -177,7 +186,16 @@ def _against(pair: str, row: Mapping[str, Any]) -> str:
 
 
 def _alike(rows: Rows, data: Mapping[str, Any], cards: Mapping[str, dict]) -> dict[str, dict[str, dict]]:
-    """Return {card: rehearsed rows by recipe} of cards with the same compute capability and task."""
+    """Return {card: {recipe: rehearsed row}} for cards like the measured GPU.
+
+    A card is like it if it has the same compute capability, and if its rehearsal trained the same task as the part
+    "ten".
+
+    Args:
+        rows: the measured rows by part.
+        data: the record of the measurement, with its machine.
+        cards: {card: its rehearsal}.
+    """
     gpu, found = Machine.from_dict(data["machine"]).gpus[0], rows.get(("ten", "vanilla"), {"runs": ()})["runs"]
     return {
         card: {row["name"]: row for row in shown["rows"]}

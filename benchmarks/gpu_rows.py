@@ -342,7 +342,10 @@ def _rungs(here: Here) -> Iterator[tuple[str, list[dict[str, Any]], str]]:
 
 
 def _utilisation(here: Here, known: Known, climb: list[Row]) -> Iterator[Row]:
-    """Yield the rows for model FLOPs utilisation (lesson 02): the first and the best recipe, and matmul rates."""
+    """Yield the rows for model FLOPs utilisation (lesson 02): the first and the best recipe, and matmul rates.
+
+    `climb`: the rows of the ladder, the first recipe first.
+    """
     ratios = {row.name: known[here.pair(climb[0], row).name].speed_ratio for row in climb[1:]}
     fitting = [row for row in climb if known[row.name].peak_bytes <= known[FIRST].peak_bytes]
     surely = {FIRST: 1.0} | {name: ratio.low for name, ratio in ratios.items() if ratio and ratio.known}

@@ -51,7 +51,10 @@ OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "paged_adamw_8bit", "adamw_bnb
 
 
 def training(number: int, seed: int, on_cpu: bool) -> Training:
-    """Return training `number` in the set of a seed; architectures take turns."""
+    """Return training `number` in the set of a seed; architectures take turns.
+
+    `on_cpu`: draw sizes and precisions for a CPU.
+    """
     draw = random.Random(f"adapters {seed} {number}")
     language = [name for name, given in ARCHITECTURES.items() if given.get("family") != "vision" and name != "Swin"]
     architecture = language[number % len(language)]
@@ -65,7 +68,11 @@ def training(number: int, seed: int, on_cpu: bool) -> Training:
 
 
 def counted(lab: Lab, one: Training, folder: Path) -> dict:
-    """Run a training on the CPU; return the lab's count and the estimate, by category."""
+    """Run a training on the CPU; return its record: the lab's count and the estimate by category, or why it is left
+    out.
+
+    `folder`: for the configuration.
+    """
     row, task = {"device": "cpu"} | one.to_dict(), one.task(folder)
     try:
         run = lab.train(str(one.number), task=task, measure="memory", **one.arguments)
@@ -89,7 +96,10 @@ def rehearsed(lab: Lab, one: Training, folder: Path) -> dict:
 
 
 def cases(options) -> dict[str, Training]:
-    """Return {"cpu 0": ..., "cuda 0": ...}."""
+    """Return {"cpu 0": ..., "cuda 0": ...}.
+
+    `options`: as in `runner.Measurement`.
+    """
     kinds = {"cpu": True, "cuda": False}
     numbers = range(options.count)
     return {f"{kind} {n}": training(n, options.seed, on_cpu) for kind, on_cpu in kinds.items() for n in numbers}

@@ -54,7 +54,12 @@ Event = tuple[int, int] | None  # (key, bytes): allocation; (key, 0): free; None
 
 
 def at_random(chance: random.Random, least: float, most: float, live_bytes: float) -> list[Event]:
-    """Return random allocations of `2**least` to `2**most` bytes, with repeated sizes, and frees."""
+    """Return random allocations of `2**least` to `2**most` bytes, with repeated sizes, and frees.
+
+    Args:
+        chance: the random generator.
+        live_bytes: from this total on, each event is a free.
+    """
     events, live, sizes, total, emptied = [], {}, [], 0, chance.choice([0, 0, 0.02])
     for key in range(chance.randint(50, 300)):
         if live and (total > live_bytes or chance.random() < 0.42):
@@ -77,7 +82,12 @@ def at_random(chance: random.Random, least: float, most: float, live_bytes: floa
 
 
 def of_a_training(chance: random.Random, live_bytes: float) -> list[Event]:
-    """Return the events of two or three steps of a transformer: weights, activations by layer, gradients, states."""
+    """Return the events of two or three steps of a transformer: weights, activations by layer, gradients, states.
+
+    Args:
+        chance: the random generator.
+        live_bytes: the batch takes 0.3 to 1.5 times the part of these bytes that weights, gradients and states leave.
+    """
     hidden, layers, words = (
         chance.choice([128, 256, 384, 768]),
         chance.randint(2, 5),
@@ -122,7 +132,12 @@ def of_a_training(chance: random.Random, live_bytes: float) -> list[Event]:
 
 
 def trace(seed: str, room: int) -> list[Event]:
-    """Return the events of a trace; `room`: the available bytes."""
+    """Return the events of a random trace of one of several kinds; some traces run out of memory.
+
+    Args:
+        seed: determines the trace.
+        room: bytes that the card has for segments.
+    """
     chance = random.Random(seed)
     family = chance.choice(["small", "large", "mixed", "edges", "training", "training"])
     live = chance.uniform(0.1, 2.5) * room if room < 2048 * MIB else chance.uniform(0.1, 8) * 1024 * MIB
@@ -135,9 +150,13 @@ def trace(seed: str, room: int) -> list[Event]:
 def compare(text: str, seeds: list[str], torch_version: str | None = None) -> dict:
     """Run traces on torch's allocator and on our model, in a process whose torch has the given settings.
 
-    `torch_version` selects the rules of the model (default: those of the torch that runs).
+    Args:
+        text: the settings, as in PYTORCH_CUDA_ALLOC_CONF, for the model.
+        seeds: one per trace.
+        torch_version: selects the rules of the model; None: those of the torch that runs.
 
-    Returns the numbers of traces, events, requests that found no room and retries, and the first differences.
+    Returns:
+        The numbers of traces, events, requests that found no room and retries, and the first differences.
     """
     import torch
 
@@ -253,7 +272,7 @@ def double_after(double: CachingAllocator, places: dict[int, int]) -> tuple:
 
 
 def rehearsed(card: Card, text: str, seeds: list[str]) -> dict:
-    """Run `compare` in a rehearsal with these settings."""
+    """Run `compare` in a rehearsal on a card, with these settings, and return its result."""
     with patch.dict(os.environ, PYTORCH_CUDA_ALLOC_CONF=text), Rehearsal(card) as stage:
         return stage.submit(compare, text, seeds).result()
 

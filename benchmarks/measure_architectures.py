@@ -116,7 +116,7 @@ _OF_IMAGES = {"mm_tokens_per_image": 4, "image_seq_length": 16}
 def shrunk(fields: dict, width: int) -> dict:
     """Return the fields of a configuration with small sizes, those of its parts included.
 
-    A list with an entry per layer keeps two entries, of different kinds if there are any.
+    A list with an entry per layer keeps two entries, of different kinds if there are any. `width`: the hidden size.
     """
     numbers = {name: value for name, value in fields.items() if type(value) is int and value > 0}
     layers = {value for name, value in numbers.items() if _rule(name) and re.search(LAYERS, name)}
@@ -189,8 +189,13 @@ def _filled(fields: dict, width: int) -> dict:
 
 
 def configurations(name: str, kind: str, folder: Path):
-    """Yield (form, path) of configurations of a class and its type: narrow, less narrow, with sizes for missing ones,
-    with its layers alone cut, and with its images alone cut."""
+    """Yield (form, path) of configurations of a class, which are written into a folder, the smallest first.
+
+    The forms are: narrow; less narrow; narrow with sizes for missing ones; with its layers alone cut; with its images
+    alone cut.
+
+    `name`: of the class; `kind`: its model type.
+    """
     from transformers import CONFIG_MAPPING
 
     plain = CONFIG_MAPPING[kind]()
@@ -232,7 +237,10 @@ def classes() -> dict[str, tuple[str, str]]:
 
 
 def cases(options) -> dict[str, tuple[str, str]]:
-    """Return {class: (its type, its family)} of this run's classes and of those in the record."""
+    """Return {class: (its type, its family)} of this run's classes and of those in the record.
+
+    `options`: as in `runner.Measurement`.
+    """
     every, known = classes(), {row["class"] for row in recorded()}
     return {name: every[name] for name in every if name in known or name in chosen(options)}
 
@@ -242,7 +250,10 @@ def recorded() -> list[dict]:
 
 
 def chosen(options) -> list[str]:
-    """Return the names of the classes that this run measures."""
+    """Return the names of the classes that this run measures.
+
+    `options`: the script's options.
+    """
     names = [*classes()]
     first = datetime.now(UTC).toordinal() * options.count if options.first < 0 else options.first
     return [names[(first + place) % len(names)] for place in range(min(options.count, len(names)))]

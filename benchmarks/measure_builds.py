@@ -24,7 +24,11 @@ STAGE = re.compile(r"make test: (\w+) took (\d+) (second|minute)s")
 
 
 def make(build: str, *targets: str) -> subprocess.CompletedProcess:
-    """Run targets of a checkout's Makefile in its own environment, without variables of this one."""
+    """Run targets of a checkout's Makefile in its own environment, without variables of this one; return the ended
+    process.
+
+    `build`: folder of the checkout, or FOLDER=VENV.
+    """
     folder, _, venv = build.partition("=")
     command = ["make", "-C", folder, *targets, *([f"VENV={Path(venv).resolve()}"] if venv else [])]
     environment = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "MAKEFLAGS")}
@@ -60,7 +64,10 @@ def measure(runs, options):
 
 
 def of_course(build: str, command: str) -> dict:
-    """Return the seconds of each lesson, and the number of each verdict."""
+    """Return the fields of a row about the last `make course`: versions, seconds per lesson, failed lessons, verdicts.
+
+    For another command than "course" return {}. `build`: folder of the checkout, or FOLDER=VENV.
+    """
     if command != "course":
         return {}
     results = read_record(Path(build.partition("=")[0]) / "build" / "course" / "results.json")
@@ -74,13 +81,17 @@ def of_course(build: str, command: str) -> dict:
 
 
 def of_tests(printed: str) -> dict:
-    """Return the seconds of each stage of `make test` that prints them."""
+    """Return {"stages": {name: seconds}} of a `make test` that printed `printed`; {} if it printed no stage."""
     found = {name: int(count) * (60 if unit == "minute" else 1) for name, count, unit in STAGE.findall(printed)}
     return {"stages": found} if found else {}
 
 
 def conclude(rows: list[dict], options) -> dict:
-    """Return the medians, and the speed of the first build as a multiple of each other build's."""
+    """Return the median seconds per command and build, and the speed of the first build as a multiple of each other
+    build's.
+
+    `options`: as in `runner.Measurement`.
+    """
     taken: dict[str, dict[str, list[float]]] = {}
     for row in rows:
         taken.setdefault(row["command"], {}).setdefault(row["build"], []).append(row["seconds"])

@@ -51,9 +51,12 @@ def seconds_of(build: str, words: list[str], home: str, code: int = 0) -> tuple[
 
     Args:
         build: folder of the checkout, or FOLDER=PYTHON.
-        words: the command.
+        words: the command, as arguments of Python.
         home: the cache folder.
         code: the expected exit code.
+
+    Raises:
+        SystemExit: the process ended with another exit code.
     """
     folder, _, python = build.partition("=")
     environment = os.environ | {"PYTHONPATH": str(Path(folder).resolve()), "PERF_HELPERS_HOME": home}
@@ -91,7 +94,11 @@ def measure(turns, options):
 
 
 def conclude(rows: list[dict], options) -> dict:
-    """Return the medians, and the speed of the first build as a multiple of each other build's."""
+    """Return the median seconds per build and command, and the speed of the first build as a multiple of each other
+    build's.
+
+    `options`: as in `runner.Measurement`.
+    """
     medians: dict[str, dict[str, float]] = {}
     for build, command in itertools.product(map(commit, options.builds or ["."]), rows[0]["seconds"]):
         counted = [row["seconds"][command] for row in rows if row["build"] == build and row["round"]]

@@ -134,7 +134,12 @@ def rehearsed(experiment: Experiment, events: Path | None = None):
 
 
 def compare(lab: Lab, one: Training, folder: Path) -> dict:
-    """Return the record of a training."""
+    """Rehearse and estimate a training; return its record: bytes of both, or the reason why it was left out.
+
+    Args:
+        lab: rehearses on a card of the training's compute capability.
+        folder: for the configuration.
+    """
     experiment, row = one.experiment(folder), one.to_dict()
     # A thread of NCCL may keep sent data a little longer: with two ranks, the smallest of several runs counts.
     tries = 3 if one.processes > 1 else 1
@@ -162,7 +167,13 @@ def compare(lab: Lab, one: Training, folder: Path) -> dict:
 
 
 def summary(rows: list[dict]) -> dict:
-    """Return the errors over all compared trainings, as shares."""
+    """Return how many trainings the estimate answered, and its errors in allocated and reserved bytes of the peak.
+
+    An error is |estimated / rehearsed - 1|; the median and the worst are None if no training was answered.
+
+    Args:
+        rows: one per training; rows without "rehearsed" are counted as left out.
+    """
     rehearsed = [row for row in rows if "rehearsed" in row]
     pairs = [(row["estimated"], row["rehearsed"]) for row in rehearsed if "allocated" in row["estimated"]]
     errors = {
@@ -202,7 +213,10 @@ def lives(changes: Iterable[tuple[object, int, str]]) -> list[tuple[int, str]]:
 
 
 def difference(one: Training, most: int = 12) -> None:
-    """Print the first allocations and frees in which the estimate and torch's allocator differ, if any."""
+    """Print the first allocations and frees in which the estimate and torch's allocator differ, if any.
+
+    `most`: how many places to print.
+    """
     on = card(None, one.capability, MEMORY, one.processes)
     with tempfile.TemporaryDirectory() as name, rehearsing(on) as lab:
         events, experiment = Path(name, "events.json"), one.experiment(Path(name))

@@ -66,7 +66,10 @@ def question(one: Training, folder: Path) -> dict:
 
 
 def tracked(trainings: list[Training], folder: Path) -> list[dict]:
-    """Return MemTracker's answers, on fake tensors of a rehearsed card of each compute capability."""
+    """Return MemTracker's answer for each training, on fake tensors of a rehearsed card of its compute capability.
+
+    `folder`: for configurations.
+    """
     found = {}
     for capability in CARDS:
         with rehearsing(card(None, capability, MEMORY)) as lab:
@@ -76,7 +79,17 @@ def tracked(trainings: list[Training], folder: Path) -> list[dict]:
 
 
 def of_pypi(tool: str, pythons: list[str], path: Path) -> dict | None:
-    """Return a PyPI tool's version and its answer to each question, from the first interpreter that has the tool."""
+    """Return a PyPI tool's version and its answer to each question, from the first interpreter that has the tool.
+
+    Return None if no interpreter has it.
+
+    Args:
+        pythons: paths of the interpreters.
+        path: file with the questions.
+
+    Raises:
+        RuntimeError: the tool's process failed.
+    """
     for python in pythons:
         run = subprocess.run([python, tools_pypi.__file__, tool, path], capture_output=True, text=True)
         if run.returncode not in (0, tools_pypi.ABSENT):
@@ -91,6 +104,11 @@ def row(name: str, version: str, replies: list[dict], rows: list[dict]) -> dict:
 
     It is `tools.row`, with its error on dense decoders only, because many tools claim no more, and the error of its
     total against the reserved bytes.
+
+    Args:
+        name, version: those of the tool.
+        replies: its answer for each training.
+        rows: the trainings, in the same order, with their rehearsed bytes.
     """
     claims, cannot = (tools.ABOUT["cuda"][name][what] for what in ("claims", "cannot"))
     reference = {what: [one["rehearsed"][what] for one in rows] for what in ("allocated", "reserved")}
@@ -105,13 +123,19 @@ def row(name: str, version: str, replies: list[dict], rows: list[dict]) -> dict:
 
 
 def rows_of(options) -> list[dict]:
-    """Return the requested trainings that measure_cuda.py rehearsed."""
+    """Return the requested trainings that measure_cuda.py rehearsed.
+
+    `options`: the script's options.
+    """
     rows = [one for one in read_record(RESULTS / "cuda.json")["rows"] if "rehearsed" in one]
     return rows[: options.count or None]
 
 
 def measure(cases, options):
-    """Yield a row per tool: its version, and its answer for each training."""
+    """Yield a row per tool: its version, and its answer for each training.
+
+    `cases`, `options`: as in `runner.Measurement`.
+    """
     versions, trainings = hardware.versions(), [Training.from_dict(one) for one in rows_of(options)]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -134,7 +158,10 @@ def measure(cases, options):
 
 
 def conclude(answers: list[dict], options) -> dict:
-    """Return the table, and the answers of all tools for each training."""
+    """Return the table, and the answers of all tools for each training.
+
+    `options`: as in `runner.Measurement`.
+    """
     rows, pairs = rows_of(options), []
     for n, one in enumerate(rows):
         pair = {"number": one["number"]} | {what: one["rehearsed"][what] for what in ("allocated", "reserved")}

@@ -49,7 +49,10 @@ LARGE_BATCH = {"per_device_train_batch_size": 4}
 
 
 def ask(lab: Lab, name: str, task: Task, arguments: dict) -> dict:
-    """Return a tool's answer."""
+    """Return a tool's answer for a training, as `tools.query` does: bytes, seconds and memory, or why it has none.
+
+    `name`: the tool, or "this estimate".
+    """
     if name == "this estimate":
         return tools.estimated(lambda: estimate(task, device="cpu", **arguments))
     if name == "DeepSpeed" and not importlib.util.find_spec("deepspeed"):
@@ -58,7 +61,10 @@ def ask(lab: Lab, name: str, task: Task, arguments: dict) -> dict:
 
 
 def cases(options) -> dict:
-    """Return {name: (model, recipe)}. A large model has no recipe, because only the cost of its answer is measured."""
+    """Return {name: (model, recipe)}. A large model has no recipe, because only the cost of its answer is measured.
+
+    `options`: as in `runner.Measurement`.
+    """
     trainings = {f"{task}, {recipe}": (task, recipe) for task in TASKS for recipe in RECIPES}
     return trainings | {name: (name, None) for name in LARGE}
 

@@ -199,7 +199,10 @@ def _is_another(row: Row, known: Known) -> bool:
 
 
 def listing(suite: Suite, parts: list[str], seconds: float) -> str:
-    """List the parts, their rows, and how long a call of each may take if it begins rows for so many seconds."""
+    """Return a text with the parts, their rows, and the most seconds that one call of the command takes for each part.
+
+    `seconds`: how long a call begins new rows; its last row may take `LAST_SECONDS` more.
+    """
     lines = []
     for number, (name, plan) in enumerate(PARTS.items(), 1):
         if name in parts:
@@ -235,7 +238,11 @@ def _check_packages() -> None:
 
 @contextlib.contextmanager
 def _lab(options: argparse.Namespace, folder: str) -> Iterator[Lab]:
-    """Return the lab for the options. Raises ValueError if this machine cannot run it."""
+    """Yield the lab for the options; a rehearsal ends with the context. Raises ValueError if this machine cannot run
+    it.
+
+    `folder`: for its runs.
+    """
     with contextlib.ExitStack() as stack:
         more: dict[str, Any] = {"out": folder, "timeout": ROW_SECONDS}
         if options.rehearse:

@@ -23,7 +23,10 @@ SLOWER = (0.1, 0.4)  # slow-downs, as shares of a step
 
 
 def cases(options) -> dict:
-    """Return {name: (under other load, share of a step by which it is slower)}."""
+    """Return {name: (under other load, share of a step by which it is slower)}.
+
+    `options`: as in `runner.Measurement`.
+    """
     nights = [(number % 2 == 1, 0.0) for number in range(options.usual)]
     nights += [(number % 2 == 1, share) for share in SLOWER for number in range(options.slower)]
     return {str(number): night for number, night in enumerate(nights)}
@@ -42,8 +45,9 @@ def is_called_slower(old: dict, new: dict) -> bool:
 
 
 def counted(pairs) -> dict[str, str]:
-    """Count the pairs whose second run is called slower than the first, of all pairs and of pairs without
-    other load.
+    """Return {"all": text, "quiet": text}: how many pairs call the second run slower than the first, e.g. "1 of 90".
+
+    "quiet" covers the pairs without other load.
     """
     pairs = [*pairs]
     quiet = [(a, b) for a, b in pairs if not (a["busy"] or b["busy"])]

@@ -49,7 +49,10 @@ def measure(programs: Named, options: argparse.Namespace) -> Iterable[tuple[str,
 
 
 def row(name: str, program: dict, options: argparse.Namespace) -> dict:
-    """Rehearse a program; return how it ended, its versions and its peaks."""
+    """Rehearse a program; return how it ended, its versions and its peaks.
+
+    `options`: the script's options.
+    """
     about = {"name": name, "card": options.card}
     about |= {key: program[key] for key in ("source", "packages", "command") if key in program}
     try:

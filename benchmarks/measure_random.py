@@ -66,7 +66,11 @@ def random_training(number: int, seed: int) -> Training:
 
 
 def compare(lab: Lab, one: Training, folder: Path) -> dict:
-    """Return the record of a training; it is estimated while it is rehearsed."""
+    """Return the record of a training, which is estimated while it is rehearsed.
+
+    If the estimate is wrong, "missed" has the differences in bytes, allocated and reserved. The other arguments are
+    those of `measure_cuda.compare`.
+    """
     row = one.to_dict()
     with tempfile.TemporaryDirectory() as own, ThreadPoolExecutor(1) as beside:  # both write the configuration
         pending = beside.submit(one.estimated, Path(own))
@@ -106,7 +110,10 @@ def simpler(one: Training) -> Iterator[Training]:
 
 
 def shrink(one: Training, misses: Callable[[Training], bool]) -> Training:
-    """Simplify a training as long as its estimate is still wrong; return the last such training."""
+    """Simplify a training as long as its estimate is still wrong; return the last such training.
+
+    `misses`: returns whether a training's estimate is wrong.
+    """
     while (found := next(filter(misses, simpler(one)), None)) is not None:
         one = found
     return one
@@ -117,7 +124,10 @@ def cases(options) -> dict[str, Training]:
 
 
 def measure(cases, options):
-    """Compare trainings until the time is over; cards take turns."""
+    """Compare trainings until the time is over; cards take turns.
+
+    `cases`, `options`: as in `runner.Measurement`.
+    """
     end, left = time.monotonic() + 60 * options.minutes, [*cases.values()]
     with tempfile.TemporaryDirectory() as name:
         for first, capability in itertools.product(range(0, len(left), 90), CAPABILITIES):

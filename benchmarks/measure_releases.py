@@ -128,7 +128,10 @@ def _drawn(draw: random.Random) -> Iterator[Training]:
 
 
 def inferred(experiment: Experiment):
-    """Return a function for a fresh process of a rehearsal: two passes, then the statistics of torch's allocator."""
+    """Return a function for a fresh process of a rehearsal: it runs two passes in inference and returns torch's peaks.
+
+    The peaks, allocated and reserved bytes, count from the first forward pass.
+    """
 
     def work(_):
         import torch
@@ -160,7 +163,10 @@ def reference(lab: Lab, one: Case, folder: Path) -> dict:
 
 
 def estimate_of(one: Case, torch_version: str | None) -> dict:
-    """Return the estimate of this process by the rules of a release."""
+    """Return the estimate of a case in this process: {"allocated", "reserved": bytes} or {"refused": reason}.
+
+    `torch_version`: the release whose rules are used; None: the installed one.
+    """
     with tempfile.TemporaryDirectory() as folder:
         try:
             memory = one.estimated(Path(folder), torch_version).memory

@@ -83,7 +83,10 @@ def by_parts() -> dict:
 
 
 def passes_in_turns(task) -> list:
-    """Time three interleaved copies of the same forward and backward pass, on one thread."""
+    """Time three interleaved copies of the same forward and backward pass, on one thread.
+
+    Return what `in_turns` returns.
+    """
     import torch
 
     from trainmem.measure.interleaving import in_turns
@@ -133,7 +136,10 @@ def is_effect(ratio: list[float]) -> bool:
 
 
 def cases(options) -> dict:
-    """Return {name: (comparisons of one process, whether it runs under other load)}."""
+    """Return {name: (comparisons of one process, whether it runs under other load)}.
+
+    `options`: as in `runner.Measurement`.
+    """
     found = {}
     for of, names in (("itself", itertools.cycle(ITSELF)), ("turns", itertools.repeat(IN_TURNS))):
         pairs = [
@@ -166,7 +172,7 @@ def conclude(rows: list[dict], options) -> dict:
 
 
 def effects(rows: list[dict]) -> dict[str, str]:
-    """Return, for each clock, how many of these comparisons reported an effect."""
+    """Return, for each clock, in how many of these comparisons an effect was reported, e.g. {"cpu": "3 of 200"}."""
     return {clock: f"{sum(is_effect(row[clock]) for row in rows)} of {len(rows)}" for clock in ("cpu", "wall")}
 
 

@@ -60,7 +60,10 @@ def run_loop(loop: Callable, task: Task, **sizes) -> None:
 
 
 def changed(names: Sequence[str], model, arguments):
-    """Apply changes to a model. Return the optimizer that one of them made, or None: then the Trainer makes its own."""
+    """Apply changes to a model. Return the optimizer that one of them made, or None: then the Trainer makes its own.
+
+    `names`: keys of `CHANGES`; `arguments`: the Trainer's `TrainingArguments`.
+    """
     made = [CHANGES[name](model, arguments) for name in names]
     return next((optimizer for optimizer in made if optimizer is not None), None)
 
@@ -120,7 +123,10 @@ def rows() -> list[Row]:
 
 
 def predict(row: Row, folder: Path) -> tuple[int, int | None]:
-    """Return the estimated bytes of a row by the rules of its versions, and by today's (None: the same)."""
+    """Return the estimated bytes of a row by the rules of its versions, and by today's (None: the same).
+
+    `folder`: for the configuration.
+    """
     quantity, capability = QUANTITIES[row.facts["quantity"]], row.card.capability
     ask = functools.partial(estimate, row.task(folder), device="cuda", compute_capability=capability, timeout=900)
     then = getattr(ask(**row.question).memory, quantity)
@@ -172,7 +178,10 @@ def summary(made: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def measure(cases, options):
-    """Predict each row, and rehearse it if requested; otherwise keep its earlier rehearsal."""
+    """Predict each row, and rehearse it if requested; otherwise keep its earlier rehearsal.
+
+    `cases`, `options`: as in `runner.Measurement`.
+    """
     before = {row["name"]: row["rehearsed"] for row in read_record(RESULT)["table"]}
     Arguments.of({})  # import transformers now: two threads must not import it at once
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(2) as pool:

@@ -46,7 +46,13 @@ def lora(model, arguments) -> None:
 
 
 def _shifted(logits, labels, vocabulary: int):
-    """Return the cross-entropy of a copy of the logits without their last position."""
+    """Return the cross-entropy of a copy of the logits without their last position.
+
+    Args:
+        logits: (..., length, vocabulary).
+        labels: (..., length); the first position is left out.
+        vocabulary: number of words.
+    """
     ahead = logits[..., :-1, :].contiguous()
     after = labels[..., 1:].contiguous()
     return functional.cross_entropy(ahead.view(-1, vocabulary), after.view(-1))

@@ -27,6 +27,7 @@ def gpt(
     There are two steps, an evaluation after each, and some generated tokens.
 
     Args:
+        batch: samples per step.
         mask: "kept": each layer stores the causal mask in fp32; "made": each forward pass makes it.
         fused: use AdamW's fused form, otherwise its foreach form.
         dtype: type of the weights.

@@ -1,8 +1,9 @@
 """linkedin/Liger-Kernel, benchmark/scripts: the implementations in plain torch or transformers, for published.py.
 
-Each loop takes the sizes of a row of published.toml, and makes its tensors on the device that published.py chose: it
-is measured, rehearsed or traced on fake tensors. The loops rebuild everything that decides about memory: which tensors
+Each loop takes the sizes of a row of published.toml, and makes its tensors on the device that published.py chose: it is
+measured, rehearsed or traced on fake tensors. The loops rebuild everything that decides about memory: which tensors
 live when. A layer runs forward and backward several times; B, T, H, V are batch, tokens, hidden size and vocabulary.
+Modules that are allocated but not run belong to Liger's own implementation, which the scripts hold at the same time.
 """
 
 import contextlib
@@ -71,7 +72,10 @@ def cross_entropy(V: int, B: int, T: int) -> None:
 
 
 def linear_cross_entropy(BT: int, H: int, V: int) -> None:
-    """Run a linear head in bf16 and the cross-entropy of its logits; a second head exists, unused."""
+    """Run a linear head in bf16 and the cross-entropy of its logits; a second head is allocated but not run.
+
+    `BT`: tokens of the whole batch.
+    """
     head, _spare = _head(H, V), _head(H, V)
     rows, labels = torch.randn(BT, H, **BF16, **GRADIENT), torch.randint(V, (BT,))
     _losses(lambda: functional.cross_entropy(head(rows), labels))
@@ -117,7 +121,10 @@ def tvd(V: int, B: int, T: int) -> None:
 
 
 def linear_jsd(BT: int, H: int, V: int) -> None:
-    """Run two bf16 heads, of a student and a teacher, both trained, and the divergence of their softmax."""
+    """Run two bf16 heads, of a student and a teacher, both trained, and the divergence of their softmax.
+
+    `BT`: tokens of the whole batch.
+    """
     student, teacher, *spare = (_head(H, V) for _ in range(4))
     for head in (student, teacher):  # the benchmark gives both sides the same new weights
         head.weight.data = torch.rand(V, H, **BF16)
@@ -134,9 +141,10 @@ def linear_jsd(BT: int, H: int, V: int) -> None:
 
 
 def preference(B: int, T: int, H: int, V: int) -> None:
-    """Run a bf16 head with fp32 logits, cross-entropy of the first half and log-probabilities of all: ORPO, CPO, SimPO.
+    """Run what ORPO, CPO and SimPO compute: a bf16 head over B answers, of which the first half are the preferred ones.
 
-    A second head exists, unused.
+    The logits are cast to fp32. The loss is the cross-entropy of the preferred half, minus a term of the differences
+    between the halves' mean log-probabilities. A second head is allocated but not run.
     """
     head, _spare = _head(H, V), _head(H, V)
     rows, labels = torch.randn(B, T, H, **BF16, **GRADIENT), torch.randint(V, (B, T))
@@ -161,14 +169,20 @@ def preference(B: int, T: int, H: int, V: int) -> None:
 
 
 def embedding(V: int, B: int, T: int, D: int) -> None:
-    """Run an fp32 embedding of V words and width D on (B, T) tokens; a second embedding exists, unused."""
+    """Run an fp32 embedding of V words and width D on (B, T) tokens; a second embedding is allocated but not run."""
     table, _spare = nn.Embedding(V, D), nn.Embedding(V, D)
     ids = torch.randint(V, (B, T))
     _layers(lambda: table(ids))
 
 
 def gated_mlp(B: int, T: int, H: int, inner: int, activation: str, mode: str = "full", tiles: int = 0) -> None:
-    """Run transformers' LlamaMLP in bf16, in `tiles` pieces that are recomputed in backward; 0: in one piece."""
+    """Run transformers' LlamaMLP of width H and inner width `inner` in bf16.
+
+    Args:
+        activation: its activation function, a name of transformers.
+        mode: as in `_layers`.
+        tiles: number of pieces that are recomputed in backward; 0: the layer runs in one piece.
+    """
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -208,7 +222,12 @@ class Tiled(torch.autograd.Function):
 
 
 def _normed(make: Callable, *shape: int, **options) -> None:
-    """Run a norm with fp32 weights; a second one exists, unused. `options`: options of the input besides its shape."""
+    """Run a norm with fp32 weights on a random input; a second norm is allocated but not run.
+
+    Args:
+        make: returns the norm.
+        shape, options: of the input, e.g. its type.
+    """
     layer, _spare = make(), make()
     rows, gradient = torch.randn(shape, **options, **GRADIENT), torch.randn(shape, **options)
     _layers(lambda: layer(rows), gradient=gradient)
@@ -232,7 +251,10 @@ def rms_norm(M: int, H: int) -> None:
 
 
 def add_rms_norm(M: int, H: int) -> None:
-    """Run a residual added in fp32 and its RMSNorm, both results with a gradient; three more weights exist."""
+    """Run a residual added in fp32 and its RMSNorm of (M, H), both results with a gradient.
+
+    Three more weights are allocated but not used.
+    """
     weight, *_spare = (nn.Parameter(torch.randn(H)) for _ in range(4))
     rows, residual = torch.randn(M, H, **GRADIENT), torch.randn(M, H, **GRADIENT)
     gradients = torch.randn(M, H), torch.randn(M, H)
@@ -253,7 +275,10 @@ def add_rms_norm(M: int, H: int) -> None:
 
 
 def rope(T: int, H: int, heads: int, key_heads: int) -> None:
-    """Run transformers' rotary positions of bf16 queries and keys, with gradients by torch.autograd.grad."""
+    """Run transformers' rotary positions of bf16 queries and keys, with gradients by torch.autograd.grad.
+
+    `heads` and `key_heads`: numbers of heads of queries and of keys.
+    """
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
     size = H // heads
@@ -274,7 +299,7 @@ def rope(T: int, H: int, heads: int, key_heads: int) -> None:
 
 
 def neighborhood_attention(B: int, T: int, H: int, heads: int) -> None:
-    """Run fp32 attention by matmuls, with a mask made in each forward pass; a second layer's weights exist."""
+    """Run fp32 attention by matmuls, with a mask made in each forward pass; a second layer is allocated but not run."""
     query_of, key_of, value_of, out_of, *_spare = (nn.Linear(H, H) for _ in range(8))
     rows, gradient = torch.randn(B, T, H, **GRADIENT), torch.randn(B, T, H)
 
@@ -296,7 +321,10 @@ def neighborhood_attention(B: int, T: int, H: int, heads: int) -> None:
 
 
 def swiglu(T: int, B: int, inner: int) -> None:
-    """Run SiLU of one half of a bf16 tensor times the other half, its sum, and backward; gradients are dropped."""
+    """Run SiLU of one half of a bf16 tensor (T, B, 2 x inner) times the other half, its sum, and backward.
+
+    Gradients are dropped before each run.
+    """
     both = torch.randn(T, B, 2 * inner, **BF16, **GRADIENT)
 
     def halves():

@@ -92,7 +92,10 @@ def train(name: str) -> dict:
 
 
 def rehearsed(name: str) -> dict:
-    """Run `train` in its own process on a rehearsed card. Raises RuntimeError if it fails."""
+    """Run `train` in its own process on a rehearsed card, and return its result. Raises RuntimeError if it fails.
+
+    `name`: of the training.
+    """
     with command(CARDS[facts()["card"]]) as (python, environment):
         done = subprocess.run([python, __file__, "--train", name], env=environment, capture_output=True, text=True)
     if done.returncode:

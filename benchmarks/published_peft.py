@@ -72,7 +72,10 @@ def metamath(_: Task, length: int, adapter: dict | None = None, cast: bool = Tru
 
 
 def measure(cases, options):
-    """Yield each row with the estimated MiB, reserved and allocated, and the error as a share of the figure."""
+    """Yield each row with the estimated MiB, reserved and allocated, and the error as a share of the figure.
+
+    `cases`, `options`: as in `runner.Measurement`.
+    """
     kept = {key: FACTS[key] for key in ("capability", "torch")}
     device = {"device": "cuda", "compute_capability": tuple(kept["capability"]), "torch_version": kept["torch"]}
     for name, row in cases.items():

@@ -57,7 +57,10 @@ def training(config: dict, length: int, capability: tuple[int, int], **arguments
 
 
 def of_lora(rank: int, config: dict) -> dict:
-    """Return the fields of a question about LoRA on q, k, v and o."""
+    """Return the fields of a `tools_pypi.Question` about LoRA on q, k, v and o.
+
+    `rank`: LoRA's; `config`: fields of the model's configuration.
+    """
     width, layers = config["hidden_size"], config["num_hidden_layers"]
     keys = width * config["num_key_value_heads"] // config["num_attention_heads"]
     return {"method": "lora", "rank": rank, "trained": rank * layers * (6 * width + 2 * keys)}
@@ -100,6 +103,11 @@ def preflight_loop(kind: str, size: int, length: int, task) -> None:
     """Run two steps as torch-preflight's program does, in bf16.
 
     A T4 emulates bf16, and its scaled_dot_product_attention has only the plain implementation for it.
+
+    Args:
+        kind: the model type, e.g. "gpt2".
+        size, length: samples, and tokens per sample.
+        task: not used.
     """
     import transformers
     from transformers.initialization import no_init_weights
@@ -125,7 +133,10 @@ def preflight_loop(kind: str, size: int, length: int, task) -> None:
 
 
 def own_answers(tool: str, row: Row) -> dict:
-    """Return this project's answers for a training: recorded ones, otherwise the estimate of its loop."""
+    """Return this project's answers for a training: recorded ones, otherwise the estimate of its loop.
+
+    `tool`: "rehearsal", or a name of this project's estimate.
+    """
     if tool in row.known or tool == "rehearsal":
         return row.known.get(tool, {"refused": "not rehearsed"})
     options = {"device": "cuda", "compute_capability": T4, "torch_version": row.release, "timeout": 600}
@@ -133,7 +144,10 @@ def own_answers(tool: str, row: Row) -> dict:
 
 
 def measure(cases, options):
-    """Yield a row per tool: its version, and its answer for each training."""
+    """Yield a row per tool: its version, and its answer for each training.
+
+    `cases`, `options`: as in `runner.Measurement`.
+    """
     found, version = [*rows()], hardware.versions()["torch"]
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(2) as pool:
         path = Path(name, "questions.json")
@@ -151,7 +165,13 @@ def measure(cases, options):
 
 
 def row(answers: dict, found: list[Row], left_out: str | None) -> dict:
-    """Return the row of one tool over all trainings except those of one file."""
+    """Return the row of one tool over all trainings except those of one file.
+
+    Args:
+        answers: {"tool", "version", "said": its answer for each training}.
+        found: the trainings, in the same order.
+        left_out: the file; None: every training counts.
+    """
     summary = {"tool": answers["tool"], "version": answers["version"], "left_out": left_out}
     for figure, what in FIGURES.items():
         measured = [None if one.file == left_out else one.figures.get(figure) for one in found]
@@ -164,7 +184,10 @@ def row(answers: dict, found: list[Row], left_out: str | None) -> dict:
 
 
 def conclude(answers: list[dict], options) -> dict:
-    """Return the table, and the answers of all tools for each training."""
+    """Return the table, and the answers of all tools for each training.
+
+    `options`: as in `runner.Measurement`.
+    """
     found, pairs = [*rows()], []
     for number, one in enumerate(found):
         replies = {

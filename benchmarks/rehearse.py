@@ -29,7 +29,10 @@ TASK = Task("bert-large-uncased", seq_len=512, dataset_size=512)
 
 
 def record(card: Card, course: Path | None = None) -> Path:
-    """Rehearse the ten rows on a card and write its file; if a rehearsed course is given, add its claims.
+    """Rehearse the ten rows on a card, write its file and return its path; if a rehearsed course is given, add its
+    claims.
+
+    `course`: folder of the course run.
 
     Raises:
         RuntimeError: this machine cannot rehearse, or a row failed for another reason than memory.

@@ -79,7 +79,13 @@ TOOLS: dict[str, Callable] = {
 
 
 def query(lab, tool: Callable, *arguments) -> dict:
-    """Query a tool in a fresh subprocess: return bytes, its seconds and its peak memory, or why it has no answer."""
+    """Query a tool in a fresh subprocess: return bytes, its seconds and its peak memory, or why it has no answer.
+
+    The keys are "bytes", "seconds" and "own_bytes", or "refused".
+
+    Args:
+        tool: function of `arguments` that returns bytes.
+    """
 
     def work(_):
         from trainmem.measure import memory_meter
@@ -96,7 +102,10 @@ def query(lab, tool: Callable, *arguments) -> dict:
 
 
 def estimated(ask: Callable) -> dict:
-    """Return the same fields as `query` for the estimate, whose total is its reserved bytes."""
+    """Return the same fields as `query` for the estimate, and "total_bytes", its reserved bytes.
+
+    `ask`: returns the `MemoryEstimate`.
+    """
     try:
         found = ask()
     except ValueError as error:
@@ -106,7 +115,13 @@ def estimated(ask: Callable) -> dict:
 
 
 def errors(found: list[dict], measured: list[int | None], name: str = "bytes") -> list[float]:
-    """Return |answer / measured - 1| of all measured trainings with an answer."""
+    """Return |answer / measured - 1| of all measured trainings with an answer.
+
+    Args:
+        found: the answer for each training, as `query` returns them.
+        measured: bytes of each training; None: not measured.
+        name: the field of an answer to compare, e.g. "total_bytes".
+    """
     return [abs(reply[name] / peak - 1) for reply, peak in zip(found, measured, strict=True) if peak and name in reply]
 
 

@@ -57,7 +57,7 @@ class Question:
 
     @property
     def length(self) -> int:
-        """Return the tokens per sequence."""
+        """Return the tokens per sequence. Raises Cannot for a model of images."""
         if self.tokens is None:
             raise Cannot("images")
         return self.tokens
@@ -370,7 +370,10 @@ TOOLS: dict[str, Callable[[Question], Answer]] = {  # by distribution name
 
 
 def answer(tool: Callable[[Question], Answer], question: Question) -> dict:
-    """Return {"bytes", "total_bytes", "context_bytes", "seconds", "own_bytes"} or {"refused": reason}."""
+    """Return a tool's answer to a question: its figures, and the seconds and the peak memory that it took, in bytes.
+
+    The keys are "bytes", "total_bytes", "context_bytes", "seconds" and "own_bytes"; or "refused", with the reason.
+    """
     start = time.perf_counter()
     try:
         if question.rank and tool.__name__ not in tools.ABOUT["lora"]:

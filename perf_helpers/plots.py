@@ -53,6 +53,7 @@ def memory(runs: Sequence[Run], ax: Axes | None = None, title: str = "Peak memor
     Args:
         runs: runs with a breakdown; others are left out.
         ax: the axes to draw into; None: new ones.
+        title: shown above the picture.
 
     Raises:
         ValueError: none of the runs has a breakdown.
@@ -140,6 +141,11 @@ class Timeline:
 def timeline(run: Run, ax: Axes | None = None, title: str | None = None) -> Axes:
     """Draw live memory by category through one step, from its first operation to the optimizer's last.
 
+    Args:
+        run: a run measured with measure="memory".
+        ax: the axes to draw into; None: new ones.
+        title: shown above the picture (default: the run's name).
+
     Raises:
         ValueError: the run has no timeline.
         RunFailed: the run failed.
@@ -170,6 +176,11 @@ def timeline(run: Run, ax: Axes | None = None, title: str | None = None) -> Axes
 
 def speed(comparisons: Sequence[Comparison], ax: Axes | None = None, title: str = "Speed against the baseline") -> Axes:
     """Draw speed ratios with their intervals, one row per comparison. The vertical line at 1 is the baseline.
+
+    Args:
+        comparisons: what `Lab.compare` returned.
+        ax: the axes to draw into; None: new ones.
+        title: shown above the picture.
 
     Raises:
         ValueError: `comparisons` is empty.
@@ -206,6 +217,14 @@ def lines(
 
     A line has a gap wherever its value is None, unknown or missing. The legend marks a series without any value as "not
     measured".
+
+    Args:
+        x: the position of each value on the x axis.
+        series: {label: values}, each as long as `x`.
+        xlabel, ylabel: titles of the axes, with units.
+        ax: the axes to draw into; None: new ones.
+        title: shown above the picture.
+        markers: whether to mark each value.
     """
     ax = _axes(ax, title, xlabel, ylabel)
     for i, (label, values) in enumerate(series.items()):
@@ -222,7 +241,10 @@ def losses(
 ) -> Axes:
     """Draw one loss curve per group: the median over its seeds as a line, and the range over its seeds as a band.
 
-    `groups` maps a label to the losses of each seed, one per optimizer step; longer seeds are cut to the shortest.
+    Args:
+        groups: {label: the losses of each seed, one per optimizer step}; longer seeds are cut to the shortest.
+        ax: the axes to draw into; None: new ones.
+        title: shown above the picture.
     """
     import numpy as np
 
@@ -290,7 +312,10 @@ def add_alternative_texts() -> None:
 
 
 def picture_html(ax: Axes, text: str) -> str:
-    """Return a picture as an <img> for a static page, with `text` as its alternative text, and close its figure."""
+    """Return a picture as an <img> for a static page, with `text` as its alternative text, and close its figure.
+
+    `ax`: the picture's axes.
+    """
     import matplotlib.pyplot as plt
 
     shown = image_html(ax.figure, text)
@@ -333,7 +358,10 @@ def _axes(
 
 
 def _style(number: int, label: str, values: Iterable[float | None]) -> dict[str, str]:
-    """Return line style, colour and legend label of a series; the label says so if the series has no value."""
+    """Return line style, colour and legend label of a series; the label says so if the series has no value.
+
+    `number`: place of the series in its picture, which sets style and colour.
+    """
     label = label if any(map(is_measured, values)) else f"{label} (not measured)"
     return {"linestyle": _LINES[number % len(_LINES)], "color": SERIES[number % len(SERIES)], "label": label}
 

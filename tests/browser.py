@@ -41,10 +41,13 @@ RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"
 
 
 def violations(page, within: str = "html", apart: tuple[tuple[str, str], ...] = ()) -> list[str]:
-    """Return axe-core's findings in a part of a page, one line each. Skip the test if the package is missing, except in
-    CI.
+    """Return axe-core's findings in a part of a page, one line each.
 
-    `apart`: pairs (rule, words) of findings to ignore: the words occur in the markup of another project's elements.
+    The test is skipped if the package is missing, except in CI.
+
+    Args:
+        within: CSS selector of the part.
+        apart: pairs (rule, words) of findings to ignore: the words occur in the markup of another project's elements.
     """
     if not os.environ.get("CI"):
         pytest.importorskip("axe_playwright_python", reason="no axe-core: pip install axe-playwright-python")
@@ -78,8 +81,9 @@ def served(folder: Path):
 
 
 class Server:
-    """Run JupyterLab on a folder. `home` holds its settings and the learner's files, so that the user's own are not
-    touched.
+    """Run JupyterLab on a folder.
+
+    `home` is the folder for its settings and the learner's files, so that the user's own are not touched.
     """
 
     def __init__(self, folder: Path, home: Path):
@@ -135,7 +139,13 @@ class Server:
 
 
 class Notebook:
-    """A notebook that is open in a browser page, with an idle kernel."""
+    """A notebook that is open in a browser page, with an idle kernel.
+
+    Args:
+        server: the JupyterLab that has it.
+        page: the browser page, which is led to it.
+        name: its path in the server's folder.
+    """
 
     def __init__(self, server: Server, page, name: str):
         self.page, self.file = page, server.folder / name

@@ -56,8 +56,10 @@ def copied():
 
 @pytest.fixture
 def disk(tmp_path):
-    """Return a function (size, mount options) that mounts a small disk, e.g. of "64k", or remounts it, e.g. with
-    "remount", "ro".
+    """Yield a function (size, mount options) that mounts a small disk, e.g. of "64k", and returns its folder.
+
+    A later call can mount it again with other options, e.g. "remount", "ro". The test is skipped if it cannot be
+    mounted.
     """
     folder = tmp_path / "a disk"
 

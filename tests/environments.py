@@ -10,6 +10,7 @@ def make(folder, without=(), **versions):
     """Return the Python of a new environment that links to this environment's packages.
 
     Args:
+        folder: that of the new environment.
         without: packages to leave out.
         versions: packages whose recorded version is changed.
     """

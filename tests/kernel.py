@@ -40,7 +40,7 @@ def state(shown) -> str:
 
 
 def commit(shown, value) -> None:
-    """Enter a guess and commit it."""
+    """Enter a guess into the slider of the box that was displayed last, and commit it."""
     (slider,), (button,) = latest(shown, ipywidgets.FloatSlider), latest(shown, ipywidgets.Button)
     slider.value = value
     button.click()

@@ -39,7 +39,10 @@ INSTALLED = dict.fromkeys(PACKAGES, "1.0")
 
 
 def fake_nvml(*gpus, refuse=(), init_error=None, slices=()):
-    """Return a stub of pynvml for these GPUs. Queries in `refuse` raise; with `init_error`, so does nvmlInit."""
+    """Return a stub of pynvml for these GPUs. Queries in `refuse` raise; with `init_error`, so does nvmlInit.
+
+    `slices`: MIG slices, which are found by their UUIDs but are not counted.
+    """
     module = ModuleType("pynvml")
     module.NVMLError = type("NVMLError", (Exception,), {})
     by_uuid = {gpu.uuid: gpu for gpu in (*gpus, *slices)}

@@ -160,6 +160,11 @@ def opened(chromium, path, screen="phone", theme="light"):
     """Return a browser page with all folded parts unfolded; nothing is fetched from the network.
 
     The page's security policy forbids scripts, including axe-core's, so it is switched off in this window.
+
+    Args:
+        path: the page's file.
+        screen: a name in `SCREENS`.
+        theme: "light" or "dark".
     """
     width, height, scale = SCREENS[screen]
     size = {"viewport": {"width": width, "height": height}, "device_scale_factor": scale}

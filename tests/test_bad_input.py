@@ -109,8 +109,9 @@ class Started(BaseException):
 
 @pytest.fixture(scope="module")
 def shell(tmp_path_factory):
-    """Return a function that runs a command in a folder with bad files: (exit code, standard output,
-    standard error).
+    """Yield a function that runs a command in a folder with bad files: (exit code, standard output, standard error).
+
+    Afterwards, check that nothing was written.
     """
     folder, home = tmp_path_factory.mktemp("here"), tmp_path_factory.mktemp("home")
     for name, content in FILES.items():
@@ -142,7 +143,9 @@ def shell(tmp_path_factory):
 
 
 def edited(draw, name):
-    """Return a name with one letter left out, doubled, changed or swapped with the next."""
+    """Return a name with one random letter (not the first) left out, doubled, replaced by q, or swapped with the next
+    one.
+    """
     place = draw.randrange(1, len(name) - 1)
     a, b, rest = name[place], name[place + 1], name[place + 2 :]
     return name[:place] + draw.choice([b, a + a + b, "q" + b, b + a]) + rest
@@ -169,7 +172,10 @@ def placed(words, *more):
 
 
 def cases(draw):
-    """Yield (words, names of which the message must contain one) without end."""
+    """Yield bad command lines without end, as (words, names): the error message must contain one of the names.
+
+    `draw`: the random generator.
+    """
     typed, names = typed_values(), sorted(arguments.known())
     while True:
         command = draw.choice([*COMMANDS])
@@ -202,7 +208,13 @@ def cases(draw):
 
 
 def wrong(shell, words, names):
-    """Return the problem with the answer to bad arguments; empty if there is none."""
+    """Run a command with bad arguments; return the problems with its answer as text, empty if there is none.
+
+    Args:
+        shell: the fixture.
+        words: the command line.
+        names: the message must contain one of them.
+    """
     try:
         code, out, errors = shell(*words)
     except Started:

@@ -36,7 +36,11 @@ def card(kind="cuda", name="NVIDIA H100 80GB HBM3", **more):
 
 
 class RecordingLab:
-    """A lab that trains nothing. It calculates memory and speed from the arguments, so that every ratio is known."""
+    """A lab that trains nothing. It calculates memory and speed from the arguments, so that every ratio is known.
+
+    `requests` lists what was requested. A run with a peak above `limit` bytes is out of memory; a test may set the
+    status of others in `ends`.
+    """
 
     def __init__(self, machine=None, profile="gpu", versions=VERSIONS, limit=40 * GIB):
         self.machine, self.versions, self.profile = machine or card(), versions, choose_profile(profile)
@@ -107,7 +111,10 @@ class FakeEstimate:
 
 @pytest.fixture
 def suite(tmp_path, monkeypatch):
-    """Return a function that begins a new call of the suite; only the rows that it measures move its clock."""
+    """Return a function that begins a new call of the suite; only the rows that it measures move its clock.
+
+    Its arguments are a lab, the `seconds` in which the call may begin rows, and the seconds that each row takes.
+    """
     now = [0.0]
     monkeypatch.setattr(measure_gpu, "monotonic", lambda: now[0])
 

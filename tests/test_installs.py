@@ -20,8 +20,13 @@ PREINSTALLED = {
 
 
 def would_install(folder, where, *words, **versions):
-    """Return the names of the packages that pip would install if it is called in the folder `where`; nothing is
-    installed.
+    """Return the names of the packages that pip would install; nothing is installed.
+
+    Args:
+        folder: for an environment like this one, without this project.
+        where: the folder in which pip is called.
+        words: what to install, as for pip.
+        versions: packages whose recorded version is changed in the environment.
     """
     python = environments.make(folder / "venv", ("perf-helpers",), **versions)
     command = [python, "-m", "pip", "install", "--dry-run", "--quiet", "--report", folder / "report.json", *words]

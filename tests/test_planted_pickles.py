@@ -42,8 +42,9 @@ class Planted:
 
 @pytest.fixture
 def planted(tmp_path):
-    """Return a folder in which every file that the package might read is a pickle, and the path of the file that
-    loading one would write.
+    """Yield a folder in which every file that the package might read is a pickle that writes a file when it is loaded.
+
+    Afterwards, check that none was loaded, and that loading one would have been noticed.
     """
     marker, folder = tmp_path / "was loaded", tmp_path / "planted"
     folder.mkdir()

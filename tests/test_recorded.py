@@ -48,7 +48,11 @@ def rehearse():
 
 
 def recorded(kind="cuda", **changes):
-    """Return a course run on a GPU with a training that allocated 1 % more than estimated, and reserved 2 % more."""
+    """Return {machine: its course run}: a GPU and a training that allocated 1 % more than estimated, and reserved 2 %
+    more.
+
+    `kind`: that of the machine; `changes`: fields of the run to change.
+    """
     gpu = Gpu(0, name="NVIDIA A100", memory_bytes=80 * 2**30, capability=(8, 0))
     machine = Machine("NVIDIA A100", kind, gpus=(gpu,))
     arguments = {"per_device_train_batch_size": 2}
@@ -232,7 +236,10 @@ def test_they_were_tried_with_the_recipes_of_their_lessons(monkeypatch):
 
 
 def course(path, rehearsed, **claim):
-    """Write the results.json of a course run on an A100, with one claim and one training; return its path."""
+    """Write the results.json of a course run on an A100, with one claim and one training; return its path.
+
+    `claim`: fields of the claim to change.
+    """
     data = recorded()["a100"]
     data["machine"] |= {"name": "rehearsed A100 80 GiB" if rehearsed else "NVIDIA A100", "rehearsed": rehearsed}
     data["runs"][0]["lesson"] = "14_all_together"

@@ -215,7 +215,7 @@ def test_an_undeclared_import_is_reported():
 
 
 def loaded_after(statement, folder=ROOT):
-    """Return the heavy modules that a new interpreter has loaded after a statement."""
+    """Return the modules of `HEAVY` that a new interpreter has loaded after a statement, run in `folder`."""
     code = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{statement}\n"
     code += f"import json\nprint(json.dumps([m for m in {HEAVY!r} if m in sys.modules]))"
     done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True)
@@ -319,7 +319,13 @@ def as_specifier(text):
 
 
 def environment_problems(environment, folder, project, constraints):
-    """Return the problems of a parsed conda environment in `folder` (relative to the root)."""
+    """Return the problems of a parsed conda environment.
+
+    Args:
+        folder: that of its file, relative to the root.
+        project: the table [project] of pyproject.toml.
+        constraints: the text of constraints.txt.
+    """
     problems, pinned = [], pins(constraints)[0]
     lines = [line for line in environment["dependencies"] if isinstance(line, str)]
     pip_lines = [line for entry in environment["dependencies"] if isinstance(entry, dict) for line in entry["pip"]]
@@ -654,7 +660,10 @@ def test_a_link_that_leads_nowhere_is_reported():
 
 
 def named_problems(texts, pages):
-    """Return the pages, or headings of pages, that a comment or a message names but that do not exist."""
+    """Return the pages, or headings of pages, that a comment or a message names but that do not exist.
+
+    `texts`: {place: text} of comments and messages; `pages`: {path: text} of all pages.
+    """
     found = [(where, *names) for where, text in texts.items() for names in NAMED.findall(text)]
     named = some(found, "pages that are named")
     return [

@@ -31,7 +31,13 @@ def decision(id, verdict="holds", *, expected=None, **fields):
 
 
 def finish(name, *decisions, **fields):
-    """Return the source of a last cell that writes the file which `Claims.finish` writes."""
+    """Return the source of a last cell that writes the file which `Claims.finish` writes.
+
+    Args:
+        name: of the lesson.
+        decisions: rows of its claims, see `decision`.
+        fields: further fields of the file.
+    """
     rows = [row | {"lesson": name} for row in decisions]
     record = {"schema": 1, "lesson": name, "claims": rows, "complete": True} | fields
     runs = "record['runs'] = [{'name': f'{profile} {strict}', 'status': 'ok', 'losses': [float('nan')]}]"

@@ -457,7 +457,10 @@ class Store:
 
 
 def now(precision: str = "seconds") -> str:
-    """Return the current time in UTC as ISO 8601, to the second or another `timespec` of `datetime.isoformat`."""
+    """Return the current time in UTC as ISO 8601, e.g. "2026-11-29T12:00:00+00:00".
+
+    `precision`: a `timespec` of `datetime.isoformat`, e.g. "milliseconds".
+    """
     return datetime.now(UTC).isoformat(timespec=precision)
 
 

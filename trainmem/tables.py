@@ -9,7 +9,13 @@ from trainmem.texts import bytes_text, number_text, seconds_text
 
 
 class Table:
-    """Rows under a header, shown as HTML in a notebook and as aligned text in a terminal."""
+    """Rows under a header, shown as HTML in a notebook and as aligned text in a terminal.
+
+    Args:
+        header: the title of each column.
+        rows: a value per column; a float is shown in four digits, None as "not measured", all others by `str`.
+        caption: shown above the table.
+    """
 
     def __init__(self, header: Sequence[str], rows: Sequence[Sequence[Any]], caption: str = ""):
         self.header, self.caption = list(header), caption
@@ -34,7 +40,10 @@ class Table:
 
 
 def table(runs: Sequence[Run], caption: str = "") -> Table:
-    """Return a table of runs: status, peak memory, the phase of the peak, step time, samples per second."""
+    """Return a table of runs: status, peak memory, the phase of the peak, step time, samples per second.
+
+    `caption`: shown above the table.
+    """
     rows = []
     for run in runs:
         phase, speed = (run.memory and run.memory.peak_phase) or "", number_text(run.samples_per_second, digits=3)

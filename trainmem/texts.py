@@ -25,8 +25,11 @@ MOST = 2**32 - 1  # the largest whole number that an argument may be
 
 
 def number_text(value: float | None, unit: str = "", digits: int = 4) -> str:
-    """Return a number with its unit in `digits` digits, e.g. "0.3333 x". Larger whole numbers are written out, e.g.
-    "12,346 MB", so that 65,504 differs from 65,535. None and unknown give "not measured"."""
+    """Return a number with its unit in `digits` significant digits, e.g. "0.3333 x".
+
+    Larger whole numbers are written out, e.g. "12,346 MB", so that 65,504 differs from 65,535. None and unknown give
+    "not measured".
+    """
     if not is_measured(value):
         return "not measured"
     number = f"{value:,.0f}" if 10 ** (digits - 1) <= abs(value) < 1e9 else f"{value:.{digits}g}"
@@ -135,7 +138,9 @@ def text_of(path: Path, most: int = 2**24) -> str:
 
 
 def from_json(text: str) -> Any:
-    """Parse JSON. Raises ValueError for invalid JSON, NaN and Infinity, and too many nested brackets."""
+    """Return the content of a JSON text. Raises ValueError for invalid JSON, NaN, Infinity and too many nested
+    brackets.
+    """
     try:
         return json.loads(text, parse_constant=int)  # int raises ValueError for NaN and Infinity
     except RecursionError:

@@ -101,7 +101,7 @@ class Assumed(float):
     Arithmetic gives an assumed number again, and every comparison with a number is false.
 
     Args:
-        answers: counts how often a comparison was answered.
+        answers: a Counter of assumed answers by their kind, which counts each comparison.
     """
 
     __slots__ = ("answers",)

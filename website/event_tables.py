@@ -230,7 +230,12 @@ def fitted(values: tuple[int, ...], points: tuple[Point, ...]) -> Sum:
 
 
 def _solved(rows: list[list[int]], values: Sequence[int]) -> list[int] | None:
-    """Return the integer coefficients with which one or two columns add up to the values; None if there are none."""
+    """Return the integer coefficients with which one or two columns add up to the values; None if there are none.
+
+    Args:
+        rows: the columns' numbers at each point, one or two per row.
+        values: the value at each point.
+    """
     if len(rows[0]) == 1:
         solved = [Fraction(values[0], rows[0][0])]
     else:
@@ -302,6 +307,8 @@ def _tokens(events: list[int], kinds: list[int]) -> tuple[list[int], list[int]]:
 
     A token is n for the allocation of a block of class n, and ~n for a free. The rank of a free says which live block
     of the class is freed: 0 the youngest, 1 the next; or -1 the oldest, -2 the next.
+
+    `kinds`: the class of each block.
     """
     living: dict[int, list[int]] = collections.defaultdict(list)
     tokens, ranks = [], []

@@ -67,7 +67,10 @@ def _file_of(encoded: str, folder: Path) -> str:
 
 
 def badge(verdict: str, text: str = "") -> Markup:
-    """Return a verdict as HTML: its words, with a class that sets its colour in the style sheet."""
+    """Return a verdict as HTML: its words, with a class that sets its colour in the style sheet.
+
+    `text`: shown after it, e.g. the measured value.
+    """
     shown = Markup('<span class="verdict {}">{}</span>').format(verdict.replace(" ", "-"), verdict)
     return shown + Markup(" {}").format(text) if text else shown
 

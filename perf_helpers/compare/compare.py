@@ -165,10 +165,16 @@ def compare(old: dict | str | Path, new: dict | str | Path) -> Changes:
 
 
 def is_beyond_noise(old: float, old_interval: Sequence, new: float, new_interval: Sequence, number: int) -> bool:
-    """Return whether a value with a 95 % interval has changed by more than its noise.
+    """Return whether a value has changed by more than the noise of both measurements.
 
-    Among `number` values that are compared, some differ by chance. The limit, in standard deviations, is therefore set
-    so that one in 1 / FALSE_ALARMS comparisons of equal code has a false alarm (Bonferroni's correction).
+    Among many values that are compared, some differ by chance. The limit, in standard deviations, therefore grows with
+    their number (Bonferroni's correction): of all comparisons of two runs of equal code, a share of FALSE_ALARMS
+    reports any change.
+
+    Args:
+        old, new: the value in each run.
+        old_interval, new_interval: its 95 % interval (low, high) in each run.
+        number: how many values with an interval are compared.
     """
     deviations = [(high - low) / 2 / NormalDist().inv_cdf(0.975) for low, high in (old_interval, new_interval)]
     far = NormalDist().inv_cdf(1 - FALSE_ALARMS / 2 / max(1, number))
@@ -187,7 +193,9 @@ def _lessons(lessons: list[tuple[dict, dict]]) -> Iterator[Change]:
 def _claims(old: list[dict], new: list[dict], judged: bool) -> Iterator[Change]:
     """Yield changed verdicts and values of all claims of either run.
 
-    `judged`: whether to say of a changed value if it is for the worse.
+    Args:
+        old, new: the claims of each run, as in its results.json.
+        judged: whether to say of a changed value if it is for the worse.
     """
     number = sum(bool(claim.get("interval")) for claim in new)
     before, after = ({claim["id"]: claim for claim in claims} for claims in (old, new))
@@ -210,10 +218,12 @@ def _claims(old: list[dict], new: list[dict], judged: bool) -> Iterator[Change]:
 
 
 def _verdict_is_worse(old: dict, new: dict) -> bool | None:
-    """Return whether a changed verdict is worse; None: neither better nor worse.
+    """Return whether a claim's changed verdict is worse; None: neither better nor worse.
 
     A claim that is no longer decided is worse unless the ledger expects that. A claim that keeps less of its promise is
     worse, except a claim about time whose verdicts were both expected: noise may be the cause.
+
+    `old`, `new`: the claim in each run, as in its results.json.
     """
     if Verdict.NOT_TESTABLE in (old["verdict"], new["verdict"]):
         return (not new["as_expected"]) or None
@@ -225,9 +235,9 @@ def _verdict_is_worse(old: dict, new: dict) -> bool | None:
 
 
 def _value_is_worse(old: dict, new: dict) -> bool | None:
-    """Return whether a value changed for the worse: a throughput fell, or a peak grew.
+    """Return whether a claim's value changed for the worse: a throughput fell, or a peak grew.
 
-    None for any other quantity, of which neither more nor less is better.
+    None for any other quantity, of which neither more nor less is better. `old`, `new`: as in `_verdict_is_worse`.
     """
     up = _MORE_IS_BETTER.get((new.get("quantity") or "").partition(" ")[0])
     if up is None or not (is_measured(old["value"]) and is_measured(new["value"])):
@@ -236,7 +246,12 @@ def _value_is_worse(old: dict, new: dict) -> bool | None:
 
 
 def _moved(before: dict, after: dict, number: int) -> bool:
-    """Return whether two values differ by more than rounding and, if they have intervals, by more than their noise."""
+    """Return whether a claim's value differs between two course runs by more than rounding and noise.
+
+    Args:
+        before, after: the claim's entries in results.json of both runs. Noise matters only if they have intervals.
+        number: how many claims with an interval are compared, see `is_beyond_noise`.
+    """
     a, b = before["value"], after["value"]
     if a is None or b is None:
         return a != b
@@ -366,7 +381,10 @@ def compare_steps(old: dict[str, Any] | None, new: dict[str, Any] | None) -> tup
 
 
 def _noise_of_steps(night: Iterable[Sequence[float]]) -> float:
-    """Return the mean, over all recipes, of log(second fastest / fastest process) in one run's step times."""
+    """Return the mean, over all recipes, of log(second fastest / fastest process) in one run's step times.
+
+    `night`: per recipe, the seconds of the fastest step of each process.
+    """
     pairs = (sorted(seconds)[:2] for seconds in night)
     return statistics.fmean(math.log(pair[-1] / pair[0]) for pair in pairs)
 

@@ -139,7 +139,10 @@ def _history(machine: str, profile: str, runs: list[dict]) -> History:
 
 
 def _figures(data: dict) -> Iterator[tuple[tuple[str, str, str], Point]]:
-    """Yield ((kind, id, unit), point) for each value of one course run."""
+    """Yield ((kind, id, unit), point) for each value of one course run, whose results.json has the content `data`.
+
+    The kind is "claim", "memory" (the peak of a run, in bytes) or "speed" (the fastest step of a recipe, in seconds).
+    """
     date = data["date"]
     for claim in data["claims"]:
         if claim["value"] is not None:
@@ -174,7 +177,10 @@ def _median(points: list[Point]) -> float:
 
 
 def sketch(line: Line, dates: Iterable[str]) -> dict[str, Any]:
-    """Return a line's picture in pixels: {"width", "height", "points": [(x, y)], "marks": [x of each change]}."""
+    """Return a line's picture in pixels: {"width", "height", "points": [(x, y)], "marks": [x of each change]}.
+
+    `dates`: of all course runs in the history, in order; they are the x axis.
+    """
     width, height = 260, 40
     places = {date: number for number, date in enumerate(dates)}
     values = [point.value for point in line.points]

@@ -80,7 +80,14 @@ def measure(task: Task) -> dict[str, Any]:
 
 
 def keep(row: dict[str, Any], outcome: Outcome, on_cpu: bool) -> None:
-    """Add the fastest step of one more process to a recipe's row. A recipe that failed once keeps no seconds."""
+    """Add the fastest step of one more process to a recipe's row, in seconds. A recipe that failed once keeps no
+    seconds.
+
+    Args:
+        row: the recipe's entry in the result of `measure`; it is changed.
+        outcome: that of the process.
+        on_cpu: whether the time that its thread waited for a core is subtracted.
+    """
     if not row["message"] and outcome.ok:
         timing, waited = outcome.timing, outcome.timing.all_waited_seconds
         if not on_cpu:
@@ -97,7 +104,7 @@ def keep(row: dict[str, Any], outcome: Outcome, on_cpu: bool) -> None:
 
 
 def is_settled(row: dict[str, Any]) -> bool:
-    """Return whether no further process is needed: two agree on the fastest step, or one failed."""
+    """Return whether no further process is needed for a recipe's row: two agree on the fastest step, or one failed."""
     pairs = (sorted(row[clock])[:2] for clock in CLOCKS if row[clock])
     return bool(row["message"]) or all(len(pair) > 1 and pair[1] <= pair[0] * SEEN_TWICE for pair in pairs)
 
@@ -117,7 +124,10 @@ def common_seconds(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[
 
 
 def fastest(paces: dict[str, Any] | None) -> Iterator[tuple[str, float]]:
-    """Yield (recipe, seconds of its fastest step) for each recipe of a course run that was timed."""
+    """Yield (recipe, seconds of its fastest step) for each recipe of a course run that was timed.
+
+    `paces`: the result of `measure` in the course run; None: it timed no steps.
+    """
     for name, row in ((paces or {}).get("recipes") or {}).items():
         if seconds := next((row[clock] for clock in CLOCKS if row.get(clock)), None):
             yield name, min(seconds)

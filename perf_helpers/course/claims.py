@@ -187,10 +187,12 @@ class Claims:
         missing: str | None = None,
         note: str = "",
     ) -> Decision:
-        """Decide a claim of the ledger from a measured value. A later check of the same claim replaces the decision.
+        """Decide a claim of the ledger from a measured value, and return the decision, which displays itself in a
+        notebook.
 
-        The verdict depends on the value alone. A verdict is expected if the ledger lists it for this kind of machine. A
-        `predicted` claim is as expected if value and prediction agree within their intervals.
+        A later check of the same claim replaces the decision. The verdict depends on the value alone. A verdict is
+        expected if the ledger lists it for this kind of machine. A `predicted` claim is as expected if value and
+        prediction agree within their intervals.
 
         Args:
             id: the claim.

@@ -72,7 +72,13 @@ def run_course(
     pages: dict[str, dict[str, Any]] = {}  # {lesson: its page of the report}, made when the lesson has ended
 
     def run_one(number: int, source: Path, environment: dict[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Run one lesson; return its entry in results.json and the lesson's own record."""
+        """Run one lesson; return its entry in results.json and the lesson's own record.
+
+        Args:
+            number: the lesson's place among the lessons of this run, for the progress.
+            source: its notebook.
+            environment: environment variables in addition to this process's.
+        """
         lock.take(source.stem, quiet.Need.SHARE, threads)
         notify(f"[{number:2}/{len(sources)}] {source.stem} ...")
         started = time.monotonic()

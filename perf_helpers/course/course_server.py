@@ -140,7 +140,12 @@ def serve(descriptor: int, preload: Iterable[str]) -> NoReturn:
 
 
 def _serve_one(joined: connection.Connection, has_gpus: bool) -> NoReturn:
-    """Run a fork server or the keeper of a module, as the first function of a fork."""
+    """Run a fork server or the keeper of a module, as the first function of a fork; never return.
+
+    Args:
+        joined: the connection to the caller, whose first message says which.
+        has_gpus: whether this machine has GPUs, for the fork server.
+    """
     try:
         os.setsid()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -183,7 +188,13 @@ def _keep(joined: connection.Connection, output: int, *module) -> NoReturn:
 
 
 def _be_module(output: int, name: str, arguments: list[str], environment: dict[str, str], folder: str) -> NoReturn:
-    """Run `python -m name` in this fork; does not return. `output`: descriptor for standard output and error."""
+    """Run `python -m name` with these arguments in this fork; never return.
+
+    Args:
+        output: descriptor for standard output and errors.
+        environment: all environment variables of the module.
+        folder: the working directory, which is also on the import path.
+    """
     os.setsid()
     forked.die_with_parent()
     for descriptor in (1, 2):

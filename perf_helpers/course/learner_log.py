@@ -69,9 +69,16 @@ def of(lab: Lab) -> Journal:
 
 
 def keep(lab: Lab, kind: str, key: str = "", **content) -> None:
-    """Append an entry for the lab's lesson; print a warning if the file cannot be written.
+    """Append an entry for the lab's lesson to the journal; print a warning if the file cannot be written.
 
-    `KINDS` lists the `content` that each kind needs.
+    Args:
+        lab: names the lesson, and the folder of the journal (see `of`).
+        kind: one of `KINDS`.
+        key: names the guess, question, exercise or challenge within the lesson; "" for "finished", which needs no name.
+        content: the entry's values; `KINDS` lists those that each kind needs.
+
+    Raises:
+        ValueError: an unknown kind, or content that its kind needs is missing.
     """
     journal = of(lab)
     try:
@@ -82,17 +89,21 @@ def keep(lab: Lab, kind: str, key: str = "", **content) -> None:
 
 
 def guess(entries: Sequence[Entry], lesson: str, key: str) -> float | None:
-    """Return the latest guess, or None."""
+    """Return the learner's latest guess under this key of a lesson, in the guess's unit; None if there is none."""
     return _latest(entries, ("guess", lesson, key), "guess")
 
 
 def choice(entries: Sequence[Entry], lesson: str, key: str) -> str | None:
-    """Return the latest choice in a question, or None."""
+    """Return the option that the learner chose last in the question with this key of a lesson, or None."""
     return _latest(entries, ("question", lesson, key), "choice")
 
 
 def counted_guess(entries: Sequence[Entry], lesson: str, key: str) -> float | None:
-    """Return the latest guess that was committed before the measurement was first revealed, or None."""
+    """Return the latest guess, under this key of a lesson, that was committed before the measurement was first
+    revealed.
+
+    Return None if there is none.
+    """
     before = takewhile(lambda entry: entry.about != ("revealed", lesson, key), entries)
     return guess([*before], lesson, key)
 

@@ -61,7 +61,7 @@ def run_lesson(
     environment: Mapping[str, str] | None = None,
     stopped: threading.Event | None = None,
 ) -> Judgement:
-    """Execute the lesson at `source` into the folder `out` and judge it.
+    """Execute the lesson at `source` into the folder `out`, and return the judgement: its status, message and record.
 
     Args:
         profile, strict, out: the lesson's parameters.
@@ -105,7 +105,11 @@ def code_of(source: Path) -> str | None:
 def judge(name: str, folder: Path, code: int | None, timeout: float = 0) -> Judgement:
     """Judge an executed lesson by the files in its folder: <name>.ipynb, <name>.json and <name>.log.
 
-    `code` is papermill's exit code; None if it was killed after `timeout` seconds.
+    Return its status ("ok", "failed", "crashed" or "timed out"), a message, and the content of the JSON file.
+
+    Args:
+        code: papermill's exit code; None if it was killed.
+        timeout: seconds after which it was killed, for the message.
     """
     record, trouble = _record(name, folder / f"{name}.json")
     try:
@@ -267,7 +271,10 @@ def _record(name: str, path: Path) -> tuple[dict[str, Any], str]:
 
 
 def _running(cells: list[Cell]) -> Cell | None:
-    """Return the cell that was running when papermill last wrote the notebook, which it does when a cell begins."""
+    """Return the cell that was running when papermill last wrote the notebook, which it does when a cell begins.
+
+    Return None if no cell was running.
+    """
     return next((cell for cell in cells if cell["metadata"].get("papermill", {}).get("status") == "running"), None)
 
 

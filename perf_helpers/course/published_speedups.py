@@ -42,8 +42,12 @@ def published(machine: Machine | None, kind: str, capability: tuple[int, int]) -
 def nearest_recorded(machine: Machine | None, kind: str, capability: tuple[int, int]) -> dict[str, Any] | None:
     """Return the newest recorded course run of a machine, or of the most similar machine with such a device.
 
-    Without `machine`, the GPU's compute capability alone decides which machine is similar. Return None if no recorded
-    machine has such a device.
+    Args:
+        machine: the machine; None: the GPU's compute capability alone decides which machine is similar.
+        kind: the device, "cpu" or "cuda".
+        capability: compute capability of the GPU.
+
+    Return None if no recorded machine has such a device.
     """
 
     def likeness(results: dict[str, Any]) -> tuple[bool, int, bool, str]:

@@ -23,7 +23,7 @@ NEEDED = {  # the least fields of each lesson and each claim
 
 
 def load_results(path: str | Path) -> dict[str, Any]:
-    """Read results.json; `path` is the file or its folder.
+    """Return the content of a results.json; `path` is the file or its folder.
 
     Raises:
         ValueError: the file is missing or damaged.
@@ -76,7 +76,10 @@ def decided_again(claims: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def failures(data: dict[str, Any]) -> list[str]:
-    """Return one line per failed lesson of a course run, and one if no claim was decided; verdicts do not matter."""
+    """Return one line per failed lesson of a course run, and one if no claim was decided; verdicts do not matter.
+
+    `data`: the content of results.json.
+    """
     lines = [f"{x['name']} {x['status']}: {x['message']}" for x in data["lessons"] if x["status"] != "ok"]
     undecided = all(claim["verdict"] == Verdict.NOT_TESTABLE for claim in data["claims"])
     return [*lines, "no claim was decided"] if undecided else lines
@@ -115,7 +118,12 @@ def unexpected(claims: list[dict[str, Any]]) -> list[str]:
 
 
 def expectation_text(verdicts: Sequence[str] | None, predicted: Sequence[float] | None) -> str:
-    """Return in words what was expected of a claim: verdicts, or the range that other measurements predict."""
+    """Return in words what was expected of a claim: verdicts, or the range that other measurements predict.
+
+    Args:
+        verdicts: the expected ones; None or empty: a prediction decides.
+        predicted: (low, high); None: nothing is predicted.
+    """
     if predicted:
         return f"other measurements of this machine predict {interval_text(predicted)}"
     return f"expected {' or '.join(verdicts or ['a prediction'])}"

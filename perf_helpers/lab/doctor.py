@@ -153,7 +153,10 @@ def _about_host(machine: Machine) -> Iterator[Finding]:
 
 
 def _about_folders() -> Iterator[Finding]:
-    """Check that the folders for runs and for temporary files can be written to and have room."""
+    """Yield a finding for each folder, for runs or for temporary files, that cannot be used.
+
+    The reason is that it cannot be written to, has little room, or has too long a path.
+    """
     runs_folder = ("PERF_HELPERS_HOME", cache_folder, "runs, guesses and progress are not saved")
     for name, find, lost in (runs_folder, ("TMPDIR", tempfile.gettempdir, "no experiment can run")):
         try:
@@ -176,7 +179,9 @@ def _about_folders() -> Iterator[Finding]:
 
 
 def _about_imports() -> Iterator[Finding]:
-    """Report files that hide an installed library, and libraries whose version changed after they were imported."""
+    """Yield a finding for each file that hides an installed library, and for each library whose version changed after
+    it was imported.
+    """
     for package in filter(version_of, PACKAGES):
         record, spec = importlib.metadata.distribution(package), importlib.util.find_spec(package)
         file, home = spec and spec.origin, Path(record.locate_file("")).absolute()

@@ -171,7 +171,14 @@ class Lab(Runner):
     def _speeds(
         self, baseline: Run, others: Sequence[Run], turns: int, steps_per_turn: int, timeout: float | None
     ) -> list["_Speed"]:
-        """Measure the speed of each other run against the baseline; all runs are interleaved with each other."""
+        """Measure the speed of each other run against the baseline; all runs are interleaved with each other.
+
+        Return one `_Speed` per other run. If the runs cannot be interleaved, print why, and return unknown ratios.
+
+        Args:
+            turns, steps_per_turn: as in `compare`.
+            timeout: seconds for all runs together; None: the lab's, times the number of other runs.
+        """
         if not others or (self.machine.rehearsed and self._has_rehearsed_turns):
             return [_Speed(Ratio.unknown(NO_TIME))] * len(others)
         if self.machine.rehearsed:  # there are no times, so one turn is enough to check that the runs work
@@ -190,9 +197,17 @@ class Lab(Runner):
         return [self._speed_apart(baseline, *each, seconds[0]) for each in zip(others, seconds[1:], strict=True)]
 
     def _interleaved(self, name: str, runs: list[Run], turns: int, steps_per_turn: int, timeout: float) -> Outcome:
-        """Interleave runs. The outcome's value is a list of `Seconds`, one per turn, for each process and run.
+        """Time several runs in turns, and return an outcome whose value is value[process][run][turn], a `Seconds` each.
 
-        Inside one process the first run takes part a second time, as the last one.
+        On a CPU several processes run the turns, each run in a thread. There the first run (the baseline) takes part a
+        second time, as the last one: the difference between both shows the noise. On a GPU, and with several ranks,
+        each run has a process of its own, and the value has one entry for all of them together.
+
+        Args:
+            name: of the progress bar.
+            turns: per run, over all processes together.
+            steps_per_turn: optimizer steps per turn; the fastest one counts.
+            timeout: limit for all turns together, in seconds.
         """
         players, inside_one = self._players(runs), self._is_inside_one(*runs)
         if inside_one:
@@ -283,5 +298,10 @@ class _Speed:
 
 
 def _fastest(processes: Sequence[list[Seconds]], clock: int) -> float:
-    """Return the seconds of the fastest turn of a run, over all of its processes; unknown in a rehearsal."""
+    """Return the seconds of the fastest turn of a run, over all of its processes; unknown in a rehearsal.
+
+    Args:
+        processes: the `Seconds` of each turn, per process.
+        clock: which of the two seconds counts, WALL or CPU.
+    """
     return min((turn[clock] for turns in processes for turn in turns), key=float)

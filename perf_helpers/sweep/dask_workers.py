@@ -188,8 +188,10 @@ class Workers(Executor):
         self._change = asyncio.Event()
 
     async def _ask(self, question: Callable, *arguments, **options) -> Any:
-        """Call a method of the scheduler's client and return its answer. Raises ValueError if the scheduler no longer
-        answers.
+        """Call a method of the scheduler's client, `question`, and return its answer.
+
+        Raises:
+            ValueError: the scheduler no longer answers.
         """
         try:
             return await question(*arguments, **options)
@@ -237,7 +239,10 @@ class Workers(Executor):
         raise Killed(f"{both}; the row is not tried a third time", tuple(attempts))
 
     async def _free(self, lost_by: set[str]) -> _Worker:
-        """Wait for a worker with a free device; avoid the workers named in `lost_by` if there are others."""
+        """Wait for a worker with a free device and return it; avoid the workers named in `lost_by` if there are others.
+
+        Raises the error that made the workers unusable, if there is one.
+        """
         while not self._failure:
             others = [worker for worker in self._workers.values() if worker.name not in lost_by]
             for worker in others or self._workers.values():
@@ -357,7 +362,10 @@ def dask_setup(worker) -> None:
 
 
 def introduce(dask_worker) -> _Worker:
-    """Describe this worker, and start a fork server for it."""
+    """Return this worker's description of itself, and start a fork server for it.
+
+    `dask_worker`: Dask's object, which Dask passes to a function with an argument of this name.
+    """
     without_dasks_settings()
     SERVER.start()
     return _Worker(

@@ -134,7 +134,7 @@ def run(
     *,
     tell: Callable[[str], Any] = lambda line: None,
 ) -> Sweep:
-    """Run the rows of a plan: in parallel if the lab has an executor, otherwise one by one.
+    """Run the rows of a plan: in parallel if the lab has an executor, otherwise one by one. Return a run per row.
 
     A row is not repeated if the lab's store has a run of the same task, arguments and versions, on a machine that is
     available now. An interrupted sweep therefore continues when it is run again. This process stores each run as soon
@@ -173,7 +173,10 @@ def run(
 
 
 def _outcomes(lab: Lab, plan: Plan, experiments: dict[int, Experiment]) -> Iterator[tuple[int, Outcome]]:
-    """Yield (number of the row, outcome) as soon as each row ends."""
+    """Yield (number of the row, outcome) as soon as each row ends.
+
+    `experiments`: {number of the row: its experiment}, the rows to run.
+    """
     timeout = plan.timeout or lab.timeout
     if lab.executor is None:
         for number, experiment in experiments.items():
@@ -195,7 +198,9 @@ def _outcomes(lab: Lab, plan: Plan, experiments: dict[int, Experiment]) -> Itera
 def _known(lab: Lab, plan: Plan, experiments: list[Experiment]) -> dict[int, Run]:
     """Return {number of a row: the latest run in the store that has its measurements}.
 
-    A run with the row's name is preferred.
+    Only runs on machines and versions that are available now count. A run with the row's name is preferred.
+
+    `experiments`: those of the plan's rows.
     """
     places_here = getattr(lab.executor, "seen", lambda: [(lab.machine, lab.versions)])()
     current = {(machine.name, _decisive_versions(versions)) for machine, versions in places_here}

@@ -177,12 +177,13 @@ def prove(check: Callable[[Any], Feedback], *, solution: Any, mistake: Any) -> F
 
 
 def check(lab: Lab, key: str, judge: Callable[[Any], Feedback], answer: Any) -> Feedback:
-    """Judge the learner's answer and keep the outcome in the journal.
+    """Judge the learner's answer, keep the outcome in the journal, and return the feedback.
 
     Args:
         key: names the exercise within the lesson.
         judge: takes the answer (None: not attempted) and returns its feedback, as for `prove`. If it raises, the answer
             is wrong and the feedback has the error. On None the error is the author's and is raised here.
+        answer: the learner's answer; None: not attempted.
 
     Raises:
         TypeError: `judge` did not return a Feedback.
@@ -252,7 +253,7 @@ def challenge(
     limit_bytes: float | None = None,
     at_least_speed: float | None = None,
 ) -> Feedback:
-    """Train with the learner's own recipe in a fresh subprocess, and compare the result with a target.
+    """Train with the learner's own recipe in a fresh subprocess, compare the result with a target, and return feedback.
 
     The journal keeps a recipe that meets the target. A recipe that was tried before is not run again. If a target is
     unknown, because its measurement failed, no recipe is judged.
@@ -293,7 +294,10 @@ def challenge(
 
 
 def _recipe_problem(answer: Any, baseline: Run) -> str | None:
-    """Return why a recipe is refused without a run, or None."""
+    """Return why a recipe is refused without a run, or None.
+
+    It must be a dict of training arguments that keeps the effective batch and the length of the training of `baseline`.
+    """
     if not isinstance(answer, Mapping) or not all(isinstance(name, str) for name in answer):
         return f"{answer!r} is not a dict of training arguments: give e.g. {{'per_device_train_batch_size': 1}}"
     try:
@@ -313,7 +317,10 @@ def _recipe_problem(answer: Any, baseline: Run) -> str | None:
 def _measured_feedback(
     lab: Lab, key: str, recipe: dict[str, Any], baseline: Run, limit_bytes: float | None, at_least_speed: float | None
 ) -> Feedback:
-    """Run a recipe, keep it in the journal if it meets the target, and return the feedback."""
+    """Run a recipe, keep it in the journal if it meets the target, and return the feedback.
+
+    The other arguments are those of `challenge`.
+    """
     name, same = f"your {key}", replace(baseline, arguments=recipe).experiment
     before = (run for run in lab.runs if run.ok and run.memory and run.name == name and run.experiment == same)
     again = {"task": Task.from_dict(baseline.task), "processes": baseline.processes, "measure": ("memory",)}

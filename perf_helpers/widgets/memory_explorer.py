@@ -124,6 +124,12 @@ class _MemoryExplorer:
     The front end's thread moves the controls and draws. If a position has no estimate yet, one other thread traces it
     and then draws. That thread reads the position just before it traces, so positions that were only passed on the way
     are not traced.
+
+    Args:
+        task: the model to start with.
+        start: {name of a control: its first value}.
+        first: the estimate at these values.
+        compute_capability: of the GPU; None: the estimate's default.
     """
 
     def __init__(

@@ -51,7 +51,12 @@ def timeline(steps: Timeline, top: float, index: int, title: str) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Draw a table of text; a row whose first cell is a category has the category's colour."""
+    """Draw a table of text as HTML; a row whose first cell is a category has the category's colour.
+
+    Args:
+        header: the title of each column.
+        rows: a text per column.
+    """
     return _draw("table", header=header, rows=rows)
 
 
@@ -127,6 +132,7 @@ def panel(title: str, unit: str, points: Sequence[tuple[float, float]], span: tu
     """Draw a line over time as SVG, with its latest value in words.
 
     Args:
+        title: the name of the quantity.
         unit: unit of the values.
         points: (seconds, value) of each sample that has a value.
         span: seconds at the left and right end of the axis.

@@ -55,7 +55,12 @@ def timeline(*runs: Run | MemoryEstimate) -> None:
 
 
 def _picture(shown: Sequence[tuple[str, plots.Timeline]], share: float) -> str:
-    """Draw one or two named timelines on one scale, and a table of the operation at `share` of their length."""
+    """Draw one or two timelines on one scale, and a table of the operation at a vertical line; return HTML.
+
+    Args:
+        shown: (name, timeline) of each run.
+        share: place of the line, as a share of the timelines' length.
+    """
     top = max(steps.highest_bytes for _, steps in shown)
     indices = [round(share * (len(steps) - 1)) for _, steps in shown]
     pictures, columns = "", []

@@ -23,6 +23,8 @@ LLAMAS += ["llama-2-13b", "llama-3-70b", "llama-3.1-405b"]
 def needed(task, layers=None, **arguments):
     """Return the bytes of a training by a formula: a part per layer, which depends on width and tokens, and a part that
     is independent of the number of layers.
+
+    `layers`: their number; None: the task's. `arguments`: those of the training.
     """
     config = task.build_config()
     layers, width = layers or config.num_hidden_layers, config.hidden_size

@@ -67,8 +67,12 @@ claims.finish()
 
 
 def night(folder: Path, sabotage: str = "", speeds: bool = False) -> dict:
-    """Run a nightly run of the simulated lesson and return its results. `sabotage` names a fault of the libraries, see
-    tests/sabotage.
+    """Run the nightly course run on the simulated lesson and return its results, as in results.json.
+
+    Args:
+        folder: an empty folder, for the lesson and its results.
+        sabotage: a fault of the libraries, see tests/sabotage; "": none.
+        speeds: whether to time steps of a few recipes as well.
     """
     write_lesson(folder / "lessons", NAME, RUNS, GRADIENT, CLAIMS)
     with sabotaged(sabotage), pytest.MonkeyPatch.context() as patch:

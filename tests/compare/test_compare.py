@@ -30,7 +30,11 @@ def a_run(memory=MEMORY, name="vanilla", **fields):
 
 
 def compared(old, new, **fields):
-    """Return the changes between two course runs with these runs; `fields` replace fields of the newer one."""
+    """Return the changes between two course runs that have the same runs; `fields` replace fields of the newer course
+    run.
+
+    `old`: the runs.
+    """
     return compare(results(runs=old), results(runs=new) | fields)
 
 

@@ -20,7 +20,13 @@ def paces(seconds=QUIET, recipes=5, threads=1, **fields):
 
 
 def times(night, factor, *names, clocks=("passed", "computed")):
-    """Return the step times of a nightly run with some recipes (default: all) slower by a factor."""
+    """Return the step times of a nightly run with some recipes slower by a factor.
+
+    Args:
+        night: the step times to change, as `step_times.measure` returns them; a copy is changed.
+        names: the slower recipes; none: all.
+        clocks: the clocks that show it, keys of a recipe's row.
+    """
     slower = copy.deepcopy(night)
     for name, pace in slower["recipes"].items():
         for clock in clocks if not names or name in names else ():

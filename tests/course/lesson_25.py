@@ -13,7 +13,10 @@ MEASURES = ("\nfull = ", 'found["lora-states"]', "\nsixteen = ", "fewer_kept = "
 
 
 def functions(lab=None):
-    """Return the lesson's functions in a new scope, in which a test may plant a fault."""
+    """Return the lesson's functions in a new scope, in which a test may plant a fault.
+
+    `lab`: the lab that they use; None: they cannot train.
+    """
     text, scope = SOURCE.read_text("utf-8"), {"__name__": "planted", "lab": lab}
     setup = next(cell for cell in re.split(r"(?m)^# %%.*\n", text) if "import torch" in cell)
     exec(re.sub(r"(?m)^(lab|logging|torch)\b.*", "", setup), scope)  # the lab is the test's, and so is the process
@@ -29,7 +32,8 @@ def measured(lab, chosen=MEASURES, replaced=()):
     """Return the memory results of the lesson's cells, by claim, without their pictures.
 
     Args:
-        chosen: the cells to run.
+        lab: trains.
+        chosen: texts by which the cells to run are found.
         replaced: pairs of texts: the old text in one of these cells, and the new one.
     """
     lesson = functions(lab)

@@ -69,7 +69,14 @@ def _moved(cpu: Cpu, size: float, of_a_tensor: float) -> float:
 
 
 def forward(cpu: Cpu, samples: int, tokens: int, layers: int = 4, hidden: int = HIDDEN, *, half=False, eager=False):
-    """Return the seconds of a forward pass of a BERT, as (matmuls, other work, calls)."""
+    """Return the seconds of a forward pass of a BERT, as (matmuls, other work, calls).
+
+    Args:
+        samples, tokens: the batch, and the tokens per sample.
+        hidden: the model's width.
+        half: whether matmuls run in 16 bits.
+        eager: whether attention is plain, not fused.
+    """
     rows, scores = samples * tokens, samples * hidden // 64 * tokens**2
     flops = layers * (24 * rows * hidden**2 + 4 * rows * tokens * hidden)
     other = layers * (
@@ -99,9 +106,10 @@ def parameters(layers: int = 4, vocabulary: int = 8000, hidden: int = HIDDEN) ->
 
 
 def update(cpu: Cpu, numbers: int, form: str = "fused") -> float:
-    """Return the seconds of AdamW's update of so many parameters, with the Trainer's clipping.
+    """Return the seconds of the optimizer's update of this number of parameters, with the Trainer's clipping of
+    gradients.
 
-    `form`: "fused", "foreach" or "loop"; or "adafactor".
+    `form`: AdamW's implementation "fused", "foreach" or "loop"; or "adafactor".
     """
     sweeps = {"fused": 1.0, "foreach": 3.2, "loop": 2.9, "adafactor": 2.4}[form]
     return sweeps * 28 * numbers / cpu.memory + 100 * cpu.call
@@ -114,7 +122,10 @@ def step(
 
 
 def products_of(cpu: Cpu, samples: int, tokens: int, layers: int = 4, vocabulary: int = 8000) -> Products:
-    """Return the result of `roofline.products` on this CPU."""
+    """Return the result that `roofline.products` would have on this CPU in bf16, for a BERT.
+
+    `samples` and `tokens`: the batch, and the tokens per sample; `vocabulary`: number of words.
+    """
     seconds = 3 * layers * 24 * samples * tokens * HIDDEN**2 / cpu.fp32
     whole = step(cpu, samples, tokens, layers, vocabulary=vocabulary)
     shares = seconds / (whole + TRAINER_SECONDS), min(1.0, seconds / whole * SMALL_PRODUCTS)
@@ -126,7 +137,7 @@ def within(value: float, floor: float = CLOCK) -> Ratio:
 
 
 def _by_parts(value: float) -> tuple[float, float]:
-    """Return lesson 05's prediction from passes and updates that it times separately."""
+    """Return the range that lesson 05 predicts from passes and updates, timed separately: 20 % around `value`."""
     return value / 1.2, value * 1.2
 
 
@@ -242,7 +253,8 @@ def _zero(cpu):
 def _moe(cpu, ffn, experts=1, training=False, scale=12, samples=64):
     """Return the seconds of a forward pass, or of a training step, of one layer of width 64 x `scale`.
 
-    Its feed-forward part has width `ffn` x `scale` for each expert.
+    Its feed-forward part has width `ffn` x `scale` for each expert. A token goes to at most two of the `experts`. A
+    sample has 16 tokens.
     """
     rows, chosen, hidden = samples * 16, min(experts, 2), 64 * scale
     one = 3 * hidden * ffn * scale  # weights of an expert
@@ -274,7 +286,7 @@ def _half_types(cpu):
 
 
 def _threads(cpu, threads):
-    """Return the seconds of a training step on 16 samples in one process with so many threads."""
+    """Return the seconds of a training step on 16 samples in one process with this number of threads."""
     products, other, calls = forward(cpu, 16, 32, 2)
     speedup = min(threads, int(cpu.cores) or 1)
     return 3 * products / speedup + 2.7 * other / (1 + 0.8 * (speedup - 1)) + 2.2 * calls
@@ -413,7 +425,11 @@ CLAIMS = {
 
 
 def simulated(id: str, cpu: Cpu) -> tuple[Ratio | None, tuple[float, float] | None]:
-    """Return a claim's correct measurement on a CPU (None: the lesson leaves it out there), and the prediction
-    that its lesson would pass, if it passes one."""
+    """Calculate what a claim's lesson would pass to `Claims.check` on this CPU.
+
+    Returns:
+        (the measured ratio, the predicted range of the ratio). The ratio is None if the lesson skips the claim on a
+            CPU, the range is None if the lesson predicts nothing.
+    """
     found = CLAIMS[id](cpu)
     return found if isinstance(found, tuple) else (found, None)

@@ -206,7 +206,7 @@ def test_22_who_chooses_better_is_right_and_who_trains_longer_is_not(choosing):
 
 @pytest.fixture
 def clinic():
-    """Return lesson 23's functions, and two of its trainings without a fault."""
+    """Yield lesson 23's functions, with a small clinic of trainings without a fault, on one thread."""
     kinds = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
     body = ast.parse(next(SOURCES.glob("23_*.py")).read_text("utf-8")).body
     wanted = {"SIZES", "CONFIG"}

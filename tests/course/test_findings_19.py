@@ -16,7 +16,10 @@ ROWS = [{"input_ids": row, "labels": row} for row in torch.arange(64).reshape(8,
 
 
 def trained(folder, model, **flags):
-    """Return the types of a linear layer's results in two steps of the Trainer, and the losses."""
+    """Train a model for two steps with the Trainer; return ({types of a linear layer's results}, the logged losses).
+
+    `flags`: fields of `TrainingArguments`.
+    """
     seen = []
     hook = partial(lambda seen, layer, inputs, output: seen.append(output.dtype), seen)
     model.model.layers[0].mlp.up_proj.register_forward_hook(hook)

@@ -63,7 +63,15 @@ def _defined(node):
 
 
 def tiles(q, k, v, mask, tile=64, keep_last=True, shrinks=True):
-    """Compute attention by an online softmax; the options add a common mistake."""
+    """Compute attention tile by tile with an online softmax, with or without a common mistake; return its output.
+
+    Args:
+        q, k, v: queries, keys and values, (..., length, head size).
+        mask: true where a query may see a key.
+        tile: keys per tile.
+        keep_last: whether the last tile is used if it is not full; leaving it out is a mistake.
+        shrinks: whether earlier sums shrink when a higher score is found; not shrinking them is a mistake.
+    """
     top = torch.full_like(q[..., :1], -math.inf)
     total, out = torch.zeros_like(top), torch.zeros_like(q)
     last = k.shape[-2] if keep_last else k.shape[-2] // tile * tile

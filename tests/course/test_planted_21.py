@@ -47,7 +47,7 @@ FUNCTIONS |= {
 
 @pytest.fixture(scope="module")
 def lesson():
-    """Return the lesson's functions with a smaller model, of 50 MB."""
+    """Yield the lesson's functions with a smaller model, of 50 MB, whose files are deleted afterwards."""
     text = SOURCE.read_text("utf-8")
     setup = next(cell for cell in re.split(r"(?m)^# %%.*\n", text) if "import torch" in cell)
     scope = {"__name__": "planted"}

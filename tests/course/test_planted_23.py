@@ -27,7 +27,7 @@ K_PROJ = "model.layers.0.self_attn.k_proj"
 
 @pytest.fixture
 def lesson():
-    """Return the lesson's functions and classes, with the constants that they need."""
+    """Yield the lesson's functions and classes, with the constants that they need, on one thread."""
     kinds, constants = (
         (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef),
         {"SIZES", "CONFIG", "WIDE", "lengths", "uneven"},

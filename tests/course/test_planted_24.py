@@ -16,7 +16,13 @@ LENGTHS = range(2, 14)
 
 
 def driver(temperatures=None, margins=None, **more):
-    """Return a stub of NVML queries, with temperature thresholds in °C by number, or margins by field number."""
+    """Return a stub of `hardware.nvml`'s query function, which takes the name of a pynvml function and its arguments.
+
+    Args:
+        temperatures: thresholds in °C by their number.
+        margins: margins by field number, as newer drivers report them.
+        more: further answers, by the name of the function.
+    """
 
     def ask(query, _, *what):
         if query == "nvmlDeviceGetTemperatureThreshold":

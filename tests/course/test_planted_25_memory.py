@@ -142,7 +142,14 @@ class Wrapped:
 
 @functools.cache
 def trained(key, fault, optimizer, wrapped):
-    """Return the memory of a training with a fault; each is measured once for all tests."""
+    """Return the memory of a training with a fault; each is measured once for all tests.
+
+    Args:
+        key: the task and the training arguments as text, for the cache.
+        fault: called in the fresh subprocess, before it trains; None: nothing.
+        optimizer: the experiment's own, for the cache; None: the Trainer's.
+        wrapped: the `Wrapped` experiment.
+    """
     experiment = wrapped.value
 
     def work(_):

@@ -144,7 +144,13 @@ def test_two_knees_are_reckoned_with_in_the_exercise():
 
 
 def steps_on(one_pass, update, sizes=(1, 4, 12, 25, 51)):
-    """Return the lesson's verdicts on a device, from the seconds of a pass by batch size, and of an update."""
+    """Return {claim id: lesson 04's verdict} on a device whose times are given.
+
+    Args:
+        one_pass: function of a batch size that returns the seconds of a forward and backward pass.
+        update: seconds of an optimizer update.
+        sizes: the batch sizes that are measured.
+    """
     taken = [[*(turns(one_pass(size) + update) for size in (*sizes, 1, sizes[-1])), turns(update)]] * 3
     lesson = taken_from(BATCH, "speed_of", "by_updates", CLOCK=CPU, FLOOR=1.05, taken=taken)
     last, largest, quarter = len(sizes) - 1, sizes[-1], sizes.index(sizes[-1] // 4)
@@ -248,7 +254,10 @@ def test_what_an_activation_keeps_decides_its_claim(monkeypatch):
 
 
 def products_in_backward(seconds):
-    """Return the verdict for a library whose matmuls take `seconds(left, right)`."""
+    """Return the verdict of the claim "backward-sizes-awkward" for a library with simulated matmuls.
+
+    `seconds`: function of the two matrices of a matmul that returns how long it takes.
+    """
 
     class Clock(TorchDispatchMode):
         spent = 0.0

@@ -20,7 +20,12 @@ class Channel(AsyncZMQSocketChannel):
 
 
 async def received(channel_class, timeout):
-    """Return the reply that a client gets if it comes while the client is sending, and after how many seconds."""
+    """Send a reply to a client while the client is sending; return (type of the reply that it gets, seconds it waited).
+
+    Args:
+        channel_class: the client's channel, Jupyter's or one that polls.
+        timeout: seconds that it waits at most.
+    """
     session, context = Session(), zmq.asyncio.Context()
     kernel, client = zmq.Context.instance().socket(zmq.ROUTER), context.socket(zmq.DEALER)
     try:

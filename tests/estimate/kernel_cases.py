@@ -118,7 +118,10 @@ def softmax_backward():
 
 
 def images(order, count=4, dtype=F32):
-    """Return a tensor of 32 channels and 28 x 28 pixels in a memory format, or with "turned" in no standard format."""
+    """Return a tensor of zeros of (count, 32, 28, 28): images of 32 channels.
+
+    `order`: its memory format, e.g. "channels_last", or "turned" for strides of no standard format.
+    """
     if order == "turned":
         return zeros(count, 28, 32, 28, dtype=dtype).transpose(1, 2)
     return zeros(count, 32, 28, 28, dtype=dtype).contiguous(memory_format=getattr(torch, order))
@@ -144,7 +147,14 @@ def patches_backward():
 
 
 def turned(function, *shape, dtype=F32, **options):
-    """Return a tensor whose first two dimensions were swapped."""
+    """Return a function without arguments that calls `function` on a tensor of zeros whose first two dimensions were
+    swapped.
+
+    Args:
+        function: called with the tensor and `options`.
+        shape: of the tensor before the swap.
+        dtype: of the tensor.
+    """
     tensor = zeros(*shape, dtype=dtype).transpose(0, 1)
     return lambda: function(tensor, **options)
 
@@ -193,7 +203,13 @@ def stored(dtype=F32, is_coalesced=False):
 
 
 def sparse(run, dtype=F32, other=F32, is_coalesced=False):
-    """Return a function that calls `run` with a dense tensor of type `dtype` and a sparse one of type `other`."""
+    """Return a function without arguments that calls `run(dense, sparse)` on tensors of zeros on the device.
+
+    Args:
+        dtype: type of the dense tensor, of shape (512, 640).
+        other: type of the sparse tensor.
+        is_coalesced: whether the sparse tensor is coalesced.
+    """
     dense, second = torch.zeros(512, 640, dtype=dtype, device=place), stored(other, is_coalesced)
     return lambda: run(dense, second)
 
@@ -343,7 +359,10 @@ def warmed_up():
 
 
 def drawn(count, seed=0):
-    """Return {name: function} of embedding gradients, running sums and sorts with random sizes."""
+    """Return {name: function without arguments} of embedding gradients, running sums and sorts with random sizes.
+
+    There are `count` functions of each kind.
+    """
     draw, found = random.Random(seed), {}
     for number in range(count):
         size, width = int(2 ** draw.uniform(11.7, 22)), draw.choice((1, 3, 8))

@@ -43,7 +43,10 @@ CASES = {
 
 
 def compared(task, recipe, **options):
-    """Return the counted memory, after checking that the estimate equals it."""
+    """Train, and return the counted memory, after checking that the estimate equals it.
+
+    `recipe`: training arguments; `options`: those that `Lab.train` and `estimate` share, e.g. `processes`.
+    """
     run = Lab().train("evaluated", task=task, measure=("memory",), **options, **recipe)
     assert run.ok, run.message
     estimated = estimate(task, device="cpu", **options, **recipe).memory

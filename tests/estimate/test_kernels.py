@@ -14,7 +14,13 @@ from trainmem.measure import processes
 
 
 def requests(names, capability, torch_version=None, tell=None):
-    """Return {case: events} of the traced cases; call it in a fresh process."""
+    """Return {case: its requests, as `kernel_cases.events` has them} of the traced cases; call it in a fresh process.
+
+    Args:
+        names: of the cases.
+        capability: compute capability of the GPU.
+        torch_version: the release whose rules are used; None: the installed one.
+    """
     found = {}
     for name in names:
         tracker = DeviceTracker(capability, rules=release(torch_version))
@@ -109,8 +115,10 @@ def test_since_torch_2_12_a_workspace_of_its_own_is_all_that_cublaslt_takes(torc
 
 
 def held_workspaces(torch_version):
-    """Return (bytes of the workspaces that are never freed, bytes of those that are freed) in two calls of mm and addmm
+    """Return ([bytes of each workspace that is never freed], [of each that is freed]) in two calls of mm and addmm
     each.
+
+    `torch_version`: the release whose rules are used.
     """
     tracker = DeviceTracker((8, 0), rules=release(torch_version))
     tracker.weights = Placement.DEVICE

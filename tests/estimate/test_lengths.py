@@ -49,7 +49,10 @@ def test_packed_batches_too(passes):
 
 
 def shapes_trained_on(task, **options):
-    """Return the shapes that a Trainer with a custom collator passes to the model in the first epoch."""
+    """Return the shapes of the token ids that a Trainer with a custom collator passes to the model in the first epoch.
+
+    `options`: fields of `TrainingArguments`.
+    """
     import tempfile
 
     import torch
@@ -77,7 +80,7 @@ def shapes_trained_on(task, **options):
 
 
 def straight(task, **options):
-    """Return an estimate of 1 MB per token of a batch, padding included, plus 1 GB."""
+    """Replace the estimate: return one of 1 GB plus 1 MB per token of the largest batch, padding included."""
     rows = options.get("per_device_train_batch_size", 8)
     size = 10**9 + 10**6 * max(rows * max(task.lengths[i : i + rows]) for i in range(0, len(task.lengths), rows))
     about = {"task": {}, "arguments": {}, "assumptions": (), "seconds": 0.0, "own_bytes": None}

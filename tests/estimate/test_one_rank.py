@@ -19,8 +19,12 @@ class Scaled(torch.nn.Module):
 
 
 def made(steps, tell=None, **options):
-    """Return the number of elements of each flat tensor that a rank makes, by step. A step "accumulate" sends no
-    gradients.
+    """Return the number of elements of each flat tensor that a rank of two makes: first at the start, then in each
+    step.
+
+    Args:
+        steps: names of the steps; a step "accumulate" sends no gradients.
+        options: of DistributedDataParallel.
     """
     found = []
 

@@ -17,7 +17,13 @@ def dense(*shape, dtype=F32):
 
 
 def operation(name, *leaves, made=0):
-    """Return an operation without lists among its arguments."""
+    """Return an operation without lists among its arguments.
+
+    Args:
+        name: of the operator, e.g. "aten.mm.default".
+        leaves: its arguments.
+        made: bytes of its results.
+    """
     return Operation(name, leaves, (len(leaves), (), (-1,) * len(leaves)), False, made)
 
 
@@ -58,8 +64,11 @@ MM = {
 
 
 class Recorded:
-    """Replace the runner of operations: `hides` gives the workspace of each, `bytes_a_second` the speed, `ran` lists
-    them.
+    """Replace the runner of operations; `ran` lists the operations that were run.
+
+    Args:
+        hides: function of an operation that returns its workspace in bytes per thread; None: it fails.
+        bytes_a_second: speed at which its bytes are processed.
     """
 
     def __init__(self, hides, bytes_a_second=1e9):
@@ -73,7 +82,7 @@ class Recorded:
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Return a function (workspace by operation, speed) that replaces the runner by a `Recorded`, and returns it."""
+    """Return a function that replaces the runner by a `Recorded`, made from its arguments, and returns that."""
 
     def made(hides, **speed):
         recorded = Recorded(hides, **speed)

@@ -226,7 +226,10 @@ def test_a_grouped_product_is_laid_out_as_torchs_own_and_refused_where_that_is(k
 
 
 def chosen(choose, mask):
-    """Return the shapes of the result and of the gradient if elements of a fake tensor (4, 6, 5) are selected."""
+    """Return the shapes of the result and of the gradient if elements of a fake tensor (4, 6, 5) are selected.
+
+    `choose`: function (tensor, mask) that selects them.
+    """
     with FakeTracker():
         numbers = fake(4, 6, 5).requires_grad_()
         result = choose(numbers, mask)

@@ -29,8 +29,13 @@ PARTS["vision_config"] = {name: SIZES[name] for name in list(SIZES)[:4]} | {"ima
 
 
 def saved(folder, weights="float32", kind="Llama", config=SIZES, head="ForCausalLM", **changes):
-    """Write a model folder as `save_pretrained` does, change fields of its config.json (remove them if "gone"), and
-    return it.
+    """Write a model folder as `save_pretrained` does, change fields of its config.json, and return the folder.
+
+    Args:
+        weights: type of the weights.
+        kind, head: the first and the last part of the class's name in transformers.
+        config: fields of the configuration.
+        changes: fields to change in the file; "gone" removes one.
     """
     import torch
     import transformers

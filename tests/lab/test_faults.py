@@ -32,7 +32,7 @@ MARK = f"FAULTS={uuid.uuid4().hex}"  # in the environment of whatever these test
 
 
 def wait_for(condition, seconds=120):
-    """Wait until a condition is true; return its last value."""
+    """Wait until a condition is true, for at most `seconds`; return its last value."""
     until = time.monotonic() + seconds
     while not (found := condition()) and time.monotonic() < until:
         time.sleep(0.05)
@@ -97,7 +97,10 @@ def lab(undisturbed, tmp_path, monkeypatch):
 
 
 def read_by_workers(task, then=lambda: None):
-    """Read batches with a DataLoader's workers, which send them by sockets in the folder of temporary files."""
+    """Read batches with a DataLoader's workers, which send them by sockets in the folder of temporary files.
+
+    Return the number of batches. `then` is called after each batch.
+    """
     import torch
 
     batches = torch.utils.data.DataLoader([torch.zeros(1000)] * 64, batch_size=4, num_workers=2)

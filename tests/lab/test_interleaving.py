@@ -143,7 +143,7 @@ def training(name, **arguments):
 
 
 def function(name, work, steps):
-    """Return an experiment that calls `work` in each step, and steps an optimizer."""
+    """Return an experiment called `name` whose steps call `work` with their number, and step an optimizer."""
 
     def loop(task):
         import torch
@@ -158,7 +158,7 @@ def function(name, work, steps):
 
 
 def compute(seconds):
-    """Compute until this process has used so many CPU seconds."""
+    """Compute until this process has used this many CPU seconds."""
     import time
 
     end = time.process_time() + seconds

@@ -182,8 +182,10 @@ def test_a_comparison_whose_turns_fail_is_unknown_and_says_why(lab, monkeypatch,
 
 @pytest.fixture
 def with_gpus(tmp_path):
-    """Return a lab on a machine with pretended GPUs, and a list of its requests to subprocesses, which are
-    not started.
+    """Return a function (number of GPUs) that returns a lab on a machine with pretended GPUs, and the list of its
+    requests.
+
+    A request is what the lab would have sent to subprocesses, which are not started.
     """
 
     def make(count=1):
@@ -205,8 +207,9 @@ def with_gpus(tmp_path):
 
 
 def turns_taken(lab, requests, *runs):
-    """Return, per group of runs that are interleaved in a comparison, (function that interleaves them, threads of each
-    run).
+    """Compare runs, and return what was interleaved: (name of the function that interleaves, threads of each run), ...
+
+    `requests`: the list that `with_gpus` returned with the lab.
     """
     requests.clear()
     lab.compare(*runs, turns=3)

@@ -23,8 +23,18 @@ def momentum(model, _):
 
 
 def independent_peak(architecture, config, arguments, model_arguments, optimizer=None, length=48):
-    """Return a function that counts the peak without this project's code, from the allocator's events in the order of
-    their times.
+    """Return a function that trains on a CPU and counts the peak from the allocator's events, in the order of their
+    times.
+
+    It uses none of this project's code.
+
+    Args:
+        architecture: class of transformers.
+        config: fields of its configuration.
+        arguments: of the Trainer.
+        model_arguments: for building the model, e.g. its attention kernel.
+        optimizer: function (model, training arguments) -> optimizer; None: the Trainer's.
+        length: tokens per sample.
     """
 
     def count(_):

@@ -25,7 +25,7 @@ def alive(pid):
 
 @pytest.fixture
 def provoke(lab, tmp_path, monkeypatch):
-    """Return a function that runs two ranks: each calls a given function with its number, then both enter one more
+    """Yield a function that runs two ranks: each calls a given function with its number, then both enter one more
     collective.
 
     Afterwards, check that nothing is left: no process, no open file or socket of this process, no temporary file.

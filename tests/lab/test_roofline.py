@@ -27,7 +27,10 @@ T5 = Task("t5-small", seq_len=12, config={"d_model": 32, "d_ff": 64, "num_layers
 
 
 def real_count(task, samples, training=True):
-    """Return the FLOPs that torch's counter finds in a real model with plain attention."""
+    """Return the FLOPs that torch's counter finds in a real model with plain attention.
+
+    `training`: with a backward pass.
+    """
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 

@@ -13,7 +13,10 @@ TASK = Task("bert-tiny", seq_len=16, config={"num_hidden_layers": 2, "vocab_size
 
 
 def fsdp(task, reshard=True):
-    """Run three steps of FSDP2, in which each layer is gathered by itself."""
+    """Run three steps of FSDP2, in which each layer is gathered by itself.
+
+    `reshard`: whether a layer's weights are sharded again after its forward.
+    """
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -77,7 +80,10 @@ def test_one_rank_traced_is_what_ranks_count(lab, counted, reshard):
 
 
 def given_back_by_another_thread(tell, ranks):
-    """Return the bytes at the end of a step in which another thread frees tensors of 4 MB."""
+    """Run three steps in which another thread frees 4 MB; return (bytes at the end of a step, peak in bytes).
+
+    `ranks`: with more than one, memory is counted by tensors.
+    """
     import threading
 
     import torch

@@ -151,8 +151,9 @@ def test_a_replacement_that_loses_arguments_is_found_out(text, fine):
 
 
 def used(tree):
-    """Return the names of other libraries that a module replaces, and the private names of other libraries that it
-    uses.
+    """Yield the names of other libraries that a module replaces, and the private names of other libraries that it uses.
+
+    `tree`: the module's syntax tree.
     """
     imported = {alias.asname or alias.name.partition(".")[0]: (node, alias.name) for node in ast.walk(tree)
                 if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names}  # fmt: skip

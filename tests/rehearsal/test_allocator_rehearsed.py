@@ -35,7 +35,10 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 @pytest.mark.nightly
 @pytest.mark.parametrize("expandable", [False, True])
 def test_a_nearly_full_card_is_counted_as_torch_counts_it(measure, expandable):
-    """Several options are set at once, so that each rule takes part."""
+    """The model of the allocator agrees with torch's own on 75 random traces, some of which run out of memory.
+
+    Several options of PYTORCH_CUDA_ALLOC_CONF are set at once, so that the rules of each option affect the others.
+    """
     text = "garbage_collection_threshold:0.4,roundup_power2_divisions:[2:4,>:2],max_split_size_mb:48"
     text += f",large_segment_size_mb:26,expandable_segments:{expandable}"
     found = measure.rehearsed(measure.BARE, text, [f"test-{number}" for number in range(75)])

@@ -204,7 +204,9 @@ def test_what_a_model_makes_on_its_device_is_there_in_a_loop_too():
 
 
 def loop_that_autocasts(task, dtype, attention):
-    """Run three steps of mixed precision as in PyTorch's guide: autocast of "cuda", and a GradScaler."""
+    """Run three steps of mixed precision as in PyTorch's guide: autocast of "cuda" to `dtype`, and a GradScaler for
+    fp16.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, batch = task.build_model(attn_implementation=attention).to(device).train(), task.batch(2, device)
     optimizer = torch.optim.AdamW(model.parameters())

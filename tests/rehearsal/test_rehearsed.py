@@ -124,7 +124,10 @@ def test_the_lab_counts_what_a_plain_script_counts(card, arguments):
 
 
 def masks(padded):
-    """Return the masks that a BERT passes to attention, for a batch with or without padding."""
+    """Return, per layer, the sum of the mask that a BERT passes to attention, or None for no mask.
+
+    `padded`: whether the batch has padding.
+    """
     import torch
 
     model = Task("bert-tiny", seq_len=64).build_model(attn_implementation="sdpa").cuda()
@@ -401,7 +404,7 @@ def test_small_whole_numbers_reach_the_other_ranks():
 
 
 def exchanged(task):
-    """Return the result of each collective on a rank, if all ranks have the same numbers."""
+    """Return {collective: its result on this rank} if all ranks have the same numbers."""
     import torch
     import torch.distributed as dist
 

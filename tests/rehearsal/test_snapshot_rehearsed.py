@@ -95,9 +95,14 @@ def test_a_place_for_no_file_is_refused(tmp_path):
 
 
 def events_of_both(random_trace, performed, text, seeds):
-    """Return the events of random traces as torch records them, and as the model of its allocator reports them.
+    """Return, per random trace, its events as torch records them, and as the model of its allocator reports them.
 
     An event is (action, bytes, bytes left if there was no room).
+
+    Args:
+        random_trace, performed: `trace` and `performed` of benchmarks/measure_allocator.py.
+        text: the settings, as in PYTORCH_CUDA_ALLOC_CONF.
+        seeds: one per trace.
     """
     import torch
 

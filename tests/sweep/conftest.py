@@ -25,7 +25,9 @@ def client(cluster):
 
 @pytest.fixture
 def elsewhere(client):
-    """Return a function that makes workers (default: all) report another machine and another torch version."""
+    """Yield a function that makes workers, given by their addresses (default: all), report another machine and another
+    torch version.
+    """
     requested = []
 
     def pretend():

@@ -231,7 +231,7 @@ def test_dasks_own_executor_trains_and_compares_and_a_run_has_the_machine_that_p
 
 @pytest.fixture
 def in_this_process():
-    """Return a function that makes a client with a given number of workers in this process, by default without the
+    """Yield a function that makes a client with a given number of workers in this process, by default without the
     resource "device".
     """
     distributed = pytest.importorskip("distributed", reason="pip install perf-helpers[cluster]")

@@ -25,8 +25,12 @@ KINDS = [*itertools.product((False, True), (None, 1024 * MIB, 10**9))]  # expand
 
 
 def counted(events, expandable, capacity):
-    """Return [allocated bytes, reserved bytes, peak of reserved bytes, -1 if there was no room or 0] after
-    each event.
+    """Return, after each event, [allocated bytes, reserved bytes, their peak, -1 if there was no room or 0].
+
+    Args:
+        events: of a trace of benchmarks/measure_allocator.py.
+        expandable: whether segments are expandable.
+        capacity: bytes that the card has for segments.
     """
     settings = Settings(expandable_segments=expandable)
     allocator = CachingAllocator(settings, capacity, rules=release(NEWEST))

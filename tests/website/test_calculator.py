@@ -89,7 +89,13 @@ def page(chromium, request):
 
 
 def shown(page, address, choice, done="answer"):
-    """Return the page's answer to a choice: bytes, and whether it fits."""
+    """Return the page's answer to a choice: the peak, reserved bytes, bytes by category, and whether it fits.
+
+    Args:
+        address: of the page.
+        choice: {control: value}.
+        done: the state that the page must report, e.g. "answer".
+    """
     words = "&".join(f"{name}={value}" for name, value in choice.items())
     page.goto(f"{address}#{words}")
     page.wait_for_function(ANSWERED, arg=[words, done])

@@ -165,7 +165,10 @@ def journals(files):
 
 
 def guess_lines(entries, lesson, key, unit):
-    """Return the page's lines about a guess."""
+    """Return the lines that the page must show about the guesses under one key of a lesson.
+
+    `entries`: {number of the learner: journal}.
+    """
     by_learner = [[entry for entry in one if (entry.lesson, entry.key) == (lesson, key)] for one in entries.values()]
     scored = [score for one in by_learner for score in learner_log.history(one)]
     late = sum(any(entry.kind == "guess" for entry in one) and not learner_log.history(one) for one in by_learner)

@@ -43,7 +43,13 @@ def test_the_index_names_every_table_and_knows_the_cards():
 
 
 def compare(model, key, chance):
-    """Compare a table with the estimate, at a random point and on a random card."""
+    """Compare a table of the site with the estimate, at a random point and on a random card.
+
+    Args:
+        model: a model of the calculator.
+        key: names its recipe, as in the table's file name.
+        chance: the random generator.
+    """
     recipe, about = Recipe(*key.split(".")), INDEX["models"][model]
     if recipe.method == "lora" and (reason := optional_packages.offer("peft")):
         pytest.skip(reason)

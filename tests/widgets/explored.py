@@ -9,7 +9,7 @@ UNKNOWN = Timing(*[Unknown("a rehearsal")] * 5)  # as in a rehearsal
 
 
 def series(*totals):
-    """Return a timeline that has only weights; its first two thirds are forward."""
+    """Return a timeline that has only weights: their bytes at each operation. Two thirds of it are forward."""
     empty = {name: [0] * len(totals) for name in CATEGORIES}
     phases = ["forward" if 3 * i < 2 * len(totals) else "backward" for i in range(len(totals))]
     named = {"phase": phases, "operation": ["aten.mm"] * len(totals), "module": ["layer.1"] * len(totals)}
@@ -17,7 +17,10 @@ def series(*totals):
 
 
 def run(name, peak=None, speed=None, **changes):
-    """Return a run with a peak in bytes and a speed in samples per second; None: not measured."""
+    """Return a run with a peak in bytes and a speed in samples per second; None: not measured.
+
+    `name`: also its optimizer and its id; `changes`: further fields.
+    """
     parts = {"weights": peak}
     memory = peak and Memory(peak, "counted", "forward", "aten.mm", "layer.1", parts, timeline=series(1, peak, 2))
     timing = Timing(1.0, 0.0, 3, 1, speed) if speed else None

@@ -306,8 +306,8 @@ def advise(
 def _of_saved_quantized(task: Task, must: Mapping[str, Any]) -> tuple[dict[str, Any], Weights, tuple[str, ...]]:
     """Return (the arguments to keep, the type of the weights, notes).
 
-    They are `must`, unless the model was saved quantized: only adapters can be trained on it, so LoRA is added, with a
-    note.
+    The arguments are `must`, the user's own. If the task's model was saved quantized, only adapters can be trained on
+    it, so LoRA is added, with a note.
     """
     fixed = Arguments.of(must)
     weights = task.weights(fixed.get("dtype"), fixed.quantization)
@@ -332,10 +332,15 @@ def _base(task: Task, weights: Weights, largest: str | None) -> dict[str, Any]:
 
 
 def verify(advice: Advice, runner: Runner | None = None) -> Verification:
-    """Train with the first recipe of an advice for a few steps, and compare its peak with the predicted one, in bytes.
+    """Train with the first recipe of an advice for a few steps, and return its peak next to the predicted one, in
+    bytes.
 
     If this machine (or the runner's) has no such GPU, the training is rehearsed on a card of that memory, with the same
     context (see `trainmem.rehearsal`; its first use may take minutes).
+
+    Args:
+        advice: what `advise` returned.
+        runner: trains, on its machine; None: a new one. A rehearsal does not use it.
 
     Raises:
         ValueError: the advice has no recipe, or is for a device that this machine neither has nor can rehearse.

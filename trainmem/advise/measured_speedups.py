@@ -23,7 +23,10 @@ _SILENT = {"max_steps", "num_train_epochs", "seed", "learning_rate", "lr_schedul
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """The factor by which a technique, or a micro-batch, makes a training faster than the plain choice."""
+    """How much faster a technique, or a micro-batch, makes a training than the plain choice.
+
+    The plain choice is the same recipe without the technique, or with a larger micro-batch at the same effective batch.
+    """
 
     name: str  # of the technique or other choice
     ratio: Ratio | None  # in samples per second; None: never measured
@@ -51,6 +54,15 @@ class Evidence:
     machine.
 
     Only runs on this machine count. If there are pairs of runs of the task's own model, only those are used.
+
+    Args:
+        machine: this machine.
+        kind: "cpu" or "cuda", the device to advise for. If this machine is of the other kind, no run counts.
+        capability: compute capability of the GPU.
+        task: the model and its data.
+        runs: measured runs, from which the factors are calculated.
+        published: function (this machine, or None if the device is in another one; kind; capability) that returns
+            {claim id: (ratio, source)}, for factors without runs; None: there are none.
     """
 
     def __init__(
@@ -175,7 +187,7 @@ def _counts(run: Run) -> bool:
 
 
 def _apart(run: Run, other: Run) -> float:
-    """Return the seconds between the dates of two runs."""
+    """Return the seconds between the dates of two runs, whichever is the earlier one."""
     one, another = (datetime.datetime.fromisoformat(each.date).timestamp() for each in (run, other))
     return abs(one - another)
 

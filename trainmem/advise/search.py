@@ -201,7 +201,11 @@ def _micro_batches(samples: int, fixed: Mapping[str, Any], avoided: set[str]) ->
 class Ranking:
     """The order of recipes by speed, which is the product of the factors of a recipe's techniques and its micro-batch.
 
-    Plain choices, and techniques that all recipes share, have no factor.
+    Plain choices (without a technique), and techniques that all recipes share, have no factor.
+
+    Args:
+        choices: the recipes to rank.
+        evidence: the factors.
     """
 
     def __init__(self, choices: Choices, evidence: Evidence):
@@ -488,12 +492,18 @@ class RecipeSearch:
 
 
 def ahead(pool: ThreadPoolExecutor, ask: Callable, *arguments) -> Future:
-    """Start a call in a thread of a pool, under this context's time limit, and return its future."""
+    """Start `ask(*arguments)` in a thread of a pool, under this context's time limit, and return its future."""
     return pool.submit(contextvars.copy_context().run, ask, *arguments)
 
 
 class Once:
-    """Answer each question once: the first thread computes it, others wait. `bar`, of tqdm, counts the questions."""
+    """Answer each question once, also if several threads ask it: the first one computes the answer, the others wait.
+
+    A call takes (ask, task, arguments) and returns `ask(task, **arguments)`, or raises what that raised.
+
+    Args:
+        bar: a tqdm bar, which counts the answered questions.
+    """
 
     def __init__(self, bar):
         self._lock, self.answers, self.bar = threading.Lock(), {}, bar
@@ -518,8 +528,13 @@ def _of_states(candidate: Candidate) -> frozenset[Technique]:
 
 
 def largest_that_fits(sizes: Sequence[int], fits: Callable[[int], bool], first: int) -> int:
-    """Return the largest of ascending sizes that fits, by bisection; 0 if none does. It first tries `first` (a guess,
-    or what fitted in a similar case) and the size above; if `first` is the largest, then the smallest: often none fits.
+    """Return the largest size that fits, by bisection; 0 if none does.
+
+    Args:
+        sizes: ascending.
+        fits: function of a size. If a size fits, so do all smaller ones.
+        first: a guess, e.g. the size that fits in a similar case. It is tried first, then the next larger size. If
+            there is no larger one, the smallest size is tried second, because often none fits.
     """
     low, high = 0, len(sizes)  # sizes below index `low` fit; those from `high` on are too large
     index = bisect_left(sizes, first)

@@ -66,13 +66,19 @@ _OF_TORCHAO = {"int4": "Int4WeightOnlyConfig", "int8": "Int8WeightOnlyConfig", "
 
 
 def method_of(settings: Mapping[str, Any]) -> str:
-    """Return the method of a quantization_config, one of `METHODS` unless it is not supported."""
+    """Return the method that the fields of a quantization_config name: one of `METHODS`, or an unsupported one."""
     method = settings.get("quant_method", "bitsandbytes")
     return str(getattr(method, "value", method))
 
 
 def import_method(settings: Mapping[str, Any]) -> None:
-    """Import the package that quantizes. Raises ValueError, which names the package, if it is missing."""
+    """Import the package that quantizes.
+
+    `settings`: fields of a quantization_config.
+
+    Raises:
+        ValueError: the package is missing; the message names it.
+    """
     method = method_of(settings)
     modules, name = METHODS[method]
     try:
@@ -85,8 +91,13 @@ def import_method(settings: Mapping[str, Any]) -> None:
 def of_method(settings: Mapping[str, Any], where: str, methods: Iterable[str] = METHODS) -> dict[str, Any]:
     """Return the fields of a quantization_config without the name of its method.
 
+    Args:
+        settings: all of its fields.
+        where: the place of the quantization_config, for the message.
+        methods: those that are accepted.
+
     Raises:
-        ValueError: the method is not one of `methods`; `where` names the place in the message.
+        ValueError: the method is not one of `methods`.
     """
     if (method := method_of(settings)) not in methods:
         also = " or a model that is not quantized" if where != "quantization_config" else ""
@@ -221,6 +232,8 @@ def _boundaries(kind: str, device: Any) -> None:
     """Fill bitsandbytes' cache of quantization boundaries before the meters start.
 
     On a CPU bitsandbytes makes this cache at its first quantization, so that its memory would otherwise count.
+
+    `kind`: the 4-bit type, "nf4" or "fp4".
     """
     with contextlib.suppress(ImportError):
         from bitsandbytes.backends.default.ops import _get_4bit_quantize_bounds

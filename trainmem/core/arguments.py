@@ -213,6 +213,8 @@ class Arguments:
     def build(self, output_dir: str):
         """Build the library's own `TrainingArguments`, without the arguments of `OF_EXPERIMENTS`.
 
+        `output_dir`: the folder to which the Trainer writes.
+
         Raises:
             ValueError: an unknown name, or a value that the library rejects.
         """
@@ -336,7 +338,10 @@ def check_names(names: Iterable[str], *, also: Iterable[str] = ()) -> None:
 
 
 def parse(words: list[str], also: Iterable[str] = ()) -> Arguments:
-    """Parse command-line words as transformers' own parser does (`--bf16`, `--bf16 True`); `also` as in `check_names`.
+    """Parse command-line words as transformers' own parser does (`--bf16`, `--bf16 True`); return the typed
+    `Arguments`.
+
+    `also`: as in `check_names`.
 
     Raises:
         ValueError: a word that is not a training argument, or a value that an argument does not accept.

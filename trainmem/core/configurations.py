@@ -45,7 +45,12 @@ _MOST |= {r"size$|dim|heads?$|embd|channels|d_model|d_ff|inner|positions?$|embed
 
 
 def _check_sizes(where: str, fields: Mapping[str, Any]) -> None:
-    """Raise ValueError for a size that no model has, before anything of that size is built."""
+    """Raise ValueError for a size that no model has, before anything of that size is built.
+
+    Args:
+        where: the origin of the fields, for the message, e.g. "config.json".
+        fields: those of a configuration; nested ones are checked too.
+    """
     for name, value in fields.items():
         if isinstance(value, Mapping):
             _check_sizes(where, value)

@@ -34,10 +34,11 @@ ALWAYS_TRUE = {"stable_adamw": ("kahan_sum", "decouple_lr")}
 
 
 def dropped(training: Mapping[str, Any]) -> list[str]:
-    """Return a sentence per given setting that the given optimizer ignores.
+    """Return one sentence for each setting that transformers ignores with the optimizer that `training` names.
 
     Args:
-        training: arguments of `TrainingArguments` by their current names.
+        training: {name: value} of `TrainingArguments`, by current names. Without "optim" the optimizer is
+            "adamw_torch".
     """
     optim, version = str(training.get("optim") or "adamw_torch"), hardware.version_of("transformers")
     found = [

@@ -417,14 +417,20 @@ LISTED = {"object detection": ("labels",), "mask segmentation": ("mask_labels", 
 
 
 def with_objective(kind: type, objective: str) -> type:
-    """Return a subclass of a transformers class with one of the losses in `OBJECTIVES`."""
+    """Return a subclass of a transformers class that computes another loss.
+
+    Args:
+        kind: the class.
+        objective: the loss, a name in `OBJECTIVES`.
+    """
     return type(kind.__name__, (_LOSSES[objective], kind), {"accepts_loss_kwargs": False})
 
 
 class _Contrastive:
     """Compute a loss that pulls the embeddings of a pair together and pushes those of other pairs in the batch apart.
 
-    An embedding is the mean over tokens. Source: sentence-transformers' MultipleNegativesRankingLoss.
+    Inputs are token ids and attention masks of both texts of each pair, (pairs, length). An embedding is the mean over
+    tokens. Source: sentence-transformers' MultipleNegativesRankingLoss.
     """
 
     def forward(self, input_ids, attention_mask, pair_input_ids, pair_attention_mask, **_):
@@ -441,7 +447,10 @@ class _Contrastive:
 
 
 class _Preference:
-    """Compute the loss of TRL's RewardTrainer over pairs of answers, of which the first is the better one."""
+    """Compute the loss of TRL's RewardTrainer over pairs of answers, of which the first is the better one.
+
+    Inputs are token ids and attention masks of (pairs, 2, length).
+    """
 
     def forward(self, input_ids, attention_mask, **_):
         import torch

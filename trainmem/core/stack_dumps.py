@@ -25,7 +25,10 @@ _LONGEST_LINE = 80  # characters of a line that is quoted
 
 
 def answer_signals(folder: str, rank: int) -> None:
-    """Let this process answer `query`: on a signal it writes the stacks of its threads to a file in `folder`."""
+    """Let this process answer `query`: on a signal it writes the stacks of its threads to a file in `folder`.
+
+    `rank`: this process's number, which names the file. The signal handler stays for the rest of the process.
+    """
     file = open(os.path.join(folder, f"{rank}.stack"), "w")  # noqa: SIM115, the handler needs it open
     file.write(f"{os.getpid()} {threading.main_thread().ident}\n")
     file.flush()

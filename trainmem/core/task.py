@@ -206,6 +206,8 @@ class Task(Record):
         """Return the class of transformers to train: `architecture`, otherwise the one that the configuration names,
         otherwise the usual one for its model type.
 
+        `config`: the task's configuration; None: build it.
+
         Raises:
             ValueError: there is no such class, or no data can be generated for the class that the configuration names.
         """
@@ -349,6 +351,8 @@ class Task(Record):
     def length(self, config=None) -> int:
         """Return the tokens per sequence: `seq_len`, or its default.
 
+        `config`: the task's configuration; None: build it.
+
         Raises:
             ValueError: `seq_len` exceeds the model's limit.
         """
@@ -379,8 +383,10 @@ class Task(Record):
         return families.image_tokens(self.build_config(), self.image_size) + 2 if is_with_image else 1
 
     def arrays(self, size: int | None = None) -> dict[str, Any]:
-        """Generate `size` examples (default: `dataset_size`), by column: numpy arrays of the inputs and labels of the
-        model's forward, or lists of arrays for columns that a batch holds as lists.
+        """Generate `size` examples (default: `dataset_size`), and return them by column.
+
+        A column is a numpy array of an input of the model's forward, or of its labels, with the examples along axis 0.
+        It is a list of arrays if a batch holds the column as a list.
 
         Raises:
             ValueError: sizes that conflict, such as an image of more tokens than `seq_len`.
@@ -424,7 +430,10 @@ class Task(Record):
         return functools.partial(_padded, multiple=self.pad_to_multiple_of)
 
     def batch(self, size: int, device: Any = "cpu") -> dict[str, Any]:
-        """Return `size` examples as one batch of tensors on `device`: (size, seq_len) token ids, and labels."""
+        """Return `size` examples as one batch of tensors on `device`, by column.
+
+        Token ids have the shape (size, seq_len). A column that `arrays` returns as a list stays a list of tensors.
+        """
         import torch
 
         def sent(value):
@@ -439,10 +448,10 @@ class Task(Record):
 
 
 def _padded(examples: list[dict], multiple: int) -> dict[str, Any]:
-    """Pad examples to the longest one, rounded up to `multiple`, as the library's collators do: ids with 0, token
-    labels with -100.
+    """Pad examples to the longest one, rounded up to `multiple`, and return them as a batch with an attention mask.
 
-    The batch, {column: tensor of (samples, length)}, gets an attention mask.
+    As in the library's collators, ids are padded with 0, token labels with -100. The batch is {column: tensor}; its
+    token ids have the shape (samples, length).
     """
     import torch
 

@@ -193,10 +193,13 @@ def train(experiment: Experiment, folder: str, steps: int, keep_losses: bool = T
 
 
 def _built(experiment: Experiment, device: Any, args: Any = None):
-    """Build the model: quantized, frozen, and with adapters, as the arguments request.
+    """Build the model and return it: quantized, frozen, and with adapters, as the arguments request.
 
-    A model that is quantized, or that does not train, is on `device` already. Any other model is moved by the Trainer,
-    whose `TrainingArguments` are `args`.
+    A model that is quantized, or that does not train, is on `device` already. Any other model is moved by the Trainer.
+
+    Args:
+        device: the device that the experiment uses.
+        args: the Trainer's `TrainingArguments`; None: the model does not train.
 
     Raises:
         Invalid: a package is missing.
@@ -285,6 +288,11 @@ def _write(model, prompts, *, max_new_tokens: int, **options) -> None:
     """Call `generate` with greedy or beam search for exactly `max_new_tokens` tokens.
 
     No computed value ends it, so it can be traced on fake tensors. A static cache is not compiled.
+
+    Args:
+        model: a model that can generate; its settings for generation are changed.
+        prompts: token ids, (samples, length).
+        options: further arguments of `generate`.
     """
     writer = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft's models delegate generate
     tokens, ask_beams = iter(range(max_new_tokens)), type(writer)._beam_search_has_unfinished_sequences

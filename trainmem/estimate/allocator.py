@@ -104,8 +104,11 @@ TIES: dict[str, Callable[[Part], int]] = {
 class Pool:
     """The free parts of all small segments, or of all large ones (torch: BlockPool).
 
-    `ties` decides which of several free parts of one size comes first: "address", "block" or "segment", see
-    `allocator_settings.Release`.
+    Args:
+        is_small: whether its segments are the small ones.
+        page: bytes by which its expandable segments grow.
+        ties: which of several free parts of one size comes first: "address", "block" or "segment", see
+            `allocator_settings.Release`.
     """
 
     def __init__(self, is_small: bool, page: int, ties: str = "segment"):
@@ -147,6 +150,8 @@ class Pool:
 class Addresses:
     """The addresses from which segments are taken. Each range is put at the highest free place, as under Linux, where
     rehearsals run.
+
+    `top`: the address below which all ranges are.
     """
 
     def __init__(self, top: int):
@@ -305,7 +310,9 @@ class CachingAllocator:
         return [segment for _, head in heads for segment in segment_runs(head, self._expands)]
 
     def _divided(self, size: int) -> int:
-        """Return the bytes of a block under `roundup_power2_divisions` (torch: roundup_power2_next_division)."""
+        """Return the bytes of the block that holds `size` bytes under the option `roundup_power2_divisions` (torch:
+        roundup_power2_next_division).
+        """
         steps = self._divisions[min(max(size.bit_length() - 21, 0), 15)]
         if steps <= 1 or size <= BLOCK_BYTES * steps:
             return rounded(size)

@@ -82,7 +82,10 @@ class Replay:
 
 
 def replayed(log: Log, settings: str = "", capacity: int | None = None, rules: Release | None = None) -> Replay:
-    """Replay the log on torch's allocator.
+    """Replay the log on the model of torch's allocator, and return the memory over time.
+
+    If the allocator runs out of memory, the log is replayed without a limit instead, and the result is marked as too
+    large.
 
     Args:
         settings: the value of PYTORCH_CUDA_ALLOC_CONF.

@@ -62,7 +62,10 @@ class Answers:
 
 @contextlib.contextmanager
 def stored() -> Iterator[Answers]:
-    """Use and extend the stored answers in this context, unless the environment variable `SWITCH` is "0"."""
+    """Use and extend the stored answers in this context, unless the environment variable `SWITCH` is "0".
+
+    Yield the `Answers`, which count how many of them were used.
+    """
     answers = Answers(hardware.cache_folder() / "answers")
     token = _active.set(None if os.environ.get(SWITCH) == "0" else answers)
     try:

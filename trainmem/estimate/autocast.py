@@ -95,7 +95,7 @@ class _Casts:
         return tuple([cast(value) for value in reversed(args)][::-1]), options
 
     def _cast_one(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Cast a tensor; cast an fp32 weight to 16 bits only once (torch: cached_cast)."""
+        """Return a tensor cast to `dtype`; an fp32 weight is cast to 16 bits only once (torch: cached_cast)."""
         if tensor.dtype is dtype:
             return tensor
         is_weight = tensor.dtype is torch.float32 and tensor.requires_grad and tensor.is_leaf and not tensor._is_view()

@@ -66,14 +66,23 @@ def emulated(compute_capability: tuple[int, int] = DEFAULT_CAPABILITY, rules: Re
 
 
 def _dropout(tensor, p, train):
-    """Apply dropout with CUDA's kernel, which keeps a mask of one byte per element."""
+    """Apply dropout with probability `p` by CUDA's kernel, which keeps a mask of one byte per element; return the
+    result.
+
+    Return the tensor unchanged if `train` is False or `p` is 0.
+    """
     if train and 0 < p < 1 and tensor.numel():
         return torch.ops.aten.native_dropout(tensor, p, train)[0]
     return tensor * 0 if train and p == 1 else tensor
 
 
 def _softmax(name, tensor, dim, dtype=None):
-    """Compute softmax of fp16 with an fp32 result in one kernel, as CUDA does, without a cast of its input."""
+    """Compute softmax, or log_softmax, along `dim` with a result in `dtype`, and return it.
+
+    For an fp16 tensor and an fp32 result this takes one kernel, as on CUDA, without a cast of the input.
+
+    `name`: "softmax" or "log_softmax".
+    """
     kernel = getattr(torch.ops.aten, f"_{name}")
     if tensor.dtype is torch.float16 and dtype is torch.float32 and isinstance(tensor, FakeTensor):
         return kernel(tensor, dim, True)
@@ -118,7 +127,15 @@ def _foreach_allowed() -> Iterator[None]:
 def _attention(
     rules, capability, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ):
-    """Compute scaled_dot_product_attention as on a GPU of this compute capability."""
+    """Compute scaled_dot_product_attention as on a GPU, by the kernel that torch selects there; return its output.
+
+    Args:
+        rules: those of a torch release.
+        capability: the GPU's compute capability.
+        query, key, value: (batch, heads, length, head size), or without a batch.
+
+    The other arguments are those of scaled_dot_product_attention.
+    """
     with_batch = _with_batch(rules, query, key, value, attn_mask)
     kernel = attention_kernel(rules, capability, *with_batch, dropout_p, is_causal, enable_gqa)
     if kernel == "math" or not isinstance(query, FakeTensor):  # a real tensor is computed on the CPU
@@ -128,7 +145,11 @@ def _attention(
 
 
 def _fused_attention(kernel, query, key, value, attn_mask, dropout_p, is_causal, scale):
-    """Run attention with one of torch's fused kernels."""
+    """Run attention with one of torch's fused kernels and return its output.
+
+    `kernel`: "flash", "efficient" or "cudnn". The other arguments are those of scaled_dot_product_attention; its
+    tensors have a batch.
+    """
     aten = torch.ops.aten
     if kernel == "flash":
         size = query.shape[-1]
@@ -156,14 +177,20 @@ def _first(results):
 
 
 def _additive(mask, dtype):
-    """Return a boolean mask in the form that is added to scores: 0 where it is true, minus infinity elsewhere."""
+    """Return a mask in the form that is added to scores of type `dtype`: 0 where it is true, minus infinity elsewhere.
+
+    A mask that is not boolean, or None, is returned unchanged.
+    """
     if mask is None or mask.dtype is not torch.bool:
         return mask
     return torch.where(mask, *(mask.new_full((), value, dtype=dtype) for value in (0.0, -math.inf)))
 
 
 def _plain_attention(query, key, value, mask, dropout, causal, scale, enable_gqa):
-    """Run `_scaled_dot_product_attention_math` as torch does for plain tensors, which adds the mask in place."""
+    """Run `_scaled_dot_product_attention_math` as torch does for plain tensors, which adds the mask in place.
+
+    The arguments are those of scaled_dot_product_attention. Return its output.
+    """
     dtype = query.dtype
     mask = _additive(mask, dtype)
     if dtype in HALF and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
@@ -248,8 +275,10 @@ def attention_kernel(
 
 
 def _with_batch(rules: Release, query, key, value, mask):
-    """Return the tensors with a batch of one before (heads, length, head size). torch does so since 2.14 before it
-    selects a kernel.
+    """Return (query, key, value, mask), with a batch of one before (heads, length, head size) if they have no batch.
+
+    torch does so since 2.14 before it selects a kernel. Under the `rules` of older releases they are returned
+    unchanged.
     """
     if not rules.groups_attention or any(tensor.dim() != 3 for tensor in (query, key, value)):
         return query, key, value, mask

@@ -62,7 +62,7 @@ class Line:
     states: tuple[int, int]  # most bytes of weights, gradients and optimizer states together
 
     def at(self, layers: int) -> tuple[int, int]:
-        """Return about (peak of live bytes, reserved bytes) for this many layers; the latter may be too high."""
+        """Return about (peak of live bytes, reserved bytes) for this many layers; reserved bytes may be too high."""
         few, more = self.places
         peak = max(_beyond((few[place], more[place]), layers) for place in few.keys() & more.keys())
         beside = [held - max(places.values()) for held, places in zip(self.reserved, self.places, strict=True)]

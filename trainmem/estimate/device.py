@@ -62,6 +62,7 @@ class DeviceTracker(FakeTracker):
         is_function: whether a user's loop is traced.
         from_the_start: whether to place all tensors of the loop on the device, because the loop never sends its model
             there.
+        cache: known results of operations; new ones are added. None: an empty cache.
         rules: those of a torch release; None: the installed one's.
     """
 
@@ -106,7 +107,10 @@ class DeviceTracker(FakeTracker):
         return stack
 
     def _replacements(self, optim: str) -> Iterator[tuple[Any, str, Callable]]:
-        """Yield (owner, name, replacement) for each library function to replace."""
+        """Yield (owner, name, replacement) for each library function to replace.
+
+        `optim`: the name of the Trainer's optimizer.
+        """
         yield torch.nn.Module, "to", fake_module_to(self)
         yield torch.nn.Module, "cuda", lambda module, *_, **__: self.send_module(module)
         yield torch.cuda, "empty_cache", self.cache_emptied
@@ -144,8 +148,11 @@ class DeviceTracker(FakeTracker):
             return plain(*args, **kwargs)
 
     def _move_adapter(self, plain, layer, *args, **kwargs):
-        """Let peft move an adapter. On a quantized base's device, mark the copy of AdaLoRA's `ranknum` as trainable, as
-        peft's move does.
+        """Let peft move an adapter, by its own function `plain`, to the device of its base layer.
+
+        On a quantized base's device, mark the copy of AdaLoRA's `ranknum` as trainable, as peft's move does.
+
+        `layer`: the layer that has the adapter.
         """
         plain(layer, *args, **kwargs)
         if self.is_on_device(layer.get_base_layer().weight):
@@ -158,7 +165,10 @@ class DeviceTracker(FakeTracker):
         return patch.object(self, "_forced", Placement.NEITHER if paged else None)
 
     def send_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Send parameters and buffers to the device, in the order of `Module._apply`."""
+        """Send a module's parameters and buffers to the device, in the order of `Module._apply`, and return the module.
+
+        An adapter whose base model is on the host stays there.
+        """
         if self._adapter_base is Placement.HOST:
             return module  # an adapter stays with its base
         self.weights = Placement.DEVICE
@@ -174,7 +184,10 @@ class DeviceTracker(FakeTracker):
         return module
 
     def send(self, tensor: torch.Tensor, category: str = Category.INPUTS) -> None:
-        """Send a tensor to the device, unless it is there already."""
+        """Send a tensor to the device, unless it is there already.
+
+        `category`: that of its memory. From the first tensor of weights on, the model counts as being on the device.
+        """
         storage = None if is_traceable_wrapper_subclass(tensor) else self._storage(tensor)
         if category == Category.WEIGHTS:
             self.weights = Placement.DEVICE
@@ -275,7 +288,12 @@ class DeviceTracker(FakeTracker):
         pass  # random states and numbers that autograd keeps are on the host
 
     def _run_kernel(self, function, args, kwargs, result) -> None:
-        """Log what an operation's kernel allocates and frees on the device, in the kernel's order."""
+        """Log what an operation's kernel allocates and frees on the device, in the kernel's order.
+
+        Args:
+            function, args, kwargs: the operator and its arguments.
+            result: what it returned on fake tensors.
+        """
         held: list[Block] = []
         on_host = [*map(id, self._kernels.on_host(function, args, result))]
         in_place = function.overloadpacket.__name__.endswith("_")  # on a real and a fake tensor it returns a fake one
@@ -314,7 +332,7 @@ def _send_8bit(plain, weight, *args, **kwargs):
 
 
 def _matmul_8bit(tensor, weight, out=None, state=None, threshold=0.0, bias=None, *_, **__):
-    """Compute `bitsandbytes.matmul` by the path that it takes on a GPU."""
+    """Compute `bitsandbytes.matmul` by the path that it takes on a GPU; arguments and result are those of `matmul`."""
     from bitsandbytes.autograd._functions import MatMul8bitLt
 
     state.threshold = threshold or state.threshold

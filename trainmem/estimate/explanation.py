@@ -160,10 +160,11 @@ def explain(
 
 
 def _priced(names: list[str], peak: Any, ends: tuple[int, int]) -> dict[str, tuple[int, int | None]]:
-    """Return `Explanation.switches`: {argument: (bytes added after the ones before it, bytes added alone to A or
-    None)}.
+    """Return `Explanation.switches`: {argument: (its price, its price alone)}, in bytes of the peak.
 
-    An argument that is not valid without the next one shares its row.
+    The price is what the argument adds after the arguments before it have been switched to B's values. The price alone
+    is what it adds to A; it is None if it is unknown. An argument that is not valid without the next one shares its
+    row.
 
     Args:
         names: the arguments in which A and B differ, in order.
@@ -280,7 +281,10 @@ def _witnessed(follow: Callable, experiment: Experiment, tracker: Any):
 
 
 class Witness:
-    """Observe a tracker that traces a training: note lines of code, and which parameter each block belongs to."""
+    """Observe a tracker that traces a training: note lines of code, and which parameter each block belongs to.
+
+    `tracker`: the `FakeTracker`, or `DeviceTracker`, of the training.
+    """
 
     def __init__(self, tracker: Any):
         self._tracker, self._execute, self._prepared = tracker, tracker.execute, adapters.prepared

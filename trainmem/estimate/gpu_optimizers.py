@@ -80,7 +80,10 @@ def _double_buffer(_, weight, dtype=torch.float32):
 
 
 def _paged(tracker: "DeviceTracker", plain, optimizer, weight, *args, **options):
-    """Return a state of a paged optimizer; a large one is in memory that the driver pages."""
+    """Return a state for `weight`, made by `plain`, the function of bitsandbytes that makes an optimizer's states.
+
+    A large state of a paged optimizer is in memory that the driver pages, which does not count as the device's.
+    """
     is_paged = optimizer.is_paged and weight.numel() >= _PAGED
     with tracker.placing(paged=is_paged):
         return plain(optimizer, weight, *args, **options)

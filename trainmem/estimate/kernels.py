@@ -46,10 +46,13 @@ class Kernels:
         self._sorted_at_once = dict(zip((4, 8), sorted_at_once, strict=True))
 
     def program(self, function, args: Sequence, kwargs: dict, result) -> Iterable[Step]:
-        """Return the requests of an operation in their order.
+        """Return the requests of an operation in their order: its results, bytes of buffers, and `Free`s of buffers.
 
-        `function` is the operation that autograd calls on CPU tensors, e.g. grid_sampler_2d for `grid_sample`. If a GPU
-        would run another one, `cuda.py` has already replaced it.
+        Args:
+            function: the operation that autograd calls on CPU tensors, e.g. grid_sampler_2d for `grid_sample`. If a GPU
+                would run another one, `cuda.py` has already replaced it.
+            args, kwargs: its arguments.
+            result: what it returned on fake tensors.
         """
         made = [result] if isinstance(result, torch.Tensor) else [*filter(torch.is_tensor, tree_leaves(result))]
         packet = function.overloadpacket
@@ -327,11 +330,13 @@ class Kernels:
         return made[::-1]
 
     def _ctc_loss(self, made, scores, *_, **__):
-        """Copy lengths of both kinds and the offsets of targets to the device (cuda/LossCTC.cu)."""
+        """Return the requests: lengths of both kinds and the offsets of targets are copied to the device
+        (cuda/LossCTC.cu).
+        """
         return [*[WORD * scores.shape[1]] * 3, *made[::-1]]
 
     def _ctc_loss_backward(self, made, gradient, scores, targets, inputs, lengths, loss, alignments, *_, **__):
-        """Make the same copies, and the probabilities of alignments from behind."""
+        """Return the requests: the copies of `_ctc_loss`, and the alignments' probabilities, from the end backwards."""
         return [*[WORD * scores.shape[1]] * 3, alignments.nbytes, *made]
 
 

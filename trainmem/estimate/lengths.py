@@ -32,7 +32,11 @@ Steps = list[list[list[int]]]  # for each optimizer step its micro-batches, as l
 
 
 def read(file: str | os.PathLike) -> tuple[int, ...]:
-    """Read lengths from a text file, separated by blanks, commas or line ends. Raises ValueError as `checked` does."""
+    """Return the lengths in a text file, separated by blanks, commas or line ends.
+
+    Raises:
+        ValueError: as `checked`, or the file cannot be read.
+    """
     with reading(file, "text", "a text file"):
         text = Path(file).read_text(encoding="utf-8")
     return checked(text.translate(str.maketrans(",[]", "   ")).split(), str(file))
@@ -168,9 +172,10 @@ def worst_batch(
     def worst(sizes: list[list[int]], packed: bool) -> tuple[int, MemoryEstimate]:
         """Return the number of the step with the highest peak, and its estimate.
 
-        Two candidates are traced: the step with the largest micro-batch, and the step whose micro-batches after its
-        first one include the largest, because gradients exist by then. Ties go to the step with the largest next batch,
-        which is fetched ahead.
+        Only two candidates are traced: the step that has the largest micro-batch of all, and the step that has the
+        largest one at the second place or later. The second may peak higher, because gradients exist from the second
+        micro-batch on. Of several such steps, the one is taken that has the most tokens together with the next step,
+        because a batch is fetched ahead.
 
         Args:
             sizes: tokens in each micro-batch of each step, padding included.
@@ -195,14 +200,15 @@ def worst_batch(
     unit = pad_to_multiple_of if pad_to_multiple_of > 1 else 8  # of the largest length, in tokens
 
     def largest(most: int, rows: int = 0, width: int = 0) -> tuple[int, Fits]:
-        """Return the largest batch that fits the card, and its `Fits`.
+        """Return the largest batch that fits the card, as a number of samples or of units of length, and its `Fits`.
 
-        Give `width` in tokens to search the number of samples, or `rows` to search their length in multiples of
-        `pad_to_multiple_of`. If not even 1 fits, return (0, the `Fits` of 1). Three equal steps are traced. All samples
-        but the first of a batch are one token shorter, so that there is padding.
+        A unit has `pad_to_multiple_of` tokens, or 8. If not even 1 fits, return (0, the `Fits` of 1). Three equal steps
+        are traced, in which all samples but the first of a batch are one token shorter, so that there is padding.
 
         Args:
             most: the largest number to try.
+            rows: samples in a batch, to search their length.
+            width: tokens per sample, to search the number of samples. Give either `rows` or `width`.
         """
 
         def ask(number: int) -> Fits:
@@ -218,10 +224,14 @@ def worst_batch(
 
 
 def _around(steps: Steps, number: int, lengths: tuple[int, ...]) -> list[int]:
-    """Return the lengths of the samples of step `number`, and of the steps before and after it.
+    """Return the lengths of all samples of step `number`, and of the steps before and after it, as one list in order.
 
     The first step of an epoch is traced as a second step, because in all later epochs the optimizer's states exist by
     then.
+
+    Args:
+        steps: the numbers of the samples, by step and micro-batch.
+        lengths: of all samples, by their numbers, in tokens.
     """
     before = steps[number - 1] if number else steps[1] if len(steps) > 2 else []
     return [lengths[i] for rows in (*before, *itertools.chain(*steps[number : number + 2])) for i in rows]
@@ -231,6 +241,11 @@ def _drawn(lengths: tuple[int, ...], arguments: Arguments, tell: Callable[[int],
     """Return the batches of the first epoch, as sample numbers per step and micro-batch, from the Trainer's own loader.
 
     Call it in a fresh subprocess, because it sets seeds.
+
+    Args:
+        lengths: tokens in each sample.
+        arguments: those of the training; they determine the order of the samples and the size of batches.
+        tell: not used; every function that a fresh subprocess calls gets it.
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch

@@ -26,7 +26,7 @@ BUCKETS = [1 << 20, 25 << 20]  # minimum bytes of the reducer's first bucket and
 
 @contextlib.contextmanager
 def one_rank_of(ranks: int) -> Iterator[None]:
-    """Make this process rank 0 of a fake process group with so many `ranks` in this context."""
+    """Make this process rank 0 of a fake process group of `ranks` ranks in this context."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")

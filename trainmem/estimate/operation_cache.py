@@ -48,7 +48,11 @@ class OperationCache:
         """Return the operation's result on fake tensors: rebuilt from the cache, or otherwise that of `ask()`, which is
         then cached.
 
-        `tensors`: the tensors among its arguments.
+        Args:
+            operation: the operation, in the form that is compared.
+            function, args: the operator, and its positional arguments.
+            tensors: the tensors among its arguments.
+            mode: the mode of new fake tensors.
         """
         offset = args[0].storage_offset() if args and isinstance(args[0], torch.Tensor) else 0
         about = operation.structure, offset, self.on_host, self.within, torch.get_default_dtype()
@@ -118,7 +122,10 @@ def spec_of(tensor: torch.Tensor) -> Spec:
 
 
 def fake(made: Spec | View, mode: FakeTensorMode, base: torch.Tensor | None = None) -> FakeTensor:
-    """Return a fake tensor with this shape, strides and type; a view shares the memory of `base`."""
+    """Return a fake tensor with the shape, strides and type of `made`; a view shares the memory of `base`.
+
+    `mode`: the mode of the fake tensor.
+    """
     if type(made) is View:
         with torch._C._DisableTorchDispatch():
             plain = torch.as_strided(base, made.spec.shape, made.spec.stride, made.offset)
@@ -134,7 +141,10 @@ def fake(made: Spec | View, mode: FakeTensorMode, base: torch.Tensor | None = No
 def grouped_product(first, second, offsets=None, bias=None, out_dtype=None) -> torch.Tensor:
     """Return the fake result of `aten._grouped_mm`, for which torch supports fake tensors only in bfloat16.
 
-    Rows begin at multiples of 16 bytes. Raises Invalid if those of an operand do not, as the kernel requires.
+    The rows of the result begin at multiples of 16 bytes. The arguments are those of the operation.
+
+    Raises:
+        Invalid: the rows of an operand do not begin at such multiples, as the kernel requires.
     """
     if any(max(each.stride()[-2:]) * each.itemsize % 16 for each in (first, second)):
         raise Invalid("grouped matmuls need strides that are multiples of 16 bytes: choose such sizes")
@@ -147,8 +157,13 @@ def grouped_product(first, second, offsets=None, bias=None, out_dtype=None) -> t
 
 
 def operation_of(function, args, leaves: list, structure: Structure) -> Operation:
-    """Return an operator call as an `Operation`. It is called for each operation of a trace, so it is written for
-    speed.
+    """Return an operator call as an `Operation`, in which tensors are replaced by their `Spec`s.
+
+    It is called for each operation of a trace, so it is written for speed.
+
+    Args:
+        function, args: the operator, and its positional arguments.
+        leaves, structure: all of its arguments, as `trace_records.flat` returns them.
     """
     kept = [
         (sparse_spec(leaf) if leaf.is_sparse else Spec(tuple(leaf.shape), leaf.stride(), leaf.dtype))
@@ -165,7 +180,10 @@ def operation_of(function, args, leaves: list, structure: Structure) -> Operatio
 def by_position(function, args: tuple, selected: Callable[[torch.Tensor], int] | None = None) -> tuple[Callable, tuple]:
     """Return (operation, arguments) that select by position what an operation would select by masks, as kernels do.
 
-    `selected`: returns how many elements a mask of unknown values selects; None: such a mask stays as it is.
+    Args:
+        function: `aten.masked_select`, or an operation whose second argument is a list of indices, e.g. `aten.index`.
+        args: its positional arguments.
+        selected: returns how many elements a mask of unknown values selects; None: such a mask stays as it is.
     """
     if function is torch.ops.aten.masked_select.default:
         function, args = torch.ops.aten.index.Tensor, (args[0], [args[1].expand(args[0].shape)])

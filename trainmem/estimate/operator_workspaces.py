@@ -80,7 +80,10 @@ class Probe:
         self._runner = Runner()
 
     def under(self, threads: int | None) -> "Probe":
-        """Return a probe that shares this one's results, for an experiment on so many threads."""
+        """Return a probe that shares this one's results, for an experiment on this number of threads.
+
+        None: torch's default.
+        """
         other = copy.copy(self)
         other.threads = threads or torch.get_num_threads()
         return other
@@ -134,7 +137,10 @@ class Probe:
 
 
 def assumptions(operations: Sequence[Operation], probe: Probe) -> list[str]:
-    """Return what had to be assumed about these operations, one sentence per operator."""
+    """Return what had to be assumed about the workspaces of these operations, one sentence per operator.
+
+    `probe`: has measured them.
+    """
     assumed: dict[str, int] = {}
     unknown: dict[str, None] = {}
     for operation in operations:
@@ -208,7 +214,13 @@ def smaller(operation: Operation, limit: int) -> list[Operation]:
 
 
 def resized(operation: Operation, factors: dict[int, int]) -> Operation:
-    """Return the operation with every length in `factors` divided by its factor, and its bytes scaled."""
+    """Return a smaller form of an operation, so that running it takes less memory and time.
+
+    Args:
+        factors: {length: factor}; each dimension of this length is divided by the factor.
+
+    The bytes of its results are scaled by how much its arguments shrank or, if these did not, by all the factors.
+    """
     part = dataclasses.replace(operation, leaves=tuple(_resized(leaf, factors) for leaf in operation.leaves))
     read, left = (sum(spec.bytes for spec in each.specs) for each in (operation, part))
     share = left / read if left < read else math.prod(1 / factor for factor in factors.values())
@@ -216,8 +228,11 @@ def resized(operation: Operation, factors: dict[int, int]) -> Operation:
 
 
 def _resized(leaf: Any, factors: dict[int, int]) -> Any:
-    """Divide the lengths of a tensor's `Spec`, or a whole number; dimensions keep their order in memory, and a sparse
-    tensor its share of stored elements."""
+    """Return an operation's argument with smaller lengths: each length in `factors` is divided by its factor.
+
+    A tensor's `Spec` keeps the order of its dimensions in memory, a sparse tensor its share of stored elements. A whole
+    number counts as a length. Other arguments are returned unchanged.
+    """
     if type(leaf) is SparseSpec:
         shape = tuple(length // factors.get(length, 1) for length in leaf.shape)
         return leaf._replace(shape=shape, count=leaf.count * math.prod(shape) // math.prod(leaf.shape))

@@ -57,7 +57,9 @@ def estimate_experiment(
 
 
 def estimate_of(experiment: Experiment, traced: "TracedExperiment", device: Device) -> MemoryEstimate:
-    """Return the estimate of a traced experiment."""
+    """Return the estimate of a traced experiment: on a CPU from its totals, on CUDA from a replay of its log on the
+    allocator model.
+    """
     from trainmem.measure import memory_meter
 
     on_cuda = device.kind == "cuda"
@@ -96,10 +98,16 @@ class TracedExperiment:
 
 
 def trace_all(experiments: Sequence[Experiment], device: Device, probe: "Probe", tell: Tell) -> list[TracedExperiment]:
-    """Trace experiments on fake tensors, in parallel on all cores if there are many.
+    """Trace experiments on fake tensors, in parallel on all cores if there are many; return one traced experiment for
+    each.
 
-    Calls `tell` with the percentage done, which is 80 after the last trace. Raises Invalid as `estimate_experiment`
-    does.
+    Args:
+        device: the device whose memory is estimated.
+        probe: measures operator workspaces on a CPU; its facts about operations are shared by the experiments.
+        tell: called with the percentage done, which is 80 after the last trace.
+
+    Raises:
+        Invalid: as `estimate_experiment`.
     """
     plain, settings = [_as_traced(each, device) for each in experiments], {"device": device, "known": probe.known}
     traces, run = [], map
@@ -376,7 +384,11 @@ def _by_category(live: np.ndarray) -> dict[str, int]:
 
 
 def _timeline(trace: Trace, totals: np.ndarray) -> dict[str, Any] | None:
-    """Return the last step as a timeline in the form of `records.Memory.timeline`."""
+    """Return the last step as a timeline in the form of `records.Memory.timeline`; None if it has fewer than two
+    operations.
+
+    `totals`: all live bytes during each operation of the trace, an array of shape (operations,).
+    """
     from trainmem.measure import memory_meter
 
     picked = memory_meter.highest(totals.tolist(), *trace.last_step)

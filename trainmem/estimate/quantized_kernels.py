@@ -78,7 +78,14 @@ def _has_kernel(multiprocessors: int, capability: tuple[int, int]) -> Callable[[
 
 
 def without_outliers(name: str, tensor: torch.Tensor, *args, **kwargs) -> tuple:
-    """Return the results of an LLM.int8 operation, on the assumption that no activation reaches the threshold."""
+    """Return the results of an LLM.int8 operation, on the assumption that no activation reaches the threshold.
+
+    The list of outlier columns among the results is then empty.
+
+    Args:
+        name: "int8_vectorwise_quant", or the matmul that handles outliers separately.
+        tensor, args, kwargs: the operation's arguments.
+    """
     operations, none = torch.ops.bitsandbytes, tensor.new_empty((0,), dtype=torch.int64)
     if name == "int8_vectorwise_quant":
         threshold = kwargs.get("threshold", args[0] if args else 0.0)

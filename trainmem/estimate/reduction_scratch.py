@@ -84,7 +84,10 @@ def scratch_bytes(
 
 
 def _joined(dims: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return (size, stride) of these dimensions, fastest first, with adjacent ones merged."""
+    """Return (size, stride in elements) of these dimensions, the smallest stride first, with adjacent ones merged.
+
+    Dimensions of size 1 are left out.
+    """
     joined: list[tuple[int, int]] = []
     for size, step in sorted((dim for dim in dims if dim[0] != 1), key=lambda dim: dim[1]):
         if joined and joined[-1][0] * joined[-1][1] == step:

@@ -67,9 +67,14 @@ class DependsOnValues(Invalid):
 
 
 def follow(experiment: Experiment, tracker: "FakeTracker") -> Trace:
-    """Trace an experiment on fake tensors: two or three optimizer steps, two forward passes, or the user's function.
+    """Trace an experiment on fake tensors and return its trace.
 
-    Raises Invalid if the experiment cannot be built, or if the result of an operation depends on values.
+    It covers two or three optimizer steps, two forward passes in inference, or the user's function.
+
+    `tracker`: logs the operations, and decides whether tensors are on a GPU.
+
+    Raises:
+        Invalid: the experiment cannot be built, or the result of an operation depends on values.
     """
     import cloudpickle
 
@@ -204,15 +209,17 @@ class FakeTracker(Tracker):
         return module
 
     def repeated(self, span: tuple) -> list[FakeTensor] | None:
-        """Repeat a micro-batch, or a batch of an evaluation, in the log, and return the tensors that it leaves behind.
+        """Add a batch to the log once more, without running it, and return new fake tensors like those that it left
+        behind.
 
-        These tensors are the loss, then new gradients; or an evaluation's predictions. Return None if the batch cannot
-        be repeated, because it left other blocks behind (except workspaces, which a thread keeps) or freed blocks that
-        earlier operations had allocated.
+        The batch is a micro-batch, which leaves its loss and new gradients behind, or a batch of an evaluation, which
+        leaves its predictions. Return None if it cannot be repeated: it left other blocks behind (workspaces, which a
+        thread keeps, do not count), it freed blocks that earlier operations had allocated, or one of the weights has a
+        gradient already.
 
         Args:
-            span: ((length of the log, number of operations) before the batch, the same after it, its tensors). Each of
-                its tensors is (the weight that it is the gradient of, or None; its `Spec`; its block).
+            span: ((length of the log, number of operations) before the batch, the same after it, the tensors that it
+                left behind). Each of these is (the weight that it is the gradient of, or None; its `Spec`; its block).
         """
         (start, first), (end, last), left = span
         entries, kept = self.log[start:end], {id(block) for *_, block in left}
@@ -375,7 +382,13 @@ class Routing(Enum):
     ONE_SIDED = "one-sided"  # all tokens choose the same experts
 
     def replaced(self, function, args, kwargs, result):
-        """Return the result of a choice (`topk` or `argmax`) with assumed numbers for the chosen experts."""
+        """Return the result of a choice with assumed numbers for the chosen experts.
+
+        Args:
+            function: `aten.topk.default`, or an overload of `argmax`.
+            args, kwargs: its arguments.
+            result: what it returned on fake tensors; it is returned unchanged if no dimension of experts is named.
+        """
         is_topk = function is aten.topk.default
         names = ("self", "k", "dim") if is_topk else ("self", "dim")
         given = dict(zip(names, args, strict=False)) | kwargs
@@ -398,7 +411,10 @@ WEIGHT_OF_NORM = {aten.native_layer_norm.default: 2, aten.native_batch_norm.defa
 
 
 def _traced(tracker: FakeTracker, parameters: int, trainable: int) -> Trace:
-    """Return the tracker's records as arrays, from the first forward pass on."""
+    """Return the tracker's records as arrays, from the first forward pass on.
+
+    `parameters` and `trainable`: numbers of the model's weights.
+    """
     column = {category: number for number, category in enumerate(CATEGORIES)}
     changes = np.zeros((len(tracker.log) + 1, len(column)), dtype=np.int64)
     columns = [column[block.category] for block, _ in tracker.log]

@@ -46,7 +46,7 @@ def outcome_of(future: "Future[Outcome]") -> Outcome:
 
 
 def perform(number: str, function: Callable[..., Outcome], *arguments) -> Outcome:
-    """Perform a submitted function, and add the machine and the package versions to its outcome.
+    """Perform a submitted function, and return its outcome with the machine and the package versions added.
 
     On a Dask worker also add the attempt: its worker, times and status. `number` is unique, see `submit`, and is not
     used.

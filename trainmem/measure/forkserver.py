@@ -126,7 +126,10 @@ class ForkServer:
 
 
 class _RunningServer:
-    """One server that this process started, or a fork of the course's server, and the connection to it."""
+    """One server that this process started, or a fork of the course's server, and the connection to it.
+
+    `preload`, `with_bitsandbytes`: what the server imports, as in `ForkServer`.
+    """
 
     def __init__(self, preload: Sequence[str], with_bitsandbytes: bool):
         self.forks: set[int] = set()  # ids of its fresh subprocesses that are not yet collected

@@ -92,9 +92,10 @@ def _ended_children() -> object:
 
 
 def _order(count: int, turns: int) -> Iterator[int]:
-    """Yield the indexes of players in the order of their turns, varied so that no player always follows the same one.
+    """Return the indexes of players in the order of their turns, varied so that no player always follows the same one.
 
-    A few players get all permutations, more players a fixed random selection.
+    A few players get all permutations, more players a fixed random selection. `count`: number of players; `turns`: per
+    player.
     """
     if count < 4:
         orders = itertools.cycle(itertools.permutations(range(count)))

@@ -127,9 +127,11 @@ class MemoryMeter:
 
 @contextlib.contextmanager
 def _seen_from_outside(watcher: Watcher, compiling_steps: int) -> Iterator[dict[int, torch.Tensor]]:
-    """Let a watcher observe only the ends of steps in this context; the last compiling step restarts the measurement.
+    """Let a watcher observe only the ends of optimizer steps in this context, because the code of a step is compiled.
 
-    Yield the parameters by id, which the first optimizer step adds.
+    The measurement starts again at the end of step number `compiling_steps`, the last one that compiles.
+
+    Yield {id: parameter}. It is empty until the end of the first optimizer step, which fills it.
     """
     parameters: dict[int, torch.Tensor] = {}
 
@@ -385,7 +387,10 @@ def _recorded(file: str):
 
 
 def _timeline(tracker: Tracker, at_operations: list[int]) -> dict[str, Any] | None:
-    """Return the last recorded step in the form of `series`; None if it has fewer than two entries."""
+    """Return the last recorded step in the form of `series`; None if it has fewer than two entries.
+
+    `at_operations`: the highest total in bytes during each operation that the tracker saw.
+    """
     ends = [operations for label, _, operations in tracker.marks if label == "step"]
     first, last = (ends[-2] if len(ends) > 1 else 0), (ends[-1] if ends else len(tracker.operations))
     indices = highest(at_operations, first, last)

@@ -60,7 +60,10 @@ def execute(
 
 
 def _once(step: int) -> tuple[int, int]:
-    """Return the `turn` argument of a `CleanProcess` that stops after this step, and then never again."""
+    """Return the `turn` of a `CleanProcess` that stops once, after the warm-up step number `step`, and waits for `go`.
+
+    A turn is (warm-up steps, steps per turn). No training has as many steps as this turn, so there is no second stop.
+    """
     return step, sys.maxsize
 
 
@@ -87,7 +90,7 @@ def account(experiment: Experiment, timeout: float = 600, on_step: Callable[[int
 
 
 def _explained(first: Outcome, second: Outcome) -> Outcome:
-    """Add the second pass's breakdown to the first pass, for each rank too."""
+    """Return the first pass's outcome with the breakdown of the second pass added, for each rank too."""
     ranks = [_explained(*pair) for pair in zip(first.ranks, second.ranks, strict=True)]
     memory = first.memory.explained(second.memory) if first.memory and second.memory else first.memory
     return first.replace(memory=memory, ranks=tuple(ranks))
@@ -182,11 +185,13 @@ def _next_event(process: CleanProcess, on_step: Callable[[int], Any] | None = No
 
 @contextlib.contextmanager
 def _quiet(event: int = quiet.Need.MACHINE) -> Iterator[None]:
-    """Hold the machine for a process that is timed in this context. Waiting for it does not count against the limit of
-    `within`.
+    """Hold the part of the machine that a process needs, while it is timed in this context.
+
+    The seconds spent waiting for the machine do not count against the limit of `within`.
 
     Args:
-        event: the process's `quiet.Need`, or the number of its turn: then it needs the whole machine.
+        event: the last event of the process, as `_next_event` returns it. A `quiet.Need` says what it needs; the number
+            of the step that ended its turn means that it needs the whole machine.
     """
     start = time.monotonic()
     with quiet.experiment(event if isinstance(event, quiet.Need) else quiet.Need.MACHINE):
@@ -316,10 +321,11 @@ def _stopping(experiment: Experiment, turns: int, steps_per_turn: int) -> interl
 
 
 def _in_what_is_left(experiment: Experiment, on_step: Callable[[int], None]) -> Outcome:
-    """Perform an experiment while others wait with their memory on the same device.
+    """Perform an experiment under the time meter while others wait with their memory on the same device; return its
+    outcome.
 
     It counts as out of memory as soon as torch's allocator has to release cached memory: it could continue, but more
-    slowly than alone.
+    slowly than alone. `on_step`: called after each step with its number.
     """
 
     def stepped(number: int) -> None:

@@ -70,7 +70,10 @@ class TimeMeter:
         self._begin = _now(), time.process_time(), waited
 
     def result(self, samples_per_step: int | None = None) -> Timing | None:
-        """Return median and spread after the warm-up, in seconds; None if too few steps ran to time one."""
+        """Return median and spread after the warm-up, in seconds; None if too few steps ran to time one.
+
+        `samples_per_step`: over all processes, for the samples per second; None: these are not known.
+        """
         steps = self._steps[self.warmup_steps - 1 :]
         if not steps:
             return None
@@ -90,8 +93,9 @@ class TimeMeter:
 
 
 def _also_skipped(step: Callable) -> Callable:
-    """Wrap `GradScaler.step` so that steps are counted which it skips because gradients overflow: optimizer hooks miss
-    them.
+    """Wrap `GradScaler.step` so that the meter also counts the steps that the scaler skips because gradients overflow.
+
+    In such a step the optimizer does not run, so torch's hooks of the optimizer do not see it.
     """
 
     @functools.wraps(step)

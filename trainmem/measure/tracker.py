@@ -79,7 +79,11 @@ class Tracker(Watcher, TorchDispatchMode):
         return self.watch(function, types, args, kwargs)
 
     def watch(self, function, types, args, kwargs):
-        """Run an operation and track its results."""
+        """Run an operation, track the storages of its results, and return the results.
+
+        In backward, an operation that autograd would do in place without a tracker is done in place (`_in_place`). The
+        arguments are those of `__torch_dispatch__`.
+        """
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a tensor made of tensors: it runs operations on those, which are tracked
         self._track_scaling_number()
@@ -208,7 +212,10 @@ class Tracker(Watcher, TorchDispatchMode):
         return 0
 
     def _add_block(self, storage, category, operation):
-        """Log that a storage is allocated, and arrange that its free is logged, too."""
+        """Log that a storage is allocated, and arrange that its free is logged, too.
+
+        `category` and `operation`: the use of the memory, and the operation that allocates it.
+        """
         block = Block(self._size(storage), category, operation, self._stream())
         key, log, blocks = storage._cdata, self.log, self._blocks
 
@@ -261,8 +268,11 @@ _WRAPPERS = ("torch._compile", "torch._dynamo")  # they wrap `__torch_dispatch__
 
 
 def _is_autograds() -> bool:
-    """Return whether autograd itself calls the present operation: above the tracker's frames is the call of its engine,
-    or nothing, in a thread of the engine. Otherwise Python code calls it, e.g. the backward of a `Function`."""
+    """Return whether autograd's engine itself calls the present operation, and no Python code inside a backward pass.
+
+    Such Python code is e.g. the backward of a `Function`. The caller of the tracker tells: in a thread of the engine
+    there is none, and in the thread that called `backward` it is the call of the engine.
+    """
     frame = sys._getframe(3)  # above `watch`
     while frame and (frame.f_code.co_name == "__torch_dispatch__" or frame.f_globals["__name__"].startswith(_WRAPPERS)):
         frame = frame.f_back
@@ -272,11 +282,11 @@ def _is_autograds() -> bool:
 def _in_place(function, target: Any, other: Any) -> bool:
     """Return whether autograd would do this operation in place if the training were not tracked.
 
-    `function` is a key of `_IN_PLACE`, `target` and `other` are its first two arguments.
-
-    It does if it holds the only reference (`InputBuffer::accumulate`, and the formulas that check
+    Autograd does so if it holds the only reference to `target` (`InputBuffer::accumulate`, and the formulas that check
     `areAnyTensorSubclassLike`, in torch's csrc/autograd), but never while a dispatch mode is on: the tracked training
     would have one tensor more. An operation that Python code calls during backward is left as it is.
+
+    `function` is a key of `_IN_PLACE`, `target` and `other` are its first two arguments.
     """
     if torch.is_grad_enabled() or not isinstance(target, torch.Tensor) or not _is_autograds():
         return False
@@ -371,6 +381,8 @@ class TrainingHooks:
 
     Some methods are hooks that torch calls. The others replace a function of torch or transformers, which they get as
     `plain` and call.
+
+    `tracker`: the watcher, which may be a `Tracker`.
     """
 
     def __init__(self, tracker: Watcher):

@@ -131,7 +131,7 @@ def _execute(experiment: Experiment, folder: str, steps: int, keep_losses: bool,
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value to types that JSON can hold: tensors and arrays become lists and numbers.
+    """Return a value in types that JSON can hold: tensors and arrays become lists and numbers.
 
     Raises:
         TypeError: a value of another type.
@@ -209,7 +209,10 @@ def threads_of(experiment: Experiment) -> int | None:
 
 
 def _launch(experiment: Experiment, measure: str, on_step: Callable[[int], None] | None) -> Outcome:
-    """Perform an experiment on its ranks, see `_launch_once`. Ranks that fail to connect are launched once more."""
+    """Perform an experiment on its ranks and return rank 0's outcome; arguments as in `perform`.
+
+    Ranks that fail to connect to each other are launched once more.
+    """
     outcome = _launch_once(experiment, measure, on_step)
     return _launch_once(experiment, measure, on_step) if _NEVER_MET in outcome.message else outcome
 
@@ -299,7 +302,7 @@ def _lost_connection(outcome: Outcome) -> bool:
 
 
 def _rank(experiment: Experiment, measure: str, on_step, folder: str, barrier, ends) -> Outcome:
-    """Perform an experiment as one rank, in a process that dies with its parent.
+    """Perform an experiment as one rank, in a process that dies with its parent, and return its outcome.
 
     A rank that fails reports why and exits with an error, so that the launcher ends the others instead of leaving them
     in a collective. The launcher reports the first rank that ends, which should be the one at fault: a rank that merely

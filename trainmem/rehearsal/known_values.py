@@ -93,7 +93,7 @@ class Values(TorchFunctionMode):
         return not getattr(self._storages.get(address), "is_known", True)
 
     def note_copy(self, source: torch.UntypedStorage, copied: torch.UntypedStorage) -> None:
-        """Note that the copy of a storage on the host has unknown values if its source has."""
+        """Note that `copied`, the copy of the storage `source` on the host, has unknown values if `source` has."""
         noted = self._storages.get(source.data_ptr())
         if not getattr(noted, "is_known", not source.is_cuda) and copied.data_ptr():
             self._storages[copied.data_ptr()] = copied
@@ -149,11 +149,10 @@ class Values(TorchFunctionMode):
         return made
 
     def _note_arrivals(self, function, name, args, kwargs, given, made) -> None:
-        """Compute and note those results of an operation that are on the device and known, if its arguments are all on
-        the host.
+        """Compute those results on the device whose values are known although no argument is on the device.
 
-        These are small copies of host tensors, and small tensors that a function such as `ones` makes. The arguments
-        are those of `_note_results`.
+        These are small copies of host tensors, and small tensors that a function such as `ones` makes. Note that they
+        are known. The arguments are those of `_note_results`.
         """
         for tensor in _tensors(made):
             copied = len(given) == 1 and given[0].shape == tensor.shape
@@ -209,6 +208,7 @@ class Values(TorchFunctionMode):
         """Send small whole numbers to the group's other ranks through its store.
 
         The stub of NCCL leaves each rank's own values in place, but DeepSpeed checks whether all ranks have the same.
+        The arguments are those of `torch.distributed.broadcast`.
         """
         group = group or torch.distributed.group.WORLD
         if tensor.dtype not in EXACT or tensor.numel() > LARGEST_SENT or group.rank() < 0:
@@ -298,6 +298,8 @@ class Values(TorchFunctionMode):
 
     def _sized_by_values(self, function, args, kwargs, given):
         """Return the result of a function whose size depends on values: computed on the CPU and moved to the device.
+
+        The arguments are those of `_note_results`.
 
         Raises:
             NeedsValues: these values are unknown, and none are assumed.

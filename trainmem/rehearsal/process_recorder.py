@@ -48,7 +48,12 @@ class Uploads(PermissionError):
 
 
 class Recorder:
-    """Record the peaks of this process's devices at each change of phase, and write its file."""
+    """Record the peaks of this process's devices at each change of phase, and write its file.
+
+    Args:
+        folder: for the files of all processes.
+        values: the `Values` that this process tracks, with the counts of assumed answers.
+    """
 
     def __init__(self, folder: str, values):
         self.folder, self.values = folder, values

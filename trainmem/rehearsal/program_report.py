@@ -93,9 +93,14 @@ def peaks_text(peaks: list[int]) -> str:
 
 
 def read(folder: str | os.PathLike, code: int, card: Card, assumes: bool) -> ProgramRun:
-    """Return the run of a program that ended with exit code `code`, from the files in `folder`.
+    """Return how a rehearsed program ended and what memory its processes took, from the files in `folder`.
 
     Remove the files of weights without values that the program saved.
+
+    Args:
+        code: its exit code.
+        card: the card on which it was rehearsed.
+        assumes: whether unknown values were assumed.
     """
     processes = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
     kinds = {error["kind"] for each in processes if (error := each["error"])}

@@ -98,10 +98,11 @@ def own_command(typed: list[str]) -> list[str] | None:
 
 
 def run(words: list[str], on: Card, *, assumes: bool = False, output: int | None = None) -> ProgramRun:
-    """Run a command on a rehearsed card; "python" is replaced by the Python that rehearses.
+    """Run a command on a rehearsed card, and return how it ended and what memory it took.
 
     Args:
-        words: the command.
+        words: the command; "python" is replaced by the Python that rehearses.
+        on: the card.
         assumes: answer questions about unknown values by fixed rules, so that the program continues.
         output: descriptor that gets what the program prints; None: standard output.
 

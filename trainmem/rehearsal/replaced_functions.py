@@ -67,8 +67,10 @@ def install() -> None:
     truncated_normal = torch.nn.init._no_grad_trunc_normal_
 
     def fill(tensor, *args, **kwargs):
-        """Fill a tensor from a truncated normal distribution. A large weight, whose values are unknown, is filled from
-        a plain one, because torch would redraw values until all are within the bounds.
+        """Fill a tensor from a truncated normal distribution, as `torch.nn.init.trunc_normal_` does, and return it.
+
+        A large weight, whose values are unknown, is filled from a normal distribution that is not truncated, because
+        torch would draw again until all values are within the bounds.
         """
         large = tensor.numel() >= LARGE_WEIGHT and torch.cuda.is_available()
         return tensor.normal_() if large else truncated_normal(tensor, *args, **kwargs)

@@ -57,7 +57,12 @@ class Files:
 
 
 class _Records:
-    """Write torch's zip files, but with holes in place of storages whose values are unknown."""
+    """Write torch's zip files, but with holes in place of storages whose values are unknown; `holes` counts them.
+
+    Args:
+        writer: torch's own writer, which gets everything else.
+        values: the `Values` that this process tracks.
+    """
 
     def __init__(self, writer, values):
         self.writer, self.values, self.holes = writer, values, 0
@@ -122,7 +127,13 @@ def install(files: Files, values) -> None:
 
 
 def write_header(tensors: dict, filename: str | os.PathLike, metadata: dict | None) -> None:
-    """Write a safetensors file with a header, and a hole in place of its tensors."""
+    """Write a safetensors file with a header, and a hole in place of its tensors.
+
+    Args:
+        tensors: {name: object with the tensor's `dtype`, `shape` and `data_len` (bytes)}.
+        filename: the file.
+        metadata: texts to put into the header, by name; None: none.
+    """
     header, end = {"__metadata__": dict(metadata)} if metadata else {}, 0
     for name, each in tensors.items():
         header[name] = {"dtype": str(each.dtype), "shape": [*each.shape], "data_offsets": [end, end + each.data_len]}
