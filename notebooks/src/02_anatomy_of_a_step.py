@@ -130,7 +130,7 @@ plots.Table(header, rows)
 
 # %%
 m, k, n = (2048, 1024, 1536) if DEVICE == "cpu" else (8192, 4096, 12288)
-elements = (2**25 if DEVICE == "cpu" else 2**28) // (1 if lab.profile.name != "tiny" else 32)
+elements = (2**25 if DEVICE == "cpu" else 2**28) // lab.sized(1, 32)
 counts = {
     "matmul": (2 * m * k * n, 4 * (m * k + k * n + m * n)),
     "LayerNorm": (8 * elements, 2 * 4 * elements),

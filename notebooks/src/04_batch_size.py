@@ -638,8 +638,7 @@ def learning(sizes, seed):
 
 
 seeds, factors = (0, 1, 2), {8: (1, 2, 4), 32: (1, 2, 4), 128: (1, 4, 16)}
-if lab.profile.name == "tiny":
-    factors = {size: (1,) for size in factors}
+factors = lab.sized(factors, {size: (1,) for size in factors})
 with ThreadPoolExecutor(2 if on_cpu else 1) as pool:  # trainings at the same time do not change each other's losses
     curves = dict(collections.ChainMap(*pool.map(learning, 3 * [(8,)] + 3 * [(32, 128)], 2 * seeds)))
 

@@ -525,7 +525,7 @@ assert not more_steps.known or more_steps.high > 1  # the answer to the question
 # Dropout is off, and there are three seeds. The picture shows the training loss: a line is the median of the seeds, a band their range. The claims use the loss on sequences that were not trained on. (Warm-up is not measured: a warm-up of 100 steps would be longer than the whole training with 4 x 8, which has 16 steps.)
 
 # %%
-SEQUENCES = 512 if lab.profile.name != "tiny" else 64
+SEQUENCES = lab.sized(512, 64)
 
 
 def one_epoch(task, base_rate=3e-4):

@@ -358,7 +358,7 @@ def contest(task):
 
 
 tasks = {"look-up": look_up, "copy": copy}
-short = {} if lab.profile.name != "tiny" else {"dataset_size": 6 * 16}
+short = lab.sized({}, {"dataset_size": 6 * 16})
 contests = {
     name: lab.run(contest, name, task=task.replace(**short), measure="value").value for name, task in tasks.items()
 }

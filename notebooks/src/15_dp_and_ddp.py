@@ -45,7 +45,7 @@ lab = Lab(profile, strict=strict, out=out, lesson="15_dp_and_ddp")
 claims = Claims(lab)
 gpus2 = hardware.supports("gpus2")[0]
 no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-task = Task("bert-small", seq_len=32, config=no_dropout | {"vocab_size": 2000})
+task = Task("bert-small", seq_len=32, config=no_dropout | {"vocab_size": 2000, "hidden_size": lab.sized(512, 128)})
 
 # %% [markdown]
 # ## Part one: DDP
@@ -355,7 +355,7 @@ def loop(task, samples, wrap=DDP, link=None, environment=(), turns=5):
         dist.init_process_group("nccl" if on_gpus else "gloo")
     model = wrap(model) if ranks > 1 or wrap is not DDP else model
     optimizer, before = torch.optim.AdamW(model.parameters()), slow_link.bytes_sent() or 0
-    steps = turns + lab.profile.warmup_steps
+    steps = lab.sized(turns, 3) + lab.profile.warmup_steps
     for _ in range(steps):
         model(**batch).loss.mean().backward()
         optimizer.step()

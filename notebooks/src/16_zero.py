@@ -43,8 +43,8 @@ no_deepspeed = optional_packages.offer("deepspeed")
 lab = Lab(profile, strict=strict, out=out, lesson="16_zero")
 claims = Claims(lab)
 no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "vocab_size": 2000}
-sizes = {"num_hidden_layers": 4, "hidden_size": 384, "intermediate_size": 1536, "num_attention_heads": 4}
-task = Task("bert-small", seq_len=32, config=no_dropout | sizes)
+sizes = {"num_hidden_layers": lab.sized(4, 2), "hidden_size": lab.sized(384, 128), "num_attention_heads": 4}
+task = Task("bert-small", seq_len=32, config=no_dropout | sizes | {"intermediate_size": lab.sized(1536, 512)})
 parameters = task.parameters()
 
 # %% [markdown]
@@ -710,7 +710,7 @@ def timed(task, stage, samples, turns=3):
     called = model if stage == 3 else DDP(model)
     adamw = partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW) if stage == 1 else torch.optim.AdamW
     optimizer = adamw(model.parameters(), lr=1e-3)
-    for _ in range(turns + lab.profile.warmup_steps):
+    for _ in range(lab.sized(turns, 1) + lab.profile.warmup_steps):
         called(**batch).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -764,7 +764,7 @@ for billions, cards in ((1, 1), (7, 1), (7, 8), (30, 1), (30, 8), (100, 8), (300
 plots.Table(["parameters", "cards of 80 GiB", "choice", "bytes per card"], rows)
 
 # %%
-large = Task("llama-3-8b", seq_len=1024)
+large = Task("llama-3-8b", seq_len=1024, config=lab.sized({}, {"num_hidden_layers": 2}))
 recipe = {"per_device_train_batch_size": 4, "bf16": True, "gradient_checkpointing": True, "dtype": "float32"}
 for question in ({"card_bytes": "80GB"}, {"card_bytes": "80GB", "slow_link": True}, {"card_bytes": "8GB"}):
     display(lab.foresee(parallelism, large, cards=8, **question, **recipe))

@@ -362,7 +362,7 @@ def learn(task, seed, balance=0.02):
 
 
 # %%
-SEEDS, STEPS = (0, 1, 2), 4 if lab.profile.name == "tiny" else 240
+SEEDS, STEPS = (0, 1, 2), lab.sized(240, 4)
 SHAPES = {f"dense, {width}": (1, 1, width) for width in (32, 64, 160, 256)}
 SHAPES |= {"8 experts": (8, 2, 32), "64 experts": (64, 2, 16), "64, no balancing": (64, 2, 16)}
 

@@ -58,7 +58,7 @@ print(lab.machine.name)
 WALL, CPU = 0, 1  # two clocks: on the wall, and the seconds that processors computed
 CORES = lab.machine.cpu_cores or 1
 HALF = max(1, CORES // 2)
-turns = 3 if lab.profile.name == "tiny" else 7
+turns = lab.sized(7, 3)
 question = "How many times as long does one training step take in fp16 as in fp32, on this CPU?"
 widgets.predict(lab, "fp16", question, "x", 0, 40)
 

@@ -246,7 +246,7 @@ def throttling(rows):
 
 hot, not_hot = None, "needs a GPU to heat"
 if on_gpu:
-    seconds, uuid = 20 if lab.profile.name != "tiny" else 1, lab.machine.gpus[0].uuid
+    seconds, uuid = lab.sized(20, 1), lab.machine.gpus[0].uuid
     load = lab.run(lambda task: heated(seconds, uuid, task), "load", measure=("none",))
     hot, not_hot = throttling(load.value) if load.ok else (None, load.failure)
     for row in (load.value or [])[:: max(1, len(load.value or []) // 8)]:
@@ -351,7 +351,7 @@ def graphs(lengths, limit=None, **options):
 
 
 # %%
-lengths = range(1, 65) if lab.profile.name != "tiny" else range(1, 9)
+lengths = range(1, lab.sized(65, 9))
 to_32 = [-(-length // 32) * 32 for length in lengths]
 fixed = {"each length": graphs(lengths, 65, dynamic=False), "padded to 32": graphs(to_32, 65, dynamic=False)}
 limited, default = graphs(lengths, dynamic=False), graphs(lengths)

@@ -13,6 +13,7 @@ from perf_helpers import plots
 from perf_helpers.lab import doctor
 from trainmem.core import progress
 from trainmem.core.outcomes import Outcome
+from trainmem.core.task import TINY
 from trainmem.core.training import Experiment
 from trainmem.measure import processes, quiet
 from trainmem.measure.interleaving import NO_TIME, NOISE_FLOOR, Seconds
@@ -156,6 +157,10 @@ class Lab(Runner):
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
             print(f"no estimate: {reason}")
             return None
+
+    def sized(self, usual: Any, smallest: Any) -> Any:
+        """Return `usual`; under the profile "tiny" `smallest`, because there a lesson only has to run."""
+        return smallest if self.profile.name == TINY.name else usual
 
     def quiet(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which a notebook may time code itself: other lessons of the same course run wait."""
