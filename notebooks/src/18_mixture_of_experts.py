@@ -455,7 +455,8 @@ LEAST = transformers.AutoConfig.for_model("switch_transformers").d_model
 found = [equal_width(seed) for seed in range(len(SEEDS))]
 equal = round(median(found)) if all(found) else 128
 print(
-    "FFN width of a dense model as good as 64 experts, by seed:", ", ".join(f"{width:.0f}" if width else "?" for width in found)
+    "FFN width of a dense model as good as 64 experts, by seed:",
+    ", ".join(f"{width:.0f}" if width else "?" for width in found),
 )
 
 # %%
@@ -481,7 +482,9 @@ peaks = {}
 for name in ("dense, 160", "8 experts", "64 experts"):
     run = lab.train(name, task=small(*SHAPES[name]), per_device_train_batch_size=4, measure=("memory",))
     peaks[name] = of_tensors(run)
-plots.Table(["", "peak memory in training, x dense, 160"], [[name, peak / peaks["dense, 160"]] for name, peak in peaks.items()])
+plots.Table(
+    ["", "peak memory in training, x dense, 160"], [[name, peak / peaks["dense, 160"]] for name, peak in peaks.items()]
+)
 
 # %% [markdown]
 # Read down the column of forward passes: the wider the models, the closer the seconds come to the operations. In its first row, gate, sorting and gathering cost more than the narrow FFN saves. In the other rows training gains less than a forward pass, because AdamW goes over *all* experts in each step. Large trainings have a thousand times as many tokens in a step, so the update is a small part of theirs. The guides promise a training that is 4 to 5 times as fast, a figure of the papers. It is out of reach here for a simpler reason: at this quality the mixture does not save that many operations.
