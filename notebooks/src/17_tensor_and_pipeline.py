@@ -589,7 +589,7 @@ for (name, parts), turns in timed.items():
     shares_idle = [bubble(turn) for turn in turns]
     texts = f"{median(shares_idle):.0%} ({min(shares_idle):.0%} to {max(shares_idle):.0%})", f"{1 / (parts + 1):.0%}"
     rows.append([name, parts, *(texts if name in ORDERS else ("", "")), str(gain)])
-display(plots.Table(["way", "micro-batches", "bubble", "formula", "speed, times one device"], rows))
+display(plots.Table(["way", "micro-batches", "bubble (least to most)", "formula", "speed, times one device"], rows))
 figure, axes = plt.subplots(3, 1, figsize=(8, 5), layout="constrained", dpi=110)
 for ax, key in zip(axes, [("GPipe", 1), ("GPipe", 8), ("1F1B", 8)]):
     turn = min(timed[key], key=seconds_of)

@@ -493,7 +493,7 @@ if not no_optuna:
 # %% [markdown]
 # Two faults come together:
 #
-# - `Trainer.train` creates the model before it applies the trial's settings. So **each trial runs with the seed of the one before**: in the table its loss equals the last column, not the one with its own seed.
+# - `Trainer.train` creates the model before it applies the trial's settings. So **each trial runs with the seed of the one before** (the first one with the default, 42): in the table its loss equals the last column, not the one with its own seed.
 # - The Trainer trains with its own copy of the batch size, and only a trial updates this copy. After the search it is the last trial's.
 #
 # So create a *new* Trainer for the winning settings. And do not search the seed.
