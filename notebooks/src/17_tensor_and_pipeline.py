@@ -89,7 +89,7 @@ exercises.question(
 # - **by columns**, that is by outputs: each shard computes some of the outputs, from *all* inputs;
 # - **by rows**, that is by inputs: each shard takes some of the inputs, and computes a *summand* of every output.
 #
-# (The names belong to a matrix of inputs x outputs. torch stores its transpose, outputs x inputs, so a split by columns cuts torch's dimension 0.)
+# (The names belong to a matrix of inputs x outputs. torch stores its transpose, so a split by columns cuts torch's dimension 0.)
 #
 # The cell below splits one matrix in each way, then two matrices with a gelu between them. It compares every result with that of the whole matrices; if it prints nothing, all are equal.
 
@@ -322,7 +322,7 @@ plots.Table(
 #
 # - **GPipe** runs all forward passes, then all backward passes.
 # - **1F1B** ("one forward, one backward") alternates forward and backward passes as soon as possible.
-# - **Interleaved** gives each rank two shorter pieces of the model instead of one long piece. The next rank can begin sooner, but there are more than twice as many messages.
+# - **Interleaved** gives each rank two shorter pieces of the model instead of one long piece. The next rank can begin sooner, but on two ranks there are three borders to send over instead of one.
 #
 # The next cell prints the first two for two stages and four micro-batches: `F0` is the forward pass of micro-batch 0, `B0` its backward pass. The four cells after it are plumbing, and you can skip them: they receive and send, prepare each rank's layers, train, and compare gradients.
 
@@ -459,7 +459,7 @@ def apart(one, other):
 # %% [markdown]
 # ## Baseline, and four ways to use two devices
 #
-# The same model is trained on the same 16 sequences in five ways: on one device, as two replicas (data parallel), with tensor parallelism, and as a two-stage pipeline with the schedules GPipe and 1F1B. The lab's meter counts the bytes of each rank, and the first table has those of the fullest rank.
+# The same model is trained on the same 16 sequences in five ways: on one device, as two replicas (data parallel), with tensor parallelism, and as a two-stage pipeline of eight micro-batches, with the schedules GPipe and 1F1B. The lab's meter counts the bytes of each rank, and the first table has those of the fullest rank.
 #
 # Is it the same training? Losses under AdamW would not tell: AdamW divides by the size of the gradient, so gradients that are 16 times too large give nearly the same losses. Therefore each rank compares its gradients with those of one device.
 
@@ -482,7 +482,7 @@ for name, options in {"one device": {}, **WAYS}.items():
     losses[name], _ = runs[name][-1]["value"]  # the last stage has the loss
     peak, sent = (max(values) / 1e6 for values in zip(*((rank["peak_bytes"], rank["value"][1]) for rank in runs[name])))
     rows.append([name, max(weights) / 1e6, largest[name], peak, sent, losses[name][-1]])
-display(plots.Table(["way", "weights, MB", "/ one device", "peak, MB", "sent, MB", "loss, 5th step"], rows))
+display(plots.Table(["way", "weights, MB", "/ one device", "peak, MB", "sent per step, MB", "loss, 5th step"], rows))
 far = two(gradients, "gradients", measure="none", ways=WAYS)
 far = {name: max(rank[name] for rank in far) for name in WAYS}
 plots.Table(["way", "largest difference / largest gradient"], [[name, f"{most:.0e}"] for name, most in far.items()])
@@ -589,7 +589,7 @@ for (name, parts), turns in timed.items():
     shares_idle = [bubble(turn) for turn in turns]
     texts = f"{median(shares_idle):.0%} ({min(shares_idle):.0%} to {max(shares_idle):.0%})", f"{1 / (parts + 1):.0%}"
     rows.append([name, parts, *(texts if name in ORDERS else ("", "")), str(gain)])
-display(plots.Table(["way", "micro-batches", "bubble", "formula", "speed, times one device"], rows))
+display(plots.Table(["way", "micro-batches", "bubble (least to most)", "formula", "speed, times one device"], rows))
 figure, axes = plt.subplots(3, 1, figsize=(8, 5), layout="constrained", dpi=110)
 for ax, key in zip(axes, [("GPipe", 1), ("GPipe", 8), ("1F1B", 8)]):
     turn = min(timed[key], key=seconds_of)
@@ -887,7 +887,7 @@ plots.Table(["ranks", "tensor parallel", "pipeline", "best grid"], rows, "MB of 
 #
 # ### When does a link hold the devices up?
 #
-# Let a device compute F operations per second, and let its link carry B bytes per second. The third table has both limits.
+# Let a device compute F operations, and its link carry B bytes, per second. The third table has both limits.
 #
 # - *Replicas*: backward takes 4 operations for each weight and token. Meanwhile the gradients are summed: for each weight, 2 bytes (bf16) are sent twice. So each replica needs at least **F / B tokens**. (To hide its all-gathers, ZeRO 3 needs as many tokens.)
 # - *Tensor-parallel shards*: a block has 12 width² weights. So in forward, each of *n* shards computes 24 width² / n operations for a token, then waits for two sums of `width` numbers: 8 x width bytes, since each number has 2 bytes and is sent twice. Arithmetic and messages both grow with the tokens, so more tokens do not help. The limit is on the *number of shards*: the messages take as long as the arithmetic at about **3 x width x B / F**.
@@ -929,7 +929,7 @@ for name, options in {"one device": {}, "tensor": {"way": "tensor"}, "pipeline":
     tricks = each_rank(f"{name}, all tricks", steps=2, parts=8, samples=8, frugal=True, **options)
     peaks[name] = max(rank["peak_bytes"] for rank in tricks)
 beyond = min(peaks["tensor"], peaks["pipeline"]) / peaks["one device"]
-display(claims.check("model-parallel-beyond-tricks", beyond, note=str(peaks)))
+display(claims.check("model-parallel-beyond-tricks", beyond, note=f"peak bytes: {peaks}"))
 alone = min(size for ranks in (1, 2, 4, 8) for size in limits[ranks][:2] if size)
 claims.check("three-d-scales", limits[8][2] / alone, note=f"alone {alone:.3f} MB, on at most 8 ranks")
 
@@ -942,7 +942,7 @@ claims.check("three-d-scales", limits[8][2] / alone, note=f"alone {alone:.3f} MB
 # - for each layer but the last, the MB that are sent if the split is *after* it,
 # - the limit in MB.
 #
-# The check draws new models each time, each with a limit that some split meets.
+# The check draws new models, each with a limit that some split meets.
 
 # %% jupyter={"source_hidden": true}
 exercises.hint(

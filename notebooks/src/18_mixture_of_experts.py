@@ -116,7 +116,7 @@ def mixture(x, gate, gate_up, down, k):
 # %% [markdown]
 # Nothing so far keeps the gate from sending every token to the same two experts. Therefore trainings of such models add a **balancing loss**. For each expert it multiplies the share of tokens that the expert got by the mean score that the gate gave it. The sum over the experts, times the number of experts, is the loss. It is smallest if both are even. (Only the scores get a gradient, because a share is a count. The larger the share of an expert, the more an update lowers its score.)
 #
-# The next cell compares our mixture and our balancing loss with those of transformers, on the weights of one of its Mixtral layers. It also prints the name of the implementation with which transformers computes the experts:
+# The next cell compares our mixture and our balancing loss with those of transformers, on the weights of one of its Mixtral layers. It also prints how transformers computes the experts:
 
 
 # %%
@@ -153,7 +153,7 @@ print(type(block).__name__, "computes its experts by", model.config._experts_imp
 #
 # ### Which layers?
 #
-# "Every other FFN layer is replaced", say the guides. Their picture comes from the paper on GLaM, a mixture by Google, and for GLaM the statement is true. What do other models do? The table has each architecture's default configuration in full size, on torch's `meta` device, where tensors have shapes but no numbers:
+# "Every other FFN layer is replaced", say the guides. Their picture comes from the paper on GLaM, a mixture by Google, and for GLaM the statement is true. What do other models do? The table has each architecture's default configuration in full size, on torch's `meta` device (lesson 00):
 
 
 # %%
@@ -427,7 +427,7 @@ display(
 #
 # The guides take their figures from papers, whose models are large. So the comparison runs at three sizes: as trained, four times as wide, and as wide as the smallest model in those papers, Switch-Base. (The lesson assumes, and does not measure, that two models of equal quality stay equal when both are widened.)
 #
-# In the first table below each row is one size. The columns say how many times fewer operations the mixture needs, and how many times as fast it is. Only in the last column is a larger number worse: how many times as long a step of the 64 experts takes as one of the dense model of width 32, in which a token meets as many weights.
+# In the first table below each row is one size. The columns say how many times fewer operations the mixture needs, and how many times as fast it is. Only in the last column is a larger number worse: how many times as long a step of the 64 experts takes as one of the dense model of width 32, in which a token meets as many weights. (The second table has the memory that a training takes.)
 #
 # > **On a GPU:** the largest size is 32 times as wide as trained.
 
@@ -455,7 +455,8 @@ LEAST = transformers.AutoConfig.for_model("switch_transformers").d_model
 found = [equal_width(seed) for seed in range(len(SEEDS))]
 equal = round(median(found)) if all(found) else 128
 print(
-    "a dense model as good as 64 experts has an FFN of", ", ".join(f"{width:.0f}" if width else "?" for width in found)
+    "FFN width of a dense model as good as 64 experts, by seed:",
+    ", ".join(f"{width:.0f}" if width else "?" for width in found),
 )
 
 # %%
@@ -481,10 +482,12 @@ peaks = {}
 for name in ("dense, 160", "8 experts", "64 experts"):
     run = lab.train(name, task=small(*SHAPES[name]), per_device_train_batch_size=4, measure=("memory",))
     peaks[name] = of_tensors(run)
-plots.Table(["", "memory, x dense"], [[name, peak / peaks["dense, 160"]] for name, peak in peaks.items()])
+plots.Table(
+    ["", "peak memory in training, x dense, 160"], [[name, peak / peaks["dense, 160"]] for name, peak in peaks.items()]
+)
 
 # %% [markdown]
-# Read down the columns: the wider the models, the closer the seconds come to the operations. In the first row, gate, sorting and gathering cost more than the narrow FFN saves. In the others training gains less than a forward pass, because AdamW goes over *all* experts in each step. Large trainings have a thousand times as many tokens in a step, so the update is a small part of theirs. The guides promise a training that is 4 to 5 times as fast, a figure of the papers. It is out of reach here for a simpler reason: at this quality the mixture does not save that many operations.
+# Read down the column of forward passes: the wider the models, the closer the seconds come to the operations. In its first row, gate, sorting and gathering cost more than the narrow FFN saves. In the other rows training gains less than a forward pass, because AdamW goes over *all* experts in each step. Large trainings have a thousand times as many tokens in a step, so the update is a small part of theirs. The guides promise a training that is 4 to 5 times as fast, a figure of the papers. It is out of reach here for a simpler reason: at this quality the mixture does not save that many operations.
 #
 # ## Experts in two processes
 #
@@ -533,7 +536,7 @@ def in_parallel(x, gate, gate_up, down, k):
     weights, chosen, _ = route(x, gate, k)
     order = chosen.flatten().argsort(stable=True)  # by expert, so by rank
     outgoing = chosen.flatten().bincount(minlength=len(gate))
-    incoming = torch.empty_like(outgoing)  # from each rank, for each expert local_experts
+    incoming = torch.empty_like(outgoing)  # from each rank, for each expert of this rank
     dist.all_to_all_single(incoming, outgoing)
     sent, received = (counts.view(ranks, local_experts).sum(1).tolist() for counts in (outgoing, incoming))
     rows = Exchange.apply(x[order // k], sent, received)  # new

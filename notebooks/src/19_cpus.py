@@ -101,7 +101,7 @@ plots.Table(heads, [[name, *map(float, three)] for name, three in by_type.items(
 #
 # The type of the numbers changes the time of linear layers and attention most. So we time these *parts* alone, in each type. The whole step is that of a small Llama, which is loaded from a checkpoint in each type.
 #
-# The prediction for a step in fp16 or bf16 is the time of its parts plus the *rest*: the step in fp32 minus the parts in fp32. In a 16-bit type the rest may take half as long (half of the bytes) or twice as long (more casts), so the prediction is a range. The line below the table has the predicted and the measured speed of a step in fp16, relative to a step in bf16.
+# The prediction for a step in fp16 or bf16 is the time of its parts plus the *rest*: the step in fp32 minus the parts in fp32. In a 16-bit type the rest may take half as long (half of the bytes) or twice as long (more casts), so the prediction is a range. The line below the table has the predicted and the measured speed of a step in fp16, relative to a step in bf16. The first table had three matmuls of one size; these parts include attention and smaller matmuls, so another type may be the fastest.
 
 # %%
 SIZES = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, vocab_size=256)
@@ -178,7 +178,7 @@ widgets.revealed(lab, "fp16", least["fp16"] / least["fp32"])
 #
 # > **On a GPU:** weights that stay in fp16 do not make a step slow, because a GPU has instructions for fp16. (Whether they train well is another question: lesson 07.)
 #
-# The remedy is one argument: `from_pretrained(..., dtype=torch.float32)`. Add `bf16=True` if the table above shows that bf16 is fast.
+# The remedy is one argument: `from_pretrained(..., dtype=torch.float32)`. Add `bf16=True` if the last column of the table shows that a step in bf16 is the faster one.
 #
 # ## The library's switches
 #
@@ -395,7 +395,7 @@ plt.show()
 #
 # The next cell prints these comparisons as ratios, each with its interval. The first two lines are speeds relative to *one* process with half of the threads.
 #
-# - First line: two such processes with DDP, then the same two without an exchange of gradients. *With the sum of all gradients* adds the time of the all-reduce to the time without an exchange, as if no part of the all-reduce ran during backward. The first number should be between the other two.
+# - First line: two such processes with DDP, then the same two without an exchange of gradients. *With the sum of all gradients* adds the time of the all-reduce to the time without an exchange, as if no part of the all-reduce ran during backward. The first number should be between the other two, as far as the intervals tell.
 # - Second line: one process with all threads, which uses as many cores as the two processes.
 # - Third line: the CPU time of the crowded layout, relative to two processes that divide the cores.
 # - Last line: one thread fewer, relative to all threads, in training, in a matmul and in an element-wise operation (*other work*).
@@ -490,7 +490,7 @@ _ = widgets.explore(draw, micro=[8, 2], kind=["fp32", "bf16"])
 
 # %% jupyter={"source_hidden": true}
 exercises.hint(
-    "Which row of the first table is the fastest? That decides the dtype. Then move the explorer: the larger micro-batch first, then the layouts."
+    "Move the explorer: compare the two types first, then the micro-batches. The longest bar of all names the recipe."
 )
 
 # %% tags=["exercise"]
@@ -616,7 +616,7 @@ def check(answer):
     if found["equal"] < 0.9:
         return exercises.wrong(f"{message}. In which type are the weights and AdamW's states while they are trained?")
     if speed.high < 0.8:
-        return exercises.wrong(f"{message}. Too slow: which type was the fastest in the first table?")
+        return exercises.wrong(f"{message}. Too slow: which type had the shortest training step, above?")
     return exercises.right(message)
 
 

@@ -344,7 +344,7 @@ table = [[name, *(f"{step[f'{name}, {count}']:.1f}" for count in (1, 4, 16))] fo
 plots.Table(["weights", "1 answer", "4", "16"], table, "ms until each answer has its next token")
 
 # %% [markdown]
-# Up to some number of answers, an additional answer costs little, because the weights are read anyway. But each *answer* waits longer for its next token: this is its **latency**, shown in the table. transformers' page on pipelines advises against batches on a CPU. In another case the page is right: a model that reads a long prompt already uses each weight for many tokens, so a batch saves little. We measured both cases. The picture above shows the writing of answers. The first line of the next cell shows the reading of prompts: the throughput of 16 together, relative to one.
+# Up to some number of answers, an additional answer costs little, because the weights are read anyway. But each *answer* waits longer for its next token: this is its **latency**, shown in the table. transformers' page on pipelines advises against batches on a CPU. We measured two cases. When answers are *written*, as in the picture above, the page is wrong. When prompts are *read*, it is right: a model that reads a long prompt already uses each weight for many tokens, so a batch saves little. The first line of the next cell shows this: the throughput of 16 prompts together, relative to one.
 #
 # Fewer bits are fewer bytes to read, but the weights must be unpacked before each matmul. Which effect wins depends on the processor and on the library's kernels for it. bitsandbytes has a kernel for 4 bits on CPUs with AVX512-BF16 instructions (`backends/cpu/ops.py`); on others it unpacks a whole matrix first. So we predict before we decide. The prediction for nf4 and int8 is the time of a token in bf16, minus the time of its bf16 matrices, plus the time of the quantized matrices. The table below has these matrices, timed alone.
 
@@ -489,7 +489,7 @@ claims.check("padding-side", (apart["right"] - apart["left"]) / len(prompts), no
 # %% tags=["widget"]
 def draw(heads, answers):
     held = [2 * 32 * heads * 128 * 2 * answers * tokens / 1e9 for tokens in (1024, 4096, 16384)]
-    title = f"32 layers, head size 128, bf16: {heads} heads of keys"
+    title = f"32 layers, head size 128, bf16: {heads} heads of keys and values"
     return plots.lines([1024, 4096, 16384], {f"{answers} answers": held}, "tokens", "GB", title=title)
 
 

@@ -128,9 +128,7 @@ def expected_lead(trials):
 equal = [score(train(seed)) for seed in range(20)]
 mean, spread = statistics.mean(equal), statistics.stdev(equal)
 lead = (mean - min(equal)) / spread
-print(
-    f"predicted: {expected_lead(20):.2f} standard deviations; seen: {lead:.2f}, or {mean - min(equal):.4f} of the loss"
-)
+print(f"predicted: {expected_lead(20):.2f} standard deviations; seen: {lead:.2f}, or {mean - min(equal):.4f} in loss")
 _, ax = plt.subplots(figsize=(7, 3), layout="constrained")
 ax.hist(equal, bins=10, color=plots.SERIES[0])
 ax.axvline(mean, color="black", label="their mean: what the recipe gives")
@@ -495,7 +493,7 @@ if not no_optuna:
 # %% [markdown]
 # Two faults come together:
 #
-# - `Trainer.train` creates the model before it applies the trial's settings. So **each trial runs with the seed of the one before**: in the table its loss equals the last column, not the one with its own seed.
+# - `Trainer.train` creates the model before it applies the trial's settings. So **each trial runs with the seed of the one before** (the first one with the default, 42): in the table its loss equals the last column, not the one with its own seed.
 # - The Trainer trains with its own copy of the batch size, and only a trial updates this copy. After the search it is the last trial's.
 #
 # So create a *new* Trainer for the winning settings. And do not search the seed.
@@ -640,7 +638,7 @@ exercises.prove(check, solution=honest, mistake=lucky)
 # %% [markdown]
 # ## Exercise 2: the challenge
 #
-# Halving judged each candidate by one seed. With the same number of epochs, choose better. Write `answer(run, rates)`: it gets 16 learning rates and returns one of them. `run(rate, epochs, seed)` trains and returns the validation loss, and its epochs may add up to 32, as in `halving`. Use fewer candidates with more seeds, or other lengths of training.
+# Halving judged each candidate by one seed. With the same number of epochs, choose better. Write `answer(run, rates)`: it gets 16 learning rates and returns one of them. `run(rate, epochs, seed)` trains and returns the validation loss. The epochs of all your calls may add up to 32, as in `halving`. Use fewer candidates with more seeds, or other lengths of training.
 #
 # The check repeats this for ten draws of rates. The *regret* of a draw is the loss that your rate gives on unseen data with fresh seeds, minus that of the best of the 16. Your mean regret must be at most half of halving's.
 

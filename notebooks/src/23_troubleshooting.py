@@ -382,7 +382,7 @@ READINGS = {
 # %% [markdown]
 # ## The clinic
 #
-# The faults are in sealed cells. Run these cells, and unfold their code only when you are done. A row of the table is a patient, a column a reading of its first three steps. The questions ask what each patient has, and the answer also shows what the tool says. Some patients are healthy. The first cell prints what the tool says of a healthy one, and the peak memory of that patient in each phase.
+# The faults are in sealed cells. Run these cells, and unfold their code only when you are done. A row of the table is a patient, a column a reading of its first three steps. Some signs are consequences of others: a module whose input is NaN may give only zeros. The questions ask what each patient has, and the answer also shows what the tool says. Some patients are healthy. The first cell prints what the tool says of a healthy one, and the peak memory of that patient in each phase.
 #
 # Three names of faults need a word. *Overflow*: the forward pass makes the first inf or NaN. *Update too coarse*: the optimizer update makes it. *States*: the optimizer states do not fit into memory.
 
@@ -405,7 +405,7 @@ def ward(title, patients, columns, rooms=None):
         results[key] = [key, fault, name, evidence]
         options = {kind: SIGNS[kind] for kind in sorted({kind for kind, _ in patients.values()})}
         options[fault] += f" The tool says: {name}; {evidence}."
-        exercises.question(lab, f"patient {key}", f"What has patient {key}?", options, right=fault)
+        exercises.question(lab, f"patient {key}", f"What does patient {key} have?", options, right=fault)
 
 
 peaks = examine(partial(script, tests=texts()), room=1e12)["peaks"]

@@ -173,11 +173,13 @@ ax.set_xscale("log", base=2)
 # %% [markdown]
 # ## Heat and power
 #
-# The older of the two guides, of 2022, recommends cooling, and names temperatures. **NVML**, the driver's own library (behind `nvidia-smi`), reports your card's temperatures. There are three thresholds. Older cards report two of them, as temperatures. Newer ones report a *margin*, that is how many degrees are left, and give each threshold as a margin:
+# The older of the two guides, of 2022, recommends cooling, and names temperatures. **NVML**, the driver's own library (behind `nvidia-smi`), reports your card's temperatures. There are three thresholds:
 #
 # - *operating*: from here on the card may go below its base clock, the frequency that its data sheet promises
 # - *slowdown*: the hardware slows the card down
 # - *shutdown*: the card switches off.
+#
+# Older cards report two of these thresholds, as temperatures. Newer ones report a *margin*, that is how many degrees are left, and give each threshold as a margin, too.
 
 
 # %%

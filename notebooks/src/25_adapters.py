@@ -304,7 +304,7 @@ print(f"bits per weight for scales: {beside[0]:.3f}, quantized {beside[1]:.3f}, 
 # %% [markdown]
 # ## Why QLoRA can take more
 #
-# Now we use a model whose vocabulary is a large part of it, as in today's small models. Its weights are in bf16, or in 4 bits. peft's guide tells you to call `prepare_model_for_kbit_training` after quantizing.
+# Now we use a model whose vocabulary is a large part of it, as in today's small models. Its weights are in bf16, or in 4 bits. peft's guide tells you to call `prepare_model_for_kbit_training` after quantizing. The table leaves gradients and optimizer states out. Its first row trains all weights: with it, a check at the end counts the bytes per parameter in 16 bits.
 
 # %%
 # Narrow, with few tokens: many CPUs have no 16-bit arithmetic and emulate it.
