@@ -86,7 +86,7 @@ exercises.question(
 # %% [markdown]
 # ### By hand
 #
-# One training function serves everything that follows.
+# One training function serves this section and the next.
 #
 # - `wrap(model)` decides how the ranks cooperate. It returns what to call instead of the model, and what to do after backward.
 # - `Traffic` records every **collective operation**, that is, every message in which all ranks take part. It is a *dispatch mode*: while its `with` block is open, torch shows each operation to `__torch_dispatch__` before it is executed.

@@ -616,7 +616,7 @@ def binding(link_GB_s, busy_TFLOPs):
         series[f"{name}: {size / 6 * busy_TFLOPs / link_GB_s * 1000:,.0f} tokens"] = [
             100 * seconds / max(seconds, size / (link_GB_s * 1e9)) for seconds in computing
         ]
-    axes = plots.lines(tokens, series, "tokens per card and step", "% of the step computing", title=f"{link_GB_s} GB/s")
+    axes = plots.lines(tokens, series, "tokens per card per step", "% of the step computing", title=f"{link_GB_s} GB/s")
     axes.set_xscale("log", base=2)
     return axes
 
