@@ -146,18 +146,18 @@ def errors(outlier, block):
 worse = [after > 2 * before for before, after in zip(errors(1, 256), errors(1000, 256))]  # of 16 stretches
 
 # %%
-answers = {0: "that one, since it is off the map", 1: "the other 255 of its block", 16: "all the others"}
+answers = {0: "the 1000, since it is off the map", 1: "the other 255 of its block", 16: "all the others"}
 exercises.question(
     lab,
     "outlier",
-    "Of 4096 numbers all are about 1 in size, except one of 1000. The library quantizes them in blocks of 256. "
-    "Which of them come back much less exact than without that one?",
+    "A tensor has 4096 numbers: 4095 are about 1 in size, and one is 1000. The library quantizes them in blocks of 256. "
+    "Which numbers does it store much less exactly than it would if the 1000 were about 1, too?",
     {
         answers[0]: "It is the absmax of its block, so it becomes 1.0 times the scale. 1.0 is one "
         "of the 256 values: it comes back as it was.",
-        answers[16]: "So it would be with one scale for the tensor. Here 15 of the 16 blocks have scales of their "
+        answers[16]: "That would be true with one scale for the tensor. Here 15 of the 16 blocks have scales of their "
         "own, which never saw the outlier.",
-        answers[1]: "Divided by 1000 they are near 0.001, where the map has 8 or 16 values for a power "
+        answers[1]: "Divided by 1000, these 255 are near 0.001, where the map has 8 or 16 values for a power "
         "of ten; near 1 it has 64. No other block knows of the outlier.",
     },
     right=answers[sum(worse)],
@@ -440,7 +440,7 @@ _ = widgets.explore(draw, block=[256, 64, 1024, 4096], outlier=[1000, 1, 10, 100
 # %% jupyter={"source_hidden": true}
 exercises.hint(
     "Weights and states do not depend on the batch, activations do. Without them, is the peak still in backward?",
-    "The table of the last measurement has a column for the step's highest moment. The update works on whole tensors "
+    "The table under 'States are not the peak' has a column for the step's highest moment. The update works on whole tensors "
     "and does not know how long the sequences were.",
     "The flag's highest moment in the step, divided by AdamW's.",
 )
@@ -460,7 +460,9 @@ def check(answer):
     measured = small_peaks[1] / small_peaks[0]
     if abs(answer / measured - 1) < 0.1:
         return exercises.right(f"{measured:.2f}, from {' and '.join(map(plots.bytes_text, small_peaks))}")
-    return exercises.wrong("which phase holds the peak once activations are gone? The table has a column for it")
+    return exercises.wrong(
+        "which phase holds the peak without activations? See the table under 'States are not the peak'"
+    )
 
 
 small_peaks = []

@@ -57,7 +57,7 @@ widgets.predict(lab, "foreach", "Peak of a step with foreach=True, in percent of
 # %% [markdown]
 # ## By hand: one update, three forms
 #
-# The three forms do the same, line by line: decay the weight, move the two running averages, take the square root of the second one, change the weight. The loop makes the root of one tensor at a time, the foreach form makes the roots of all. The fused form is the operation that torch's own optimizer calls. Then each form takes twenty steps on tensors of five sizes, and the table compares it with torch's own three forms.
+# The three forms do the same, line by line: decay the weight, move the two running averages, take the square root of the second one, change the weight. The loop makes the root of one tensor at a time, the foreach form makes the roots of all. The fused form is the operation that torch's own optimizer calls. Then our three forms and torch's own three take twenty steps on tensors of five sizes, and the table compares each of the six with torch's loop.
 
 # %%
 RATE, BETA1, BETA2, EPSILON, DECAY = 1e-3, 0.9, 0.999, 1e-8, 0.01
@@ -163,7 +163,7 @@ counts = lab.run(operators_called, measure="value").value
 plots.Table(["torch.optim.AdamW", "10 tensors", "100 tensors"], [[name, *pair] for name, pair in counts.items()])
 
 # %% [markdown]
-# The table counts the operators that Python calls in one step. The loop calls ten per tensor: the eight operations, and two for the step counter that torch stores for each tensor. With foreach the number grows too, but more slowly: most of its operators only read these counters. The last row is what you get without a flag: on a CPU the loop, because foreach saves only the time of Python there.
+# The table counts the operators that Python calls in one step. The loop calls ten per tensor: the eight operations, and two for the step counter that torch stores for each tensor. With foreach the number grows too, but more slowly: most of its operators only read these counters. With fused there are two for any number of tensors: one increases all counters, the other one does the whole update. The last row is what you get without a flag: on a CPU the loop, because foreach saves only the time of Python there.
 #
 # > **On a GPU:** without a flag you get foreach, as the guide predicted. A multi-tensor kernel gets the addresses of its tensors as arguments. There is room for some dozens of addresses, so many tensors need several kernels.
 #
@@ -329,7 +329,7 @@ plots.Table(["form", "peak is in", "the update's temporaries", "roots, by arithm
 #
 # > **On a GPU:** `adamw_torch` is foreach, by torch's default. Even so, both estimates for a GPU are alike: this model is so small that its peak there is in backward, where a matmul borrows 32 MiB of workspace, more than all roots take.
 #
-# A third table, by the cell after that, leaves vertical fusion to a compiler (lesson 11): `torch.compile` reads our `foreach` function and writes kernels of its own. Does it keep the roots out of memory? The column *allocated during the update* adds up all allocations, including bytes that are freed soon after. So it shows as many bytes for the loop as for foreach, although the loop keeps few roots at a time.
+# The cell after that table leaves vertical fusion to a compiler (lesson 11): `torch.compile` reads our `foreach` function and writes kernels of its own. Does it keep the roots out of memory? In the third table, the column *allocated during the update* adds up all allocations, including bytes that are freed soon after. So it shows as many bytes for the loop as for foreach, although the loop keeps few roots at a time.
 
 # %%
 both = ("adamw_torch", "adamw_torch_fused")
@@ -728,7 +728,7 @@ exercises.prove(
 #
 # The times are those of an AMD EPYC with 2 cores (2026-11-28); yours are in the cells above.
 #
-# - **The three forms give the same weights**, equal to rounding. The loop calls operators for every tensor, foreach for a list of tensors, fused calls one. With many small tensors foreach was 1.44 times as fast as the loop; on large ones only the fused form keeps its lead.
+# - **The three forms give the same weights**, equal to rounding. The loop calls operators for every tensor, foreach for a list of tensors, fused calls one for the whole update. With many small tensors foreach was 1.44 times as fast as the loop; on large ones only the fused form keeps its lead.
 # - **The forms differ at the peak.** foreach adds a root per parameter (4 bytes), the loop two or three roots of one tensor, fused nothing.
 # - **An update inside backward needs no full set of gradients** (4 bytes per parameter), at the same losses. It rules out accumulation, clipping by the global norm, and a loss scaler.
 # - **The Trainer refuses 2 of the 5 names of the guide's list.** The optimizers that it can make here are in one table; states, peak, time and loss each rank them differently.

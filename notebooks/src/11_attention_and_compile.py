@@ -256,7 +256,7 @@ no = "No: with dropout torch takes the plain way here, and the square is back."
 exercises.question(
     lab,
     "dropout",
-    "Your model has a dropout of 0.1 inside attention. You switch from plain attention to SDPA on this machine. Does the square of scores go?",
+    "Your model has a dropout of 0.1 inside attention. You switch from plain attention to SDPA on this machine. Does this keep the square of scores out of memory?",
     {
         yes: "This is true of GPUs. Their kernels draw the dropout mask of a tile when they need it, and again in the "
         "backward pass. Look at the row *dropout 0.1* of the next table.",
@@ -335,7 +335,7 @@ scores["packed, varlen"] = int((sequences**2).sum())
 plots.Table(["six sequences, 148 to 700 tokens", "scores of each head"], [[n, f"{c:,}"] for n, c in scores.items()])
 
 # %% [markdown]
-# Packing alone makes it worse, because one long row has a large square. Packing saves memory and time only if the masked scores are skipped.
+# Packing alone computes even more scores, because one long row has a large square. Packing saves memory and time only if the masked scores are skipped.
 #
 # > **On a GPU:** `varlen_attn` of `torch.nn.attention.varlen` skips them, in 16 bits. FlexAttention is a Python function that `torch.compile` turns into a kernel. Uncompiled, it holds the square.
 #
@@ -764,7 +764,7 @@ def draw(batch, heads, bits):
     limit = next((f"{n:,} tokens" for n, size in zip(lengths, square) if size > 16), "no length here")
     curves = {
         f"one square ({limit}: over 16 GiB)": square,
-        "output and row sums": linear,
+        "output and one number per query": linear,
         "16 GiB": [16] * len(lengths),
     }
     ax = plots.lines(lengths, curves, "tokens", "GiB, heads of 64 numbers")

@@ -206,8 +206,8 @@ for kind, computes in {"waits": False, "computes": True}.items():
 both = {name: total(bars, "wait", "train") for name, bars in by_hand.items()}
 for kind in ("waits", "computes"):
     saved = [1 - both[f"{kind}, {helper}"] / both[f"{kind}, no help"] for helper in ("a thread", "a worker")]
-    changed = " and ".join(f"{abs(part):.0%} {'shorter' if part > 0 else 'longer'}" for part in saved)
-    print(f"The reader {kind}: with a thread and with a worker a step was {changed}.")
+    changed = ", with a worker ".join(f"{abs(part):.0%} {'shorter' if part > 0 else 'longer'}" for part in saved)
+    print(f"The reader {kind}: with a thread a step was {changed}.")
 rows = [
     [name, f"{1e3 * total(bars, 'wait'):.1f}", f"{1e3 * total(bars, 'train'):.1f}", f"{1e3 * both[name]:.1f}"]
     for name, bars in by_hand.items()
@@ -547,7 +547,7 @@ def padding(task):
 names = ["always 128 wide", "as wide as the longest", "grouped by length", "packed into 128"]
 rows = zip(names, *lab.run(padding, task=small, measure=("none",)).value)
 rows = [[name, f"{share:.0%}", f"{speed:,.0f}"] for name, share, speed in rows]
-plots.Table(["batches", "share of padding", "tokens per second, without padding"], rows)
+plots.Table(["batches", "share of padding", "tokens per second, padding not counted"], rows)
 
 # %% [markdown]
 # Sequences of similar length fill their rectangle well. The price is an order that is less random: a batch has only long or only short sequences.

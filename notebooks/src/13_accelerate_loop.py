@@ -219,7 +219,7 @@ def keep(accelerator, folder, done, losses, die_after):
 #
 # The baseline is the Trainer with the same recipe. One more thing must be equal: the loss. Lesson 05 found that the Trainer may fail to divide an accumulated loss for this class of model (with transformers 5.23 and 5.24 it does fail). Our loop divides. Without a remedy we would compare two different recipes, so the Trainer gets the remedy of lesson 05, in the line marked below.
 #
-# While it trains, a live monitor shows the state of the machine: on a GPU its memory, load, power and clocks, otherwise the memory and load of the host. The monitor stops at the end of its `with` block. Look at such a monitor in the first minutes of a training of hours.
+# While it trains, a live monitor shows the state of the machine: on a GPU its memory, load, power and clocks, otherwise the host's memory and load, and the memory of this process and of its experiments (the training is one). The monitor stops at the end of its `with` block. Look at such a monitor in the first minutes of a training of hours.
 
 
 # %%
@@ -383,7 +383,7 @@ def one_epoch(micro_batch, accumulate, processes):
     rows = [["effective batch", micro_batch * accumulate * processes]]
     rows += [["micro-batches, each process", micro_batches], ["optimizer steps", steps]]
     rows += [["advances of the wrapped schedule", steps * processes]]
-    rows += [["gradients summed over the processes, times", steps if processes > 1 else 0]]
+    rows += [["sums of gradients over the processes", steps if processes > 1 else 0]]
     return plots.Table(["one epoch of 512 samples", "count"], rows)
 
 

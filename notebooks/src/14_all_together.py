@@ -17,7 +17,7 @@
 # of the other techniques.
 #
 # **On a CPU:** memory is counted exactly. The speed of the ten recipes is not measured, and the ladder of speed leaves
-# out compiling and, if the CPU emulates them, 16-bit matmuls.
+# out tf32, compiling and, if the CPU emulates them, 16-bit matmuls.
 
 # %% tags=["parameters"]
 profile = "auto"
@@ -228,8 +228,8 @@ Markdown(
 # fused AdamW (10), a batch as large as fits into the memory that was freed (04), DataLoader workers (12), torch.compile
 # (11). If a batch takes more memory than the guides' vanilla, a printed line says that it is left out.
 #
-# A technique that the machine lacks is left out. On a CPU these are compiling, which takes long, and 16 bits if the CPU
-# emulates 16-bit matmuls. The CPU's task has two layers and no dropout in attention, because with that dropout SDPA
+# Techniques that the machine lacks are left out: on a CPU tf32, compiling (it takes long) and, if the CPU emulates
+# them, 16-bit matmuls. The CPU's task has two layers and no dropout in attention, because with that dropout SDPA
 # falls back to plain attention on a CPU (11).
 
 
@@ -359,7 +359,7 @@ best = max(surely | {first: 1.0}, key=(surely | {first: 1.0}).get) if surely els
 summary = f"No measurable gain here: **{', '.join(nothing) or 'none'}**. "
 summary += f"Slower than the rung before: **{', '.join(costly) or 'none'}**."
 Markdown(
-    f"{summary if known else 'No speed was measured here.'} The best recipe in no more memory than the guides' vanilla is the one up to **{best}**: "
+    f"{summary if known else 'No speed was measured here.'} The best recipe in no more memory than the guides' vanilla has all rungs up to **{best}**: "
     f"{ran[best].peak_bytes / room:.0%} of the peak, {to_first.get(best, 1)} x the throughput."
 )
 
@@ -546,7 +546,7 @@ exercises.question(lab, "first look", text, options, right="the parts alive at i
 # %% [markdown]
 # ## The advisor
 #
-# The advisor chooses for you: it runs the estimate for many recipes, without training any. It lists the recipes that fit, how fast each should be and which measurement says so, and why a faster recipe does not fit. Put **your own model** in the place of `task`, for example
+# The advisor chooses for you: it runs the estimate for many recipes, without training any. It lists the recipes that fit, how fast each should be (relative to the fastest of them) and which measurement says so, and why a faster recipe does not fit. Put **your own model** in the place of `task`, for example
 # `Task("bert-base")`, or `Task("...")` with the path of a config.json or of a model folder; and your card's memory in
 # the place of `room`, for example `memory="16GB"`. Afterwards the first recipe is trained for two steps, and its peak
 # is compared with the prediction.

@@ -86,7 +86,7 @@ exercises.question(
 # %% [markdown]
 # ### By hand
 #
-# One training function serves everything that follows.
+# One training function serves this section and the next.
 #
 # - `wrap(model)` decides how the ranks cooperate. It returns what to call instead of the model, and what to do after backward.
 # - `Traffic` records every **collective operation**, that is, every message in which all ranks take part. It is a *dispatch mode*: while its `with` block is open, torch shows each operation to `__torch_dispatch__` before it is executed.
@@ -236,7 +236,7 @@ widgets.revealed(lab, "sent", sum(size for kind, size in ddp["traffic"][-1] if k
 #
 # Does DDP send while backward runs? It calls a *communication hook* with each full bucket, and our hook checks whether a gradient is still missing then.
 #
-# Buckets take memory. DDP **copies** each gradient into its bucket, unless `gradient_as_bucket_view=True` makes the gradient a view of the bucket. The copies take 4 bytes per parameter more: 20 instead of 16 with AdamW. (The next table has 12 instead of 8, because its plain SGD keeps no states.) (`TrainingArguments` has no such switch, accelerate's `DistributedDataParallelKwargs` has.) Since torch 2.15 `lazy_bucket_allocation=True` frees the buckets after backward.
+# Buckets take memory. DDP **copies** each gradient into its bucket, unless `gradient_as_bucket_view=True` makes the gradient a view of the bucket. (`TrainingArguments` cannot set this argument, accelerate's `DistributedDataParallelKwargs` can.) The copies take 4 bytes per parameter more: 20 instead of 16 with AdamW. (The next table has 12 instead of 8, because its plain SGD keeps no states.) Since torch 2.15 `lazy_bucket_allocation=True` frees the buckets after backward.
 #
 # The picture after the table shows at what time each bucket is sent. If this machine allows it, the ranks communicate over a real slow link: each rank is in a network namespace of its own, with a virtual cable of 400 Mbit/s between them.
 
@@ -492,7 +492,7 @@ print(f"an RTX 3090's NVLink: 4 links of 14.0625 GB/s are {4 * 14.0625} GB/s eac
 # %% [markdown]
 # Look at the column *s added* (it is there if this machine could make the cables). With few bytes per second, the larger model waits longer, because its bytes take longer and backward hides only a part of that. With late messages the bytes hardly count. What counts is how many messages a step **waits for, one after the other**. DDP waits for its sum, which takes several messages one after the other. Sharded layers wait for their weights twice, in forward and in backward, and then for the sums of their gradients.
 #
-# Two ranks sum a vector as follows. Each rank sends the other one half of its vector, adds up the half that it kept, and sends the finished half back. Two halves are one vector, so each rank sends as many bytes as it hands over. With $n$ ranks it sends $2(n-1)/n$ times as many, never more than twice.
+# Two ranks sum a vector as follows. Each rank sends one half of its vector to the other rank, adds the half that it receives to the half that it kept, and sends this sum back. Two halves are one vector, so each rank sends as many bytes as it hands over. With $n$ ranks it sends $2(n-1)/n$ times as many, never more than twice.
 #
 # The last two printed lines repeat calculations from the guide: what its two times mean in percent and in steps per second, and how many GB/s the NVLink of an RTX 3090 carries. How much InfiniBand and Omni-Path between hosts help can be measured only on machines that have them.
 #
@@ -702,7 +702,7 @@ claims.check("topology-legend", explains, missing=no_topology)
 
 # %% jupyter={"source_hidden": true}
 exercises.hint(
-    "There are two ways to send less: less often, or each number in fewer bytes. Which one leaves the number of updates?",
+    "There are two ways to send less: less often, or each number in fewer bytes. Which one leaves the number of updates as it is?",
     "Half as many updates learn less at the same rate. The other way changes no update by more than a rounding.",
     "`economical` has an argument for 16-bit gradients: look at its definition above.",
 )

@@ -386,7 +386,7 @@ _ = axes.set_xticks(ranks, ranks)
 
 # %% [markdown]
 # - **More ranks:** stages 1 and 2 approach a floor of 8 and 4 bytes per parameter. Stage 3 has no floor. Only stage 3 lets the model grow with the number of devices.
-# - **Accumulation:** with two micro-batches instead of one, only stage 1 sends no more bytes per step. A rank that does not keep whole gradients has to reduce them after every micro-batch, and stage 3 also gathers the weights for each micro-batch.
+# - **Accumulation:** with two micro-batches instead of one, stages 2 and 3 send more. A rank that does not keep whole gradients has to reduce them after every micro-batch, and stage 3 also gathers the weights for each micro-batch.
 #
 # ### The library: FSDP2
 #
@@ -530,6 +530,7 @@ print(no_deepspeed) if no_deepspeed else display(plots.Table(titles, rows))
 # - DeepSpeed's optimizer keeps an fp32 copy of its shard of the weights, even if the weights are fp32: 4/N bytes more per parameter.
 # - In stage 3, small weights stay whole.
 # - Buffers are added: the default `reduce_bucket_size` of 5 x 10^8 numbers takes 2 GB in fp32. *total* also has bytes that no other column shows, such as these buffers.
+# - The row *on the host* saves nothing here: a CPU rank's memory is the host's.
 #
 # ### What held: bytes
 #
@@ -547,7 +548,7 @@ display(claims.check("zero-saves", min(cut.values()), note=note))
 claims.check("partitioned-states-save", runs[1].peak_bytes / runs[0].peak_bytes, note="two ranks, by hand")
 
 # %% [markdown]
-# **This is the end of part 1**, and a good place for a break. If you come back in a new kernel, run the cells above again.
+# **Part 1 ends here**, a good place for a break. If you come back in a new kernel, run the cells above again.
 #
 # ## Part 2: when shards alone do not help
 #
@@ -568,7 +569,7 @@ plots.Table(head, [fsdp_row(hybrid, little)])
 #
 # **Offload** does not move bytes to another device but into the host's memory (`offload_optimizer` and `offload_param` in DeepSpeed's table above). By hand: the host has a copy of the weights, and the optimizer. In each step the gradients go to the host, and new weights come back, over PCIe, the card's link.
 #
-# > **On a GPU:** only here can you see what offload saves, because the GPU's memory is not the host's. On a CPU the claim about it is not testable.
+# > **On a GPU:** only here can you see what offload saves, because the GPU's memory is not the host's. On a CPU this claim is not testable.
 
 
 # %%
@@ -597,7 +598,7 @@ if lab.machine.kind == "cuda":
     on_gpu, on_host = (run.memory.phases["forward"] for run in both)
 
 # %% [markdown]
-# In each step every gradient crosses PCIe once and every weight once, whatever the batch size. Which takes longer, computing or sending? A token costs some 6 FLOPs per parameter (lesson 02). The bytes grow with the parameters, too, so the size of the model does not matter. The number of **tokens per card per step** does matter: with too few, the link is the bottleneck. In bf16, stage 3 sends 3 x 2 bytes per parameter; offload moves 2 bytes to the host and 2 back.
+# The batch size does not change the bytes that cross PCIe in a step. Which takes longer, computing or sending? A token costs some 6 FLOPs per parameter (lesson 02). The bytes grow with the parameters, too, so the size of the model does not matter. The number of **tokens per card per step** does matter: with too few, the link is the bottleneck. In bf16, stage 3 sends 3 x 2 bytes per parameter; offload moves 2 bytes to the host and 2 back.
 #
 # ### Explore
 #
@@ -615,7 +616,7 @@ def binding(link_GB_s, busy_TFLOPs):
         series[f"{name}: {size / 6 * busy_TFLOPs / link_GB_s * 1000:,.0f} tokens"] = [
             100 * seconds / max(seconds, size / (link_GB_s * 1e9)) for seconds in computing
         ]
-    axes = plots.lines(tokens, series, "tokens per card and step", "% of the step computing", title=f"{link_GB_s} GB/s")
+    axes = plots.lines(tokens, series, "tokens per card per step", "% of the step computing", title=f"{link_GB_s} GB/s")
     axes.set_xscale("log", base=2)
     return axes
 
@@ -631,7 +632,7 @@ _ = widgets.explore(binding, link_GB_s=[50, 16, 32, 450], busy_TFLOPs=[400, 60, 
 #
 # DeepSpeed's second remedy is `{"device": "nvme", "nvme_path": ...}`. It needs an extension that is compiled against libaio (`make build/deepspeed DS_BUILD_AIO=1`, some minutes). If you have built it, it has a row in DeepSpeed's table above.
 #
-# You can try this anywhere: `numpy.memmap` makes an array whose bytes are those of a file. Are these bytes still in memory? The cell counts memory that the system cannot take back (`RssAnon` in `/proc/self/status`, and files in `/dev/shm`, which are memory).
+# Without DeepSpeed, `numpy.memmap` makes an array whose bytes are those of a file. Are these bytes still in memory? The cell counts memory that the system cannot take back (`RssAnon` in `/proc/self/status`, and files in `/dev/shm`, which are memory).
 
 
 # %%
