@@ -475,7 +475,7 @@ losses, (restored, reset) = lab.run(learnt, task=learnable, measure="value").val
 curves = dict(zip(["no checkpoints", "every layer", "every layer, random state lost"], losses))
 _ = plots.losses(curves, title="Three seeds: the median and their range")
 off = [np.abs(np.subtract(other, losses[0])).max() for other in losses[1:]]
-print(f"largest difference from the loss of the same step without: {off[0]:g}; with the random state lost {off[1]:.2g}")
+print(f"largest difference from a step's loss without checkpoints: {off[0]:g}; with the random state lost: {off[1]:.2g}")
 claims.check("checkpointing-same-gradient", restored, note=f"{reset:.3f} if the random state is not put back")
 
 
@@ -535,7 +535,7 @@ def draw(layers, inside):
     counts = [count for count in range(1, layers + 1) if layers % count == 0]
     lines = {"checkpoints kept": [layers / count for count in counts], "insides": [count * inside for count in counts]}
     lines["together"] = [stored + recomputed for stored, recomputed in zip(*lines.values())]
-    title = f"best: {math.sqrt(layers / inside):.2g} layers per segment; without checkpoints {layers * inside}"
+    title = f"√(n / I) = {math.sqrt(layers / inside):.2g} layers per segment; no checkpoints: {layers * inside} inputs"
     ax = plots.lines(counts, lines, "layers in a segment", "inputs of a layer", title=title)
     ax.loglog()
     ax.minorticks_off()
