@@ -371,7 +371,7 @@ exercises.question(
 # The first comparison is between two runs of the same recipe. The second has one change that ought to show: sequences of a quarter of the length. (The step times in the table are those of each training by itself, measured once, one after the other; the ratios come from the turns.)
 
 # %%
-again = lab.train("the same again", task=short, per_device_train_batch_size=4, steps=1)  # new: a name (one step is timed)
+again = lab.train("the same again", task=short, per_device_train_batch_size=4, steps=1)  # new: a name; one step timed
 itself = lab.compare(from_lab, again, turns=8)
 display(itself)
 options = {"per_device_train_batch_size": 4, "measure": "time", "steps": 1}

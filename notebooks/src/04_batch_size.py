@@ -335,7 +335,7 @@ def least_seconds(shapes):
 of = dict(zip(columns, least_seconds([(rows_here, number, depth) for number in columns])))
 scale = of[edge] / waves(rows_here, edge, tile, at_once)
 series = {"measured": [1e6 * x for x in of.values()], "predicted": [1e6 * scale * x for x in expected_waves]}
-plots.lines(columns, series, "columns", "microseconds", title="One matmul; prediction scaled to the first edge").set_ylim(0)
+plots.lines(columns, series, "columns", "microseconds", title="Prediction scaled to the first edge").set_ylim(0)
 for wave in (1, 2, 3, 4):
     jump = of[wave * edge + past] / of[wave * edge]
     print(f"{wave * edge} -> {wave * edge + past} columns: predicted {(wave + 1) / wave:.2f} x, measured {jump:.2f} x")

@@ -475,7 +475,7 @@ losses, (restored, reset) = lab.run(learnt, task=learnable, measure="value").val
 curves = dict(zip(["no checkpoints", "every layer", "every layer, random state lost"], losses))
 _ = plots.losses(curves, title="Three seeds: the median and their range")
 off = [np.abs(np.subtract(other, losses[0])).max() for other in losses[1:]]
-print(f"largest difference from a step's loss without checkpoints: {off[0]:g}; with the random state lost: {off[1]:.2g}")
+print(f"largest difference from a step's loss without checkpoints: {off[0]:g}; random state lost: {off[1]:.2g}")
 claims.check("checkpointing-same-gradient", restored, note=f"{reset:.3f} if the random state is not put back")
 
 
