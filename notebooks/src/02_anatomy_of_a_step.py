@@ -433,7 +433,7 @@ plots.Table(header, table)
 # - **Bytes**: a different ratio. Operations that are not matmuls do not all move twice the bytes in backward; an activation, for example, moves three tensors in backward for two in forward (see below).
 # - **Time**: it depends on the limit of each operation.
 #
-# Dropout draws its masks in forward; backward only multiplies by them. The line printed above the table shows the cost of drawing. Where random numbers are drawn one by one, as on a CPU, drawing can take as long as the matmuls themselves.
+# Dropout draws its masks in forward; backward only multiplies by them. The line printed above the table shows the cost of drawing. Where random numbers are drawn one by one, as on a CPU, drawing can take half as long as the matmuls.
 #
 # ## What held
 #

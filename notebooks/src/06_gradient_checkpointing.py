@@ -344,7 +344,7 @@ plots.Table(["part", "of the saved bytes", "of the matmuls' FLOPs"], sorted(rows
 # - `every_n_layers` checkpoints only each n-th layer, since transformers 5.16 ([#48200](https://github.com/huggingface/transformers/pull/48200)). `every_n_layers=2` checkpoints every other layer, and the rest keep their whole inside: that takes more memory and is faster. It does not make segments of two layers as above.
 # - `offload` moves the checkpoints to the host, since 5.17, and needs a GPU ([#48444](https://github.com/huggingface/transformers/pull/48444)).
 #
-# With older versions the bars of the last two are missing below.
+# With older versions the bars of the last two are missing below, and without a GPU that of `offload`.
 
 # %%
 enable = getattr(PreTrainedModel, "activation_checkpointing_enable", PreTrainedModel.gradient_checkpointing_enable)
@@ -640,7 +640,7 @@ exercises.prove(check, solution=list(range(layers // 2)), mistake=list(range(lay
 #
 # The measured numbers are those of an AMD EPYC with 2 cores (2026-11-28); yours are in the cells above.
 #
-# - **Every forward runs twice and gives the same gradient**, if the random state is put back. Otherwise the gradient was 1.1 % off.
+# - **Every forward runs twice and gives the same gradient**, if the random state is put back. Otherwise the small BERT's gradient was 1.1 % off.
 # - **Checkpoints belong √(n / I) blocks apart.** With segments of √n blocks memory grew as the depth to the power of 0.50. Transformer layers have so large an inside that a checkpoint at every layer is best, unless the model has very many layers.
 # - **The flag saves activations and nothing else**, for one more forward of every layer: 0.58 times the peak, at 0.77 times the throughput. The bytes that wait for backward grow with the number of layers.
 # - **Checkpointing is worth most for long sequences**, and nothing for the last layer. If states make the peak there is nothing to save.
