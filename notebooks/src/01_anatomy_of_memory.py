@@ -221,8 +221,9 @@ plots.Table(["reading", "size", "what it is"], [[name, plots.bytes_text(size), t
 
 # %% [markdown]
 # From left to right: activations pile up in forward, and are freed in backward while the gradients grow. Weights and states
-# are there all the time. (*Operator workspace* in the legend: memory that an operation uses internally, and that no tensor
-# shows. The table names the operation at the peak as torch does: `aten.sum`, for example, is a sum.)
+# are there all the time. The narrow strip at the right edge is the optimizer's `step`. (*Operator workspace* in the legend:
+# memory that an operation uses internally, and that no tensor shows. The table names the operation at the peak as torch
+# does: `aten.sum`, for example, is a sum.)
 #
 # The guides report *device-used* memory: the reading of NVML, NVIDIA's library for the state of its GPUs. It is more than
 # your tensors take, because it includes the context and whatever the allocator keeps. This course counts tensors, and says
@@ -612,9 +613,9 @@ exercises.question(lab, "largest", text, options, right="optimizer states")
 # kinds are alive all the time? The run with Adafactor hardly has any optimizer states: what fills its `step`
 # instead? (On a CPU, that run trained the smaller model bert-tiny.)
 #
-# The second picture takes any model with any recipe, whether you own the card or not. Find a setting that halves the
-# activations, then one that halves the states. Each setting is traced by itself, so its bytes are those of `estimate`; the
-# picture is grey while the trace runs.
+# The second picture is an estimate for any model and recipe. It starts with the lab's model on a GPU, whether you own one
+# or not. (A CPU runs other operations, so its peak differs.) Find a setting that halves the activations, then one that
+# halves the states. Each setting is traced by itself; the whole picture is grey while the trace runs.
 
 # %% tags=["widget"]
 explorers.timeline(lab["08 Adafactor"], vanilla, *lab.runs)

@@ -399,7 +399,7 @@ claims.check("op-groups-ordered", min(per_byte[0] / per_byte[1], per_byte[1] / p
 # %% [markdown]
 # Matmuls are on the right, under the flat roof. All others are on the left, orders of magnitude lower. They do few FLOPs per byte, so faster matmuls cannot help them. A dot *above* the black slope was served by a cache, which holds the tensors of a small step.
 #
-# The guide has its three groups from [Ivanov et al., 2020](https://arxiv.org/abs/2007.00072). The second claim tests their order in FLOPs per byte. One number in our table of FLOPs (`PER_ELEMENT`) is a convention: how many FLOPs an `exp` counts. The claim's note shows the order if it counts ten. (Our element-wise group also holds copies and embeddings, which the guide does not name. They only move bytes, so the claim leaves them out.)
+# The guide has its three groups from [Ivanov et al., 2020](https://arxiv.org/abs/2007.00072). The second claim tests their order in FLOPs per byte. One number in our table of FLOPs (`PER_ELEMENT`) is a convention: how many FLOPs an `exp` counts. The claim's note shows the order if it counts ten. (Our element-wise group also holds copies and embeddings. They only move bytes, so the claim leaves them out.)
 #
 # ## Change one thing: no dropout
 #
@@ -433,7 +433,7 @@ plots.Table(header, table)
 # - **Bytes**: a different ratio. Operations that are not matmuls do not all move twice the bytes in backward; an activation, for example, moves three tensors in backward for two in forward (see below).
 # - **Time**: it depends on the limit of each operation.
 #
-# Dropout draws its masks in forward; backward only multiplies by them. The line printed above the table shows the cost of drawing. Where random numbers are drawn one by one, as on a CPU, drawing can take as long as the matmuls themselves.
+# Dropout draws its masks in forward; backward only multiplies by them. The line printed above the table shows the cost of drawing. Where random numbers are drawn one by one, as on a CPU, drawing can take half as long as the matmuls.
 #
 # ## What held
 #
@@ -745,11 +745,11 @@ axes[0].legend(frameon=False, fontsize=9, ncols=3, loc="lower right", bbox_to_an
 _ = axes[1].set_xlabel("microseconds")
 
 # %% [markdown]
-# Look for three things:
+# Look for:
 #
 # - **White**: nothing computes, because the next kernel was not called yet. A step with much white and short bars is *launch-bound*. Fewer, larger operations help it: larger batches (lesson 04), fusing and graphs (lesson 11).
 # - **Wide bars of matmuls**: the step is *compute-bound*. A faster precision helps it (lesson 07).
-# - **Wide bars of other operations**: the step is *memory-bound*. Fewer bytes help it.
+# - **Wide bars of other operations**: the step is *memory-bound*. Fewer bytes help it, unless the bars draw dropout's masks (on a CPU).
 #
 # A bar also contains the call itself. If two bars of the same kind are equally long, although one kernel processes many more numbers, most of each bar is the call.
 #
@@ -792,7 +792,7 @@ for (name, (flops, moved)), taken, busy in zip(work.items(), *lab.run(three_loop
 plots.Table(["loop", "busy", "of the matrix rate", "of the bandwidth"], rows)
 
 # %% [markdown]
-# All three loops are busy. "Busy" says nothing about speed; the MFU and the trace do.
+# All three are busy. This says nothing about speed; the MFU and the trace do.
 #
 # (Why can *add 1* reach more than 100 % of the bandwidth on a CPU? A CPU fetches a cache line before it writes to it, so our copy moved three bytes for two that we counted; adding in place fetches no extra line. And this loop's tensor of 16 MB can stay in a large cache.)
 #

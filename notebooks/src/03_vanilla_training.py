@@ -368,10 +368,10 @@ exercises.question(
 #
 # > **On a GPU:** no other program uses the GPU, so each recipe has a process of its own, the clock decides, and the floor is 1.02.
 #
-# The first comparison is between two runs of the same recipe. The second has one change that ought to show: sequences of a quarter of the length.
+# The first comparison is between two runs of the same recipe. The second has one change that ought to show: sequences of a quarter of the length. (The step times in the table are those of each training by itself, measured once, one after the other; the ratios come from the turns.)
 
 # %%
-again = lab.train("the same again", task=short, per_device_train_batch_size=4, steps=1)  # new: a name, nothing else
+again = lab.train("the same again", task=short, per_device_train_batch_size=4, steps=1)  # new: a name; one step timed
 itself = lab.compare(from_lab, again, turns=8)
 display(itself)
 options = {"per_device_train_batch_size": 4, "measure": "time", "steps": 1}
@@ -443,7 +443,7 @@ rows = [[name, *map("{:.3f}".format, ends)] for name, ends in bounds.items()]
 plots.Table(["the same against itself", "from", "to"], rows, caption)
 
 # %% [markdown]
-# The floor sets the least distance of each end from the median: the median divided by it, and multiplied by it. If an end of the bootstrap's interval is nearer, the lab moves it out to there; otherwise both rows have the same end. Why the floor? The bootstrap knows only what varied *within* these pairs. If the same code against itself comes out a few percent off, an effect of that size proves nothing, however narrow the interval. On a quiet day the code may differ from itself by less than on others, so the lab never takes the floor to be less than a fixed factor (1.05 on a CPU): tomorrow other programs may run. The last row is by the clock on the wall, which counts the waiting, too.
+# The lab's interval reaches at least from the median divided by the floor to the median times the floor. An end of the bootstrap's interval that is further out stays where it is. Why the floor? The bootstrap knows only what varied *within* these pairs. If the same code against itself comes out a few percent off, an effect of that size proves nothing, however narrow the interval. On a quiet day the code may differ from itself by less than on others, so the lab never takes the floor to be less than a fixed factor (1.05 on a CPU): tomorrow other programs may run. The last row is by the clock on the wall, which counts the waiting, too.
 #
 # ## What held
 

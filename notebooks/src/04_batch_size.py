@@ -135,7 +135,7 @@ if not on_cpu:
 counts = sorted({1, max(1, cores // 2), cores, cores + 1, 2 * cores, 2 * cores + 1, 3 * cores})
 tile_seconds = [min(wall for wall, _ in taken) for taken in lab.run(some_tiles, measure="value").value]
 stairs = [tile_seconds[counts.index(cores)] * math.ceil(n / cores) for n in counts]
-shown = {"measured": [1e3 * each for each in tile_seconds], "waves x one wave": [1e3 * each for each in stairs]}
+shown = {"measured": [1e3 * each for each in tile_seconds], "waves x time of one wave": [1e3 * each for each in stairs]}
 _ = plots.lines(counts, shown, f"tiles, for {cores} at once", "milliseconds", title="Time goes by waves").set_ylim(0)
 
 # %% jupyter={"source_hidden": true}
@@ -335,7 +335,7 @@ def least_seconds(shapes):
 of = dict(zip(columns, least_seconds([(rows_here, number, depth) for number in columns])))
 scale = of[edge] / waves(rows_here, edge, tile, at_once)
 series = {"measured": [1e6 * x for x in of.values()], "predicted": [1e6 * scale * x for x in expected_waves]}
-plots.lines(columns, series, "columns", "microseconds", title="One matmul, scaled at the first edge").set_ylim(0)
+plots.lines(columns, series, "columns", "microseconds", title="Prediction scaled to the first edge").set_ylim(0)
 for wave in (1, 2, 3, 4):
     jump = of[wave * edge + past] / of[wave * edge]
     print(f"{wave * edge} -> {wave * edge + past} columns: predicted {(wave + 1) / wave:.2f} x, measured {jump:.2f} x")

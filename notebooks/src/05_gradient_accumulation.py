@@ -228,7 +228,7 @@ _ = plots.timeline(accumulated, ax=axes[1], title="1 x 4: four small passes, gra
 _ = axes[1].set_ylim(axes[0].get_ylim())
 
 # %% [markdown]
-# Compare the bars category by category. From *4 x 1* to *1 x 4* the activations fall to a quarter, and nothing else gets smaller: accumulation does not change weights, gradients or optimizer states.
+# Compare the bars category by category. From *4 x 1* to *1 x 4* the activations fall to a quarter, and the temporaries shrink, too. Weights and optimizer states stay the same.
 #
 # Now compare *1 x 4* with *1 x 1*: one category was **added**. Without accumulation the gradients are freed before the next forward pass, so they hardly exist at the same time as the activations. With accumulation, the sum must be kept during all following passes: one full set of gradients is part of the peak. The timelines show it appear in the first pass and stay.
 
@@ -313,7 +313,7 @@ _ = plots.memory(list(sweep.values()), ax=right)
 # %% [markdown]
 # Read the rows from top to bottom: the same effective batch, made of smaller and smaller passes.
 #
-# - **Memory** (right): the peak falls with the micro-batch, by less and less: weights, gradients and optimizer states do not depend on it.
+# - **Memory** (right): the peak falls with the micro-batch. From 8 x 1 to 4 x 2 it falls by less than the activations do, because accumulation adds a set of gradients. Weights and optimizer states stay the same. (A bar without activations has its peak at another moment, when they are freed.)
 # - **Speed** (left): this is the price, if there is one. (Each part was timed a few times only; the intervals come below.) A small pass may keep the device less busy than a large one, and then each sample costs more. How much more depends on your machine and your sequences, not on accumulation: the shorter the sequences and the larger the device, the more.
 #
 # So far the effective batch stayed the same. The next question changes only the number of accumulation steps.
@@ -473,7 +473,7 @@ claims.check("accumulation-same-gradient", ratio, note=f"cosine {cosine:.6f}; no
 #
 # | claim | compares | statement | tokens on a CPU |
 # |---|---|---|---|
-# | `accumulation-cost` | 1 x 4 with 4 x 1 | 2023 guide: it costs a little speed | 256 (the guide's are long, too), with two layers |
+# | `accumulation-cost` | 1 x 4 with 4 x 1 | 2023 guide: it costs a little speed | 256, with two layers (the guide's sequences are long, too) |
 # | `accumulation-only-slows` | 4 x 2 with 8 x 1 | 2023 guide: if the batch fits, it only slows down | 32 |
 # | `accumulation-cost-grows` | 1 x 4 with 1 x 1 | 2023 guide: more steps cost more | 64 |
 # | `accumulation-fewer-updates` | 1 x 4 with 1 x 1 | 2022 guide: it brings 20 to 30 % more speed | 64 |
@@ -511,7 +511,7 @@ claims.check(
 assert not more_steps.known or more_steps.high > 1  # the answer to the question "slower"
 
 # %% [markdown]
-# The two guides contradict each other less than it seems. The 2022 guide compares at the same micro-batch: the passes are the same, with fewer updates. The 2023 guide compares at the same effective batch: more steps mean smaller passes. Only its sentence that more steps cost more does not name what stays the same; `accumulation-cost-grows` tests that sentence at the same micro-batch. The note of `accumulation-fewer-updates` gives the update's share of a step. Accumulation cannot save more than this share of the time, however many micro-batches it adds up.
+# The two guides contradict each other less than it seems. The 2022 guide compares at the same micro-batch: the passes are the same, with fewer updates. The 2023 guide compares at the same effective batch: more steps mean smaller passes. But the 2023 guide also says that more steps cost more, and does not say whether the effective batch or the micro-batch stays the same. `accumulation-cost-grows` tests that sentence at the same micro-batch. The note of `accumulation-fewer-updates` gives the update's share of a step. Accumulation cannot save more than this share of the time, however many micro-batches it adds up.
 #
 # ### Learning
 #

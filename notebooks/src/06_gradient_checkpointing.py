@@ -344,7 +344,7 @@ plots.Table(["part", "of the saved bytes", "of the matmuls' FLOPs"], sorted(rows
 # - `every_n_layers` checkpoints only each n-th layer, since transformers 5.16 ([#48200](https://github.com/huggingface/transformers/pull/48200)). `every_n_layers=2` checkpoints every other layer, and the rest keep their whole inside: that takes more memory and is faster. It does not make segments of two layers as above.
 # - `offload` moves the checkpoints to the host, since 5.17, and needs a GPU ([#48444](https://github.com/huggingface/transformers/pull/48444)).
 #
-# With older versions the bars of the last two are missing below.
+# With older versions the bars of the last two are missing below, and without a GPU that of `offload`.
 
 # %%
 enable = getattr(PreTrainedModel, "activation_checkpointing_enable", PreTrainedModel.gradient_checkpointing_enable)
@@ -475,7 +475,7 @@ losses, (restored, reset) = lab.run(learnt, task=learnable, measure="value").val
 curves = dict(zip(["no checkpoints", "every layer", "every layer, random state lost"], losses))
 _ = plots.losses(curves, title="Three seeds: the median and their range")
 off = [np.abs(np.subtract(other, losses[0])).max() for other in losses[1:]]
-print(f"largest difference from the loss of the same step without: {off[0]:g}; with the random state lost {off[1]:.2g}")
+print(f"largest difference from a step's loss without checkpoints: {off[0]:g}; random state lost: {off[1]:.2g}")
 claims.check("checkpointing-same-gradient", restored, note=f"{reset:.3f} if the random state is not put back")
 
 
@@ -535,7 +535,7 @@ def draw(layers, inside):
     counts = [count for count in range(1, layers + 1) if layers % count == 0]
     lines = {"checkpoints kept": [layers / count for count in counts], "insides": [count * inside for count in counts]}
     lines["together"] = [stored + recomputed for stored, recomputed in zip(*lines.values())]
-    title = f"best: {math.sqrt(layers / inside):.2g} layers per segment; without checkpoints {layers * inside}"
+    title = f"√(n / I) = {math.sqrt(layers / inside):.2g} layers per segment; no checkpoints: {layers * inside} inputs"
     ax = plots.lines(counts, lines, "layers in a segment", "inputs of a layer", title=title)
     ax.loglog()
     ax.minorticks_off()
@@ -640,7 +640,7 @@ exercises.prove(check, solution=list(range(layers // 2)), mistake=list(range(lay
 #
 # The measured numbers are those of an AMD EPYC with 2 cores (2026-11-28); yours are in the cells above.
 #
-# - **Every forward runs twice and gives the same gradient**, if the random state is put back. Otherwise the gradient was 1.1 % off.
+# - **Every forward runs twice and gives the same gradient**, if the random state is put back. Otherwise the small BERT's gradient was 1.1 % off.
 # - **Checkpoints belong √(n / I) blocks apart.** With segments of √n blocks memory grew as the depth to the power of 0.50. Transformer layers have so large an inside that a checkpoint at every layer is best, unless the model has very many layers.
 # - **The flag saves activations and nothing else**, for one more forward of every layer: 0.58 times the peak, at 0.77 times the throughput. The bytes that wait for backward grow with the number of layers.
 # - **Checkpointing is worth most for long sequences**, and nothing for the last layer. If states make the peak there is nothing to save.

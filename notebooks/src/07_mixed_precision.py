@@ -278,7 +278,7 @@ try_scaler(2.0**42, "Small gradients (loss weight 1e-5)", weight=1e-5)
 try_scaler(2.0**16, "One bad step, the 26th", bad_step=25)
 
 # %% [markdown]
-# **Small gradients** (first picture): without scaling fp16 learns nothing, because all its gradients are 0. With scaling the loss follows that of fp32, some steps later. The scale starts too high on purpose: steps are skipped until it fits. Then it grows, overflows, and is halved again.
+# **Small gradients** (first picture): without scaling fp16 learns nothing, because all its gradients are 0. (The cross marks its last finite loss, here that of the last step.) With scaling the loss follows that of fp32, some steps later. The scale starts too high on purpose: steps are skipped until it fits. Then it grows, overflows, and is halved again.
 #
 # **One bad step** (second picture): without a scaler one `inf` makes every weight `nan`, and after the cross nothing brings the training back. The scaler discards that step, halves its scale, and doubles it again five good steps later. fp32 and bf16 can hold such a gradient, and clipping makes it harmless.
 #
@@ -410,7 +410,7 @@ exercises.check(lab, "loss scale", check_scale, my_scale)
 exercises.prove(check_scale, solution=2.0**32, mistake=2.0**16)
 
 # %% [markdown]
-# **This is the end of part 1**, and a good place for a break. You know why fp16 gives NaN where bf16 does not, and you have built the remedy. If you come back in a new kernel, run the cells above again.
+# **This is the end of part 1**, and a good place for a break. If you come back in a new kernel, run the cells above again.
 #
 # ## Part 2: memory, speed and inference
 #
@@ -675,7 +675,7 @@ exercises.question(
 # - torch answers "yes" to bf16 wherever it can be *computed*, also on a T4 ([pytorch#148322](https://github.com/pytorch/pytorch/pull/148322)).
 # - Without 16-bit instructions torch takes a slow path ([pytorch#118499](https://github.com/pytorch/pytorch/issues/118499)).
 # - With these instructions a CPU may be slower too: of three CPUs with `avx512_bf16` that were tried, one multiplies in bf16 at 0.65 of fp32's rate ([table](../docs/trust.md#cpus-tried)).
-# - The range printed above for the step follows from two parts (Amdahl's law): the matmuls speed up by the ratio of their rates, and the rest takes half to twice its time (its bytes are halved, but casts are added).
+# - The range printed above for the step follows from two parts (Amdahl's law): the matmuls speed up by the ratio of their rates, and the rest takes half to twice its time (its bytes are halved, but casts are added). The matmuls' share is a range: small matmuls may be slower than the timed one, and the Trainer adds work.
 #
 # > **On a CPU** `fp16=True` has no effect if the cell printed True: its losses are those of fp32 to the last digit. accelerate applies the switch on accelerators only.
 #
