@@ -81,6 +81,7 @@ def test_each_line_does_what_is_written_here(lesson):
     assert len(found) == len(words) == len(lesson["rows"])
 
 
+@pytest.mark.nightly
 def test_what_is_written_instead_runs(lesson):
     assert {outcome for *_, instead, outcome in lesson["rows"] if instead} == {"runs"}
 

@@ -121,12 +121,14 @@ def refused(names):
     return found
 
 
+@pytest.mark.nightly
 def test_every_training_argument_of_the_lessons_is_one_of_the_installed_transformers():
     found = {path.stem: used(path.read_text()) for path in SOURCES}
     assert len(set().union(*found.values())) > 20, "hardly any was found: the sources are read in another way"
     assert {lesson: refused(names) for lesson, names in found.items() if refused(names)} == {}
 
 
+@pytest.mark.nightly
 def test_the_arguments_of_recorded_runs_are_known_too():
     """Recorded runs also have argument names that the sources do not show, e.g. names that a loop builds."""
     rows = [row for path in (ROOT / "results").glob("*/*.json") for row in json.loads(path.read_text())["runs"]]

@@ -125,6 +125,7 @@ def copied(build, tmp_path, monkeypatch):
 
 @pytest.mark.daily(1)
 @pytest.mark.parametrize("stale", ["README.md", "docs/estimate.md", "docs/rehearsal.md", "results/README.md"])
+@pytest.mark.nightly
 def test_a_stale_page_is_named_and_building_makes_it_again(build, stale, copied, capsys):
     assert build.main([]) == build.main(["--check"]) == 0
     made = (copied / stale).read_text()

@@ -63,6 +63,7 @@ def test_an_option_is_a_number_a_switch_or_several_words(runner):
     assert (requested.count, requested.fast, requested.pythons) == (4, False, [])
 
 
+@pytest.mark.nightly
 def test_what_was_stopped_goes_on_and_writes_no_record_before_its_end(runner, squares):
     squares.stops.add(2)
     with pytest.raises(KeyboardInterrupt):

@@ -118,6 +118,7 @@ def test_deepspeed_that_is_not_here_is_required(monkeypatch):
         sent(sharding="deepspeed")
 
 
+@pytest.mark.nightly
 def test_one_host_sends_nothing_to_others(large):
     assert all(layout.bytes_between_hosts == 0 for layout in large["one host"].layouts)
     across = by_name(large["hosts"])
@@ -181,6 +182,7 @@ def test_it_shows_itself(small):
 WHOLE = {"bf16": True, "per_device_train_batch_size": 1, "dtype": "float32"}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "task", "question", "choice"),
     [
@@ -188,30 +190,22 @@ WHOLE = {"bf16": True, "per_device_train_batch_size": 1, "dtype": "float32"}
         # (arXiv:2410.06511, table 2: Llama 3.1 8B on 8 H100 by FSDP2 alone) take no tensor parallelism here.
         ("8B on 8 x 80 GB", Task("llama-3-8b", seq_len=4096), NODE | WHOLE, "FSDP"),
         # The states leave 8 GB a card: torchtune's full fine-tuning of 8B on cards of 24 GB checkpoints, and shards.
-        pytest.param(
+        (
             "8B on 8 x 24 GB",
             Task("llama-3-8b", seq_len=2048),
             {"cards": 8, "card": "4090"} | WHOLE,
             "FSDP, checkpointing",
-            marks=pytest.mark.nightly,
         ),
         # 47 billion parameters are 747 GB of states: 93 GB on each of 8 cards. Full fine-tuning of Mixtral by FSDP or
         # ZeRO 3 starts at two nodes; on one, people train adapters.
-        pytest.param(
-            "8 x 7B on 8 x 80 GB",
-            Task("mixtral", seq_len=2048),
-            NODE | WHOLE,
-            "nothing fits",
-            marks=pytest.mark.nightly,
-        ),
+        ("8 x 7B on 8 x 80 GB", Task("mixtral", seq_len=2048), NODE | WHOLE, "nothing fits"),
         # PyTorch's blog "Maximizing training throughput using PyTorch FSDP" trains 70B on 128 A100 by FSDP with
         # checkpointing; torchtitan on 256 H100, by FSDP too.
-        pytest.param(
+        (
             "70B on 64 x 80 GB",
             Task("llama-3-70b", seq_len=4096),
             {"cards": 64, "hosts": 8, "card": "h100"} | WHOLE,
             "FSDP, checkpointing",
-            marks=pytest.mark.nightly,
         ),
     ],
 )
@@ -220,6 +214,7 @@ def test_practitioners_would_do_the_same(name, task, question, choice):
     assert answer.choice == choice, f"{name}: {answer!r}"
 
 
+@pytest.mark.nightly
 def test_stacked_experts_are_not_divided_by_more_ranks_than_there_are_experts():
     """FSDP2 shards the first dimension, which for stacked experts is their number. torchtitan uses expert parallelism
     there.

@@ -101,6 +101,7 @@ def test_a_lesson_that_hangs_is_killed_with_all_it_started_and_the_next_one_judg
     assert not [p.pid for p in psutil.process_iter() if marker_of(p).startswith(f"{os.getpid()}-")]
 
 
+@pytest.mark.nightly
 def test_a_lesson_that_needs_a_failed_run_ends_with_the_runs_own_status_and_message(tmp_path, monkeypatch):
     measure = "lab = Lab('tiny', timeout=1, out=out)\nrun = lab.run(sleep, 'own loop', measure='none')"
     cell = (

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import psutil
+import pytest
 
 from perf_helpers.course import course_server
 
@@ -54,6 +55,7 @@ def test_a_module_is_run_in_a_fork_of_the_courses_server_as_python_would(tmp_pat
             assert "ZeroDivisionError" in lines[-1] or exit_code != 1
 
 
+@pytest.mark.nightly
 def test_without_its_course_a_process_starts_a_server_of_its_own():
     with course_server.shared() as variables:
         pass

@@ -235,6 +235,7 @@ def test_a_comparison_of_two_things_at_once_turns_the_verdict(id, call, planted,
         (Planted(change=without("gradient_checkpointing")), (FULL, CHECKPOINTED), "nothing was checkpointed"),
     ],
 )
+@pytest.mark.nightly
 def test_what_a_library_ignores_would_give_the_expected_verdict_and_the_lesson_stops(lab, cells, line):
     with pytest.raises(AssertionError) as stopped:
         found(lab, cells)

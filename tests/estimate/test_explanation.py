@@ -97,6 +97,7 @@ def test_experts_that_stay_whole_and_norms_that_are_cast_are_reported():
     assert "A" not in repr(found).splitlines()[-1][:3] and repr(found).splitlines()[-1].startswith("B: prepare")
 
 
+@pytest.mark.nightly
 def test_a_plain_model_has_no_experts_to_warn_of_and_copies_are_reported():
     whole = adapters(modules_to_save=["lm_head"])
     uncast = QLORA | {"prepare_model_for_kbit_training": False}
@@ -133,6 +134,7 @@ def test_a_tie_that_is_broken_and_weights_that_adapters_are_added_to_are_named()
     assert text.endswith(f"mlp.experts.gate_up_proj, {2 * 4 * 2 * 64 * 96 * 2 / 1e3:.1f} kB")
 
 
+@pytest.mark.nightly
 def test_an_evaluation_that_takes_the_most_is_explained():
     evaluated = BATCH | {"eval_strategy": "epoch", "prediction_loss_only": False, "optim": "sgd"}
     found = explain(LLAMA.replace(dataset_size=40, config={"vocab_size": 3000}), BATCH, evaluated, card="t4")

@@ -180,7 +180,7 @@ def both(tmp_path):
 NEED_SCIPY = {"yolos", "maskformer"}
 
 
-@pytest.mark.daily(6)
+@pytest.mark.daily(3)
 @pytest.mark.parametrize("name", CASES)
 def test_a_family_is_exact(name, both):
     if name in NEED_SCIPY:

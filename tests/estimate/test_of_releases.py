@@ -113,6 +113,7 @@ LAZY = pytest.param({"lazy_bucket_allocation": True}, 2, marks=pytest.mark.skipi
 
 @pytest.mark.daily(1)
 @pytest.mark.parametrize(("options", "sets"), [({}, 3), ({"gradient_as_bucket_view": True}, 2), LAZY], ids=str)
+@pytest.mark.nightly
 def test_buckets_of_ddp_are_a_set_of_gradients_unless_they_are_views_or_freed(lab, options, sets):
     """`sets` is the memory after backward in units of 4 bytes per parameter: weights, gradients and buckets take one
     each. The options of DistributedDataParallel are off by default.
@@ -123,6 +124,7 @@ def test_buckets_of_ddp_are_a_set_of_gradients_unless_they_are_views_or_freed(la
     assert round(sum(run.memory.phase_breakdowns["backward"].values()) / task.parameters() / 4, 1) == sets
 
 
+@pytest.mark.nightly
 def test_model_flops_do_not_depend_on_what_the_counter_knows_of_attention(monkeypatch):
     """Since torch 2.15 FlopCounterMode counts the fused attention of a CPU, which was 0 before. `model_flops` must not
     count it twice.

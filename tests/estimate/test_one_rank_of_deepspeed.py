@@ -87,6 +87,7 @@ def test_on_a_gpu_a_stage_keeps_its_share_and_a_copy_of_it(offered):
 @pytest.mark.daily(1)
 @needs_deepspeed
 @pytest.mark.parametrize("name", ["offload_optimizer", "offload_param"])
+@pytest.mark.nightly
 def test_what_is_kept_on_the_host_is_refused_on_a_gpu(offered, name):
     with pytest.raises(ValueError, match=f"{name}: .*rehearse it"):
         estimate(TASK, device="cuda", processes=2, **zero(3, **{name: {"device": "cpu"}}))

@@ -42,6 +42,7 @@ GPT = Task("gpt2", seq_len=16, config={"n_layer": 4, "n_embd": 128, "n_head": 4,
 CUDA = {"device": "cuda", "compute_capability": (8, 0), "per_device_train_batch_size": 4}
 
 
+@pytest.mark.nightly
 def test_a_rank_of_fsdp2_keeps_its_share_and_gathers_layers_in_turn():
     whole, shared = estimate(GPT, **CUDA), estimate(GPT, processes=4, fsdp=True, **CUDA)
     for phase, categories in {"backward": ["gradients"], "step": ["weights", "optimizer_states"]}.items():

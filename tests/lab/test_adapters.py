@@ -38,6 +38,7 @@ def trained(lab, task=LLAMA, **given):
 
 @needs_peft
 @pytest.mark.parametrize("rank", [4, 16])
+@pytest.mark.nightly
 def test_what_learns_is_what_lora_says(lab, rank):
     """LoRA trains two matrices for each of q and v, with AdamW's two states; everything else is kept frozen."""
     memory = trained(lab, peft={"r": rank, "target_modules": ["q_proj", "v_proj"]})
@@ -52,6 +53,7 @@ def test_what_learns_is_what_lora_says(lab, rank):
 
 @needs_peft
 @pytest.mark.parametrize(("given", "bits", "blocks"), [(NF4, 4, 64), ({"load_in_8bit": True}, 8, None)], ids=["4", "8"])
+@pytest.mark.nightly
 def test_quantized_bytes_are_codes_and_their_constants(lab, given, bits, blocks):
     memory = trained(lab, quantization_config=given, peft={"r": 4}, dtype="bfloat16")
     rows = 2 * (64 + 32 + 32 + 64 + 96 + 96 + 64)  # each has a scale of its own in 8 bits
@@ -103,6 +105,7 @@ def test_the_estimate_is_what_is_counted(lab, given):
 @pytest.mark.daily(1)
 @needs_peft
 @pytest.mark.parametrize("kind", ["AdamW", "Adam8bit"])
+@pytest.mark.nightly
 def test_lora_plus_is_an_optimizer_with_a_second_rate(lab, kind):
     """Parameter groups change the order and the number of the optimizer's states, and the estimate must show that."""
 

@@ -237,6 +237,7 @@ def test_what_the_kernel_ends_for_its_memory_is_out_of_memory_and_this_process_l
     assert run.status == "out of memory" and "SIGKILL" in run.message, run
 
 
+@pytest.mark.nightly
 def test_an_experiment_that_is_deaf_to_every_signal_ends_with_its_time(lab, tmp_path):
     def hang(task):
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())

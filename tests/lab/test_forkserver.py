@@ -184,6 +184,7 @@ def _gone(pid):
     return True
 
 
+@pytest.mark.nightly
 def test_nothing_survives_a_killed_kernel(tmp_path):
     script = tmp_path / "kernel.py"
     script.write_text(

@@ -170,6 +170,7 @@ def side_by_side(first, second, turns=3, count=1, **options):
     return processes.side_by_side((first, second, first), turns, processes=count, **options)
 
 
+@pytest.mark.nightly
 def test_three_take_turns_and_each_turn_has_its_seconds():
     outcome = side_by_side(training("a"), training("b", gradient_checkpointing=True), turns=4, count=2)
     assert outcome.ok and len(outcome.value) == 2

@@ -150,6 +150,7 @@ def test_inference_is_compared_too(lab):
     assert lab.compare(small, large, turns=8).speed_ratio.low > 1.5, "a forward of 64 takes less than 32 of 2"
 
 
+@pytest.mark.nightly
 def test_several_ranks_have_processes_of_their_own_and_the_wall_decides(lab):
     two = lab.train("two", task=TINY, steps=2, processes=2, measure=("time",))
     comparison = lab.compare(two, two, turns=3)
@@ -233,6 +234,7 @@ def test_the_noise_floor_and_the_threads_follow_where_a_run_ran_and_not_what_the
     assert several == [("side_by_side", 1, 1, 1, 1), ("alternate", 1, 1), ("alternate", 1, 1)]
 
 
+@pytest.mark.nightly
 def test_two_passes_beside_each_other_count_what_they_count_one_after_the_other(lab, monkeypatch):
     found = []
     for paired in (True, False):

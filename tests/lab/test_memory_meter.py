@@ -339,6 +339,7 @@ def test_only_a_meter_that_knows_of_compiled_code_leaves_a_model_whole(lab, comp
     assert count and peak > 0
 
 
+@pytest.mark.nightly
 def test_a_compiled_training_is_measured_compiled_and_without_a_breakdown(lab):
     plain = lab.train("plain", task=TINY, measure="memory", per_device_train_batch_size=4)
     noted = lab.train(
@@ -350,6 +351,7 @@ def test_a_compiled_training_is_measured_compiled_and_without_a_breakdown(lab):
     assert noted.memory.parameters == plain.memory.parameters
 
 
+@pytest.mark.nightly
 def test_batches_that_workers_have_ready_are_not_counted_so_that_each_run_counts_the_same():
     given = {"task": TINY, "per_device_train_batch_size": 4, "measure": ("memory",)}
     plain = Lab("cpu").train("plain", **given).memory

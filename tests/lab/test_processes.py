@@ -12,6 +12,7 @@ from trainmem.measure import processes
 from trainmem.records import CATEGORIES, Memory
 
 
+@pytest.mark.nightly
 def test_experiments_and_comparisons_end_with_the_time_that_they_are_given_together(lab):
     from trainmem.measure import processes
 

@@ -90,6 +90,7 @@ def test_what_takes_long_shows_a_bar(terminal, tmp_path, monkeypatch):
     assert names == {"one", "other", "one and other in turns", "estimating bert-tiny", "advising"}
 
 
+@pytest.mark.nightly
 def test_a_lab_that_writes_results_hides_its_own_bars_and_no_others(terminal, tmp_path):
     unwatched, task = Lab("cpu", out=tmp_path), Task("bert-tiny", seq_len=16, dataset_size=40)
     unwatched.train("unwatched", task=task, steps=2, measure="time")

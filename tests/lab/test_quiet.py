@@ -150,6 +150,7 @@ def test_between_processes_nothing_runs_beside_what_is_timed():
         assert not (need == MACHINE and beside), f"{name} was alone, beside {beside}"
 
 
+@pytest.mark.nightly
 def test_an_experiment_that_shares_the_machine_shares_its_cores():
     code = """
 import torch
@@ -171,6 +172,7 @@ print(*[lab.run(count, measure=meter).value for meter in ("value", "none", "memo
 @pytest.mark.parametrize(
     "clock", ["time.perf_counter()", "time.process_time_ns()", "in_turns([lambda: 1], 1); time.perf_counter()"]
 )
+@pytest.mark.nightly
 def test_a_function_that_reads_a_clock_is_refused_where_others_may_run_beside_it(lab, clock):
     code = f"import time; from trainmem.measure.interleaving import in_turns; {clock}"
     function = eval(f"lambda task: exec({code!r}, {{'__name__': '__main__'}})")
@@ -205,7 +207,8 @@ LOCK_CALLS = {  # what a lesson asks of the lock, in order
 }
 
 
-@pytest.mark.parametrize("variables", [{}, {quiet.UNTIMED: "1"}], ids=["timed", "smallest sizes"])
+@pytest.mark.daily(1)
+@pytest.mark.parametrize("variables", [{quiet.UNTIMED: "1"}, {}], ids=["smallest sizes", "timed"])
 def test_only_what_is_timed_has_the_machine_for_itself(variables):
     code = "from perf_helpers import Lab; from trainmem.measure.interleaving import in_turns; lab = Lab('tiny')\n"
     code += "\n".join(f"{line}; print('next', flush=True); input()" for line in LOCK_CALLS)

@@ -179,6 +179,7 @@ def test_torch_reports_on_request_what_gloo_does_not_notice(provoke, monkeypatch
     assert run.status == "crashed" and "Detected mismatch between collectives" in run.message, run
 
 
+@pytest.mark.nightly
 def test_a_rank_that_enters_fewer_collectives_is_distinguished_from_one_that_died(provoke):
     def one_more(rank):
         import torch

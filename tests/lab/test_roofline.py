@@ -79,6 +79,7 @@ class TestModelFlops:
         assert roofline.model_flops(BERT, 5) == 5 * roofline.model_flops(BERT)
         assert roofline.model_flops(BERT) == 3 * roofline.model_flops(BERT, training=False)
 
+    @pytest.mark.nightly
     def test_nothing_is_computed(self):
         huge = Task("bert-large-uncased", seq_len=512)
         assert roofline.model_flops(huge, 512) > 1e14

@@ -52,6 +52,7 @@ def test_a_rank_keeps_its_share_of_weights_gradients_and_states(counted):
     assert counted[0].memory.phase_breakdowns["backward"]["gradients"] == pytest.approx(whole / 2, rel=0.02)
 
 
+@pytest.mark.nightly
 def test_gathered_weights_are_copies_and_are_given_back(counted):
     layer = 4 * sum(weight.numel() for weight in TASK.build_model().bert.encoder.layer[0].parameters())
     timeline, phases = counted[0].memory.timeline, counted[0].memory.phase_breakdowns

@@ -87,6 +87,7 @@ def test_each_rank_keeps_its_memory_and_its_value(lab):
     assert (small, large) == (4 * 101 * 100, 4 * 101 * 200)
 
 
+@pytest.mark.nightly
 def test_one_process_and_two_take_turns(lab):
     """The function has more steps than the comparison has turns."""
     one = lab.train("one", task=TINY, measure=("time",), per_device_train_batch_size=2)

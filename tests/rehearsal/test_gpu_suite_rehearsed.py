@@ -65,6 +65,7 @@ def test_the_estimate_is_what_torchs_allocator_says(report):
         assert row["reserved_bytes"][0] == pytest.approx(row["reserved_bytes"][1], rel=0.03), row["name"]
 
 
+@pytest.mark.nightly
 def test_it_is_refused_as_measured(report):
     with pytest.raises(ValueError, match="was rehearsed"):
         gpu_page.keep(report, report.parent)

@@ -87,6 +87,7 @@ print("to its end")
 """
 
 
+@pytest.mark.nightly
 def test_with_assumed_values_a_program_reaches_its_end_and_the_answers_are_counted(program):
     run, printed = program(ANSWERED, assumes=True)
     assert run.status == "finished" and "to its end" in printed.out, repr(run)
@@ -96,6 +97,7 @@ def test_with_assumed_values_a_program_reaches_its_end_and_the_answers_are_count
     assert "--assume" in repr(run)
 
 
+@pytest.mark.nightly
 def test_one_rule_says_whether_an_unknown_number_is_finite(program):
     text = "import math, torch\nloss = torch.randn(9, device='cuda').mean()\n"
     text += "assert math.isfinite(loss.item()) and not math.isnan(loss.item()) and torch.isfinite(loss)\n"
@@ -125,6 +127,7 @@ assert sum(os.stat(name).st_blocks for name in ("new.pt", "new.safetensors")) * 
 """
 
 
+@pytest.mark.nightly
 def test_saving_writes_no_weights_and_keeps_the_files_that_were_there(program, tmp_path):
     for name in ("old.pt", "old.safetensors"):
         (tmp_path / name).write_text("mine")
@@ -135,6 +138,7 @@ def test_saving_writes_no_weights_and_keeps_the_files_that_were_there(program, t
     assert "not overwritten" in repr(run)
 
 
+@pytest.mark.nightly
 def test_uploads_are_refused_and_the_exit_code_is_the_programs_own(program):
     text = "import httpx, torch\ntorch.ones(1).cuda()\nhttpx.post('https://hub.invalid/api/repos/create')"
     run, _ = program(text)

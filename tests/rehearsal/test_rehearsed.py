@@ -190,6 +190,7 @@ def test_two_ranks_on_one_device_are_refused(a100):
     assert run.status == "refused" and "use_cpu=True" in run.message
 
 
+@pytest.mark.nightly
 def test_expandable_segments_and_a_full_card(monkeypatch):
     def fill(task):
         import torch
@@ -223,6 +224,7 @@ def integers():
     return [*found, bool(stop.all()), torch.unique(torch.tensor([2, 2, 1]).cuda()).tolist(), labels.cpu().tolist()]
 
 
+@pytest.mark.nightly
 def test_what_is_whole_or_boolean_is_computed(here):
     moved = [7, -99, 6, -99]
     views = [[0, 3], [1, 4], [2, 5]]
@@ -507,6 +509,7 @@ def test_an_experiment_that_needs_values_is_no_crash(a100):
         Lab("gpu", executor=a100).run(decides, task=SMALL, measure="none")
 
 
+@pytest.mark.nightly
 def test_workers_of_a_data_loader_inherit_the_meter_and_have_no_gpu(a100):
     lab = Lab("gpu", executor=a100)
     arguments = {"task": SMALL, "measure": "memory", "per_device_train_batch_size": 2}
@@ -520,6 +523,7 @@ def test_compiled_code_cannot_be_rehearsed_and_is_not_reported_as_uncompiled(a10
         Lab("gpu", executor=a100).train("compiled", task=SMALL, measure="memory", torch_compile=True)
 
 
+@pytest.mark.nightly
 def test_there_is_no_time_in_a_rehearsal(a100):
     lab = Lab("gpu", executor=a100)
     first, second = (lab.train(name, task=SMALL, per_device_train_batch_size=1) for name in ("first", "second"))

@@ -44,6 +44,7 @@ def spans(attempts):
     return found
 
 
+@pytest.mark.nightly
 def test_workers_work_at_once_and_never_two_on_one_device(client):
     def nap():
         time.sleep(0.4)
@@ -123,6 +124,7 @@ def test_two_killed_workers_are_enough_and_the_others_go_on(client, tmp_path):
     assert values == [0, 1, 2, 3]
 
 
+@pytest.mark.nightly
 def test_another_worker_at_the_same_address_does_not_pass_for_the_one_before(client):
     from dataclasses import replace
 
@@ -173,6 +175,7 @@ def test_a_run_has_the_machine_and_the_packages_of_where_it_ran(client, elsewher
     assert "torch 1.0 (here" in line and "\n" not in line
 
 
+@pytest.mark.nightly
 def test_experiments_train_without_dasks_settings_each_on_its_part_of_the_cores(client, tmp_path):
     def look(_):
         import torch

@@ -138,6 +138,7 @@ def test_an_interrupted_sweep_ends_what_its_workers_do(client, tmp_path):
     assert run.name == "short" and run.ok
 
 
+@pytest.mark.nightly
 def test_a_row_that_kills_its_workers_fails_and_the_others_are_performed(client, tmp_path, quick):
     starts = tmp_path / "starts"
 
