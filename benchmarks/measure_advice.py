@@ -59,7 +59,11 @@ class Pair:
 
 
 def pair(number: int, seed: int) -> Pair:
-    """Return pair `number` of a seed. Three of four models are small. Architectures and cards take turns."""
+    """Return the model and the card that a number stands for in the set of a seed.
+
+    Every fourth model is large and gets a real card. The others are small and get a made-up card. Architectures and
+    cards take turns.
+    """
     draw = random.Random(f"{seed} {number}")
     turn, kind = divmod(number, 4)
     on, capability, lengths = None, draw.choice(CAPABILITIES), LENGTHS

@@ -267,7 +267,10 @@ class Run(Record):
 
     @property
     def experiment(self) -> str:
-        """Return the experiment as text: equal for equal experiments, apart from the code of a function."""
+        """Return the experiment as text, equal for equal experiments.
+
+        The text has no code: two functions with the same arguments have equal texts.
+        """
         return json.dumps([self.kind, self.task, self.arguments, self.processes], sort_keys=True, default=str)
 
     @property

@@ -1,5 +1,6 @@
-"""The allocator of the calculator's page compared with the package's, on the random traces that compare the latter with
-torch's.
+"""Compare the allocator of the calculator's page (JavaScript) with `trainmem.estimate.allocator`.
+
+The random traces are those of benchmarks/measure_allocator.py, which compares the package's allocator with torch's.
 """
 
 import itertools

@@ -390,8 +390,10 @@ class RecipeSearch:
         return self.needed(candidate) <= self.limit
 
     def _known_states(self, candidate: Candidate) -> float:
-        """Return a lower limit for the bytes of a recipe's states and the context; negative if no similar recipe was
-        estimated.
+        """Return a lower limit for a recipe's memory: the bytes of its weights, gradients and optimizer states, plus
+        the CUDA context.
+
+        Return -inf if no recipe with the same states was estimated.
         """
         return self._states.get(_of_states(candidate), -math.inf) + self.context
 

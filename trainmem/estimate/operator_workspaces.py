@@ -314,8 +314,13 @@ class Runner:
         self._pool: ProcessPoolExecutor | None = None
 
     def __call__(self, operations: list[Operation], threads: int) -> list[Seen | None]:
-        """Return each operation's run. It is None if the operation needs its data, or ends its process: a kernel may
-        divide by a length that was cut to 0."""
+        """Run operations on zeros in the fork; return the workspace and the seconds of each, in the same order.
+
+        The result is None for an operation that needs real data or crashes the fork. A kernel may divide by a length
+        that `resized` has reduced to 0.
+
+        `threads`: number of threads that torch uses.
+        """
         if not operations:
             return []
         self._pool = self._pool or ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork"))

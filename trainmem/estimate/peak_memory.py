@@ -90,7 +90,7 @@ def estimate_of(experiment: Experiment, traced: "TracedExperiment", device: Devi
 
 @dataclass(frozen=True, slots=True)
 class TracedExperiment:
-    """An experiment's trace, with workspaces added."""
+    """The trace of an experiment, its total bytes at each operation with operator workspace, and the assumptions made."""
 
     trace: Trace
     totals: np.ndarray  # (operations,): the highest total during each, with its workspace, in bytes

@@ -413,7 +413,9 @@ WEIGHT_OF_NORM = {aten.native_layer_norm.default: 2, aten.native_batch_norm.defa
 def _traced(tracker: FakeTracker, parameters: int, trainable: int) -> Trace:
     """Return the tracker's records as arrays, from the first forward pass on.
 
-    `parameters` and `trainable`: numbers of the model's weights.
+    Args:
+        parameters: number of elements in all weights of the model.
+        trainable: number of these elements that are trained.
     """
     column = {category: number for number, category in enumerate(CATEGORIES)}
     changes = np.zeros((len(tracker.log) + 1, len(column)), dtype=np.int64)

@@ -53,9 +53,10 @@ ASKING = Asking()
 
 @contextlib.contextmanager
 def timing(need: Need = Need.MACHINE) -> Iterator[None]:
-    """Time something in this context, in a fresh subprocess, after waiting until `need` is granted.
+    """Give the part of the machine that `need` names to the code in this context, which reads a clock.
 
-    In other processes, and inside another such context, do nothing.
+    Wait until no other lesson uses that part. Enter it in a fresh subprocess: in other processes, and inside another
+    such context, it does nothing.
     """
     if ASKING.is_granted or not ASKING.ask:
         yield
