@@ -194,7 +194,7 @@ def configurations(name: str, kind: str, folder: Path):
     The forms are: narrow; less narrow; narrow with sizes for missing ones; with its layers alone cut; with its images
     alone cut.
 
-    `name`: of the class; `kind`: its model type.
+    `name`: name of the class; `kind`: its model type.
     """
     from transformers import CONFIG_MAPPING
 

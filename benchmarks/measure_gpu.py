@@ -241,7 +241,7 @@ def _lab(options: argparse.Namespace, folder: str) -> Iterator[Lab]:
     """Yield the lab for the options; a rehearsal ends with the context. Raises ValueError if this machine cannot run
     it.
 
-    `folder`: for its runs.
+    `folder`: folder for the lab's runs.
     """
     with contextlib.ExitStack() as stack:
         more: dict[str, Any] = {"out": folder, "timeout": ROW_SECONDS}

@@ -314,7 +314,7 @@ class Ratio(Record):
         """Return a ratio that was not measured, with the reason; it is shown, but decides nothing.
 
         Args:
-            why: the reason.
+            why: why the ratio was not measured.
             error: the exception that a use of its value raises.
         """
         return cls(*[Unknown(why, error)] * 3)

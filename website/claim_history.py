@@ -25,7 +25,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """All recorded results."""
+    """All recorded results of the claims, the newest per machine and all over time."""
 
     now: dict[str, list[tuple[str, dict[str, Any]]]]  # {claim id: newest (machine and date, row) of each machine}
     before: dict[str, list[Entry]]  # {claim id: all results, the oldest first}

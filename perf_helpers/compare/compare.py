@@ -173,7 +173,7 @@ def is_beyond_noise(old: float, old_interval: Sequence, new: float, new_interval
 
     Args:
         old, new: the value in each run.
-        old_interval, new_interval: its 95 % interval (low, high) in each run.
+        old_interval, new_interval: 95 % interval (low, high) of the value in each run.
         number: how many values with an interval are compared.
     """
     deviations = [(high - low) / 2 / NormalDist().inv_cdf(0.975) for low, high in (old_interval, new_interval)]
@@ -279,7 +279,7 @@ def keyed(runs: list[dict]) -> Iterator[tuple[str, dict]]:
 
 
 def _runs(pairs: list[tuple[str, Run, Run]]) -> Iterator[Change]:
-    """Yield the runs whose status changed, e.g. to out of memory or crashed."""
+    """Yield the runs whose status changed, e.g. to out of memory or crashed; `pairs`: see `_pairs`."""
     for id, a, b in pairs:
         if a.status != b.status:
             worse = not b.ok if a.ok or b.ok else None

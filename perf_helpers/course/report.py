@@ -110,7 +110,7 @@ def change_cases(changes: Sequence[dict[str, Any]], fail_on: Iterable[str]) -> l
 def junit(date: str, cases: Sequence[Case]) -> str:
     """Return test cases as JUnit XML, without characters that XML forbids.
 
-    `date`: that of the course run, as ISO 8601.
+    `date`: date of the course run, as ISO 8601.
     """
     count = Counter(outcome for *_, outcome, _ in cases)
     return _NO_XML.sub("", template("course/junit.xml.j2").render(date=date, cases=cases, count=count))

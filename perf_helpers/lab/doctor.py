@@ -34,7 +34,7 @@ REMEDIES = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One result of the doctor."""
+    """One result of the doctor: what was checked, how serious it is, and a remedy."""
 
     level: str  # "ok", "note", "warning" or "error"
     subject: str  # e.g. "GPU 0", "memory" or a package's name
@@ -43,7 +43,10 @@ class Finding:
 
 
 def diagnose(machine: Machine, installed: dict[str, str | None] | None = None) -> list[Finding]:
-    """Return the findings about this machine. `installed`: package versions as `hardware.versions()` returns them."""
+    """Return the findings about this machine.
+
+    `installed`: package versions as `hardware.versions()` returns them; None: those installed here.
+    """
     return [
         *_about_gpus(machine),
         *_about_precision(machine),

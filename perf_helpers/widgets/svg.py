@@ -19,11 +19,12 @@ _FAR = 8  # a limit more than this many times larger than the values does not st
 
 
 def bar(title: str, parts: Mapping[str, int], limits: Mapping[str, int]) -> str:
-    """Draw bytes by category as one stacked bar with a legend, and limits as lines across it. Sizes are in GiB.
+    """Draw bytes by category as one stacked bar with a legend, and limits as lines across it, as HTML. Sizes are in
+    GiB.
 
     Args:
         title: the name of the bar, e.g. "Peak", for screen readers.
-        parts: {category: bytes}.
+        parts: {category: bytes}, one section of the bar each.
         limits: {name, e.g. of a card: bytes}.
     """
     total = sum(parts.values())
@@ -107,7 +108,7 @@ def scatter(points: Sequence[Point], chosen: Point | None, limits: Mapping[str, 
 
     Args:
         points: one per recipe.
-        chosen: the point to highlight.
+        chosen: the point to highlight; None: none.
         limits: {name, e.g. of a card: bytes}, drawn as vertical lines.
     """
     best, both = best_of_both(points), [point for point in points if point.is_sized and point.is_timed]

@@ -73,7 +73,7 @@ def forward(cpu: Cpu, samples: int, tokens: int, layers: int = 4, hidden: int = 
 
     Args:
         samples, tokens: the batch, and the tokens per sample.
-        hidden: the model's width.
+        layers, hidden: number of layers, and the model's width.
         half: whether matmuls run in 16 bits.
         eager: whether attention is plain, not fused.
     """

@@ -253,7 +253,7 @@ class Numbers(torch.utils.data.Dataset):
 
 
 def padded(samples):
-    """Pad samples as TRL's collators do: on the device that the samples are on."""
+    """Return samples padded as by TRL's collators: on the device that the samples are on."""
     whole = torch.full((len(samples), 6), -100, dtype=torch.int64, device=samples[0].device)
     for row, sample in zip(whole, samples, strict=True):
         row[: len(sample)] = sample

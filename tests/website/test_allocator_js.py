@@ -29,7 +29,7 @@ def counted(events, expandable, capacity):
     """Return, after each event, [allocated bytes, reserved bytes, their peak, -1 if there was no room or 0].
 
     Args:
-        events: of a trace of benchmarks/measure_allocator.py.
+        events: events of a trace of benchmarks/measure_allocator.py.
         expandable: whether segments are expandable.
         capacity: bytes that the card has for segments.
     """

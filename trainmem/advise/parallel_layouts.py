@@ -111,7 +111,8 @@ def parallelism(
         slow_link: whether the link between hosts (in a single host: between cards) is slow. Sharded layouts that fit
             are then ordered by the bytes that they send over it, the fewest first.
         sharding: library that shards: "fsdp" (FSDP2), or "deepspeed" (ZeRO 1 to 3) if it is installed.
-        compute_capability: of the cards, e.g. (8, 0); None: the named card's, this machine's, else (9, 0).
+        compute_capability: compute capability of the cards, e.g. (8, 0); None: that of the named card, otherwise of
+            this machine, otherwise (9, 0).
         arguments: names of `transformers.TrainingArguments`; `per_device_train_batch_size` is per card.
 
     Raises:

@@ -63,7 +63,7 @@ class DeviceTracker(FakeTracker):
         from_the_start: whether to place all tensors of the loop on the device, because the loop never sends its model
             there.
         cache: known results of operations; new ones are added. None: an empty cache.
-        rules: those of a torch release; None: the installed one's.
+        rules: the rules of a torch release, see `allocator_settings.release`; None: those of the installed one.
     """
 
     places_modules = True

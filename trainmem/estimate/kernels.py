@@ -25,9 +25,9 @@ class Kernels:
     """The memory requests of kernels on a GPU of one compute capability.
 
     Args:
-        capability: the compute capability.
-        is_on_device: tells whether a tensor is on the GPU.
-        rules: those of a torch release; None: the installed one's.
+        capability: the GPU's compute capability, e.g. (9, 0).
+        is_on_device: function of a tensor that returns whether it is on the GPU.
+        rules: the rules of a torch release, see `allocator_settings.release`; None: those of the installed one.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class Kernels:
         Args:
             function: the operation that autograd calls on CPU tensors, e.g. grid_sampler_2d for `grid_sample`. If a GPU
                 would run another one, `cuda.py` has already replaced it.
-            args, kwargs: its arguments.
-            result: what it returned on fake tensors.
+            args, kwargs: the operation's arguments.
+            result: what the operation returned on fake tensors.
         """
         made = [result] if isinstance(result, torch.Tensor) else [*filter(torch.is_tensor, tree_leaves(result))]
         packet = function.overloadpacket

@@ -87,7 +87,7 @@ class MemoryEstimate:
         They are the reserved bytes (if these are unknown, the peak) and, on CUDA, the context.
 
         Args:
-            context_bytes: of the context, if the estimate does not know it.
+            context_bytes: bytes of the CUDA context, used if the estimate does not know them.
         """
         reserved = max(self.memory.reserved_bytes or 0, self.memory.peak_bytes)
         return reserved + (self.memory.context_bytes or (context_bytes if self.device == "cuda" else 0))

@@ -139,7 +139,7 @@ class Probe:
 def assumptions(operations: Sequence[Operation], probe: Probe) -> list[str]:
     """Return what had to be assumed about the workspaces of these operations, one sentence per operator.
 
-    `probe`: has measured them.
+    `probe`: the probe that has measured these workspaces.
     """
     assumed: dict[str, int] = {}
     unknown: dict[str, None] = {}
@@ -286,13 +286,15 @@ class _Tried:
 
 
 def line(sizes: Sequence[int], hidden: Sequence[int], wanted: int) -> int | None:
-    """Return the bytes at the size `wanted`, on the straight line through three measured points.
+    """Extrapolate a workspace: return its bytes at the size `wanted`, on the straight line through three measured
+    points.
 
     Return None if the points are on no line, or if its value there is below zero.
 
     Args:
-        sizes: of the operands, in bytes.
-        hidden: workspace at each size, in bytes.
+        sizes: bytes of the operands at the three measured sizes, largest first.
+        hidden: bytes of workspace at each of these sizes.
+        wanted: bytes of the operands for which the workspace is returned.
     """
     (a, b, c), (first, second, third) = sizes, hidden
     if not a > b > c:

@@ -135,7 +135,7 @@ def play(
     the player's.
 
     Args:
-        names: of the players, for messages.
+        names: names of the players, for messages.
         players: iterators: each `next` runs one turn, and returns the outcome after the last one.
         turns: timed turns per player.
         steps_per_turn: steps in a turn.

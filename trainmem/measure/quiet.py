@@ -1,11 +1,11 @@
 """Keep the machine quiet for code that reads a clock, in a course that runs several lessons at once.
 
 A lesson shares the machine with others until it times something; then it requests the part of the machine that it needs
-(`Need`). `Lab.compare`, `interleaving.in_turns` and the time meter do so after their warm-up (`timing`), a function
-with measure="none" before its first line. Between two of its experiments, a lesson yields to lessons that wait for a
-quiet machine. Experiments that share the machine also share its cores: threads that wait for a core would slow down
-both. The lock is in the course's process (`served`); a lesson reaches it by a socket. Outside a course `experiment` is
-a no-op.
+(`Need`). `Lab.compare`, `interleaving.in_turns` and the time meter do so after their warm-up (`timing`). A function
+that is run with measure="none" gets it before its first line. Between two of its experiments, a lesson yields to
+lessons that wait for a quiet machine. Experiments that share the machine also share its cores: threads that wait for a
+core would slow down both. The lock is in the course's process (`served`); a lesson reaches it by a socket. Outside a
+course `experiment` is a no-op.
 """
 
 import contextlib
@@ -119,7 +119,7 @@ class QuietLock:
         it gets nothing.
 
         Args:
-            lesson: its name.
+            lesson: name of the lesson.
             need: the part of the machine that it needs.
             cores: number of cores that it computes on.
         """
@@ -171,9 +171,9 @@ def entry(lesson: str, threads: int, address: str) -> dict[str, str]:
     """Return the environment variable by which a lesson's processes find the lock.
 
     Args:
-        lesson: its name.
-        threads: per experiment that shares the machine.
-        address: the lock's, see `served`.
+        lesson: name of the lesson.
+        threads: number of threads of each experiment that shares the machine.
+        address: address of the lock, see `served`.
     """
     return {LOCK: f"{lesson} {threads} {address}"}
 
