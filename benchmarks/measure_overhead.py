@@ -17,7 +17,10 @@ from trainmem.records import Ratio
 
 
 def train(task, steps: int, metered: bool) -> list[float]:
-    """Return [seconds of `trainer.train()`, seconds inside the meter], with the lab's time meter or without a meter."""
+    """Train for some steps, and return [seconds of `trainer.train()`, seconds spent inside the time meter].
+
+    `metered`: train under the lab's time meter; otherwise without a meter.
+    """
     import tempfile
     import time
 

@@ -128,7 +128,7 @@ live = Monitor  # its name in lessons
 
 
 def _text(value: float | None, unit: str) -> str:
-    """Format a value with two digits, or as a whole number: more digits would flicker."""
+    """Return a value with its unit as text. It has two digits, or is a whole number: more digits would flicker."""
     return bytes_text(value) if unit == "B" else number_text(value, unit, digits=2)
 
 
