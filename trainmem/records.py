@@ -89,7 +89,7 @@ def is_end(label: str) -> bool:
 def stretches(labels: Iterable[str]) -> Iterator[tuple[Phase, int, int]]:
     """Yield each phase outside of the steps (`APART`), as (phase, index of its first mark, index of its last mark).
 
-    `labels`: those of all marks of a training, in order.
+    `labels`: labels of all marks of a training, in order.
     """
     begin = 0
     for number, label in enumerate(labels):

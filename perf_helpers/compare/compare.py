@@ -383,7 +383,7 @@ def compare_steps(old: dict[str, Any] | None, new: dict[str, Any] | None) -> tup
 def _noise_of_steps(night: Iterable[Sequence[float]]) -> float:
     """Return the mean, over all recipes, of log(second fastest / fastest process) in one run's step times.
 
-    `night`: per recipe, the seconds of the fastest step of each process.
+    `night`: for each recipe, the seconds of the fastest step of each process.
     """
     pairs = (sorted(seconds)[:2] for seconds in night)
     return statistics.fmean(math.log(pair[-1] / pair[0]) for pair in pairs)

@@ -163,7 +163,8 @@ def _host_reader() -> Callable[[], Figures]:
         psutil.cpu_percent()  # the first sample reports the time since this call
 
     def children() -> int:
-        """Add up the resident memory of all descendants and experiments; a page that two of them share counts twice.
+        """Return the bytes of resident memory of all descendants and experiments; a page that two of them share counts
+        twice.
 
         In a course an experiment is no descendant of its lesson: it is forked by the course's server.
         """

@@ -35,7 +35,7 @@ _MOST_AT_ONCE = 4  # recipes checked at once; each takes a core and, for a large
 
 
 class Candidate(NamedTuple):
-    """A recipe of which it is not known yet whether it fits: techniques, and a micro-batch."""
+    """A combination of techniques with a micro-batch, of which the search finds out whether it fits."""
 
     techniques: tuple[Technique, ...]  # one per choice, without the library's defaults, except AdamW
     micro_batch: int  # samples

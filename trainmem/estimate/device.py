@@ -186,7 +186,8 @@ class DeviceTracker(FakeTracker):
     def send(self, tensor: torch.Tensor, category: str = Category.INPUTS) -> None:
         """Send a tensor to the device, unless it is there already.
 
-        `category`: that of its memory. From the first tensor of weights on, the model counts as being on the device.
+        From the first tensor of weights on, the model counts as being on the device. `category`: category of the
+        tensor's memory.
         """
         storage = None if is_traceable_wrapper_subclass(tensor) else self._storage(tensor)
         if category == Category.WEIGHTS:

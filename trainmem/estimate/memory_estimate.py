@@ -12,7 +12,7 @@ from trainmem.unknown import Unknown
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """The device whose memory is estimated."""
+    """The device whose memory is estimated: its kind and, for a GPU, its capability, memory and allocator."""
 
     kind: str  # "cpu", where memory is counted, or "cuda", where `cuda.PARTS` model it
     compute_capability: tuple[int, int] = cards.DEFAULT_CAPABILITY  # of the GPU
