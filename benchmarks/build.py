@@ -449,7 +449,8 @@ def _nights() -> str:
 
 
 def _false_alarms_of_claims() -> tuple[int, int]:
-    """Return (pairs of recorded comparisons of a recipe with itself, pairs that would be called a change).
+    """Return (number of pairs of recorded comparisons of a recipe with itself, number of these that would be called a
+    change).
 
     The rule is that of a comparison of all claims about time in the ledger.
     """

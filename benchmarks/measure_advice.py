@@ -86,8 +86,8 @@ class Undecided(Exception):
 def card_and_batch(one: Pair, task: Task) -> tuple[Card, int]:
     """Return the pair's card, and an effective batch of which only a part fits on it.
 
-    A made-up card gets up to a tenth more memory than a micro-batch needs whose peak is not in the optimizer update.
-    For a real card, a line through two estimates predicts how many samples fit.
+    A made-up card gets up to a tenth more memory than one micro-batch needs. This micro-batch is so large that its peak
+    is not in the optimizer update. For a real card, a line through two estimates predicts how many samples fit.
 
     Raises:
         Undecided: too many samples fit, or none.

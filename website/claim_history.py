@@ -58,7 +58,7 @@ class History:
 
 
 def _rehearsed():
-    """Yield (card, content, True) of the newest rehearsed course run of each card."""
+    """Yield (card, content, True) of the newest rehearsed course run of each card; True marks it as rehearsed."""
     for folder in sorted(RESULTS.glob("rehearsed/*")):
         *_, path = sorted(folder.glob("*.json"))
         data = json.loads(path.read_text("utf-8"))

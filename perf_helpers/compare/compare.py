@@ -237,7 +237,8 @@ def _verdict_is_worse(old: dict, new: dict) -> bool | None:
 def _value_is_worse(old: dict, new: dict) -> bool | None:
     """Return whether a claim's value changed for the worse: a throughput fell, or a peak grew.
 
-    None for any other quantity, of which neither more nor less is better. `old`, `new`: as in `_verdict_is_worse`.
+    Return None for any other quantity, of which neither more nor less is better. `old`, `new`: as in
+    `_verdict_is_worse`.
     """
     up = _MORE_IS_BETTER.get((new.get("quantity") or "").partition(" ")[0])
     if up is None or not (is_measured(old["value"]) and is_measured(new["value"])):

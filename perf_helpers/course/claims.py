@@ -304,8 +304,8 @@ def _prediction(claim: Claim, predicted: tuple[float, float] | Ratio | None, mea
     """Return the prediction as ((low, high) or None, why it is unknown or None).
 
     Raises:
-        ValueError: `predicted` is not a range, or the ledger does not want a prediction; or it wants one, the claim
-            was `measured`, and there is none.
+        ValueError: `predicted` is not a range; or there is a prediction, but the ledger asks for none; or the ledger
+            asks for one and the claim was `measured`, but there is none.
     """
     if not claim.predicted:
         if predicted is not None:

@@ -225,7 +225,7 @@ def _about_packages(installed: dict[str, str | None]) -> Iterator[Finding]:
 
 
 def _about_torch(version: str, oldest: list[str]) -> Finding:
-    """Return whether this project was tested with this torch version.
+    """Return a finding that says whether this project was tested with this torch version.
 
     `oldest`: a list with the oldest version that the project's dependencies admit; [] if it is not known.
     """

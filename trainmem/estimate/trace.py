@@ -382,12 +382,14 @@ class Routing(Enum):
     ONE_SIDED = "one-sided"  # all tokens choose the same experts
 
     def replaced(self, function, args, kwargs, result):
-        """Return the result of a choice with assumed numbers for the chosen experts.
+        """Return the result of a choice of experts, with assumed numbers of the chosen experts in place of unknown
+        ones.
 
         Args:
             function: `aten.topk.default`, or an overload of `argmax`.
-            args, kwargs: its arguments.
-            result: what it returned on fake tensors; it is returned unchanged if no dimension of experts is named.
+            args, kwargs: the arguments of `function`.
+            result: what `function` returned on fake tensors; it is returned unchanged if no dimension of experts is
+                named.
         """
         is_topk = function is aten.topk.default
         names = ("self", "k", "dim") if is_topk else ("self", "dim")
