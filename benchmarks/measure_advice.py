@@ -154,7 +154,7 @@ def summary(rows: list[dict]) -> dict:
     """Return in how many decided pairs the advice was right, how many pairs were left out, and what the decided ones
     cover.
 
-    An advice keeps its word if its micro-batch fits in the rehearsal, and the next larger one runs out of memory.
+    An advice is right if its micro-batch fits in the rehearsal, and the next larger one runs out of memory.
     """
     decided = [row for row in rows if "keeps_its_word" in row]
     return {

@@ -122,7 +122,11 @@ class Suite:
         return {"status": run.status, "message": run.message, "runs": (kept_of(run),)}
 
     def _performed(self, row: Row, measure: tuple[str, ...]) -> Run:
-        """Return a run of this lab; in a rehearsal, which has no times, with its memory only."""
+        """Perform the run of a row in this lab, and return it; in a rehearsal, which has no times, with its memory
+        only.
+
+        `measure`: as in `Lab.train`.
+        """
         measure = ("memory",) if self.lab.machine.rehearsed else measure
         options = {"task": row.task, "measure": measure}
         if row.function:

@@ -58,7 +58,9 @@ def diagnose(machine: Machine, installed: dict[str, str | None] | None = None) -
 
 
 def about_rehearsal() -> Finding:
-    """Return whether this machine can rehearse a training for a GPU that it lacks; if not, the finding says why."""
+    """Return a finding that says whether this machine can rehearse a training for a GPU that it lacks, or why it
+    cannot.
+    """
     from trainmem.rehearsal import build  # imports torch, which may be broken
 
     if hardware.is_rehearsal():

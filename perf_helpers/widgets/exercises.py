@@ -319,7 +319,7 @@ def _measured_feedback(
 ) -> Feedback:
     """Run a recipe, keep it in the journal if it meets the target, and return the feedback.
 
-    The other arguments are those of `challenge`.
+    `recipe`: training arguments, see `answer` of `challenge`. The other arguments are those of `challenge`.
     """
     name, same = f"your {key}", replace(baseline, arguments=recipe).experiment
     before = (run for run in lab.runs if run.ok and run.memory and run.name == name and run.experiment == same)

@@ -204,11 +204,13 @@ def advise(
 
     A recipe chooses checkpointing, precision and optimizer, and takes the largest micro-batch that then fits. The
     attention kernel is the library's choice, unless `must` sets it. `notes` reports the kernel, compiled code, and
-    sizes that should be padded. A recipe is left out if it only adds costs to one that fits with the whole batch. On a
-    CPU the counted peak is compared with `memory`, without the interpreter and its libraries. On CUDA the training's
-    allocations and frees are replayed on the caching allocator of a card with that memory, minus the context and the
-    margin; the training fits if the allocator does not run out. Fragmentation is included. `results/advice.json`
-    records how often such advice was right.
+    sizes that should be padded. A recipe is left out if it only adds costs to one that fits with the whole batch.
+
+    On a CPU the counted peak is compared with `memory`, without the interpreter and its libraries. On CUDA the
+    training's allocations and frees are replayed on the caching allocator of a card with that memory, minus the context
+    and the margin; the training fits if the allocator does not run out. Fragmentation is included.
+
+    `results/advice.json` records how often such advice was right.
 
     Args:
         task: the model and its data.

@@ -99,9 +99,10 @@ def parallelism(
     """Choose the layout of a training on several cards by the guides' decision tree, with the bytes behind it.
 
     The tree: if each card can hold a replica, use DDP. Otherwise shard the model, if necessary with checkpointing. The
-    first layout that fits is chosen, in the order DDP, FSDP, HSDP (on several hosts), FSDP with weights gathered once,
-    or DDP, ZeRO 1, 2, 3. If none fits, the answer says whether more cards or offload would help, or whether layers must
-    be split (tensor parallelism, pipeline stages), because not even the largest fits a card with its activations.
+    first layout that fits is chosen, in the order DDP, FSDP, HSDP (on several hosts), FSDP with weights gathered once;
+    with DeepSpeed in the order DDP, ZeRO 1, 2, 3. If none fits, the answer says whether more cards or offload would
+    help, or whether layers must be split (tensor parallelism, pipeline stages), because not even the largest layer fits
+    a card with its activations.
 
     Args:
         task: the model and its data.

@@ -151,8 +151,9 @@ class Kernels:
         """Return the memory requests of an embedding's backward: the indices are sorted, and runs of up to 10 equal
         indices are summed.
 
-        The sums are kept in fp32 until those of one index are added. If few rows occur often, they are added to fp32
-        rows at once. A short list of indices needs neither. Source: cuda/Embedding.cu, EmbeddingBackwardKernel.cu.
+        The sums of these runs are kept in fp32 until all sums of one index are added. If there are few rows and each
+        occurs often, the sums are added to fp32 rows at once. A list of at most 3072 indices is neither sorted nor
+        summed in this way. Source: cuda/Embedding.cu, EmbeddingBackwardKernel.cu.
         """
         count, width = indices.numel(), gradient.shape[-1]
         copies = [*contiguous_copy(gradient), *contiguous_copy(indices)]
