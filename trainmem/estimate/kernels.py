@@ -152,8 +152,8 @@ class Kernels:
         indices are summed.
 
         The sums of these runs are kept in fp32 until all sums of one index are added. If there are few rows and each
-        occurs often, the sums are added to fp32 rows at once. A list of at most 3072 indices is neither sorted nor
-        summed in this way. Source: cuda/Embedding.cu, EmbeddingBackwardKernel.cu.
+        occurs often, the sums are added to fp32 rows at once. Without `scale_by_frequency`, at most 3072 indices are
+        neither sorted nor summed in this way. Source: cuda/Embedding.cu, EmbeddingBackwardKernel.cu.
         """
         count, width = indices.numel(), gradient.shape[-1]
         copies = [*contiguous_copy(gradient), *contiguous_copy(indices)]
@@ -227,8 +227,8 @@ class Kernels:
         return [*made, *cast, *copy, *([scan_bytes(tensor.numel(), *tile)] if is_one else [])]
 
     def _safe_softmax(self, made, tensor, dim, *_, **__):
-        """Return the memory requests of a softmax that gives 0 in rows that are masked completely: a mask of these
-        rows, and the zero that is written there (native/SoftMax.cpp).
+        """Return the memory requests of a softmax that gives 0 in rows that are masked completely: masks of the
+        elements and of these rows, and the zero that is written there (native/SoftMax.cpp).
         """
         return [*made, tensor.numel(), tensor.numel() // tensor.shape[dim], made[0].element_size()]
 
