@@ -23,7 +23,7 @@ def configuration(architecture: str, draw: random.Random) -> dict:
 
 
 def task_of(config: dict, seq_len: int | None, path: Path) -> Task:
-    """Write a configuration to a file and return its task."""
+    """Write a configuration to a file and return its task; `seq_len` as in `Task`."""
     path.write_text(json.dumps(config))
     return Task(str(path), seq_len=seq_len)
 
@@ -73,7 +73,7 @@ def _two_stacks(draw, heads_of: tuple, layers_of: tuple, **more) -> dict:
 
     Args:
         heads_of, layers_of: the names of the fields for the number of heads, and of layers.
-        more: further fields.
+        more: further fields of the configuration.
     """
     heads, layers = draw.choice((4, 8)), draw.randint(2, 4)
     sizes = {"d_model": heads * 64, "vocab_size": draw.choice((5000, 32128)), "max_position_embeddings": 4200}

@@ -132,7 +132,7 @@ def newest(measured: dict[str, dict]) -> dict:
 
 
 def verdicts(data: dict) -> tuple[int, int, str]:
-    """Return (refuted claims, testable claims, the other verdicts in words) of a course run, as in its report."""
+    """Return (number of refuted claims, number of testable claims, the other verdicts in words) of a course run."""
     number = Counter(claim["verdict"] for claim in decided_again(data["claims"]))
     apart = number.pop(Verdict.NOT_TESTABLE, 0)
     text = f"{number[Verdict.HOLDS]} hold, {number[Verdict.SMALLER]} are smaller than promised and "
@@ -449,7 +449,8 @@ def _nights() -> str:
 
 
 def _false_alarms_of_claims() -> tuple[int, int]:
-    """Return (pairs of recorded comparisons of a recipe with itself, pairs that would be called a change).
+    """Return (number of pairs of recorded comparisons of a recipe with itself, number of these that would be called a
+    change).
 
     The rule is that of a comparison of all claims about time in the ledger.
     """

@@ -149,9 +149,13 @@ def recorded(run: Callable) -> list[int] | str:
 
 
 def stepped(kind: str, form: dict) -> list[int] | str:
-    """Return the allocator's requests during two steps of an optimizer of torch; the error's type if it cannot be made.
+    """Return the allocator's requests during two steps of one of torch's optimizers, see `kernel_cases.events`.
 
-    `kind`: the optimizer's class; `form`: its options, e.g. {"foreach": True}.
+    If the optimizer cannot be created or fails, return the type of the error.
+
+    Args:
+        kind: the optimizer's class.
+        form: its options, e.g. {"foreach": True}.
     """
     weights = [torch.zeros(size, size, device="cuda", requires_grad=True) for size in (16, 64, 300)]
     for weight in weights:
@@ -164,7 +168,11 @@ def stepped(kind: str, form: dict) -> list[int] | str:
 
 
 def requests() -> dict[str, list[int] | str]:
-    """Return {name: allocator's requests} of all cases, in a rehearsal; for attention the letter of the kernel."""
+    """Return {name of a case: requests to the allocator} in a rehearsal.
+
+    Requests are bytes, and ~n for the free of block n, see `kernel_cases.events`. A case that fails has the type of its
+    error instead. A call of attention has the letter of the kernel that torch selects, see `attention_cases.LETTERS`.
+    """
     kernel_cases.place = "cuda"
     kernel_cases.warmed_up()
     found = {}

@@ -43,7 +43,9 @@ def products(task: Task) -> dict[str, list[float]]:
 
 
 def kernels(task: Task) -> dict[str, bool]:
-    """Return the SDPA kernels that accept 16-bit numbers without a mask on this machine."""
+    """Return {SDPA kernel: whether it runs on this machine's GPU} for 16-bit inputs without a mask. The task is not
+    used.
+    """
     import warnings
 
     import torch

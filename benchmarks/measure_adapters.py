@@ -71,7 +71,7 @@ def counted(lab: Lab, one: Training, folder: Path) -> dict:
     """Run a training on the CPU; return its record: the lab's count and the estimate by category, or why it is left
     out.
 
-    `folder`: for the configuration.
+    `folder`: folder for the file with the model's configuration.
     """
     row, task = {"device": "cpu"} | one.to_dict(), one.task(folder)
     try:

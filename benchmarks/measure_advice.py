@@ -59,7 +59,11 @@ class Pair:
 
 
 def pair(number: int, seed: int) -> Pair:
-    """Return pair `number` of a seed. Three of four models are small. Architectures and cards take turns."""
+    """Return the model and the card that a number stands for in the set of a seed.
+
+    Every fourth model is large and gets a real card. The others are small and get a made-up card. Architectures and
+    cards take turns.
+    """
     draw = random.Random(f"{seed} {number}")
     turn, kind = divmod(number, 4)
     on, capability, lengths = None, draw.choice(CAPABILITIES), LENGTHS
@@ -82,8 +86,8 @@ class Undecided(Exception):
 def card_and_batch(one: Pair, task: Task) -> tuple[Card, int]:
     """Return the pair's card, and an effective batch of which only a part fits on it.
 
-    A made-up card gets up to a tenth more memory than a micro-batch needs whose peak is not in the optimizer update.
-    For a real card, a line through two estimates predicts how many samples fit.
+    A made-up card gets up to a tenth more memory than one micro-batch needs. This micro-batch is so large that its peak
+    is not in the optimizer update. For a real card, a line through two estimates predicts how many samples fit.
 
     Raises:
         Undecided: too many samples fit, or none.
@@ -150,7 +154,7 @@ def summary(rows: list[dict]) -> dict:
     """Return in how many decided pairs the advice was right, how many pairs were left out, and what the decided ones
     cover.
 
-    An advice keeps its word if its micro-batch fits in the rehearsal, and the next larger one runs out of memory.
+    An advice is right if its micro-batch fits in the rehearsal, and the next larger one runs out of memory.
     """
     decided = [row for row in rows if "keeps_its_word" in row]
     return {

@@ -54,11 +54,12 @@ Event = tuple[int, int] | None  # (key, bytes): allocation; (key, 0): free; None
 
 
 def at_random(chance: random.Random, least: float, most: float, live_bytes: float) -> list[Event]:
-    """Return random allocations of `2**least` to `2**most` bytes, with repeated sizes, and frees.
+    """Return random allocations of 2^least to 2^most bytes, with repeated sizes, and frees.
 
     Args:
         chance: the random generator.
-        live_bytes: from this total on, each event is a free.
+        least, most: exponents of the smallest and the largest size, as powers of 2.
+        live_bytes: if more bytes are in use, the next event is a free.
     """
     events, live, sizes, total, emptied = [], {}, [], 0, chance.choice([0, 0, 0.02])
     for key in range(chance.randint(50, 300)):

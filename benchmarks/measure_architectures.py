@@ -191,10 +191,10 @@ def _filled(fields: dict, width: int) -> dict:
 def configurations(name: str, kind: str, folder: Path):
     """Yield (form, path) of configurations of a class, which are written into a folder, the smallest first.
 
-    The forms are: narrow; less narrow; narrow with sizes for missing ones; with its layers alone cut; with its images
-    alone cut.
+    The forms are: narrow; less narrow; narrow with sizes for missing ones; only the number of layers reduced; only the
+    images reduced.
 
-    `name`: of the class; `kind`: its model type.
+    `name`: name of the class; `kind`: its model type.
     """
     from transformers import CONFIG_MAPPING
 

@@ -138,7 +138,7 @@ def compare(lab: Lab, one: Training, folder: Path) -> dict:
 
     Args:
         lab: rehearses on a card of the training's compute capability.
-        folder: for the configuration.
+        folder: folder for the file with the model's configuration.
     """
     experiment, row = one.experiment(folder), one.to_dict()
     # A thread of NCCL may keep sent data a little longer: with two ranks, the smallest of several runs counts.

@@ -68,7 +68,7 @@ def question(one: Training, folder: Path) -> dict:
 def tracked(trainings: list[Training], folder: Path) -> list[dict]:
     """Return MemTracker's answer for each training, on fake tensors of a rehearsed card of its compute capability.
 
-    `folder`: for configurations.
+    `folder`: folder for the files with configurations.
     """
     found = {}
     for capability in CARDS:
@@ -102,12 +102,12 @@ def of_pypi(tool: str, pythons: list[str], path: Path) -> dict | None:
 def row(name: str, version: str, replies: list[dict], rows: list[dict]) -> dict:
     """Return the row of one tool over all trainings.
 
-    It is `tools.row`, with its error on dense decoders only, because many tools claim no more, and the error of its
-    total against the reserved bytes.
+    It has the fields of `tools.row`, the tool's error on dense decoders alone, because many tools claim no more, and
+    the error of the tool's total against the reserved bytes.
 
     Args:
-        name, version: those of the tool.
-        replies: its answer for each training.
+        name, version: name and version of the tool.
+        replies: the tool's answer for each training.
         rows: the trainings, in the same order, with their rehearsed bytes.
     """
     claims, cannot = (tools.ABOUT["cuda"][name][what] for what in ("claims", "cannot"))

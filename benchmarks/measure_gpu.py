@@ -122,7 +122,11 @@ class Suite:
         return {"status": run.status, "message": run.message, "runs": (kept_of(run),)}
 
     def _performed(self, row: Row, measure: tuple[str, ...]) -> Run:
-        """Return a run of this lab; in a rehearsal, which has no times, with its memory only."""
+        """Perform the run of a row in this lab, and return it; in a rehearsal, which has no times, with its memory
+        only.
+
+        `measure`: as in `Lab.train`.
+        """
         measure = ("memory",) if self.lab.machine.rehearsed else measure
         options = {"task": row.task, "measure": measure}
         if row.function:
@@ -241,7 +245,7 @@ def _lab(options: argparse.Namespace, folder: str) -> Iterator[Lab]:
     """Yield the lab for the options; a rehearsal ends with the context. Raises ValueError if this machine cannot run
     it.
 
-    `folder`: for its runs.
+    `folder`: folder for the lab's runs.
     """
     with contextlib.ExitStack() as stack:
         more: dict[str, Any] = {"out": folder, "timeout": ROW_SECONDS}

@@ -47,7 +47,7 @@ def is_called_slower(old: dict, new: dict) -> bool:
 def counted(pairs) -> dict[str, str]:
     """Return {"all": text, "quiet": text}: how many pairs call the second run slower than the first, e.g. "1 of 90".
 
-    "quiet" covers the pairs without other load.
+    "quiet" covers the pairs without other load. `pairs`: (first, second) rows of simulated nightly runs.
     """
     pairs = [*pairs]
     quiet = [(a, b) for a, b in pairs if not (a["busy"] or b["busy"])]

@@ -1,9 +1,9 @@
-"""Measure the cost of the time meter: interleave the Trainer with it (and kept losses) and without, in fresh processes.
+"""Measure the cost of the time meter: interleave trainings with the meter and kept losses, and trainings without both.
 
     python benchmarks/measure_overhead.py [--rounds 9] [--steps 20]
 
-On a CPU, the script compares the CPU seconds of `trainer.train()` on one thread, which other load disturbs less than
-wall-clock time. On CUDA it compares wall-clock seconds.
+Each training runs in a fresh process. On a CPU, the script compares the CPU seconds of `trainer.train()` on one thread,
+which other load disturbs less than wall-clock time. On CUDA it compares wall-clock seconds.
 """
 
 import statistics
@@ -17,7 +17,10 @@ from trainmem.records import Ratio
 
 
 def train(task, steps: int, metered: bool) -> list[float]:
-    """Return [seconds of `trainer.train()`, seconds inside the meter], with the lab's time meter or without a meter."""
+    """Train for some steps, and return [seconds of `trainer.train()`, seconds spent inside the time meter].
+
+    `metered`: train under the lab's time meter; otherwise without a meter.
+    """
     import tempfile
     import time
 

@@ -124,7 +124,7 @@ def cases(options) -> dict[str, Training]:
 
 
 def measure(cases, options):
-    """Compare trainings until the time is over; cards take turns.
+    """Compare trainings until the time is over, and yield (number, row) of each; cards take turns.
 
     `cases`, `options`: as in `runner.Measurement`.
     """

@@ -76,7 +76,7 @@ def formula(arguments: dict, ranks: int) -> list[float]:
 def row(name: str, task: Task, arguments: dict, ranks: int) -> dict:
     """Return a set-up's {"rehearsed", "estimated": bytes, "kept", "formula": bytes per parameter}, or errors.
 
-    `arguments`: those of the training; `ranks`: number of GPUs.
+    `arguments`: the training arguments; `ranks`: number of GPUs.
     """
     given = {"per_device_train_batch_size": 4, "processes": ranks, **arguments}
     model = task.model + ", small" * bool(task.config)

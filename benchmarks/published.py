@@ -125,7 +125,7 @@ def rows() -> list[Row]:
 def predict(row: Row, folder: Path) -> tuple[int, int | None]:
     """Return the estimated bytes of a row by the rules of its versions, and by today's (None: the same).
 
-    `folder`: for the configuration.
+    `folder`: folder for the file with the model's configuration.
     """
     quantity, capability = QUANTITIES[row.facts["quantity"]], row.card.capability
     ask = functools.partial(estimate, row.task(folder), device="cuda", compute_capability=capability, timeout=900)
@@ -155,7 +155,10 @@ def rehearse(found: list[Row], folder: Path) -> dict[str, float | None]:
 
 
 def row_of(row: Row, predictions: tuple[int, int | None]) -> dict[str, Any]:
-    """Return a row for the JSON: facts, figure and prediction in MiB, and the error as a share of the figure."""
+    """Return a row for the JSON: facts, figure and prediction in MiB, and the error as a share of the figure.
+
+    `predictions`: what `predict` returned.
+    """
     predicted, today = predictions
     return {
         "name": row.name,
@@ -178,7 +181,7 @@ def summary(made: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def measure(cases, options):
-    """Predict each row, and rehearse it if requested; otherwise keep its earlier rehearsal.
+    """Predict each row, and rehearse it if requested, otherwise keep its earlier rehearsal; yield (name, row).
 
     `cases`, `options`: as in `runner.Measurement`.
     """

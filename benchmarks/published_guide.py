@@ -11,7 +11,9 @@ from torch.nn import functional
 
 
 def adamw_hf(model, arguments):
-    """Use transformers' own AdamW, the Trainer's default until 4.29: parameter by parameter, with one temporary."""
+    """Return transformers' own AdamW, the Trainer's default until 4.29. It updates one parameter after the other, with
+    one temporary tensor.
+    """
 
     class AdamW(torch.optim.Optimizer):
         @torch.no_grad()
@@ -30,7 +32,7 @@ def adamw_hf(model, arguments):
 
 
 def adam_8bit(model, arguments):
-    """Use bitsandbytes' 8-bit Adam as the guides do: embeddings have 8-bit states too."""
+    """Return bitsandbytes' 8-bit Adam as the guides use it: embeddings have 8-bit states too."""
     import bitsandbytes
 
     return bitsandbytes.optim.Adam8bit(model.parameters(), lr=arguments.learning_rate)

@@ -179,7 +179,7 @@ def gated_mlp(B: int, T: int, H: int, inner: int, activation: str, mode: str = "
     """Run transformers' LlamaMLP of width H and inner width `inner` in bf16.
 
     Args:
-        activation: its activation function, a name of transformers.
+        activation: name of the activation function in transformers.
         mode: as in `_layers`.
         tiles: number of pieces that are recomputed in backward; 0: the layer runs in one piece.
     """
@@ -226,7 +226,7 @@ def _normed(make: Callable, *shape: int, **options) -> None:
 
     Args:
         make: returns the norm.
-        shape, options: of the input, e.g. its type.
+        shape, options: shape of the input, and further arguments of `torch.randn`, e.g. its dtype.
     """
     layer, _spare = make(), make()
     rows, gradient = torch.randn(shape, **options, **GRADIENT), torch.randn(shape, **options)

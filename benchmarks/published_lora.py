@@ -94,7 +94,7 @@ def train(name: str) -> dict:
 def rehearsed(name: str) -> dict:
     """Run `train` in its own process on a rehearsed card, and return its result. Raises RuntimeError if it fails.
 
-    `name`: of the training.
+    `name`: name of the training in published_lora.toml.
     """
     with command(CARDS[facts()["card"]]) as (python, environment):
         done = subprocess.run([python, __file__, "--train", name], env=environment, capture_output=True, text=True)

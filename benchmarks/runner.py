@@ -124,7 +124,7 @@ class Measurement:
 def rehearsing(card: Card, **options) -> Iterator[Lab]:
     """Yield a lab that rehearses its experiments on a card; its files are deleted with the context.
 
-    `options`: of the lab, e.g. `timeout`.
+    `options`: further arguments of `Lab`, e.g. `timeout`.
     """
     with Rehearsal(card) as stage, tempfile.TemporaryDirectory() as folder:
         yield Lab("gpu", executor=stage, out=folder, **options)

@@ -17,7 +17,10 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def mebibytes(found: Mapping[str, Any] | None) -> str:
-    """Return allocated (or counted) and, if known, reserved memory in MiB; for a failed run its status."""
+    """Return allocated (or counted) and, if known, reserved memory in MiB as text, e.g. "812 / 904".
+
+    Return the status of a failed run, and "not measured" for None.
+    """
     if found is None or found["status"] != "ok":
         return found["status"] if found else "not measured"
     sizes = [size for size in (found["peak_bytes"], found["reserved_bytes"]) if size is not None]
@@ -31,7 +34,7 @@ def versions(data: Mapping[str, Any], *packages: str) -> str:
 
 
 def spread(errors: Sequence[float]) -> dict[str, float]:
-    """Return median, 95th percentile (one of the given errors, not interpolated) and worst."""
+    """Return {"median", "percentile_95", "worst"} of errors. The percentile is one of the errors, not interpolated."""
     ordered = sorted(errors)
     high = ordered[-(-95 * len(ordered) // 100) - 1]
     return {"median": statistics.median(ordered), "percentile_95": high, "worst": ordered[-1]}

@@ -104,7 +104,7 @@ def query(lab, tool: Callable, *arguments) -> dict:
 def estimated(ask: Callable) -> dict:
     """Return the same fields as `query` for the estimate, and "total_bytes", its reserved bytes.
 
-    `ask`: returns the `MemoryEstimate`.
+    `ask`: function that returns the `MemoryEstimate`.
     """
     try:
         found = ask()
@@ -130,9 +130,9 @@ def row(name: str, found: list[dict], measured: list[int], cannot: str) -> dict:
 
     Args:
         name: the tool's name.
-        found: its answer for each training, as `query` returns them.
+        found: the tool's answer for each training, as `query` returns it.
         measured: the bytes of each training.
-        cannot: in words, which settings the tool cannot express.
+        cannot: the settings that the tool cannot express, in words.
     """
     wrong, answers = errors(found, measured), [reply for reply in found if "bytes" in reply]
     return {

@@ -143,8 +143,8 @@ class Notebook:
 
     Args:
         server: the JupyterLab that has it.
-        page: the browser page, which is led to it.
-        name: its path in the server's folder.
+        page: the browser page that opens it.
+        name: path of the notebook in the server's folder.
     """
 
     def __init__(self, server: Server, page, name: str):

@@ -10,9 +10,9 @@ def make(folder, without=(), **versions):
     """Return the Python of a new environment that links to this environment's packages.
 
     Args:
-        folder: that of the new environment.
+        folder: folder of the new environment.
         without: packages to leave out.
-        versions: packages whose recorded version is changed.
+        versions: {package: version to record for it in place of its own}.
     """
     venv.create(folder, symlinks=True)
     python = folder / "bin" / "python"

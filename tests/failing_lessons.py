@@ -28,7 +28,7 @@ def run(source: Path, folder: Path) -> list[tuple[int, Exception]]:
     """Run the code cells of a lesson, each experiment timed out at once; estimates are refused.
 
     Args:
-        source: the lesson.
+        source: path of the lesson's source.
         folder: where its lab writes.
 
     Returns:
@@ -82,6 +82,8 @@ def _assigned(text: str, line: int) -> set[str]:
 def problems(failed: list[tuple[int, Exception]]) -> list[str]:
     """Return one line per error that neither says how a run failed nor is a NameError because of an earlier failed
     cell.
+
+    `failed`: what `run` returned.
     """
     return [f"cell {number}: {type(error).__name__}: {error}" for number, error in failed if not _is_expected(error)]
 

@@ -35,18 +35,27 @@ LESSONS = ["07", "14"]  # their claims are about 16-bit products
 
 
 def below(features: tuple[str, ...] | None) -> list[tuple[str, str]]:
-    """Return the levels below that of a machine with these CPU features, from the lowest on."""
+    """Return the levels below that of a machine with these CPU features, as pairs (ONEDNN_MAX_CPU_ISA,
+    ATEN_CPU_CAPABILITY), from the lowest on.
+
+    `features`: those of `hardware.CPU_FEATURES` that the CPU has; None: not known.
+    """
     return [tuple(level) for *level, above in LEVELS if above is None or above in (features or ())]
 
 
 def usual(every: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return the lowest level, and AVX2, which most machines have, or the highest level if AVX2 is not among them."""
+    """Return two of the levels `every`: the lowest, and AVX2, which most machines have, or the highest if AVX2 is not
+    among them.
+
+    `every`: levels as pairs, from the lowest on, see `below`.
+    """
     return [every[0], MOST if MOST in every else every[-1]]
 
 
 def without_bf16(every: list[tuple[str, str]]) -> tuple[str, str]:
-    """Return the highest level at which oneDNN has no instructions for bf16 matmuls, whatever the CPU's
-    features are.
+    """Return the highest of the levels `every` at which oneDNN has no instructions for bf16 matmuls.
+
+    `every`: levels as pairs, from the lowest on, see `below`.
     """
     return [level for level in every if not level[0].endswith("BF16")][-1]
 

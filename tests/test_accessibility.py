@@ -162,7 +162,7 @@ def opened(chromium, path, screen="phone", theme="light"):
     The page's security policy forbids scripts, including axe-core's, so it is switched off in this window.
 
     Args:
-        path: the page's file.
+        path: path of the page's file.
         screen: a name in `SCREENS`.
         theme: "light" or "dark".
     """

@@ -211,7 +211,7 @@ def wrong(shell, words, names):
     """Run a command with bad arguments; return the problems with its answer as text, empty if there is none.
 
     Args:
-        shell: the fixture.
+        shell: what the fixture `shell` yields.
         words: the command line.
         names: the message must contain one of them.
     """

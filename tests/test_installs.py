@@ -23,10 +23,10 @@ def would_install(folder, where, *words, **versions):
     """Return the names of the packages that pip would install; nothing is installed.
 
     Args:
-        folder: for an environment like this one, without this project.
+        folder: folder in which to make an environment like this one, but without this project.
         where: the folder in which pip is called.
         words: what to install, as for pip.
-        versions: packages whose recorded version is changed in the environment.
+        versions: {package: version that the environment records for it in place of its own}.
     """
     python = environments.make(folder / "venv", ("perf-helpers",), **versions)
     command = [python, "-m", "pip", "install", "--dry-run", "--quiet", "--report", folder / "report.json", *words]

@@ -25,7 +25,7 @@ SINCE, MOST_CHANGED = os.environ.get("SINCE") or "HEAD^", 3
 
 
 def strictly(test):
-    """Mark a test as nightly, and as one that needs the machine for itself."""
+    """Return the test, marked as nightly and as one that needs the machine for itself."""
     return pytest.mark.nightly(pytest.mark.timed(test))
 
 

@@ -51,7 +51,7 @@ def recorded(kind="cuda", **changes):
     """Return {machine: its course run}: a GPU and a training that allocated 1 % more than estimated, and reserved 2 %
     more.
 
-    `kind`: that of the machine; `changes`: fields of the run to change.
+    `kind`: kind of the machine; `changes`: fields of the run to change.
     """
     gpu = Gpu(0, name="NVIDIA A100", memory_bytes=80 * 2**30, capability=(8, 0))
     machine = Machine("NVIDIA A100", kind, gpus=(gpu,))

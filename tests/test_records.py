@@ -1,5 +1,5 @@
-"""Runs and ratios: unknown values, older files, and texts; and their file: several writers, damaged lines, and disks
-that are full or read-only.
+"""Records of runs and ratios, with unknown values and in older files; the file that stores them, with several writers,
+damaged lines, and full or read-only disks.
 """
 
 import builtins

@@ -322,7 +322,7 @@ def environment_problems(environment, folder, project, constraints):
     """Return the problems of a parsed conda environment.
 
     Args:
-        folder: that of its file, relative to the root.
+        folder: folder of the environment's file, relative to the root.
         project: the table [project] of pyproject.toml.
         constraints: the text of constraints.txt.
     """

@@ -34,7 +34,7 @@ def finish(name, *decisions, **fields):
     """Return the source of a last cell that writes the file which `Claims.finish` writes.
 
     Args:
-        name: of the lesson.
+        name: name of the lesson.
         decisions: rows of its claims, see `decision`.
         fields: further fields of the file.
     """

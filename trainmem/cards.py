@@ -31,7 +31,9 @@ class Card:
 
     @property
     def limit_bytes(self) -> int:
-        """Return the usable bytes: without the margin and, for a board, without the part that torch cannot use."""
+        """Return the bytes that a training may use: the card's without the margin. If the size is that of the whole
+        board (`is_board`), the part that torch cannot use is left out too.
+        """
         return int((1 - MARGIN) * self.memory_bytes * (OF_BOARD if self.is_board else 1))
 
 
@@ -72,16 +74,16 @@ def card(
     device_memory: int | float | str | None = None,
     devices: int = 1,
 ) -> Card:
-    """Return a named card, or one of a given compute capability and memory; these replace the named card's own.
+    """Return a named card, or a card of a given compute capability and memory.
 
     Args:
-        name: a name of `CARDS`, as people, torch or nvidia-smi write it.
-        compute_capability: e.g. (9, 0) for an H100.
-        device_memory: bytes, or a text such as "16GB".
+        name: a name of `CARDS`, as people, torch or nvidia-smi write it; None: give both arguments that follow.
+        compute_capability: e.g. (9, 0) for an H100; None: the named card's.
+        device_memory: bytes, or a text such as "16GB"; None: the named card's.
         devices: number of such GPUs, at most 16.
 
     Raises:
-        ValueError: an unknown name, an unsupported compute capability, or an invalid memory.
+        ValueError: an unknown name, an unsupported compute capability, an invalid memory, or too little is given.
     """
     arguments_of_kind(card, locals())
     if name is None and (compute_capability is None or device_memory is None):
@@ -113,12 +115,16 @@ def named(name: str) -> Card:
 def memory_of_card(
     name: str | None, memory: int | float | str | None, capability: tuple[int, int] | None, argument: str = "memory"
 ) -> tuple[int, tuple[int, int] | None]:
-    """Return bytes and compute capability of a named card; `memory` and `capability`, if given, replace its own.
+    """Return the memory in bytes and the compute capability of a card.
 
-    `argument` is the name of `memory` in error messages.
+    Args:
+        name: the card's name, see `card`; None: `memory` and `capability` describe it.
+        memory: bytes, or a text such as "16GB"; None: the named card's.
+        capability: compute capability, which is returned as it is; None: the named card's, or None without a name.
+        argument: the name of `memory` in error messages.
 
     Raises:
-        ValueError: an unknown name, an invalid memory, or neither of them.
+        ValueError: an unknown name, an invalid memory, or neither a name nor a memory.
     """
     if name is None and memory is None:
         raise ValueError(f"{argument}=None: give bytes or a text such as '16GB', or a card, e.g. t4, a100 or h100")

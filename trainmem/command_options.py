@@ -126,8 +126,11 @@ def capability(text: str | None) -> tuple[int, int] | None:
 
 
 def size_lines(memory: Memory | None, binary: bool = False) -> list[str]:
-    """Return memory sizes as lines of text: the categories of the peak, allocated and reserved totals on CUDA, and the
-    peaks of phases outside of the steps; `binary` as in `bytes_text`."""
+    """Return memory sizes as lines of text; [] if none were measured.
+
+    The lines are the categories of the peak, on CUDA the allocated and reserved totals, and the peaks of phases outside
+    of the steps. `binary`: as in `bytes_text`.
+    """
     sizes = {name_text(category): size for category, size in ((memory and memory.breakdown) or {}).items() if size}
     if memory and memory.reserved_bytes:  # an allocator on CUDA
         sizes |= {"total allocated": memory.peak_bytes, "total reserved": memory.reserved_bytes}

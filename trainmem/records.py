@@ -89,7 +89,7 @@ def is_end(label: str) -> bool:
 def stretches(labels: Iterable[str]) -> Iterator[tuple[Phase, int, int]]:
     """Yield each phase outside of the steps (`APART`), as (phase, index of its first mark, index of its last mark).
 
-    `labels`: those of all marks of a training, in order.
+    `labels`: labels of all marks of a training, in order.
     """
     begin = 0
     for number, label in enumerate(labels):
@@ -267,7 +267,10 @@ class Run(Record):
 
     @property
     def experiment(self) -> str:
-        """Return the experiment as text: equal for equal experiments, apart from the code of a function."""
+        """Return the experiment as text, equal for equal experiments.
+
+        The text has no code: two functions with the same arguments have equal texts.
+        """
         return json.dumps([self.kind, self.task, self.arguments, self.processes], sort_keys=True, default=str)
 
     @property
@@ -311,7 +314,7 @@ class Ratio(Record):
         """Return a ratio that was not measured, with the reason; it is shown, but decides nothing.
 
         Args:
-            why: the reason.
+            why: why the ratio was not measured.
             error: the exception that a use of its value raises.
         """
         return cls(*[Unknown(why, error)] * 3)

@@ -37,10 +37,10 @@ def number_text(value: float | None, unit: str = "", digits: int = 4) -> str:
 
 
 def bytes_text(size: float | None, binary: bool = False) -> str:
-    """Return bytes in a readable unit; None and unknown read "not measured".
+    """Return a number of bytes as text in a readable unit, e.g. "1.50 GB"; "not measured" for None and unknown.
 
     Args:
-        size: in bytes.
+        size: number of bytes.
         binary: use GiB, MiB and KiB (2^30, 2^20, 2^10), as makers of GPUs and torch do; default: GB, MB and kB. Use it
             wherever the text names a GPU, so that "24 GiB" can be compared with what a training needs.
     """
@@ -53,7 +53,10 @@ def bytes_text(size: float | None, binary: bool = False) -> str:
 
 
 def phase_text(phase: str | None) -> str:
-    """Return the text for a peak's phase, e.g. "during the backward pass"; `phase`: `records.Memory.peak_phase`."""
+    """Return the text for a peak's phase, e.g. "during the backward pass".
+
+    `phase`: a value of `records.Memory.peak_phase`; None: the phase is unknown.
+    """
     names = {"step": "the optimizer update", None: "an unknown phase", "evaluation": "evaluation"}
     names |= {"saving": "the saving of a checkpoint", "loading": "the loading of the best checkpoint"}
     names |= {each: f"the {each} pass" for each in ("forward", "backward")}
@@ -197,7 +200,7 @@ def of_kind(name: str, value: Any, kind: Any) -> None:
     nothing.
 
     Args:
-        name: of the argument, for the message.
+        name: name of the argument, for the message.
         kind: the annotation, e.g. `int | None`.
     """
     wanted = []

@@ -81,7 +81,7 @@ class Unknown(_WithoutValue, float):
     __hash__ = object.__hash__
 
     def __ne__(self, other) -> bool:
-        """Return True for itself: `json` recognizes NaN by this comparison."""
+        """Return True if `other` is this number itself: `json` recognizes NaN by that. Otherwise raise `error`."""
         return other is self or self._refuse()
 
     def _unknown_again(self, *_) -> "Unknown":

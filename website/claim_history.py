@@ -25,7 +25,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """All recorded results."""
+    """All recorded results of the claims, the newest per machine and all over time."""
 
     now: dict[str, list[tuple[str, dict[str, Any]]]]  # {claim id: newest (machine and date, row) of each machine}
     before: dict[str, list[Entry]]  # {claim id: all results, the oldest first}
@@ -58,7 +58,7 @@ class History:
 
 
 def _rehearsed():
-    """Yield (card, content, True) of the newest rehearsed course run of each card."""
+    """Yield (card, content, True) of the newest rehearsed course run of each card; True marks it as rehearsed."""
     for folder in sorted(RESULTS.glob("rehearsed/*")):
         *_, path = sorted(folder.glob("*.json"))
         data = json.loads(path.read_text("utf-8"))

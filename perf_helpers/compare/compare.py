@@ -173,7 +173,7 @@ def is_beyond_noise(old: float, old_interval: Sequence, new: float, new_interval
 
     Args:
         old, new: the value in each run.
-        old_interval, new_interval: its 95 % interval (low, high) in each run.
+        old_interval, new_interval: 95 % interval (low, high) of the value in each run.
         number: how many values with an interval are compared.
     """
     deviations = [(high - low) / 2 / NormalDist().inv_cdf(0.975) for low, high in (old_interval, new_interval)]
@@ -237,7 +237,8 @@ def _verdict_is_worse(old: dict, new: dict) -> bool | None:
 def _value_is_worse(old: dict, new: dict) -> bool | None:
     """Return whether a claim's value changed for the worse: a throughput fell, or a peak grew.
 
-    None for any other quantity, of which neither more nor less is better. `old`, `new`: as in `_verdict_is_worse`.
+    Return None for any other quantity, of which neither more nor less is better. `old`, `new`: as in
+    `_verdict_is_worse`.
     """
     up = _MORE_IS_BETTER.get((new.get("quantity") or "").partition(" ")[0])
     if up is None or not (is_measured(old["value"]) and is_measured(new["value"])):
@@ -279,7 +280,7 @@ def keyed(runs: list[dict]) -> Iterator[tuple[str, dict]]:
 
 
 def _runs(pairs: list[tuple[str, Run, Run]]) -> Iterator[Change]:
-    """Yield the runs whose status changed, e.g. to out of memory or crashed."""
+    """Yield the runs whose status changed, e.g. to out of memory or crashed; `pairs`: see `_pairs`."""
     for id, a, b in pairs:
         if a.status != b.status:
             worse = not b.ok if a.ok or b.ok else None
@@ -383,7 +384,7 @@ def compare_steps(old: dict[str, Any] | None, new: dict[str, Any] | None) -> tup
 def _noise_of_steps(night: Iterable[Sequence[float]]) -> float:
     """Return the mean, over all recipes, of log(second fastest / fastest process) in one run's step times.
 
-    `night`: per recipe, the seconds of the fastest step of each process.
+    `night`: for each recipe, the seconds of the fastest step of each process.
     """
     pairs = (sorted(seconds)[:2] for seconds in night)
     return statistics.fmean(math.log(pair[-1] / pair[0]) for pair in pairs)

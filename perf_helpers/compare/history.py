@@ -179,7 +179,7 @@ def _median(points: list[Point]) -> float:
 def sketch(line: Line, dates: Iterable[str]) -> dict[str, Any]:
     """Return a line's picture in pixels: {"width", "height", "points": [(x, y)], "marks": [x of each change]}.
 
-    `dates`: of all course runs in the history, in order; they are the x axis.
+    `dates`: dates of all course runs in the history, in order; they are the x axis.
     """
     width, height = 260, 40
     places = {date: number for number, date in enumerate(dates)}

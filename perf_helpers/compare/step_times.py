@@ -85,7 +85,7 @@ def keep(row: dict[str, Any], outcome: Outcome, on_cpu: bool) -> None:
 
     Args:
         row: the recipe's entry in the result of `measure`; it is changed.
-        outcome: that of the process.
+        outcome: outcome of the process that timed the steps.
         on_cpu: whether the time that its thread waited for a core is subtracted.
     """
     if not row["message"] and outcome.ok:

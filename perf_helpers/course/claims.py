@@ -171,7 +171,7 @@ class Claims:
     """The claims that a lesson decides in its lab: `check` decides one of them, `finish` closes the lesson.
 
     Args:
-        lab: its machine and profile determine which claims can be tested, and which verdicts are expected.
+        lab: the lab whose machine and profile determine which claims can be tested, and which verdicts are expected.
     """
 
     def __init__(self, lab: Lab):
@@ -195,7 +195,7 @@ class Claims:
         prediction agree within their intervals.
 
         Args:
-            id: the claim.
+            id: id of the claim in the ledger.
             value: the claim's quantity, a number or a Ratio (value, low, high). If it is unknown, e.g. because a run
                 failed, the claim is "not testable here".
             predicted: (low, high) of the quantity, calculated from other measurements of this run; for claims that the
@@ -304,8 +304,8 @@ def _prediction(claim: Claim, predicted: tuple[float, float] | Ratio | None, mea
     """Return the prediction as ((low, high) or None, why it is unknown or None).
 
     Raises:
-        ValueError: `predicted` is not a range, or the ledger does not want a prediction; or it wants one, the claim
-            was `measured`, and there is none.
+        ValueError: `predicted` is not a range; or there is a prediction, but the ledger asks for none; or the ledger
+            asks for one and the claim was `measured`, but there is none.
     """
     if not claim.predicted:
         if predicted is not None:

@@ -50,7 +50,7 @@ def run_course(
         lessons: numbers, names or paths, as for `find_lessons` (default: all lessons).
         profile: the sizes of models and batches; "auto" picks a profile by the machine's memory.
         strict: fail a lesson if a verdict is not one that the ledger expects.
-        timeout_per_lesson: in seconds; set it to several times the time of the slowest lesson.
+        timeout_per_lesson: seconds after which a lesson is ended; set it to several times the time of the slowest one.
         at_once: lessons that run in parallel; None: up to four on a CPU with enough cores and memory, otherwise one.
 
     Raises:
@@ -76,7 +76,7 @@ def run_course(
 
         Args:
             number: the lesson's place among the lessons of this run, for the progress.
-            source: its notebook.
+            source: path of the lesson's notebook.
             environment: environment variables in addition to this process's.
         """
         lock.take(source.stem, quiet.Need.SHARE, threads)

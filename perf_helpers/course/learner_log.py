@@ -75,7 +75,7 @@ def keep(lab: Lab, kind: str, key: str = "", **content) -> None:
         lab: names the lesson, and the folder of the journal (see `of`).
         kind: one of `KINDS`.
         key: names the guess, question, exercise or challenge within the lesson; "" for "finished", which needs no name.
-        content: the entry's values; `KINDS` lists those that each kind needs.
+        content: the entry's values by name; `KINDS` lists the names that each kind needs.
 
     Raises:
         ValueError: an unknown kind, or content that its kind needs is missing.

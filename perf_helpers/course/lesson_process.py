@@ -64,7 +64,7 @@ def run_lesson(
     """Execute the lesson at `source` into the folder `out`, and return the judgement: its status, message and record.
 
     Args:
-        profile, strict, out: the lesson's parameters.
+        profile, strict: parameters of the lesson, as in `run_course`.
         timeout: seconds after which the lesson is killed.
         environment: environment variables in addition to those of this process.
         stopped: an event that, once set, kills the lesson as its timeout would.

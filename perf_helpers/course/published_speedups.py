@@ -16,12 +16,16 @@ _WITHOUT_INTERVAL = 1.1  # a figure that was published without an interval is as
 
 
 def published(machine: Machine | None, kind: str, capability: tuple[int, int]) -> dict[str, tuple[Ratio, str]]:
-    """Return {claim id: (ratio, its source in words)} of every claim with a recorded or published ratio.
+    """Return {claim id: (ratio, its source in words)} for each claim whose ratio a course run has recorded.
+
+    The recorded run is that of `nearest_recorded`. For "cuda", a claim without a recorded ratio gets the guides'
+    figure, if they give one.
 
     Args:
-        machine: this machine; None: the device is in another machine.
+        machine: the machine that has the device; None: it is not known, and the compute capability alone decides which
+            recorded run is used.
         kind: "cpu" or "cuda".
-        capability: compute capability of the GPU.
+        capability: compute capability of the GPU; not used for "cpu".
     """
     found = {}
     for claim in load().values() if kind == "cuda" else ():
@@ -42,12 +46,12 @@ def published(machine: Machine | None, kind: str, capability: tuple[int, int]) -
 def nearest_recorded(machine: Machine | None, kind: str, capability: tuple[int, int]) -> dict[str, Any] | None:
     """Return the newest recorded course run of a machine, or of the most similar machine with such a device.
 
+    Return None if no recorded machine has such a device.
+
     Args:
         machine: the machine; None: the GPU's compute capability alone decides which machine is similar.
         kind: the device, "cpu" or "cuda".
-        capability: compute capability of the GPU.
-
-    Return None if no recorded machine has such a device.
+        capability: compute capability of the GPU; not used for "cpu".
     """
 
     def likeness(results: dict[str, Any]) -> tuple[bool, int, bool, str]:

@@ -90,9 +90,11 @@ def _cases(data: dict[str, Any]) -> list[Case]:
 
 
 def change_cases(changes: Sequence[dict[str, Any]], fail_on: Iterable[str]) -> list[Case]:
-    """Return a test case per axis of `AXES` and per change on it; changes for the worse fail on the `fail_on` axes.
+    """Return the test cases of a comparison: one per axis ("memory", "verdict", "speed"), and one per change on it.
 
-    `changes` has the fields of `compare.Change`.
+    Args:
+        changes: dictionaries with the fields of `compare.Change`.
+        fail_on: the axes on which a change for the worse fails.
     """
     cases = []
     for axis in AXES:
@@ -108,7 +110,7 @@ def change_cases(changes: Sequence[dict[str, Any]], fail_on: Iterable[str]) -> l
 def junit(date: str, cases: Sequence[Case]) -> str:
     """Return test cases as JUnit XML, without characters that XML forbids.
 
-    `date`: that of the course run, as ISO 8601.
+    `date`: date of the course run, as ISO 8601.
     """
     count = Counter(outcome for *_, outcome, _ in cases)
     return _NO_XML.sub("", template("course/junit.xml.j2").render(date=date, cases=cases, count=count))

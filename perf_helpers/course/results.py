@@ -121,7 +121,7 @@ def expectation_text(verdicts: Sequence[str] | None, predicted: Sequence[float] 
     """Return in words what was expected of a claim: verdicts, or the range that other measurements predict.
 
     Args:
-        verdicts: the expected ones; None or empty: a prediction decides.
+        verdicts: the expected verdicts; None or empty: a prediction decides.
         predicted: (low, high); None: nothing is predicted.
     """
     if predicted:

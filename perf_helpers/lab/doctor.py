@@ -34,7 +34,7 @@ REMEDIES = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One result of the doctor."""
+    """One result of the doctor: what was checked, how serious it is, and a remedy."""
 
     level: str  # "ok", "note", "warning" or "error"
     subject: str  # e.g. "GPU 0", "memory" or a package's name
@@ -43,7 +43,10 @@ class Finding:
 
 
 def diagnose(machine: Machine, installed: dict[str, str | None] | None = None) -> list[Finding]:
-    """Return the findings about this machine. `installed`: package versions as `hardware.versions()` returns them."""
+    """Return the findings about this machine.
+
+    `installed`: package versions as `hardware.versions()` returns them; None: those installed here.
+    """
     return [
         *_about_gpus(machine),
         *_about_precision(machine),
@@ -55,7 +58,9 @@ def diagnose(machine: Machine, installed: dict[str, str | None] | None = None) -
 
 
 def about_rehearsal() -> Finding:
-    """Return whether this machine can rehearse a training for a GPU that it lacks; if not, the finding says why."""
+    """Return a finding that says whether this machine can rehearse a training for a GPU that it lacks, or why it
+    cannot.
+    """
     from trainmem.rehearsal import build  # imports torch, which may be broken
 
     if hardware.is_rehearsal():
@@ -222,7 +227,7 @@ def _about_packages(installed: dict[str, str | None]) -> Iterator[Finding]:
 
 
 def _about_torch(version: str, oldest: list[str]) -> Finding:
-    """Return whether this project was tested with this torch version.
+    """Return a finding that says whether this project was tested with this torch version.
 
     `oldest`: a list with the oldest version that the project's dependencies admit; [] if it is not known.
     """

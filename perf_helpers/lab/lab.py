@@ -209,8 +209,8 @@ class Lab(Runner):
         each run has a process of its own, and the value has one entry for all of them together.
 
         Args:
-            name: of the progress bar.
-            turns: per run, over all processes together.
+            name: name of the progress bar.
+            turns: number of turns of each run, over all processes together.
             steps_per_turn: optimizer steps per turn; the fastest one counts.
             timeout: limit for all turns together, in seconds.
         """
@@ -247,8 +247,8 @@ class Lab(Runner):
         """Return the speed of a run that was interleaved with the baseline inside each of several processes.
 
         Args:
-            triples: for each process, the `Seconds` of each turn: of the baseline, of the run, and of the baseline
-                again.
+            triples: for each process, three lists with the `Seconds` of each turn: of the baseline, of the run, and of
+                the baseline again.
         """
         samples = self._samples_ratio(baseline, run)
         ratios = [Ratio.of_turns(triples, clock, LEAST_FLOOR, samples) for clock in (CPU, WALL)]

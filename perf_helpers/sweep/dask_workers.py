@@ -145,7 +145,9 @@ class Workers(Executor):
             self._wake()
 
     async def _look(self) -> None:
-        """Remove workers that left and add those that came. Raises ValueError if there is none but unusable ones."""
+        """Remove workers that left and add those that came. Raises ValueError if there are workers, but all of them are
+        unusable.
+        """
         connected = set(await self._ask(self._client.nthreads))
         for worker in [worker for address, worker in self._workers.items() if address not in connected]:
             await self._gone(worker)

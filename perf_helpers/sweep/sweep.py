@@ -200,7 +200,7 @@ def _known(lab: Lab, plan: Plan, experiments: list[Experiment]) -> dict[int, Run
 
     Only runs on machines and versions that are available now count. A run with the row's name is preferred.
 
-    `experiments`: those of the plan's rows.
+    `experiments`: the experiment of each row of the plan.
     """
     places_here = getattr(lab.executor, "seen", lambda: [(lab.machine, lab.versions)])()
     current = {(machine.name, _decisive_versions(versions)) for machine, versions in places_here}

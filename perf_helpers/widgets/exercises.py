@@ -264,7 +264,7 @@ def challenge(
         baseline: a run of `lab.train` in this lab. The recipe trains its task and must keep its effective batch.
         limit_bytes: the largest peak that is allowed.
         at_least_speed: least samples per second, as a share of the baseline's, measured by `lab.compare`. A recipe
-            fails only if it is too slow beyond the noise, i.e. its whole interval is below.
+            fails only if the whole interval of its speed is below this share, so that noise cannot be the cause.
 
     Raises:
         ValueError: the challenge has no target, or its baseline failed.
@@ -319,7 +319,7 @@ def _measured_feedback(
 ) -> Feedback:
     """Run a recipe, keep it in the journal if it meets the target, and return the feedback.
 
-    The other arguments are those of `challenge`.
+    `recipe`: training arguments, see `answer` of `challenge`. The other arguments are those of `challenge`.
     """
     name, same = f"your {key}", replace(baseline, arguments=recipe).experiment
     before = (run for run in lab.runs if run.ok and run.memory and run.name == name and run.experiment == same)

@@ -38,7 +38,7 @@ def place(
 
     Args:
         key: the place, unique within this kernel; an element that is already there is closed.
-        parts: the widgets.
+        parts: the widgets, from top to bottom.
         at_end: called before these widgets are closed, e.g. to end a thread.
     """
     import ipywidgets

@@ -89,7 +89,7 @@ def estimate_at(
     Args:
         task: the explorer's first task; if the values name another model, a default task of that model is used.
         values: {name of a control: its value}; controls of a training are not needed for inference, and vice versa.
-        compute_capability: of the GPU.
+        compute_capability: compute capability of the GPU; None: the estimate's default.
 
     Raises:
         ValueError: `estimate` refuses the model or an argument.
@@ -129,7 +129,7 @@ class _MemoryExplorer:
         task: the model to start with.
         start: {name of a control: its first value}.
         first: the estimate at these values.
-        compute_capability: of the GPU; None: the estimate's default.
+        compute_capability: compute capability of the GPU; None: the estimate's default.
     """
 
     def __init__(

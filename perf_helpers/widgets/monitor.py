@@ -128,7 +128,7 @@ live = Monitor  # its name in lessons
 
 
 def _text(value: float | None, unit: str) -> str:
-    """Format a value with two digits, or as a whole number: more digits would flicker."""
+    """Return a value with its unit as text. It has two digits, or is a whole number: more digits would flicker."""
     return bytes_text(value) if unit == "B" else number_text(value, unit, digits=2)
 
 
@@ -163,7 +163,8 @@ def _host_reader() -> Callable[[], Figures]:
         psutil.cpu_percent()  # the first sample reports the time since this call
 
     def children() -> int:
-        """Add up the resident memory of all descendants and experiments; a page that two of them share counts twice.
+        """Return the bytes of resident memory of all descendants and experiments; a page that two of them share counts
+        twice.
 
         In a course an experiment is no descendant of its lesson: it is forked by the course's server.
         """

@@ -19,11 +19,12 @@ _FAR = 8  # a limit more than this many times larger than the values does not st
 
 
 def bar(title: str, parts: Mapping[str, int], limits: Mapping[str, int]) -> str:
-    """Draw bytes by category as one stacked bar with a legend, and limits as lines across it. Sizes are in GiB.
+    """Draw bytes by category as one stacked bar with a legend, and limits as lines across it, as HTML. Sizes are in
+    GiB.
 
     Args:
         title: the name of the bar, e.g. "Peak", for screen readers.
-        parts: {category: bytes}.
+        parts: {category: bytes}, one section of the bar each.
         limits: {name, e.g. of a card: bytes}.
     """
     total = sum(parts.values())
@@ -34,12 +35,12 @@ def bar(title: str, parts: Mapping[str, int], limits: Mapping[str, int]) -> str:
 
 
 def timeline(steps: Timeline, top: float, index: int, title: str) -> str:
-    """Draw live bytes by category through one step.
+    """Draw live bytes by category through one training step, as HTML.
 
     Args:
-        steps: the step.
+        steps: the live bytes of each category at each operation of the step.
         top: bytes at the upper end of the axis; give two pictures the same value to compare them.
-        index: index into `steps` at which a vertical line is drawn.
+        index: the operation at which a vertical line is drawn.
         title: shown above the picture.
     """
     end, heights, areas = 1.25 * top, [0] * len(steps), {}
@@ -100,14 +101,14 @@ def best_of_both(points: Sequence[Point]) -> list[Point]:
 
 
 def scatter(points: Sequence[Point], chosen: Point | None, limits: Mapping[str, float]) -> str:
-    """Draw points with memory on the x axis and samples per second on the y axis; a line joins the Pareto front.
+    """Draw recipes as points, with memory on the x axis and samples per second on the y axis, as HTML.
 
-    Points without a speed are in a strip below the plot, points without a memory in a strip on its left. Points without
-    either are not drawn.
+    A line joins the Pareto front. Recipes without a measured speed are in a strip below the plot, recipes without a
+    measured memory in a strip on its left. Recipes without either are not drawn.
 
     Args:
-        points: the recipes.
-        chosen: the point to highlight.
+        points: one per recipe.
+        chosen: the point to highlight; None: none.
         limits: {name, e.g. of a card: bytes}, drawn as vertical lines.
     """
     best, both = best_of_both(points), [point for point in points if point.is_sized and point.is_timed]

@@ -24,7 +24,7 @@ def needed(task, layers=None, **arguments):
     """Return the bytes of a training by a formula: a part per layer, which depends on width and tokens, and a part that
     is independent of the number of layers.
 
-    `layers`: their number; None: the task's. `arguments`: those of the training.
+    `layers`: number of layers; None: the task's. `arguments`: the training arguments.
     """
     config = task.build_config()
     layers, width = layers or config.num_hidden_layers, config.hidden_size

@@ -33,7 +33,7 @@ def compared(old, new, **fields):
     """Return the changes between two course runs that have the same runs; `fields` replace fields of the newer course
     run.
 
-    `old`: the runs.
+    `old`: the runs of both.
     """
     return compare(results(runs=old), results(runs=new) | fields)
 

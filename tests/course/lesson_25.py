@@ -32,7 +32,7 @@ def measured(lab, chosen=MEASURES, replaced=()):
     """Return the memory results of the lesson's cells, by claim, without their pictures.
 
     Args:
-        lab: trains.
+        lab: the lab that trains.
         chosen: texts by which the cells to run are found.
         replaced: pairs of texts: the old text in one of these cells, and the new one.
     """

@@ -73,7 +73,7 @@ def forward(cpu: Cpu, samples: int, tokens: int, layers: int = 4, hidden: int = 
 
     Args:
         samples, tokens: the batch, and the tokens per sample.
-        hidden: the model's width.
+        layers, hidden: number of layers, and the model's width.
         half: whether matmuls run in 16 bits.
         eager: whether attention is plain, not fused.
     """
@@ -315,8 +315,8 @@ def _many_cpus(cpu):
 def _detector(cpu, modules=32, tensors=2.7, looks=11):
     """Return the slowdown by lesson 23's detector, a factor on the seconds of a step.
 
-    The detector checks each of `tensors` tensors of each of `modules` modules by `looks` operations. An operation costs
-    a call; those on weights also read all weights.
+    The detector checks each of `tensors` tensors of each of `modules` modules by `looks` operations. Each operation
+    takes the time of one call; an operation on weights also reads all of them.
     """
     watching = modules * tensors * looks * cpu.call + looks * 4 * parameters(2, 64) / cpu.cache
     return within(1 + watching / step(cpu, 4, 32, 2, vocabulary=64))

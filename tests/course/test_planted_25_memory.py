@@ -110,9 +110,9 @@ class Planted:
 
     Args:
         fault: called in the fresh subprocess, before it trains.
-        change: returns the arguments as a faulty library would use them.
+        change: function of the training arguments that returns them as a faulty library would use them.
         optimizer: as `Lab.train` takes it.
-        names: of the trainings with the fault; (): all.
+        names: names of the trainings with the fault; (): all.
     """
 
     def __init__(self, fault=None, change=None, optimizer=None, names=()):
@@ -142,7 +142,7 @@ class Wrapped:
 
 @functools.cache
 def trained(key, fault, optimizer, wrapped):
-    """Return the memory of a training with a fault; each is measured once for all tests.
+    """Return the name and the measured memory (bytes) of a training with a fault; each is measured once for all tests.
 
     Args:
         key: the task and the training arguments as text, for the cache.

@@ -20,7 +20,7 @@ RECORD = Path(__file__).resolve().parents[2] / "results" / "amd-epyc-2-cores" / 
 
 
 def checked(claims, id, value, predicted=None):
-    """Check a value and a prediction on a CPU, as a lesson does."""
+    """Check a claim's value, and its prediction if it has one, on a CPU as a lesson does; return the decision."""
     if LEDGER[id].predicted:
         predicted = predicted or Ratio.unknown("nobody measured the parts")
         return claims.check(id, value, predicted=predicted, missing=None if value else "16 bits are emulated")

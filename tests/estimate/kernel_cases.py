@@ -16,8 +16,8 @@ F16, BF16, F32, I64, I32 = torch.float16, torch.bfloat16, torch.float32, torch.i
 
 
 def ordered(events):
-    """Sort consecutive frees by the numbers of their blocks, because their order makes no difference to an
-    allocator.
+    """Return the events with consecutive frees sorted by the numbers of their blocks, because the order of these frees
+    makes no difference to an allocator.
     """
     found, freed = [], []
     for event in [*events, 0]:
@@ -152,8 +152,8 @@ def turned(function, *shape, dtype=F32, **options):
 
     Args:
         function: called with the tensor and `options`.
-        shape: of the tensor before the swap.
-        dtype: of the tensor.
+        shape: shape of the tensor before the swap.
+        dtype: type of the tensor.
     """
     tensor = zeros(*shape, dtype=dtype).transpose(0, 1)
     return lambda: function(tensor, **options)

@@ -26,7 +26,7 @@ RECORD = Path(__file__).parents[2] / "results" / "allocator.json"
 def filled(text="", *sizes_mib, **options):
     """Return an allocator with these settings and blocks of the given MiB, whose keys are 0, 1, 2, ...
 
-    `text`: as in PYTORCH_CUDA_ALLOC_CONF; `options`: of `CachingAllocator`.
+    `text`: as in PYTORCH_CUDA_ALLOC_CONF; `options`: further arguments of `CachingAllocator`.
     """
     memory = CachingAllocator(Settings.parse(text), **options)
     for key, size in enumerate(sizes_mib):

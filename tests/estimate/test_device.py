@@ -127,8 +127,8 @@ def test_a_tensor_of_tensors_is_traced_by_what_it_is_made_of(tracker):
 
 
 def paged(tell):
-    """Return the bytes on the device, and the elements, of a paged optimizer's states for a large and a
-    small weight.
+    """Return the bytes on the device, and the elements, of a paged optimizer's states for a large and a small weight.
+    `tell` is not used.
     """
     from bitsandbytes.optim.optimizer import Optimizer8bit
 
@@ -152,7 +152,7 @@ def of_gradients(function, tell=None):
 
     Their form is that of `kernel_cases.events`; blocks of at most 5,000 bytes are left out.
 
-    `function`: called with fake tensors: input (8, 4, 64), weight (32, 64) and bias (32,).
+    `function`: called with fake tensors: input (8, 4, 64), weight (32, 64) and bias (32,). `tell` is not used.
     """
     tracker = DeviceTracker((8, 0))
     with cuda.emulated(), tracker, tracker.emulated():
@@ -253,7 +253,7 @@ class Numbers(torch.utils.data.Dataset):
 
 
 def padded(samples):
-    """Pad samples as TRL's collators do: on the device that the samples are on."""
+    """Return samples padded as by TRL's collators: on the device that the samples are on."""
     whole = torch.full((len(samples), 6), -100, dtype=torch.int64, device=samples[0].device)
     for row, sample in zip(whole, samples, strict=True):
         row[: len(sample)] = sample

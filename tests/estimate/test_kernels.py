@@ -17,7 +17,7 @@ def requests(names, capability, torch_version=None, tell=None):
     """Return {case: its requests, as `kernel_cases.events` has them} of the traced cases; call it in a fresh process.
 
     Args:
-        names: of the cases.
+        names: names of the cases.
         capability: compute capability of the GPU.
         torch_version: the release whose rules are used; None: the installed one.
     """

@@ -24,7 +24,7 @@ def made(steps, tell=None, **options):
 
     Args:
         steps: names of the steps; a step "accumulate" sends no gradients.
-        options: of DistributedDataParallel.
+        options: options of DistributedDataParallel.
     """
     found = []
 

@@ -20,9 +20,9 @@ def operation(name, *leaves, made=0):
     """Return an operation without lists among its arguments.
 
     Args:
-        name: of the operator, e.g. "aten.mm.default".
-        leaves: its arguments.
-        made: bytes of its results.
+        name: name of the operator, e.g. "aten.mm.default".
+        leaves: the operator's arguments.
+        made: bytes of the operator's results.
     """
     return Operation(name, leaves, (len(leaves), (), (-1,) * len(leaves)), False, made)
 

@@ -1,5 +1,5 @@
-"""Peak memory of several ranks, of shards and on a GPU; and the facts about operations that fresh
-subprocesses share.
+"""The estimated peak of one rank of several, with replicas or shards, and on a GPU; and results of operations that the
+traces of several experiments share.
 """
 
 import contextlib

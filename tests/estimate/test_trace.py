@@ -253,7 +253,7 @@ def test_how_many_a_mask_chooses_is_not_guessed(tracker):
 
 
 def test_detection_assumes_that_an_unknown_mask_chooses_all(tracker):
-    """D-FINE's loss counts the boxes in range, and compares its last layer's output with that of each layer."""
+    """The loss of D-FINE needs this: it counts the boxes in range, and compares the outputs of its layers."""
     tracker.checks_hold = True
     numbers, others = fake(4, 6), fake(4, 6)
     known = numbers[torch.arange(24).view(4, 6) < 5]

@@ -373,7 +373,7 @@ def test_a_configuration_is_python_to_paste():
 
 
 def test_a_parametrized_weight_is_not_computed_in_the_search_for_quantized_ones():
-    """wav2vec 2.0 has one: each read of the attribute computes its norm."""
+    """wav2vec 2.0 has a parametrized weight: each read of the attribute computes its norm."""
     import torch
 
     layer, computed = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(3, 2)), []

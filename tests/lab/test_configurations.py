@@ -449,7 +449,9 @@ def test_the_worst_batch_names_the_type_of_the_weights(tmp_path, printed):
 
 @pytest.mark.parametrize("kind", ["mamba2", "phi4_multimodal"])
 def test_a_configuration_that_the_library_saved_is_read(tmp_path, kind):
-    """Infinite numbers, a chunk of -1 for none, and a number of channels whose name begins with "depth"."""
+    """These files have infinite numbers, a chunk size of -1 for none, and a number of channels whose name begins with
+    "depth".
+    """
     from transformers import CONFIG_MAPPING
 
     file = tmp_path / "config.json"

@@ -56,7 +56,10 @@ def doctor(*python, shell="", folder=None, **environment):
 
 
 def one(answer, level, subject, text):
-    """Return the remedy of the only finding with this level, subject and text; check the exit code."""
+    """Return the remedy of the only finding with this level, subject and text; check the exit code.
+
+    `answer`: what `doctor` returned; `text`: a part of the finding's text.
+    """
     found, code = answer
     assert code == any(each[0] == "error" for each in found), answer
     remedies = [each[3] for each in found if each[:2] == (level, subject) and text in each[2]]

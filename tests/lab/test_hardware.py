@@ -34,7 +34,7 @@ def use(monkeypatch):
     """Return a function that adds GPUs to the machine.
 
     Its arguments are the GPUs that NVML reports; `driver`, the GPUs that CUDA shows (default: all of them); and
-    `driver_reason`, why CUDA fails. Others go to `fake_nvml`.
+    `driver_reason`, why CUDA fails. Further arguments are passed to `fake_nvml`.
     """
 
     def install(*gpus, driver="all of them", driver_reason=None, **fake):

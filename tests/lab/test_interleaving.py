@@ -19,7 +19,7 @@ from trainmem.unknown import NeedsValues, Unknown
 
 
 class Clock:
-    """A wall clock and a CPU clock that only the works of a test move."""
+    """A wall clock and a CPU clock that show the same time until a function of the test advances them."""
 
     def __init__(self):
         self.wall = self.cpu = 100.0

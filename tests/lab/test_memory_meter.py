@@ -31,8 +31,8 @@ def independent_peak(architecture, config, arguments, model_arguments, optimizer
     Args:
         architecture: class of transformers.
         config: fields of its configuration.
-        arguments: of the Trainer.
-        model_arguments: for building the model, e.g. its attention kernel.
+        arguments: arguments of the Trainer.
+        model_arguments: arguments for building the model, e.g. its attention kernel.
         optimizer: function (model, training arguments) -> optimizer; None: the Trainer's.
         length: tokens per sample.
     """

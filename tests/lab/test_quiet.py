@@ -18,7 +18,10 @@ SHARE, CORE, MACHINE = Need
 
 
 def waiting(lock, *request):
-    """Return a thread that takes the lock, once it waits for it or has ended."""
+    """Start a thread that takes the lock; return the thread as soon as it waits for the lock or has ended.
+
+    `request`: the arguments of `QuietLock.take`.
+    """
     thread = threading.Thread(target=lock.take, args=request, daemon=True)
     thread.start()
     until(lambda: not thread.is_alive() or request[0] in [entry[0] for entry in lock._queue.values()])

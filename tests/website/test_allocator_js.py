@@ -1,5 +1,6 @@
-"""The allocator of the calculator's page compared with the package's, on the random traces that compare the latter with
-torch's.
+"""Compare the allocator of the calculator's page (JavaScript) with `trainmem.estimate.allocator`.
+
+The random traces are those of benchmarks/measure_allocator.py, which compares the package's allocator with torch's.
 """
 
 import itertools
@@ -28,7 +29,7 @@ def counted(events, expandable, capacity):
     """Return, after each event, [allocated bytes, reserved bytes, their peak, -1 if there was no room or 0].
 
     Args:
-        events: of a trace of benchmarks/measure_allocator.py.
+        events: events of a trace of benchmarks/measure_allocator.py.
         expandable: whether segments are expandable.
         capacity: bytes that the card has for segments.
     """

@@ -92,8 +92,8 @@ def shown(page, address, choice, done="answer"):
     """Return the page's answer to a choice: the peak, reserved bytes, bytes by category, and whether it fits.
 
     Args:
-        address: of the page.
-        choice: {control: value}.
+        address: address of the page.
+        choice: {control of the page: value to choose}.
         done: the state that the page must report, e.g. "answer".
     """
     words = "&".join(f"{name}={value}" for name, value in choice.items())

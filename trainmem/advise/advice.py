@@ -205,9 +205,11 @@ def advise(
     A recipe chooses checkpointing, precision and optimizer, and takes the largest micro-batch that then fits. The
     attention kernel is the library's choice, unless `must` sets it. `notes` reports the kernel, compiled code, and
     sizes that should be padded. A recipe is left out if it only adds costs to one that fits with the whole batch.
+
     On a CPU the counted peak is compared with `memory`, without the interpreter and its libraries. On CUDA the
     training's allocations and frees are replayed on the caching allocator of a card with that memory, minus the context
     and the margin; the training fits if the allocator does not run out. Fragmentation is included.
+
     `results/advice.json` records how often such advice was right.
 
     Args:
@@ -223,7 +225,8 @@ def advise(
             recipe that needs least. The advice's `task` is the one found.
         device: "cpu" or "cuda"; None: a GPU if one is named, if this machine has one, or if `memory` is a size that
             GPUs are sold with (a note says so); otherwise this machine's CPU.
-        compute_capability: of the GPU, e.g. (8, 0); None: the card's, this machine's, else (9, 0).
+        compute_capability: compute capability of the GPU, e.g. (8, 0); None: that of the card, otherwise of this
+            machine, otherwise (9, 0).
         context_memory: bytes of `memory` kept for the CUDA context, or a text such as "450MiB"; 0 if `memory` excludes
             the context already. None: `CONTEXT_BYTES`, 530 MiB, from published out-of-memory messages.
         processes: ranks of a data-parallel training, one device each.

@@ -19,10 +19,12 @@ Found = tuple[RecipeSearch, Candidate, bool, str]  # a search for the task found
 
 
 def largest(search: RecipeSearch, what: str) -> Found:
-    """Return the largest similar preset that fits, or the longest sequence.
+    """Find the largest similar preset that fits, or the longest sequence.
+
+    Return (a search for the task found, its recipe, whether it fits, a note for the user).
 
     Args:
-        search: its task is the preset, or the model, to start from.
+        search: the search for the recipes of the preset, or of the model, to start from.
         what: "model" or "sequence" (`LARGEST`).
 
     Raises:

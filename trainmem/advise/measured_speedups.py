@@ -56,7 +56,7 @@ class Evidence:
     Only runs on this machine count. If there are pairs of runs of the task's own model, only those are used.
 
     Args:
-        machine: this machine.
+        machine: this machine, on which runs count.
         kind: "cpu" or "cuda", the device to advise for. If this machine is of the other kind, no run counts.
         capability: compute capability of the GPU.
         task: the model and its data.

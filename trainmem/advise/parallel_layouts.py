@@ -99,9 +99,10 @@ def parallelism(
     """Choose the layout of a training on several cards by the guides' decision tree, with the bytes behind it.
 
     The tree: if each card can hold a replica, use DDP. Otherwise shard the model, if necessary with checkpointing. The
-    first layout that fits is chosen, in the order DDP, FSDP, HSDP (on several hosts), FSDP with weights gathered once,
-    or DDP, ZeRO 1, 2, 3. If none fits, the answer says whether more cards or offload would help, or whether layers must
-    be split (tensor parallelism, pipeline stages), because not even the largest fits a card with its activations.
+    first layout that fits is chosen, in the order DDP, FSDP, HSDP (on several hosts), FSDP with weights gathered once;
+    with DeepSpeed in the order DDP, ZeRO 1, 2, 3. If none fits, the answer says whether more cards or offload would
+    help, or whether layers must be split (tensor parallelism, pipeline stages), because not even the largest layer fits
+    a card with its activations.
 
     Args:
         task: the model and its data.
@@ -111,7 +112,8 @@ def parallelism(
         slow_link: whether the link between hosts (in a single host: between cards) is slow. Sharded layouts that fit
             are then ordered by the bytes that they send over it, the fewest first.
         sharding: library that shards: "fsdp" (FSDP2), or "deepspeed" (ZeRO 1 to 3) if it is installed.
-        compute_capability: of the cards, e.g. (8, 0); None: the named card's, this machine's, else (9, 0).
+        compute_capability: compute capability of the cards, e.g. (8, 0); None: that of the named card, otherwise of
+            this machine, otherwise (9, 0).
         arguments: names of `transformers.TrainingArguments`; `per_device_train_batch_size` is per card.
 
     Raises:

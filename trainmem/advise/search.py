@@ -35,7 +35,7 @@ _MOST_AT_ONCE = 4  # recipes checked at once; each takes a core and, for a large
 
 
 class Candidate(NamedTuple):
-    """A recipe of which it is not known yet whether it fits: techniques, and a micro-batch."""
+    """A combination of techniques with a micro-batch, of which the search finds out whether it fits."""
 
     techniques: tuple[Technique, ...]  # one per choice, without the library's defaults, except AdamW
     micro_batch: int  # samples
@@ -63,7 +63,7 @@ class Choices:
     """The techniques and micro-batches to combine.
 
     Args:
-        samples: samples per update and process.
+        samples: samples per optimizer update and process.
         must, avoid, may: as in `advise`.
         native: the lower precisions for which the device has instructions.
         base: arguments of every recipe unless a technique sets them, e.g. {"dtype": "float32"}.
@@ -121,10 +121,10 @@ def native_precisions(machine: hardware.Machine, kind: str, capability: tuple[in
 
 
 def _named(argument: str, given: Iterable[str], spelt: Iterable[Iterable[str]]) -> set[str]:
-    """Return the names in an argument as techniques spell them.
+    """Return the names that the user typed in an argument, as techniques spell them.
 
     Args:
-        argument: its name, for messages.
+        argument: name of the argument, for messages.
         given: the names that the user typed.
         spelt: the names of each technique.
 
@@ -175,7 +175,7 @@ def _micro_batches(samples: int, fixed: Mapping[str, Any], avoided: set[str]) ->
     """Return, ascending, the micro-batches that make `samples` with a whole number of accumulation steps.
 
     Args:
-        samples: per update and process.
+        samples: samples per optimizer update and process.
         fixed: the training arguments in `must`.
         avoided: the names in `avoid`.
 
@@ -205,7 +205,7 @@ class Ranking:
 
     Args:
         choices: the recipes to rank.
-        evidence: the factors.
+        evidence: the measured factors of techniques and of micro-batches.
     """
 
     def __init__(self, choices: Choices, evidence: Evidence):
@@ -246,7 +246,7 @@ class Ranking:
         one.
 
         Args:
-            candidate: the recipe.
+            candidate: the recipe that may be left out.
             other: the better-ranked recipe.
         """
         precision, other_precision = (_PRECISIONS.intersection(each.techniques) for each in (candidate, other))
@@ -329,8 +329,10 @@ class RecipeSearch:
         return least
 
     def trace_ahead(self, pairs: Iterable[tuple[Task, Candidate]]) -> None:
-        """Compute the memory of several recipes as a function of the number of layers, in parallel, so that later
+        """Trace the memory of several recipes as a function of the number of layers, in parallel, so that later
         requests find it.
+
+        `pairs`: (task, recipe) of each.
         """
         with ThreadPoolExecutor(self.at_once) as pool:
             for task, candidate in pairs:
@@ -390,8 +392,10 @@ class RecipeSearch:
         return self.needed(candidate) <= self.limit
 
     def _known_states(self, candidate: Candidate) -> float:
-        """Return a lower limit for the bytes of a recipe's states and the context; negative if no similar recipe was
-        estimated.
+        """Return a lower limit for a recipe's memory: the bytes of its weights, gradients and optimizer states, plus
+        the CUDA context.
+
+        Return -inf if no recipe with the same states was estimated.
         """
         return self._states.get(_of_states(candidate), -math.inf) + self.context
 
@@ -423,12 +427,13 @@ class RecipeSearch:
     def furthest(
         self, candidate: Candidate, sizes: Sequence[int], task_of: Callable[[int], Task], first: int
     ) -> tuple[int, int]:
-        """Return the largest size of a task with which a recipe fits, and the bytes that it needs then.
+        """Return the largest size of a task with which a recipe fits, and the bytes of memory that it needs with this
+        size.
 
         If it fits with no size, return 0 and the bytes for the smallest size.
 
         Args:
-            sizes: ascending, e.g. sequence lengths.
+            sizes: the sizes to choose from, ascending, e.g. sequence lengths.
             task_of: returns the task of a size.
             first: the size from which the search starts.
         """
@@ -531,7 +536,7 @@ def largest_that_fits(sizes: Sequence[int], fits: Callable[[int], bool], first: 
     """Return the largest size that fits, by bisection; 0 if none does.
 
     Args:
-        sizes: ascending.
+        sizes: the sizes to choose from, ascending.
         fits: function of a size. If a size fits, so do all smaller ones.
         first: a guess, e.g. the size that fits in a similar case. It is tried first, then the next larger size. If
             there is no larger one, the smallest size is tried second, because often none fits.

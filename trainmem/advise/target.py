@@ -45,7 +45,8 @@ def find(
 
     Args:
         machine: this machine.
-        memory_bytes, named: as `cards.memory_of_card` returns them; `named` is a compute capability.
+        memory_bytes: bytes of the device's memory.
+        named: compute capability of the GPU that the user named; None: the user named none.
         device, context_memory, margin, processes: as in `advise`.
 
     Raises:

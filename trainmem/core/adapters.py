@@ -94,7 +94,7 @@ def of_method(settings: Mapping[str, Any], where: str, methods: Iterable[str] = 
     Args:
         settings: all of its fields.
         where: the place of the quantization_config, for the message.
-        methods: those that are accepted.
+        methods: names of the accepted methods.
 
     Raises:
         ValueError: the method is not one of `methods`.
@@ -118,7 +118,8 @@ def saved_quantization(settings: Mapping[str, Any], where: str) -> dict[str, Any
 
 
 def quantized(model, settings: Mapping[str, Any], device: Any, trains: bool = False):
-    """Quantize a model's linear layers on `device`, as `from_pretrained(quantization_config=)` does.
+    """Quantize a model's linear layers on `device`, as `from_pretrained(quantization_config=)` does, and return the
+    model.
 
     Each weight moves to the device and is quantized there; weights that stay in full precision move last.
 
@@ -187,7 +188,9 @@ def _config_of(settings: Mapping[str, Any]):
 
 
 def _by_bitsandbytes(model, settings: Mapping[str, Any], device: Any):
-    """Quantize as `quantized`, by bitsandbytes to 8 or 4 bits; `settings`: fields of a `BitsAndBytesConfig`.
+    """Quantize a model's linear layers to 8 or 4 bits by bitsandbytes, and return the model; see `quantized`.
+
+    `settings`: fields of a `BitsAndBytesConfig`.
 
     Raises:
         ValueError: as `quantized`, or `settings` request neither 8 nor 4 bits.
@@ -274,7 +277,7 @@ def prepared(model, checkpointing: Mapping[str, Any] | None):
 
 
 def adapted(model, settings: Mapping[str, Any], family: str, generates: bool = False):
-    """Add adapters to a model and freeze the rest, by `peft.get_peft_model`.
+    """Add adapters to a model and freeze all other weights, by `peft.get_peft_model`; return the resulting peft model.
 
     Args:
         settings: fields of a peft configuration, its kind ("peft_type"; default: LoRA), and optionally

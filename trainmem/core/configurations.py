@@ -49,7 +49,7 @@ def _check_sizes(where: str, fields: Mapping[str, Any]) -> None:
 
     Args:
         where: the origin of the fields, for the message, e.g. "config.json".
-        fields: those of a configuration; nested ones are checked too.
+        fields: fields of a configuration; nested ones are checked too.
     """
     for name, value in fields.items():
         if isinstance(value, Mapping):

@@ -93,7 +93,10 @@ OF_SPECIAL_LENGTH = {*_IMAGE_TOKENS, *_OF_SAMPLES}  # types whose sequence lengt
 
 @functools.cache
 def of_classes() -> dict[str, str]:
-    """Return {class name: family} of the classes for which data can be generated."""
+    """Return {class name: family} for each class of transformers for which a task can generate training data.
+
+    A family is a key of `FAMILIES`, e.g. {"GPT2LMHeadModel": "causal"}.
+    """
     from transformers.models.auto import modeling_auto
 
     registry: dict[str, str] = {}

@@ -288,7 +288,7 @@ def hidden(value: str | None, shown: int) -> str | None:
     The first invalid entry ends the list; a repeated one hides all (CUDA Programming Guide, environment variables).
 
     Args:
-        value: of the variable; None: it is not set.
+        value: value of CUDA_VISIBLE_DEVICES; None: it is not set.
         shown: number of GPUs that CUDA shows.
     """
     entries = (value or "").split(",")

@@ -33,14 +33,14 @@ class Task(Record):
 
     Args:
         model: a preset (`PRESETS`), a config.json or a model folder, or the name of a model on the Hub.
-        seq_len: tokens per sequence, those of an image in it included; a model that takes only images ignores it.
-            None: 512, or the model's limit if that is less.
+        seq_len: tokens per sequence, those of an image in it included; a model that takes only images ignores it. None:
+            512, or the model's limit if that is less.
         dataset_size: sequences in the generated data set.
         architecture: class of transformers, for a configuration that names none or for another head.
         config: fields of the configuration to replace, e.g. {"num_hidden_layers": 2}.
         data: "random" tokens, as in the guides, or "learnable": a rule that a small model learns in about a hundred
             steps (classification: does a marker token occur; language models: the second half repeats the first).
-        seed: of the weights and of the data.
+        seed: seed of the random weights and of the generated data.
         lengths: tokens of each sequence, in place of `seq_len` and `dataset_size`. A batch is padded to its longest
             sequence, or to the next multiple of `pad_to_multiple_of`; if `packed`, its sequences are joined into one
             row without padding, as by `DataCollatorWithFlattening`. Meter and estimate then cover every batch of the
@@ -170,7 +170,9 @@ class Task(Record):
 
     @property
     def loss_objective(self) -> str:
-        """`objective`, or the preset's if that is empty. Empty: the loss of the model's own class."""
+        """The loss to train with: `objective` or, if the task names none, that of the preset; "" for the loss of the
+        model's class.
+        """
         preset = PRESETS.get(_ALIASES.get(self.model, self.model), {})
         return self.objective or (preset.get("objective", "") if not self.architecture else "")
 
@@ -492,7 +494,11 @@ TINY = Profile("tiny", Task("bert-tiny", seq_len=32), micro_batch=4, steps=1, wa
 
 
 def choose_profile(name: str = "auto", machine=None) -> Profile:
-    """Return the profile of that name; "auto": the largest that this machine can hold; "tiny": for tests.
+    """Return the profile of that name.
+
+    Args:
+        name: "cpu", "t4" or "gpu"; "auto": the largest profile that the machine can hold; "tiny": for tests.
+        machine: the `Machine` that "auto" looks at; None: this machine.
 
     Raises:
         ValueError: no such profile.

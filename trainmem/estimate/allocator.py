@@ -221,7 +221,7 @@ class CachingAllocator:
         on_event: called with (action, address, bytes) for each event, in order: "alloc" and "free" with the requested
             bytes, and "segment_alloc", "segment_free", "segment_map" and "segment_unmap" as in torch's snapshots. For
             "oom" the second value is the bytes that the device has left instead of an address.
-        rules: those of the modelled torch release; None: the installed release's.
+        rules: the rules of a torch release, see `allocator_settings.release`; None: those of the installed one.
     """
 
     def __init__(

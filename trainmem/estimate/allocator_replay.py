@@ -90,7 +90,7 @@ def replayed(log: Log, settings: str = "", capacity: int | None = None, rules: R
     Args:
         settings: the value of PYTORCH_CUDA_ALLOC_CONF.
         capacity: bytes that the card has for segments; None: no limit.
-        rules: those of a torch release; None: the installed release's.
+        rules: the rules of a torch release, see `allocator_settings.release`; None: those of the installed one.
 
     Raises:
         ValueError: torch has no such option in `settings`.

@@ -46,11 +46,12 @@ class Settings:
         """Return the settings in a value of PYTORCH_CUDA_ALLOC_CONF, e.g. "max_split_size_mb:128".
 
         Args:
-            torch_version: the release that is to read them, e.g. "2.13"; None: any.
+            torch_version: the torch release that will read the value, e.g. "2.13"; None: accept the options of every
+                release.
 
         Raises:
-            ValueError: an option that torch or that release does not have, an option or an allocator `backend` that is
-                not supported here, or a value that torch refuses.
+            ValueError: an option that no torch release has, or that `torch_version` lacks; an option or an allocator
+                `backend` that is not supported here; or a value that torch refuses.
         """
         words = _words("".join(text.split()))
         for name in words.keys() & _UNSUPPORTED.keys():

@@ -53,7 +53,8 @@ def estimate(
         name: the estimate's name in tables and pictures; empty: the model's.
         card: a GPU model of `cards.CARDS`, e.g. "h100"; sets device, compute_capability and device_memory.
         device: "cpu" or "cuda"; None: this machine's.
-        compute_capability: of the GPU, e.g. (9, 0) for an H100; None: the card's, this machine's, else (9, 0).
+        compute_capability: compute capability of the GPU, e.g. (9, 0) for an H100; None: that of the card, otherwise of
+            this machine, otherwise (9, 0).
         device_memory: bytes that the GPU has for the allocator, without the context. Near this limit the allocator
             frees cached segments; `is_too_large` says whether the training exceeds it. None: the card's, or no limit.
         allocator_settings: the value of PYTORCH_CUDA_ALLOC_CONF to assume, e.g. "expandable_segments:True".

@@ -129,9 +129,10 @@ def peaks(marks: list[tuple[str, int, int]], totals: np.ndarray, begins: np.ndar
     """Return the peak of each phase outside the steps, in the form of `Trace.apart`.
 
     Args:
-        marks: those of the tracker.
+        marks: (label, log entries so far, operations so far) of each mark of the tracker, see `Watcher.marks`.
         totals: (entries + 1,): live bytes before the first entry of the tracker's log and after each entry.
-        begins: (operations + 1,): the number of log entries before each operation of the trace, then that of all.
+        begins: (operations + 1,): the number of log entries before each operation of the trace, and last that of all
+            entries.
         first: how many operations the tracker saw before the trace's first one.
     """
     found = []

@@ -40,8 +40,8 @@ def emulated(compute_capability: tuple[int, int] = DEFAULT_CAPABILITY, rules: Re
     `device.DeviceTracker` to count the device's memory.
 
     Args:
-        compute_capability: of the GPU whose attention kernels are chosen.
-        rules: those of a torch release; None: the installed one's.
+        compute_capability: compute capability of the GPU whose attention kernels are chosen.
+        rules: the rules of a torch release, see `allocator_settings.release`; None: those of the installed one.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # compiled code would bypass the replacements
@@ -90,8 +90,8 @@ def _softmax(name, tensor, dim, dtype=None):
 
 
 def _linear(tensor, weight, bias=None):
-    """Compute `linear` as torch does for plain tensors: in one matmul with the bias, or otherwise by adding the bias in
-    place.
+    """Return the result of `linear`, computed as torch does for plain tensors: in one matmul that adds the bias if
+    possible, otherwise in a matmul to which the bias is added in place.
     """
     if bias is None:
         return torch.matmul(tensor, weight.t())
@@ -130,7 +130,7 @@ def _attention(
     """Compute scaled_dot_product_attention as on a GPU, by the kernel that torch selects there; return its output.
 
     Args:
-        rules: those of a torch release.
+        rules: the rules of a torch release, see `allocator_settings.release`.
         capability: the GPU's compute capability.
         query, key, value: (batch, heads, length, head size), or without a batch.
 
@@ -339,6 +339,6 @@ def _fits_flash(capability, query, key, value, dropout, causal, trains) -> bool:
 
 
 def _padded(tensor):
-    """Pad the last dimension with zeros to a multiple of 8."""
+    """Return the tensor with its last dimension padded with zeros to a multiple of 8."""
     missing = -tensor.shape[-1] % 8
     return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor

@@ -63,7 +63,7 @@ class DeviceTracker(FakeTracker):
         from_the_start: whether to place all tensors of the loop on the device, because the loop never sends its model
             there.
         cache: known results of operations; new ones are added. None: an empty cache.
-        rules: those of a torch release; None: the installed one's.
+        rules: the rules of a torch release, see `allocator_settings.release`; None: those of the installed one.
     """
 
     places_modules = True
@@ -186,7 +186,8 @@ class DeviceTracker(FakeTracker):
     def send(self, tensor: torch.Tensor, category: str = Category.INPUTS) -> None:
         """Send a tensor to the device, unless it is there already.
 
-        `category`: that of its memory. From the first tensor of weights on, the model counts as being on the device.
+        From the first tensor of weights on, the model counts as being on the device. `category`: category of the
+        tensor's memory.
         """
         storage = None if is_traceable_wrapper_subclass(tensor) else self._storage(tensor)
         if category == Category.WEIGHTS:

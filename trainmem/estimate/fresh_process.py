@@ -23,9 +23,9 @@ def ask(
     is one.
 
     Args:
-        function: e.g. `peak_memory.estimate_experiment`.
+        function: the function to call, e.g. `peak_memory.estimate_experiment`.
         model: the model's name, for messages.
-        timeout: seconds.
+        timeout: seconds after which the subprocess is ended.
         on_percent: called with the percentage of the work that is done.
 
     Raises:

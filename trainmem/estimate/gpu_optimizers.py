@@ -60,7 +60,10 @@ def replacements(tracker: "DeviceTracker", optim: str) -> Iterator[tuple[Any, st
 
 
 def _update_32bit(plain, optimizer: str, gradient, weight, *args, max_unorm: float = 0.0, **options):
-    """Update as on a GPU: with `max_unorm` bitsandbytes first computes the norm of the weight.
+    """Update a weight by `plain`, bitsandbytes' 32-bit update, as on a GPU: with `max_unorm`, compute the weight's norm
+    first.
+
+    The arguments are those of `plain`.
 
     Raises:
         Invalid: bitsandbytes has no kernel for this optimizer with gradients in bfloat16.

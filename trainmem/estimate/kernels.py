@@ -25,9 +25,9 @@ class Kernels:
     """The memory requests of kernels on a GPU of one compute capability.
 
     Args:
-        capability: the compute capability.
-        is_on_device: tells whether a tensor is on the GPU.
-        rules: those of a torch release; None: the installed one's.
+        capability: the GPU's compute capability, e.g. (9, 0).
+        is_on_device: function of a tensor that returns whether it is on the GPU.
+        rules: the rules of a torch release, see `allocator_settings.release`; None: those of the installed one.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class Kernels:
         Args:
             function: the operation that autograd calls on CPU tensors, e.g. grid_sampler_2d for `grid_sample`. If a GPU
                 would run another one, `cuda.py` has already replaced it.
-            args, kwargs: its arguments.
-            result: what it returned on fake tensors.
+            args, kwargs: the operation's arguments.
+            result: what the operation returned on fake tensors.
         """
         made = [result] if isinstance(result, torch.Tensor) else [*filter(torch.is_tensor, tree_leaves(result))]
         packet = function.overloadpacket
@@ -112,8 +112,8 @@ class Kernels:
         return self._gpu.capability[0] in (9, 10) and tensor.dtype is torch.bfloat16
 
     def _grouped(self, made, first, second, offsets=None, *_, **__):
-        """Return the requests of a grouped matmul: sizes, strides and pointers of each group, and a workspace per
-        multiprocessor (cuda/GroupMM.cu).
+        """Return the memory requests of a grouped matmul: sizes, strides and pointers of each group, and a workspace
+        per multiprocessor (cuda/GroupMM.cu).
         """
         if not self._has_grouped_kernel(first):
             return made
@@ -131,8 +131,8 @@ class Kernels:
         return [*made, *self._reduction(max(4, made[0].element_size()), made[0], tensor, dim)]
 
     def _reduction(self, bytes_each: int, made, tensor, dim=None, keepdim=False, *_, dtype=None, **__) -> list[Step]:
-        """Return the requests of a reduction, apart from its result: a copy of integers in the result's type, then
-        buffers, if several blocks of threads share a result.
+        """Return the memory requests of a reduction, without that of its result: a copy of integers in the result's
+        type, then buffers, if several blocks of threads share a result.
 
         `bytes_each`: bytes of one accumulated number, see `_REDUCTIONS`.
         """
@@ -148,10 +148,12 @@ class Kernels:
     # ---- sorts, and operations that sort
 
     def _embedding_backward(self, made, gradient, indices, weights, padding, scale_by_frequency, *_, **__):
-        """Return the requests: the indices are sorted, and runs of up to 10 equal indices are summed.
+        """Return the memory requests of an embedding's backward: the indices are sorted, and runs of up to 10 equal
+        indices are summed.
 
-        The sums are kept in fp32 until those of one index are added. If few rows occur often, they are added to fp32
-        rows at once. A short list of indices needs neither. Source: cuda/Embedding.cu, EmbeddingBackwardKernel.cu.
+        The sums of these runs are kept in fp32 until all sums of one index are added. If there are few rows and each
+        occurs often, the sums are added to fp32 rows at once. Without `scale_by_frequency`, at most 3072 indices are
+        neither sorted nor summed in this way. Source: cuda/Embedding.cu, EmbeddingBackwardKernel.cu.
         """
         count, width = indices.numel(), gradient.shape[-1]
         copies = [*contiguous_copy(gradient), *contiguous_copy(indices)]
@@ -171,13 +173,15 @@ class Kernels:
         return [*copies, *ordered, *made, *unique, *parts]
 
     def _index(self, made, tensor, indices, *_, **__):
-        """Return the requests: 32-bit indices are copied to 64 bits first (TensorAdvancedIndexing.cpp: make_info)."""
+        """Return the memory requests of an indexing by tensors: 32-bit indices are copied to 64 bits first
+        (TensorAdvancedIndexing.cpp: make_info).
+        """
         narrow = [index for index in indices if index is not None and index.dtype is torch.int32]
         return [*(index.numel() * WORD for index in narrow), *made]
 
     def _put(self, made, tensor, indices, values, accumulate=False, unsafe=False, *_, **__):
-        """Return the requests: the smallest and the largest index are compared with the bounds, then the values are
-        sorted by index and added (cuda/Indexing.cu: index_put_with_sort_kernel).
+        """Return the memory requests of `index_put`: the smallest and the largest index are compared with the bounds,
+        then the values are sorted by index and added (cuda/Indexing.cu: index_put_with_sort_kernel).
         """
         positions = [index for index in indices if index is not None]
         if not accumulate or not positions or positions[0].dtype not in (torch.int64, torch.int32):
@@ -193,7 +197,7 @@ class Kernels:
         return [*made, *checks, *place, *contiguous_copy(values), each, each, each, sort]
 
     def _bounds(self, index: torch.Tensor) -> list[Step]:
-        """Return the requests of a check of indices: the smallest and the largest one in one pass, then two
+        """Return the memory requests of a check of indices: the smallest and the largest one in one pass, then two
         comparisons.
         """
         shared = reduction_scratch.scratch_bytes(
@@ -210,7 +214,7 @@ class Kernels:
         return [*made, count * WORD, self._sort_bytes(count, 1 << (8 * key - 2), key)]
 
     def _scan(self, made, tensor, dim, *_, **__):
-        """Return the requests of a running sum: its input is cast first if the result has another type.
+        """Return the memory requests of a running sum: its input is cast first if the result has another type.
 
         There is no cast when experts are counted, because transformers counts in floats on CPUs and in int32 on GPUs
         (transformers/integrations/moe.py).
@@ -223,8 +227,8 @@ class Kernels:
         return [*made, *cast, *copy, *([scan_bytes(tensor.numel(), *tile)] if is_one else [])]
 
     def _safe_softmax(self, made, tensor, dim, *_, **__):
-        """Return the requests: the rows that are masked completely, and the zero that is written there
-        (native/SoftMax.cpp).
+        """Return the memory requests of a softmax that gives 0 in rows that are masked completely: masks of the
+        elements and of these rows, and the zero that is written there (native/SoftMax.cpp).
         """
         return [*made, tensor.numel(), tensor.numel() // tensor.shape[dim], made[0].element_size()]
 
@@ -246,39 +250,47 @@ class Kernels:
     # ---- others
 
     def _where(self, made, condition, *values, **__):
-        """Return the requests: numbers are copied to the device first (native/TensorCompare.cpp: where_self_out)."""
+        """Return the memory requests of `where`: numbers are copied to the device first (native/TensorCompare.cpp:
+        where_self_out).
+        """
         on_host = [not torch.is_tensor(each) or not (each.dim() or self._is_on_device(each)) for each in values]
         return [*[made[0].element_size()] * sum(on_host), *made]
 
     def _masked_scatter(self, made, tensor, *_, **__):
-        """Return the requests: the elements that the mask selects are numbered (cuda/IndexKernel.cu:
-        masked_scatter_kernel).
+        """Return the memory requests of `masked_scatter`: the elements that the mask selects are numbered
+        (cuda/IndexKernel.cu: masked_scatter_kernel).
         """
         return [*made, WORD * tensor.numel(), scan_bytes(tensor.numel())]
 
     def _softmax_backward(self, made, gradient, output, *_, **__):
-        """Return the requests: the product of gradient and output (cuda/SoftMax.cu: softmax_backward_cuda_out)."""
+        """Return the memory requests of a softmax's backward: the product of gradient and output (cuda/SoftMax.cu:
+        softmax_backward_cuda_out).
+        """
         copies = [*contiguous_copy(gradient), *contiguous_copy(output)]
         return [*made, *copies, gradient.numel() * gradient.element_size()]
 
     def _isinf(self, made, tensor, *_, **__):
-        """Return the requests: the absolute values are computed in a buffer first."""
+        """Return the memory requests of `isinf`: the absolute values are computed in a buffer first."""
         return [tensor.numel() * tensor.element_size(), *made, Free(0)]
 
     def _group_norm(self, made, tensor, weight, bias, size, channels, *_, **__):
-        """Return the requests: mean and deviation in fp32, and a factor and a shift per sample and channel
-        (cuda/group_norm_kernel.cu).
+        """Return the memory requests of a group norm: mean and deviation in fp32, and a factor and a shift per sample
+        and channel (cuda/group_norm_kernel.cu).
         """
         wide = [2 * made[1].nbytes] * 2 if made[1].dtype in HALF else []
         return [*made, *wide, *([4 * size * channels] * 2 if weight is not None else [])]
 
     def _group_norm_backward(self, made, gradient, tensor, mean, deviation, weight, size, channels, _, groups, *__):
-        """Return the requests: sums per sample and channel, and per sample and group (cuda/group_norm_kernel.cu)."""
+        """Return the memory requests of a group norm's backward: sums per sample and channel, and per sample and group
+        (cuda/group_norm_kernel.cu).
+        """
         each, group = 4 * size * channels, 4 * size * groups
         return [*made, each, each, group, group, each]
 
     def _roll(self, made, tensor, shifts, dims=(), *_, **__):
-        """Return the requests: one dimension is rolled after the other (TensorTransformations.h: roll_common)."""
+        """Return the memory requests of `roll`: one dimension is rolled after the other (TensorTransformations.h:
+        roll_common).
+        """
         steps: list[Step] = contiguous_copy(tensor)
         for _ in dims[1:]:
             steps += [tensor.nbytes, Free(0)] if steps else [tensor.nbytes]
@@ -291,7 +303,7 @@ class Kernels:
     def _convolution_backward(
         self, made, gradient, tensor, weight, biases, stride, padding, dilation, transposed, extra, groups, wanted, **__
     ):
-        """Return the requests for the gradients of images, weights and bias.
+        """Return the memory requests of a convolution's backward, for the gradients of images, weights and bias.
 
         torch's own depthwise kernel makes the weights' gradient first (native/Convolution.cpp: convolution_backward).
         """
@@ -316,7 +328,8 @@ class Kernels:
         return [*steps, bias, *shared]
 
     def _norms(self, made, tensors, *_, **__):
-        """Return the requests: a partial norm for each chunk of 65,536 elements (cuda/ForeachReduceOp.cu).
+        """Return the memory requests of the norms of a list of tensors: a partial norm for each chunk of 65,536
+        elements (cuda/ForeachReduceOp.cu).
 
         In older releases each tensor has as many partial norms as the largest tensor; newer releases need the offsets
         of tensors that are not empty.
@@ -330,19 +343,21 @@ class Kernels:
         return made[::-1]
 
     def _ctc_loss(self, made, scores, *_, **__):
-        """Return the requests: lengths of both kinds and the offsets of targets are copied to the device
-        (cuda/LossCTC.cu).
+        """Return the memory requests of CTC's loss: lengths of both kinds and the offsets of targets are copied to the
+        device (cuda/LossCTC.cu).
         """
         return [*[WORD * scores.shape[1]] * 3, *made[::-1]]
 
     def _ctc_loss_backward(self, made, gradient, scores, targets, inputs, lengths, loss, alignments, *_, **__):
-        """Return the requests: the copies of `_ctc_loss`, and the alignments' probabilities, from the end backwards."""
+        """Return the memory requests of the backward of CTC's loss: the copies of `_ctc_loss`, and the alignments'
+        probabilities, from the end backwards.
+        """
         return [*[WORD * scores.shape[1]] * 3, alignments.nbytes, *made]
 
 
 def _product_of_quanto(made, tensor, codes, scales) -> list[Step]:
-    """Return the requests of quanto's 8-bit matmul: the codes are scaled (and first cast if they are floats), then
-    multiplied (optimum-quanto 0.2.7, qbytes_mm.py).
+    """Return the memory requests of quanto's 8-bit matmul: the codes are scaled (and first cast if they are floats),
+    then multiplied (optimum-quanto 0.2.7, qbytes_mm.py).
     """
     whole = codes.numel() * scales.itemsize
     cast = [] if tensor.dtype is scales.dtype else [tensor.numel() * scales.itemsize]

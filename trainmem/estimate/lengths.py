@@ -231,7 +231,7 @@ def _around(steps: Steps, number: int, lengths: tuple[int, ...]) -> list[int]:
 
     Args:
         steps: the numbers of the samples, by step and micro-batch.
-        lengths: of all samples, by their numbers, in tokens.
+        lengths: tokens of each sample of the data set, by its number.
     """
     before = steps[number - 1] if number else steps[1] if len(steps) > 2 else []
     return [lengths[i] for rows in (*before, *itertools.chain(*steps[number : number + 2])) for i in rows]
@@ -244,7 +244,7 @@ def _drawn(lengths: tuple[int, ...], arguments: Arguments, tell: Callable[[int],
 
     Args:
         lengths: tokens in each sample.
-        arguments: those of the training; they determine the order of the samples and the size of batches.
+        arguments: the training arguments, which determine the order of the samples and the size of batches.
         tell: not used; every function that a fresh subprocess calls gets it.
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -12,7 +12,7 @@ from trainmem.unknown import Unknown
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """The device whose memory is estimated."""
+    """The device whose memory is estimated: its kind and, for a GPU, its capability, memory and allocator."""
 
     kind: str  # "cpu", where memory is counted, or "cuda", where `cuda.PARTS` model it
     compute_capability: tuple[int, int] = cards.DEFAULT_CAPABILITY  # of the GPU
@@ -87,7 +87,7 @@ class MemoryEstimate:
         They are the reserved bytes (if these are unknown, the peak) and, on CUDA, the context.
 
         Args:
-            context_bytes: of the context, if the estimate does not know it.
+            context_bytes: bytes of the CUDA context, used if the estimate does not know them.
         """
         reserved = max(self.memory.reserved_bytes or 0, self.memory.peak_bytes)
         return reserved + (self.memory.context_bytes or (context_bytes if self.device == "cuda" else 0))

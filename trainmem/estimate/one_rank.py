@@ -1,7 +1,7 @@
 """Trace one rank of a multi-GPU training in a process that has neither the other ranks nor a GPU.
 
 Covers DistributedDataParallel, FSDP2 as the Trainer's `fsdp` configures it, and DeepSpeed's ZeRO: what each sends,
-shards and gathers. Not covered: a network's buffers.
+shards and gathers. Not covered: the buffers of the communication library, e.g. NCCL.
 """
 
 import contextlib

@@ -45,11 +45,11 @@ class OperationCache:
         self.within: torch.dtype | None = None  # autocast's type, on which 4-bit matmuls also depend
 
     def result(self, operation: Operation, function, args: tuple, tensors: list, mode: FakeTensorMode, ask: Callable):
-        """Return the operation's result on fake tensors: rebuilt from the cache, or otherwise that of `ask()`, which is
-        then cached.
+        """Return an operation's result on fake tensors: rebuilt from the cache, or otherwise what `ask()` returns,
+        which is then cached.
 
         Args:
-            operation: the operation, in the form that is compared.
+            operation: the call as an `Operation`, whose signature is part of the cache's key.
             function, args: the operator, and its positional arguments.
             tensors: the tensors among its arguments.
             mode: the mode of new fake tensors.
@@ -72,8 +72,10 @@ class OperationCache:
         """Store a result if it can be rebuilt later.
 
         Args:
-            key: of the operation's arguments.
-            tensors: the tensors among them.
+            key: the key of the operation and its arguments in the cache.
+            function, args: the operator, and its positional arguments.
+            result: what the operator returned.
+            tensors: the tensors among its arguments.
         """
         if torch.Tag.inplace_view in function.tags or key[1].startswith(("aten.resize", "aten.set")):
             return

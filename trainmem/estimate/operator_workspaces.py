@@ -139,7 +139,7 @@ class Probe:
 def assumptions(operations: Sequence[Operation], probe: Probe) -> list[str]:
     """Return what had to be assumed about the workspaces of these operations, one sentence per operator.
 
-    `probe`: has measured them.
+    `probe`: the probe that has measured these workspaces.
     """
     assumed: dict[str, int] = {}
     unknown: dict[str, None] = {}
@@ -286,13 +286,15 @@ class _Tried:
 
 
 def line(sizes: Sequence[int], hidden: Sequence[int], wanted: int) -> int | None:
-    """Return the bytes at the size `wanted`, on the straight line through three measured points.
+    """Extrapolate a workspace: return its bytes at the size `wanted`, on the straight line through three measured
+    points.
 
     Return None if the points are on no line, or if its value there is below zero.
 
     Args:
-        sizes: of the operands, in bytes.
-        hidden: workspace at each size, in bytes.
+        sizes: bytes of the operands at the three measured sizes, largest first.
+        hidden: bytes of workspace at each of these sizes.
+        wanted: bytes of the operands for which the workspace is returned.
     """
     (a, b, c), (first, second, third) = sizes, hidden
     if not a > b > c:
@@ -314,8 +316,13 @@ class Runner:
         self._pool: ProcessPoolExecutor | None = None
 
     def __call__(self, operations: list[Operation], threads: int) -> list[Seen | None]:
-        """Return each operation's run. It is None if the operation needs its data, or ends its process: a kernel may
-        divide by a length that was cut to 0."""
+        """Run operations on zeros in the fork; return the workspace and the seconds of each, in the same order.
+
+        The result is None for an operation that needs real data or crashes the fork. A kernel may divide by a length
+        that `resized` has reduced to 0.
+
+        `threads`: number of threads that torch uses.
+        """
         if not operations:
             return []
         self._pool = self._pool or ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork"))

@@ -90,7 +90,7 @@ def estimate_of(experiment: Experiment, traced: "TracedExperiment", device: Devi
 
 @dataclass(frozen=True, slots=True)
 class TracedExperiment:
-    """An experiment's trace, with workspaces added."""
+    """An experiment's trace, the total bytes at each operation with operator workspace, and the assumptions made."""
 
     trace: Trace
     totals: np.ndarray  # (operations,): the highest total during each, with its workspace, in bytes
@@ -187,7 +187,7 @@ def trace_of(experiment: Experiment, device: Device, known: dict[tuple, Any] | N
     If values decide which experts of a mixture the tokens choose, balanced routing is traced, and one-sided routing as
     `Trace.one_sided`.
 
-    `known`: results of operations in earlier traces, as in `OperationCache`; new ones are added.
+    `known`: results of operations in earlier traces, as in `OperationCache`; new ones are added. None: there are none.
 
     Raises:
         Invalid: as `trace.follow`.
@@ -214,7 +214,11 @@ def _has_experts(experiment: Experiment) -> bool:
 def _traced(
     experiment: Experiment, device: Device, known: dict[tuple, Any] | None, routing: "Routing | None" = None
 ) -> Trace:
-    """Return the trace of an experiment with a given routing of tokens to experts."""
+    """Return the trace of an experiment with a given routing of tokens to experts; None: the routing that values
+    decide.
+
+    `known`: as in `trace_of`.
+    """
     from trainmem.estimate import trace
     from trainmem.estimate.operation_cache import OperationCache
 

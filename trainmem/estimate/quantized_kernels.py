@@ -26,7 +26,8 @@ def program(gpu: GPU, name: str, made: list[torch.Tensor], *args, **kwargs) -> t
 
     Args:
         name: the operation, e.g. "quantize_4bit".
-        made: its results.
+        made: what the operation returned on fake tensors.
+        args, kwargs: the operation's arguments.
     """
     tensor = args[0]
     match name:

@@ -45,7 +45,7 @@ def scratch_bytes(
     The buffers hold partial results and counters; [] if no two blocks share a result.
 
     Args:
-        stride: in elements.
+        stride: the tensor's strides, in elements.
         accumulated_bytes: bytes of one accumulated number: 4 for floating point.
     """
     inner = _joined([(shape[d], stride[d]) for d in reduced])

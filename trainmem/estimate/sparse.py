@@ -35,8 +35,8 @@ def filled(function, args: tuple, result: FakeTensor) -> FakeTensor:
 
 
 def _add(made, dense, other, *_, **__) -> list[Step]:
-    """Return the requests of dense + sparse: both are cast to their common type, and each element needs one index
-    (cuda/SparseCUDATensorMath.cu: add_out_dense_sparse_cuda).
+    """Return the memory requests of dense + sparse: both are cast to their common type, and each element needs one
+    index (cuda/SparseCUDATensorMath.cu: add_out_dense_sparse_cuda).
     """
     if not other.is_sparse:
         return made
@@ -46,7 +46,7 @@ def _add(made, dense, other, *_, **__) -> list[Step]:
 
 
 def _coalesce(made, tensor) -> list[Step]:
-    """Return the requests of `coalesce`: a copy of the positions is sorted, then those that differ are found
+    """Return the memory requests of `coalesce`: a copy of the positions is sorted, then those that differ are found
     (cuda/SparseCUDATensor.cu: _coalesce_sparse_cuda).
     """
     each = WORD * tensor._nnz()
@@ -57,8 +57,8 @@ def _coalesce(made, tensor) -> list[Step]:
 
 
 def _mask(made, tensor, mask) -> list[Step]:
-    """Return the requests of `sparse_mask`: a dense tensor is multiplied by a mask of ones; in a sparse one the mask's
-    positions are looked up (native/sparse/SparseTensor.cpp: sparse_mask, SparseBinaryOpIntersectionCommon.h).
+    """Return the memory requests of `sparse_mask`: a dense tensor is multiplied by a mask of ones; in a sparse one the
+    mask's positions are looked up (native/sparse/SparseTensor.cpp: sparse_mask, SparseBinaryOpIntersectionCommon.h).
     """
     (result,), each = made, WORD * mask._nnz()
     if not tensor.is_sparse:
@@ -67,7 +67,7 @@ def _mask(made, tensor, mask) -> list[Step]:
 
 
 def _transpose(made, tensor) -> list[Step]:
-    """Return the requests of a transposition: two rows of positions change places by way of a third
+    """Return the memory requests of a transposition: two rows of positions change places by way of a third
     (native/sparse/SparseTensorMath.cpp: transpose).
     """
     if not tensor.is_sparse:

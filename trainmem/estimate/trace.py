@@ -382,12 +382,14 @@ class Routing(Enum):
     ONE_SIDED = "one-sided"  # all tokens choose the same experts
 
     def replaced(self, function, args, kwargs, result):
-        """Return the result of a choice with assumed numbers for the chosen experts.
+        """Return the result of a choice of experts, with assumed numbers of the chosen experts in place of unknown
+        ones.
 
         Args:
             function: `aten.topk.default`, or an overload of `argmax`.
-            args, kwargs: its arguments.
-            result: what it returned on fake tensors; it is returned unchanged if no dimension of experts is named.
+            args, kwargs: the arguments of `function`.
+            result: what `function` returned on fake tensors; it is returned unchanged if no dimension of experts is
+                named.
         """
         is_topk = function is aten.topk.default
         names = ("self", "k", "dim") if is_topk else ("self", "dim")
@@ -413,7 +415,9 @@ WEIGHT_OF_NORM = {aten.native_layer_norm.default: 2, aten.native_batch_norm.defa
 def _traced(tracker: FakeTracker, parameters: int, trainable: int) -> Trace:
     """Return the tracker's records as arrays, from the first forward pass on.
 
-    `parameters` and `trainable`: numbers of the model's weights.
+    Args:
+        parameters: number of elements in all weights of the model.
+        trainable: number of these elements that are trained.
     """
     column = {category: number for number, category in enumerate(CATEGORIES)}
     changes = np.zeros((len(tracker.log) + 1, len(column)), dtype=np.int64)

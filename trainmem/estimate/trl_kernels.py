@@ -22,9 +22,10 @@ class _Kernel:
 
 @contextlib.contextmanager
 def emulated():
-    """Make TRL, if it is installed, take its code path for GPUs in this context.
+    """Make TRL's losses take their code path for GPUs in this context; do nothing if TRL is not installed.
 
-    A loss with other Triton kernels raises Invalid.
+    The Triton kernels of the losses that this module knows are replaced by functions that do nothing. A loss that would
+    launch another Triton kernel of TRL raises Invalid when it is computed.
     """
     try:
         utils = importlib.import_module("trl.trainer.utils")  # the user's TRL

@@ -88,9 +88,9 @@ class ForkServer:
         """Fork a fresh subprocess; return the server that forked it and its process id.
 
         Args:
-            descriptors: of its channel, of its standard output and of its standard error.
-            folder: for its files.
-            job: the pickled job; its text shows which packages to import.
+            descriptors: file descriptors of the subprocess's channel, standard output and standard error.
+            folder: folder for the subprocess's files.
+            job: the pickled job; if it names bitsandbytes, the fork gets that package imported.
         """
         with self._lock:
             try:

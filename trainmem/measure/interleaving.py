@@ -94,8 +94,8 @@ def _ended_children() -> object:
 def _order(count: int, turns: int) -> Iterator[int]:
     """Return the indexes of players in the order of their turns, varied so that no player always follows the same one.
 
-    A few players get all permutations, more players a fixed random selection. `count`: number of players; `turns`: per
-    player.
+    A few players get all permutations, more players a fixed random selection. `count`: number of players; `turns`:
+    number of turns of each player.
     """
     if count < 4:
         orders = itertools.cycle(itertools.permutations(range(count)))
@@ -135,7 +135,7 @@ def play(
     the player's.
 
     Args:
-        names: of the players, for messages.
+        names: names of the players, for messages.
         players: iterators: each `next` runs one turn, and returns the outcome after the last one.
         turns: timed turns per player.
         steps_per_turn: steps in a turn.

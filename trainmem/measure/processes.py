@@ -234,9 +234,9 @@ def side_by_side(
         turns: turns per experiment and process.
         steps_per_turn: optimizer steps per turn; the fastest one represents the turn.
         on_turn: called from time to time with the number of finished turns, those of the warm-up included.
-        processes: in total.
-        at_once: processes that run at the same time, at most one per core. They disturb each other as other load on the
-            machine would, but all recipes equally, because these are interleaved inside each process.
+        processes: number of subprocesses in total.
+        at_once: number of subprocesses that run at the same time, at most one per core. They disturb each other as
+            other load on the machine would, but all recipes equally, because these are interleaved inside each process.
     """
     taken, report = [], on_turn or (lambda number: None)
     job = functools.partial(_in_threads, experiments, turns, steps_per_turn)

@@ -1,11 +1,11 @@
 """Keep the machine quiet for code that reads a clock, in a course that runs several lessons at once.
 
 A lesson shares the machine with others until it times something; then it requests the part of the machine that it needs
-(`Need`). `Lab.compare`, `interleaving.in_turns` and the time meter do so after their warm-up (`timing`), a function
-with measure="none" before its first line. Between two of its experiments, a lesson yields to lessons that wait for a
-quiet machine. Experiments that share the machine also share its cores: threads that wait for a core would slow down
-both. The lock is in the course's process (`served`); a lesson reaches it by a socket. Outside a course `experiment` is
-a no-op.
+(`Need`). `Lab.compare`, `interleaving.in_turns` and the time meter do so after their warm-up (`timing`). A function
+that is run with measure="none" gets it before its first line. Between two of its experiments, a lesson yields to
+lessons that wait for a quiet machine. Experiments that share the machine also share its cores: threads that wait for a
+core would slow down both. The lock is in the course's process (`served`); a lesson reaches it by a socket. Outside a
+course `experiment` is a no-op.
 """
 
 import contextlib
@@ -53,9 +53,10 @@ ASKING = Asking()
 
 @contextlib.contextmanager
 def timing(need: Need = Need.MACHINE) -> Iterator[None]:
-    """Time something in this context, in a fresh subprocess, after waiting until `need` is granted.
+    """Give the part of the machine that `need` names to the code in this context, which reads a clock.
 
-    In other processes, and inside another such context, do nothing.
+    Wait until no other lesson uses that part. Enter it in a fresh subprocess: in other processes, and inside another
+    such context, it does nothing.
     """
     if ASKING.is_granted or not ASKING.ask:
         yield
@@ -118,7 +119,7 @@ class QuietLock:
         it gets nothing.
 
         Args:
-            lesson: its name.
+            lesson: name of the lesson.
             need: the part of the machine that it needs.
             cores: number of cores that it computes on.
         """
@@ -170,9 +171,9 @@ def entry(lesson: str, threads: int, address: str) -> dict[str, str]:
     """Return the environment variable by which a lesson's processes find the lock.
 
     Args:
-        lesson: its name.
-        threads: per experiment that shares the machine.
-        address: the lock's, see `served`.
+        lesson: name of the lesson.
+        threads: number of threads of each experiment that shares the machine.
+        address: address of the lock, see `served`.
     """
     return {LOCK: f"{lesson} {threads} {address}"}
 

@@ -72,7 +72,8 @@ class TimeMeter:
     def result(self, samples_per_step: int | None = None) -> Timing | None:
         """Return median and spread after the warm-up, in seconds; None if too few steps ran to time one.
 
-        `samples_per_step`: over all processes, for the samples per second; None: these are not known.
+        `samples_per_step`: samples per step over all processes, from which the samples per second follow; None: not
+        known.
         """
         steps = self._steps[self.warmup_steps - 1 :]
         if not steps:

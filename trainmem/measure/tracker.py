@@ -177,8 +177,10 @@ class Tracker(Watcher, TorchDispatchMode):
 
     @property
     def moment(self) -> Phase:
-        """The phase; an evaluation counts as forward inside a module, and as the time before a forward
-        outside of one.
+        """The phase by which a storage gets its category.
+
+        It is the present phase, except in an evaluation: inside a module an evaluation counts as forward, between
+        modules as the time before a forward.
         """
         if self.phase != Phase.EVALUATION:
             return self.phase
@@ -268,10 +270,11 @@ _WRAPPERS = ("torch._compile", "torch._dynamo")  # they wrap `__torch_dispatch__
 
 
 def _is_autograds() -> bool:
-    """Return whether autograd's engine itself calls the present operation, and no Python code inside a backward pass.
+    """Return whether autograd's engine itself calls the present operation, rather than Python code inside a backward
+    pass.
 
-    Such Python code is e.g. the backward of a `Function`. The caller of the tracker tells: in a thread of the engine
-    there is none, and in the thread that called `backward` it is the call of the engine.
+    Such Python code is e.g. the backward of a `Function`. The function that called the tracker decides: in a thread of
+    the engine there is none, and in the thread that called `backward` it is the one that started the engine.
     """
     frame = sys._getframe(3)  # above `watch`
     while frame and (frame.f_code.co_name == "__torch_dispatch__" or frame.f_globals["__name__"].startswith(_WRAPPERS)):

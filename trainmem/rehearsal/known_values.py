@@ -401,8 +401,8 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _on_cpu(function: Callable, args: tuple, kwargs: dict, values_of: Callable = memory_of) -> Any:
-    """Return the result of a function on the CPU, with each device tensor among its arguments replaced by `values_of`
-    it.
+    """Return the result of a function on the CPU, with each device tensor among its arguments replaced by
+    `values_of(tensor)`.
     """
 
     def moved(value: Any) -> Any:

@@ -51,7 +51,7 @@ class Recorder:
     """Record the peaks of this process's devices at each change of phase, and write its file.
 
     Args:
-        folder: for the files of all processes.
+        folder: folder for the files of all processes.
         values: the `Values` that this process tracks, with the counts of assumed answers.
     """
 
@@ -63,7 +63,7 @@ class Recorder:
         self.begin()
 
     def begin(self) -> None:
-        """Start recording with empty statistics; a forked process starts so, too."""
+        """Start recording with empty statistics. A process that is forked from this one calls it, too."""
         self.path = Path(self.folder, f"{os.getpid()}.json")
         self.phase, self.steps, self.forwards, self.backwards, self.ended = SET_UP, 0, 0, 0, False
         self.phases: dict[str, list[int]] = {}

@@ -35,8 +35,8 @@ class ProgramRun:
     Args:
         status: "finished", "needs values", "needs a library", "out of memory" or "failed".
         code: the program's own exit code; negative for a signal.
-        processes: those that used a device or failed, each with the fields in `process_recorder`.
-        assumptions: one sentence each.
+        processes: a dict, with the fields in `process_recorder`, for each process that used a device or failed.
+        assumptions: what the rehearsal assumed, one sentence each.
     """
 
     status: str
@@ -98,7 +98,7 @@ def read(folder: str | os.PathLike, code: int, card: Card, assumes: bool) -> Pro
     Remove the files of weights without values that the program saved.
 
     Args:
-        code: its exit code.
+        code: the program's exit code; negative for a signal.
         card: the card on which it was rehearsed.
         assumes: whether unknown values were assumed.
     """

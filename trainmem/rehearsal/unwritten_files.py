@@ -131,7 +131,7 @@ def write_header(tensors: dict, filename: str | os.PathLike, metadata: dict | No
 
     Args:
         tensors: {name: object with the tensor's `dtype`, `shape` and `data_len` (bytes)}.
-        filename: the file.
+        filename: path of the file.
         metadata: texts to put into the header, by name; None: none.
     """
     header, end = {"__metadata__": dict(metadata)} if metadata else {}, 0
