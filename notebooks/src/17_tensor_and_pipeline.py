@@ -559,7 +559,7 @@ LOOKED_AT = [("one device", 1), ("GPipe", 1), ("GPipe", 2), ("GPipe", 4), ("GPip
 LOOKED_AT += [("data parallel", 1), ("tensor parallel", 1)]
 
 
-def watch(task, turns=lab.sized(6, 4), width=2 * WIDTH):
+def watch(task, turns=6, width=2 * WIDTH):
     rank, ranks, device = meet()
     (ids, labels), found, alone = sequences(device), [], schedule("GPipe", 0, 1, 1)
     whole, copy, parts_of, staged = (build(width=width).to(device) for _ in range(4))
@@ -568,7 +568,7 @@ def watch(task, turns=lab.sized(6, 4), width=2 * WIDTH):
         around["ways"] = dist.new_group(), dist.new_group()
     ways = {"one device": (whole, {}), "data parallel": (DDP(copy), {})}
     ways["tensor parallel"] = cut_through(parts_of, rank, ranks), {"loss": loss_in_parts}
-    for _, (name, parts) in product(range(turns), LOOKED_AT):
+    for _, (name, parts) in product(range(lab.sized(turns, 4)), LOOKED_AT):
         dist.barrier()
         found.append([])
         layers, given = ways.get(name, (stage, around))
