@@ -329,7 +329,7 @@ plots.Table(["form", "peak is in", "the update's temporaries", "roots, by arithm
 #
 # > **On a GPU:** `adamw_torch` is foreach, by torch's default. Even so, both estimates for a GPU are alike: this model is so small that its peak there is in backward, where a matmul borrows 32 MiB of workspace, more than all roots take.
 #
-# The cell after that table leaves vertical fusion to a compiler (lesson 11): `torch.compile` reads our `foreach` function and writes kernels of its own. Does it keep the roots out of memory? In the third table, the column *allocated during the update* adds up all allocations, including bytes that are freed soon after. So it shows as many bytes for the loop as for foreach, although the loop keeps few roots at a time.
+# The cell after that table leaves vertical fusion to a compiler (lesson 11): `torch.compile` reads our `foreach` function and writes kernels of its own. Does it keep the roots out of memory? In that cell's table, the column *allocated during the update* adds up all allocations, including bytes that are freed soon after. So it shows as many bytes for the loop as for foreach, although the loop keeps few roots at a time.
 
 # %%
 both = ("adamw_torch", "adamw_torch_fused")
@@ -400,7 +400,7 @@ plots.Table(
 # %% [markdown]
 # ## An update inside backward
 #
-# All forms above wait until *every* gradient exists: 4 bytes per parameter. But each weight's gradient is complete long before the pass ends. `register_post_accumulate_grad_hook` calls a function of yours at that moment. The function updates this tensor and drops its gradient, and the pass goes on. `updater` below is all that you need. A network of 24 tensors learns the class of a token, its number modulo 8, in a loop of our own.
+# All forms above wait until *every* gradient exists: 4 bytes per parameter. But each weight's gradient is complete long before the pass ends. `register_post_accumulate_grad_hook` calls a function of yours at that moment. The function updates this tensor and drops its gradient, and the pass goes on. `updater` below is all that you need. A network of 21 tensors learns the class of a token, its number modulo 8, in a loop of our own.
 
 # %%
 WIDE = 1024 if cuda else 128  # for bytes and seconds; for losses a width of 64 will do
@@ -585,7 +585,7 @@ header = ["optim", "states, B/parameter", "peak", "peak is in", "update", "best 
 plots.Table(header, rows, "sorted by peak; guessing has a loss of 2.08")
 
 # %% [markdown]
-# Read the two columns of memory separately. *States* is the figure of the guides' tables. (For the 8-bit optimizers of bitsandbytes it would be larger in a training by the Trainer, which keeps the states of embeddings in 32 bits: lesson 09.) *Peak* is what must fit, and includes what the update makes while it runs: on a CPU bitsandbytes' 8-bit optimizers unpack whole tensors, and `adafactor` makes an update before it applies it.
+# Read the two columns of memory separately. *States* is the figure of the guides' tables. (For the 8-bit optimizers of bitsandbytes it would be larger in a training by the Trainer, which keeps the states of embeddings in 32 bits: lesson 09.) *Peak* is what must fit, and includes what the update makes while it runs: on a CPU bitsandbytes' 8-bit optimizers unpack whole tensors, and `adafactor` stores the whole update of a tensor before it applies it.
 #
 # > **On a GPU:** the optimizers with *paged* in their name keep their states in memory that CUDA moves between card and host, and that torch does not count.
 #
