@@ -348,11 +348,14 @@ plots.Table(["optim", "measured", "estimated here", "estimated for a GPU"], rows
 
 
 # %%
+COUNT = lab.sized(16, 2)
+
+
 def compiled(_):
     """Return [form, bytes that an update allocates, seconds] for our three forms and for foreach, compiled."""
     torch.set_num_threads(1)
     forms = BY_HAND | {"foreach, compiled": torch.compile(foreach)}
-    made = [tensors([2**14] * 16, "cuda" if torch.cuda.is_available() else "cpu") for _ in range(4)]
+    made = [tensors([2**14] * COUNT, "cuda" if torch.cuda.is_available() else "cpu") for _ in range(4)]
     works = {name: lambda update=update: update(*made, 1) for name, update in forms.items()}
     turns = interleaving.in_turns([*works.values()], 8)  # the first call compiles
     allocated = {}
@@ -369,7 +372,7 @@ def compiled(_):
 outcome = lab.run(compiled, measure="value")
 rows = [[name, plots.bytes_text(size), plots.seconds_text(seconds)] for name, size, seconds in outcome.value or []]
 print("" if outcome.ok else f"nothing is compiled here: {outcome.message[:90]}")
-plots.Table(["by hand, 16 tensors of 16,384 numbers", "allocated during the update", "time of an update"], rows)
+plots.Table([f"by hand, {COUNT} tensors of 16,384 numbers", "allocated during the update", "time of an update"], rows)
 
 # %% [markdown]
 # ## Does the update's time matter?

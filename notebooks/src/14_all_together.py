@@ -207,7 +207,7 @@ ax.legend(frameon=False)
 plt.show()
 steps = {label: 100 * (share[before] - share[name]) for label, before, name in zip(labels[1:], rungs, rungs[1:])}
 v100_steps = {label: (v100[a][1] - v100[b][1]) / 149.49 for label, a, b in zip(labels[1:], rungs, rungs[1:])}
-points_text = [f"*{label}* {-points:+.0f} (V100: {-v100_steps[label]:+.0f})" for label, points in steps.items()]
+points_text = [f"*{label}* {-points:+z.0f} (V100: {-v100_steps[label]:+z.0f})" for label, points in steps.items()]
 lowest = min(100 * share[name] for name in rungs)
 Markdown(
     f"Each rung changes the peak, in percentage points of vanilla's: {', '.join(points_text)}. The largest step here is "
