@@ -79,7 +79,8 @@ def _sequence(search: RecipeSearch) -> Found:
 
 
 def _alike(task: Task) -> Sequence[Task]:
-    """Return the same task for each preset of its model type that has enough positions for its sequence length.
+    """Return copies of the task, one for each preset of its model type that has enough positions for its sequence
+    length.
 
     Raises:
         ValueError: there is no such preset.
@@ -110,5 +111,5 @@ def _leanest(search: RecipeSearch) -> Candidate:
 
 
 def _at(search: RecipeSearch, task: Task) -> RecipeSearch:
-    """Return the same search for another task."""
+    """Return a copy of the search for another task."""
     return dataclasses.replace(search, task=task, of_the_leanest=True, estimates={}, too_large={}, _states={})

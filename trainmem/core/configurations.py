@@ -23,7 +23,7 @@ class Weights:
 
     @property
     def bits(self) -> int | None:
-        """Bits per quantized weight, e.g. 4 or 8; None if nothing is quantized."""
+        """Bits per quantized weight, e.g. 4 or 8; None if the model is not quantized."""
         if not self.quantization:
             return None
         kind = str(self.quantization.get("weights") or self.quantization.get("quant_type") or "")
@@ -113,10 +113,11 @@ def dtype_of(
     The rule is that of `task.Task.weights`.
 
     Args:
+        config: the model's configuration.
         dtype: the requested type; None or "auto": the configuration decides.
         named: the text to return if the configuration decides.
         where: the configuration's name, e.g. "config.json".
-        of_weights: returns the type of the saved weights, or None if there are none.
+        of_weights: function that returns the type of the saved weights, or None if no weights are saved.
         is_preset: whether the configuration is a preset, whose author looked up the published type.
 
     Raises:
@@ -161,8 +162,8 @@ def _with_floats(content: Any) -> Any:
 
 
 def dtype_of_files(folder: Path):
-    """Return the type of the first floating-point weight in the first file of a folder, or None if the folder has no
-    readable weights.
+    """Return the torch.dtype of the first floating-point weight in the first file of a folder; None if the folder has
+    no readable weights.
 
     `from_pretrained` loads weights in this type if the configuration names none.
     """
@@ -187,7 +188,7 @@ def weights_files(folder: Path) -> list[Path]:
 
 @functools.cache
 def hub_answers() -> bool:
-    """Return whether the Hub can be reached; checked once, because its own client retries for half a minute."""
+    """Return whether the Hub can be reached; checked once, because the Hub's client retries for half a minute."""
     import urllib.error
     import urllib.request
 
