@@ -374,7 +374,9 @@ def read_cpu() -> tuple[str | None, tuple[str, ...] | None]:
 
 
 def parse_cpu(text: str) -> tuple[str | None, tuple[str, ...] | None]:
-    """Parse /proc/cpuinfo of x86 ("flags") or Arm ("Features", part number instead of a name), or macOS's sysctl."""
+    """Return what `read_cpu` does, parsed from the text of /proc/cpuinfo on x86 ("flags") or Arm ("Features", and a
+    part number instead of a name), or of macOS's sysctl.
+    """
     facts: dict[str, str] = {}
     for key, _, value in (line.partition(":") for line in text.splitlines()):
         facts.setdefault(key.strip().removeprefix("hw.optional."), value.strip())
@@ -424,7 +426,7 @@ def read(path: Path) -> str:
 
 
 def number(*paths: Path) -> int | None:
-    """Return the first word of the first existing file as a whole number.
+    """Return the first word of the first existing file in `paths` as a whole number.
 
     Return None if no file exists, or if it says that there is no limit: "max", -1, or 2**63 in cgroup v1.
     """

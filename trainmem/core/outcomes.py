@@ -21,7 +21,10 @@ class Invalid(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of one experiment under one meter. A figure that was not requested is None."""
+    """Hold the result of one experiment under one meter: its status and message, memory, timing, losses and output.
+
+    A figure that was not requested is None.
+    """
 
     # A `records.Run.status`, or "invalid" or "needs values", for which the runner raises an exception.
     status: str = "ok"
@@ -103,7 +106,7 @@ def died(code: int | None, kills_before: float = float("inf")) -> Outcome:
 
     Args:
         code: its exit code, negative for a signal; None if its parent is gone too.
-        kills_before: `oom_kills` when the process began.
+        kills_before: what `oom_kills` returned when the process began; the default: do not blame lost memory.
     """
     if code is None:
         return Outcome("killed", "the process ended because its parent process did")
@@ -121,9 +124,10 @@ _TOO_LONG = re.compile(r"preamble\.length <= \S*nbytes\.? (\d+) vs (\d+)")
 
 
 def explained(outcome: Outcome, errors: str) -> Outcome:
-    """Return the outcome with the cause added to its message, if the processes' standard error names one.
+    """Return the outcome with the cause added to its message, if `errors`, the processes' standard error, names a known
+    one.
 
-    It recognizes a full /dev/shm, and ranks that send tensors of different sizes through gloo.
+    Known causes are a full /dev/shm, and ranks that send tensors of different sizes through gloo.
     """
     if "unable to allocate shared memory" in errors + outcome.traceback:  # torch may wait for that batch for ever
         return outcome.replace(

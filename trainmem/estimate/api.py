@@ -117,7 +117,7 @@ COMPILED_ERROR = (
 
 
 def estimates_so_far() -> list[MemoryEstimate]:
-    """Return every `MemoryEstimate` that this process has made, in order."""
+    """Return every `MemoryEstimate` that this process has made, the first one first."""
     return list(_made.values())
 
 

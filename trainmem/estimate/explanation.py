@@ -46,7 +46,9 @@ Tensor = tuple[str, str, str, str]
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The difference between two recipes, A and B. Pairs of bytes are (in A, in B)."""
+    """Hold the difference between two recipes, A and B, by argument, category and tensor. Pairs of bytes are (in A, in
+    B).
+    """
 
     a: MemoryEstimate
     b: MemoryEstimate
@@ -66,7 +68,10 @@ class Explanation:
         return {str(name): (a[name], b[name]) for name in a if a[name] or b[name]}
 
     def by_tensor(self, count: int = _ROWS) -> list[tuple[Tensor, tuple[int, int]]]:
-        """Return (tensor, (bytes in A, bytes in B)) of the first `count` tensors, and all others summed as one row."""
+        """Return ((category, module, operation, line of code), (bytes in A, bytes in B)) of the first `count` tensors.
+
+        All later tensors are summed in one last entry.
+        """
         every, rest = [*self.tensors.items()][:count], [*self.tensors.values()][count:]
         others = ("others", f"{len(rest)} more", "", ""), (sum(a for a, _ in rest), sum(b for _, b in rest))
         return every + ([others] if rest else [])
@@ -115,12 +120,12 @@ class Explanation:
 def explain(
     task: Task, a: Mapping[str, Any], b: Mapping[str, Any], *, processes: int = 1, timeout: float = 300, **where: Any
 ) -> Explanation:
-    """Explain why a training by recipe B peaks higher, or lower, than by A. As in `estimate`, nothing is run.
+    """Explain why a training by recipe B peaks higher, or lower, than by recipe A. As in `estimate`, nothing is run.
 
     Args:
         task: the model and its data.
         a, b: all training arguments of each recipe, as in `estimate`. They are changed from A to B one by one, in the
-            order in which B names them, then those that only A names.
+            order in which B names them, then the arguments that only A names.
         processes, timeout: as in `estimate`. There is one estimate of A, one after each change, and, if there are few
             changes, one of each change alone.
         where: card, device, compute_capability, device_memory, allocator_settings, as in `estimate`.
