@@ -391,7 +391,7 @@ class Routing(Enum):
 
     def replaced(self, function, args, kwargs, result):
         """Return the result of a choice of experts, with assumed numbers of the chosen experts in place of unknown
-        ones.
+        numbers.
 
         Args:
             function: `aten.topk.default`, or an overload of `argmax`.
@@ -421,7 +421,7 @@ WEIGHT_OF_NORM = {aten.native_layer_norm.default: 2, aten.native_batch_norm.defa
 
 
 def _traced(tracker: FakeTracker, parameters: int, trainable: int) -> Trace:
-    """Return the tracker's records as arrays, from the first forward pass on.
+    """Return the tracker's records as a `Trace`, from the first forward pass on.
 
     Args:
         parameters: number of elements in all weights of the model.
@@ -459,8 +459,8 @@ def _traced(tracker: FakeTracker, parameters: int, trainable: int) -> Trace:
 
 
 def recorded(tracker: FakeTracker) -> Log:
-    """Return the tracker's allocations and frees. Frees after both the last allocation and the last mark
-    are left out.
+    """Return the tracker's allocations and frees as a `Log`. Frees after both the last allocation and the last mark are
+    left out.
     """
     entries, marks = list(tracker.log), [(label, position) for label, position, _ in tracker.marks]
     makers = np.searchsorted([end for end, *_ in tracker.operations], np.arange(len(entries)), side="right").tolist()
