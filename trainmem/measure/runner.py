@@ -25,7 +25,7 @@ MOST_RANKS = 256  # ranks of a training on one machine, each a process
 
 
 class Runner:
-    """Measure experiments, each in a fresh subprocess, and keep their runs.
+    """Measure experiments, each in a fresh subprocess, and keep their runs: `train`, `infer` or `run` a function.
 
     Args:
         profile: "cpu", "t4" or "gpu": the default task and how long to measure; "auto" picks one for this machine.
@@ -181,7 +181,10 @@ class Runner:
         return self.keep(experiment, outcome)
 
     def _measured(self, experiment: Experiment, measure: tuple[str, ...], timeout: float) -> Iterator[Outcome]:
-        """Yield the outcome of the experiment after each meter, until one of them fails."""
+        """Yield the outcome of the experiment after each meter in `measure`, until a meter fails.
+
+        `timeout`: seconds per meter.
+        """
         if self.executor:  # all meters run in one place
             yield self._perform(executors.measure, experiment, measure, timeout)
             return
@@ -195,7 +198,7 @@ class Runner:
                 yield known
 
     def keep(self, experiment: Experiment, outcome: Outcome) -> Run:
-        """Make a run of an outcome, store it, and return it. A file that cannot be written is only reported."""
+        """Make a run of an outcome, store it, and return it. If the file of runs cannot be written, only warn."""
         same = ("status", "message", "memory", "timing", "losses", "value", "weights", "attempts")
         run = Run(
             **{field: getattr(outcome, field) for field in same},
