@@ -82,7 +82,7 @@ BEGIN = "begin "  # prefix of the mark at the beginning of such a phase; the mar
 
 
 def is_end(label: str) -> bool:
-    """Return whether this label marks the end of a phase of a training step."""
+    """Return whether a mark's label is the end of a phase of a training step, e.g. "forward", and not e.g. "start"."""
     return label != "start" and label not in APART and not label.startswith(BEGIN)
 
 

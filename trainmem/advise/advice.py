@@ -386,7 +386,9 @@ def _has_device(machine: hardware.Machine, advice: Advice) -> bool:
 
 
 def _with_enough_data(task: Task, effective_batch: int) -> Task:
-    """Return the task with data for two whole updates, because an epoch's last micro-batches may be smaller."""
+    """Return a copy of the task with data for two updates of `effective_batch` samples, because an epoch's last
+    micro-batches may be smaller.
+    """
     return task.replace(dataset_size=max(task.dataset_size, 2 * effective_batch))
 
 

@@ -22,7 +22,7 @@ class Change:
 
 
 def helpful_changes(search: RecipeSearch, smallest: Candidate) -> tuple[Change, ...]:
-    """Return changes that would reduce the memory of the smallest recipe; those with which it would fit come first.
+    """Return changes that would reduce the memory of the smallest recipe; changes with which it would fit come first.
     Nothing is trained.
     """
     estimated = search.estimates[smallest]

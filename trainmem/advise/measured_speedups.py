@@ -81,7 +81,7 @@ class Evidence:
         self._of_claims = published(machine if here else None, kind, capability) if published else {}
 
     def of_technique(self, technique: Technique) -> Factor:
-        """Return the factor of a technique, relative to the plain choice."""
+        """Return how much faster a technique makes a training than the plain choice."""
 
         def has_it(given: dict[str, Any]) -> bool | None:
             values = {name: given[name] for name in technique.arguments if name in given}
@@ -91,10 +91,11 @@ class Evidence:
         return measured or self._published(technique.name, technique.claims.get(self._kind))
 
     def of_micro_batch(self, size: int, largest: int) -> Factor:
-        """Return the factor of the micro-batch `size`, in samples, relative to larger ones at the same effective batch.
+        """Return how much faster the micro-batch `size`, in samples, makes a training than larger ones at the same
+        effective batch.
 
-        It comes from runs on this machine. Without such runs it is the published one if `size` is 1 and `largest`, the
-        largest micro-batch to compare with, is at least 4. Otherwise the factor has no ratio.
+        The factor comes from runs on this machine. Without such runs it is the published one if `size` is 1 and
+        `largest`, the largest micro-batch to compare with, is at least 4. Otherwise the factor has no ratio.
         """
 
         def has_it(given: dict[str, Any]) -> bool | None:

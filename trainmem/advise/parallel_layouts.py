@@ -209,7 +209,7 @@ class _Cluster:
             yield Layout(name + suffix, traced, needed, round(sent), round(between), needed <= self.room)
 
     def _ways(self) -> Iterator[tuple[str, int, dict[str, Any]]]:
-        """Yield each layout's name, the number of ranks that share the model, and its training arguments."""
+        """Yield (name, number of ranks that share the model, training arguments) of each layout."""
         yield _REPLICAS[self.cards > 1], self.cards, {}
         if self.cards == 1:
             return
@@ -254,7 +254,7 @@ class _Cluster:
 
 
 def _if_nothing_fits(task: Task, smallest: Layout, room: int) -> tuple[str, str]:
-    """Return the branch of the decision tree to take if no layout fits, and a text with the figures that decide it.
+    """Return (the branch of the decision tree to take if no layout fits, a text with the figures that decide it).
 
     Args:
         smallest: the layout that needs the least memory.
@@ -285,7 +285,10 @@ def _largest_layer(task: Task, dtype: Any) -> tuple[str, int]:
 
 
 def _of_undivided_weights(layouts: list[Layout], cards: int) -> Iterator[str]:
-    """Yield a note if FSDP2 cannot divide a weight, such as a block's stacked experts, by the number of cards."""
+    """Yield a note if FSDP2 cannot divide a weight, such as a block's stacked experts, by the number of cards.
+
+    `layouts`: the traced layouts; rank 0's weights under "FSDP" are compared with those of a replica.
+    """
     weights = {each.name: each.estimate.memory.breakdown[Category.WEIGHTS] for each in layouts}
     share = weights.get("FSDP", 0) / max(weights.values())
     if share > 1.5 / cards:

@@ -70,7 +70,7 @@ def find(
 
 
 def _kept(given: int | float | str | None, kind: str, processes: int) -> tuple[int, str]:
-    """Return the bytes kept for the CUDA context, and a sentence about what is compared with the memory.
+    """Return (bytes kept for the CUDA context, a sentence about what is compared with the memory).
 
     Args:
         given: the user's `context_memory`; None: the default.
@@ -78,7 +78,7 @@ def _kept(given: int | float | str | None, kind: str, processes: int) -> tuple[i
         processes: number of ranks.
 
     Raises:
-        ValueError: `given` is not a number of bytes, or `kind` is "cpu", which has no CUDA context.
+        ValueError: `given` is not a number of bytes, or is given although `kind` is "cpu", which has no CUDA context.
     """
     if kind == "cpu":
         if given is not None:

@@ -66,7 +66,9 @@ _OF_TORCHAO = {"int4": "Int4WeightOnlyConfig", "int8": "Int8WeightOnlyConfig", "
 
 
 def method_of(settings: Mapping[str, Any]) -> str:
-    """Return the method that the fields of a quantization_config name: one of `METHODS`, or an unsupported one."""
+    """Return the method that the fields of a quantization_config name: one of `METHODS`, e.g. "torchao", or an
+    unsupported one.
+    """
     method = settings.get("quant_method", "bitsandbytes")
     return str(getattr(method, "value", method))
 
@@ -110,7 +112,13 @@ def of_method(settings: Mapping[str, Any], where: str, methods: Iterable[str] = 
 
 def saved_quantization(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return the fields of the quantization_config in a config.json, except those that the installed transformers does
-    not know, as `from_pretrained` does. Raises ValueError as `of_method`: only bitsandbytes is supported."""
+    not know, as `from_pretrained` does.
+
+    `where`: the place of the quantization_config, for the message.
+
+    Raises:
+        ValueError: the method is not bitsandbytes, the only one that is supported here.
+    """
     from transformers import BitsAndBytesConfig
 
     known = inspect.signature(BitsAndBytesConfig).parameters
@@ -168,7 +176,11 @@ def quantized(model, settings: Mapping[str, Any], device: Any, trains: bool = Fa
 
 
 def _config_of(settings: Mapping[str, Any]):
-    """Return the configuration object of torchao or quanto. Raises ValueError as `quantized`."""
+    """Return the configuration object of torchao or quanto for the fields `settings` of a quantization_config.
+
+    Raises:
+        ValueError: as `quantized`.
+    """
     import transformers
 
     method, settings = method_of(settings), of_method(settings, "quantization_config")

@@ -108,7 +108,7 @@ class Arguments:
 
     @classmethod
     def of(cls, given: Mapping[str, Any], also: Iterable[str] = ()) -> "Arguments":
-        """Check names and values, and return them as `Arguments`.
+        """Check the names and values in `given`, {name: value}, and return them as `Arguments`.
 
         `also`: further names that the caller accepts, see `check_names`.
 
@@ -315,7 +315,7 @@ def known() -> frozenset[str]:
 
 @functools.cache
 def _kernels() -> list[str]:
-    """Return the attention kernels that are part of the installed library."""
+    """Return the names of the attention kernels that are part of the installed library, e.g. "sdpa"."""
     names = []
     if "transformers.modeling_utils" not in sys.modules:  # its import takes seconds, its source a quarter of one
         with contextlib.suppress(Exception):  # a release whose source is written in another way
@@ -331,7 +331,9 @@ def _kernels() -> list[str]:
 
 @functools.cache
 def _current_names() -> dict[str, str]:
-    """Return {name in a pair of `_SYNONYMS` that the installed library does not know: the name that it knows}."""
+    """Return {name that the installed library does not know: the name that it knows} for arguments with two names
+    (`_SYNONYMS`).
+    """
     return dict((old, new) if new in known() else (new, old) for old, new in _SYNONYMS)
 
 

@@ -14,7 +14,7 @@ from trainmem.texts import from_json, nearest_text, reading, shown, text_of
 
 @dataclass(frozen=True)
 class Weights:
-    """The type of a model's weights and who chose it; `str` gives e.g. "weights in bfloat16 (config.json)"."""
+    """Hold the type of a model's weights and who chose it; `str` gives e.g. "weights in bfloat16 (config.json)"."""
 
     dtype: str  # e.g. "bfloat16"; in a quantized model, the type of the weights that are not quantized
     source: str  # "config.json", "preset", "requested" ...
@@ -62,7 +62,9 @@ def _check_sizes(where: str, fields: Mapping[str, Any]) -> None:
 
 
 def merged(fields: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `fields` updated with `own`. Nested parts such as text_config are updated field by field, not replaced."""
+    """Return a configuration's `fields` updated with `own`. Nested parts such as text_config are updated field by
+    field, not replaced.
+    """
     names = [name for name, value in own.items() if _are_parts(name, fields.get(name), value)]
     return {**fields, **own, **{name: merged(fields[name], own[name]) for name in names}}
 
@@ -140,7 +142,11 @@ def dtype_of(
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the fields of a config.json. Raises ValueError if it cannot be read or is not a model configuration."""
+    """Return the fields of a config.json.
+
+    Raises:
+        ValueError: it cannot be read or is not a model configuration.
+    """
     with reading(path, "JSON", "a config.json or its folder"):
         fields = from_json(text_of(path))
     if not isinstance(fields, dict) or "model_type" not in fields:

@@ -321,8 +321,8 @@ class Data:
         return ids
 
     def _ended(self, ids):
-        """Return token ids (examples, length) in which only the last one of each example is the end token, for models
-        that search for it.
+        """Return token ids (examples, length) in which the last id of each example, and no other, is the end token, for
+        models that search for it.
         """
         end = getattr(self.config, "eos_token_id", None)
         if not isinstance(end, int) or not getattr(self.config, "is_encoder_decoder", False):

@@ -176,7 +176,7 @@ def cache_folder() -> Path:
 
 
 def versions() -> dict[str, str | None]:
-    """Return installed versions by package, from the packages' metadata without importing them; None: not installed."""
+    """Return {package: installed version}, from the packages' metadata without importing them; None: not installed."""
     return {"python": platform.python_version()} | {package: version_of(package) for package in PACKAGES}
 
 

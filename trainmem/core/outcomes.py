@@ -16,7 +16,7 @@ from trainmem.unknown import NeedsValues
 
 
 class Invalid(ValueError):
-    """A training that cannot be built or traced because of an argument or a missing package."""
+    """Raised if a training cannot be built or traced because of an argument or a missing package."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,9 @@ class Outcome:
         return dataclasses.replace(self, **changes)
 
     def joined(self, later: "Outcome") -> "Outcome":
-        """Return this outcome with the figures of a `later` one for the same experiment, rank by rank.
+        """Return this outcome with the figures of `later`, another outcome of the same experiment, added rank by rank.
 
-        If both have a figure, the later one wins.
+        If both have a figure, that of `later` wins.
         """
         figures = {field.name: getattr(later, field.name) for field in dataclasses.fields(later)}
         known = {name: value for name, value in figures.items() if value is not None}

@@ -82,7 +82,10 @@ def described(ranks: dict[int, list[FrameSummary]]) -> str:
 
 
 def _place(frames: list[FrameSummary]) -> str:
-    """Return a text that names the collective operation in which a rank waits, and the user's line that called it."""
+    """Return a text that names the collective operation in which a rank waits, and the user's line that called it.
+
+    `frames`: the rank's stack, innermost frame first.
+    """
     if not any(_is_of_worker(frame, "_rank") for frame in frames):
         return "has ended"
     inner = [*itertools.takewhile(lambda frame: not _is_of_worker(frame, "_execute"), frames)]

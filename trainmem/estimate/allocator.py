@@ -324,8 +324,8 @@ class CachingAllocator:
         return next_multiple(size, step)
 
     def _cached(self, pool: Pool, size: int) -> Part | None:
-        """Take the smallest free block of at least `size` bytes out of its pool and return it; None if no block
-        suffices (torch: get_free_block).
+        """Take the smallest free block of at least `size` bytes out of `pool` and return it; None if no block suffices
+        (torch: get_free_block).
         """
         free = pool.free
         index = bisect.bisect_left(free, (size,))
@@ -340,7 +340,7 @@ class CachingAllocator:
         return free.pop(index)[-1]
 
     def _new(self, pool: Pool, size: int, requested: int) -> Part:
-        """Return a block of `size` bytes in memory newly taken from the device (torch: the rest of malloc).
+        """Return a block of `size` bytes in memory newly taken from the device for `pool` (torch: the rest of malloc).
 
         `requested`: bytes before rounding.
 
@@ -361,7 +361,9 @@ class CachingAllocator:
         return block
 
     def _taken(self, pool: Pool, size: int) -> Part | None:
-        """Return a block of `size` bytes in a new or growing segment; None if there is no room (torch: alloc_block)."""
+        """Return a block of `size` bytes in a new or growing segment of `pool`; None if there is no room (torch:
+        alloc_block).
+        """
         if self._expands:
             return self._expanded(pool, size)
         segment = next_multiple(size, SEGMENT_BYTES) if size <= MIB or size >= 10 * MIB else self._pages[1]
@@ -401,10 +403,10 @@ class CachingAllocator:
         self._on_event("segment_free", block.address, block.size)
 
     def _released_enough(self, pool: Pool, size: int) -> bool:
-        """Release cached blocks until `size` bytes have been freed; return whether that succeeded (torch:
+        """Release cached blocks of `pool` until `size` bytes have been freed; return whether that succeeded (torch:
         release_available_cached_blocks).
 
-        If a block that is too large to be split suffices, only that one is released; otherwise several are, largest
+        If a block that is too large to be split suffices, only that block is released; otherwise several are, largest
         first.
         """
         if self._expands:
@@ -422,7 +424,7 @@ class CachingAllocator:
     # ---- expandable segments: addresses are reserved once, and memory is mapped to them page by page
 
     def _expanded(self, pool: Pool, size: int) -> Part | None:
-        """Return a free block grown to `size` bytes, or None if there is no room (torch:
+        """Return a free block of `pool`, grown to `size` bytes; None if there is no room (torch:
         try_allocate_expandable_block).
 
         Releases before 2.15 take a new segment even for a request that exceeds every segment's addresses.
@@ -439,8 +441,8 @@ class CachingAllocator:
         return block
 
     def _expandable(self, pool: Pool, size: int) -> Part:
-        """Return the free block with the lowest address that can grow to `size` bytes (torch:
-        find_expandable_block).
+        """Return the free block of `pool` with the lowest address that can grow to `size` bytes, if necessary in a new
+        segment (torch: find_expandable_block).
         """
         for _, block in pool.unmapped:
             if block.previous is not None and block.previous.is_free:

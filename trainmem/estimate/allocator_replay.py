@@ -72,8 +72,8 @@ class Replay:
         )
 
     def _breakdown(self, position: int) -> dict[str, int]:
-        """Return the bytes per category after `position` events. Allocated bytes that belong to no tensor count as
-        operator workspace.
+        """Return {category: bytes} after `position` events. Allocated bytes that belong to no tensor count as operator
+        workspace.
         """
         live = dict.fromkeys(TENSOR_CATEGORIES, 0)
         for event in self.log.events[:position]:

@@ -19,7 +19,7 @@ from trainmem.texts import nearest_text, shown
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The options of PYTORCH_CUDA_ALLOC_CONF, or PYTORCH_ALLOC_CONF, that affect the device's memory.
+    """Hold the options of PYTORCH_CUDA_ALLOC_CONF, or PYTORCH_ALLOC_CONF, that affect the device's memory.
 
     Names, defaults and limits are those of torch 2.15 (c10/core/AllocatorConfig, c10/cuda/CUDAAllocatorConfig).
     """
@@ -293,8 +293,8 @@ def _warn_of_untested(torch: str) -> None:
 
 
 def _number(version: str) -> tuple[int, ...]:
-    """Return the release of a version as numbers: (2, 11) for "2.11" or "2.11.0a0+git"; () for a text that names no
-    release.
+    """Return the release of a torch version as numbers: (2, 11) for "2.11" or "2.11.0a0+git"; () for a text that names
+    no release.
     """
     found = re.fullmatch(r"(\d{1,3})\.(\d{1,3})((\.|\+|a|b|rc).*)?", version)
     return (int(found[1]), int(found[2])) if found else ()

@@ -99,7 +99,9 @@ class Kernels:
         return function.overloadpacket in _PRODUCTS or function.namespace == "transformers"  # experts one by one
 
     def workspaces(self, function, args: Sequence, kwargs: dict) -> list[tuple[str, int]]:
-        """Return (name, bytes) of the workspaces that an operation requests if it is a matmul, otherwise []."""
+        """Return (name, bytes) of each workspace of cuBLAS or cuBLASLt that an operation requests; [] if it is no
+        matmul.
+        """
         if not self.multiplies(function, args, kwargs):
             return []
         rules = self._gpu.rules
@@ -198,8 +200,8 @@ class Kernels:
         return [*made, *checks, *place, *contiguous_copy(values), each, each, each, sort]
 
     def _bounds(self, index: torch.Tensor) -> list[Step]:
-        """Return the memory requests, in bytes and `Free`s, of a check of indices: the smallest and the largest one in
-        one pass, then two comparisons.
+        """Return the memory requests, in bytes and `Free`s, of a check of `index`: the smallest and the largest index
+        in one pass, then two comparisons.
         """
         shared = reduction_scratch.scratch_bytes(
             index.shape, index.stride(), range(index.dim()), self._gpu.processors, 2 * WORD

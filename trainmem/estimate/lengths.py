@@ -43,7 +43,8 @@ def read(file: str | os.PathLike) -> tuple[int, ...]:
 
 
 def checked(values: Iterable, name: str = "lengths") -> tuple[int, ...]:
-    """Return lengths as whole numbers. A row of token ids, e.g. of a column of `datasets`, is replaced by its length.
+    """Return `values`, lengths in tokens, as whole numbers. A row of token ids, e.g. of a column of `datasets`, is
+    replaced by its length.
 
     Raises:
         ValueError: there are no lengths, or one is not a whole number from 1 to `LONGEST`; the message calls them
@@ -143,7 +144,8 @@ def worst_batch(
         task: the model, or its name.
         lengths: tokens in each sample, in a form that `checked` accepts.
         pad_to_multiple_of: tokens; the longest sample of a batch is padded to a multiple of this number.
-        card, device, compute_capability, timeout, arguments: as in `estimate`, for one process.
+        card: a GPU model of `cards.CARDS`, e.g. "t4"; None: the result does not say what fits.
+        device, compute_capability, timeout, arguments: as in `estimate`, for one process.
 
     Raises:
         ValueError: as `estimate` does; or there are no lengths, or one exceeds the model's positions.

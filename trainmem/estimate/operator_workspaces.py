@@ -286,7 +286,9 @@ class _Tried:
         return Hidden(round(max(shares) * self.operation.bytes), "assumed") if shares else _UNKNOWN
 
     def expected_seconds(self) -> float:
-        """Return the expected time at the operation's own size, from a run or else from an assumed slow speed."""
+        """Return the expected seconds of a run at the operation's own size, from an earlier run or else from an assumed
+        slow speed.
+        """
         if not self.warm:
             return self.operation.bytes / _SLOW_BYTES_A_SECOND
         return self.warm.seconds * (self.operation.bytes / max(self.group[0].bytes, 1)) ** _GROWTH

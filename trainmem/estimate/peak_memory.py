@@ -167,8 +167,8 @@ _WORKER_ARGUMENTS = ("num_workers", "prefetch_factor", "persistent_workers")
 
 
 def enough_samples(arguments: Arguments, processes: int = 1) -> int:
-    """Return the number of samples that a trace needs: three steps, and one more step because a batch is
-    fetched ahead.
+    """Return the number of samples that a trace of `processes` ranks needs: three steps, and one more step because a
+    batch is fetched ahead.
     """
     return 4 * arguments.samples_per_step(processes)
 
@@ -246,7 +246,11 @@ def _traced(
 
 
 def _with_totals(experiment: Experiment, trace: Trace, device: Device, probe: "Probe") -> TracedExperiment:
-    """Return the trace with its totals, which on a CPU include operator workspaces, and with its assumptions."""
+    """Return the trace with the total bytes during each operation, which on a CPU include operator workspaces, and with
+    its assumptions.
+
+    `probe`: measures operator workspaces.
+    """
     assumptions = _rank_assumptions(experiment.arguments, device.kind == "cuda") if experiment.processes > 1 else []
     if experiment.training and not experiment.function and _drops_layers(experiment.task.build_config().to_dict()):
         assumptions.append(_LAYERDROP_NOTE)
@@ -291,7 +295,7 @@ _FSDP_IGNORED_NOTE = "fsdp: on a CPU accelerate ignores it and trains with Distr
 
 
 def _drops_layers(fields: dict[str, Any]) -> bool:
-    """Return whether a configuration, or a part of it, leaves layers out at random."""
+    """Return whether the fields of a configuration, or of a part of it, say that layers are left out at random."""
     own = any("layerdrop" in str(name) and value for name, value in fields.items())
     return own or any(_drops_layers(part) for part in fields.values() if isinstance(part, dict))
 

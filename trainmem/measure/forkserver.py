@@ -188,8 +188,9 @@ class _RunningServer:
         return None
 
     def end(self) -> None:
-        """End the server and its fresh subprocesses, and wait until their folders are removed. In a fork,
-        do nothing.
+        """End the server and its fresh subprocesses, and wait until their folders are removed.
+
+        In a fork of the process that started the server, do nothing.
         """
         if self._owner != os.getpid() or self._control.closed:
             return

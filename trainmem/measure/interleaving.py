@@ -77,14 +77,18 @@ def in_turns(works: Sequence[Callable[[], object]], turns: int = 8) -> list[list
 
 
 def _threads() -> int:
-    """Return the number of threads that operations use, plus Python's other threads."""
+    """Return the number of threads of this process that may compute: those that torch's operations use, and Python's
+    other threads.
+    """
     import torch
 
     return torch.get_num_threads() + threading.active_count() - 1
 
 
 def _ended_children() -> object:
-    """Return the resources that ended children of this process used; the value changes when another child ends."""
+    """Return the resources that ended children of this process used: a value to compare, which changes when another
+    child ends.
+    """
     if sys.platform == "win32":
         return None  # no course runs several lessons there
     import resource
@@ -93,7 +97,7 @@ def _ended_children() -> object:
 
 
 def _order(count: int, turns: int) -> Iterator[int]:
-    """Yield the indexes of players in the order of their turns, varied so that no player always follows the same one.
+    """Return the indexes of players in the order of their turns, varied so that no player always follows the same one.
 
     A few players get all permutations, more players a fixed random selection.
 
@@ -201,7 +205,9 @@ class ThreadPlayer(threading.Thread):
 
 @contextlib.contextmanager
 def _put_away() -> Iterator[None]:
-    """Empty accelerate's process-wide state inside this context, and restore it afterwards."""
+    """Empty accelerate's process-wide state inside this context, and restore it afterwards, because each player has
+    such a state.
+    """
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     with contextlib.ExitStack() as stack:

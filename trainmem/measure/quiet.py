@@ -58,8 +58,8 @@ ASKING = Asking()
 def timing(need: Need = Need.MACHINE) -> Iterator[None]:
     """Give the part of the machine that `need` names to the code in this context, which reads a clock.
 
-    Wait until no other lesson uses that part. Enter it in a fresh subprocess: in other processes, and inside another
-    such context, it does nothing.
+    Wait until no other lesson uses that part. Enter the context in a fresh subprocess: in other processes, and inside
+    another `timing`, it does nothing.
     """
     if ASKING.is_granted or not ASKING.ask:
         yield

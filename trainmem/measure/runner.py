@@ -77,7 +77,8 @@ class Runner:
         Args:
             name: the run's name in tables and pictures.
             task: the model and its data; None: the runner's.
-            optimizer: function (model, training arguments) -> torch optimizer, for one that `optim` does not name.
+            optimizer: function (model, training arguments) -> torch optimizer, for one that `optim` does not name;
+                None: that of `optim`.
             measure: "memory" (two steps under the memory meter), "time" (warm-up and `steps` steps under the time
                 meter, losses kept), or both; each takes a fresh subprocess.
             processes: ranks, started by torch's elastic launcher (gloo on CPU, nccl on CUDA).

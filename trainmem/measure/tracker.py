@@ -52,7 +52,7 @@ class Tracker(Watcher, TorchDispatchMode):
     At its allocation a storage gets the category of the phase:
 
     - from a module's forward to its backward, and in a checkpoint's repeated forward inside backward: an activation, or
-    a weight copy if it is a cast of a weight
+      a weight copy if it is a cast of a weight
     - before a forward: an input
     - in DistributedDataParallel's reducer, and while FSDP2 scatters gradients: a gradient
     - while FSDP2 gathers weights: a weight copy

@@ -84,7 +84,9 @@ class Watcher:
         self.modules = Modules()
 
     def mark(self, label: str) -> None:
-        """Note the end of the phase `label`, e.g. "forward", in the logs and in torch's profiler."""
+        """Note the end of a phase, e.g. "forward", or another `label`, such as "start", in the logs and in torch's
+        profiler.
+        """
         self.marks.append((label, len(self.log), len(self.operations)))
         with torch._C._profiler._RecordFunctionFast(f"{MARK} mark"):
             pass  # torch's profiler records the mark too, which puts it in order with the allocations

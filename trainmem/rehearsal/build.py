@@ -51,8 +51,8 @@ def interpreter() -> Path | None:
 
 
 def environment() -> Path:
-    """Return the folder of the environment for rehearsals. There is one for each pair of versions of Python
-    and torch.
+    """Return the folder of the environment for rehearsals; each pair of versions of Python and torch has its own
+    folder.
     """
     return cache() / f"python{sysconfig.get_python_version()}-torch{_torch_version()}"
 
@@ -184,7 +184,8 @@ def _linked(site: Path) -> set[str]:
 
 
 def _rest(linked: set[str], site: Path, header: Path) -> str:
-    """Return C++ source of the stub's functions that only return a status; native/answers.toml gives it by name.
+    """Return C++ source of the stub's functions that only return a status, which native/answers.toml gives by the
+    function's name.
 
     Args:
         linked: names of the functions that torch links, see `_linked`.

@@ -84,7 +84,7 @@ class Values(TorchFunctionMode):
         return getattr(self._noted(tensor), "is_known", not tensor.is_cuda)
 
     def mark(self, known: bool, *tensors: torch.Tensor) -> None:
-        """Note whether all values of these tensors are known."""
+        """Note that all values of these tensors are known or, if `known` is False, that they are not."""
         for tensor in tensors:
             if self.is_known(tensor) != known:
                 self._remember(tensor).is_known = known
@@ -354,7 +354,9 @@ class Values(TorchFunctionMode):
         return on_device
 
     def fill(self, tensor: torch.Tensor, value: torch.Tensor | bool) -> None:
-        """Write known values into the memory of a tensor, and note that they are known."""
+        """Write `value`, known values of the tensor's shape or one for all elements, into the memory of a tensor, and
+        note that they are known.
+        """
         with _out_of_sight():
             memory_of(tensor).copy_(torch.as_tensor(value))
         self.mark(True, tensor)

@@ -87,7 +87,9 @@ class Recorder:
             self.write()
 
     def statistics(self, device: int) -> dict:
-        """Return torch's statistics of a device, with the peaks since the program last reset them."""
+        """Return torch's memory statistics of the device with this index, with the peaks since the program last reset
+        them.
+        """
         return _largest(self.seen.get(device), self.read(device))
 
     def forget(self, device: int) -> None:

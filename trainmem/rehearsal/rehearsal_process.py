@@ -130,7 +130,7 @@ def run(words: list[str], on: Card, *, assumes: bool = False, output: int | None
 
 @contextlib.contextmanager
 def command(on: Card) -> Iterator[tuple[Path, dict[str, str]]]:
-    """Yield (path of the Python that rehearses, environment variables that give any program the rehearsed card).
+    """Yield (path of the Python that rehearses, environment variables that give any program the card `on`).
 
     The variables are valid inside this context.
 
@@ -160,12 +160,12 @@ def command(on: Card) -> Iterator[tuple[Path, dict[str, str]]]:
 
 @functools.cache
 def _warn(doubts: str) -> None:
-    """Warn the user with this text, once per process."""
+    """Warn the user with the text `doubts`, once per process and text."""
     warnings.warn(doubts, stacklevel=2)
 
 
 def variables_of(card: Card, ledger: str) -> dict[str, str]:
-    """Return the environment variables that native/device.h reads.
+    """Return {name: value} of the environment variables that native/device.h reads.
 
     `ledger`: path of the file that the processes of a rehearsal share.
     """
