@@ -153,7 +153,8 @@ class Advice(Shown):
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """Hold the predicted and the measured peak of an advice's first recipe, in bytes, and the run that was measured.
+    """Hold the predicted and the measured peak of an advice's first recipe, in bytes, and the run, measured or
+    rehearsed.
 
     `run.memory.kind` names the kind of both peaks.
     """

@@ -57,11 +57,11 @@ class Evidence:
 
     Args:
         machine: this machine, on which runs count.
-        kind: "cpu" or "cuda", the device to advise for. If this machine is of the other kind, no run counts.
+        kind: "cpu" or "cuda", the device to advise for. If this machine's kind is another one, no run counts.
         capability: compute capability of the GPU.
         task: the model and its data.
         runs: measured runs, from which the factors are calculated.
-        published: function (this machine, or None if the device is in another one; kind; capability) that returns
+        published: function (this machine, or None if the device is in another machine; kind; capability) that returns
             {claim id: (ratio, source)}, for factors without runs; None: there are none.
     """
 
@@ -146,7 +146,7 @@ class Evidence:
         """Return pairs of runs (with a choice, without it) that differ only in `arguments`.
 
         The partner of a run with the choice is the run without it that is nearest in time. If there are pairs of the
-        task's model, only those are returned.
+        task's model, only these pairs are returned.
 
         `has_it`: function of a run's arguments: whether the run has the choice, or None if it counts as neither.
         """

@@ -35,10 +35,11 @@ def settings_of(name: str, value: Any) -> dict[str, Any]:
 
     Args:
         name: the argument, for messages, e.g. "peft".
-        value: a mapping, the library's own object, JSON, a JSON file, or a folder with peft's adapter_config.json.
+        value: a mapping, the library's own configuration object, JSON, a JSON file, or a folder with peft's
+            adapter_config.json.
 
     Raises:
-        ValueError: anything else, or a file that cannot be read.
+        ValueError: `value` has another form, or its file cannot be read.
     """
     if hasattr(value, "to_dict"):
         value = value.to_dict()

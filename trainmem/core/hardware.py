@@ -220,7 +220,7 @@ def device_used_bytes(gpu_index: int = 0) -> int | None:
     """Return the bytes in use on CUDA's GPU `gpu_index` by all processes, contexts included, as nvidia-smi shows them.
 
     NVML reports them; without NVML, CUDA does if this process already uses it (this function never starts CUDA). None:
-    neither does.
+    neither NVML nor CUDA reports them.
     """
     gpus, _ = ask_driver(os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("CUDA_DEVICE_ORDER"))
     if gpu_index < len(gpus or ()):

@@ -119,7 +119,7 @@ class ForkServer:
         return [*self.running.forks] if self.running else []
 
     def end_forks(self) -> None:
-        """End every living fresh subprocess and what it started; its caller gets the outcome "killed"."""
+        """End every living fresh subprocess and what it started; code that waits for one gets the outcome "killed"."""
         for pid in self.forks():
             with contextlib.suppress(OSError):
                 os.killpg(pid, signal.SIGKILL)

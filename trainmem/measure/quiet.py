@@ -1,11 +1,11 @@
 """Keep the machine quiet for code that reads a clock, in a course that runs several lessons at once.
 
-A lesson shares the machine with others until it times something; then it requests the part of the machine that it needs
-(`Need`). `Lab.compare`, `interleaving.in_turns` and the time meter do so after their warm-up (`timing`). A function
-that is run with measure="none" gets it before its first line. Between two of its experiments, a lesson yields to
-lessons that wait for a quiet machine. Experiments that share the machine also share its cores: threads that wait for a
-core would slow down both. The lock is in the course's process (`served`); a lesson reaches it by a socket. Outside a
-course `experiment` is a no-op.
+A lesson shares the machine with other lessons until it times something; then it requests the part of the machine that
+it needs (`Need`). `Lab.compare`, `interleaving.in_turns` and the time meter request it after their warm-up (`timing`).
+A function that is run with measure="none" gets it before its first line. Between two of its experiments, a lesson
+yields to lessons that wait for a quiet machine. Experiments that share the machine also share its cores: threads that
+wait for a core would slow down both experiments. The lock is in the course's process (`served`); a lesson reaches it by
+a socket. Outside a course `experiment` is a no-op.
 """
 
 import contextlib

@@ -254,8 +254,9 @@ def name_of(function) -> str:
 
 
 def parts(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors among `values`. Instead of a tensor made of tensors (a sparse one, or those of torchao and
-    quanto), yield the tensors that it is made of."""
+    """Yield the tensors among `values`. Instead of a tensor made of tensors (sparse, or quantized by torchao or
+    quanto), yield the tensors that it is made of.
+    """
     for each in values:
         if hasattr(each, "__tensor_flatten__"):
             yield from parts(getattr(each, name) for name in each.__tensor_flatten__()[0])
@@ -391,8 +392,8 @@ def calling(replacement: Callable, plain: Callable) -> Callable:
 class TrainingHooks:
     """Find a training's phases, weights, gradients and optimizer states, and report them to a watcher.
 
-    Some methods are hooks that torch calls. The others replace a function of torch or transformers, which they get as
-    `plain` and call.
+    Some methods are hooks that torch calls. The other methods replace a function of torch or transformers, which they
+    get as `plain` and call.
 
     `tracker`: the watcher, which may be a `Tracker`.
     """
