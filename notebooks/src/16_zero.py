@@ -43,8 +43,8 @@ no_deepspeed = optional_packages.offer("deepspeed")
 lab = Lab(profile, strict=strict, out=out, lesson="16_zero")
 claims = Claims(lab)
 no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "vocab_size": 2000}
-sizes = {"num_hidden_layers": lab.sized(4, 2), "hidden_size": lab.sized(384, 128), "num_attention_heads": 4}
-task = Task("bert-small", seq_len=32, config=no_dropout | sizes | {"intermediate_size": lab.sized(1536, 512)})
+sizes = {"hidden_size": 384, "intermediate_size": 1536, "num_attention_heads": 4}
+task = Task("bert-small", seq_len=32, config=no_dropout | sizes | {"num_hidden_layers": lab.sized(4, 2)})
 parameters = task.parameters()
 
 # %% [markdown]
