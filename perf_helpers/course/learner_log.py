@@ -28,7 +28,7 @@ KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Entry(Record):
-    """One event in a learner's work.
+    """One event in a learner's work, e.g. a guess: its kind, lesson, key, content and date.
 
     Raises:
         ValueError: the kind is unknown, or the content lacks a key that the kind needs.
@@ -48,7 +48,7 @@ class Entry(Record):
 
     @property
     def about(self) -> tuple[str, str, str]:
-        """Return (kind, lesson, key): the same for all entries about one guess, question, exercise or challenge."""
+        """Return (kind, lesson, key), which all entries about the same guess, question, exercise or challenge share."""
         return self.kind, self.lesson, self.key
 
 
@@ -122,7 +122,7 @@ def off(guess: float, measured: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A guess that counted, next to the measured value."""
+    """A guess that counted, next to the measured value and the estimate, with its error."""
 
     lesson: str
     key: str
@@ -151,7 +151,8 @@ def history(entries: Sequence[Entry]) -> list[Scored]:
 
 @dataclass(slots=True)
 class Progress:
-    """The learner's progress in one lesson."""
+    """The learner's progress in one lesson: verdicts, errors of guesses, and the outcome of each exercise and question.
+    """
 
     finished: str | None = None  # the date on which it last ran to its end
     claims: dict[str, str] = field(default_factory=dict)  # {claim id: verdict} of that run

@@ -1,4 +1,6 @@
-"""The ledger: every claim of the guides about memory and speed, read from claims.toml, and the rule that decides it."""
+"""The ledger: every claim of the guides about memory and speed, read from claims.toml, and the rule that decides a
+claim.
+"""
 
 import functools
 import math
@@ -40,7 +42,9 @@ class Guide:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """One row of the ledger. The header of claims.toml explains the fields for authors of claims."""
+    """One row of the ledger: a claim's statement, quantity and rule. The header of claims.toml explains the fields for
+    authors.
+    """
 
     id: str
     section: str

@@ -76,7 +76,10 @@ def lesson_page(directory: Path, name: str) -> dict[str, Any]:
 
 
 def _cases(data: dict[str, Any]) -> list[Case]:
-    """Return a test case per lesson and per claim: unexpected verdicts fail, claims not testable here are skipped."""
+    """Return a test case per lesson and per claim: unexpected verdicts fail, claims not testable here are skipped.
+
+    `data`: the content of results.json.
+    """
     cases = []
     for lesson in data["lessons"]:
         outcome = {"ok": None, "failed": "failure"}.get(lesson["status"], "error")

@@ -28,7 +28,7 @@ CACHES = Path("/sys/devices/system/cpu/cpu0/cache")  # Linux
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """The matmul rate and the copy rate of a device, each the best of several tries."""
+    """The matmul rate (FLOP/s) and the copy rate (bytes/s) of a device, each the best of several tries."""
 
     flops_per_second: float  # of a large matmul in `dtype`; a multiplication and an addition are two operations
     bytes_per_second: float  # of a large copy; bytes read plus bytes written
@@ -38,7 +38,9 @@ class Ceilings:
 
     @property
     def ridge(self) -> float:
-        """Return the FLOPs per byte at which the two limits meet; an operation with fewer is bound by bandwidth."""
+        """Return the FLOPs per byte at which the two limits meet; an operation with fewer per byte is bound by
+        bandwidth.
+        """
         return self.flops_per_second / self.bytes_per_second
 
     def seconds(self, flops: float, moved_bytes: float) -> float:
@@ -114,7 +116,7 @@ class Products:
     def half_speed(self) -> tuple[float, float]:
         """Return (least, greatest) speed of a model wholly in 16 bits, relative to mixed precision.
 
-        Their matmuls are equally fast, so only the other work of the step can change.
+        The matmuls of both are equally fast, so only the other work of the step can change.
         """
         if not self.ratio.known:
             return self.ratio.low, self.ratio.high

@@ -54,7 +54,7 @@ class Displaced(RuntimeError):
 
 @dataclass
 class _Worker:
-    """A worker's description of itself, and the calls that it runs."""
+    """A worker's name, address, machine and package versions, and the calls that it runs."""
 
     id: str  # unique, unlike the address, which a later worker may get
     name: str
@@ -70,7 +70,7 @@ class _Worker:
 
 
 class Workers(Executor):
-    """Run calls on Dask's workers. Use as a context manager, or `shutdown` it.
+    """Run calls on Dask's workers. Use it as a context manager, or call `shutdown` at the end.
 
     Workers may come and go. A worker is used if it offers the resource "device":
     `dask worker ... --resources "device=1"`.
@@ -311,7 +311,9 @@ def connected(
 def _own_cluster(distributed, count: int | None) -> Iterator:
     """Yield a cluster on this machine: one process per worker, each of which sees one GPU if there are GPUs.
 
-    `count` is the number of workers; None or 0: one per GPU, or one if there is no GPU.
+    Args:
+        distributed: the module of Dask.
+        count: number of workers; None or 0: one per GPU, or one if there is no GPU.
 
     Raises:
         ValueError: there are GPUs, but fewer than workers.
@@ -341,7 +343,7 @@ def _own_cluster(distributed, count: int | None) -> Iterator:
 
 
 def _gpu_names(gpus) -> list[str]:
-    """Return the name of each GPU for CUDA_VISIBLE_DEVICES: its UUID if known, otherwise its number.
+    """Return the name of each `hardware.Gpu` for CUDA_VISIBLE_DEVICES: its UUID if known, otherwise its number.
 
     A UUID is safer, because numbers count visible GPUs only.
     """

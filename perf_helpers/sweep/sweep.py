@@ -87,7 +87,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The results of a plan's rows."""
+    """The results of a sweep: a run per row of the plan, and which of the runs an earlier sweep had stored."""
 
     runs: tuple[Run, ...]  # one per row, in the plan's order
     reused: frozenset[str]  # ids of runs that were in the store before the sweep
@@ -123,7 +123,9 @@ class Sweep:
         return self.table()._repr_html_()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the sweep for JSON: every run as the store has it, with "reused" added."""
+        """Return the sweep for JSON: every run as the store has it, with "reused" (it was stored before the sweep)
+        added.
+        """
         runs = [run.to_dict() | {"reused": run.id in self.reused} for run in self.runs]
         return {"status": "ok" if self.ok else "failed", "store": self.store, "reused": len(self.reused), "runs": runs}
 

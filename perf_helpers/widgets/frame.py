@@ -56,7 +56,7 @@ def place(
 
 
 def view(widget: "Widget") -> dict[str, Any]:
-    """Return the MIME bundle that makes a front end show a widget."""
+    """Return the MIME bundle, {MIME type: content}, that makes a front end show a widget."""
     return {"application/vnd.jupyter.widget-view+json": widget.get_view_spec()}
 
 

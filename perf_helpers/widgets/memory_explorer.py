@@ -287,7 +287,8 @@ def _precisions(device: str) -> list[str]:
 
 
 def _offer(controls: dict[str, "DOMWidget"]) -> None:
-    """Show the controls of the chosen mode, training or inference, and hide those of the other."""
+    """Show the controls of the chosen mode, training or inference, and hide the controls that only the other mode has.
+    """
     for of, names in _OWN.items():
         for name in names:
             controls[name].layout.display = None if of == controls["of"].value else "none"
@@ -297,6 +298,7 @@ def _verdict(answer: MemoryEstimate, parts: dict[str, int], own: dict[str, int])
     """Return HTML that says how much memory is needed, where the peak is, and on which devices it fits.
 
     Args:
+        answer: the estimate, which has the place of the peak.
         parts: {category: bytes} that sum to the bytes needed.
         own: {name of a device of this machine: bytes of its memory}.
     """

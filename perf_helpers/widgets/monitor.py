@@ -31,14 +31,14 @@ Figures = dict[str, float | None]  # of one sample, by name
 
 
 class Monitor:
-    """Watches this machine while a block runs: `with monitor.live() as m: ...`, then `m.summary()`.
+    """Watch this machine while a block runs: `with monitor.live() as m: ...`, then `m.summary()`.
 
     A background thread samples CUDA's first GPU if experiments run on a GPU, otherwise the host. In a notebook each
     sample is drawn, and the last picture stays; in a terminal nothing is drawn. An error of the thread is raised at the
     end of the block.
 
     Args:
-        interval_seconds: pause before each sample. A shorter block has no sample.
+        interval_seconds: pause before each sample. A block that ends before the first pause does has no sample.
 
     Raises:
         ValueError: an interval out of range.

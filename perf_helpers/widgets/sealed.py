@@ -36,7 +36,7 @@ def load_ipython_extension(shell) -> None:
 
 
 def _show(result) -> None:
-    """Show the folded source of a sealed solution or code cell after the learner ran it."""
+    """Show the folded source of a sealed solution or code cell after the learner ran it; `result` is IPython's."""
     from IPython.display import display
 
     head, _, _ = result.info.raw_cell.partition("\n")
