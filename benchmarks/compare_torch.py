@@ -131,7 +131,8 @@ def _positions(x, count: int):
 
 
 def recorded(run: Callable) -> list[int] | str:
-    """Return the allocator's requests while `run` runs, see `kernel_cases.events`; the error's type if it fails."""
+    """Return the requests to torch's allocator while `run()` runs, see `kernel_cases.events`; or the type of its error.
+    """
     torch.cuda.memory._record_memory_history(max_entries=10**6, context=None)
     results = []
     try:
@@ -204,7 +205,7 @@ def requests() -> dict[str, list[int] | str]:
 
 
 def ask(capability: str) -> None:
-    """Print the requests of this Python's torch on a GPU of a compute capability, as JSON."""
+    """Rehearse a GPU of a compute capability, e.g. "9.0", and print what `requests` returns there, as JSON."""
     folder = str(HERE)
 
     def work(_):  # runs in the process of the rehearsal

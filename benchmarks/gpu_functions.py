@@ -14,7 +14,10 @@ SIDE, TURNS = 8192, 12  # rows and columns of the square matrices; interleaved t
 
 
 def looped(model, arguments):
-    """Return an AdamW without foreach and fused kernels, which loops over the tensors."""
+    """Return an AdamW without foreach and fused kernels, which loops over the tensors of a model.
+
+    `arguments`: the Trainer's `TrainingArguments`.
+    """
     import torch
 
     options = {"weight_decay": 0.0, "foreach": False, "fused": False}
@@ -22,7 +25,7 @@ def looped(model, arguments):
 
 
 def products(task: Task) -> dict[str, list[float]]:
-    """Return {precision: seconds per turn} of one large matmul, with interleaved precisions."""
+    """Return {precision: seconds per turn} of one large matmul, with interleaved precisions. The task is not used."""
     import torch
 
     from trainmem.measure.interleaving import in_turns
@@ -115,7 +118,7 @@ def cold_start(task: Task) -> list[float]:
 def rates(task: Task) -> dict[str, float]:
     """Return {type: floating-point operations per second} of a large matmul, measured by `roofline.ceilings`.
 
-    "tf32" is fp32 with tf32 on.
+    "tf32" is fp32 with tf32 on. The task is not used.
     """
     import torch
 

@@ -29,7 +29,7 @@ Rows = dict[tuple[str, str], dict[str, Any]]
 def content(rows: list[StoredRow]) -> dict[str, Any]:
     """Return the report of the machine that measured the last row; the last try of a row counts.
 
-    Raises ValueError if there are no rows.
+    `rows`: all rows of the suite's file, in order. Raises ValueError if there are none.
     """
     if not rows:
         raise ValueError("no rows: run the suite first")
@@ -70,7 +70,7 @@ def measured(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def keep(rows: Path, results: Path) -> Path:
-    """Store a file of rows as results/<machine>/gpu/<date>.json, and return that path.
+    """Store a file of the suite's rows as results/<machine>/gpu/<date>.json, and return that path.
 
     `rows`: the file; `results`: the folder results/. Raises ValueError like `content` and `measured`.
     """
@@ -86,7 +86,10 @@ def suites(results: Path) -> dict[str, dict[str, Any]]:
 
 
 def beside_a_card(suites: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return tables of an H100's measurements against their rehearsal: the suite's runs, and generated trainings."""
+    """Return tables of an H100's measurements against their rehearsal: the suite's runs, and generated trainings.
+
+    `suites`: {machine: its newest report of the GPU suite}.
+    """
     record, before = read_record(RESULTS / "card.json"), read_record(RESULTS / "h100_suite_predictions.json")
     predicted = {(row["part"], row["name"]): {name: row[name] for name in SIZES[1:]} for row in before["rows"]}
     runs = [(key, _sizes(row)) for data in suites.values() for key, row in by_name(data).items()]
@@ -111,13 +114,15 @@ def beside_a_card(suites: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def recipes_of(data: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return {name: status, allocated and reserved bytes} of each of the guides' ten recipes."""
+    """Return {name: status, allocated and reserved bytes} of each of the guides' ten recipes in a report of the GPU
+    suite.
+    """
     rows = by_name(data)
     return {name: _sizes(rows[part, name]) for part, name in rows if part == "ten" and name in recipes.ROWS}
 
 
 def caption(data: Mapping[str, Any]) -> str:
-    """Return machine, versions and dates of a report."""
+    """Return machine, versions and dates of a report of the GPU suite as text."""
     driver = next((gpu.get("driver") for gpu in data["machine"]["gpus"]), None)
     about = f"{data['machine']['name']}, driver {driver or 'unknown'}, {versions(data)}"
     return f"{about}, profile {data['profile']}, {data['began'][:16]} to {data['date'][:16]} UTC"
@@ -139,7 +144,13 @@ def _samples(row: Mapping[str, Any]) -> str:
 
 
 def section(name: str, data: Mapping[str, Any], cards: Mapping[str, dict]) -> str:
-    """Return the tables of one machine, one per part. `cards`: {card: its rehearsal}."""
+    """Return the tables of one machine, one per part of the GPU suite.
+
+    Args:
+        name: the heading, e.g. the machine's name.
+        data: the machine's report.
+        cards: {card: its rehearsal}.
+    """
     rows = by_name(data)
     made = [f"### {name}", caption(data)]
     for part, plan in PARTS.items():
@@ -173,9 +184,9 @@ def _part(part: str, rows: Rows, alike: Mapping[str, Mapping[str, dict]]) -> str
 
 
 def _against(pair: str, row: Mapping[str, Any]) -> str:
-    """Describe a comparison: the speed ratio with its interval, and the ratio of the peaks.
+    """Describe a comparison of two runs: the speed ratio with its interval, and the ratio of the peaks.
 
-    `pair`: name of its row, "run against baseline".
+    `row`: the stored row of the pair; `pair`: its name, "run against baseline".
     """
     baseline = pair.partition(" against ")[2]
     if not row["speed_ratio"]:
@@ -220,7 +231,7 @@ def _facts(rows: Rows) -> Iterator[str]:
 def _utilisation(rows: Rows) -> Iterator[str]:
     """Yield a line of text with the model FLOPs utilisation of the first recipe, and one with that of the best recipe.
 
-    It is a share of the rate that a large matmul reaches in the recipe's precision.
+    The utilisation is a share of the rate that a large matmul reaches in the recipe's precision.
     """
     needed = (rows.get(("best", name)) for name in ("rates", "model FLOPs of a sample"))
     rates, flops = (row["value"] if row and row["status"] == "ok" else None for row in needed)

@@ -51,7 +51,7 @@ OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "paged_adamw_8bit", "adamw_bnb
 
 
 def training(number: int, seed: int, on_cpu: bool) -> Training:
-    """Return training `number` in the set of a seed; architectures take turns.
+    """Return training `number` of the set that a seed generates; architectures take turns.
 
     `on_cpu`: draw sizes and precisions for a CPU.
     """
@@ -96,7 +96,7 @@ def rehearsed(lab: Lab, one: Training, folder: Path) -> dict:
 
 
 def cases(options) -> dict[str, Training]:
-    """Return {"cpu 0": ..., "cuda 0": ...}.
+    """Return {"cpu 0": training, "cuda 0": training, ...}, a CPU and a CUDA training per number.
 
     `options`: as in `runner.Measurement`.
     """

@@ -87,7 +87,8 @@ def of_a_training(chance: random.Random, live_bytes: float) -> list[Event]:
 
     Args:
         chance: the random generator.
-        live_bytes: the batch takes 0.3 to 1.5 times the part of these bytes that weights, gradients and states leave.
+        live_bytes: bytes that weights, gradients, states and batch share; the batch takes 0.3 to 1.5 times the bytes
+            that the other three leave.
     """
     hidden, layers, words = (
         chance.choice([128, 256, 384, 768]),
@@ -273,7 +274,10 @@ def double_after(double: CachingAllocator, places: dict[int, int]) -> tuple:
 
 
 def rehearsed(card: Card, text: str, seeds: list[str]) -> dict:
-    """Run `compare` in a rehearsal on a card, with these settings, and return its result."""
+    """Run `compare` in a rehearsal on a card, and return its result.
+
+    `text`: the settings, as in PYTORCH_CUDA_ALLOC_CONF; `seeds`: one per trace.
+    """
     with patch.dict(os.environ, PYTORCH_CUDA_ALLOC_CONF=text), Rehearsal(card) as stage:
         return stage.submit(compare, text, seeds).result()
 

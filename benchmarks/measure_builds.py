@@ -87,10 +87,10 @@ def of_tests(printed: str) -> dict:
 
 
 def conclude(rows: list[dict], options) -> dict:
-    """Return the median seconds per command and build, and the speed of the first build as a multiple of each other
-    build's.
+    """Return the median seconds per command and build (a checkout), and the speed of the first build as a multiple of
+    that of each other build.
 
-    `options`: as in `runner.Measurement`.
+    `rows`: one per timed command; `options`: as in `runner.Measurement`.
     """
     taken: dict[str, dict[str, list[float]]] = {}
     for row in rows:

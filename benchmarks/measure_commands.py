@@ -94,10 +94,10 @@ def measure(turns, options):
 
 
 def conclude(rows: list[dict], options) -> dict:
-    """Return the median seconds per build and command, and the speed of the first build as a multiple of each other
-    build's.
+    """Return the median seconds per build (a checkout) and command, and the speed of the first build as a multiple of
+    that of each other build.
 
-    `options`: as in `runner.Measurement`.
+    `rows`: one per timed command; `options`: as in `runner.Measurement`.
     """
     medians: dict[str, dict[str, float]] = {}
     for build, command in itertools.product(map(commit, options.builds or ["."]), rows[0]["seconds"]):

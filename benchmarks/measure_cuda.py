@@ -58,7 +58,7 @@ OPTIMIZERS += ("lion_8bit", "rmsprop", "adagrad", "ademamix", "adamw_torch_8bit"
 
 @dataclass(frozen=True)
 class Training(Record):
-    """One training of the set."""
+    """One generated training: the model's configuration, the training arguments, and the GPUs to rehearse."""
 
     number: int
     architecture: str
@@ -77,13 +77,16 @@ class Training(Record):
         return Experiment(str(self.number), task=self.task(folder), arguments=given, processes=self.processes)
 
     def estimated(self, folder: Path):
-        """Return the estimate. Raises ValueError if it refuses the training."""
+        """Return the estimate for this training; its configuration is written into `folder`.
+
+        Raises ValueError if the estimate refuses the training.
+        """
         options = {"device": "cuda", "compute_capability": self.capability, "processes": self.processes}
         return estimate(self.task(folder), **options, **self.arguments)
 
 
 def training(number: int, seed: int) -> Training:
-    """Return training `number` in the set of a seed; architectures take turns."""
+    """Return training `number` of the set that a seed generates; architectures take turns."""
     draw = random.Random(f"{seed} {number}")
     architecture = [*ARCHITECTURES][number % len(ARCHITECTURES)]
     config = configuration(architecture, draw)
@@ -169,7 +172,7 @@ def compare(lab: Lab, one: Training, folder: Path) -> dict:
 def summary(rows: list[dict]) -> dict:
     """Return how many trainings the estimate answered, and its errors in allocated and reserved bytes of the peak.
 
-    An error is |estimated / rehearsed - 1|; the median and the worst are None if no training was answered.
+    An error is |estimated / rehearsed - 1|; the median and the worst error are None if no training was answered.
 
     Args:
         rows: one per training; rows without "rehearsed" are counted as left out.

@@ -32,7 +32,7 @@ SIZES = {"width": "hidden_size", "depth": "num_hidden_layers", "heads": "num_att
 
 
 def question(one: Training, folder: Path) -> dict:
-    """Return a training as a `tools_pypi.Question`; write its config.json into a folder."""
+    """Return a training as a dict with the fields of `tools_pypi.Question`; write its config.json into a folder."""
     task, arguments = one.task(folder), one.arguments
     weights = arguments.get("dtype")
     model, config = task.build_model(device="meta"), task.build_config()
@@ -84,6 +84,7 @@ def of_pypi(tool: str, pythons: list[str], path: Path) -> dict | None:
     Return None if no interpreter has it.
 
     Args:
+        tool: name of the tool.
         pythons: paths of the interpreters.
         path: file with the questions.
 
@@ -123,7 +124,7 @@ def row(name: str, version: str, replies: list[dict], rows: list[dict]) -> dict:
 
 
 def rows_of(options) -> list[dict]:
-    """Return the requested trainings that measure_cuda.py rehearsed.
+    """Return the rows of results/cuda.json of the requested trainings, which measure_cuda.py has rehearsed.
 
     `options`: the script's options.
     """
@@ -132,7 +133,7 @@ def rows_of(options) -> list[dict]:
 
 
 def measure(cases, options):
-    """Yield a row per tool: its version, and its answer for each training.
+    """Yield (tool, row) per tool; a row has its version, and its answer for each training.
 
     `cases`, `options`: as in `runner.Measurement`.
     """
@@ -158,9 +159,9 @@ def measure(cases, options):
 
 
 def conclude(answers: list[dict], options) -> dict:
-    """Return the table, and the answers of all tools for each training.
+    """Return the summary for the record: a table with a row per tool, and for each training the answers of all tools.
 
-    `options`: as in `runner.Measurement`.
+    `answers`: the rows that `measure` yielded; `options`: as in `runner.Measurement`.
     """
     rows, pairs = rows_of(options), []
     for n, one in enumerate(rows):

@@ -61,7 +61,8 @@ def ask(lab: Lab, name: str, task: Task, arguments: dict) -> dict:
 
 
 def cases(options) -> dict:
-    """Return {name: (model, recipe)}. A large model has no recipe, because only the cost of its answer is measured.
+    """Return {name: (model, recipe)} of the trainings. A large model has no recipe, because only the cost of its answer
+    is measured.
 
     `options`: as in `runner.Measurement`.
     """

@@ -63,7 +63,7 @@ class Suite:
         self._runs: dict[str, Run] = {}  # {description: run} of this lab
 
     def known(self, part: str) -> Known:
-        """Return the rows of a part that need not be run again: same machine, packages and settings."""
+        """Return {name: row} of the rows of a part that need not be run again: same machine, packages and settings."""
         known, failures = {}, {}
         for stored in self._rows:
             if stored.part == part and stored.setup == self.setup:
@@ -89,7 +89,7 @@ class Suite:
         return next((row for row in self.left(part) if (part, row.name) not in self._tried), None)
 
     def _do(self, part: str, row: Row) -> None:
-        """Measure one row and store it."""
+        """Measure one row of a part within this call's time, and store it unless the time cut it off."""
         start = monotonic()
         seconds = max(1.0, min(ROW_SECONDS, self.ends + LAST_SECONDS - start))
         with processes.within(seconds):
@@ -205,7 +205,9 @@ def _is_another(row: Row, known: Known) -> bool:
 def listing(suite: Suite, parts: list[str], seconds: float) -> str:
     """Return a text with the parts, their rows, and the most seconds that one call of the command takes for each part.
 
-    `seconds`: how long a call begins new rows; its last row may take `LAST_SECONDS` more.
+    Args:
+        parts: names of the parts to list.
+        seconds: how long a call begins new rows; its last row may take `LAST_SECONDS` more.
     """
     lines = []
     for number, (name, plan) in enumerate(PARTS.items(), 1):
@@ -223,7 +225,7 @@ def listing(suite: Suite, parts: list[str], seconds: float) -> str:
 
 
 def _chosen(names: list[str] | None) -> list[str]:
-    """Return the names of parts, given by name or number. Raises ValueError for an unknown one."""
+    """Return the names of parts, given by name or number; None: all parts. Raises ValueError for an unknown one."""
     numbered = {str(number): name for number, name in enumerate(PARTS, 1)}
     chosen = [numbered.get(name, name) for name in names or PARTS]
     if unknown := [name for name in chosen if name not in PARTS]:
@@ -242,8 +244,8 @@ def _check_packages() -> None:
 
 @contextlib.contextmanager
 def _lab(options: argparse.Namespace, folder: str) -> Iterator[Lab]:
-    """Yield the lab for the options; a rehearsal ends with the context. Raises ValueError if this machine cannot run
-    it.
+    """Yield the lab for the script's options; a rehearsal ends with the context. Raises ValueError if this machine
+    cannot run what they request.
 
     `folder`: folder for the lab's runs.
     """
@@ -261,7 +263,10 @@ def _lab(options: argparse.Namespace, folder: str) -> Iterator[Lab]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run or list parts; return the exit code."""
+    """Run or list parts; return the exit code.
+
+    `arguments`: words of the command line; None: those of this process.
+    """
     start = monotonic()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--part", action="append", metavar="PART", help=f"{', '.join(PARTS)}, or 1 to {len(PARTS)}")

@@ -54,7 +54,10 @@ CHANGES = functions(published_fms, published_guide)
 
 
 def run_loop(loop: Callable, task: Task, **sizes) -> None:
-    """Run a rebuilt loop, with its tensors on the GPU if the process has one."""
+    """Run a rebuilt loop, with its tensors on the GPU if the process has one.
+
+    `sizes`: the loop's arguments; the task is not used.
+    """
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         loop(**sizes)
 
@@ -70,7 +73,7 @@ def changed(names: Sequence[str], model, arguments):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One published figure, and the loop or training that predicts it."""
+    """One published figure in MiB with its source, and the loop or training that predicts it."""
 
     name: str  # the set's name and the row's sizes
     facts: dict[str, Any]  # the set's source, date, gpu, versions, setup, quantity, like_for_like, reason
@@ -137,7 +140,9 @@ def predict(row: Row, folder: Path) -> tuple[int, int | None]:
 
 
 def rehearse(found: list[Row], folder: Path) -> dict[str, float | None]:
-    """Return {row: MiB by torch's own allocator}; None for a row whose rehearsal failed.
+    """Return {name of a row: MiB by torch's own allocator}; None for a row whose rehearsal failed.
+
+    `found`: the rows; `folder`: folder for the files with configurations.
 
     Raises:
         RuntimeError: this machine cannot rehearse.
@@ -172,7 +177,11 @@ def row_of(row: Row, predictions: tuple[int, int | None]) -> dict[str, Any]:
 
 
 def summary(made: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Summarize the errors of like-for-like rows, in total and by kind: number, median, 95th percentile and worst."""
+    """Summarize the errors of like-for-like rows, in total ("all") and by kind: number, median, 95th percentile and
+    worst.
+
+    `made`: what `row_of` returned for each row.
+    """
     errors: dict[str, list[float]] = {"all": []}
     for row in (row for row in made if row["like_for_like"]):
         for kind in ("all", row["kind"]):

@@ -24,7 +24,7 @@ FACTS = Path(__file__).with_suffix(".toml")
 
 
 def facts() -> dict:
-    """Return the facts, with reserved memory in bytes."""
+    """Return the content of published_lora.toml, with reserved memory in bytes."""
     found = tomllib.loads(FACTS.read_text(encoding="utf-8"))
     for card in found["trainings"].values():
         card["reserved"] = card.pop("reserved_mib") * 2**20
@@ -36,6 +36,8 @@ def train(name: str) -> dict:
 
     It runs a warm-up step, a measured step, and a step whose peak is reset between its phases. The output of the model
     lives during backward, as in a loop that keeps it in a variable.
+
+    `name`: name of the training in published_lora.toml.
     """
     import peft
     import torch
@@ -104,13 +106,18 @@ def rehearsed(name: str) -> dict:
 
 
 def predictions() -> dict[str, dict]:
-    """Return {torch version: record} of all torch releases that rehearsed the trainings."""
+    """Return {torch version: record} of all torch releases that rehearsed the trainings; a record has the predicted
+    bytes.
+    """
     records = map(read_record, sorted(RESULTS.glob("lora_t4_predictions_*.json")))
     return {record["versions"]["torch"]: record for record in records}
 
 
 def compared(record: dict) -> list[dict]:
-    """Return each training's differences from the card in bytes, allocated and reserved, for one torch release."""
+    """Return each training's differences from the card in bytes, allocated and reserved, for one torch release.
+
+    `record`: the release's record, see `predictions`.
+    """
     card = facts()["trainings"]
     return [
         {"name": row["name"]} | {what: row[what] - card[row["name"]][what] for what in ("allocated", "reserved")}

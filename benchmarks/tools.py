@@ -27,7 +27,7 @@ def accelerate_estimate(task, arguments: dict) -> int:
 
 
 def zero2(parameters: int) -> int:
-    """Return DeepSpeed's figure for one GPU with ZeRO stage 2, in bytes."""
+    """Return DeepSpeed's figure for one GPU with ZeRO stage 2, in bytes; `parameters` is the model's number of them."""
     from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
 
     return estimate_zero2_model_states_mem_needs(parameters, 1, 1, cpu_offload=False)[1]
@@ -79,11 +79,12 @@ TOOLS: dict[str, Callable] = {
 
 
 def query(lab, tool: Callable, *arguments) -> dict:
-    """Query a tool in a fresh subprocess: return bytes, its seconds and its peak memory, or why it has no answer.
+    """Query a tool in a fresh subprocess: return {"bytes", "seconds" and "own_bytes", its own peak memory}.
 
-    The keys are "bytes", "seconds" and "own_bytes", or "refused".
+    Return {"refused": reason} if the tool has no answer.
 
     Args:
+        lab: runs the subprocess.
         tool: function of `arguments` that returns bytes.
     """
 
@@ -115,10 +116,10 @@ def estimated(ask: Callable) -> dict:
 
 
 def errors(found: list[dict], measured: list[int | None], name: str = "bytes") -> list[float]:
-    """Return |answer / measured - 1| of all measured trainings with an answer.
+    """Return |answer / measured - 1| of each training that was measured and has an answer.
 
     Args:
-        found: the answer for each training, as `query` returns them.
+        found: the answer for each training, as `query` returns it.
         measured: bytes of each training; None: not measured.
         name: the field of an answer to compare, e.g. "total_bytes".
     """

@@ -73,17 +73,19 @@ class History:
 
     @property
     def changed(self) -> list[Line]:
-        """Return the exact lines that changed, the latest change first."""
+        """Return the lines without noise (bytes, or values without an interval) that changed, the latest change first.
+        """
         return sorted((line for line in self.lines if line.changes), key=lambda x: x.changes[-1].date, reverse=True)
 
     @property
     def noisy(self) -> list[Line]:
-        """Return the noisy lines, the largest shift of the median first."""
+        """Return the lines with noise (step times, or values with an interval), the largest shift of the median first.
+        """
         return sorted((line for line in self.lines if line.median is not None), key=lambda x: x.shift, reverse=True)
 
     @property
     def steady(self) -> list[Line]:
-        """Return the exact lines that never changed."""
+        """Return the lines without noise (bytes, or values without an interval) that never changed."""
         return [line for line in self.lines if not line.changes and line.median is None]
 
 
@@ -145,8 +147,7 @@ def _figures(data: dict) -> Iterator[tuple[tuple[str, str, str], Point]]:
     """Yield ((kind, id, unit), point) for each value of one course run, whose results.json has the content `data`.
 
     The kind is "claim", "memory" (the peak of a run, in bytes) or "speed" (the fastest step of a recipe, in seconds).
-    The
-    id names the claim, run or recipe.
+    The id names the claim, run or recipe.
     """
     date = data["date"]
     for claim in data["claims"]:
