@@ -44,8 +44,9 @@ def shown(monkeypatch):
 
 
 def _copied(module, **changes):
-    """Return a copy of a library's module with some names changed. Only our module gets the copy, so other threads see
-    the original.
+    """Return a copy of a module in which the names in `changes` have other values.
+
+    Only our module gets the copy, in place of a library's module, so other threads see the original.
     """
     twin = types.ModuleType(module.__name__)
     vars(twin).update(vars(module), **changes)

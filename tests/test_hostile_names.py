@@ -31,7 +31,9 @@ PART = dict.fromkeys(CATEGORIES, 1)
 
 
 class Elements(HTMLParser):
-    """Collect the elements of a page with the names of their attributes, and the addresses that are scripts."""
+    """Collect the elements of a page's HTML with the names of their attributes in `found`, and the addresses that are
+    scripts in `scripts`.
+    """
 
     def __init__(self, text):
         super().__init__()
@@ -97,7 +99,7 @@ def test_questions_and_guesses_escape(name, monkeypatch, tmp_path):
 
 
 def results(name):
-    """Return the results of a course run in which every text is this name."""
+    """Return the results of a course run in which every text is `name`."""
     machine = {"name": name, "cpu_model": name, "system": name, "kind": "cpu", "cuda_reason": name, "gpus": []}
     texts = {"says": name, "quantity": name, "threshold": name, "reason": name, "note": name, "as_expected": False}
     guide = {"value": 0.5, "text": name, "hardware": name, "source": name}

@@ -33,7 +33,9 @@ def small():
 
 @pytest.fixture(scope="module")
 def large():
-    """Return {question: answer} for a model of 2 billion parameters, whose states take 31 GB."""
+    """Return {situation, e.g. "one host": answer of `parallelism`} for a model of 2 billion parameters, whose states
+    take 31 GB.
+    """
     questions = {
         "roomy": {"cards": 8, "card_bytes": "80GB"},
         "one host": EIGHT,

@@ -30,7 +30,9 @@ def shell(monkeypatch, capsys):
 
 @pytest.fixture
 def nights(tmp_path):
-    """Write results under several names: usual, one byte more or less, a lost verdict, and slower steps."""
+    """Return a folder with results of course runs: usual.json; larger, smaller (by a byte), broken (a lost verdict) and
+    slower; and damaged.json.
+    """
     usual = results(decision("a"), runs=[a_run()], paces=paces())
     kept = {
         "usual": usual,

@@ -241,7 +241,7 @@ def _loader(cpu):
 
 
 def _zero(cpu):
-    """Return the throughput of torch's ZeRO stage 1 as a share of DDP's.
+    """Return the throughput of torch's ZeRO stage 1 on a simulated CPU as a share of DDP's.
 
     Each rank does half of the update; afterwards the updated weights are sent to all ranks.
     """
@@ -251,10 +251,11 @@ def _zero(cpu):
 
 
 def _moe(cpu, ffn, experts=1, training=False, scale=12, samples=64):
-    """Return the seconds of a forward pass, or of a training step, of one layer of width 64 x `scale`.
+    """Return the seconds of one layer of width 64 x `scale` on a simulated CPU: of a forward pass, or of a training
+    step.
 
-    Its feed-forward part has width `ffn` x `scale` for each expert. A token goes to at most two of the `experts`. A
-    sample has 16 tokens.
+    Its feed-forward part has width `ffn` x `scale` for each expert. A token goes to at most two of the `experts`. Each
+    of the `samples` has 16 tokens.
     """
     rows, chosen, hidden = samples * 16, min(experts, 2), 64 * scale
     one = 3 * hidden * ffn * scale  # weights of an expert
@@ -275,8 +276,8 @@ def _moe_faster(cpu):
 
 
 def _half_types(cpu):
-    """Return lesson 19's speed of fp16 relative to bf16 for its Llama, and the range predicted from its parts. No
-    simulated CPU has instructions for fp16.
+    """Return lesson 19's speed of fp16 relative to bf16 for its Llama on a simulated CPU, and the range predicted from
+    its parts. No simulated CPU has instructions for fp16.
     """
     of_products = {"bf16": 0.055 * 97e9 / cpu.half, "fp16": 0.055 * 97e9 / (0.06 * cpu.fp32)}
     rest = 0.06 * AMD.cache / cpu.cache
@@ -286,7 +287,7 @@ def _half_types(cpu):
 
 
 def _threads(cpu, threads):
-    """Return the seconds of a training step on 16 samples in one process with this number of threads."""
+    """Return the seconds of a training step on 16 samples in one process with `threads` threads on a simulated CPU."""
     products, other, calls = forward(cpu, 16, 32, 2)
     speedup = min(threads, int(cpu.cores) or 1)
     return 3 * products / speedup + 2.7 * other / (1 + 0.8 * (speedup - 1)) + 2.2 * calls
@@ -323,8 +324,8 @@ def _detector(cpu, modules=32, tensors=2.7, looks=11):
 
 
 def _adapters(cpu):
-    """Return the speed-up by adapters: no gradients of weights, almost no update, and four adapters of about ten calls
-    each.
+    """Return the speed-up by adapters on a simulated CPU: no gradients of weights, almost no update, and four adapters
+    of about ten calls each.
     """
     products, other, calls = forward(cpu, 8, 64, 2)
     frozen = 2 * products + 2.7 * other + 2.2 * calls + 4 * 10 * cpu.call
@@ -335,7 +336,7 @@ WEIGHTS = 25e6  # of lesson 20's wide Llama
 
 
 def _batching(cpu):
-    """Return the speed-up per token of 16 answers at once over one answer.
+    """Return the speed-up per token of 16 answers at once over one answer, on a simulated CPU.
 
     The weights are read once for all answers, unless the matmuls take longer than that.
     """
@@ -425,7 +426,7 @@ CLAIMS = {
 
 
 def simulated(id: str, cpu: Cpu) -> tuple[Ratio | None, tuple[float, float] | None]:
-    """Calculate what a claim's lesson would pass to `Claims.check` on this CPU.
+    """Calculate what the lesson of the claim `id` would pass to `Claims.check` on this CPU.
 
     Returns:
         (the measured ratio, the predicted range of the ratio). The ratio is None if the lesson skips the claim on a

@@ -109,7 +109,7 @@ def test_one_large_batch_alone_would_hide_that_bf16_saves_nothing_with_a_small_o
 
 
 class Linear(torch.nn.Module):
-    """Record the rows that it gets in `seen`."""
+    """A model with one weight that records in `seen` the labels that it gets."""
 
     def __init__(self):
         super().__init__()
@@ -137,7 +137,10 @@ def test_ranks_share_an_update_s_samples_and_take_each_once():
 
 
 def both(**seconds):
-    """Return two ranks' turns: {name: (wall, CPU seconds)}, the same for both."""
+    """Return two ranks' turns, the same for both: seven per name.
+
+    `seconds`: {name: (wall-clock, CPU seconds) of a turn}.
+    """
     return [{"turns": {name: [clocks] * 7 for name, clocks in seconds.items()}}] * 2
 
 

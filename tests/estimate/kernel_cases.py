@@ -16,8 +16,9 @@ F16, BF16, F32, I64, I32 = torch.float16, torch.bfloat16, torch.float32, torch.i
 
 
 def ordered(events):
-    """Return the events with consecutive frees sorted by the numbers of their blocks, because the order of these frees
-    makes no difference to an allocator.
+    """Return events, as of the function `events`, with consecutive frees sorted by the numbers of their blocks.
+
+    The order of these frees makes no difference to an allocator.
     """
     found, freed = [], []
     for event in [*events, 0]:

@@ -80,7 +80,10 @@ def shapes_trained_on(task, **options):
 
 
 def straight(task, **options):
-    """Replace the estimate: return one of 1 GB plus 1 MB per token of the largest batch, padding included."""
+    """Stand in for `estimate`: return an estimate of 1 GB plus 1 MB per token of the largest batch, padding included.
+
+    `options`: training arguments; only the micro-batch has an effect.
+    """
     rows = options.get("per_device_train_batch_size", 8)
     size = 10**9 + 10**6 * max(rows * max(task.lengths[i : i + rows]) for i in range(0, len(task.lengths), rows))
     about = {"task": {}, "arguments": {}, "assumptions": (), "seconds": 0.0, "own_bytes": None}

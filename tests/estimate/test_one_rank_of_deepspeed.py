@@ -24,7 +24,7 @@ def zero(stage, **more):
 
 @pytest.fixture
 def offered(monkeypatch, tmp_path):
-    """Offer DeepSpeed to one test only, because every training of later tests would import it.
+    """Make DeepSpeed importable in one test only, because every training of later tests would import it.
 
     Also leave the lock of a killed compilation, for which the next compilation of DeepSpeed's sums would wait forever.
     """

@@ -33,7 +33,7 @@ def bare(monkeypatch):
 def use(monkeypatch):
     """Return a function that adds GPUs to the machine.
 
-    Its arguments are the GPUs that NVML reports; `driver`, the GPUs that CUDA shows (default: all of them); and
+    Args of the function: the GPUs that NVML reports; `driver`, the GPUs that CUDA shows (default: all of them); and
     `driver_reason`, why CUDA fails. Further arguments are passed to `fake_nvml`.
     """
 

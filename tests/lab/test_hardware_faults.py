@@ -25,7 +25,10 @@ print(json.dumps([machine.kind, machine.cuda_reason, machine.nvml_reason, texts]
 
 
 def described(**environment):
-    """Return (kind of device, why no CUDA, why no NVML, the doctor's findings on both), from a new process."""
+    """Return (kind of device, why no CUDA, why no NVML, the doctor's findings on both), from a new process.
+
+    `environment`: variables to set in that process.
+    """
     kept = {name: os.environ[name] for name in os.environ.keys() - {"CUDA_VISIBLE_DEVICES"}}
     words = [sys.executable, "-c", CODE, json.dumps(sys.path)]
     done = subprocess.run(words, env=kept | environment, capture_output=True, text=True)

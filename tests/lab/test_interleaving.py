@@ -143,7 +143,10 @@ def training(name, **arguments):
 
 
 def function(name, work, steps):
-    """Return an experiment called `name` whose steps call `work` with their number, and step an optimizer."""
+    """Return an experiment called `name` whose steps call `work` with the number of the step, and step an optimizer.
+
+    `steps`: how many steps it has.
+    """
 
     def loop(task):
         import torch

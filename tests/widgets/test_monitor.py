@@ -130,7 +130,7 @@ def test_an_interval_out_of_range_is_named():
 
 
 def lines(watching):
-    """Return {label: points} of each panel."""
+    """Return {label: points} of each panel that a monitor draws; the points are texts "x,y"."""
     panels = ElementTree.fromstring(f"<all>{watching.live_html()}</all>").iter("svg")
     return {panel.get("aria-label"): panel.find("polyline").get("points").split() for panel in panels}
 
@@ -197,7 +197,7 @@ CELLS = [
 
 @pytest.fixture(scope="module")
 def cells():
-    """Return the outputs of each cell, run in a kernel as the course runs one; some cells are run twice."""
+    """Return the outputs of each cell of `CELLS`, run in a kernel as the course runs one; some cells are run twice."""
     import nbformat
     from jupyter_client.channels import AsyncZMQSocketChannel
     from nbclient import NotebookClient
