@@ -33,8 +33,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A course run whose exact value differs from the run before: both values, and what else differs between the runs.
-    """
+    """A course run whose exact value differs from the run before: both values, and what else differs between the runs."""
 
     date: str
     before: float
@@ -73,14 +72,12 @@ class History:
 
     @property
     def changed(self) -> list[Line]:
-        """Return the lines without noise (bytes, or values without an interval) that changed, the latest change first.
-        """
+        """Return the lines without noise (bytes, or values without an interval) that changed, the latest change first."""
         return sorted((line for line in self.lines if line.changes), key=lambda x: x.changes[-1].date, reverse=True)
 
     @property
     def noisy(self) -> list[Line]:
-        """Return the lines with noise (step times, or values with an interval), the largest shift of the median first.
-        """
+        """Return the lines with noise (step times, or values with an interval), the largest shift of the median first."""
         return sorted((line for line in self.lines if line.median is not None), key=lambda x: x.shift, reverse=True)
 
     @property
