@@ -20,7 +20,7 @@ GRADIENT = {"requires_grad": True}
 
 @contextlib.contextmanager
 def made_in(dtype: torch.dtype) -> Iterator[None]:
-    """Give modules that are made in this context a type from the start, because fake weights cannot be replaced later."""
+    """Give modules that are made in this context a type from the start: fake weights cannot be replaced later."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -43,7 +43,7 @@ def state(shown) -> str:
 
 
 def commit(shown, value) -> None:
-    """Enter the guess `value` into the slider of the last box, and commit it; `shown` is the list of displayed objects."""
+    """Enter the guess `value` into the slider of the last box in `shown`, the displayed objects, and commit it."""
     (slider,), (button,) = latest(shown, ipywidgets.FloatSlider), latest(shown, ipywidgets.Button)
     slider.value = value
     button.click()

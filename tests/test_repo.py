@@ -725,7 +725,7 @@ def page_problems(readme, pages):
 
 
 def addresses(text):
-    """Return the repositories, as owner/name, that badges, launch links, issues and git's commands in a text lead to."""
+    """Return the repositories (owner/name) that badges, launch links, issues and git's commands in a text lead to."""
     own = r"github\.com/([\w.-]+/[\w-]+)(?:\.git|/actions/|/issues\)|(?=[`\"]|\n|$))"
     forms = rf"{own}|(?:colab\.research\.google\.com/github|mybinder\.org/v2/gh)/([\w.-]+/[\w-]+)"
     return {one or other for one, other in re.findall(forms, text)}

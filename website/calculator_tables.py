@@ -163,7 +163,7 @@ def table_of(task: Task, recipe: Recipe, before: dict[Recipe, tuple]) -> dict[st
 
 @functools.cache
 def made_from(model: str) -> str:
-    """Return a digest of the code, the preset and the library versions that the tables of the model `model` depend on."""
+    """Return a digest of the code, the preset and the library versions that the tables of a model depend on."""
     package = ROOT / "trainmem"
     files = [*sorted(package.glob("estimate/*.*"))]
     files += [package / part / name for part, names in (("core", _OF_CORE), ("measure", _OF_MEASURE)) for name in names]

@@ -51,7 +51,7 @@ def calculator(page: Page) -> bytes:
 
 
 def counted(page: Page) -> bytes:
-    """Return a PNG of the verdict counts in the report of a course run; `page`: a browser page for the report's folder."""
+    """Return a PNG of the verdict counts in a course run's report; `page`: a browser page for the report's folder."""
     page.goto(f"{HOST}index.html")
     return seen(page, page.locator("body"), 478)
 

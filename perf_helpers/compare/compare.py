@@ -41,7 +41,7 @@ _RANK = {Verdict.REFUTED: 0, Verdict.TOO_SMALL: 1, Verdict.SMALLER: 2, Verdict.H
 
 
 class Change(TypedDict):
-    """One difference between two course runs: what changed, its old and new value as text, and whether that is worse."""
+    """One difference between two course runs: what changed, both values as text, and whether the new one is worse."""
 
     kind: str  # "lesson", "verdict", "value", "quantity", "run", "memory", "speed", "appeared" or "disappeared"
     axis: str  # one of AXES
@@ -55,7 +55,7 @@ class Change(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """All differences between two course runs, with warnings and notes; methods return them as text, HTML or JUnit XML."""
+    """All differences between two course runs, with warnings and notes; methods return text, HTML or JUnit XML."""
 
     old: str  # date and machine
     new: str

@@ -33,7 +33,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A course run whose exact value differs from the run before: both values, and what else differs between the runs."""
+    """A course run whose exact value differs from the run before: both values, and what else differs."""
 
     date: str
     before: float
@@ -72,17 +72,26 @@ class History:
 
     @property
     def changed(self) -> list[Line]:
-        """Return the lines without noise (bytes, or values without an interval) that changed, the latest change first."""
+        """Return the lines without noise (bytes, or values without an interval) that changed, the latest change first.
+
+        A line is a value over time.
+        """
         return sorted((line for line in self.lines if line.changes), key=lambda x: x.changes[-1].date, reverse=True)
 
     @property
     def noisy(self) -> list[Line]:
-        """Return the lines with noise (step times, or values with an interval), the largest shift of the median first."""
+        """Return the lines with noise (step times, or values with an interval), the largest shift of the median first.
+
+        A line is a value over time.
+        """
         return sorted((line for line in self.lines if line.median is not None), key=lambda x: x.shift, reverse=True)
 
     @property
     def steady(self) -> list[Line]:
-        """Return the lines without noise (bytes, or values without an interval) that never changed."""
+        """Return the lines without noise (bytes, or values without an interval) that never changed.
+
+        A line is a value over time.
+        """
         return [line for line in self.lines if not line.changes and line.median is None]
 
 

@@ -287,7 +287,7 @@ def _precisions(device: str) -> list[str]:
 
 
 def _offer(controls: dict[str, "DOMWidget"]) -> None:
-    """Show the controls of the chosen mode, training or inference, and hide the controls that only the other mode has."""
+    """Show the controls of the chosen mode, training or inference, and hide those that only the other mode has."""
     for of, names in _OWN.items():
         for name in names:
             controls[name].layout.display = None if of == controls["of"].value else "none"

@@ -75,7 +75,7 @@ def preparing_that_does_nothing():
 
 
 def without(*names):
-    """Return a function that removes the arguments `names` from training arguments, like a library that ignores them."""
+    """Return a function that removes the arguments `names` from training arguments, as if a library ignored them."""
 
     def planted(arguments):
         return {name: value for name, value in arguments.items() if name not in names}
