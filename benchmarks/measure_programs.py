@@ -138,8 +138,7 @@ def fetched(program: dict) -> tuple[str, Path]:
 
 @functools.cache
 def install(package: str) -> str:
-    """Install a package, e.g. "trl==1.16.0", without its dependencies (programs.toml lists them); return its version.
-    """
+    """Install a package, e.g. "trl==1.16.0", without its dependencies (programs.toml lists them); return its version."""
     name = re.split(r"[=<>~!]", package)[0]
     if not (found := version_of(name)):
         words = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", PACKAGES, package]

@@ -151,8 +151,7 @@ def history(entries: Sequence[Entry]) -> list[Scored]:
 
 @dataclass(slots=True)
 class Progress:
-    """The learner's progress in one lesson: verdicts, errors of guesses, and the outcomes of exercises and questions.
-    """
+    """The learner's progress in one lesson: verdicts, errors of guesses, and the outcomes of exercises and questions."""
 
     finished: str | None = None  # the date on which it last ran to its end
     claims: dict[str, str] = field(default_factory=dict)  # {claim id: verdict} of that run
