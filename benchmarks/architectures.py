@@ -16,7 +16,10 @@ CAPABILITIES = ((7, 5), (8, 0), (8, 6), (9, 0))
 
 
 def configuration(architecture: str, draw: random.Random) -> dict:
-    """Return a random config.json, as a dict, of an architecture in architectures.toml; `draw`: the random generator."""
+    """Return a random config.json, as a dict, of an architecture in architectures.toml.
+
+    `draw`: the random generator.
+    """
     given = dict(ARCHITECTURES[architecture])
     family = FAMILIES[given.pop("family")](draw) if "family" in given else {}
     return family | {name: drawn(value, draw) for name, value in given.items()}

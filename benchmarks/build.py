@@ -106,7 +106,10 @@ def rehearsals() -> dict[str, dict]:
 
 
 def caption(data: dict, short: bool = False) -> str:
-    """Return the machine, versions and date of a record, and its profile; `short`: two versions and no profile."""
+    """Return the machine, versions and date of a record, and its profile; `short`: two versions and no profile.
+
+    `data`: the record, e.g. a course run.
+    """
     about = versions(data, "torch", "transformers") if short else f"{versions(data)}, profile {data['profile']}"
     return f"{data['machine']['name']}, {about}, {data['date'][:10]}"
 
@@ -135,7 +138,10 @@ def newest(measured: dict[str, dict]) -> dict:
 
 
 def verdicts(data: dict) -> tuple[int, int, str]:
-    """Return (number of refuted claims, number of testable claims, the other verdicts in words) of a course run."""
+    """Return (number of refuted claims, number of testable claims, the other verdicts in words) of a course run.
+
+    `data`: the content of its results.json.
+    """
     number = Counter(claim["verdict"] for claim in decided_again(data["claims"]))
     apart = number.pop(Verdict.NOT_TESTABLE, 0)
     text = f"{number[Verdict.HOLDS]} hold, {number[Verdict.SMALLER]} are smaller than promised and "

@@ -54,7 +54,7 @@ class Rows:
         return self.memory(part, name)["peak_bytes"]
 
     def shrunk(self, part: str, name: str, baseline: str) -> float:
-        """Return the peak of the row `name` divided by that of the row `baseline`."""
+        """Return the peak of the row `name` of a part divided by that of its row `baseline`."""
         return self.peak(part, name) / self.peak(part, baseline)
 
     def faster(self, part: str, name: str, baseline: str) -> Ratio:
@@ -109,7 +109,7 @@ def _saves_with_batch(rows: Rows) -> float:
 def _at_ends(rows: Rows, kind: str, phase: str) -> float:
     """Return the bytes of the category `kind` at the end of a phase under fp16, divided by those in fp32.
 
-    Both trainings have the largest micro-batch.
+    Both trainings have the largest micro-batch. `rows`: the suite's.
     """
     half, full = (rows.memory("fp16", f"64 x 2, {name}")["phase_breakdowns"][phase] for name in ("fp16", "fp32"))
     return half[kind] / full[kind]

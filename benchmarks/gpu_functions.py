@@ -70,7 +70,7 @@ def kernels(task: Task) -> dict[str, bool]:
 def forced(kernel: str, arguments: dict[str, Any], profile: Profile) -> Callable[[Task], None]:
     """Return a function of a task that trains with the Trainer, while SDPA may only use `kernel`, a key of `KERNELS`.
 
-    The training has as many steps as an interleaved comparison under this profile.
+    The training has as many steps as an interleaved comparison under this profile. `arguments`: its training arguments.
     """
     steps = profile.warmup_steps + profile.turns + 1
 
@@ -90,7 +90,7 @@ def forced(kernel: str, arguments: dict[str, Any], profile: Profile) -> Callable
 
 
 def cold_start(task: Task) -> list[float]:
-    """Return the seconds of the first steps (forward and backward) of a model that is not compiled yet.
+    """Return the seconds of the first steps (forward and backward) of a task's model that is not compiled yet.
 
     The first step includes the compilation: the cold start.
     """
@@ -133,7 +133,7 @@ def rates(task: Task) -> dict[str, float]:
 
 
 def flops_of_a_sample(task: Task) -> int:
-    """Return the counted floating-point operations of forward and backward for one sample."""
+    """Return the counted floating-point operations of forward and backward for one sample of a task."""
     from perf_helpers.lab import roofline
 
     return roofline.model_flops(task, 1)

@@ -60,7 +60,9 @@ def _shown(row: StoredRow) -> dict[str, Any]:
 
 
 def measured(data: dict[str, Any]) -> dict[str, Any]:
-    """Return a report unchanged. Raises ValueError unless it was measured on a GPU, at a GPU's sizes."""
+    """Return a report of the GPU suite unchanged. Raises ValueError unless it was measured on a GPU, at a GPU's
+    sizes.
+    """
     machine = Machine.from_dict(data["machine"])
     if machine.rehearsed:
         raise ValueError("what was rehearsed was not measured, and is not kept")
@@ -81,7 +83,10 @@ def keep(rows: Path, results: Path) -> Path:
 
 
 def suites(results: Path) -> dict[str, dict[str, Any]]:
-    """Return {machine's folder: its newest report}. Raises ValueError like `measured`."""
+    """Return {machine's folder: its newest report of the GPU suite} in the folder results/.
+
+    Raises ValueError like `measured`.
+    """
     return {path.parents[1].name: measured(read_record(path)) for path in sorted(results.glob("*/gpu/*.json"))}
 
 
@@ -114,8 +119,9 @@ def beside_a_card(suites: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def recipes_of(data: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return {name: status, allocated and reserved bytes} of each of the guides' ten recipes in a report of the GPU
-    suite.
+    """Return {name: status and memory} of each of the guides' ten recipes in a report of the GPU suite.
+
+    The keys of an entry are "status", "peak_bytes", "reserved_bytes" and "device_used_bytes".
     """
     rows = by_name(data)
     return {name: _sizes(rows[part, name]) for part, name in rows if part == "ten" and name in recipes.ROWS}
@@ -216,7 +222,7 @@ def _alike(rows: Rows, data: Mapping[str, Any], cards: Mapping[str, dict]) -> di
 
 
 def _facts(rows: Rows) -> Iterator[str]:
-    """Yield a line of text for each result of a function: rates, kernels, cold starts."""
+    """Yield a line of text for each result of a function in the suite's rows: rates, kernels, cold starts."""
     answers = {key: row["value"] for key, row in rows.items() if row["status"] == "ok" and row["value"] is not None}
     if found := answers.get(("tf32", "products")):
         fastest = {name: min(seconds) for name, seconds in found.items()}

@@ -43,7 +43,7 @@ class Row:
     lacks: str = ""  # something that the row needs and this machine lacks
 
     def settings(self) -> dict[str, Any]:
-        """Return everything but machine and versions that the result depends on, as JSON types."""
+        """Return everything but machine and versions that the result depends on as {name: value of a JSON type}."""
         facts = {"kind": self.kind, "task": self.task and self.task.to_dict(), "arguments": self.arguments}
         facts |= {"measure": list(self.measure), "steps": self.steps, "of": [row.settings() for row in self.of]}
         return facts | {name: getattr(self, name) and self.name for name in ("function", "optimizer")}
@@ -94,7 +94,7 @@ class Here:
 
     @property
     def half(self) -> dict[str, bool]:
-        """Return the argument for mixed precision: bf16, or fp16 on a GPU without bf16."""
+        """Return the argument for mixed precision: {"bf16": True}, or {"fp16": True} on a GPU without bf16."""
         fp16 = self.machine.kind == "cuda" and not self.has("sm80")
         return {"fp16": True} if fp16 else {"bf16": True}
 
@@ -352,8 +352,8 @@ GUIDES = recipes.FOUR | {"attn_implementation": "eager"}
 
 
 def _rungs(here: Here) -> Iterator[tuple[str, list[dict[str, Any]], str]]:
-    """Yield the rungs of lesson 14's ladder of speed: (name, choices of added training arguments, what this machine
-    lacks).
+    """Yield the rungs of lesson 14's ladder of speed: (name, choices of added training arguments, what `here` lacks for
+    them).
 
     If there are several choices, the last that fits is taken.
     """
@@ -370,7 +370,7 @@ def _rungs(here: Here) -> Iterator[tuple[str, list[dict[str, Any]], str]]:
 def _utilisation(here: Here, known: Known, climb: list[Row]) -> Iterator[Row]:
     """Yield the rows for model FLOPs utilisation (lesson 02): the first and the best recipe, and matmul rates.
 
-    `climb`: the rows of the ladder, the first recipe first.
+    `known`: {name: row} of those measured already; `climb`: the rows of the ladder, the first recipe first.
     """
     ratios = {row.name: known[here.pair(climb[0], row).name].speed_ratio for row in climb[1:]}
     fitting = [row for row in climb if known[row.name].peak_bytes <= known[FIRST].peak_bytes]

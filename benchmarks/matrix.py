@@ -78,7 +78,7 @@ def library_sets() -> list[LibrarySet]:
 
 
 def source_hash(root: Path = ROOT) -> str:
-    """Return a hash of the files that affect results."""
+    """Return a hash of the files below `root` that affect the results of a course run."""
     found = sorted({path for pattern in SOURCES for path in root.glob(pattern) if path.is_file()})
     state = hashlib.sha256()
     for path in (path for path in found if "__pycache__" not in path.parts):
@@ -159,15 +159,15 @@ class Environments:
         return subprocess.run(command, capture_output=True, text=True, env=self._variables(one), **options)
 
     def _variables(self, one: LibrarySet) -> dict[str, str]:
-        """Return the environment variables for a set's processes: each set has its own code, and its own cache of runs
-        and operations.
+        """Return {name: value} of the environment variables for a set's processes: each set has its own code, and its
+        own cache of runs and operations.
         """
         environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
         return environment | {"PERF_HELPERS_HOME": str(self.folder / one.name / "home")}
 
 
 def pip_reason(stderr: str) -> str:
-    """Return pip's errors in one line, without addresses."""
+    """Return pip's errors in one line, without addresses; `stderr` is what pip printed."""
     lines = [line.removeprefix("ERROR: ").strip() for line in stderr.splitlines() if line.startswith("ERROR: ")]
     known = [line for line in lines if not line.startswith(("Ignored the following", "ResolutionImpossible"))]
     return plain("; ".join(known or lines or stderr.strip().splitlines()[-1:]) or "pip gave no reason")
@@ -221,6 +221,7 @@ def became(one: LibrarySet, lessons: list[str], known: dict, status: str = "ok",
     "course" and "rehearsal" are results or None. If "rehearsal" is None, "not_rehearsed" has the reason.
 
     Args:
+        lessons: names of the lessons in "course".
         known: content of the set's `done.json`.
         status: "ok", "not installed" or "not run".
         message: why the set did not run; "" if it did.
@@ -236,7 +237,7 @@ def became(one: LibrarySet, lessons: list[str], known: dict, status: str = "ok",
 
 
 def done(one: LibrarySet, environments: Environments) -> dict:
-    """Return the stored results of a set, or {} if none are stored or anything that they depend on has
+    """Return the content of a set's `done.json`, or {} if it is missing or anything that the results depend on has
     changed since.
     """
     try:
@@ -326,9 +327,10 @@ def _sizes(runs: dict[str, list[dict]]) -> dict[str, dict[str, dict]]:
 
 
 def _between(old: dict, new: dict) -> dict:
-    """Return the differences between two sets: packages, and every change of the course and the rehearsal.
+    """Return the differences between two sets: {"old", "new": names, "packages", "changes" of the course, "rehearsed":
+    changes}.
 
-    `old`, `new`: what `became` returned for each set.
+    `old`, `new`: what `became` returned for each set. "rehearsed" is None unless both were rehearsed.
     """
     names = sorted(old["packages"].keys() | new["packages"].keys())
     pairs = {name: [row["packages"].get(name) for row in (old, new)] for name in names}

@@ -38,8 +38,8 @@ def causes() -> list[dict]:
 
 
 def _causes(record: dict) -> list[str]:
-    """Return, as Markdown, a list of the known causes of differences in the record (results/matrix.json); empty without
-    any.
+    """Return, as Markdown, a list of the known causes of differences in the record (results/matrix.json); empty
+    without any.
     """
     lines = []
     for cause in causes():

@@ -68,8 +68,9 @@ def training(number: int, seed: int, on_cpu: bool) -> Training:
 
 
 def counted(lab: Lab, one: Training, folder: Path) -> dict:
-    """Run a training on the CPU; return its record: the lab's count and the estimate by category, or why it is left
-    out.
+    """Run a training on the CPU; return its record, with the lab's count in "counted" and the estimate in "estimated".
+
+    Both are {"peak" or category: bytes}. A training that cannot run has the reason in "left_out".
 
     `folder`: folder for the file with the model's configuration.
     """

@@ -115,7 +115,10 @@ def card_and_batch(one: Pair, task: Task) -> tuple[Card, int]:
 
 
 def decide(one: Pair, folder: Path) -> dict:
-    """Return the record of a pair: the best recipe, and the rehearsals of it and of the next larger micro-batch.
+    """Return the record of a pair: its recipe, and the rehearsals of the best micro-batch ("best") and of the next
+    larger one ("next").
+
+    "keeps_its_word" is whether the best fits and the next does not; an undecided pair has the reason in "left_out".
 
     `folder`: folder for the file with the model's configuration.
     """
@@ -154,8 +157,8 @@ def decide(one: Pair, folder: Path) -> dict:
 
 
 def summary(rows: list[dict]) -> dict:
-    """Return in how many decided pairs the advice was right, how many pairs were left out, and the architectures,
-    compute capabilities and micro-batches of the decided pairs.
+    """Return the number of decided pairs ("decided"), of those in which the advice was right ("keeps_its_word") and of
+    others ("left_out"); and the architectures, compute capabilities and micro-batches of the decided pairs.
 
     An advice is right if its micro-batch fits in the rehearsal, and the next larger one runs out of memory.
 

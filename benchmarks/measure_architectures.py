@@ -286,9 +286,10 @@ def task_of(path: Path, name: str, family: str) -> Task:
 
 
 def compared(lab: Lab, name: str, kind: str, folder: Path) -> dict:
-    """Return the row of a class: bytes counted and estimated by category, or the reason why it was left out.
+    """Return the row of a class: bytes by category, "counted" and "estimated", or why it was "refused" or "left_out".
 
     Args:
+        lab: runs the training.
         name, kind: name of the class, and its model type.
         folder: folder for the files of configurations.
     """

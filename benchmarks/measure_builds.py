@@ -87,10 +87,10 @@ def of_tests(printed: str) -> dict:
 
 
 def conclude(rows: list[dict], options) -> dict:
-    """Return the median seconds per command and build (a checkout), and the speed of the first build as a multiple of
-    that of each other build.
+    """Return {"median_seconds": {command: {build: seconds}}, "ratios": likewise, relative to the first build's
+    seconds}.
 
-    `rows`: one per timed command; `options`: as in `runner.Measurement`.
+    A build is a checkout. `rows`: one per timed command; `options`: as in `runner.Measurement`.
     """
     taken: dict[str, dict[str, list[float]]] = {}
     for row in rows:

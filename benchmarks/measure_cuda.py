@@ -137,7 +137,7 @@ def rehearsed(experiment: Experiment, events: Path | None = None):
 
 
 def compare(lab: Lab, one: Training, folder: Path) -> dict:
-    """Rehearse and estimate a training; return its record: bytes of both, or the reason why it was left out.
+    """Rehearse and estimate a training; return its record: "rehearsed" and "estimated" bytes, or why it was "left_out".
 
     Args:
         lab: rehearses on a card of the training's compute capability.

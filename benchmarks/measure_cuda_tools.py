@@ -66,7 +66,8 @@ def question(one: Training, folder: Path) -> dict:
 
 
 def tracked(trainings: list[Training], folder: Path) -> list[dict]:
-    """Return MemTracker's answer for each training, on fake tensors of a rehearsed card of its compute capability.
+    """Return MemTracker's answer, as of `tools.query`, for each training, on fake tensors of a rehearsed card of its
+    compute capability.
 
     `folder`: folder for the files with configurations.
     """
@@ -79,7 +80,8 @@ def tracked(trainings: list[Training], folder: Path) -> list[dict]:
 
 
 def of_pypi(tool: str, pythons: list[str], path: Path) -> dict | None:
-    """Return a PyPI tool's version and its answer to each question, from the first interpreter that has the tool.
+    """Return {"version": a PyPI tool's, "said": its answer to each question}, from the first interpreter that has the
+    tool.
 
     Return None if no interpreter has it.
 

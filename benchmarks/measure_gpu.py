@@ -106,7 +106,7 @@ class Suite:
         print(f"{part}: {line(stored)}", file=sys.stderr, flush=True)
 
     def _found(self, row: Row) -> dict[str, Any]:
-        """Measure a row; return the fields of `StoredRow`."""
+        """Measure a row; return the fields of `StoredRow` that the measurement sets, by name."""
         if row.lacks:
             return {"status": NOT_TESTABLE, "message": row.lacks}
         kinds = {"run": self._run, "pair": self._pair, "question": self._ask}
@@ -163,7 +163,8 @@ class Suite:
 def setup_of(machine: Machine, versions: dict[str, str | None], profile: str) -> dict[str, Any]:
     """Return the properties that must be equal for two rows to count as measured on one machine.
 
-    With a GPU the host does not matter, because speeds are compared only within a row.
+    The keys are "machine", "gpus", "rehearsed", "versions" and "profile". With a GPU the host does not matter, because
+    speeds are compared only within a row.
     """
     gpus = [[gpu.name, gpu.memory_bytes, gpu.capability and list(gpu.capability)] for gpu in machine.gpus]
     about = {"machine": machine.name, "gpus": gpus, "rehearsed": machine.rehearsed}
@@ -171,7 +172,9 @@ def setup_of(machine: Machine, versions: dict[str, str | None], profile: str) ->
 
 
 def kept_of(run: Run) -> dict[str, Any]:
-    """Return the record of a run, without fields that its row has and without timelines of its memory."""
+    """Return the record of a run, by the names of `OF_A_RUN`, without timelines of its memory and without the seconds
+    of each step.
+    """
     listing = run.to_dict()
     if listing["memory"]:
         listing["memory"]["timeline"] = None
@@ -198,7 +201,7 @@ def _what(row: Row) -> str:
 
 
 def _is_another(row: Row, known: Known) -> bool:
-    """Return whether the stored row of this name was measured with other settings."""
+    """Return whether the row of this name in `known`, {name: row}, was measured with other settings."""
     return row.name in known and known[row.name].settings != json.loads(json.dumps(row.settings()))
 
 
@@ -206,6 +209,7 @@ def listing(suite: Suite, parts: list[str], seconds: float) -> str:
     """Return a text with the parts, their rows, and the most seconds that one call of the command takes for each part.
 
     Args:
+        suite: the rows of the suite on this machine.
         parts: names of the parts to list.
         seconds: how long a call begins new rows; its last row may take `LAST_SECONDS` more.
     """

@@ -49,7 +49,8 @@ def measure(programs: Named, options: argparse.Namespace) -> Iterable[tuple[str,
 
 
 def row(name: str, program: dict, options: argparse.Namespace) -> dict:
-    """Rehearse a program; return how it ended, its versions and its peaks.
+    """Rehearse a program; return the row of the record: "status", "version", "peaks" (bytes), "message" if it failed,
+    and more.
 
     Args:
         name, program: its name and its entry in programs.toml.
@@ -138,7 +139,7 @@ def fetched(program: dict) -> tuple[str, Path]:
 
 @functools.cache
 def install(package: str) -> str:
-    """Install a package, e.g. "trl==1.16.0", without its dependencies (programs.toml lists them); return its version."""
+    """Install a package, e.g. "trl==1.16.0", without its dependencies; return its version."""
     name = re.split(r"[=<>~!]", package)[0]
     if not (found := version_of(name)):
         words = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", PACKAGES, package]

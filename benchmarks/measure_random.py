@@ -68,8 +68,8 @@ def random_training(number: int, seed: int) -> Training:
 def compare(lab: Lab, one: Training, folder: Path) -> dict:
     """Return the record of a training, which is estimated while it is rehearsed.
 
-    If the estimate is wrong, "missed" has the differences in bytes, allocated and reserved. The other arguments are
-    those of `measure_cuda.compare`.
+    If the estimate is wrong, "missed" has the differences in bytes, allocated and reserved. The arguments are those of
+    `measure_cuda.compare`.
     """
     row = one.to_dict()
     with tempfile.TemporaryDirectory() as own, ThreadPoolExecutor(1) as beside:  # both write the configuration

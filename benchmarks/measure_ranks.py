@@ -67,7 +67,7 @@ SETUPS = [  # (name, task, training arguments)
 def formula(arguments: dict, ranks: int) -> list[float]:
     """Return the bytes per parameter of weights, gradients and AdamW's states on a rank after backward, in fp32.
 
-    DDP's buckets are a second set of gradients.
+    DDP's buckets are a second set of gradients. `arguments`: the training arguments.
     """
     if "deepspeed" in arguments:
         stage = arguments["deepspeed"]["zero_optimization"]["stage"]

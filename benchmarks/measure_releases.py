@@ -128,7 +128,8 @@ def _drawn(draw: random.Random) -> Iterator[Training]:
 
 
 def inferred(experiment: Experiment):
-    """Return a function for a fresh process of a rehearsal: it runs two passes in inference and returns torch's peaks.
+    """Return a function for a fresh process of a rehearsal: it runs two passes of an experiment in inference and
+    returns torch's peaks.
 
     The peaks, allocated and reserved bytes, count from the first forward pass.
     """

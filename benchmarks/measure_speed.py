@@ -83,7 +83,7 @@ def by_parts() -> dict:
 
 
 def passes_in_turns(task) -> list:
-    """Time three interleaved copies of the same forward and backward pass, on one thread.
+    """Time three interleaved copies of the same forward and backward pass of a task, on one thread.
 
     Return what `in_turns` returns.
     """
@@ -97,7 +97,7 @@ def passes_in_turns(task) -> list:
 
 
 def of_passes(task) -> dict:
-    """Return a row of the report for passes that are interleaved in three processes."""
+    """Return a row of the report, see `compared`, for passes of a task that are interleaved in three processes."""
     from perf_helpers import Lab
     from trainmem.records import CPU, WALL, Ratio
 
@@ -111,8 +111,8 @@ def of_passes(task) -> dict:
 def compared(pairs: list) -> list[dict]:
     """Compare pairs of recipes in this process; return a row of the report for each pair.
 
-    A pair is [name, changes of the task, arguments of the baseline, arguments of the other recipe, options of
-    `Lab.compare`].
+    A row has "name", "floor", "load", and [ratio, low, high] as "cpu" and "wall". A pair is [name, changes of the task,
+    arguments of the baseline, arguments of the other recipe, options of `Lab.compare`].
     """
     from perf_helpers import Lab
 

@@ -45,7 +45,7 @@ KEPT = ("kind", "source", "date", "commit", "gpu", "versions", "setup", "quantit
 
 
 def functions(*sources) -> dict[str, Callable]:
-    """Return {name: function} of all functions in these modules: the rebuilt loops and changes."""
+    """Return {name: function} of all functions in the modules `sources`: the rebuilt loops and changes."""
     return {name: made for source in sources for name, made in inspect.getmembers(source, inspect.isfunction)}
 
 
@@ -91,7 +91,9 @@ class Row:
 
     @property
     def question(self) -> dict[str, Any]:
-        """Return the arguments that `estimate` and a lab share: a custom loop, or a training with its changes."""
+        """Return {name: value} of the arguments that `estimate` and a lab share: a custom loop, or a training with
+        its changes.
+        """
         if loop := self.facts.get("loop"):
             return {"function": functools.partial(run_loop, LOOPS[loop], **self.given)}
         return self.given | ({"optimizer": functools.partial(changed, self.changes)} if self.changes else {})
@@ -160,7 +162,8 @@ def rehearse(found: list[Row], folder: Path) -> dict[str, float | None]:
 
 
 def row_of(row: Row, predictions: tuple[int, int | None]) -> dict[str, Any]:
-    """Return a row for the JSON: facts, figure and prediction in MiB, and the error as a share of the figure.
+    """Return a row for the JSON: facts, "published" and "predicted" figure in MiB, "error" as a share of the published
+    figure.
 
     `predictions`: what `predict` returned.
     """

@@ -20,7 +20,9 @@ GRADIENT = {"requires_grad": True}
 
 @contextlib.contextmanager
 def made_in(dtype: torch.dtype) -> Iterator[None]:
-    """Give modules that are made in this context a type from the start: fake weights cannot be replaced later."""
+    """Give modules that are made in this context the type `dtype` from the start: fake weights cannot be replaced
+    later.
+    """
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -105,7 +107,7 @@ def kl_div(V: int, B: int, T: int) -> None:
 
 
 def _jsd(found, target):
-    """Return the Jensen-Shannon divergence of two tensors of log-probabilities, in fp32."""
+    """Return the Jensen-Shannon divergence of two tensors of log-probabilities, `found` and `target`, in fp32."""
     found, target = found.float(), target.float()
     loss = nn.KLDivLoss(reduction="batchmean", log_target=True)
     mean = torch.lerp(torch.exp(target), torch.exp(found), 0.5)
@@ -309,8 +311,8 @@ def rope(T: int, H: int, heads: int, key_heads: int) -> None:
 
 
 def neighborhood_attention(B: int, T: int, H: int, heads: int) -> None:
-    """Run fp32 attention by matmuls on an input of shape (B, T, H), with a mask made in each forward pass; a second
-    layer is allocated but not run.
+    """Run fp32 attention with `heads` heads by matmuls on an input of shape (B, T, H), with a mask made in each forward
+    pass; a second layer is allocated but not run.
     """
     query_of, key_of, value_of, out_of, *_spare = (nn.Linear(H, H) for _ in range(8))
     rows, gradient = torch.randn(B, T, H, **GRADIENT), torch.randn(B, T, H)

@@ -32,10 +32,12 @@ def facts() -> dict:
 
 
 def train(name: str) -> dict:
-    """Run a training as its source describes it, on this process's GPU if there is one; return peak and reserved bytes.
+    """Run a training as its source describes it, on this process's GPU if there is one; return {name: bytes}.
 
-    It runs a warm-up step, a measured step, and a step whose peak is reset between its phases. The output of the model
-    lives during backward, as in a loop that keeps it in a variable.
+    "loaded" is the memory before the first step, "allocated" and "reserved" are the peaks of the measured step,
+    "forward", "backward" and "optimizer" those of the phases of the last step. The training has a warm-up step, a
+    measured step, and a step whose peak is reset between its phases. The output of the model lives during backward, as
+    in a loop that keeps it in a variable.
 
     `name`: name of the training in published_lora.toml.
     """
@@ -114,7 +116,7 @@ def predictions() -> dict[str, dict]:
 
 
 def compared(record: dict) -> list[dict]:
-    """Return each training's differences from the card in bytes, allocated and reserved, for one torch release.
+    """Return each training's {"name", "allocated", "reserved": bytes more than the card's} for one torch release.
 
     `record`: the release's record, see `predictions`.
     """

@@ -133,10 +133,10 @@ def preflight_loop(kind: str, size: int, length: int, task) -> None:
 
 
 def own_answers(tool: str, row: Row) -> dict:
-    """Return this project's answers for a training, as bytes by name: recorded ones, otherwise the estimate of its
-    loop.
+    """Return this project's answer for a training, as `tools.estimated` does: a recorded one, otherwise the estimate of
+    its loop.
 
-    `tool`: "rehearsal", or a name of this project's estimate.
+    `tool`: "rehearsal", or a name of this project's estimate; `row`: the training.
     """
     if tool in row.known or tool == "rehearsal":
         return row.known.get(tool, {"refused": "not rehearsed"})

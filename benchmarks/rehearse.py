@@ -66,7 +66,8 @@ def record(card: Card, course: Path | None = None) -> Path:
 
 
 def _row(run: Run) -> dict:
-    """Return the record of a run: its status, and its bytes, or None if it did not fit.
+    """Return the record of a run: its name, arguments, status and message, and "peak_bytes", "reserved_bytes",
+    "peak_phase" and "breakdown", each None if it did not fit.
 
     Raises RuntimeError for any failure but out of memory.
     """

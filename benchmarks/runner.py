@@ -141,7 +141,7 @@ def now() -> str:
 
 
 def stamp(rehearsed: bool = False) -> dict:
-    """Return machine, versions and date for a record.
+    """Return {"machine", "versions", "date"} for a record.
 
     `rehearsed`: also record the versions of the environment that rehearses.
     """

@@ -30,7 +30,9 @@ def mebibytes(found: Mapping[str, Any] | None) -> str:
 
 
 def versions(data: Mapping[str, Any], *packages: str) -> str:
-    """Return the library versions of a record as text, e.g. "torch 2.13.0, transformers 5.23.0"."""
+    """Return the versions of `packages` in a record (default: torch, transformers and bitsandbytes) as text, e.g.
+    "torch 2.13.0, transformers 5.23.0".
+    """
     packages = packages or ("torch", "transformers", "bitsandbytes")
     return ", ".join(f"{name} {data['versions'].get(name) or 'none'}" for name in packages)
 

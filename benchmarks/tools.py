@@ -15,7 +15,10 @@ ABOUT = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="ut
 
 
 def accelerate_estimate(task, arguments: dict) -> int:
-    """Return the answer of `accelerate estimate-memory` for a training with Adam, in bytes."""
+    """Return the answer of `accelerate estimate-memory` for a training of a task with Adam, in bytes.
+
+    `arguments`: the training arguments.
+    """
     from accelerate.commands.estimate import estimate_training_usage
     from accelerate.utils import calculate_maximum_sizes
 
@@ -35,6 +38,8 @@ def zero2(parameters: int) -> int:
 
 def mem_tracker(task, arguments: dict, device: str = "cpu") -> int:
     """Run torch's MemTracker over a plain loop on fake tensors, with all settings that a loop can have; return bytes.
+
+    `arguments`: the training arguments; `device`: "cpu" or "cuda".
 
     Raises:
         Exception: any error of an optimizer that reads values of its states, like those of bitsandbytes.
@@ -128,6 +133,9 @@ def errors(found: list[dict], measured: list[int | None], name: str = "bytes") -
 
 def row(name: str, found: list[dict], measured: list[int], cannot: str) -> dict:
     """Return the table row of one tool over all trainings.
+
+    Its keys are "tool", "answered", "asked", "median_error", "worst_error", "median_seconds", "most_own_bytes" and
+    "cannot_express".
 
     Args:
         name: the tool's name.

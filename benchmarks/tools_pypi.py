@@ -390,7 +390,7 @@ def answer(tool: Callable[[Question], Answer], question: Question) -> dict:
 
 
 def forked(tool: Callable[[Question], Answer], question: Question) -> dict:
-    """Return a tool's answer from a forked process."""
+    """Return a tool's answer to a question, see `answer`, from a forked process."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:

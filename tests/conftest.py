@@ -17,8 +17,9 @@ matplotlib.use("Agg")  # here only: a kernel that inherited MPLBACKEND would sho
 
 
 def pytest_collection_modifyitems(items):
-    """Add the markers that follow from a test's fixtures and folder. Mark cases beyond `daily(n)` as nightly. Folders
-    whose tests take long come first.
+    """Add the markers that follow from a test's fixtures and folder; pytest passes the tests as `items`.
+
+    Mark cases beyond `daily(n)` as nightly. Folders whose tests take long come first.
     """
     items.sort(key=lambda item: not {"rehearsal", "estimate", "lab", "advise"} & {*item.path.parts})
     cases = Counter()

@@ -62,7 +62,7 @@ def differences(old: str, new: str, claim_ids: set[str]) -> list[tuple[str, str,
 
 
 def read(source: str) -> str:
-    """Return the text of a path, or of REVISION:PATH."""
+    """Return the text of `source`, a path or REVISION:PATH as `git show` takes it."""
     if Path(source).exists():
         return Path(source).read_text("utf-8")
     done = subprocess.run(["git", "show", source], capture_output=True, text=True)

@@ -68,7 +68,7 @@ def a_run(name, peak):
 
 
 def outputs(monkeypatch):
-    """Return one output of every kind that a lesson shows."""
+    """Return one output, in a notebook's format, of every kind that a lesson shows."""
     reported = []
     monkeypatch.setattr("IPython.display.display", lambda data, **_: reported.append(data))
     lab = Lab("tiny", lesson="09_8bit_adam")

@@ -115,8 +115,9 @@ def results(name):
 
 @pytest.fixture(params=EVIL.values(), ids=EVIL)
 def pages(request, tmp_path):
-    """Return the three pages of two course runs: one in which every text is a malicious name, and one with
-    plain names.
+    """Return {"evil", "plain": [the report, history and comparison of two course runs, paths of HTML files]}.
+
+    In the "evil" runs every text is a malicious name.
     """
     made = {}
     for kind, name in (("evil", request.param), ("plain", "plain")):

@@ -117,8 +117,8 @@ def keys(value, names, line):
 
 
 def refused(names):
-    """Return {name: the lab's message} of those training arguments in `names` that the installed transformers does not
-    know.
+    """Return {name: the lab's message} of those training arguments in `names` that the installed transformers does
+    not know.
     """
     found = {}
     for name in sorted(names):

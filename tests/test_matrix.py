@@ -116,8 +116,8 @@ def rehearsed(size):
 
 
 class Made:
-    """Environments in which nothing is installed: each library set has given results, and `calls` and `ran` record the
-    calls.
+    """Environments in which nothing is installed: each library set has given results, and `calls` and `ran` record
+    the calls.
     """
 
     def __init__(self, matrix, folder):
@@ -156,8 +156,8 @@ def made(matrix, tmp_path):
 
 @pytest.fixture
 def run(matrix, made, tmp_path):
-    """Return a function (words of the command line) that runs the matrix with stub environments and returns (exit code,
-    record).
+    """Return a function (words of the command line) that runs the matrix with stub environments and returns (exit
+    code, record).
     """
 
     def run(*words):

@@ -40,8 +40,8 @@ def steps():
 
 
 def commands(text):
-    """Return every call of make or perf-helpers in shell code, as a list of words; `"$@"` and redirections are left
-    out.
+    """Return every call of make or perf-helpers in the shell code `text`, as a list of words; `"$@"` and redirections
+    are left out.
     """
     found = []
     for line in text.splitlines():

@@ -121,7 +121,7 @@ def recipes_of(given: dict[str, list[str]]) -> Iterator[Recipe]:
 
 
 def room_of(task: Task) -> tuple[int, int]:
-    """Return the largest micro-batch of a table and its largest length, in units of LENGTH_UNIT.
+    """Return (the largest micro-batch of a task's tables, the largest length in units of LENGTH_UNIT).
 
     The length stays below a sliding window, because longer sequences get another mask.
     """
@@ -204,7 +204,8 @@ def build(model: str, given: dict[str, list[str]], folder: Path) -> Iterator[str
 
 
 def index(published: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the index that the page loads before any table: models, choices, cards and versions.
+    """Return the index that the page loads before any table: {"models", "questions", "kernels", "categories", "cards",
+    "versions"}.
 
     `published`: the content of calculator.toml; a model without a table in `folder` is left out.
     """
@@ -242,7 +243,7 @@ def index(published: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def sizing(config) -> dict[str, Any]:
-    """Return the fields of a configuration that affect a training's memory.
+    """Return {field: value} of the fields of a configuration that affect a training's memory.
 
     The number of positions is left out for rotary positions, which have no weights.
     """
@@ -255,7 +256,7 @@ def sizing(config) -> dict[str, Any]:
 
 
 def formulas(task: Task) -> dict[str, dict[str, int]]:
-    """Return the memory of a training by other tools' formulas: {tool: {precision: bytes}}.
+    """Return the memory of a training of a task by other tools' formulas: {tool: {precision: bytes}}.
 
     `benchmarks/tools.py` uses the same formulas.
     """

@@ -306,7 +306,7 @@ def table(traced: dict[Point, Events]) -> dict[str, Any]:
 
 
 def _difference(one: Events, other: Events) -> str:
-    """Describe the first block in which two traces differ."""
+    """Describe the first block in which two traces, `one` and `other`, differ."""
     for number, (here, there) in enumerate(zip(one.order[-1], other.order[-1], strict=False)):
         if here != there:
             return f"block {number}: {here} and {there}"

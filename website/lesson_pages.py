@@ -57,7 +57,9 @@ def page(
 
 
 def _file_of(encoded: str, folder: Path) -> str:
-    """Write a base64 picture into a folder unless it is there; return its address relative to the folder's parent."""
+    """Write a picture, base64 text, into a folder unless it is there; return its address relative to the folder's
+    parent.
+    """
     content = base64.b64decode(encoded)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{hashlib.sha256(content).hexdigest()[:16]}.png"

@@ -112,7 +112,7 @@ class Sources:
     def linked(self, text: str, folder: Path) -> str:
         """Return a page's Markdown with links that work on the site.
 
-        `folder` is the page's folder in the repository.
+        `text`: the Markdown; `folder`: the page's folder in the repository.
         """
 
         def link(found: re.Match) -> str:
@@ -214,7 +214,11 @@ class Sources:
 
 
 def toctree(names: Sequence[str], caption: str = "") -> str:
-    """Return a hidden table of contents: it sets the order in the side bar and of the arrows at the end of a page."""
+    """Return, as Markdown, a hidden table of contents: it sets the order in the side bar and of the arrows at the end
+    of a page.
+
+    `names`: the pages; `caption`: the heading in the side bar.
+    """
     pages = "\n".join(name.removesuffix(".md") for name in names)
     return f"\n```{{toctree}}\n:hidden:\n{f':caption: {caption}' if caption else ''}\n\n{pages}\n```\n"
 

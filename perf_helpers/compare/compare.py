@@ -306,7 +306,8 @@ def _is_larger(old: Memory, new: Memory) -> bool | None:
     """Return whether a run's memory grew: True if the peak, the reserved memory or the memory after a phase did, False
     if it shrank.
 
-    The first of these that changed decides. None: only the categories changed.
+    The first of these figures that changed decides. None: only the categories changed. `old`, `new`: the memory in each
+    run.
     """
     sizes = [(old.peak_bytes, new.peak_bytes), (old.reserved_bytes, new.reserved_bytes)]
     sizes += [((old.phases or {}).get(phase), size) for phase, size in (new.phases or {}).items()]

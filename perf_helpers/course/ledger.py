@@ -42,8 +42,8 @@ class Guide:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """One row of the ledger: a claim's statement, quantity and rule. The header of claims.toml explains the fields for
-    authors.
+    """One row of the ledger: a claim's statement, quantity and rule. The header of claims.toml explains the fields
+    for authors.
     """
 
     id: str

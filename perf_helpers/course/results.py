@@ -133,7 +133,7 @@ def expectation_text(verdicts: Sequence[str] | None, predicted: Sequence[float] 
 
 
 def interval_text(ends: Sequence[float]) -> str:
-    """Return an interval in words, e.g. "0.55 to 0.61"."""
+    """Return an interval in words, e.g. "0.55 to 0.61"; `ends` are its low and its high end."""
     return " to ".join(map(number_text, ends))
 
 

@@ -119,8 +119,8 @@ class Lab(Runner):
         return found if len(others) > 1 else found[0]
 
     def noise_floor(self, *runs: Run) -> float:
-        """Return the factor within which the speeds of two of these runs count as equal (without runs: this machine's
-        factor).
+        """Return the factor within which the speeds of two of these runs count as equal (without runs: this
+        machine's factor).
         """
         return NOISE_FLOOR["cpu" if self._on_cpu(*runs) else "cuda"]
 

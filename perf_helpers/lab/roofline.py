@@ -44,7 +44,10 @@ class Ceilings:
         return self.flops_per_second / self.bytes_per_second
 
     def seconds(self, flops: float, moved_bytes: float) -> float:
-        """Return the seconds that an operation takes at least, by the roofline model."""
+        """Return the seconds that an operation takes at least, by the roofline model.
+
+        `flops`: its floating-point operations; `moved_bytes`: bytes that it reads plus bytes that it writes.
+        """
         return max(flops / self.flops_per_second, moved_bytes / self.bytes_per_second)
 
 
@@ -185,7 +188,8 @@ def products(lab, dtype: str, task: Task, batch_size: int, use_cpu: bool = False
 
 
 def _copied_bytes(device: str) -> int:
-    """Return how many bytes to copy: the size of the largest cache, but at most an eighth of the free memory.
+    """Return how many bytes to copy to measure a device's copy rate: the size of the largest cache, but at most an
+    eighth of the free memory.
 
     Source and target together then take twice the cache. The result is never below `COPIED_BYTES`.
     """
@@ -198,7 +202,7 @@ def _copied_bytes(device: str) -> int:
 
 
 def model_flops(task: Task, samples: int = 1, *, training: bool = True) -> int:
-    """Return the *model FLOPs* of some samples: the floating-point operations of all matmuls that they need.
+    """Return the *model FLOPs* of `samples` samples: the floating-point operations of all matmuls that they need.
 
     torch's FlopCounterMode counts them over one forward pass and, for training, one backward pass on fake tensors, so
     nothing is computed. Attention counts as the matmuls it consists of, whichever kernel runs it. Recomputation by

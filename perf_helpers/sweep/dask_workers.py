@@ -92,7 +92,7 @@ class Workers(Executor):
         self._watching = self._begin(self._watch())
 
     def submit(self, function: Callable, /, *arguments, **options) -> Future:
-        """Run a call on a worker and return its future, as any executor does.
+        """Run `function(*arguments, **options)` on a worker and return its future, as any executor does.
 
         The future raises `Killed` if two workers were killed while they ran the call, and ValueError if there is no
         worker.
@@ -190,7 +190,7 @@ class Workers(Executor):
         self._change = asyncio.Event()
 
     async def _ask(self, question: Callable, *arguments, **options) -> Any:
-        """Call a method of the scheduler's client, `question`, and return its answer.
+        """Call a method of the scheduler's client, `question`, with `arguments` and `options`, and return its answer.
 
         Raises:
             ValueError: the scheduler no longer answers.
@@ -383,7 +383,7 @@ def introduce(dask_worker) -> _Worker:
 
 
 def _versions() -> dict[str, str | None]:
-    """Return the versions, in this process, of `DECISIVE_PACKAGES` and of this package."""
+    """Return {package: version in this process, or None} of `DECISIVE_PACKAGES` and of this package."""
     found = hardware.versions()
     return {name: found[name] for name in DECISIVE_PACKAGES} | {"perf_helpers": perf_helpers.__version__}
 

@@ -208,7 +208,9 @@ def check(lab: Lab, key: str, judge: Callable[[Any], Feedback], answer: Any) -> 
 
 
 def _judgement(judge: Callable[[Any], Feedback], answer: Any) -> Feedback:
-    """Return the feedback of a check on an answer; "not measured" if it needs an unknown value or a failed run."""
+    """Return the feedback of a check, `judge`, on an answer; "not measured" if it needs an unknown value or a failed
+    run.
+    """
     try:
         return judge(answer)
     except (NeedsValues, RunFailed) as reason:
@@ -216,7 +218,10 @@ def _judgement(judge: Callable[[Any], Feedback], answer: Any) -> Feedback:
 
 
 def _keep(lab: Lab, kind: str, key: str, **content) -> None:
-    """Keep an outcome in the journal, unless it is "not measured" or the author's (see `prove`)."""
+    """Keep an outcome in the journal, unless it is "not measured" or the author's (see `prove`).
+
+    The arguments are those of `learner_log.keep`; `content` has the outcome's status.
+    """
     if not _is_author.get() and content.get("status") != "not measured":
         learner_log.keep(lab, kind, key, **content)
 

@@ -228,7 +228,9 @@ class _MemoryExplorer:
 def _start(task: Task, of: str, device: str, micro_batch: int) -> dict[str, Any]:
     """Return {name of a control: its first value}: a training, or inference, without techniques.
 
-    The weights have the type in which the model loads. `of` is "training" or "inference", `micro_batch` in samples.
+    The weights have the type in which the model loads.
+
+    `of`: "training" or "inference"; `device`: "cpu" or "cuda"; `micro_batch`: in samples.
     """
     dtype = task.weights().dtype
     return {

@@ -137,7 +137,7 @@ def _text(value: float | None, unit: str) -> str:
 
 @contextmanager
 def reader(gpu: hardware.Gpu | None) -> Iterator[Callable[[], Figures]]:
-    """Yield a function that reads the figures of one sample from a GPU; None: from the host."""
+    """Yield a function that reads {name: figure, or None if unknown} of one sample from a GPU; None: from the host."""
     if gpu is None:
         yield _host_reader()
         return
@@ -157,7 +157,7 @@ def reader(gpu: hardware.Gpu | None) -> Iterator[Callable[[], Figures]]:
 
 
 def _host_reader() -> Callable[[], Figures]:
-    """Return a function that reads the figures of CPU and memory; a figure that cannot be read is None."""
+    """Return a function that reads {name: figure} of CPU and memory; a figure that cannot be read is None."""
     process = psutil.Process()
     with suppress(psutil.Error, OSError):
         psutil.cpu_percent()  # the first sample reports the time since this call

@@ -88,7 +88,7 @@ class Recipe(svg.Point):
         return f"{self.name} ({self.kind})"
 
     def line(self, is_best: bool) -> str:
-        """Return the recipe's line in the list to select from; a star marks one of the best."""
+        """Return the recipe's line in the list to select from; a star marks one of the best (`is_best`)."""
         return f"{self.memory_text}, {self.speed_text}: {self.label}{' ★' if is_best else ''}"
 
 

@@ -164,7 +164,7 @@ def _ticks(end: float, parts: int, unit: str = "", top: float | None = None) -> 
 
 
 def _draw(picture: str, **facts) -> str:
-    """Return the HTML of a macro in drawings.html.j2; `facts` are the macro's arguments."""
+    """Return the HTML of the macro `picture` in drawings.html.j2; `facts` are the macro's arguments."""
     return str(getattr(_markup(), picture)(**facts))
 
 

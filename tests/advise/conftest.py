@@ -60,8 +60,8 @@ def native(machine):
 
 @pytest.fixture
 def followed(monkeypatch):
-    """Replace the estimate by `synthetic`, leave out recorded runs, and return the list of training arguments requested
-    so far.
+    """Replace the estimate by `synthetic`, leave out recorded runs, and return the list of training arguments
+    requested so far.
     """
     requests = []
 

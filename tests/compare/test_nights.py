@@ -17,7 +17,9 @@ from perf_helpers.course import course
 
 @pytest.fixture
 def shell(monkeypatch, capsys):
-    """Return a function that runs the command line in this process: (exit code, standard output, standard error)."""
+    """Return a function (words of the command line) that runs a command in this process and returns (exit code,
+    standard output, standard error).
+    """
 
     def run(*words):
         monkeypatch.setattr(sys, "argv", ["perf-helpers", *map(str, words)])

@@ -69,7 +69,7 @@ def _moved(cpu: Cpu, size: float, of_a_tensor: float) -> float:
 
 
 def forward(cpu: Cpu, samples: int, tokens: int, layers: int = 4, hidden: int = HIDDEN, *, half=False, eager=False):
-    """Return the seconds of a forward pass of a BERT, as (matmuls, other work, calls).
+    """Return the seconds of a forward pass of a BERT on a simulated CPU, as (matmuls, other work, calls).
 
     Args:
         samples, tokens: the batch, and the tokens per sample.
@@ -106,8 +106,8 @@ def parameters(layers: int = 4, vocabulary: int = 8000, hidden: int = HIDDEN) ->
 
 
 def update(cpu: Cpu, numbers: int, form: str = "fused") -> float:
-    """Return the seconds of the optimizer's update of this number of parameters, with the Trainer's clipping of
-    gradients.
+    """Return the seconds of an optimizer's update of `numbers` parameters on a simulated CPU, with the Trainer's
+    clipping of gradients.
 
     `form`: AdamW's implementation "fused", "foreach" or "loop"; or "adafactor".
     """
@@ -122,9 +122,11 @@ def step(
 
 
 def products_of(cpu: Cpu, samples: int, tokens: int, layers: int = 4, vocabulary: int = 8000) -> Products:
-    """Return the result that `roofline.products` would have on this CPU in bf16, for a BERT.
+    """Return the result that `roofline.products` would have on a simulated CPU in bf16, for a BERT.
 
-    `samples` and `tokens`: the batch, and the tokens per sample; `vocabulary`: number of words.
+    Args:
+        samples, tokens: the batch, and the tokens per sample.
+        layers, vocabulary: numbers of layers and of words.
     """
     seconds = 3 * layers * 24 * samples * tokens * HIDDEN**2 / cpu.fp32
     whole = step(cpu, samples, tokens, layers, vocabulary=vocabulary)
@@ -314,7 +316,7 @@ def _many_cpus(cpu):
 
 
 def _detector(cpu, modules=32, tensors=2.7, looks=11):
-    """Return the slowdown by lesson 23's detector, a factor on the seconds of a step.
+    """Return the slowdown by lesson 23's detector on a simulated CPU, a factor on the seconds of a step.
 
     The detector checks each of `tensors` tensors of each of `modules` modules by `looks` operations. Each operation
     takes the time of one call; an operation on weights also reads all of them.
@@ -346,7 +348,7 @@ def _batching(cpu):
 
 
 def _fewer_bits(cpu, matrices):
-    """Return the speed of one answer with other weights relative to bf16, and the predicted range.
+    """Return (the speed of one answer with other weights relative to bf16, its predicted range) on a simulated CPU.
 
     `matrices`: function (CPU, seconds with bf16) that returns the seconds with the other weights.
     """

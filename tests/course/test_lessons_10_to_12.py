@@ -102,7 +102,9 @@ WRONG = {
 
 
 def planted(function):
-    """Register an attention function with transformers, and return the name under which it is registered."""
+    """Register an attention function (queries, keys, values, mask) with transformers, and return its registered
+    name.
+    """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

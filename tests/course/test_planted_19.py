@@ -25,7 +25,9 @@ SIZES = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_atte
 
 
 def lesson(**planted):
-    """Return the lesson's functions with the names that they use; `planted` replaces some of these names."""
+    """Return the lesson's functions with the names that they use; `planted`, {name: value}, replaces some of these
+    names.
+    """
     taken = [node for node in ast.parse(SOURCE.read_text("utf-8")).body if getattr(node, "name", None) in FUNCTIONS]
     assert {node.name for node in taken} == FUNCTIONS
     scope = dict(torch=torch, F=torch.nn.functional, tempfile=tempfile, itertools=itertools, warnings=warnings)

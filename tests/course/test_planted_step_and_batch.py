@@ -34,7 +34,7 @@ TILES = [(256, 128), (128, 256), (128, 128), (256, 192), (192, 128), (128, 96)]
 def taken_from(lesson, *names, **given):
     """Return objects that a lesson defines at its top level under `names`, executed in order.
 
-    `given`: {name: value} that the lesson's code may use.
+    `lesson`: the lesson's name; `given`: {name: value} that the lesson's code may use.
     """
     space = {"math": math, "torch": torch, "statistics": statistics, "Ratio": Ratio, "CPU": CPU, "WALL": WALL} | given
     found = set()

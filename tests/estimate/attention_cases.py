@@ -161,7 +161,9 @@ class Seen(TorchDispatchMode):
 
 
 def chosen(one: Call) -> str:
-    """Make a call of scaled_dot_product_attention on "cuda", and return the letter of the kernel that torch selects."""
+    """Make the call `one` of scaled_dot_product_attention on "cuda", and return the letter of the kernel that torch
+    selects.
+    """
     query, key, value, mask = one.tensors("cuda")
     try:
         with Seen() as seen, one.gradients():

@@ -1,5 +1,5 @@
-"""Import `fakes` to use fake tensors in all tests of a module, as in an estimate; `fake` makes a fake tensor to begin
-with.
+"""Import `fakes` to use fake tensors in all tests of a module, as in an estimate; `fake` makes a fake tensor to
+begin with.
 """
 
 import pytest

@@ -102,7 +102,7 @@ def lab(undisturbed, tmp_path, monkeypatch):
 
 
 def read_by_workers(task, then=lambda: None):
-    """Read batches with a DataLoader's workers, which send them by sockets in the folder of temporary files.
+    """Read a task's batches with a DataLoader's workers, which send them by sockets in the folder of temporary files.
 
     Return the number of batches. `then` is called after each batch.
     """

@@ -131,7 +131,9 @@ def page(chromium, address):
 
 
 def drop(page, *paths, state):
-    """Drop files or folders on the page as a person does, and wait until the page shows the text `state`."""
+    """Drop files or folders, given by their paths, on the page as a person does, and wait until the page shows the
+    text `state`.
+    """
     box = page.locator("#class-drop").bounding_box()
     data = {"items": [], "files": [str(path) for path in paths], "dragOperationsMask": 1}
     session = page.context.new_cdp_session(page)

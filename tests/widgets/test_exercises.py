@@ -134,8 +134,8 @@ def test_a_check_is_held_against_its_solution_and_a_mistake():
 
 
 class Folds(HTMLParser):
-    """Find out how deeply each text of the HTML `shown` is folded, in `texts`; the summary of a fold counts as outside
-    of it.
+    """Find out how deeply each text of the HTML `shown` is folded, in `texts`; the summary of a fold counts as
+    outside of it.
     """
 
     def __init__(self, shown):

@@ -230,7 +230,7 @@ def test_a_drawing_error_fails_the_cell(cells):
 
 
 def read(times=1, gpu=None):
-    """Return the figures of `times` samples of a GPU, or of the host for None, read in this thread."""
+    """Return the figures, {name: value}, of `times` samples of a GPU, or of the host for None, read in this thread."""
     with monitor.reader(gpu) as look:
         return [look() for _ in range(times)]
 
