@@ -91,7 +91,7 @@ def record(course: Path) -> Path:
 
 
 def rehearsals() -> dict[str, dict]:
-    """Return {card: its newest rehearsal}.
+    """Return {card: its newest rehearsal, the content of results/rehearsed/<card>/<date>.json}.
 
     Raises:
         ValueError: a file is not marked as rehearsed.

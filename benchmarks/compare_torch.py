@@ -231,7 +231,10 @@ def answered(python: str, capability: str) -> dict:
 
 
 def differences(old: dict, new: dict) -> dict[str, tuple]:
-    """Return {name: (requests of the old release, of the new release)}; None if a release has no such case."""
+    """Return {name: (requests of the old release, requests of the new release)} of the cases in which they differ.
+
+    The requests are None if a release has no such case. `old`, `new`: what `requests` returned under each release.
+    """
     names = [*old, *(name for name in new if name not in old)]
     return {name: (old.get(name), new.get(name)) for name in names if old.get(name) != new.get(name)}
 

@@ -205,7 +205,7 @@ def _against(pair: str, row: Mapping[str, Any]) -> str:
 def _alike(rows: Rows, data: Mapping[str, Any], cards: Mapping[str, dict]) -> dict[str, dict[str, dict]]:
     """Return {card: {recipe: rehearsed row}} for cards like the measured GPU.
 
-    A card is like it if it has the same compute capability, and if its rehearsal trained the same task as the part
+    A card is like the GPU if it has the same compute capability, and if its rehearsal trained the same task as the part
     "ten".
 
     Args:

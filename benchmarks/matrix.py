@@ -72,7 +72,9 @@ class LibrarySet:
 
 
 def library_sets() -> list[LibrarySet]:
-    """Return the sets of matrix.toml, the oldest first. pip refuses versions that pyproject.toml does not admit."""
+    """Return the library sets of matrix.toml, the oldest first. pip refuses versions that pyproject.toml does not
+    admit.
+    """
     rows = tomllib.loads(SETS.read_text(encoding="utf-8"))["set"]
     return [LibrarySet(**row | {"packages": tuple(row["packages"])}) for row in rows]
 

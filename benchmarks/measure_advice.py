@@ -80,7 +80,7 @@ def pair(number: int, seed: int) -> Pair:
 
 
 class Undecided(Exception):
-    """This pair decides nothing; the message says why."""
+    """The rehearsal of a pair cannot decide whether the advice is right; the message says why."""
 
 
 def card_and_batch(one: Pair, task: Task) -> tuple[Card, int]:
@@ -88,6 +88,8 @@ def card_and_batch(one: Pair, task: Task) -> tuple[Card, int]:
 
     A made-up card gets up to a tenth more memory than one micro-batch needs. This micro-batch is so large that its peak
     is not in the optimizer update. For a real card, a line through two estimates predicts how many samples fit.
+
+    `task`: the pair's model as a task.
 
     Raises:
         Undecided: too many samples fit, or none.

@@ -69,7 +69,7 @@ class Training(Record):
     processes: int
 
     def task(self, folder: Path) -> Task:
-        """Return the task; write its configuration into `folder`."""
+        """Return the task of this training; write the model's configuration into `folder`."""
         return task_of(self.config, self.seq_len, folder / f"{self.number}.json")
 
     def experiment(self, folder: Path) -> Experiment:
@@ -106,10 +106,11 @@ def training(number: int, seed: int) -> Training:
 
 
 def rehearsed(experiment: Experiment, events: Path | None = None):
-    """Return a function for a fresh process of a rehearsal: it trains as a user would, without any meter.
+    """Return a function for a fresh process of a rehearsal: it trains an experiment as a user would, without any meter.
 
-    The function returns the statistics of torch's allocator since the first forward pass. `events`: file for every
-    allocation and free.
+    The function returns torch's peaks since the first forward pass, {"allocated", "reserved", "requested": bytes}.
+
+    `events`: file for every allocation and free; None: none is written.
     """
 
     def work(_):

@@ -195,7 +195,7 @@ def answering(python: str) -> Iterator:
 
 
 def answer() -> None:
-    """Estimate cases from standard input, a line of JSON each, until the end of the input."""
+    """Read cases from standard input, a line of JSON each, until its end, and print the estimate of each as JSON."""
     optional_packages.offer("peft")
     print(json.dumps(hardware.versions()["torch"]), flush=True)
     for line in sys.stdin:

@@ -128,7 +128,7 @@ def compared(record: dict) -> list[dict]:
 
 
 def page() -> str:
-    """Return a table of the card's figures and those of each torch release, in Markdown."""
+    """Return, in Markdown, a table of the T4's measured figures and of the predictions by each torch release."""
     about, found = facts(), predictions()
     lines = [f"From {about['source']}. It says {about['said']}. {about['setup']}."]
     head, rows = ["training"], {name: [name] for name in about["trainings"]}

@@ -34,7 +34,7 @@ class History:
 
     @classmethod
     def read(cls) -> "History":
-        """Read results/: course runs, rehearsals, and the library matrix."""
+        """Read the results of all claims from results/: course runs, rehearsals, and the library matrix."""
         runs = course_runs(RESULTS)
         newest = {data["file"].parent: data for data in runs}
         now, before, machines = defaultdict(list), defaultdict(list), []

@@ -34,7 +34,7 @@ _NORM = "aten.linalg_vector_norm.default"
 
 
 class Unfit(ValueError):
-    """Raised if no table can be made from these traces; the message says why."""
+    """No table can be made from the given traces; the message says why."""
 
 
 class Program(NamedTuple):

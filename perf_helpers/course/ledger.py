@@ -123,8 +123,9 @@ def decide(claim: Claim, value: float | tuple[float, float] | None, machine_supp
     other value is refuted. An interval whose values get different verdicts is "too small to tell".
 
     Args:
-        value: a number or an interval (low, high), in the unit of `claim.quantity`.
-        machine_supports: whether the machine has the hardware that the claim needs; if not, it is not testable.
+        value: a number or an interval (low, high), in the unit of `claim.quantity`; None only for a claim that is not
+            testable.
+        machine_supports: whether the machine has the hardware that the claim needs; if not, the claim is not testable.
     """
     if not machine_supports or claim.where == "text":
         return Verdict.NOT_TESTABLE

@@ -28,7 +28,7 @@ def report(directory: str | Path, pages: Mapping[str, dict[str, Any]] | None = N
 
     Args:
         directory: folder with results.json and the executed notebooks.
-        pages: {lesson: what `lesson_page` returned} of pages that have been made already.
+        pages: {lesson: what `lesson_page` returned} of pages that have been made already; None: no page has.
 
     Raises:
         ValueError: results.json is missing or damaged.

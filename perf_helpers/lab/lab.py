@@ -125,9 +125,12 @@ class Lab(Runner):
         return NOISE_FLOOR["cpu" if self._on_cpu(*runs) else "cuda"]
 
     def ratio(self, pairs: Sequence[float], *runs: Run) -> Ratio:
-        """Return the ratio of interleaved pairs: their median and bootstrap interval, widened to `noise_floor(*runs)`.
+        """Return the median of the speed ratios of interleaved pairs with a bootstrap interval, widened to
+        `noise_floor(*runs)`.
 
         If a pair is unknown, the ratio is unknown too. Raises ValueError for fewer than 3 pairs.
+
+        `pairs`: the ratio of each pair; `runs`: the compared runs.
         """
         return Ratio.of_pairs(pairs, self.noise_floor(*runs))
 
@@ -293,8 +296,8 @@ class Lab(Runner):
     def _on_cpu(self, *runs: Run) -> bool:
         """Return whether one of these runs computed on the CPU.
 
-        On a machine with a GPU that is so under `use_cpu`, and if there are fewer GPUs than ranks, which then
-        communicate by gloo. A function that leaves its GPU idle is not recognized.
+        On a machine with a GPU a run computes on the CPU under `use_cpu`, and if there are fewer GPUs than ranks, which
+        then communicate by gloo. A function that leaves its GPU idle is not recognized.
         """
         gpus = max(1, len(self.machine.gpus)) if self.machine.kind == "cuda" else 0
         return not gpus or any(run.arguments.get("use_cpu") or run.processes > gpus for run in runs)

@@ -52,10 +52,10 @@ class Ceilings:
 
 
 def ceilings(dtype: str = "float32", device: str | None = None) -> Ceilings:
-    """Measure both rates in this process, with torch's current threads. Call it in a fresh subprocess (`Lab.run`).
+    """Measure the matmul rate and the copy rate in this process, with torch's current threads.
 
-    The fastest of several tries counts. With one CPU thread the clock is CPU time, which other load disturbs least;
-    otherwise it is the wall clock.
+    Call it in a fresh subprocess (`Lab.run`). The fastest of several tries counts. With one CPU thread the clock is CPU
+    time, which other load disturbs least; otherwise it is the wall clock.
 
     Args:
         dtype: type of the matmul: "float32" (on a GPU under the current tf32 setting), "bfloat16" or "float16".

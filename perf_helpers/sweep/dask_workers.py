@@ -106,7 +106,9 @@ class Workers(Executor):
         return [(worker.machine, worker.versions) for worker in [*self._workers.values()]]
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Refuse further calls, and wait for those that run; with `cancel_futures` end them and their processes."""
+        """Refuse further calls, and wait for those that run unless `wait` is False; with `cancel_futures` end these
+        calls and their processes.
+        """
         self._closed = True
         if self._client.loop.asyncio_loop.is_running():  # otherwise the client was closed, which ended all calls
             ended = self._begin(self._stop(cancel_futures))

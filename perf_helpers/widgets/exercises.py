@@ -275,11 +275,11 @@ def challenge(
 
     Args:
         key: names the challenge within the lesson.
-        answer: the recipe, a dict of training arguments (as for `lab.train`), or None.
+        answer: the recipe, a dict of training arguments (as for `lab.train`); None: not attempted.
         baseline: a run of `lab.train` in this lab. The recipe trains its task and must keep its effective batch.
-        limit_bytes: the largest peak that is allowed.
-        at_least_speed: least samples per second, as a share of the baseline's, measured by `lab.compare`. A recipe
-            fails only if the whole interval of its speed is below this share, so that noise cannot be the cause.
+        limit_bytes: the largest peak that is allowed; None: any.
+        at_least_speed: least samples per second, as a share of the baseline's, measured by `lab.compare`; None: any. A
+            recipe fails only if the whole interval of its speed is below this share, so that noise cannot be the cause.
 
     Raises:
         ValueError: the challenge has no target, or its baseline failed.

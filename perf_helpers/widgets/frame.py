@@ -70,9 +70,10 @@ def close_widget(widget: "Widget") -> None:
 
 
 def observe(controls: "Iterable[Widget]", function: Callable[[Any], None], output: "Output") -> Callable[..., None]:
-    """Call a function whenever one of the controls changes its value; `output` captures what it shows or raises.
+    """Call a function whenever one of the controls changes its value; `output` captures what the function shows or
+    raises.
 
-    Returns the callback.
+    Return the callback that was registered.
     """
     callback = output.capture()(function)
     for control in controls:

@@ -189,7 +189,10 @@ class _MemoryExplorer:
             self._output.outputs = (*self._output.outputs, {"output_type": "error"} | output)
 
     def _traced(self, position: Position) -> MemoryEstimate | str:
-        """Return the estimate of a position, or the message of its error."""
+        """Return the estimate of a position, or the message of its error.
+
+        `position`: (name, value) of each visible control.
+        """
         try:
             return estimate_at(self._task, dict(position), self._capability)
         except ValueError as error:

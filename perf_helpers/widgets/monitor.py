@@ -128,7 +128,10 @@ live = Monitor  # its name in lessons
 
 
 def _text(value: float | None, unit: str) -> str:
-    """Return a value with its unit as text. It has two digits, or is a whole number: more digits would flicker."""
+    """Return a value with its unit as text. It has two digits, or is a whole number: more digits would flicker.
+
+    None or unknown gives "not measured".
+    """
     return bytes_text(value) if unit == "B" else number_text(value, unit, digits=2)
 
 

@@ -139,7 +139,9 @@ def within(value: float, floor: float = CLOCK) -> Ratio:
 
 
 def _by_parts(value: float) -> tuple[float, float]:
-    """Return the range that lesson 05 predicts from passes and updates, timed separately: 20 % around `value`."""
+    """Return the range that lesson 05 predicts from passes and updates, timed separately: 20 % around the ratio
+    `value`.
+    """
     return value / 1.2, value * 1.2
 
 

@@ -31,7 +31,9 @@ def ordered(events):
 
 
 def events(changes):
-    """Return bytes for an allocation, and ~n for the free of the n-th block. Frees of earlier blocks are left out.
+    """Return bytes for an allocation, and ~n for the free of the n-th block.
+
+    Frees of blocks that were allocated before the first event are left out.
 
     `changes`: (block, bytes) of each event; the bytes of a free are negative.
     """

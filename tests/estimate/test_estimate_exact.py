@@ -244,7 +244,7 @@ def configurations(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def both(request, configurations, tmp_path_factory):
-    """Yield a function (pair, whether it trains) that returns (the lab's count, the estimate).
+    """Yield a function ((architecture, settings), whether it trains) that returns (the lab's count, the estimate).
 
     All pairs that tests will request are started at once, one per core at a time.
     """

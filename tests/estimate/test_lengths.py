@@ -38,8 +38,8 @@ def test_the_worst_step_has_the_peak_of_the_epoch_to_the_byte(multiple, argument
 @pytest.mark.nightly
 @pytest.mark.parametrize("passes", [1, 2])
 def test_packed_batches_too(passes):
-    """With two micro-batches, the worst one is not the one with the most tokens, because gradients exist during the
-    second.
+    """With two micro-batches, the worst batch is not the one with the most tokens, because gradients exist during the
+    second micro-batch.
     """
     arguments = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": passes}
     found = worst_batch(LLAMA, SAMPLES, device="cpu", **arguments)

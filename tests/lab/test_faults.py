@@ -282,7 +282,9 @@ def test_children_end_with_the_experiment_whatever_session_they_are_in_and_howev
 
 
 def test_the_children_of_an_experiment_that_goes_on_are_not_ended_with_another_one(lab):
-    """This includes children whose parents have ended, which belong to the experiment only because it adopts them."""
+    """Children whose parents have ended, which belong to the experiment only because it adopts them, are not ended
+    either.
+    """
     from trainmem.measure.forkserver import CleanProcess
 
     def keep(on_step):
@@ -478,8 +480,8 @@ KERNEL = """
 
 @pytest.fixture
 def kernel(lab, tmp_path):
-    """Start a process with its own lab, and return it with a function that waits for an experiment there and returns
-    (its id, its server's id).
+    """Yield a process with its own lab, and a function that waits for an experiment there and returns [process id of
+    the experiment, process id of its server].
     """
     environment = os.environ | {"OUT": str(tmp_path), "PATHS": os.pathsep.join(sys.path)}
     code = textwrap.dedent(KERNEL)

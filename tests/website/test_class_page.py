@@ -102,7 +102,7 @@ def files(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory):
-    """Yield the address of the page's own HTML as a plain document, served beside its script and style."""
+    """Yield the address of the class page's own HTML as a plain document, served beside its script and style."""
     text = (WEBSITE / "class.md").read_text()
     content = f"<h1>A class</h1>{text[text.index('<link') :]}"
     style = "body{margin:1rem;font-family:sans-serif} [data-theme=dark] body{background:#14181e;color:#ced6dd}"
@@ -118,7 +118,7 @@ def address(tmp_path_factory):
 
 @pytest.fixture
 def page(chromium, address):
-    """Yield the page without files; any later request or error of the page fails the test."""
+    """Yield the class's page in a browser, without files; any later request or error of the page fails the test."""
     context = chromium.new_context(viewport={"width": 1280, "height": 900})
     page, faults = context.new_page(), []
     page.goto(address)

@@ -38,7 +38,7 @@ def picture(size=40):
 
 
 def executed():
-    """Return a small executed lesson."""
+    """Return a small executed lesson as a notebook."""
     shown = f'<img alt="a plot" src="data:image/png;base64,{picture()}">'
     outputs = [
         new_output("display_data", {"text/html": NO_GUESS, **WIDGET}),
