@@ -294,8 +294,8 @@ def test_products_are_awkward_in_backward_where_a_library_is_slow_at_them():
 
 
 def test_copies_do_not_decide_the_order_of_the_groups():
-    """Copies move many bytes and compute nothing, so they do not change the order. Norms that are plain sums give no
-    order.
+    """Copies move many bytes and compute nothing, so they do not change the order of the groups of operations. Norms
+    that are plain sums give no order.
     """
     row = recorder().Row
     step = [
