@@ -18,7 +18,7 @@ LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, toke
 BUDGETS = (
     ("trainmem", ["trainmem/**/*.py"], 11_840, 84),
     ("  core", ["trainmem/core/*.py"], 2_130, 15),
-    ("  measure", ["trainmem/measure/*.py"], 2_112, 14),
+    ("  measure", ["trainmem/measure/*.py"], 2_114, 14),
     ("  estimate", ["trainmem/estimate/*.py"], 4_240, 29),
     ("  rehearsal", ["trainmem/rehearsal/**/*.py"], 1_103, 9),
     ("  advise", ["trainmem/advise/*.py"], 1_129, 8),

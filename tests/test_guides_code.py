@@ -86,6 +86,7 @@ def test_what_is_written_instead_runs(lesson):
     assert {outcome for *_, instead, outcome in lesson["rows"] if instead} == {"runs"}
 
 
+@pytest.mark.nightly
 def test_a_word_is_what_happened(lesson):
     lines = {
         "x = 1": "runs",

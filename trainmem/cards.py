@@ -20,7 +20,7 @@ DEFAULT_CAPABILITY = (9, 0)  # an H100's: used if no GPU is named and this machi
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A GPU model, and how many of these GPUs there are."""
+    """Hold a GPU model's name, compute capability, usable bytes, CUDA context, and how many of them there are."""
 
     name: str  # as people write it
     capability: tuple[int, int]  # compute capability: (9, 0) for an H100
@@ -31,7 +31,7 @@ class Card:
 
     @property
     def limit_bytes(self) -> int:
-        """Return the bytes that a training may use: the card's without the margin. If the size is that of the whole
+        """The bytes that a training may use: the card's memory minus the margin. If `memory_bytes` is that of the whole
         board (`is_board`), the part that torch cannot use is left out too.
         """
         return int((1 - MARGIN) * self.memory_bytes * (OF_BOARD if self.is_board else 1))
@@ -64,7 +64,8 @@ def context_bytes(compute_capability: tuple[int, int]) -> int | None:
 
     They depend on driver, CUDA and the kernels loaded. Sources: 1343 MiB on a V100 (with one segment of 2 MiB), in
     "Model training anatomy" of transformers' documentation; 751 MiB in fp32 and 767 MiB with 16 bits, which the GPU
-    suite measured on an H100 (driver 580, CUDA 13.0)."""
+    suite measured on an H100 (driver 580, CUDA 13.0).
+    """
     return {(7, 0): 1341 << 20, (9, 0): 767 << 20}.get(compute_capability)
 
 

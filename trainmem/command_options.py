@@ -74,19 +74,21 @@ Capability = Annotated[str | None, typer.Option(help="Compute capability of the 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Invocation:
-    """Inputs of a command other than its options: the `obj` of its typer context."""
+    """Hold the inputs of a command other than its options: the user's words, and published speed ratios. typer keeps it
+    as `obj`.
+    """
 
     words: list[str] = dataclasses.field(default_factory=list)  # the command line as the user typed it
     published: "Published | None" = None  # speed ratios for `advise`
 
 
 def invocation(context: typer.Context) -> Invocation:
-    """Return the context's `Invocation`, or an empty one."""
+    """Return the `Invocation` in a typer context, or an empty one if it has none."""
     return context.obj or Invocation()
 
 
 def task_fields(context: typer.Context) -> dict[str, Any]:
-    """Return the options image_size, audio_seconds and objective of a command, as fields of a `Task`."""
+    """Return {name: value} of the command's options image_size, audio_seconds and objective, as fields of a `Task`."""
     return {name: context.params[name] for name in ("image_size", "audio_seconds", "objective")}
 
 
@@ -101,7 +103,11 @@ def training_arguments(context: typer.Context, words: list[str]) -> dict[str, An
 
 
 def function_of(text: str) -> Callable[[Task], Any]:
-    """Return the function that "file.py:name" names. Raises ValueError if there is none."""
+    """Return the function that "file.py:name" names; it takes a task.
+
+    Raises:
+        ValueError: no such file, or no such function in it.
+    """
     file, _, name = text.rpartition(":")
     if not (file.endswith(".py") and Path(file).is_file()):
         raise ValueError(f"--function {text}: no such file; give file.py:function of an existing file")
@@ -126,10 +132,10 @@ def capability(text: str | None) -> tuple[int, int] | None:
 
 
 def size_lines(memory: Memory | None, binary: bool = False) -> list[str]:
-    """Return memory sizes as lines of text; [] if none were measured.
+    """Return memory sizes as lines of text; [] if `memory` is None or has no sizes.
 
     The lines are the categories of the peak, on CUDA the allocated and reserved totals, and the peaks of phases outside
-    of the steps. `binary`: as in `bytes_text`.
+    of the steps. `binary`: whether to print GiB instead of GB.
     """
     sizes = {name_text(category): size for category, size in ((memory and memory.breakdown) or {}).items() if size}
     if memory and memory.reserved_bytes:  # an allocator on CUDA
@@ -140,7 +146,9 @@ def size_lines(memory: Memory | None, binary: bool = False) -> list[str]:
 
 
 def run_json(run: Run) -> dict[str, Any]:
-    """Return a run's figures by name, in bytes and seconds; None means not measured."""
+    """Return a run as {field: value} for JSON: status, task, arguments, memory in bytes, times in seconds; an
+    unmeasured value is None.
+    """
     record = run.to_dict()  # unknown values are None here
     timing = record["timing"] or {}
     about = ("status", "message", "weights", "arguments", "task", "processes", "losses", "machine", "versions", "date")
@@ -150,13 +158,15 @@ def run_json(run: Run) -> dict[str, Any]:
 
 
 def memory_json(memory: Memory | None) -> dict[str, Any]:
-    """Return a memory's fields, its kind as "peak_kind"; None means not measured."""
+    """Return the fields of a `Memory` as {name: bytes or value}, its kind as "peak_kind"; all are None if `memory` is
+    None.
+    """
     record = memory.to_dict() if memory else dict.fromkeys(item.name for item in dataclasses.fields(Memory))
     return {"peak_kind": record.pop("kind")} | record
 
 
 def exit_code(run: Run) -> int:
-    """Return a run's exit code, 0 or 1; if it failed, print why to standard error."""
+    """Return a run's exit code: 0, or 1 if the run failed, with the reason printed to standard error."""
     if not run.ok:
         typer.echo(f"{run.status}: {run.message}", err=True)
     return int(not run.ok)

@@ -8,7 +8,9 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Technique:
-    """One choice that a recipe can make, e.g. an optimizer: its arguments, its cost, and the claim about its speed."""
+    """Hold one choice that a recipe can make, e.g. an optimizer: its arguments, its cost, and the claim about its
+    speed.
+    """
 
     name: str  # shown in tables
     arguments: dict[str, Any] = field(hash=False)  # training arguments that switch it on
@@ -17,7 +19,7 @@ class Technique:
 
     @property
     def words(self) -> set[str]:
-        """Return the names by which a user may refer to it."""
+        """The names by which a user may refer to the technique: its name, its arguments, and their values."""
         values = {value for value in self.arguments.values() if isinstance(value, str)}
         return {self.name, *self.arguments, *values} - ({"optim"} if not self.cost else set())
 
@@ -105,5 +107,5 @@ ACCUMULATION = ("accumulation", "gradient_accumulation_steps")
 
 
 def techniques() -> list[Technique]:
-    """Return all techniques."""
+    """Return all techniques that a recipe can choose, without the plain choices."""
     return [option for options in QUESTIONS.values() for option in options if option]

@@ -25,7 +25,7 @@ SCHEMA = 2  # version of a run in a file; version 1 had `samples_per_step` among
 
 
 class Category(StrEnum):
-    """Uses of live memory, in the order of tables and pictures."""
+    """Name the uses of live memory, in the order of tables and pictures."""
 
     WEIGHTS = "weights"  # trained weights; in inference all weights
     FROZEN_WEIGHTS = "frozen_weights"  # weights that the training does not change
@@ -50,7 +50,7 @@ TENSOR_CATEGORIES = CATEGORIES[:-1]
 
 
 class Phase(StrEnum):
-    """Phases of a training, as the hooks of modules, of `backward` and of the optimizer's step find them."""
+    """Name the phases of a training, as the hooks of modules, of `backward` and of the optimizer's step find them."""
 
     SETUP = "setup"  # before the first forward
     BEFORE = "before"  # between a step and the next forward: data are loaded
@@ -69,8 +69,8 @@ class Phase(StrEnum):
 
     @property
     def shown(self) -> str:
-        """Return the phase's name in results. Clipping counts as part of the optimizer's step, data loading as part of
-        the forward.
+        """The phase's name in results. Clipping counts as part of the optimizer's step, data loading as part of the
+        forward.
         """
         if self in (Phase.SETUP, Phase.BEFORE, Phase.AFTER_FORWARD):
             return Phase.FORWARD.value
@@ -82,7 +82,7 @@ BEGIN = "begin "  # prefix of the mark at the beginning of such a phase; the mar
 
 
 def is_end(label: str) -> bool:
-    """Return whether this label marks the end of a phase of a training step."""
+    """Return whether a mark's label is the end of a phase of a training step, e.g. "forward", and not e.g. "start"."""
     return label != "start" and label not in APART and not label.startswith(BEGIN)
 
 
@@ -100,17 +100,22 @@ def stretches(labels: Iterable[str]) -> Iterator[tuple[Phase, int, int]]:
 
 
 class Record:
-    """A dataclass that is stored as JSON: `to_dict` writes it, `from_dict` reads it, also from other versions."""
+    """Base of dataclasses that are stored as JSON: `to_dict` writes one, `from_dict` reads it, also from other
+    versions.
+    """
 
     __slots__ = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON types; unknown and missing figures become None."""
+        """Return {field: value} in JSON types; unknown and missing figures become None."""
         return _as_json(dataclasses.asdict(self))
 
     @classmethod
     def from_dict(cls, data: dict[str, Any] | None):
-        """Return the record, or None for None. Unknown keys of a newer file are ignored; missing ones get defaults."""
+        """Return the record that `to_dict` wrote as `data`, or None for None.
+
+        Unknown keys of a newer file are ignored; missing keys get defaults.
+        """
         known = [item for item in dataclasses.fields(cls) if item.name in (data or {})]
         return None if data is None else cls(**{item.name: _read(item.type, data[item.name]) for item in known})
 
@@ -124,7 +129,8 @@ def _as_json(value: Any) -> Any:
 
 
 def _read(kind: Any, value: Any) -> Any:
-    """Return the value of a field of type `kind`: a list becomes a tuple, a dict a record if `kind` names one.
+    """Convert the JSON value of a field to the type `kind`: a list becomes a tuple, a dict a record if `kind` names
+    one.
 
     Raises:
         ValueError: NaN in a field that is not a float.
@@ -139,7 +145,9 @@ def _read(kind: Any, value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Memory(Record):
-    """Memory of an experiment, in bytes; None is not measured."""
+    """Hold an experiment's memory in bytes: the peak, where it occurred, and breakdowns by category; None is not
+    measured.
+    """
 
     peak_bytes: int  # counted from the first forward pass on
     # "counted" (CPU: live bytes, from the allocator's own events), "allocated" (CUDA: what torch's caching allocator
@@ -164,8 +172,10 @@ class Memory(Record):
     rss_bytes: int | None = None  # peak resident memory of the process: information only
 
     def explained(self, categories: "Memory") -> "Memory":
-        """Return this total with the breakdowns of a second pass that tracked all tensors. The categories sum to the
-        total.
+        """Return this memory with the breakdowns of `categories`, a second pass that tracked all tensors.
+
+        Bytes of this total that no tensor of that pass explains count as operator workspace, so the categories sum to
+        the total.
         """
         if categories.breakdown is None:
             return self
@@ -185,8 +195,8 @@ class Memory(Record):
 
 
 def explain(live: dict[str, int], total: int) -> dict[str, int]:
-    """Return bytes by category that sum to `total`: the live tensors, and as operator workspace the rest, which no
-    tensor shows.
+    """Return bytes by category that sum to `total`: the tensors in `live`, {category: bytes}, and the difference as
+    operator workspace, which no tensor shows.
     """
     seen = {category: live[category] for category in TENSOR_CATEGORIES}
     return seen | {Category.INSIDE_OPERATIONS: total - sum(seen.values())}
@@ -194,7 +204,7 @@ def explain(live: dict[str, int], total: int) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Timing(Record):
-    """Seconds per optimizer step, without warm-up."""
+    """Hold seconds per optimizer step, without warm-up: median, spread, and each step's."""
 
     step_seconds: float  # median
     spread_seconds: float  # interquartile range
@@ -218,9 +228,10 @@ _FAILED = {
 
 @dataclass(frozen=True, slots=True)
 class Run(Record):
-    """The result of one experiment.
+    """Hold the result of one experiment: its arguments and task, status, memory in bytes, times in seconds, losses,
+    machine.
 
-    A figure that was not requested is None. One that is missing because the run failed is false, and any use of it
+    A figure that was not requested is None. A figure that is missing because the run failed is false, and any use of it
     raises `trainmem.unknown.RunFailed` with the run's `failure`.
     """
 
@@ -259,7 +270,7 @@ class Run(Record):
 
     @property
     def failure(self) -> str:
-        """Return how the run failed, with its message and what to do about it; empty if it is ok."""
+        """How the run failed, with its message and what to do about it; empty if the run is ok."""
         if self.ok:
             return ""
         how, remedy = _FAILED.get(self.status, (f"is {self.status}", "Run it again"))
@@ -267,7 +278,7 @@ class Run(Record):
 
     @property
     def experiment(self) -> str:
-        """Return the experiment as text, equal for equal experiments.
+        """The experiment as text, equal for equal experiments.
 
         The text has no code: two functions with the same arguments have equal texts.
         """
@@ -296,7 +307,7 @@ class Run(Record):
 
 @dataclass(frozen=True, slots=True)
 class Ratio(Record):
-    """A measured ratio with its interval. If 1 is inside the interval, the effect is too small to tell."""
+    """Hold a measured ratio with its interval. If 1 is inside the interval, the effect is too small to tell."""
 
     value: float  # the median of the pairs
     low: float  # the bootstrap's interval, widened to the noise floor
@@ -325,7 +336,7 @@ class Ratio(Record):
         to the noise floor. If a pair is unknown, so is the ratio.
 
         Args:
-            pairs: ratios, at least 3.
+            pairs: the ratio of each pair, at least 3.
             floor: the factor within which two speeds count as equal.
 
         Raises:
@@ -340,11 +351,13 @@ class Ratio(Record):
 
     @classmethod
     def of_processes(cls, groups: Sequence[Sequence[float]], floor: float) -> "Ratio":
-        """Return the ratio of pairs from several processes, equally many from each. Pairs of one process share its
-        conditions, so the bootstrap first draws processes, then pairs of those processes.
+        """Return the ratio of pairs of measurements from several processes, equally many from each process.
+
+        Pairs of one process share its conditions, so the bootstrap first draws processes, then pairs of the drawn
+        processes.
 
         Args:
-            groups: the ratios of each process.
+            groups: the ratios of the pairs of each process.
             floor: as in `of_pairs`.
         """
         import numpy as np
@@ -366,8 +379,8 @@ class Ratio(Record):
         several processes. The first recipe runs twice; how much it differs from itself is the noise floor.
 
         Args:
-            taken: per process, per recipe (first, second, first again) and per turn: (WALL seconds, CPU seconds).
-            clock: WALL or CPU.
+            taken: (wall-clock seconds, CPU seconds) per process, per recipe (first, second, first again) and per turn.
+            clock: the time to use, `WALL` or `CPU`.
             least_floor: lower limit of the noise floor.
             per_sample: samples per step of the second recipe / samples per step of the first.
         """
@@ -394,7 +407,10 @@ class Ratio(Record):
 
 @dataclass(frozen=True, slots=True)
 class Comparison(Record):
-    """Two runs with their ratios. A ratio that was not measured is unknown; a claim that it decides is not testable."""
+    """Hold two runs with the ratios of their memory and speed, other / baseline.
+
+    A ratio that was not measured is unknown; a claim that it decides is not testable.
+    """
 
     baseline: Run
     other: Run
@@ -413,7 +429,7 @@ class Comparison(Record):
 
 
 class Store:
-    """Records of one kind in a file of JSON lines, e.g. runs, or a learner's answers.
+    """Append and read records of one kind, e.g. runs or a learner's answers, in a file of JSON lines.
 
     Several notebooks may write to one file at once: a line is appended whole, under a lock, and flushed to disk. A line
     damaged by a crash or a full disk is skipped with a warning when the file is read.
@@ -427,7 +443,11 @@ class Store:
         self.path, self._record = Path(path), record
 
     def append(self, record: Record) -> None:
-        """Append a record. Raises OSError if the file cannot be written; nothing is left half written."""
+        """Append a record; nothing is left half written.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
         line = json.dumps({"schema": SCHEMA} | record.to_dict(), allow_nan=True, default=str).encode() + b"\n"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(self.path.with_name(f".{self.path.name}.lock")), open(self.path, "a+b", 0) as file:

@@ -9,11 +9,12 @@ from trainmem.texts import bytes_text, number_text, seconds_text
 
 
 class Table:
-    """Rows under a header, shown as HTML in a notebook and as aligned text in a terminal.
+    """Show rows under a header, as HTML in a notebook and as aligned text in a terminal.
 
     Args:
         header: the title of each column.
-        rows: a value per column; a float is shown in four digits, None as "not measured", all others by `str`.
+        rows: rows of one value per column; a float is shown in four digits, None as "not measured", all others by
+            `str`.
         caption: shown above the table.
     """
 

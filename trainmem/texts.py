@@ -64,15 +64,18 @@ def phase_text(phase: str | None) -> str:
 
 
 def bytes_unit(largest: float, binary: bool = False) -> tuple[float, str]:
-    """Return the unit for an axis of bytes that ends at `largest`, as (bytes, name); `binary` as in `bytes_text`. A
-    larger unit is used from twice its size on, so that the axis has more than one whole number."""
+    """Return (bytes of the unit, name of the unit) for an axis of bytes that ends at `largest`, e.g. (1e6, "MB").
+
+    A larger unit is used from twice its size on, so that the axis has more than one whole number. `binary`: use GiB,
+    MiB and KiB.
+    """
     large, middle, small = ("GiB", "MiB", "KiB") if binary else ("GB", "MB", "kB")
     unit = large if largest >= 2 * _UNITS[large] else middle if largest >= 2 * _UNITS[middle] else small
     return _UNITS[unit], unit
 
 
 def seconds_text(seconds: float | None) -> str:
-    """Return seconds in s, ms or µs; None and unknown give "not measured"."""
+    """Return seconds as text in s, ms or µs; None and unknown give "not measured"."""
     if not is_measured(seconds):
         return "not measured"
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
@@ -90,16 +93,19 @@ def name_text(category: str) -> str:
 
 
 def parts_text(parts: Mapping[str, int], binary: bool = False) -> str:
-    """Return bytes by category as a screen reader reads them out: "weights 10.0 MB, gradients 5.0 MB"; categories of 0
-    bytes are left out; `binary` as in `bytes_text`."""
+    """Return bytes by category as a screen reader reads them out: "weights 10.0 MB, gradients 5.0 MB".
+
+    Categories of 0 bytes are left out. `binary`: use GiB, MiB and KiB.
+    """
     return ", ".join(f"{name_text(name)} {bytes_text(size, binary)}" for name, size in parts.items() if size > 0)
 
 
 def nearest_text(given: str, allowed: Iterable[str]) -> str:
-    """Return a hint for a word that is not allowed: the two nearest words, by the whole word or its beginning.
+    """Return a hint for a word that is not allowed: the two nearest allowed words, by the whole word or its beginning.
 
-    If none is near, or few words are allowed, list all, in at most 500 characters. If a hundred or more are allowed and
-    none is near, return an empty text."""
+    If no word is near, or few words are allowed, list all, in at most 500 characters. If a hundred or more are allowed
+    and no word is near, return an empty text.
+    """
 
     def alike(word: str) -> float:
         return max(difflib.SequenceMatcher(None, given, part).ratio() for part in (word, word[: len(given)]))
@@ -112,7 +118,11 @@ def nearest_text(given: str, allowed: Iterable[str]) -> str:
 
 
 def check_known(where: str, given: Iterable[str], allowed: Collection[str]) -> None:
-    """Raise ValueError for the first name that is not allowed, with the nearest one; `where` names the place."""
+    """Raise ValueError for the first name in `given` that is not in `allowed`; the message has the nearest allowed
+    name.
+
+    `where`: what the names belong to, for the message, e.g. "quantization_config".
+    """
     for name in given:
         if name not in allowed:
             raise ValueError(f"{where} has no {name!r}. {nearest_text(str(name), allowed)}")
@@ -134,15 +144,21 @@ def install_text(package: str, need: str) -> str:
 
 
 def text_of(path: Path, most: int = 2**24) -> str:
-    """Return the text in a file. Raises OSError, before reading, if it is not a file or has more than `most` bytes."""
+    """Return the text in a file.
+
+    Raises:
+        OSError: before reading, if `path` is not a file or has more than `most` bytes.
+    """
     if path.exists() and (not path.is_file() or path.stat().st_size > most):
         raise OSError(errno.EFBIG, f"not a file, or larger than {most:,} bytes")
     return path.read_text(encoding="utf-8")
 
 
 def from_json(text: str) -> Any:
-    """Return the content of a JSON text. Raises ValueError for invalid JSON, NaN, Infinity and too many nested
-    brackets.
+    """Return the content of a JSON text.
+
+    Raises:
+        ValueError: invalid JSON, NaN, Infinity, or too many nested brackets.
     """
     try:
         return json.loads(text, parse_constant=int)  # int raises ValueError for NaN and Infinity
@@ -180,7 +196,11 @@ def whole_number(name: str, value: Any, least: int = 1, most: int = MOST) -> int
 
 
 def positive(name: str, value: float) -> float:
-    """Return the value if it is a number above 0, or infinity. Raises ValueError otherwise, naming it by `name`."""
+    """Return the value if it is a number above 0, or infinity.
+
+    Raises:
+        ValueError: any other value; the message names the argument by `name`.
+    """
     of_kind(name, value, float)
     if not value > 0:
         raise ValueError(f"{name}={shown(value)}: give a number above 0")
@@ -220,7 +240,10 @@ def of_kind(name: str, value: Any, kind: Any) -> None:
 
 
 def arguments_of_kind(function: Callable, given: Mapping[str, Any]) -> None:
-    """Raise ValueError if an argument of a function, or a field of a dataclass, does not match its annotation."""
+    """Raise ValueError if an argument of a function, or a field of a dataclass, does not match its annotation.
+
+    `given`: {name: value} of the arguments or fields.
+    """
     for name in function.__annotations__.keys() & given:
         of_kind(name, given[name], function.__annotations__[name])
 
@@ -229,7 +252,7 @@ def parse_bytes(memory: int | float | str, name: str = "memory", least: float = 
     """Return bytes from a number of bytes, or a text such as "16GB" (10^9) or "16GiB" (2^30).
 
     Raises:
-        ValueError: anything else, or fewer than `least` bytes; the message names the argument by `name`.
+        ValueError: any other value, or fewer than `least` bytes; the message names the argument by `name`.
     """
     example, size = "give bytes, or a text such as '16GB', '16GiB' or '300MB'", memory
     if isinstance(memory, str) and (text := re.fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(_UNITS)})", memory.strip())):

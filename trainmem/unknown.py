@@ -22,15 +22,15 @@ from typing import NoReturn
 
 
 class NeedsValues(RuntimeError):
-    """A value was needed that is unknown, e.g. in a rehearsal, where no kernel computes anything."""
+    """Raised if a value is needed that is unknown, e.g. in a rehearsal, where no kernel computes anything."""
 
 
 class NeedsLibrary(RuntimeError):
-    """A rehearsal would need a library of CUDA whose memory it does not know, e.g. cuFFT."""
+    """Raised if a rehearsal would need a library of CUDA whose memory it does not know, e.g. cuFFT."""
 
 
 class RunFailed(RuntimeError):
-    """A figure or a value was used that a run does not have because its experiment failed."""
+    """Raised if a figure or a value is used that a run does not have because its experiment failed."""
 
 
 def is_measured(value: "float | Missing | None") -> bool:
@@ -58,10 +58,11 @@ class _WithoutValue:
 
 
 class Unknown(_WithoutValue, float):
-    """A number whose value is unknown, e.g. a time in a rehearsal; see the table above.
+    """Stand for a number whose value is unknown, e.g. a time in a rehearsal; see this module's table.
 
     Args:
-        why: the message of `error`, which is raised by an operation that needs the value.
+        why: the message of `error`.
+        error: the exception that an operation raises if it needs the value.
     """
 
     __slots__ = ("error", "why")
@@ -81,7 +82,7 @@ class Unknown(_WithoutValue, float):
     __hash__ = object.__hash__
 
     def __ne__(self, other) -> bool:
-        """Return True if `other` is this number itself: `json` recognizes NaN by that. Otherwise raise `error`."""
+        """Return True if `other` is this very object, by which `json` recognizes NaN; otherwise raise `error`."""
         return other is self or self._refuse()
 
     def _unknown_again(self, *_) -> "Unknown":
@@ -96,12 +97,13 @@ class Unknown(_WithoutValue, float):
 
 
 class Assumed(float):
-    """A number that a rehearsal assumes in place of an unknown one: 1 to libraries and in files, shown as "assumed".
+    """Stand for a number that a rehearsal assumes in place of an unknown one: 1 to libraries and in files, shown as
+    "assumed".
 
     Arithmetic gives an assumed number again, and every comparison with a number is false.
 
     Args:
-        answers: a Counter of assumed answers by their kind, which counts each comparison.
+        answers: a Counter of assumed answers by their kind, which counts each comparison; None: a new one.
     """
 
     __slots__ = ("answers",)
@@ -140,7 +142,7 @@ class Assumed(float):
 
 
 class Missing(_WithoutValue):
-    """A placeholder for a figure of a failed run; it is false, so that `if run.memory` and `run.value or {}` work.
+    """Stand for a figure of a failed run; it is false, so that `if run.memory` and `run.value or {}` work.
 
     Args:
         why: which run failed, how, and what to do about it.

@@ -339,7 +339,7 @@ exercises.question(
 #
 # ## Test the Trainer
 #
-# Does `gradient_accumulation_steps` give the gradient that your loop gave? Two models are tested: this lesson's classifier, and a small language model.
+# Does `gradient_accumulation_steps` give the gradient that your loop gave? Two models are tested: a BERT classifier with two layers, and a small language model.
 #
 # The Trainer counts the labels of the whole effective batch, and passes the count to the model as `num_items_in_batch`. Two facts decide the outcome:
 #

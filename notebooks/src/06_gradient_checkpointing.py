@@ -369,7 +369,7 @@ _ = plots.memory(runs)
 #
 # Look closely at how a cost is stated. The 2023 guide's own figures, 85.47 s against 66.03 s and 5.99 samples/s against 7.75, are 29 % more time *and* 23 % less throughput: the same fact twice.
 #
-# What would you expect? A backward has twice the matmuls of its forward, so a step is three parts. Recomputing runs the forward again and makes it four: 25 % less throughput. In time the cost depends on the forward's share of the step, which the notes below measure:
+# What would you expect? A backward has twice the matmuls of its forward, so a step is three parts. Recomputing runs the forward again and makes it four: 25 % less throughput. The seconds need not follow the matmuls: measured in seconds, the cost depends on the forward's share of the step, which the notes below give:
 #
 # - Dropout makes forward longer on a CPU, which is slow at drawing random numbers; a GPU hardly notices them. So the runs on a CPU leave dropout out. The note of the second claim about the cost (`checkpointing-cost-2022`) gives the forward's share with dropout.
 # - The optimizer's update takes as long with recomputation as without. The larger its part of the step, the smaller the cost in percent; short sequences make its part larger.

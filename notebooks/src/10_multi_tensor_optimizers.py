@@ -329,7 +329,7 @@ plots.Table(["form", "peak is in", "the update's temporaries", "roots, by arithm
 #
 # > **On a GPU:** `adamw_torch` is foreach, by torch's default. Even so, both estimates for a GPU are alike: this model is so small that its peak there is in backward, where a matmul borrows 32 MiB of workspace, more than all roots take.
 #
-# The cell after that table leaves vertical fusion to a compiler (lesson 11): `torch.compile` reads our `foreach` function and writes kernels of its own. Does it keep the roots out of memory? In the third table, the column *allocated during the update* adds up all allocations, including bytes that are freed soon after. So it shows as many bytes for the loop as for foreach, although the loop keeps few roots at a time.
+# The cell after that table leaves vertical fusion to a compiler (lesson 11): `torch.compile` reads our `foreach` function and writes kernels of its own. Does it keep the roots out of memory? In that cell's table, the column *allocated during the update* adds up all allocations, including bytes that are freed soon after. So it shows as many bytes for the loop as for foreach, although the loop keeps few roots at a time.
 
 # %%
 both = ("adamw_torch", "adamw_torch_fused")
@@ -348,11 +348,14 @@ plots.Table(["optim", "measured", "estimated here", "estimated for a GPU"], rows
 
 
 # %%
+COUNT = lab.sized(16, 2)
+
+
 def compiled(_):
     """Return [form, bytes that an update allocates, seconds] for our three forms and for foreach, compiled."""
     torch.set_num_threads(1)
     forms = BY_HAND | {"foreach, compiled": torch.compile(foreach)}
-    made = [tensors([2**14] * 16, "cuda" if torch.cuda.is_available() else "cpu") for _ in range(4)]
+    made = [tensors([2**14] * COUNT, "cuda" if torch.cuda.is_available() else "cpu") for _ in range(4)]
     works = {name: lambda update=update: update(*made, 1) for name, update in forms.items()}
     turns = interleaving.in_turns([*works.values()], 8)  # the first call compiles
     allocated = {}
@@ -369,7 +372,7 @@ def compiled(_):
 outcome = lab.run(compiled, measure="value")
 rows = [[name, plots.bytes_text(size), plots.seconds_text(seconds)] for name, size, seconds in outcome.value or []]
 print("" if outcome.ok else f"nothing is compiled here: {outcome.message[:90]}")
-plots.Table(["by hand, 16 tensors of 16,384 numbers", "allocated during the update", "time of an update"], rows)
+plots.Table([f"by hand, {COUNT} tensors of 16,384 numbers", "allocated during the update", "time of an update"], rows)
 
 # %% [markdown]
 # ## Does the update's time matter?
@@ -400,7 +403,7 @@ plots.Table(
 # %% [markdown]
 # ## An update inside backward
 #
-# All forms above wait until *every* gradient exists: 4 bytes per parameter. But each weight's gradient is complete long before the pass ends. `register_post_accumulate_grad_hook` calls a function of yours at that moment. The function updates this tensor and drops its gradient, and the pass goes on. `updater` below is all that you need. A network of 24 tensors learns the class of a token, its number modulo 8, in a loop of our own.
+# All forms above wait until *every* gradient exists: 4 bytes per parameter. But each weight's gradient is complete long before the pass ends. `register_post_accumulate_grad_hook` calls a function of yours at that moment. The function updates this tensor and drops its gradient, and the pass goes on. `updater` below is all that you need. A network of 21 tensors learns the class of a token, its number modulo 8, in a loop of our own.
 
 # %%
 WIDE = 1024 if cuda else 128  # for bytes and seconds; for losses a width of 64 will do
@@ -543,7 +546,7 @@ plots.Table(["not here", "the Trainer's message"], [[", ".join(group), reason] f
 # Each optimizer trains the network from above, with the same four learning rates on one seed. With its best rate, it then trains on two other seeds: the last column has these two losses.
 
 # %%
-RATES = lab.sized([0.0005, 0.002, 0.008, 0.03], [0.008])
+RATES = [0.0005, 0.002, 0.008, 0.03]
 
 
 def final(losses):
@@ -585,7 +588,7 @@ header = ["optim", "states, B/parameter", "peak", "peak is in", "update", "best 
 plots.Table(header, rows, "sorted by peak; guessing has a loss of 2.08")
 
 # %% [markdown]
-# Read the two columns of memory separately. *States* is the figure of the guides' tables. (For the 8-bit optimizers of bitsandbytes it would be larger in a training by the Trainer, which keeps the states of embeddings in 32 bits: lesson 09.) *Peak* is what must fit, and includes what the update makes while it runs: on a CPU bitsandbytes' 8-bit optimizers unpack whole tensors, and `adafactor` makes an update before it applies it.
+# Read the two columns of memory separately. *States* is the figure of the guides' tables. (For the 8-bit optimizers of bitsandbytes it would be larger in a training by the Trainer, which keeps the states of embeddings in 32 bits: lesson 09.) *Peak* is what must fit, and includes what the update makes while it runs: on a CPU bitsandbytes' 8-bit optimizers unpack whole tensors, and `adafactor` stores the whole update of a tensor before it applies it.
 #
 # > **On a GPU:** the optimizers with *paged* in their name keep their states in memory that CUDA moves between card and host, and that torch does not count.
 #

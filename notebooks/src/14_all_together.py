@@ -207,7 +207,7 @@ ax.legend(frameon=False)
 plt.show()
 steps = {label: 100 * (share[before] - share[name]) for label, before, name in zip(labels[1:], rungs, rungs[1:])}
 v100_steps = {label: (v100[a][1] - v100[b][1]) / 149.49 for label, a, b in zip(labels[1:], rungs, rungs[1:])}
-points_text = [f"*{label}* {-points:+.0f} (V100: {-v100_steps[label]:+.0f})" for label, points in steps.items()]
+points_text = [f"*{label}* {-points:+z.0f} (V100: {-v100_steps[label]:+z.0f})" for label, points in steps.items()]
 lowest = min(100 * share[name] for name in rungs)
 Markdown(
     f"Each rung changes the peak, in percentage points of vanilla's: {', '.join(points_text)}. The largest step here is "
@@ -364,6 +364,9 @@ Markdown(
 )
 
 # %% [markdown]
+# The *best* recipe is the one whose speed against vanilla has the highest lower end of its interval. So a recipe with a
+# larger single value and a wider interval can come second.
+#
 # If a rung gains nothing, its technique is not useless: on this task there was nothing for it to speed up. If the
 # input is ready, workers have nothing to hide, and short sequences gain little from SDPA. A rung can even be slower:
 # fused attention computes the scores again in the backward pass (lesson 11), which can cost more time than it saves.
@@ -718,8 +721,8 @@ except ValueError as missing:
 # - **one worker per GPU**: start it with `--resources "device=1"`, which each row requests; otherwise two rows share
 #   one GPU;
 # - **the same environment** on all machines: the sweep warns you about a worker that runs another version of torch;
-# - **models** by names that mean the same on all machines: results need no shared folder, because the process that
-#   starts the sweep writes them;
+# - **models** by names that mean the same on all machines, e.g. presets, not paths to local folders (results need no
+#   shared folder: the process that starts the sweep writes them);
 # - **speed**: compare it only between equal machines.
 #
 # ## Recap

@@ -121,8 +121,6 @@ exercises.question(
 # So the *pair* needs no message in its middle, and one all-reduce (a sum over the ranks) at its end. Backward is the mirror image: each rank computes a summand of the gradient of the pair's input, and one all-reduce adds them up. NVIDIA's Megatron-LM has a function for each end of a pair, and so do we. `Into`, at the pair's start, passes the input on unchanged in forward, and sums the gradients in backward. `OutOf`, at the pair's end, sums the outputs in forward, and passes the gradient on unchanged in backward. Attention is split by heads: query, key and value by columns, the output by rows.
 #
 # What do the shards send? The next four cells define a transformer block (attention and MLP) and a rank's shard of it. Then two real processes, connected by gloo, run the block in shards. `Traffic`, the dispatch mode of lesson 15, records the operations that send something to other ranks.
-#
-# > **On two GPUs:** NCCL takes gloo's place.
 
 
 # %%
@@ -598,7 +596,7 @@ axes[-1].set_xlabel("seconds (blue: forward, orange: backward; the number: which
 widgets.revealed(lab, "together", 100 * max(0, 1 - 2 * median(bubble(turn) for turn in timed["GPipe", 1])))
 
 # %% [markdown]
-# With one micro-batch the devices work one after the other, so the second device adds only its memory. More micro-batches shrink the bubble. But the batch has a fixed size, so its micro-batches become smaller, and smaller matmuls are slower: the last column shows from where on more micro-batches no longer help. If the measured bubble is larger than the formula's, the rest is messages, unequally long actions and busy cores.
+# With one micro-batch the devices work one after the other, so the second device adds only its memory. More micro-batches shrink the bubble. But the batch has a fixed size, so its micro-batches become smaller, and smaller matmuls are slower: the last column shows from where on more micro-batches no longer help. If the measured bubble is larger than the formula's, the rest is messages, unequally long actions and busy cores. (The table has the median of all turns, each picture the fastest turn.)
 #
 # The last two rows answer the question at the start of the lesson, whether two devices make a training faster. On the same batch, replicas meet once per step, tensor-parallel shards in every layer.
 #
@@ -666,7 +664,7 @@ _ = widgets.explore(
 # - *and norm1*: the same plan, but the first norm's output is a DTensor, too. (Why is explained below the cells.)
 # - *tokens*: a plan with **sequence parallelism**. So far each rank computed whatever is *between* the pairs (the norms and the residual connection) for all tokens. Now it computes this for its own tokens only. The all-reduce that ends a pair becomes a reduce-scatter, and an all-gather begins the next pair. A ring all-reduce consists of just these two, so the bytes on the wire stay the same. (The gradients of the norms' own weights must then be summed over the ranks.)
 #
-# Two cells follow the table. The first trains our model in torch's pipelines. The second splits a small Llama of transformers, as explained below it.
+# Two cells follow the table. The first trains our model in torch's pipelines. The second splits a small Llama of transformers.
 
 
 # %%
@@ -813,7 +811,7 @@ if lab.machine.kind != "cuda" or gpus2:  # each rank needs a GPU of its own
 #
 # That is **3D parallelism**. The next cell builds it from the functions above. Ranks that are neighbours in the grid's last dimension share a host, so the order of the dimensions decides which group uses which link.
 #
-# The cell after it shows the messages that were counted. The third cell shows three more tables, which are explained below it.
+# The cell after it shows the messages that were counted. The third cell shows three more tables, explained below.
 
 
 # %%
@@ -890,7 +888,7 @@ plots.Table(["ranks", "tensor parallel", "pipeline", "best grid"], rows, "MB of 
 # Let a device compute F operations, and its link carry B bytes, per second. The third table has both limits.
 #
 # - *Replicas*: backward takes 4 operations for each weight and token. Meanwhile the gradients are summed: for each weight, 2 bytes (bf16) are sent twice. So each replica needs at least **F / B tokens**. (To hide its all-gathers, ZeRO 3 needs as many tokens.)
-# - *Tensor-parallel shards*: a block has 12 width² weights. So in forward, each of *n* shards computes 24 width² / n operations for a token, then waits for two sums of `width` numbers: 8 x width bytes, since each number has 2 bytes and is sent twice. Arithmetic and messages both grow with the tokens, so more tokens do not help. The limit is on the *number of shards*: the messages take as long as the arithmetic at about **3 x width x B / F**.
+# - *Tensor-parallel shards*: a block has 12 width² weights. So in forward, each of *n* shards computes 24 width² / n operations for a token, then waits for two sums of `width` numbers of 2 bytes: 8 x width x (n - 1) / n bytes in a ring. Arithmetic and messages both grow with the tokens, so more tokens do not help. The limit is on the *number of shards*: the messages take as long as the arithmetic at **1 + 3 x width x B / F**.
 #
 # The last table shows why 3D parallelism exists. On the same number of ranks, one method alone stores about as little per rank as a grid. But each method has a limit: for tensor parallelism it is the number of heads and the fast link, for the pipeline the number of blocks and the bubble.
 #

@@ -579,7 +579,8 @@ ranks = [rank["value"] for rank in lab.run(layer_step, "two", processes=2, measu
 exercises.question(
     lab,
     "all-to-all",
-    "The 16 experts are made 64, each as wide as before, on the same two ranks. What do the all-to-alls of a step carry?",
+    "The layer of the last cell has 16 experts. It gets 64, each as wide as before, on the same two ranks. What do the "
+    "all-to-alls of a step carry?",
     {
         "4 times as much": "The experts stay where they are. It is tokens that travel, each to k experts.",
         "as much as before": "Tokens x k x width x bytes x the share that goes elsewhere: neither the number of "

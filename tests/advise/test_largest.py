@@ -118,6 +118,7 @@ def test_the_longest_sequence_is_the_last_that_fits(ask, memory):
     assert ("no more positions" in "".join(advice.notes)) == (fitting[-1] == 8192)
 
 
+@pytest.mark.nightly
 def test_where_not_even_the_smallest_fits_it_says_by_how_much(ask):
     advice = ask(Task("llama-3-8b", seq_len=2048), memory=0.2 * GB, largest="model")
     assert advice.status == "nothing fits" and advice.task.model == LLAMAS[0]

@@ -31,22 +31,31 @@ def small():
     return parallelism(TASK, cards=4, card_bytes="4GB", per_device_train_batch_size=4)
 
 
+QUESTIONS = {
+    "roomy": {"cards": 8, "card_bytes": "80GB"},
+    "one host": EIGHT,
+    "slow link": EIGHT | {"slow_link": True},
+    "hosts": EIGHT | {"hosts": 2},
+    "slow link between hosts": EIGHT | {"hosts": 2, "slow_link": True},
+    "layer": {"cards": 8, "card_bytes": "3GB"},
+    "hopeless": {"cards": 2, "card_bytes": "16GB"},
+    "one card": {"cards": 1, "card_bytes": "80GB"},
+}
+
+
+class Answers(dict):
+    """{name in `QUESTIONS`: answer of `parallelism`} for a model of 2 billion parameters, whose states take 31 GB.
+
+    Each question is asked on first use.
+    """
+
+    def __missing__(self, name):
+        return self.setdefault(name, parallelism(LARGE, **QUESTIONS[name], **RECIPE))
+
+
 @pytest.fixture(scope="module")
 def large():
-    """Return {situation, e.g. "one host": answer of `parallelism`} for a model of 2 billion parameters, whose states
-    take 31 GB.
-    """
-    questions = {
-        "roomy": {"cards": 8, "card_bytes": "80GB"},
-        "one host": EIGHT,
-        "slow link": EIGHT | {"slow_link": True},
-        "hosts": EIGHT | {"hosts": 2},
-        "slow link between hosts": EIGHT | {"hosts": 2, "slow_link": True},
-        "layer": {"cards": 8, "card_bytes": "3GB"},
-        "hopeless": {"cards": 2, "card_bytes": "16GB"},
-        "one card": {"cards": 1, "card_bytes": "80GB"},
-    }
-    return {name: parallelism(LARGE, **question, **RECIPE) for name, question in questions.items()}
+    return Answers()
 
 
 # ---- bytes
@@ -78,6 +87,7 @@ def test_a_model_that_accelerate_cannot_shard_is_left_out_with_the_reason():
 # ---- messages
 
 
+@pytest.mark.nightly
 def test_a_rank_sends_what_rings_send(small):
     layouts, weights = by_name(small), 4 * TASK.parameters()
     assert layouts["DDP"].bytes_a_step == pytest.approx(2 * 3 / 4 * weights, rel=0.01)
@@ -132,6 +142,7 @@ def test_one_host_sends_nothing_to_others(large):
 # ---- the tree
 
 
+@pytest.mark.nightly
 def test_what_fits_one_card_is_replicated(large, small):
     assert small.choice == "DDP", "though in bf16 shards would send less"
     assert large["roomy"].branch == "a replica fits each card" and large["roomy"].choice == "DDP"
@@ -149,6 +160,7 @@ def test_the_simplest_that_fits_comes_first_and_over_a_slow_link_what_sends_leas
         assert all(layout.bytes_a_rank <= 0.95 * answer.card_bytes for layout in fitting), "a margin is kept"
 
 
+@pytest.mark.nightly
 def test_if_the_largest_layer_is_too_large_layers_are_to_be_split(large):
     answer = large["layer"]
     assert (answer.branch, answer.choice) == ("the largest layer and its activations do not fit a card", "nothing fits")

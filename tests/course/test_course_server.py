@@ -12,6 +12,7 @@ import pytest
 from perf_helpers.course import course_server
 
 
+@pytest.mark.nightly
 def test_processes_of_a_course_share_one_import_and_each_has_a_server_of_its_own():
     code = "from trainmem.measure import processes; import os\n"
     code += "ask = lambda tell: [os.getppid(), 'PERF_HELPERS_SERVER' in os.environ]\n"

@@ -287,6 +287,7 @@ class TestFragments:
         ignored = rest("expandable_segments:False")
         assert verdict("oom-fragments", ignored / plain) is REFUTED
 
+    @pytest.mark.nightly
     def test_where_all_lengths_are_equal_there_is_nothing_to_avoid(self, lesson, rest):
         fewer = rest("")
         lesson.scope["uneven"] = lesson.scope["uneven"].replace(lengths=[500] * 10)

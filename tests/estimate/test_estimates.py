@@ -89,6 +89,7 @@ def test_what_depends_on_values_is_refused_with_its_operation():
         estimate(TINY, device="cpu", function=chosen)
 
 
+@pytest.mark.nightly
 def test_an_edited_configuration_is_another_model(tmp_path):
     file = tmp_path / "config.json"
     peaks = []
@@ -214,6 +215,7 @@ class TestCommandLine:
         assert isinstance(result.exception, ValueError) and "9.0" in str(result.exception)
 
 
+@pytest.mark.nightly
 def test_a_card_is_its_capability_and_its_memory_less_a_context():
     t4, options = CARDS["t4"], {"task": TINY, "per_device_train_batch_size": 2}
     answer = {"compute_capability": t4.capability, "device_memory": t4.memory_bytes - t4.context_bytes}

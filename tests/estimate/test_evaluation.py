@@ -55,7 +55,7 @@ def compared(task, recipe, **options):
     return run.memory
 
 
-@pytest.mark.daily(4)
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("case", CASES)
 def test_the_estimate_is_the_count(case):
     task, recipe = CASES[case]

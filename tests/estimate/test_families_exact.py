@@ -34,6 +34,13 @@ CASES = {
         None,
         {"seq_len": 32, "image_size": 112},
     ),
+    "whisper": (
+        {"model_type": "whisper", "vocab_size": 300, "max_source_positions": 50, "num_mel_bins": 16}
+        | {"pad_token_id": 0, "eos_token_id": 2, "bos_token_id": 1, "decoder_start_token_id": 3}
+        | _STACKS,
+        None,
+        {"seq_len": 16},
+    ),
     "gemma3": (
         {
             "model_type": "gemma3",
@@ -44,13 +51,6 @@ CASES = {
         },
         None,
         {"seq_len": 32},
-    ),
-    "whisper": (
-        {"model_type": "whisper", "vocab_size": 300, "max_source_positions": 50, "num_mel_bins": 16}
-        | {"pad_token_id": 0, "eos_token_id": 2, "bos_token_id": 1, "decoder_start_token_id": 3}
-        | _STACKS,
-        None,
-        {"seq_len": 16},
     ),
     "wav2vec2": ({"model_type": "wav2vec2"} | _AUDIO, "Wav2Vec2ForCTC", {"audio_seconds": 0.5}),
     "segformer": (
@@ -180,7 +180,7 @@ def both(tmp_path):
 NEED_SCIPY = {"yolos", "maskformer"}
 
 
-@pytest.mark.daily(3)
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("name", CASES)
 def test_a_family_is_exact(name, both):
     if name in NEED_SCIPY:

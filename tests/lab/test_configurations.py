@@ -361,6 +361,7 @@ def test_a_training_in_bf16_weights_takes_half_the_bytes(tmp_path, lab):
 
 @pytest.mark.daily(1)
 @pytest.mark.parametrize(("dtype", "reason"), [("bfloat16", "bfloat16"), ("float16", "FP16")])
+@pytest.mark.nightly
 def test_fp16_on_weights_of_16_bits_is_reported_as_the_training_s_failure(tmp_path, dtype, reason):
     """Rehearsals with torch's CUDA builds 2.13 to 2.15 fail in the same way. On a CPU the Trainer ignores fp16."""
     task = Task(str(saved(tmp_path, dtype)), seq_len=16)

@@ -28,6 +28,7 @@ def test_foresee_returns_the_answer_and_reports_a_missing_one_in_one_line(lab, c
     assert capsys.readouterr().out == "no estimate: a model\n"
 
 
+@pytest.mark.nightly
 def test_what_takes_too_long_to_foresee_is_given_up(lab, capsys):
     from trainmem.estimate import estimate
 
@@ -217,6 +218,7 @@ def turns_taken(lab, requests, *runs):
     return [(name, *(each.threads for each in experiments)) for name, experiments, *_ in requests]
 
 
+@pytest.mark.nightly
 def test_the_noise_floor_and_the_threads_follow_where_a_run_ran_and_not_what_the_machine_has(with_gpus):
     lab, requests = with_gpus(count=2)
     on_gpu, on_cpu = (lab.train(str(cpu), task=TINY, use_cpu=cpu) for cpu in (False, True))

@@ -119,6 +119,7 @@ for need in map(quiet.Need, (0, 2, 0, 2, 1)):
 """
 
 
+@pytest.mark.nightly
 def test_between_processes_nothing_runs_beside_what_is_timed():
     lock = quiet.QuietLock()
     with quiet.served(lock) as address:

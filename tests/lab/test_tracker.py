@@ -60,6 +60,7 @@ def test_gathered_weights_are_copies_and_are_given_back(counted):
     assert phases["backward"]["weight_copies"] == phases["step"]["weight_copies"] == 0
 
 
+@pytest.mark.nightly
 def test_counts_are_the_same_each_time(counted):
     first, second = counted
     assert first.memory.phase_breakdowns == second.memory.phase_breakdowns

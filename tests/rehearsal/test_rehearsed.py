@@ -241,6 +241,7 @@ def membership():
     return found, torch.cuda.memory_stats()["allocation.all.allocated"] - before
 
 
+@pytest.mark.nightly
 def test_a_question_about_known_values_asks_the_allocator_as_on_a_device(here):
     # Which are equal, and whether any is: transformers asks so whether a batch is padded.
     assert here(membership) == ((True, False), 4)

@@ -109,6 +109,7 @@ def test_a_killed_workers_experiment_is_made_once_more_elsewhere_and_leaves_noth
     assert lab.store.read() == [run]
 
 
+@pytest.mark.nightly
 def test_two_killed_workers_are_enough_and_the_others_go_on(client, tmp_path):
     starts = tmp_path / "starts"
 
@@ -270,6 +271,7 @@ def test_where_no_worker_comes_that_is_reported(in_this_process):
         executor.submit(print).result()
 
 
+@pytest.mark.nightly
 def test_a_scheduler_that_ends_is_reported_to_whoever_waits(in_this_process, tmp_path):
     def long():
         (tmp_path / "began").touch()

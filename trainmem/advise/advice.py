@@ -40,7 +40,9 @@ _FROM_VOCABULARY = {"causal", "masked", "sequence to sequence", "image-text", "s
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Training arguments that fit, with their memory, micro-batch and expected speed."""
+    """Hold training arguments that fit: estimated and needed bytes, costs, and the speed relative to the fastest
+    recipe.
+    """
 
     name: str  # techniques, micro-batch x accumulation: "checkpointing, AdamW, 4 x 2"
     arguments: dict[str, Any]  # training arguments
@@ -59,9 +61,7 @@ class Recipe:
 
 
 class Shown:
-    """A result that a notebook shows as HTML and a terminal as text: the headline, table, Python and lines that
-    `_parts` returns.
-    """
+    """Base of results that a notebook shows as HTML and a terminal as text, both made from what `_parts` returns."""
 
     __slots__ = ()
 
@@ -79,7 +79,11 @@ class Shown:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Advice(Shown):
-    """The recipes that fit, the fastest first, or changes that would help if none fits; shown as a table."""
+    """Hold what `advise` returns: the target device, the recipes that fit, the fastest first, and notes; shown as a
+    table.
+
+    If no recipe fits, it holds the smallest recipe and changes that would help. Sizes are in bytes.
+    """
 
     task: Task
     weights: str  # the type in which the model is loaded unless a recipe sets another, and who chose it
@@ -107,7 +111,7 @@ class Advice(Shown):
         return any("dtype" in recipe.arguments for recipe in (*self.recipes, self.smallest) if recipe)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return every field, sizes in bytes."""
+        """Return {field: value} of every field, and the "status"; sizes are in bytes."""
         recipes = [dataclasses.asdict(recipe) | {"text": recipe.text} for recipe in self.recipes]
         return {"status": self.status} | dataclasses.asdict(self) | {"recipes": recipes}
 
@@ -149,8 +153,10 @@ class Advice(Shown):
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """The predicted and the measured peak of an advice's first recipe, in bytes. `run.memory.kind` names the kind of
-    both peaks.
+    """Hold the predicted and the measured peak of an advice's first recipe, in bytes, and the run, measured or
+    rehearsed.
+
+    `run.memory.kind` names the kind of both peaks.
     """
 
     recipe: Recipe
@@ -203,8 +209,9 @@ def advise(
     """Return the recipes that fit a memory, ranked by the speed to expect from measurements.
 
     A recipe chooses checkpointing, precision and optimizer, and takes the largest micro-batch that then fits. The
-    attention kernel is the library's choice, unless `must` sets it. `notes` reports the kernel, compiled code, and
-    sizes that should be padded. A recipe is left out if it only adds costs to one that fits with the whole batch.
+    attention kernel is the library's choice, unless `must` sets it. The advice's `notes` report the kernel, compiled
+    code, and sizes that should be padded. A recipe is left out if it has every cost of another recipe that fits with
+    the whole batch, and further costs.
 
     On a CPU the counted peak is compared with `memory`, without the interpreter and its libraries. On CUDA the
     training's allocations and frees are replayed on the caching allocator of a card with that memory, minus the context
@@ -222,7 +229,8 @@ def advise(
         avoid: techniques or arguments to leave out, e.g. ["checkpointing", "adafactor", "accumulation"].
         may: techniques to allow that are otherwise not offered: "LoRA", "QLoRA", and others of `recipes.ON_DEMAND`.
         largest: "model" or "sequence": find the largest similar preset, or the longest sequence, that fits with the
-            recipe that needs least. The advice's `task` is the one found.
+            recipe that needs the least memory. The advice's `task` is then the one found. None: advise for `task`
+            itself.
         device: "cpu" or "cuda"; None: a GPU if one is named, if this machine has one, or if `memory` is a size that
             GPUs are sold with (a note says so); otherwise this machine's CPU.
         compute_capability: compute capability of the GPU, e.g. (8, 0); None: that of the card, otherwise of this
@@ -231,8 +239,9 @@ def advise(
             the context already. None: `CONTEXT_BYTES`, 530 MiB, from published out-of-memory messages.
         processes: ranks of a data-parallel training, one device each.
         runs: measured runs to take speed ratios from; None: those kept in the user's cache.
-        published: speed ratios measured elsewhere, e.g. those of the course (`trainmem.advise`); None: none.
-        most: largest number of recipes.
+        published: function that returns speed ratios measured elsewhere, for techniques without runs, see
+            `measured_speedups.Published`; None: there are none.
+        most: largest number of recipes to return.
         machine: the machine whose precisions and measured speeds count; None: this one.
         timeout: time limit of all estimates together, in seconds; a note lists what was skipped.
 
@@ -326,7 +335,9 @@ def _base(task: Task, weights: Weights, largest: str | None) -> dict[str, Any]:
     Techniques are described and ranked by how they change a model in float32. A model that loads in another type is
     therefore trained in float32. {} is returned if the model loads in float32 anyway, or was saved quantized.
 
-    `largest`: as in `advise`. With "model", {} is returned only if all presets of the model type load in float32.
+    Args:
+        weights: the type in which the task's model loads.
+        largest: as in `advise`. With "model", {} is returned only if all presets of the model type load in float32.
     """
     kind = task.build_config().model_type
     of_presets = {preset.get("dtype") for preset in PRESETS.values() if preset["model_type"] == kind}
@@ -338,8 +349,8 @@ def verify(advice: Advice, runner: Runner | None = None) -> Verification:
     """Train with the first recipe of an advice for a few steps, and return its peak next to the predicted one, in
     bytes.
 
-    If this machine (or the runner's) has no such GPU, the training is rehearsed on a card of that memory, with the same
-    context (see `trainmem.rehearsal`; its first use may take minutes).
+    If this machine (or the runner's) lacks the GPU that the advice is for, the training is rehearsed on a card with the
+    advice's memory and CUDA context (see `trainmem.rehearsal`; its first use may take minutes).
 
     Args:
         advice: what `advise` returned.
@@ -376,7 +387,9 @@ def _has_device(machine: hardware.Machine, advice: Advice) -> bool:
 
 
 def _with_enough_data(task: Task, effective_batch: int) -> Task:
-    """Return the task with data for two whole updates, because an epoch's last micro-batches may be smaller."""
+    """Return a copy of the task with data for two updates of `effective_batch` samples, because an epoch's last
+    micro-batches may be smaller.
+    """
     return task.replace(dataset_size=max(task.dataset_size, 2 * effective_batch))
 
 
@@ -384,6 +397,7 @@ def _recipe(candidate: Candidate, search: RecipeSearch, memory: int, best: float
     """Describe a candidate as a recipe.
 
     Args:
+        search: the search that found the candidate.
         memory: bytes of the device, for the headroom.
         best: the highest known speed of the recipes that fit; None: none is known.
     """

@@ -12,7 +12,7 @@ _STEP = 8  # tokens: lengths are tried in multiples of it
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change to the smallest recipe, and whether it would then fit."""
+    """Hold a change to the smallest recipe, as text, the bytes needed with it, and whether it would then fit."""
 
     name: str  # "fewer tokens", "sharding" or "offload"
     text: str  # what exactly to change
@@ -22,7 +22,7 @@ class Change:
 
 
 def helpful_changes(search: RecipeSearch, smallest: Candidate) -> tuple[Change, ...]:
-    """Return changes that would reduce the memory of the smallest recipe; those with which it would fit come first.
+    """Return changes that would reduce the memory of the smallest recipe; changes with which it would fit come first.
     Nothing is trained.
     """
     estimated = search.estimates[smallest]
@@ -35,7 +35,7 @@ def helpful_changes(search: RecipeSearch, smallest: Candidate) -> tuple[Change, 
 
 
 def _shorter(search: RecipeSearch, smallest: Candidate) -> Change | None:
-    """Return the change to the longest sequence that fits; None if the task has no length to shorten."""
+    """Return the change that shortens sequences to the greatest length that fits; None if the task has no length."""
     task = search.task
     if not task.has_tokens or task.length() <= _STEP:
         return None
@@ -53,9 +53,9 @@ def _sharded(search: RecipeSearch, size: int, breakdowns: list[dict[str, int]], 
     """Return the change that divides weights, gradients and optimizer states by the number of devices.
 
     Args:
-        size: the recipe's micro-batch.
+        size: the recipe's micro-batch, in samples.
         breakdowns: bytes by category of the recipe, one dict per moment of a step.
-        on_top: bytes beyond these categories, e.g. the context.
+        on_top: bytes beyond these categories, e.g. of the CUDA context.
     """
     assumption = (
         "Sharding: only weights, gradients and optimizer states are divided by the number of devices; the layer "

@@ -21,7 +21,7 @@ Found = tuple[RecipeSearch, Candidate, bool, str]  # a search for the task found
 def largest(search: RecipeSearch, what: str) -> Found:
     """Find the largest similar preset that fits, or the longest sequence.
 
-    Return (a search for the task found, its recipe, whether it fits, a note for the user).
+    Return (a search for the task found, its recipe, whether that recipe fits, a note for the user).
 
     Args:
         search: the search for the recipes of the preset, or of the model, to start from.
@@ -51,9 +51,10 @@ def _model(search: RecipeSearch) -> Found:
 
 
 def _of_the_next(search: RecipeSearch, candidate: Candidate, task: Task) -> str:
-    """Return a note that says what the next larger preset, `task`, would need with the recipe `candidate`.
+    """Return a note that says how many bytes the next larger preset, `task`, would need with the recipe `candidate`.
 
-    If its memory is known by the number of layers, the note also says with how many layers it would fit.
+    If the preset's memory is known as a function of the number of layers, the note also says with how many layers it
+    would fit.
     """
     if not (layers := layers_of(task)):
         return f" {task.model} does not fit."
@@ -79,7 +80,8 @@ def _sequence(search: RecipeSearch) -> Found:
 
 
 def _alike(task: Task) -> Sequence[Task]:
-    """Return the same task for each preset of its model type that has enough positions for its sequence length.
+    """Return copies of the task, one for each preset of its model type that has enough positions for its sequence
+    length.
 
     Raises:
         ValueError: there is no such preset.
@@ -110,5 +112,5 @@ def _leanest(search: RecipeSearch) -> Candidate:
 
 
 def _at(search: RecipeSearch, task: Task) -> RecipeSearch:
-    """Return the same search for another task."""
+    """Return a copy of the search for another task."""
     return dataclasses.replace(search, task=task, of_the_leanest=True, estimates={}, too_large={}, _states={})

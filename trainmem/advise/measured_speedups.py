@@ -23,7 +23,8 @@ _SILENT = {"max_steps", "num_train_epochs", "seed", "learning_rate", "lr_schedul
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """How much faster a technique, or a micro-batch, makes a training than the plain choice.
+    """Hold how much faster a technique, or a micro-batch, makes a training than the plain choice: a ratio and its
+    source.
 
     The plain choice is the same recipe without the technique, or with a larger micro-batch at the same effective batch.
     """
@@ -34,7 +35,7 @@ class Factor:
 
     @property
     def significant(self) -> float:
-        """The ratio to multiply with. It is 1 if the ratio is unknown, or if its interval contains 1."""
+        """The ratio to multiply a speed with. It is 1 if the ratio is unknown, or if its interval contains 1."""
         return self.ratio.value if self.ratio and not self.ratio.low <= 1 <= self.ratio.high else 1.0
 
     def __str__(self) -> str:
@@ -50,18 +51,17 @@ Published = Callable[[Machine | None, str, tuple[int, int]], Mapping[str, tuple[
 
 
 class Evidence:
-    """The factors of techniques and of smaller micro-batches, for a task on this machine, or on a GPU of another
-    machine.
+    """Look up how much faster techniques, smaller micro-batches and torch.compile make a task's training, as `Factor`s.
 
-    Only runs on this machine count. If there are pairs of runs of the task's own model, only those are used.
+    Only runs on this machine count. If there are pairs of runs of the task's own model, only those pairs are used.
 
     Args:
         machine: this machine, on which runs count.
-        kind: "cpu" or "cuda", the device to advise for. If this machine is of the other kind, no run counts.
+        kind: "cpu" or "cuda", the device to advise for. If this machine's kind is another one, no run counts.
         capability: compute capability of the GPU.
         task: the model and its data.
         runs: measured runs, from which the factors are calculated.
-        published: function (this machine, or None if the device is in another one; kind; capability) that returns
+        published: function (this machine, or None if the device is in another machine; kind; capability) that returns
             {claim id: (ratio, source)}, for factors without runs; None: there are none.
     """
 
@@ -81,7 +81,7 @@ class Evidence:
         self._of_claims = published(machine if here else None, kind, capability) if published else {}
 
     def of_technique(self, technique: Technique) -> Factor:
-        """Return the factor of a technique, relative to the plain choice."""
+        """Return how much faster a technique makes a training than the plain choice."""
 
         def has_it(given: dict[str, Any]) -> bool | None:
             values = {name: given[name] for name in technique.arguments if name in given}
@@ -91,10 +91,11 @@ class Evidence:
         return measured or self._published(technique.name, technique.claims.get(self._kind))
 
     def of_micro_batch(self, size: int, largest: int) -> Factor:
-        """Return the factor of the micro-batch `size` relative to larger ones at the same effective batch.
+        """Return how much faster the micro-batch `size`, in samples, makes a training than larger ones at the same
+        effective batch.
 
-        It comes from runs on this machine. Without such runs it is the published one if `size` is 1 and `largest`, the
-        largest micro-batch to compare with, is at least 4. Otherwise the factor has no ratio.
+        The factor comes from runs on this machine. Without such runs it is the published one if `size` is 1 and
+        `largest`, the largest micro-batch to compare with, is at least 4. Otherwise the factor has no ratio.
         """
 
         def has_it(given: dict[str, Any]) -> bool | None:
@@ -109,9 +110,9 @@ class Evidence:
         return Factor("a smaller micro-batch, with accumulation", None, "not measured")
 
     def of_compiling(self) -> tuple[Factor, float] | None:
-        """Return torch.compile's factor in runs on this machine, and the largest ratio of peaks with and without it.
+        """Return (torch.compile's speed factor, largest ratio of the peak with it to the peak without it).
 
-        Return None if no pair of runs has both figures.
+        Both come from pairs of runs on this machine. Return None if no pair has usable peaks.
         """
 
         def has_it(given: dict[str, Any]) -> bool:
@@ -145,7 +146,7 @@ class Evidence:
         """Return pairs of runs (with a choice, without it) that differ only in `arguments`.
 
         The partner of a run with the choice is the run without it that is nearest in time. If there are pairs of the
-        task's model, only those are returned.
+        task's model, only these pairs are returned.
 
         `has_it`: function of a run's arguments: whether the run has the choice, or None if it counts as neither.
         """
@@ -174,14 +175,16 @@ class Evidence:
 
 
 def respelt(arguments: Arguments) -> dict[str, Any]:
-    """Return the arguments under the names that techniques use, whatever names the installed library uses."""
+    """Return {name: value} of the arguments, under the names that techniques use, whatever names the installed library
+    uses.
+    """
     canonical = {next(iter(Arguments({name: None}).current)): name for name in itertools.chain(*QUESTIONS)}
     return {canonical.get(name, name): value for name, value in arguments.current.items()}
 
 
 def _counts(run: Run) -> bool:
-    """Return whether a run's speed is usable: the Trainer must have run it, over some steps. A user's function is not
-    comparable.
+    """Return whether a run's speed can be compared: the Trainer must have run it, not a user's function, over 3 or more
+    steps.
     """
     return run.ok and run.kind == "training" and is_measured(run.samples_per_second) and run.timing.steps >= 3
 
@@ -193,7 +196,7 @@ def _apart(run: Run, other: Run) -> float:
 
 
 def _relevant(run: Run) -> dict[str, Any]:
-    """Return the arguments of a run that affect its speed, and its effective batch.
+    """Return {name: value} of the arguments of a run that affect its speed, and its "effective batch" in samples.
 
     Arguments with their default are left out. The type of the weights is included unless it is float32, whether it was
     requested or came with the model.

@@ -32,8 +32,8 @@ _size = functools.partial(bytes_text, binary=True)  # as the memory of a card
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One way to train on all cards: its training arguments, the bytes in memory per rank, and the bytes that a rank
-    sends per update.
+    """Hold one way to train on all cards: its name, the estimate of one rank, and the bytes that a rank needs and
+    sends.
     """
 
     name: str  # e.g. "DDP", "FSDP" or "ZeRO 1, checkpointing"
@@ -59,7 +59,9 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Parallelism(Shown):
-    """The layout that the decision tree ends at, and every layout that was traced; shown as a table."""
+    """Hold what `parallelism` returns: the layout that the decision tree ends at, with bytes per rank, and every layout
+    that was traced; shown as a table.
+    """
 
     task: Task
     cards: int
@@ -106,7 +108,7 @@ def parallelism(
 
     Args:
         task: the model and its data.
-        cards: number of cards, the same in each host.
+        cards: number of cards over all hosts, the same in each host.
         card, card_bytes: a name of `cards.CARDS`, e.g. "h100", or the memory of one card, in bytes or as "80GB".
         hosts: number of hosts.
         slow_link: whether the link between hosts (in a single host: between cards) is slow. Sharded layouts that fit
@@ -169,7 +171,7 @@ def parallelism(
 
 @dataclass(frozen=True, slots=True)
 class _Cluster:
-    """A training, and the cards and hosts to run it on."""
+    """Trace the layouts of a training on given cards and hosts."""
 
     task: Task
     cards: int
@@ -207,7 +209,7 @@ class _Cluster:
             yield Layout(name + suffix, traced, needed, round(sent), round(between), needed <= self.room)
 
     def _ways(self) -> Iterator[tuple[str, int, dict[str, Any]]]:
-        """Yield each layout's name, the number of ranks that share the model, and its training arguments."""
+        """Yield (name, number of ranks that share the model, training arguments) of each layout."""
         yield _REPLICAS[self.cards > 1], self.cards, {}
         if self.cards == 1:
             return
@@ -225,7 +227,7 @@ class _Cluster:
         yield "FSDP, gathered once", self.cards, once
 
     def _sent(self, name: str, ranks: int, whole: MemoryEstimate, arguments: Arguments) -> tuple[float, float]:
-        """Return (bytes that a rank sends per update, the part of them that goes between hosts).
+        """Return (bytes that a rank sends per update, how many of these bytes go between hosts).
 
         In a ring of N ranks, a rank sends (N - 1) / N of what is gathered or reduce-scattered, and twice that for an
         all-reduce.
@@ -234,6 +236,7 @@ class _Cluster:
             name: the layout's name, e.g. "ZeRO 2".
             ranks: number of ranks that share the model.
             whole: the estimate of the training with a replica on each card.
+            arguments: the layout's training arguments.
         """
         memory, passes = whole.memory, arguments.training.get("gradient_accumulation_steps", 1)
         trained = summed = memory.breakdown[Category.WEIGHTS]  # a gradient has its weight's type
@@ -251,9 +254,11 @@ class _Cluster:
 
 
 def _if_nothing_fits(task: Task, smallest: Layout, room: int) -> tuple[str, str]:
-    """Return the branch of the decision tree to take if no layout fits, and a text with the figures that decide it.
+    """Return (the branch of the decision tree to take if no layout fits, a text with the figures that decide it).
 
-    `room`: usable bytes of a card.
+    Args:
+        smallest: the layout that needs the least memory.
+        room: usable bytes of a card.
     """
     layer, weights = _largest_layer(task, smallest.estimate.arguments.get("dtype"))
     states = smallest.estimate.memory.breakdown[Category.OPTIMIZER_STATES]
@@ -269,7 +274,7 @@ def _if_nothing_fits(task: Task, smallest: Layout, room: int) -> tuple[str, str]
 
 
 def _largest_layer(task: Task, dtype: Any) -> tuple[str, int]:
-    """Return (name, bytes of the weights in the type `dtype`) of the largest layer.
+    """Return (name, bytes of the weights in the torch type `dtype`) of the largest layer.
 
     A layer is one of the repeated blocks, or a module without submodules.
     """
@@ -280,7 +285,10 @@ def _largest_layer(task: Task, dtype: Any) -> tuple[str, int]:
 
 
 def _of_undivided_weights(layouts: list[Layout], cards: int) -> Iterator[str]:
-    """Yield a note if FSDP2 cannot divide a weight, such as a block's stacked experts, by the number of cards."""
+    """Yield a note if FSDP2 cannot divide a weight, such as a block's stacked experts, by the number of cards.
+
+    `layouts`: the traced layouts; rank 0's weights under "FSDP" are compared with those of a replica.
+    """
     weights = {each.name: each.estimate.memory.breakdown[Category.WEIGHTS] for each in layouts}
     share = weights.get("FSDP", 0) / max(weights.values())
     if share > 1.5 / cards:

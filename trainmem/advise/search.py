@@ -35,19 +35,19 @@ _MOST_AT_ONCE = 4  # recipes checked at once; each takes a core and, for a large
 
 
 class Candidate(NamedTuple):
-    """A combination of techniques with a micro-batch, of which the search finds out whether it fits."""
+    """Hold a combination of techniques with a micro-batch in samples; the search finds out whether it fits."""
 
     techniques: tuple[Technique, ...]  # one per choice, without the library's defaults, except AdamW
     micro_batch: int  # samples
 
     @property
     def costly(self) -> set[Technique]:
-        """Its techniques that cost something: time, precision or convergence."""
+        """The candidate's techniques that cost something: time, precision or convergence."""
         return {technique for technique in self.techniques if technique.cost}
 
     @property
     def costs(self) -> list[str]:
-        """The costs of its techniques, as texts."""
+        """The costs of the candidate's techniques, as texts."""
         costs = {technique: technique.cost for technique in self.techniques if technique.cost}
         if known.BF16_WEIGHTS in costs and not costs.keys().isdisjoint(known.ADAPTERS):
             costs[known.BF16_WEIGHTS] = "precision: the weights that are not trained are kept in bf16"
@@ -55,18 +55,18 @@ class Candidate(NamedTuple):
 
     @property
     def without_optimizer(self) -> frozenset[Technique]:
-        """Its techniques except the optimizer. Recipes that share them have the same activations."""
+        """The candidate's techniques except the optimizer. Candidates that share them have the same activations."""
         return frozenset(self.techniques) - _OPTIMIZERS
 
 
 class Choices:
-    """The techniques and micro-batches to combine.
+    """List the candidates to search, and the micro-batches in samples; give a candidate's training arguments and name.
 
     Args:
         samples: samples per optimizer update and process.
         must, avoid, may: as in `advise`.
         native: the lower precisions for which the device has instructions.
-        base: arguments of every recipe unless a technique sets them, e.g. {"dtype": "float32"}.
+        base: arguments of every recipe unless a technique sets them, e.g. {"dtype": "float32"}; None: none.
 
     Raises:
         ValueError: an unknown name, or arguments that contradict each other or leave nothing to choose.
@@ -93,7 +93,7 @@ class Choices:
         self.candidates = [Candidate(tuple(filter(None, each)), self.micro_batches[-1]) for each in combined]
 
     def arguments(self, candidate: Candidate) -> dict[str, Any]:
-        """Return the training arguments of a recipe."""
+        """Return the training arguments of a recipe as {name: value}."""
         size = candidate.micro_batch
         arguments = {MICRO_BATCH: size, ACCUMULATION_STEPS: self.samples // size, **self._base}
         for technique in candidate.techniques:
@@ -141,7 +141,8 @@ def _named(argument: str, given: Iterable[str], spelt: Iterable[Iterable[str]]) 
 def _answers(
     fixed: Mapping[str, Any], avoided: set[str], native: set[Technique], offered: set[str]
 ) -> list[list[Technique | None]]:
-    """Return, for each choice that a recipe makes, the techniques that are allowed; None stands for the plain choice.
+    """Return, for each choice that a recipe makes (e.g. the optimizer), the techniques that are allowed; None stands
+    for the plain choice.
 
     Techniques in `ON_DEMAND` are allowed only by `must` or `may`.
 
@@ -172,7 +173,7 @@ def _answers(
 
 
 def _micro_batches(samples: int, fixed: Mapping[str, Any], avoided: set[str]) -> list[int]:
-    """Return, ascending, the micro-batches that make `samples` with a whole number of accumulation steps.
+    """Return, ascending, the micro-batches in samples that make `samples` with a whole number of accumulation steps.
 
     Args:
         samples: samples per optimizer update and process.
@@ -199,7 +200,7 @@ def _micro_batches(samples: int, fixed: Mapping[str, Any], avoided: set[str]) ->
 
 
 class Ranking:
-    """The order of recipes by speed, which is the product of the factors of a recipe's techniques and its micro-batch.
+    """Order recipes by speed, which is the product of the factors of a recipe's techniques and its micro-batch.
 
     Plain choices (without a technique), and techniques that all recipes share, have no factor.
 
@@ -218,7 +219,9 @@ class Ranking:
         }
 
     def key(self, candidate: Candidate) -> tuple[int, float, int, int]:
-        """Return the sort key of a recipe: measured first, then faster, then cheaper, then a larger micro-batch."""
+        """Return the sort key of a recipe: (unmeasured techniques, -speed, number of techniques with a cost,
+        -micro-batch).
+        """
         costs = len(candidate.costly)
         return self.unknown(candidate), -self.speed(candidate), costs, -candidate.micro_batch
 
@@ -227,9 +230,9 @@ class Ranking:
         return sum(self._factors[each].ratio is None for each in candidate.techniques if each in self._factors)
 
     def speed(self, candidate: Candidate) -> float:
-        """Return a recipe's expected speed as a factor over the recipe of plain choices.
+        """Return a recipe's expected speed divided by that of the recipe of plain choices.
 
-        It is the product of the factors of its techniques and micro-batch; one that noise may explain counts as 1.
+        It is the product of the factors of its techniques and micro-batch; a factor that noise may explain counts as 1.
         """
         return math.prod(factor.significant for factor in self.factors(candidate))
 
@@ -242,8 +245,8 @@ class Ranking:
         """Return whether a recipe has all the costs of a better-ranked one and further costs, so that only a larger
         micro-batch could make it worthwhile.
 
-        Return False if the two differ in precision and the speed of the recipe is unknown, because it may be the faster
-        one.
+        Return False if the two recipes differ in precision and the speed of `candidate` is unknown, because it may be
+        faster.
 
         Args:
             candidate: the recipe that may be left out.
@@ -255,8 +258,10 @@ class Ranking:
 
 @dataclass
 class RecipeSearch:
-    """Search for the recipes of a task that fit. Each combination of techniques gets the largest
-    micro-batch that fits.
+    """Search for the recipes of a task that fit: `find` gives each combination of techniques the largest micro-batch
+    that fits.
+
+    It keeps the estimates that it made, their assumptions, and the bytes of recipes that do not fit.
     """
 
     task: Task
@@ -280,11 +285,11 @@ class RecipeSearch:
     def find(self, most: int) -> list[Candidate]:
         """Return the best recipes that fit, at most `most`, the best first.
 
-        Techniques are tried in the order in which they would rank if all of them fitted. Those that only add costs are
-        skipped.
+        Techniques are tried in the order in which they would rank if all of them fitted. Techniques that only add costs
+        are skipped.
 
         Raises:
-            ValueError: no estimate could be made; the message is the first one's.
+            ValueError: no estimate could be made; the message is the first estimate's.
         """
         fitting: list[Candidate] = []
         failures: list[ValueError] = []
@@ -329,8 +334,8 @@ class RecipeSearch:
         return least
 
     def trace_ahead(self, pairs: Iterable[tuple[Task, Candidate]]) -> None:
-        """Trace the memory of several recipes as a function of the number of layers, in parallel, so that later
-        requests find it.
+        """Trace the memory of several recipes as a function of the number of layers, in parallel, so that later calls
+        of `line_of` find it.
 
         `pairs`: (task, recipe) of each.
         """
@@ -351,18 +356,20 @@ class RecipeSearch:
         return needed
 
     def _copy_for_thread(self) -> "RecipeSearch":
-        """Return a copy for another thread, with notes of its own; estimates are shared through `ask`."""
+        """Return a copy for another thread, with empty notes, assumptions and estimates; `ask` is shared, so nothing is
+        estimated twice.
+        """
         return dataclasses.replace(self, estimates={}, too_large={}, notes=[], assumptions={}, _states={**self._states})
 
     def line_of(self, task: Task, candidate: Candidate) -> Line | None:
-        """Return a recipe's memory as a function of the number of layers; None for a task whose layers are all traced
+        """Return a recipe's memory as a function of the number of layers; None if all layers of the task are traced
         directly.
         """
         return self.ask(self.line, task, self.choices.arguments(candidate)) if layers_of(task) else None
 
     def about(self, task: Task, candidate: Candidate) -> tuple[int, int] | None:
-        """Return a deep model's approximate (live bytes, most reserved bytes), each with the context, from two shallow
-        models.
+        """Return (live bytes, most reserved bytes) of a deep model, extrapolated from two shallow models, each with the
+        CUDA context.
 
         Return None for a model that is not deep.
         """
@@ -372,13 +379,13 @@ class RecipeSearch:
         return alive + self.context, reserved + self.context
 
     def about_needed(self, candidate: Candidate) -> int:
-        """Return the bytes that a recipe needs: exact, or approximate for a deep model."""
+        """Return the bytes that a recipe needs: exact, or for a deep model extrapolated from shallow ones."""
         about = self.about(self.task, candidate)
         return about[1] if about else self.needed(candidate)
 
     def fits(self, candidate: Candidate) -> bool:
-        """Return whether a recipe fits. For a deep model, the shallow models decide if they suffice; otherwise an
-        estimate does.
+        """Return whether a recipe fits. A deep model is extrapolated from shallow ones; it is estimated itself only if
+        that leaves doubt.
         """
         is_open = candidate not in self.estimates and self._known_states(candidate) <= self.limit
         if is_open and (line := self.line_of(self.task, candidate)):
@@ -395,7 +402,7 @@ class RecipeSearch:
         """Return a lower limit for a recipe's memory: the bytes of its weights, gradients and optimizer states, plus
         the CUDA context.
 
-        Return -inf if no recipe with the same states was estimated.
+        Return -inf if no recipe with these states was estimated.
         """
         return self._states.get(_of_states(candidate), -math.inf) + self.context
 
@@ -409,14 +416,16 @@ class RecipeSearch:
 
     def needed_by(self, estimated: MemoryEstimate) -> int:
         """Return the bytes that the device must have according to an estimate: reserved bytes (on a CPU live bytes),
-        plus the context.
+        plus the CUDA context.
 
         They exceed the limit if and only if the estimate says that the card is too small.
         """
         return max(estimated.memory.reserved_bytes or 0, estimated.peak_bytes) + self.context
 
     def estimate(self, task: Task, arguments: Mapping[str, Any]) -> MemoryEstimate:
-        """Return an estimate; count it, and keep its assumptions."""
+        """Estimate a task's memory with these training arguments; count the estimate in `count` and add its assumptions
+        and notes.
+        """
         self.count += 1
         estimated = self.ask(self.predict, task, arguments)
         self.assumptions |= dict.fromkeys(estimated.assumptions)
@@ -427,14 +436,15 @@ class RecipeSearch:
     def furthest(
         self, candidate: Candidate, sizes: Sequence[int], task_of: Callable[[int], Task], first: int
     ) -> tuple[int, int]:
-        """Return the largest size of a task with which a recipe fits, and the bytes of memory that it needs with this
-        size.
+        """Return (the largest size of a task with which a recipe fits, the bytes of memory that it needs with this
+        size).
 
         If it fits with no size, return 0 and the bytes for the smallest size.
 
         Args:
-            sizes: the sizes to choose from, ascending, e.g. sequence lengths.
-            task_of: returns the task of a size.
+            candidate: the recipe.
+            sizes: the sizes to choose from, ascending, e.g. sequence lengths in tokens.
+            task_of: function that returns the task of a size.
             first: the size from which the search starts.
         """
         arguments, exact = self.choices.arguments(candidate), {}  # bytes by size
@@ -464,9 +474,9 @@ class RecipeSearch:
         return found, needed(found or sizes[0])
 
     def _largest(self, candidate: Candidate, fitting: Iterable[Candidate], found: Mapping) -> int:
-        """Return the largest micro-batch with which a recipe fits; 0 if it fits with none.
+        """Return the largest micro-batch, in samples, with which a recipe fits; 0 if it fits with none.
 
-        If the recipe only adds costs to another one that fits, its micro-batch must be larger than the other's;
+        If the recipe only adds costs to another recipe in `fitting`, its micro-batch must be larger than that recipe's;
         otherwise 0 is returned.
 
         Args:
@@ -497,7 +507,9 @@ class RecipeSearch:
 
 
 def ahead(pool: ThreadPoolExecutor, ask: Callable, *arguments) -> Future:
-    """Start `ask(*arguments)` in a thread of a pool, under this context's time limit, and return its future."""
+    """Start `ask(*arguments)` in a thread of a pool, under the caller's context variables, e.g. its time limit, and
+    return its future.
+    """
     return pool.submit(contextvars.copy_context().run, ask, *arguments)
 
 
@@ -528,7 +540,7 @@ class Once:
 
 
 def _of_states(candidate: Candidate) -> frozenset[Technique]:
-    """Return the techniques that determine weights, gradients and optimizer states."""
+    """Return the recipe's techniques that change its weights, gradients or optimizer states."""
     return frozenset(candidate.techniques) - known.OF_ACTIVATIONS
 
 

@@ -11,7 +11,7 @@ _AS_SOLD = {*SIZES.values(), *(round(size / 2**30) * 10**9 for size in SIZES.val
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A device, and the part of its memory that a training may use."""
+    """Hold a device's kind and compute capability, the bytes of its memory, and how many a training may use."""
 
     kind: str  # "cpu" or "cuda"
     capability: tuple[int, int] | None  # compute capability; None: a CPU
@@ -70,7 +70,7 @@ def find(
 
 
 def _kept(given: int | float | str | None, kind: str, processes: int) -> tuple[int, str]:
-    """Return the bytes kept for the CUDA context, and a sentence about what is compared with the memory.
+    """Return (bytes kept for the CUDA context, a sentence about what is compared with the memory).
 
     Args:
         given: the user's `context_memory`; None: the default.
@@ -78,7 +78,7 @@ def _kept(given: int | float | str | None, kind: str, processes: int) -> tuple[i
         processes: number of ranks.
 
     Raises:
-        ValueError: `given` is not a number of bytes, or `kind` is "cpu", which has no CUDA context.
+        ValueError: `given` is not a number of bytes, or is given although `kind` is "cpu", which has no CUDA context.
     """
     if kind == "cpu":
         if given is not None:

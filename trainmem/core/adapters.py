@@ -35,10 +35,11 @@ def settings_of(name: str, value: Any) -> dict[str, Any]:
 
     Args:
         name: the argument, for messages, e.g. "peft".
-        value: a mapping, the library's own object, JSON, a JSON file, or a folder with peft's adapter_config.json.
+        value: a mapping, the library's own configuration object, JSON, a JSON file, or a folder with peft's
+            adapter_config.json.
 
     Raises:
-        ValueError: anything else, or a file that cannot be read.
+        ValueError: `value` has another form, or its file cannot be read.
     """
     if hasattr(value, "to_dict"):
         value = value.to_dict()
@@ -66,7 +67,9 @@ _OF_TORCHAO = {"int4": "Int4WeightOnlyConfig", "int8": "Int8WeightOnlyConfig", "
 
 
 def method_of(settings: Mapping[str, Any]) -> str:
-    """Return the method that the fields of a quantization_config name: one of `METHODS`, or an unsupported one."""
+    """Return the method that the fields of a quantization_config name: one of `METHODS`, e.g. "torchao", or an
+    unsupported one.
+    """
     method = settings.get("quant_method", "bitsandbytes")
     return str(getattr(method, "value", method))
 
@@ -110,7 +113,13 @@ def of_method(settings: Mapping[str, Any], where: str, methods: Iterable[str] = 
 
 def saved_quantization(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return the fields of the quantization_config in a config.json, except those that the installed transformers does
-    not know, as `from_pretrained` does. Raises ValueError as `of_method`: only bitsandbytes is supported."""
+    not know, as `from_pretrained` does.
+
+    `where`: the place of the quantization_config, for the message.
+
+    Raises:
+        ValueError: the method is not bitsandbytes, the only one that is supported here.
+    """
     from transformers import BitsAndBytesConfig
 
     known = inspect.signature(BitsAndBytesConfig).parameters
@@ -168,7 +177,11 @@ def quantized(model, settings: Mapping[str, Any], device: Any, trains: bool = Fa
 
 
 def _config_of(settings: Mapping[str, Any]):
-    """Return the configuration object of torchao or quanto. Raises ValueError as `quantized`."""
+    """Return the configuration object of torchao or quanto for the fields `settings` of a quantization_config.
+
+    Raises:
+        ValueError: as `quantized`.
+    """
     import transformers
 
     method, settings = method_of(settings), of_method(settings, "quantization_config")
@@ -259,7 +272,7 @@ def is_prepared(given: Mapping[str, Any], quantization: Mapping[str, Any]) -> bo
     added, but not for quanto, whose weights peft's function cannot cast.
 
     Args:
-        given: the arguments of an experiment about adapters.
+        given: the training's arguments "peft" and "prepare_model_for_kbit_training", if any.
         quantization: fields of the quantization_config.
     """
     by_default = given.get("peft") is not None and method_of(quantization) != "quanto"
@@ -267,10 +280,10 @@ def is_prepared(given: Mapping[str, Any], quantization: Mapping[str, Any]) -> bo
 
 
 def prepared(model, checkpointing: Mapping[str, Any] | None):
-    """Return the model after `peft.prepare_model_for_kbit_training`: all weights are frozen, and those that are not
+    """Return the model after `peft.prepare_model_for_kbit_training`: all weights are frozen, and weights that are not
     quantized are cast to fp32.
 
-    `checkpointing`: arguments of activation checkpointing; None: no checkpointing.
+    `checkpointing`: the `gradient_checkpointing_kwargs` of activation checkpointing; None: no checkpointing.
     """
     prepare = importlib.import_module("peft").prepare_model_for_kbit_training
     return prepare(model, checkpointing is not None, dict(checkpointing or {}))
@@ -282,7 +295,7 @@ def adapted(model, settings: Mapping[str, Any], family: str, generates: bool = F
     Args:
         settings: fields of a peft configuration, its kind ("peft_type"; default: LoRA), and optionally
             `autocast_adapter_dtype`, an argument of `get_peft_model` (True: adapters in 16 bits are cast to fp32).
-        family: which data the model takes, see `task.Task.family`.
+        family: the data that the model takes, e.g. "causal", see `task.Task.family`.
         generates: whether the model will `generate`.
 
     Raises:
@@ -314,7 +327,7 @@ _AUTOCAST = "autocast_adapter_dtype"
 
 
 def _missing_package(error: ImportError) -> str:
-    """Return which package an ImportError misses and how to install it, or its own text if it names none."""
+    """Return which package an ImportError names as missing and how to install it; the error's text if none."""
     quoted = re.search(r"['`]([\w-]+)['`]", str(error))
     name = getattr(error.__context__, "name", None) or error.name or (quoted and quoted[1])
     name = {"sklearn": "scikit-learn"}.get(name, name)
@@ -322,16 +335,19 @@ def _missing_package(error: ImportError) -> str:
 
 
 def _check_cache_is_known(peft, model, name: str, family: str, generates: bool) -> None:
-    """Refuse kinds that an older peft runs wrongly because transformers 5.24 renamed `past_key_values` to `cache`.
+    """Refuse adapters that an older peft runs wrongly because transformers 5.24 renamed `past_key_values` to `cache`.
 
     peft 0.21 looks for the old name in the signatures of classifiers and in the arguments from `generate`. Training of
     generative models is correct: there it passes the old name, which transformers still accepts.
 
     Args:
+        peft: the imported package.
         name: peft's name of the kind of adapter, e.g. "PREFIX_TUNING".
+        family: the data that the model takes, e.g. "causal".
+        generates: whether the model will `generate`.
 
     Raises:
-        ValueError: peft is older than transformers requires, and the kind needs the cache here.
+        ValueError: peft is older than transformers requires, and this kind of adapter passes a cache to this model.
     """
     import transformers
     from packaging.version import Version

@@ -96,17 +96,19 @@ QUIET = {
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of one training; immutable.
+    """Hold the arguments of one training, checked by `of`, and sort them by what takes them (Trainer, model, adapters);
+    immutable.
 
     Attributes:
-        given: {name as the user typed it: value}: fields of `TrainingArguments`, and `OF_EXPERIMENTS`.
+        given: {name as the user typed it: value}: fields of `TrainingArguments`, and `OF_EXPERIMENTS`, which are this
+            engine's own arguments, e.g. "attn_implementation" or "peft".
     """
 
     given: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, given: Mapping[str, Any], also: Iterable[str] = ()) -> "Arguments":
-        """Check names and values, and return them as `Arguments`.
+        """Check the names and values in `given`, {name: value}, and return them as `Arguments`.
 
         `also`: further names that the caller accepts, see `check_names`.
 
@@ -136,7 +138,10 @@ class Arguments:
 
     @functools.cached_property
     def current(self) -> dict[str, Any]:
-        """The arguments by the names that the installed library knows. Raises ValueError if two names mean the same."""
+        """{name: value} of all arguments, by the names that the installed library knows.
+
+        Raises ValueError if two given names mean the same argument.
+        """
         names = _current_names()
         renamed = {names.get(name, name): value for name, value in self.given.items()}
         if len(renamed) != len(self.given):
@@ -146,7 +151,7 @@ class Arguments:
 
     @functools.cached_property
     def training(self) -> dict[str, Any]:
-        """Arguments of the Trainer, by current names."""
+        """{name: value} of the Trainer's arguments, by the names that the installed library knows."""
         return {name: value for name, value in self.current.items() if name not in OF_EXPERIMENTS}
 
     @functools.cached_property
@@ -189,7 +194,7 @@ class Arguments:
 
     @property
     def passed_over_on_a_cpu(self) -> list[str]:
-        """Return a sentence for each given argument that the libraries silently ignore on a CPU."""
+        """One sentence for each given argument that the libraries silently ignore on a CPU."""
         ignored = {
             "fp16": "on a CPU the Trainer ignores fp16=True and trains in the weights' type: use bf16=True instead",
             "fsdp": "on a CPU accelerate ignores fsdp, and each rank keeps the whole model: use a GPU to shard it",
@@ -202,18 +207,18 @@ class Arguments:
         return micro_batch * self.training.get("gradient_accumulation_steps", 1) * processes
 
     def replace(self, **changes: Any) -> "Arguments":
-        """Return a copy with some values changed or added; they are not checked again."""
+        """Return a copy with the values in `changes`, {name: value}, changed or added; they are not checked again."""
         names = _current_names()
         changed = {names.get(name, name) for name in changes}
         kept = {n: value for n, value in self.given.items() if n in changes or names.get(n, n) not in changed}
         return Arguments(kept | changes)
 
     def without(self, *names: str) -> "Arguments":
-        """Return a copy without the arguments of these names, as the user typed them."""
+        """Return a copy without the arguments of these names, spelled as the user typed them."""
         return Arguments({name: value for name, value in self.given.items() if name not in names})
 
     def build(self, output_dir: str):
-        """Build the library's own `TrainingArguments`, without the arguments of `OF_EXPERIMENTS`.
+        """Build the library's own `TrainingArguments`, without this engine's own arguments (`OF_EXPERIMENTS`).
 
         `output_dir`: the folder to which the Trainer writes.
 
@@ -275,7 +280,9 @@ def _read() -> type:
 
 
 class _Names(dict):
-    """Resolve names in annotations: enums that were added, Python's own names, and `Any` for all others."""
+    """Give the names in annotations of `TrainingArguments` a type: enums that were added, Python's own types, `Any` for
+    other names.
+    """
 
     def __missing__(self, name: str) -> Any:
         return getattr(builtins, name, getattr(typing, name, Any))
@@ -294,19 +301,21 @@ def _source(name: str) -> ast.Module:
 
 
 def _file(name: str) -> Path:
-    """Return the file of a module of the installed transformers."""
+    """Return the file of a module of the installed transformers, e.g. "hf_argparser"."""
     return Path(importlib.util.find_spec("transformers").origin).with_name(f"{name}.py")
 
 
 @functools.cache
 def known() -> frozenset[str]:
-    """Return the argument names of an experiment: fields of the installed `TrainingArguments`, and `OF_EXPERIMENTS`."""
+    """Return the argument names of an experiment: fields of the installed `TrainingArguments`, and this engine's own
+    (`OF_EXPERIMENTS`).
+    """
     return frozenset(field.name for field in dataclasses.fields(_declared())) | OF_EXPERIMENTS.keys()
 
 
 @functools.cache
 def _kernels() -> list[str]:
-    """Return the attention kernels that are part of the installed library."""
+    """Return the names of the attention kernels that are part of the installed library, e.g. "sdpa"."""
     names = []
     if "transformers.modeling_utils" not in sys.modules:  # its import takes seconds, its source a quarter of one
         with contextlib.suppress(Exception):  # a release whose source is written in another way
@@ -322,7 +331,9 @@ def _kernels() -> list[str]:
 
 @functools.cache
 def _current_names() -> dict[str, str]:
-    """Return {name in a pair of `_SYNONYMS` that the installed library does not know: the name that it knows}."""
+    """Return {name that the installed library does not know: the name that it knows} for arguments with two names
+    (`_SYNONYMS`).
+    """
     return dict((old, new) if new in known() else (new, old) for old, new in _SYNONYMS)
 
 
@@ -400,7 +411,9 @@ _AT_LEAST = {
 
 
 def _check_values(given: Mapping[str, Any]) -> None:
-    """Raise ValueError for a value of the wrong type, outside of the choices or out of range."""
+    """Raise ValueError for a value in `given`, {name: value}, of the wrong type, outside of the choices or out of
+    range.
+    """
     declared = typing.get_type_hints(_declared()) | {name: kind for name, (kind, _) in OF_EXPERIMENTS.items()}
     declared["fsdp"] |= bool  # the library also accepts a bool
     for name, value in given.items():

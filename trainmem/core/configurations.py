@@ -14,7 +14,7 @@ from trainmem.texts import from_json, nearest_text, reading, shown, text_of
 
 @dataclass(frozen=True)
 class Weights:
-    """The type of a model's weights and who chose it; `str` gives e.g. "weights in bfloat16 (config.json)"."""
+    """Hold the type of a model's weights and who chose it; `str` gives e.g. "weights in bfloat16 (config.json)"."""
 
     dtype: str  # e.g. "bfloat16"; in a quantized model, the type of the weights that are not quantized
     source: str  # "config.json", "preset", "requested" ...
@@ -23,7 +23,7 @@ class Weights:
 
     @property
     def bits(self) -> int | None:
-        """Bits per quantized weight, e.g. 4 or 8; None if nothing is quantized."""
+        """Bits per quantized weight, e.g. 4 or 8; None if the model is not quantized."""
         if not self.quantization:
             return None
         kind = str(self.quantization.get("weights") or self.quantization.get("quant_type") or "")
@@ -62,7 +62,9 @@ def _check_sizes(where: str, fields: Mapping[str, Any]) -> None:
 
 
 def merged(fields: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `fields` updated with `own`. Nested parts such as text_config are updated field by field, not replaced."""
+    """Return a configuration's `fields` updated with `own`. Nested parts such as text_config are updated field by
+    field, not replaced.
+    """
     names = [name for name, value in own.items() if _are_parts(name, fields.get(name), value)]
     return {**fields, **own, **{name: merged(fields[name], own[name]) for name in names}}
 
@@ -113,10 +115,11 @@ def dtype_of(
     The rule is that of `task.Task.weights`.
 
     Args:
+        config: the model's configuration.
         dtype: the requested type; None or "auto": the configuration decides.
         named: the text to return if the configuration decides.
         where: the configuration's name, e.g. "config.json".
-        of_weights: returns the type of the saved weights, or None if there are none.
+        of_weights: function that returns the type of the saved weights, or None if no weights are saved.
         is_preset: whether the configuration is a preset, whose author looked up the published type.
 
     Raises:
@@ -139,7 +142,11 @@ def dtype_of(
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the fields of a config.json. Raises ValueError if it cannot be read or is not a model configuration."""
+    """Return the fields of a config.json.
+
+    Raises:
+        ValueError: it cannot be read or is not a model configuration.
+    """
     with reading(path, "JSON", "a config.json or its folder"):
         fields = from_json(text_of(path))
     if not isinstance(fields, dict) or "model_type" not in fields:
@@ -161,8 +168,8 @@ def _with_floats(content: Any) -> Any:
 
 
 def dtype_of_files(folder: Path):
-    """Return the type of the first floating-point weight in the first file of a folder, or None if the folder has no
-    readable weights.
+    """Return the torch.dtype of the first floating-point weight in the first file of a folder; None if the folder has
+    no readable weights.
 
     `from_pretrained` loads weights in this type if the configuration names none.
     """
@@ -187,7 +194,7 @@ def weights_files(folder: Path) -> list[Path]:
 
 @functools.cache
 def hub_answers() -> bool:
-    """Return whether the Hub can be reached; checked once, because its own client retries for half a minute."""
+    """Return whether the Hub can be reached; checked once, because the Hub's client retries for half a minute."""
     import urllib.error
     import urllib.request
 

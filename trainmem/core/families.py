@@ -1,6 +1,7 @@
 """Families of models, for tasks: which family a class belongs to, and generated training data for each family.
 
-A family is a set of columns; a task generates random examples of them. Sizes come from the model's configuration.
+A family is a set of data columns that models take, e.g. "causal"; a task generates random examples of these columns.
+Sizes come from the model's configuration.
 """
 
 import functools
@@ -110,7 +111,9 @@ def of_classes() -> dict[str, str]:
 
 
 def usual_class(config, objective: str = "") -> str:
-    """Return the name of the class to train if the configuration names none.
+    """Return the name of the transformers class to train if the configuration names none, e.g. "GPT2LMHeadModel".
+
+    `objective`: a loss in `OBJECTIVES`, e.g. "contrastive"; empty: the loss of the class.
 
     Raises:
         ValueError: no class of this model type can be trained with the `objective`.
@@ -171,9 +174,10 @@ def positions(config) -> int | None:
 
 
 def sides(config, family: str, image_size: int | None) -> tuple[int, int]:
-    """Return height and width of an image in pixels.
+    """Return (height, width) of an image in pixels.
 
-    They are `image_size` if it is given, otherwise the size in the configuration, otherwise the family's usual size.
+    They are `image_size` if it is given, otherwise the size in the configuration, otherwise the usual size of the
+    `family`, e.g. "vision".
     """
     vision = getattr(config, "vision_config", None) or config
     own = getattr(vision, "image_size", None) or _SIDE.get(family, _SIDE_OF_PATCHES)
@@ -235,7 +239,9 @@ def frames(config, seconds: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """Generate the examples of a task, from its configuration, family and sizes."""
+    """Generate the examples of a task, from its configuration, family (e.g. "causal"), number of examples and their
+    lengths in tokens.
+    """
 
     config: Any
     family: str
@@ -248,7 +254,7 @@ class Data:
     audio_seconds: float = 10
 
     def arrays(self) -> dict[str, Any]:
-        """Return the examples by column: numpy arrays, or lists of them for columns that a batch holds as lists.
+        """Return {column: examples}: numpy arrays, or lists of arrays for columns that a batch holds as lists.
 
         Raises:
             ValueError: sizes that conflict, or a family for which no data can be generated.
@@ -315,8 +321,8 @@ class Data:
         return ids
 
     def _ended(self, ids):
-        """Return token ids in which only the last one of each example is the end token, for models that
-        search for it.
+        """Return token ids (examples, length) in which the last id of each example, and no other, is the end token, for
+        models that search for it.
         """
         end = getattr(self.config, "eos_token_id", None)
         if not isinstance(end, int) or not getattr(self.config, "is_encoder_decoder", False):
@@ -406,7 +412,9 @@ def bytes_of(columns: Any) -> int:
 
 
 def listed(examples: list[dict], names: Iterable[str]) -> dict[str, Any]:
-    """Return a batch: columns in `names` as lists, as detection expects its labels; the others stacked."""
+    """Return a batch: the columns in `names` as lists, as detection expects its labels; all other columns stacked to
+    tensors.
+    """
     import torch
 
     columns = {name: [example[name] for example in examples] for name in examples[0]}

@@ -66,7 +66,7 @@ print(json.dumps(rows))
 
 @dataclass(frozen=True, slots=True)
 class Gpu(Record):
-    """A GPU that CUDA shows, with figures from the driver and NVML."""
+    """Hold a GPU that CUDA shows: index, name, memory in bytes and compute capability, from the driver and NVML."""
 
     index: int  # in CUDA's order
     uuid: str | None = None  # "GPU-...", or "MIG-..." for a MIG slice
@@ -79,7 +79,9 @@ class Gpu(Record):
 
 @dataclass(frozen=True, slots=True)
 class Machine(Record):
-    """A machine as this process may use it, within a container's limits and CUDA_VISIBLE_DEVICES."""
+    """Hold a machine as this process may use it, within a container's limits and CUDA_VISIBLE_DEVICES: CPU, GPUs,
+    memory in bytes.
+    """
 
     name: str  # e.g. "AMD EPYC, 2 cores", "NVIDIA H200"
     kind: str  # "cuda" if experiments run on a GPU, else "cpu"
@@ -104,7 +106,7 @@ class Machine(Record):
 
     @property
     def slug(self) -> str:
-        """The name as a folder's name: "amd-epyc-2-cores"."""
+        """The machine's name as a folder's name: "amd-epyc-2-cores"."""
         return re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-") or "machine"
 
     @property
@@ -174,7 +176,7 @@ def cache_folder() -> Path:
 
 
 def versions() -> dict[str, str | None]:
-    """Return installed versions by package, from the packages' metadata without importing them; None: not installed."""
+    """Return {package: installed version}, from the packages' metadata without importing them; None: not installed."""
     return {"python": platform.python_version()} | {package: version_of(package) for package in PACKAGES}
 
 
@@ -184,13 +186,12 @@ def version_of(package: str) -> str | None:
 
 
 def supports(feature: str, machine: Machine | None = None) -> tuple[bool, str]:
-    """Return whether a machine (default: this one) has a feature that a claim needs, and a text that says what is
-    missing.
-
-    The text is empty if nothing is missing.
+    """Return (whether a machine has a feature that a claim needs, a text that says what is missing); the text is empty
+    if nothing is missing.
 
     Args:
         feature: one of `FEATURES`, e.g. "cuda".
+        machine: the machine; None: this one.
 
     Raises:
         ValueError: a feature that is not in `FEATURES`.
@@ -219,7 +220,7 @@ def device_used_bytes(gpu_index: int = 0) -> int | None:
     """Return the bytes in use on CUDA's GPU `gpu_index` by all processes, contexts included, as nvidia-smi shows them.
 
     NVML reports them; without NVML, CUDA does if this process already uses it (this function never starts CUDA). None:
-    neither does.
+    neither NVML nor CUDA reports them.
     """
     gpus, _ = ask_driver(os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("CUDA_DEVICE_ORDER"))
     if gpu_index < len(gpus or ()):
@@ -365,7 +366,7 @@ def torch_build() -> tuple[str | None, bool]:
 
 
 def read_cpu() -> tuple[str | None, tuple[str, ...] | None]:
-    """Return the CPU's short name and which of `CPU_FEATURES` it has; None if unknown."""
+    """Return (the CPU's short name, the features in `CPU_FEATURES` that it has); each is None if unknown."""
     if sys.platform == "darwin":
         command = ["sysctl", "machdep.cpu.brand_string", "hw.optional"]
         return parse_cpu(subprocess.run(command, capture_output=True, text=True).stdout)
@@ -373,7 +374,9 @@ def read_cpu() -> tuple[str | None, tuple[str, ...] | None]:
 
 
 def parse_cpu(text: str) -> tuple[str | None, tuple[str, ...] | None]:
-    """Parse /proc/cpuinfo of x86 ("flags") or Arm ("Features", part number instead of a name), or macOS's sysctl."""
+    """Return what `read_cpu` does, parsed from the text of /proc/cpuinfo on x86 ("flags") or Arm ("Features", and a
+    part number instead of a name), or of macOS's sysctl.
+    """
     facts: dict[str, str] = {}
     for key, _, value in (line.partition(":") for line in text.splitlines()):
         facts.setdefault(key.strip().removeprefix("hw.optional."), value.strip())
@@ -423,7 +426,7 @@ def read(path: Path) -> str:
 
 
 def number(*paths: Path) -> int | None:
-    """Return the first word of the first existing file as a whole number.
+    """Return the first word of the first existing file in `paths` as a whole number.
 
     Return None if no file exists, or if it says that there is no limit: "max", -1, or 2**63 in cgroup v1.
     """

@@ -50,7 +50,7 @@ def offered() -> list[str]:
 def imported_by_trainings() -> list[str]:
     """Return the names of modules that a fork server imports once, so that its forks need not.
 
-    They are those that every training imports, from the packages that `offer` has added to this process.
+    Every training imports these modules; they belong to the packages that `offer` has added to this process.
     """
     packages = [Path(folder).name.partition("-")[0] for folder in offered()]
     return [module for package in packages for module in _IMPORTED_BY_TRAININGS.get(package, ())]
@@ -70,13 +70,13 @@ def about_optimizer(optim: str, table: str) -> list[Any]:
 
     Args:
         optim: the optimizer's name, as in `TrainingArguments`; it is matched against the table's patterns.
-        table: the name of the table.
+        table: the name of the table, e.g. "packages" or "needs_gpu".
     """
     return [value for pattern, value in OPTIMIZERS[table].items() if fnmatch(optim, pattern)]
 
 
 def missing_of_optimizer(optim: str) -> str | None:
-    """Return a text that names the package that `optim` needs and that cannot be imported; None if there is none."""
+    """Return a text that names the missing package that the optimizer `optim` needs; None if no package is missing."""
     for package, name in about_optimizer(optim, "packages"):
         if not importlib.util.find_spec(package):
             return install_text(name, f"optim={optim!r}")
@@ -84,7 +84,9 @@ def missing_of_optimizer(optim: str) -> str | None:
 
 
 def needs_gpu(optim: str) -> str | None:
-    """Return a text that says why `optim` fails on a CPU; None if it does not, or if its package is missing."""
+    """Return a text that says why the optimizer `optim` fails on a CPU; None if it works there, or if its package is
+    missing.
+    """
     if missing_of_optimizer(optim) or (optim == "stable_adamw" and not importlib.util.find_spec("triton")):
         return None
     remedy = "choose another optimizer, or estimate this one for a card, e.g. card='t4'"

@@ -16,12 +16,15 @@ from trainmem.unknown import NeedsValues
 
 
 class Invalid(ValueError):
-    """A training that cannot be built or traced because of an argument or a missing package."""
+    """Raised if a training cannot be built or traced because of an argument or a missing package."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of one experiment under one meter. A figure that was not requested is None."""
+    """Hold the result of one experiment under one meter: its status and message, memory, timing, losses and output.
+
+    A figure that was not requested is None.
+    """
 
     # A `records.Run.status`, or "invalid" or "needs values", for which the runner raises an exception.
     status: str = "ok"
@@ -46,9 +49,9 @@ class Outcome:
         return dataclasses.replace(self, **changes)
 
     def joined(self, later: "Outcome") -> "Outcome":
-        """Return this outcome with the figures of a `later` one for the same experiment, rank by rank.
+        """Return this outcome with the figures of `later`, another outcome of the same experiment, added rank by rank.
 
-        If both have a figure, the later one wins.
+        If both have a figure, that of `later` wins.
         """
         figures = {field.name: getattr(later, field.name) for field in dataclasses.fields(later)}
         known = {name: value for name, value in figures.items() if value is not None}
@@ -103,7 +106,7 @@ def died(code: int | None, kills_before: float = float("inf")) -> Outcome:
 
     Args:
         code: its exit code, negative for a signal; None if its parent is gone too.
-        kills_before: `oom_kills` when the process began.
+        kills_before: what `oom_kills` returned when the process began; the default: do not blame lost memory.
     """
     if code is None:
         return Outcome("killed", "the process ended because its parent process did")
@@ -121,9 +124,10 @@ _TOO_LONG = re.compile(r"preamble\.length <= \S*nbytes\.? (\d+) vs (\d+)")
 
 
 def explained(outcome: Outcome, errors: str) -> Outcome:
-    """Return the outcome with the cause added to its message, if the processes' standard error names one.
+    """Return the outcome with the cause added to its message, if `errors`, the processes' standard error, names a known
+    one.
 
-    It recognizes a full /dev/shm, and ranks that send tensors of different sizes through gloo.
+    Known causes are a full /dev/shm, and ranks that send tensors of different sizes through gloo.
     """
     if "unable to allocate shared memory" in errors + outcome.traceback:  # torch may wait for that batch for ever
         return outcome.replace(

@@ -28,7 +28,9 @@ def bar(name: str, total: int | None = None, unit: str = "step", quiet: bool = F
     notebook nor a terminal.
 
     Args:
+        name: text before the bar.
         total: number of units; None: not known.
+        unit: the name of what is counted, e.g. "step".
         quiet: show no bar.
         options: passed to tqdm.
     """
@@ -48,15 +50,18 @@ def bar(name: str, total: int | None = None, unit: str = "step", quiet: bool = F
 
 
 def percent(name: str):
-    """Return a context with a tqdm bar from 0 to 100 %, see `bar`; call `update` on the bar with the added percent."""
+    """Return a context with a tqdm bar called `name` from 0 to 100 %, see `bar`; call `update` on the bar with the
+    percent to add.
+    """
     return bar(name, 100, bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}")
 
 
 class BarText:
-    """Text on the bar of one experiment: steps, samples per second, and the peak memory once it is known.
+    """Show text on the tqdm bar of one experiment: steps, samples per second, and the peak memory once it is known.
 
     Args:
-        samples: samples per step; None: not known.
+        bar: the bar.
+        samples: samples per step; None: not known, so no speed is shown.
     """
 
     def __init__(self, bar, samples: int | None):

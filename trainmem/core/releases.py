@@ -13,7 +13,7 @@ NEWEST_TORCH = "2.15"  # the newest tested release, with its CUDA allocator's ru
 
 
 def requirements() -> "list[Requirement]":
-    """Return the requirements of this project and its course; those of the course alone have a marker.
+    """Return the requirements of this project and its course; a requirement that only the course has carries a marker.
 
     Raises:
         ImportError: the project's metadata is missing because it is not installed, or packaging is missing.
@@ -25,7 +25,9 @@ def requirements() -> "list[Requirement]":
 
 
 def is_untested_torch(version: str) -> bool:
-    """Return whether a torch version, e.g. "2.16.0a0+git", is newer than every tested one."""
+    """Return whether a torch version, e.g. "2.16.0a0+git", is newer than every release that this project was tested
+    with.
+    """
     numbers = [re.match(r"(\d+)\.(\d+)", text) for text in (version, NEWEST_TORCH)]
     if None in numbers:
         return True

@@ -27,7 +27,7 @@ _LONGEST_LINE = 80  # characters of a line that is quoted
 def answer_signals(folder: str, rank: int) -> None:
     """Let this process answer `query`: on a signal it writes the stacks of its threads to a file in `folder`.
 
-    `rank`: this process's number, which names the file. The signal handler stays for the rest of the process.
+    `rank`: this process's rank, which names the file. The signal handler stays for the rest of the process.
     """
     file = open(os.path.join(folder, f"{rank}.stack"), "w")  # noqa: SIM115, the handler needs it open
     file.write(f"{os.getpid()} {threading.main_thread().ident}\n")
@@ -39,7 +39,7 @@ def query(folder: str, session: int, seconds: float = 2) -> dict[int, list[Frame
     """Return {rank: stack of its main thread, innermost frame first}; a rank that does not answer is left out.
 
     Args:
-        folder: the one that the ranks passed to `answer_signals`.
+        folder: the folder that the ranks passed to `answer_signals`.
         session: id of the ranks' session; no process of another session gets a signal.
         seconds: how long to wait for the answers.
     """
@@ -61,7 +61,9 @@ def query(folder: str, session: int, seconds: float = 2) -> dict[int, list[Frame
 
 
 def _main_thread(text: str, ident: int) -> list[FrameSummary]:
-    """Return the frames of the thread `ident` in a dump of stacks; [] if its stack is not completely written yet."""
+    """Return the frames of the thread `ident` in `text`, a dump of stacks by faulthandler; [] if its stack is not
+    completely written yet.
+    """
     for part in text.split("hread 0x")[1:]:  # "Thread 0x..." and "Current thread 0x..."
         head, _, lines = part.partition("\n")
         if int(re.match(r"[0-9a-f]+", head)[0], 16) == ident and re.search(r" in <module>\n|^  \.\.\.\n", lines, re.M):
@@ -70,7 +72,9 @@ def _main_thread(text: str, ident: int) -> list[FrameSummary]:
 
 
 def described(ranks: dict[int, list[FrameSummary]]) -> str:
-    """Return a text that says in which collective operation and line each rank is."""
+    """Return a text that says in which collective operation and line each rank is, from {rank: its stack, innermost
+    frame first}.
+    """
     places: dict[str, list[int]] = {}
     for rank, frames in ranks.items():
         places.setdefault(_place(frames), []).append(rank)
@@ -78,7 +82,10 @@ def described(ranks: dict[int, list[FrameSummary]]) -> str:
 
 
 def _place(frames: list[FrameSummary]) -> str:
-    """Return a text that names the collective operation in which a rank waits, and the user's line that called it."""
+    """Return a text that names the collective operation in which a rank waits, and the user's line that called it.
+
+    `frames`: the rank's stack, innermost frame first.
+    """
     if not any(_is_of_worker(frame, "_rank") for frame in frames):
         return "has ended"
     inner = [*itertools.takewhile(lambda frame: not _is_of_worker(frame, "_execute"), frames)]

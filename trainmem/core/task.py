@@ -29,14 +29,16 @@ _OPTIONAL = ("image_size", "audio_seconds", "objective")  # not in older records
 
 @dataclass(frozen=True)
 class Task(Record):
-    """A model and the data it is trained on.
+    """Describe a model and the data it is trained on; build the model, its configuration and random examples of the
+    data.
 
     Args:
         model: a preset (`PRESETS`), a config.json or a model folder, or the name of a model on the Hub.
         seq_len: tokens per sequence, those of an image in it included; a model that takes only images ignores it. None:
             512, or the model's limit if that is less.
         dataset_size: sequences in the generated data set.
-        architecture: class of transformers, for a configuration that names none or for another head.
+        architecture: class of transformers, for a configuration that names none or for another head; None: the class
+            that the configuration names.
         config: fields of the configuration to replace, e.g. {"num_hidden_layers": 2}.
         data: "random" tokens, as in the guides, or "learnable": a rule that a small model learns in about a hundred
             steps (classification: does a marker token occur; language models: the second half repeats the first).
@@ -47,7 +49,7 @@ class Task(Record):
             data instead of two steps.
         image_size: height and width of images in pixels, after the processor has resized them. None: the model's own,
             or a common one; 0: no images, for an image-text model that is trained on text only.
-        audio_seconds: seconds of speech per sample (default: 10); Whisper always takes 30.
+        audio_seconds: seconds of speech per sample; None: 10. Whisper always takes 30.
         objective: "contrastive" (embeddings of pairs of texts) or "preference" (a reward model, on pairs of answers);
             empty: the preset's, or the loss of the model's own class.
     """
@@ -86,8 +88,11 @@ class Task(Record):
             raise ValueError(f"objective={shown(self.objective)}: choose one of {', '.join(families.OBJECTIVES)}")
 
     def replace(self, **changes) -> "Task":
-        """Return the task with some fields changed; `config` is merged with the present one. Raises ValueError for an
-        unknown field."""
+        """Return a copy of the task with the fields in `changes` changed; `config` is merged with the present one.
+
+        Raises:
+            ValueError: an unknown field.
+        """
         names = [item.name for item in dataclasses.fields(self)]
         if unknown := changes.keys() - {*names}:
             raise ValueError(f"a task has no {', '.join(sorted(unknown))}. Choose from {', '.join(names)}.")
@@ -96,14 +101,16 @@ class Task(Record):
         return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields for a record. Fields that older records lack are left out unless they are set."""
+        """Return {field: value} for a record. Fields that older records lack are left out unless they are set."""
         content = super().to_dict()
         left_out = {name for name in _OPTIONAL if not content[name] and content[name] != 0}
         left_out |= set() if self.lengths else {*_OF_LENGTHS}
         return {name: content[name] for name in content if name not in left_out}
 
     def identity(self) -> str:
-        """Return text that is equal for equal tasks; it contains the configuration file, which a user may edit."""
+        """Return text that is equal for equal tasks; it contains the text of the configuration file, which a user may
+        edit.
+        """
         if (file := self._file()) is None:
             return repr(self)
         # The files of the weights may decide the type.
@@ -120,7 +127,7 @@ class Task(Record):
         return False
 
     def _cached_file(self) -> Path | None:
-        """Return the cached configuration file of a name on the Hub, or None."""
+        """Return the configuration file of a name on the Hub in transformers' cache; None if it is not cached."""
         if _ALIASES.get(self.model, self.model) in PRESETS:
             return None
         from transformers.utils.hub import try_to_load_from_cache
@@ -205,8 +212,8 @@ class Task(Record):
             raise ValueError(f"{shown(self.model)} is not a preset, a file or a folder, and {where}") from None
 
     def model_class(self, config=None) -> type:
-        """Return the class of transformers to train: `architecture`, otherwise the one that the configuration names,
-        otherwise the usual one for its model type.
+        """Return the class of transformers to train: `architecture`, otherwise the class that the configuration names,
+        otherwise the usual class for its model type.
 
         `config`: the task's configuration; None: build it.
 
@@ -233,8 +240,11 @@ class Task(Record):
         return found
 
     def family(self) -> str:
-        """Return which data the model takes: one of `families.FAMILIES` or `families.OBJECTIVES`. Raises ValueError if
-        no data can be generated for its class."""
+        """Return which data the model takes, e.g. "causal": one of `families.FAMILIES` or `families.OBJECTIVES`.
+
+        Raises:
+            ValueError: no data can be generated for the model's class.
+        """
         if self.loss_objective:
             return self.loss_objective
         name = self.model_class().__name__
@@ -251,14 +261,14 @@ class Task(Record):
     def weights(self, dtype: Any = None, quantization: Mapping[str, Any] | None = None) -> Weights:
         """Return the type in which `from_pretrained` loads this model, and what decides it.
 
-        The rule is that of transformers 5: `dtype` if it is given; otherwise the one that the configuration names
-        (`dtype`, or the older `torch_dtype`; in a composite configuration the part that the class takes); otherwise
-        the type of the first weight in the folder's files; otherwise float32. A folder that was saved quantized is
+        The rule is that of transformers 5: `dtype` if it is given; otherwise the type that the configuration names
+        (`dtype`, or the older `torch_dtype`; in a composite configuration the part that the class takes); otherwise the
+        type of the first weight in the folder's files; otherwise float32. A folder that was saved quantized is
         quantized, whatever else is requested.
 
         Args:
             dtype: a torch.dtype or its name; None or "auto": by the rule.
-            quantization: fields of a `BitsAndBytesConfig`.
+            quantization: fields of a `BitsAndBytesConfig`; None: only a saved quantization counts.
 
         Raises:
             ValueError: a saved quantization other than that of bitsandbytes, or a `dtype` that weights cannot have.
@@ -277,13 +287,15 @@ class Task(Record):
         return Weights(str(kind).removeprefix("torch."), source, saved or (dict(quantization or {}) or None), by)
 
     def _dtype_of_weights(self):
-        """Return the type of the first saved weight; None if this machine has no saved weights."""
+        """Return the torch.dtype of the first saved weight; None if this machine has no saved weights."""
         if file := self._file():
             return configurations.dtype_of_files(file.parent) if os.path.isdir(self.model) else None
         return configurations.dtype_of_files(cached.parent) if (cached := self._cached_file()) else None
 
     def _config_of_class(self):
-        """Return the configuration that the class takes: a part of a composite one if the class is for that part."""
+        """Return the configuration that the class to train takes: of a composite configuration only a part, if the
+        class is for that part.
+        """
         config = self.build_config()
         wanted = self.model_class(config).config_class
         parts = (getattr(config, name, None) for name in config.sub_configs)
@@ -300,7 +312,7 @@ class Task(Record):
         Args:
             attn_implementation: "eager", "sdpa", ...; None: the library's choice.
             dtype: type of the weights, a torch.dtype or its name; None: as `from_pretrained` loads it, see `weights`.
-            device: where the weights are created; "meta": without memory.
+            device: where the weights are created; "meta": without memory; None: the CPU.
 
         Raises:
             ValueError: transformers cannot build the configuration.
@@ -333,8 +345,8 @@ class Task(Record):
         return sum(parameter.numel() for parameter in self.build_model(device="meta").parameters())
 
     def with_text(self, **fields) -> "Task":
-        """Return the task with other fields in its configuration; a composite configuration is changed in its text
-        part.
+        """Return a copy of the task with `fields` replaced in its configuration; a composite configuration is changed
+        in its text part.
         """
         config = self.build_config()
         text = families.text_of(config)
@@ -342,10 +354,10 @@ class Task(Record):
         return self.replace(config={part: fields} if part else fields)
 
     def with_padded_vocabulary(self, multiple: int) -> "Task":
-        """Return the task with its vocabulary rounded up to a multiple of `multiple`.
+        """Return a copy of the task with its vocabulary rounded up to a multiple of `multiple`.
 
         `resize_token_embeddings(pad_to_multiple_of=...)` rounds in the same way. Return the task itself if its
-        vocabulary is such a multiple already, or is unknown.
+        vocabulary is a multiple of `multiple` already, or is unknown.
         """
         size = getattr(families.text_of(self.build_config()), "vocab_size", None) or 0
         return self.with_text(vocab_size=-(-size // multiple) * multiple) if size % multiple else self
@@ -385,10 +397,10 @@ class Task(Record):
         return families.image_tokens(self.build_config(), self.image_size) + 2 if is_with_image else 1
 
     def arrays(self, size: int | None = None) -> dict[str, Any]:
-        """Generate `size` examples (default: `dataset_size`), and return them by column.
+        """Generate `size` examples (None: `dataset_size`), and return {column: array}.
 
-        A column is a numpy array of an input of the model's forward, or of its labels, with the examples along axis 0.
-        It is a list of arrays if a batch holds the column as a list.
+        A column is an input of the model's forward, or its labels: a numpy array with the examples along axis 0. It is
+        a list of arrays if a batch holds the column as a list.
 
         Raises:
             ValueError: sizes that conflict, such as an image of more tokens than `seq_len`.
@@ -418,7 +430,8 @@ class Task(Record):
         return Dataset.from_dict(arrays).with_format("torch")
 
     def collator(self) -> Callable[[list[dict]], dict] | None:
-        """Return the function that batches examples of unequal `lengths`, or examples with lists.
+        """Return the collate function for examples of unequal `lengths`, or with lists: it turns a list of examples
+        into a batch.
 
         Return None if the Trainer's own collator can batch the examples.
         """
@@ -432,7 +445,7 @@ class Task(Record):
         return functools.partial(_padded, multiple=self.pad_to_multiple_of)
 
     def batch(self, size: int, device: Any = "cpu") -> dict[str, Any]:
-        """Return `size` examples as one batch of tensors on `device`, by column.
+        """Return `size` examples as one batch on `device`, {column: tensor}.
 
         Token ids have the shape (size, seq_len). A column that `arrays` returns as a list stays a list of tensors.
         """
@@ -450,7 +463,8 @@ class Task(Record):
 
 
 def _padded(examples: list[dict], multiple: int) -> dict[str, Any]:
-    """Pad examples to the longest one, rounded up to `multiple`, and return them as a batch with an attention mask.
+    """Pad examples to the longest one, rounded up to a multiple of `multiple` tokens, and return them as a batch with
+    an attention mask.
 
     As in the library's collators, ids are padded with 0, token labels with -100. The batch is {column: tensor}; its
     token ids have the shape (samples, length).
@@ -469,7 +483,9 @@ def _padded(examples: list[dict], multiple: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Profile:
-    """The sizes that a kind of machine can hold, and how long to measure there."""
+    """Hold the sizes that a kind of machine can hold: a task, its micro-batch in samples, and how many steps to measure
+    there.
+    """
 
     name: str
     task: Task
@@ -494,14 +510,14 @@ TINY = Profile("tiny", Task("bert-tiny", seq_len=32), micro_batch=4, steps=1, wa
 
 
 def choose_profile(name: str = "auto", machine=None) -> Profile:
-    """Return the profile of that name.
+    """Return the profile called `name`.
 
     Args:
         name: "cpu", "t4" or "gpu"; "auto": the largest profile that the machine can hold; "tiny": for tests.
         machine: the `Machine` that "auto" looks at; None: this machine.
 
     Raises:
-        ValueError: no such profile.
+        ValueError: there is no profile of this name.
     """
     if name == "auto":
         machine = machine or hardware.describe()

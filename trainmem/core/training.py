@@ -24,7 +24,7 @@ _OF_QUANTIZED = "a model in {bits} bits{by} can be trained with adapters only: a
 
 @dataclass(frozen=True)
 class Experiment:
-    """One training, inference or function of a task, and how long it is measured."""
+    """Describe one training, inference or function of a task: its arguments, processes, and steps to measure."""
 
     name: str  # shown in tables and pictures
     task: Task
@@ -65,7 +65,7 @@ class Experiment:
 
     @property
     def kind(self) -> str:
-        """The kind of the run, as in `records.Run.kind`."""
+        """The kind of the run: "training", "inference" or "function", as in `records.Run.kind`."""
         return "function" if self.function else "training" if self.training else "inference"
 
     @property
@@ -79,7 +79,9 @@ class Experiment:
 
     @property
     def metered_steps(self) -> int:
-        """Optimizer steps, or passes, in the memory meter and the estimate: two, or all that `lengths` need."""
+        """Optimizer steps, or passes, in the memory meter and the estimate: two, or as many as the task's `lengths`
+        need.
+        """
         unequal = self.training and not self.function and self.task.lengths
         return max(2, -(-len(self.task.lengths) // self.samples_per_step)) if unequal else 2
 
@@ -118,7 +120,7 @@ def train(experiment: Experiment, folder: str, steps: int, keep_losses: bool = T
             arguments request it, and return [].
 
     Raises:
-        Invalid: the task or the arguments cannot be built, or a package is missing.
+        Invalid: the model or the Trainer cannot be built from the task and the arguments, or a package is missing.
     """
     import cloudpickle
     from transformers import PrinterCallback, Trainer
@@ -193,7 +195,7 @@ def train(experiment: Experiment, folder: str, steps: int, keep_losses: bool = T
 
 
 def _built(experiment: Experiment, device: Any, args: Any = None):
-    """Build the model and return it: quantized, frozen, and with adapters, as the arguments request.
+    """Build the model and return it: quantized, frozen, and with adapters, as the experiment's arguments request.
 
     A model that is quantized, or that does not train, is on `device` already. Any other model is moved by the Trainer.
 
@@ -233,11 +235,12 @@ def infer(experiment: Experiment, passes: int = 2, on_pass: Callable[[], None] =
     With `max_new_tokens`, a pass is a `generate` call that writes exactly that many tokens per sample.
 
     Args:
+        experiment: gives the task and the arguments.
         passes: number of passes.
         on_pass: called after each pass.
 
     Raises:
-        Invalid: the task or the arguments cannot be built, or the model cannot generate.
+        Invalid: the model cannot be built from the task and the arguments, or cannot generate.
     """
     import torch
 
@@ -265,9 +268,7 @@ def infer(experiment: Experiment, passes: int = 2, on_pass: Callable[[], None] =
 
 
 def _check_room(task: Task, new: int) -> None:
-    """Raise ValueError if a model cannot generate, or if its positions do not suffice for the prompt and
-    `new` tokens.
-    """
+    """Raise ValueError if a task's model cannot generate, or has too few positions for the prompt and `new` tokens."""
     config = task.build_config()
     kind, length, room = task.model_class(config), task.length(config), positions(config)
     if (family := task.family()) not in OF_UNEQUAL_LENGTHS:
@@ -287,7 +288,7 @@ def _check_room(task: Task, new: int) -> None:
 def _write(model, prompts, *, max_new_tokens: int, **options) -> None:
     """Call `generate` with greedy or beam search for exactly `max_new_tokens` tokens.
 
-    No computed value ends it, so it can be traced on fake tensors. A static cache is not compiled.
+    No computed value ends the search, so it can be traced on fake tensors. A static cache is not compiled.
 
     Args:
         model: a model that can generate; its settings for generation are changed.

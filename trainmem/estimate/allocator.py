@@ -43,7 +43,7 @@ def workspace_bytes(compute_capability: tuple[int, int]) -> int:
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """A contiguous piece of a segment: a block in use, or free memory (torch: Block). It is linked with the pieces
+    """Hold a contiguous piece of a segment: a block in use, or free memory (torch: Block). It is linked with the pieces
     beside it.
     """
 
@@ -75,7 +75,7 @@ class Part:
         return self.size + (self.next.size if self.next is not None and not self.next.is_mapped else 0)
 
     def cut(self, size: int) -> "Part":
-        """Keep the first `size` bytes; return the rest as a new part."""
+        """Keep the first `size` bytes of this part; return the remaining bytes as a new part."""
         rest = Part(self.pool, self.address + size, self.size - size, self.base, self.order, self.age)
         rest.is_mapped = self.is_mapped
         rest.previous, rest.next, self.next = self, self.next, rest
@@ -102,10 +102,10 @@ TIES: dict[str, Callable[[Part], int]] = {
 
 
 class Pool:
-    """The free parts of all small segments, or of all large ones (torch: BlockPool).
+    """Keep the free parts of all small segments, or of all large ones, sorted (torch: BlockPool).
 
     Args:
-        is_small: whether its segments are the small ones.
+        is_small: whether its segments are the small ones, for blocks of up to 1 MiB.
         page: bytes by which its expandable segments grow.
         ties: which of several free parts of one size comes first: "address", "block" or "segment", see
             `allocator_settings.Release`.
@@ -148,7 +148,7 @@ class Pool:
 
 
 class Addresses:
-    """The addresses from which segments are taken. Each range is put at the highest free place, as under Linux, where
+    """Give ranges of addresses to segments: each range is put at the highest free place, as under Linux, where
     rehearsals run.
 
     `top`: the address below which all ranges are.
@@ -159,7 +159,7 @@ class Addresses:
         self._taken: list[tuple[int, int]] = []  # (first address, the one after the last), highest first
 
     def take(self, size: int) -> int:
-        """Reserve `size` addresses and return the first of them."""
+        """Reserve `size` bytes of addresses and return the first address."""
         end, place = self._top, 0
         while place < len(self._taken) and end - self._taken[place][1] < size:
             end, place = self._taken[place][0], place + 1
@@ -167,12 +167,14 @@ class Addresses:
         return end - size
 
     def free(self, address: int) -> None:
-        """Free the range that begins at `address`."""
+        """Free the range of addresses that begins at `address`."""
         self._taken = [taken for taken in self._taken if taken[0] != address]
 
 
 class Segment(NamedTuple):
-    """Contiguous memory taken from the device: a segment, or one contiguously mapped run of an expandable segment."""
+    """Hold contiguous memory taken from the device, with its blocks: a segment, or one contiguously mapped run of an
+    expandable segment.
+    """
 
     address: int
     size: int  # bytes
@@ -182,7 +184,7 @@ class Segment(NamedTuple):
 
 
 def segment_runs(head: Part, is_expandable: bool) -> list[Segment]:
-    """Return the segment that begins with the part `head`, with its blocks.
+    """Return [segment]: the segment that begins with the part `head`, with its blocks.
 
     `is_expandable`: return each contiguously mapped run of an expandable segment instead.
     """
@@ -203,7 +205,7 @@ class OutOfMemory(MemoryError):
 
 
 class CachingAllocator:
-    """The segments and blocks of torch's CUDA allocator. Freed memory is reused only on the stream that freed it.
+    """Model the segments and blocks of torch's CUDA allocator. Freed memory is reused only on the stream that freed it.
 
     Follows c10/cuda/CUDACachingAllocator.cpp of torch 2.13: malloc, get_free_block, alloc_block, should_split,
     free_block, release_available_cached_blocks, release_cached_blocks and the expandable segments.
@@ -215,7 +217,7 @@ class CachingAllocator:
     (docs/upstream/lora-on-a-t4.md).
 
     Args:
-        settings: the options, as torch reads them at its start.
+        settings: the options of PYTORCH_CUDA_ALLOC_CONF, as torch reads them at its start; None: the defaults.
         capacity: bytes that the device has for segments: its memory minus the context and other uses. None: no limit.
             An expandable segment gets 9/8 of these bytes as addresses, as torch gives it 9/8 of the card's memory.
         on_event: called with (action, address, bytes) for each event, in order: "alloc" and "free" with the requested
@@ -281,7 +283,9 @@ class CachingAllocator:
         self._on_event("alloc", block.address, requested)
 
     def free(self, key: Hashable) -> None:
-        """Free the block of this key and merge it with free neighbours; ignore a key without a block."""
+        """Free the block allocated under the name `key` and merge it with free neighbours; ignore a key without a
+        block.
+        """
         block = self._used.pop(key, None)
         if block is None:
             return
@@ -300,7 +304,7 @@ class CachingAllocator:
                     self._release(block)
 
     def reset_peaks(self) -> None:
-        """Restart the peaks from the present values."""
+        """Restart the peaks of allocated and reserved bytes from the present values."""
         self.peak_allocated_bytes = self.allocated_bytes
         self.peak_reserved_bytes = self.reserved_bytes
 
@@ -320,7 +324,9 @@ class CachingAllocator:
         return next_multiple(size, step)
 
     def _cached(self, pool: Pool, size: int) -> Part | None:
-        """Take the smallest sufficient free block out of its pool and return it, or None (torch: get_free_block)."""
+        """Take the smallest free block of at least `size` bytes out of `pool` and return it; None if no block suffices
+        (torch: get_free_block).
+        """
         free = pool.free
         index = bisect.bisect_left(free, (size,))
         if index == len(free):
@@ -334,9 +340,12 @@ class CachingAllocator:
         return free.pop(index)[-1]
 
     def _new(self, pool: Pool, size: int, requested: int) -> Part:
-        """Return a block of `size` bytes in memory newly taken from the device (torch: the rest of malloc).
+        """Return a block of `size` bytes in memory newly taken from the device for `pool` (torch: the rest of malloc).
 
-        `requested`: bytes before rounding. Raises OutOfMemory if there is no room, even after the cache has been freed.
+        `requested`: bytes before rounding.
+
+        Raises:
+            OutOfMemory: there is no room, even after the cache has been freed.
         """
         block = self._taken(pool, size)
         if block is None and self._max_split != UNLIMITED and self._released_enough(pool, size):
@@ -352,7 +361,9 @@ class CachingAllocator:
         return block
 
     def _taken(self, pool: Pool, size: int) -> Part | None:
-        """Return a block of a new or growing segment, or None if there is no room (torch: alloc_block)."""
+        """Return a block of `size` bytes in a new or growing segment of `pool`; None if there is no room (torch:
+        alloc_block).
+        """
         if self._expands:
             return self._expanded(pool, size)
         segment = next_multiple(size, SEGMENT_BYTES) if size <= MIB or size >= 10 * MIB else self._pages[1]
@@ -371,8 +382,8 @@ class CachingAllocator:
         return self._is_new(block)
 
     def _is_new(self, block: Part) -> Part:
-        """Give a block the number that torch gives to a newly created Block object, and return it. The number may
-        decide ties.
+        """Give a block the number that torch gives to a newly created Block object, and return the block. The number
+        may decide which of several free blocks of one size is taken first.
         """
         self._made += 1
         block.age = self._made
@@ -384,7 +395,7 @@ class CachingAllocator:
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
 
     def _release(self, block: Part) -> None:
-        """Return the memory of a segment that is one free block to the device."""
+        """Return the memory of a segment to the device; `block` is free and is the whole segment."""
         block.pool.remove(block)
         del self._heads[block.address]
         self._spaces.free(block.address)
@@ -392,10 +403,10 @@ class CachingAllocator:
         self._on_event("segment_free", block.address, block.size)
 
     def _released_enough(self, pool: Pool, size: int) -> bool:
-        """Release cached blocks until `size` bytes have been freed; return whether that succeeded (torch:
+        """Release cached blocks of `pool` until `size` bytes have been freed; return whether that succeeded (torch:
         release_available_cached_blocks).
 
-        If a block that is too large to be split suffices, only that one is released; otherwise several are, largest
+        If a block that is too large to be split suffices, only that block is released; otherwise several are, largest
         first.
         """
         if self._expands:
@@ -413,7 +424,7 @@ class CachingAllocator:
     # ---- expandable segments: addresses are reserved once, and memory is mapped to them page by page
 
     def _expanded(self, pool: Pool, size: int) -> Part | None:
-        """Return a free block grown to `size` bytes, or None if there is no room (torch:
+        """Return a free block of `pool`, grown to `size` bytes; None if there is no room (torch:
         try_allocate_expandable_block).
 
         Releases before 2.15 take a new segment even for a request that exceeds every segment's addresses.
@@ -430,8 +441,8 @@ class CachingAllocator:
         return block
 
     def _expandable(self, pool: Pool, size: int) -> Part:
-        """Return the free block with the lowest address that can grow to `size` bytes (torch:
-        find_expandable_block).
+        """Return the free block of `pool` with the lowest address that can grow to `size` bytes, if necessary in a new
+        segment (torch: find_expandable_block).
         """
         for _, block in pool.unmapped:
             if block.previous is not None and block.previous.is_free:
@@ -448,7 +459,9 @@ class CachingAllocator:
         return block
 
     def _map(self, block: Part, size: int) -> Part | None:
-        """Map memory to the start of an unmapped block; return the free block that holds it (torch: map_block)."""
+        """Map memory to the first `size` bytes of an unmapped block; return the free block that holds them, or None if
+        there is no room (torch: map_block).
+        """
         page = block.pool.page
         size = next_multiple(size, page)
         if self._device_bytes + size > self._capacity:

@@ -32,7 +32,9 @@ _SAME = {"stream": 0, "compile_context": "N/A", "pool_id": (0, 0), "user_metadat
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """The allocator's memory over a replayed training, in bytes."""
+    """Hold the allocator's memory over a replayed training, in bytes: allocated after each event, and the reserved
+    peak.
+    """
 
     log: Log
     allocated: np.ndarray  # (events + 1,): bytes in use before the first event and after each
@@ -41,14 +43,14 @@ class Replay:
 
     @property
     def peak(self) -> int:
-        """The number of events after which the most bytes are allocated; events before the first forward pass do not
+        """The number of events after which the most bytes are allocated; only events from the first forward pass on
         count.
         """
         first = self.log.position("start")
         return first + int(self.allocated[first:].argmax())
 
     def memory(self) -> Memory:
-        """Return the memory in the form in which a lab measures it."""
+        """Return the peak, its breakdown and the reserved bytes as a `Memory`, which a lab measures too."""
         positions = {label: position for label, position in self.log.marks if is_end(label)}
         for phase, *marks in stretches(label for label, _ in self.log.marks):
             begin, end = (self.log.marks[mark][1] for mark in marks)
@@ -70,8 +72,8 @@ class Replay:
         )
 
     def _breakdown(self, position: int) -> dict[str, int]:
-        """Return the bytes per category after `position` events. Allocated bytes that belong to no tensor count as
-        operator workspace.
+        """Return {category: bytes} after `position` events. Allocated bytes that belong to no tensor count as operator
+        workspace.
         """
         live = dict.fromkeys(TENSOR_CATEGORIES, 0)
         for event in self.log.events[:position]:
@@ -88,6 +90,7 @@ def replayed(log: Log, settings: str = "", capacity: int | None = None, rules: R
     large.
 
     Args:
+        log: the training's allocations and frees.
         settings: the value of PYTORCH_CUDA_ALLOC_CONF.
         capacity: bytes that the card has for segments; None: no limit.
         rules: the rules of a torch release, see `allocator_settings.release`; None: those of the installed one.
@@ -144,7 +147,8 @@ def save(file: Path, *of) -> None:
     """Write a memory snapshot to `file`, pickled as torch does it, for torch's viewer.
 
     Args:
-        of: the log, and the other arguments of `snapshot`, whose errors are raised here too.
+        of: the arguments of `snapshot`, whose errors are raised here too: the log, and optionally settings, capacity
+            and rules.
     """
     file.write_bytes(pickle.dumps(snapshot(*of), protocol=_PROTOCOL))
 
@@ -152,7 +156,8 @@ def save(file: Path, *of) -> None:
 def snapshot(log: Log, settings: str = "", capacity: int | None = None, rules: Release | None = None) -> dict[str, Any]:
     """Return the allocator's history and final state in the form of `torch.cuda.memory._snapshot()`.
 
-    If memory runs out it ends, as torch's does, with an entry "oom". Arguments and errors are those of `replayed`.
+    If memory runs out, the history ends with an entry "oom", as torch's does. Arguments and errors are those of
+    `replayed`.
     """
     trace: list[dict[str, Any]] = []
     frames = functools.cache(_frames)  # one list for all blocks of a label keeps the file small
@@ -190,7 +195,9 @@ def snapshot(log: Log, settings: str = "", capacity: int | None = None, rules: R
 
 
 def _frames(label: Label) -> list[dict[str, Any]]:
-    """Return the label of a block in the form of a stack's frames, innermost first."""
+    """Return the label of a block (its operation, module, phase, category) in the form of a stack's frames, innermost
+    first.
+    """
     known = {**label._asdict(), "category": name_text(label.category)}
     names = ("operation", "module", "phase", "category")
     return [{"name": str(known[name]), "filename": name, "line": 0} for name in names if known[name]]
@@ -200,6 +207,8 @@ def _segments(allocator: CachingAllocator, log: Log, frames: Callable, causes: d
     """Return the final segments with their blocks, in the form of torch's snapshots.
 
     Args:
+        allocator: the allocator after the replay.
+        log: the replayed log, which has the label of each block.
         frames: function of a block's label that returns its stack, see `_frames`.
         causes: {address of a segment: stack of the allocation that needed it}.
     """

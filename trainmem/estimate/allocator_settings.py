@@ -19,7 +19,7 @@ from trainmem.texts import nearest_text, shown
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The options of PYTORCH_CUDA_ALLOC_CONF, or PYTORCH_ALLOC_CONF, that affect the device's memory.
+    """Hold the options of PYTORCH_CUDA_ALLOC_CONF, or PYTORCH_ALLOC_CONF, that affect the device's memory.
 
     Names, defaults and limits are those of torch 2.15 (c10/core/AllocatorConfig, c10/cuda/CUDAAllocatorConfig).
     """
@@ -103,7 +103,7 @@ _UNSUPPORTED = {
 
 
 def _words(text: str) -> dict[str, str]:
-    """Return the values of `name:value` pairs by name; commas inside brackets do not separate pairs.
+    """Return {name: value} for a text of `name:value` pairs; commas inside brackets do not separate pairs.
 
     Raises:
         ValueError: a word without a name or a value.
@@ -119,11 +119,12 @@ def _words(text: str) -> dict[str, str]:
 
 
 def _divisions(value: str) -> tuple[int, ...]:
-    """Parse the value of `roundup_power2_divisions`: return into how many steps each range of sizes is divided.
+    """Parse the value of `roundup_power2_divisions`: return, for each of 16 ranges of sizes, into how many steps it is
+    divided.
 
-    There are 16 ranges of sizes: below 2 MiB, from 2 to 4 MiB, and so on; 0 and 1 mean that a range is not divided.
-    "4" sets all ranges. "[256:1,512:2,>:4]" sets the ranges that begin at 256 and 512 MiB; as in torch, the first entry
-    also sets all smaller ranges, ">" sets all larger ones, and a range between two entries stays 0.
+    The ranges are: below 2 MiB, from 2 to 4 MiB, and so on; 0 and 1 mean that a range is not divided. "4" sets all
+    ranges. "[256:1,512:2,>:4]" sets the ranges that begin at 256 and 512 MiB; as in torch, the first entry also sets
+    all smaller ranges, ">" sets all larger ones, and a range between two entries stays 0.
 
     Raises:
         ValueError: a number that torch refuses because it is not a power of 2.
@@ -157,8 +158,8 @@ _SHARE_OF_CARD = -1.0  # the value is a share of the card's memory
 
 
 def _reserve(value: str) -> float | None:
-    """Return the reserve in GiB, or `_SHARE_OF_CARD`; None for a value that is not above 0, which torch ignores with a
-    warning.
+    """Parse the value of `expandable_segments_reserve`: return GiB of addresses, or `_SHARE_OF_CARD`; None for a value
+    that is not above 0, which torch ignores with a warning.
     """
     is_gib = value[-1:] in ("G", "g")
     try:
@@ -195,7 +196,9 @@ def _read(name: str, value: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """The rules of a torch release about the device's memory that differ between releases."""
+    """Hold the rules of a torch release about the device's memory that differ between releases, e.g. the sharing of
+    workspaces.
+    """
 
     torch: str  # "2.13"
     # Which of several free blocks of one size is taken: the one with the lowest "address", the "block" that torch made
@@ -233,7 +236,7 @@ RELEASES = {
 
 
 def release(torch_version: str | None = None) -> Release:
-    """Return the rules of a release such as "2.11" or "2.11.0+cu130"; None: of the installed release.
+    """Return the rules of a torch release such as "2.11" or "2.11.0+cu130"; None: of the installed release.
 
     Like torch, obey TORCH_CUBLASLT_UNIFIED_WORKSPACE and, since 2.15, TORCH_CUBLAS_WORKSPACE_CACHE (1 or 0). For a
     release newer than all known ones return the newest known rules under its name (see `is_tested`), and warn once per
@@ -263,22 +266,24 @@ _SWITCH = {"1": True, "0": False}
 
 
 def newest() -> str:
-    """Return the newest release whose rules are known, e.g. "2.14"."""
+    """Return the newest torch release whose rules are known, e.g. "2.14"."""
     return max(RELEASES, key=_number)
 
 
 def is_tested(rules: Release) -> bool:
-    """Return whether the rules are those of their own release. If False, they are those of the newest known release."""
+    """Return whether the rules are those of the release that they name. If False, they are those of the newest known
+    release.
+    """
     return rules.torch in RELEASES
 
 
 def is_since(torch: str, rules: Release) -> bool:
-    """Return whether the rules belong to the release `torch`, e.g. "2.15", or to a newer one."""
+    """Return whether the rules belong to the torch release `torch`, e.g. "2.15", or to a newer one."""
     return _number(rules.torch) >= _number(torch)
 
 
 def untested_text(torch: str) -> str:
-    """Return a sentence that warns of the release `torch`, which is newer than all known ones."""
+    """Return a sentence that warns of the torch release `torch`, e.g. "2.16", which is newer than all known ones."""
     return f"torch {torch} is untested: the rules of torch {newest()} (newest known) were used"
 
 
@@ -288,8 +293,8 @@ def _warn_of_untested(torch: str) -> None:
 
 
 def _number(version: str) -> tuple[int, ...]:
-    """Return the release of a version as numbers: (2, 11) for "2.11" or "2.11.0a0+git"; () for a text that names no
-    release.
+    """Return the release of a torch version as numbers: (2, 11) for "2.11" or "2.11.0a0+git"; () for a text that names
+    no release.
     """
     found = re.fullmatch(r"(\d{1,3})\.(\d{1,3})((\.|\+|a|b|rc).*)?", version)
     return (int(found[1]), int(found[2])) if found else ()

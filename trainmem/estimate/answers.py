@@ -30,7 +30,7 @@ _active: contextvars.ContextVar["Answers | None"] = contextvars.ContextVar("answ
 
 
 class Answers:
-    """Read and write the stored answers in `folder`, one file per key. `used` counts the answers that were found."""
+    """Read and write stored answers, one file per key in `folder`. `used` counts the answers that were found."""
 
     def __init__(self, folder: Path):
         self.used = 0
@@ -45,7 +45,7 @@ class Answers:
         return f"used {count} to the same question ({SWITCH}=0 estimates again)" if self.used else ""
 
     def get(self, key: str) -> tuple[Any] | None:
-        """Return (answer,), or None if there is no stored answer or its file is damaged."""
+        """Return (answer,), or None if there is no stored answer for the key or its file is damaged."""
         with contextlib.suppress(Exception):  # a damaged pickle may raise anything
             answer = pickle.loads((self._folder / key).read_bytes())
             self.used += 1
@@ -75,10 +75,10 @@ def stored() -> Iterator[Answers]:
 
 
 def remembered(function: Callable, arguments: Sequence, ask: Callable[[], Any]) -> Any:
-    """Return the stored answer of `function` to these arguments. If there is none, call `ask`, store its result and
-    return it.
+    """Return the stored answer of `function` to these arguments. If there is none, call `ask`, store what it returns
+    and return that.
 
-    Nothing is stored outside of `stored`, or if the arguments have no unique text (see `_question`).
+    Nothing is stored outside of the context `stored`, or if the arguments have no unique text (see `_question`).
     """
     answers = _active.get()
     if answers is None or (question := _question(arguments)) is None:
@@ -93,7 +93,7 @@ def remembered(function: Callable, arguments: Sequence, ask: Callable[[], Any]) 
 
 
 def _question(arguments: Sequence) -> list[str] | None:
-    """Return the arguments as text, with each named file's time of change and a task's configuration.
+    """Return the arguments as a list of texts, with each named file's time of change and a task's configuration.
 
     Return None if the answer depends on something that has no name, e.g. a user's function, or a model on the Hub.
     """

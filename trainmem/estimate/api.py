@@ -46,12 +46,14 @@ def estimate(
     """Predict the peak memory of a training, or of inference, without running it.
 
     On "cpu" it predicts what `Lab.train` counts. On "cuda" it predicts the peak of torch's caching allocator on a GPU
-    that this machine need not have; `assumptions` lists what was modelled. A repeated call returns the stored result.
+    that this machine need not have; `assumptions` lists what was modelled. In one process, a repeated call returns the
+    earlier result.
 
     Args:
         task: the model and its data, or the name of a model.
         name: the estimate's name in tables and pictures; empty: the model's.
-        card: a GPU model of `cards.CARDS`, e.g. "h100"; sets device, compute_capability and device_memory.
+        card: a GPU model of `cards.CARDS`, e.g. "h100"; sets device, compute_capability and device_memory. None: no
+            card.
         device: "cpu" or "cuda"; None: this machine's.
         compute_capability: compute capability of the GPU, e.g. (9, 0) for an H100; None: that of the card, otherwise of
             this machine, otherwise (9, 0).
@@ -62,11 +64,12 @@ def estimate(
             `allocator_settings.RELEASES`); everything else is the installed torch. None: the installed release. For a
             release newer than all known ones the newest rules are used, with a warning.
         training: False: forward passes without gradients on `per_device_eval_batch_size` samples.
-        optimizer: function (model, training arguments) -> torch optimizer, for one that `optim` does not name.
-        function: a training loop of your own that takes the task, as in `Lab.run`.
+        optimizer: function (model, training arguments) -> torch optimizer, for one that `optim` does not name; None:
+            that of `optim`.
+        function: a training loop of your own that takes the task, as in `Lab.run`; None: the Trainer's.
         processes: ranks of a data-parallel training; the figures are those of one rank.
         snapshot: a file to write a memory snapshot to, for torch's viewer (https://docs.pytorch.org/memory_viz); on
-            "cuda" only. It begins before the model is loaded, and ends where memory runs out.
+            "cuda" only. It begins before the model is loaded, and ends where memory runs out. None: no snapshot.
         timeout: time limit of the estimate in seconds.
         arguments: names of `transformers.TrainingArguments`, plus `attn_implementation` and `dtype`.
 
@@ -117,7 +120,7 @@ COMPILED_ERROR = (
 
 
 def estimates_so_far() -> list[MemoryEstimate]:
-    """Return every `MemoryEstimate` that this process has made, in order."""
+    """Return every `MemoryEstimate` that this process has made, the first one first."""
     return list(_made.values())
 
 

@@ -21,7 +21,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 class Free(NamedTuple):
-    """Free a held buffer before the operation ends: the one at `index` among those held."""
+    """Free a buffer before the operation ends: the buffer at `index` in the list of buffers held."""
 
     index: int
 
@@ -31,7 +31,9 @@ Step = torch.Tensor | int | Free  # a result, bytes of a buffer held until the o
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """The properties of a GPU that kernels depend on, with the rules of the modelled torch release."""
+    """Hold the properties of a GPU that kernels depend on: compute capability, streaming multiprocessors, rules of the
+    modelled torch release.
+    """
 
     capability: tuple[int, int]
     processors: Processors
@@ -39,22 +41,22 @@ class Gpu:
 
 
 def scan_bytes(count: int, tile: int = 896, each: int = 16) -> int:
-    """Return the bytes of CUB's running sum over `count` elements: `each` bytes for every `tile` of elements, and for
-    32 tiles more (NVIDIA/cccl, cub/agent/single_pass_scan_operators.cuh).
+    """Return the bytes of the buffer of CUB's running sum over `count` elements: `each` bytes for every `tile`
+    elements, and for 32 tiles more (NVIDIA/cccl, cub/agent/single_pass_scan_operators.cuh).
     """
     return next_multiple(each * (-(-count // tile) + 32), CUB_BYTES) + 511
 
 
 def contiguous_copy(tensor: torch.Tensor, layout: torch.memory_format = torch.contiguous_format) -> list[int]:
-    """Return the bytes of the copy that brings a tensor into this layout: [] if it has it already."""
+    """Return [bytes of the copy that brings a tensor into the memory format `layout`]; [] if it has it already."""
     return [] if tensor.is_contiguous(memory_format=layout) else [tensor.nbytes]
 
 
 def efficient_forward(gpu: Gpu, made, query, key, value, *_, **__):
-    """Return the memory requests of memory-efficient attention's forward, in order, see this module's docstring.
+    """Return the memory requests of memory-efficient attention's forward, in order: results, and bytes of buffers.
 
     For heads wider than 128 the result is summed in fp32 (mem_eff_attention/kernel_forward.h:
-    kNeedsOutputAccumulatorBuffer).
+    kNeedsOutputAccumulatorBuffer). `made`: the results on fake tensors.
     """
     wide = query.dtype in HALF and value.shape[-1] > 128
     sums = [4 * query[..., 0].numel() * value.shape[-1]] if wide else []
@@ -62,10 +64,11 @@ def efficient_forward(gpu: Gpu, made, query, key, value, *_, **__):
 
 
 def efficient_backward(gpu: Gpu, made, gradient, query, key, value, bias, *rest, **__):
-    """Return the memory requests of memory-efficient attention's backward (mem_eff_attention/kernel_backward.h).
+    """Return the memory requests of memory-efficient attention's backward, in order: results, and bytes of buffers.
 
     First come the row sums, then tiles of dQ in fp32 with a header of 16 bytes each; for wide heads in 16 bits also dK
-    and dV in fp32. In fp32 a matmul comes before the tiles. The size of a tile depends on the GPU's shared memory.
+    and dV in fp32. In fp32 a matmul comes before the tiles. The size of a tile depends on the GPU's shared memory
+    (mem_eff_attention/kernel_backward.h). `made`: the results on fake tensors.
     """
     batch, heads, length, head = query.shape
     half, roomy = query.dtype in HALF, gpu.capability == (8, 0) or gpu.capability[0] in (9, 10)
@@ -92,10 +95,11 @@ def efficient_backward(gpu: Gpu, made, gradient, query, key, value, bias, *rest,
 
 
 def flash_forward(gpu: Gpu, made, query, key, value, dropout_p=0.0, *_, **__):
-    """Return the memory requests of flash attention's forward.
+    """Return the memory requests of flash attention's forward, in order: results, and bytes of buffers.
 
     If too few rows would leave the card idle, the kernel splits the keys into parts, sums each part in fp32 and
-    combines them (flash_attn/flash_api.cpp: set_params_splitkv, num_splits_heuristic).
+    combines them (flash_attn/flash_api.cpp: set_params_splitkv, num_splits_heuristic). `made`: the results on fake
+    tensors.
     """
     if dropout_p:
         return [*made[:2], 16, *made[:1:-1]]
@@ -110,8 +114,10 @@ def flash_forward(gpu: Gpu, made, query, key, value, dropout_p=0.0, *_, **__):
 
 
 def flash_backward(gpu: Gpu, made, gradient, query, key, value, out, *_, **__):
-    """Return the memory requests of flash attention's backward: fp32 sums of dQ and of each row; for grouped queries
-    also dK and dV for each query head (flash_attn/flash_api.cpp: mha_bwd).
+    """Return the memory requests of flash attention's backward, in order: results, and bytes of buffers.
+
+    The buffers are fp32 sums of dQ and of each row; for grouped queries also dK and dV for each query head
+    (flash_attn/flash_api.cpp: mha_bwd). `made`: the results on fake tensors.
     """
     batch, heads, length, head = query.shape
     rows = batch * heads * next_multiple(length, 128)
@@ -122,15 +128,19 @@ def flash_backward(gpu: Gpu, made, gradient, query, key, value, out, *_, **__):
 
 
 def cudnn_forward(gpu: Gpu, made, *_, **__):
-    """Return the memory requests of cuDNN attention's forward: seed and offset of the dropout come first."""
+    """Return the memory requests of cuDNN attention's forward, in order: seed and offset of the dropout come first.
+
+    `made`: the results on fake tensors.
+    """
     return [*made[2:], *made[:2]]
 
 
 def cudnn_backward(gpu: Gpu, made, gradient, query, key, value, out, *_, **__):
-    """Return the memory requests of cuDNN attention's backward: fp32 sums of dQ and of each row.
+    """Return the memory requests of cuDNN attention's backward, in order: results, and bytes of fp32 sums of dQ and of
+    each row.
 
     On compute capability 10, heads of width 256 need no sums of dQ. Source: NVIDIA/cudnn-frontend,
-    scaled_dot_product_flash_attention.h: get_fe_workspace_size_node.
+    scaled_dot_product_flash_attention.h: get_fe_workspace_size_node. `made`: the results on fake tensors.
     """
     rows, of_queries = 4 * query[..., 0].numel(), 4 * query.numel()
     return [*made, rows if gpu.capability[0] == 10 and query.shape[-1] == 256 else of_queries + rows]

@@ -57,13 +57,17 @@ def emulated(library: torch.library.Library) -> Iterator[None]:
 
 
 class _Casts:
-    """The rules that cast operands. A weight is cast once; its cast is kept until autocast ends."""
+    """Cast operands by CUDA's rules for autocast, see `rules`. A weight is cast once; its cast is kept until autocast
+    ends.
+    """
 
     def __init__(self):
         self.kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # {id of a weight: (weight, its cast)}
 
     def rules(self) -> dict[str, Callable[[str, tuple, dict], Arguments]]:
-        """Return {operator: rule}; a rule returns the operator's new arguments from its name and its arguments."""
+        """Return {operator: rule}; a rule is a function (operator's name, args, kwargs) that returns the new (args,
+        kwargs).
+        """
         lists = {
             "lower_precision": self._lower,
             "fp32": self._fp32,
@@ -84,7 +88,7 @@ class _Casts:
         return self._cast((args, kwargs), torch.float32 if wide else torch.get_autocast_dtype("cpu"))
 
     def _cast(self, arguments: Arguments, dtype: torch.dtype) -> Arguments:
-        """Return the arguments with their tensors cast to `dtype`.
+        """Return the arguments (args, kwargs) with their tensors cast to `dtype`.
 
         The last argument is cast first, as C++ compilers evaluate a call's arguments; tensors of a list are cast in
         order.
@@ -107,9 +111,9 @@ class _Casts:
 
 
 def _is_cast(leaf: Any) -> bool:
-    """Return whether autocast casts this argument: a tensor on the device, in floating point of at most 32 bits.
+    """Return whether autocast casts the argument `leaf`: a tensor on the device, in floating point of at most 32 bits.
 
-    A real tensor without dimensions is a number on the host.
+    A real (not fake) tensor without dimensions is a number on the host.
     """
     if not isinstance(leaf, torch.Tensor) or not (isinstance(leaf, FakeTensor) or leaf.dim()):
         return False
@@ -117,7 +121,9 @@ def _is_cast(leaf: Any) -> bool:
 
 
 def _ruled(rule, name, *args, **kwargs):
-    """Run an operator, with autocast off inside, on the arguments that its rule returns; return its result."""
+    """Run an operator, with autocast off inside, on the arguments that `rule` returns for it; return the operator's
+    result.
+    """
     function = overload(_NORMS.get(name, name))
     below = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
     with torch._C._ExcludeDispatchKeyGuard(below):
@@ -129,8 +135,9 @@ def _ruled(rule, name, *args, **kwargs):
 
 
 def _fp32_result(name, args, kwargs) -> Arguments:
-    """Return the arguments of a sum or product with fp32 as the type of its result, unless the caller
-    requested a type.
+    """Return the arguments of a sum or product with fp32 as the type of its result, unless the caller requested a type.
+
+    This is a rule of `_Casts.rules`.
     """
     index = [argument.name for argument in overload(name)._schema.arguments].index("dtype")
     given = args[index] if len(args) > index else kwargs.get("dtype")
@@ -140,7 +147,7 @@ def _fp32_result(name, args, kwargs) -> Arguments:
 
 
 def _fp32_norm(name, args, kwargs) -> Arguments:
-    """Return the arguments of the overload that takes the result's type, with fp32 as that type; see `_NORMS`."""
+    """Return the arguments of a norm's overload that takes the result's type, with fp32 as that type; see `_NORMS`."""
     defaults = [argument.default_value for argument in overload(name)._schema.arguments]
     dtype = torch.float32 if _is_cast(args[0]) else args[0].dtype
     return (*args, *defaults[len(args) :]), kwargs | {"dtype": dtype}
@@ -151,7 +158,7 @@ def _banned(name, *_):
 
 
 def _no_rule(name, *_):
-    """Raise RuntimeError for an operator that is on no list.
+    """Raise RuntimeError for an operator that is on none of CUDA's autocast lists.
 
     `_cudnn_rnn` never comes here: only a CUDA build registers it, and only a GPU calls it.
     """

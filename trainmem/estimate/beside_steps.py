@@ -28,8 +28,8 @@ _MADE = " "  # stands for a tensor that the operation made, in place of an input
 def few_batches(tracker: "FakeTracker") -> contextlib.AbstractContextManager:
     """Return a context in which at most two batches of each shape are traced in an evaluation.
 
-    Each later batch of that shape repeats the second one in the log; the Trainer keeps its predictions like those of
-    any other batch.
+    Each later batch of the same shape repeats the second one in the tracker's log; the Trainer keeps its predictions
+    like those of any other batch.
     """
     from transformers import Trainer
 
@@ -67,8 +67,8 @@ def few_batches(tracker: "FakeTracker") -> contextlib.AbstractContextManager:
 def checkpoints(tracker: "FakeTracker") -> Iterator[None]:
     """Let libraries save and load fake tensors in this context.
 
-    Loaded tensors are on the CPU, so they count only if the training is there. Adapters of peft are an exception: they
-    are loaded on the GPU that the training uses.
+    Loaded tensors are put on the CPU, so they count only if the training runs on the CPU. Adapters of peft are an
+    exception: they are loaded on the GPU that the training uses.
     """
     files: dict[str, dict[str, Spec]] = {}
 
@@ -115,6 +115,10 @@ def checkpoints(tracker: "FakeTracker") -> Iterator[None]:
 def _header(tensors: dict[str, torch.Tensor], metadata: Any) -> bytes:
     """Return as many zero bytes as the header of a safetensors file has: its length, names and shapes, rounded up to a
     multiple of 8.
+
+    Args:
+        tensors: {name: tensor} to save.
+        metadata: the file's metadata; None: none.
     """
     kinds = {kind: name for name, kind in sys.modules["safetensors.torch"]._TYPES.items()}
     about, offset = {"__metadata__": metadata} if metadata else {}, 0
@@ -126,7 +130,8 @@ def _header(tensors: dict[str, torch.Tensor], metadata: Any) -> bytes:
 
 
 def peaks(marks: list[tuple[str, int, int]], totals: np.ndarray, begins: np.ndarray, first: int) -> tuple:
-    """Return the peak of each phase outside the steps, in the form of `Trace.apart`.
+    """Return the peak of each phase outside the steps: (phase, live bytes before it, most live bytes, index of the last
+    operation by then, (first, last + 1) operation of the phase).
 
     Args:
         marks: (label, log entries so far, operations so far) of each mark of the tracker, see `Watcher.marks`.

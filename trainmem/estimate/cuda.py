@@ -77,7 +77,7 @@ def _dropout(tensor, p, train):
 
 
 def _softmax(name, tensor, dim, dtype=None):
-    """Compute softmax, or log_softmax, along `dim` with a result in `dtype`, and return it.
+    """Compute softmax, or log_softmax, along `dim` with a result in `dtype` (None: the tensor's type), and return it.
 
     For an fp16 tensor and an fp32 result this takes one kernel, as on CUDA, without a cast of the input.
 
@@ -133,8 +133,7 @@ def _attention(
         rules: the rules of a torch release, see `allocator_settings.release`.
         capability: the GPU's compute capability.
         query, key, value: (batch, heads, length, head size), or without a batch.
-
-    The other arguments are those of scaled_dot_product_attention.
+        attn_mask, dropout_p, is_causal, scale, enable_gqa: as in scaled_dot_product_attention.
     """
     with_batch = _with_batch(rules, query, key, value, attn_mask)
     kernel = attention_kernel(rules, capability, *with_batch, dropout_p, is_causal, enable_gqa)
@@ -147,8 +146,10 @@ def _attention(
 def _fused_attention(kernel, query, key, value, attn_mask, dropout_p, is_causal, scale):
     """Run attention with one of torch's fused kernels and return its output.
 
-    `kernel`: "flash", "efficient" or "cudnn". The other arguments are those of scaled_dot_product_attention; its
-    tensors have a batch.
+    Args:
+        kernel: "flash", "efficient" or "cudnn".
+        query, key, value: (batch, heads, length, head size).
+        attn_mask, dropout_p, is_causal, scale: as in scaled_dot_product_attention.
     """
     aten = torch.ops.aten
     if kernel == "flash":
@@ -169,7 +170,7 @@ def _fused_attention(kernel, query, key, value, attn_mask, dropout_p, is_causal,
 
 
 def _first(results):
-    """Return the first of several results, and free the others one by one in their order, as C++ does."""
+    """Return the first of several results, and free the later ones one by one in their order, as C++ does."""
     first, results = results[0], results[1:]
     while results:
         results = results[1:]
@@ -177,7 +178,8 @@ def _first(results):
 
 
 def _additive(mask, dtype):
-    """Return a mask in the form that is added to scores of type `dtype`: 0 where it is true, minus infinity elsewhere.
+    """Return a boolean mask in the form that is added to scores of type `dtype`: 0 where it is true, minus infinity
+    elsewhere.
 
     A mask that is not boolean, or None, is returned unchanged.
     """
@@ -222,7 +224,8 @@ def attention_kernel(
     causal: bool = False,
     enable_gqa: bool = False,
 ) -> str:
-    """Return the kernel that torch selects: "cudnn", "flash", "efficient" or "math", the plain attention.
+    """Return the attention kernel that torch selects: "cudnn", "flash", "efficient" or "math", which is plain
+    attention.
 
     Args:
         rules: the rules of torch's release.
@@ -277,7 +280,7 @@ def attention_kernel(
 def _with_batch(rules: Release, query, key, value, mask):
     """Return (query, key, value, mask), with a batch of one before (heads, length, head size) if they have no batch.
 
-    torch does so since 2.14 before it selects a kernel. Under the `rules` of older releases they are returned
+    torch adds the batch since 2.14, before it selects a kernel. Under the `rules` of older releases they are returned
     unchanged.
     """
     if not rules.groups_attention or any(tensor.dim() != 3 for tensor in (query, key, value)):
@@ -287,10 +290,12 @@ def _with_batch(rules: Release, query, key, value, mask):
 
 
 def _heads_fit(rules: Release, query, key, value, takes_groups: bool, values_alike: bool = True) -> bool:
-    """Return whether a fused kernel supports the numbers of heads of these tensors.
+    """Return whether a fused kernel supports the numbers of heads of query, key and value, (batch, heads, length, head
+    size).
 
     Args:
-        takes_groups: whether several query heads may share keys and values.
+        rules: the rules of a torch release.
+        takes_groups: whether the kernel lets several query heads share keys and values.
         values_alike: whether the kernel needs as many value heads as key heads.
     """
     heads, keys, values = (tensor.shape[1] for tensor in (query, key, value))

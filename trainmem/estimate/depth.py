@@ -37,15 +37,20 @@ Places = dict[tuple[str, str, str], int]  # the most bytes alive, by phase, oper
 
 
 def layers_of(task: Task) -> int | None:
-    """Return the number of a model's layers if it is deep and its layers are one stack, otherwise None."""
+    """Return the number of a model's layers if it is deep (more than 24 layers) and its layers are one stack, otherwise
+    None.
+    """
     config = task.build_config()
     layers = getattr(config, "num_hidden_layers", 0) or 0
     return layers if layers > _DEEP and not config.is_encoder_decoder else None
 
 
 def parameters(tasks: Sequence[Task]) -> list[int]:
-    """Return the number of parameters of each task's model, counted in a fresh subprocess. Raises ValueError as
-    `estimate` does."""
+    """Return the number of parameters of each task's model, counted in a fresh subprocess.
+
+    Raises:
+        ValueError: as `estimate` does.
+    """
     return ask(_parameters, [*tasks], model=tasks[0].model, timeout=300)
 
 
@@ -55,26 +60,28 @@ def _parameters(tasks: list[Task], probe: "Probe", tell: Tell) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A training's memory as a function of the number of layers, from two traced shallow models."""
+    """Hold a training's memory in bytes as a function of the number of layers, from two traced shallow models."""
 
     places: tuple[Places, Places]  # of the two shallow models
     reserved: tuple[int, int]  # bytes
     states: tuple[int, int]  # most bytes of weights, gradients and optimizer states together
 
     def at(self, layers: int) -> tuple[int, int]:
-        """Return about (peak of live bytes, reserved bytes) for this many layers; reserved bytes may be too high."""
+        """Return approximate (peak of live bytes, reserved bytes) for a model of `layers` layers; reserved bytes may be
+        too high.
+        """
         few, more = self.places
         peak = max(_beyond((few[place], more[place]), layers) for place in few.keys() & more.keys())
         beside = [held - max(places.values()) for held, places in zip(self.reserved, self.places, strict=True)]
         return peak, peak + max(_beyond(beside, layers), 0)
 
     def states_at(self, layers: int) -> int:
-        """Return the bytes of weights, gradients and optimizer states for this many layers."""
+        """Return the bytes of weights, gradients and optimizer states for a model of `layers` layers."""
         return _beyond(self.states, layers)
 
 
 def _beyond(shallow: Sequence[int], layers: int) -> int:
-    """Return the bytes at `layers` on the straight line through those of the two shallow models."""
+    """Return the bytes for `layers` layers on the straight line through `shallow`, the bytes of two shallow models."""
     return round(shallow[1] + (layers - _SHALLOW[1]) / (_SHALLOW[1] - _SHALLOW[0]) * (shallow[1] - shallow[0]))
 
 
@@ -105,6 +112,12 @@ def _shallow(
     states).
 
     These are the fields of `Line`. Call it through `fresh_process.with_probe`.
+
+    Args:
+        experiments: the training with each number of layers.
+        device: the device whose memory is estimated.
+        probe: measures operator workspaces.
+        tell: reports progress to the caller.
     """
     found = []
     traced = peak_memory.trace_all(experiments, device, probe, tell)
@@ -119,11 +132,15 @@ def _shallow(
 
 
 def _places(trace: Trace, totals: "np.ndarray", layers: int) -> Places:
-    """Return {place: the most bytes alive there}. A place is a phase, an operation, and a module without its layer's
-    number.
+    """Return {(phase, operation, module without its layer's number): the most bytes alive there}, the places of a
+    training.
 
     The first layer and the last one are places of their own; all layers between them share one. Operations outside all
     modules are skipped, except the optimizer's and an evaluation's, because the depth may change when they run.
+
+    Args:
+        totals: (operations,): bytes alive during each operation.
+        layers: number of the traced model's layers.
     """
     places: Places = {}
     names = {"0": "first", str(layers - 1): "last"}

@@ -43,7 +43,9 @@ _DEVICES = (torch.device, DeviceName)  # arguments that mean the device; the tex
 
 
 class Placement(Enum):
-    """Where a tensor would be on a machine with a GPU."""
+    """Name the memory where a tensor would be on a machine with a GPU: the host's, the device's, or neither (paged by
+    the driver).
+    """
 
     HOST = auto()
     DEVICE = auto()  # its bytes count
@@ -143,14 +145,16 @@ class DeviceTracker(FakeTracker):
             return plain(*args, **kwargs)
 
     def _add_adapters(self, plain, *args, **kwargs):
-        """Let peft add its adapters where the base's weights are; at this time only a quantized base is on the GPU."""
+        """Let peft's function `plain` add adapters where the base model's weights are; at this time only a quantized
+        base is on the GPU.
+        """
         with patch.object(self, "_adapter_base", self.weights):
             return plain(*args, **kwargs)
 
     def _move_adapter(self, plain, layer, *args, **kwargs):
-        """Let peft move an adapter, by its own function `plain`, to the device of its base layer.
+        """Let peft's function `plain` move an adapter to the device of its base layer.
 
-        On a quantized base's device, mark the copy of AdaLoRA's `ranknum` as trainable, as peft's move does.
+        On the device, mark the copy of AdaLoRA's `ranknum` as trainable, as peft's move does.
 
         `layer`: the layer that has the adapter.
         """
@@ -161,7 +165,9 @@ class DeviceTracker(FakeTracker):
                     kept.requires_grad_(True)
 
     def placing(self, paged: bool) -> contextlib.AbstractContextManager:
-        """Return a context in which new tensors are in memory that the driver pages, if `paged`."""
+        """Return a context in which new tensors are in memory that the driver pages between host and device, if
+        `paged`.
+        """
         return patch.object(self, "_forced", Placement.NEITHER if paged else None)
 
     def send_module(self, module: torch.nn.Module) -> torch.nn.Module:
@@ -186,8 +192,8 @@ class DeviceTracker(FakeTracker):
     def send(self, tensor: torch.Tensor, category: str = Category.INPUTS) -> None:
         """Send a tensor to the device, unless it is there already.
 
-        From the first tensor of weights on, the model counts as being on the device. `category`: category of the
-        tensor's memory.
+        From the first tensor of weights on, the model counts as being on the device. `category`: the category under
+        which the tensor's memory is counted.
         """
         storage = None if is_traceable_wrapper_subclass(tensor) else self._storage(tensor)
         if category == Category.WEIGHTS:
@@ -238,7 +244,7 @@ class DeviceTracker(FakeTracker):
 
     def _copy_into_base(self, gradient: torch.Tensor) -> None:
         """Log that autograd copies the gradient of an overwritten view into a new gradient of the view's base, and
-        frees the first.
+        frees the view's gradient.
 
         AsStridedBackward0 does this. Under a dispatch mode autograd replays the view instead, without a copy.
         """
@@ -293,7 +299,7 @@ class DeviceTracker(FakeTracker):
 
         Args:
             function, args, kwargs: the operator and its arguments.
-            result: what it returned on fake tensors.
+            result: what the operator returned on fake tensors.
         """
         held: list[Block] = []
         on_host = [*map(id, self._kernels.on_host(function, args, result))]
@@ -324,7 +330,7 @@ class DeviceTracker(FakeTracker):
 
 
 def _send_8bit(plain, weight, *args, **kwargs):
-    """Return quantized `Int8Params` unchanged, and send other weights by `plain`, the replaced `to`.
+    """Return a quantized `Int8Params` unchanged, and send any other weight by `plain`, the replaced `to`.
 
     peft sends a layer's weights to the CPU, where fake weights appear to be already, and `to` would lose the layer's
     scales.

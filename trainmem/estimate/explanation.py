@@ -46,7 +46,9 @@ Tensor = tuple[str, str, str, str]
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The difference between two recipes, A and B. Pairs of bytes are (in A, in B)."""
+    """Hold the difference between two recipes, A and B, by argument, category and tensor. Pairs of bytes are (in A, in
+    B).
+    """
 
     a: MemoryEstimate
     b: MemoryEstimate
@@ -66,7 +68,10 @@ class Explanation:
         return {str(name): (a[name], b[name]) for name in a if a[name] or b[name]}
 
     def by_tensor(self, count: int = _ROWS) -> list[tuple[Tensor, tuple[int, int]]]:
-        """Return (tensor, (bytes in A, bytes in B)) of the first `count` tensors, and all others summed as one row."""
+        """Return ((category, module, operation, line of code), (bytes in A, bytes in B)) of the first `count` tensors.
+
+        All later tensors are summed in one last entry.
+        """
         every, rest = [*self.tensors.items()][:count], [*self.tensors.values()][count:]
         others = ("others", f"{len(rest)} more", "", ""), (sum(a for a, _ in rest), sum(b for _, b in rest))
         return every + ([others] if rest else [])
@@ -115,12 +120,12 @@ class Explanation:
 def explain(
     task: Task, a: Mapping[str, Any], b: Mapping[str, Any], *, processes: int = 1, timeout: float = 300, **where: Any
 ) -> Explanation:
-    """Explain why a training by recipe B peaks higher, or lower, than by A. As in `estimate`, nothing is run.
+    """Explain why a training by recipe B peaks higher, or lower, than by recipe A. As in `estimate`, nothing is run.
 
     Args:
         task: the model and its data.
         a, b: all training arguments of each recipe, as in `estimate`. They are changed from A to B one by one, in the
-            order in which B names them, then those that only A names.
+            order in which B names them, then the arguments that only A names.
         processes, timeout: as in `estimate`. There is one estimate of A, one after each change, and, if there are few
             changes, one of each change alone.
         where: card, device, compute_capability, device_memory, allocator_settings, as in `estimate`.
@@ -148,7 +153,7 @@ def explain(
     order = sorted(pairs, key=lambda each: (-abs(pairs[each][1] - pairs[each][0]), -pairs[each][0], each))
 
     def peak(switched: Iterable[str]) -> int | None:
-        """Return the peak in bytes of A with these arguments as in B; None if that recipe is not valid."""
+        """Return the peak in bytes of A with the arguments in `switched` as in B; None if that recipe is not valid."""
         mixed = {name: value for name, value in a.items() if name not in switched}
         mixed |= {name: b[name] for name in switched if name in b}
         with contextlib.suppress(ValueError):
@@ -160,15 +165,15 @@ def explain(
 
 
 def _priced(names: list[str], peak: Any, ends: tuple[int, int]) -> dict[str, tuple[int, int | None]]:
-    """Return `Explanation.switches`: {argument: (its price, its price alone)}, in bytes of the peak.
+    """Return `Explanation.switches`: {argument: (bytes after the switches before it, bytes alone)}, both of the peak.
 
-    The price is what the argument adds after the arguments before it have been switched to B's values. The price alone
-    is what it adds to A; it is None if it is unknown. An argument that is not valid without the next one shares its
-    row.
+    The first number is what the argument adds after the arguments before it have been switched to B's values; the
+    second is what it adds to A by itself, or None if that is unknown. An argument that is not valid without the next
+    one shares an entry with it: "argument, next".
 
     Args:
         names: the arguments in which A and B differ, in order.
-        peak: function of some of these names that estimates A with them as in B; it returns None if that is not valid.
+        peak: function of some of these names that returns the peak of A with them as in B; None if that is not valid.
         ends: the peaks of A and B in bytes.
     """
     found, before, waiting = [], ends[0], []
@@ -187,8 +192,10 @@ def _priced(names: list[str], peak: Any, ends: tuple[int, int]) -> dict[str, tup
 
 
 def _explained(experiment: Experiment, device: Device, probe: Any, tell: Tell):
-    """Return (estimate, bytes by tensor at its peak, warnings) of one recipe. Call it through
-    `fresh_process.with_probe`.
+    """Return (estimate, {tensor: bytes at the peak}, warnings) of one recipe.
+
+    Call it through `fresh_process.with_probe`, which passes `probe` and `tell`. A tensor is (category, module,
+    operation, line).
     """
     from trainmem.estimate import trace
     from trainmem.measure.tracker import WEIGHTS
@@ -220,7 +227,10 @@ _LEAST = 0.05  # of the peak; smaller parts are not explained
 def _peak_warnings(experiment: Experiment, made: MemoryEstimate, sizes: Counter) -> Iterator[str]:
     """Yield sentences that say why the peak is where it is, and how to lower it.
 
-    `sizes`: {bytes: number of activations and temporaries of that size that are alive at the peak}.
+    Args:
+        experiment: the training.
+        made: its estimate.
+        sizes: {bytes: number of activations and temporaries of that size that are alive at the peak}.
     """
     arguments, task, memory = experiment.arguments, experiment.task, made.memory
     size = functools.partial(bytes_text, binary=made.device == "cuda")
@@ -250,7 +260,7 @@ def _peak_warnings(experiment: Experiment, made: MemoryEstimate, sizes: Counter)
 
 
 def _witnessed(follow: Callable, experiment: Experiment, tracker: Any):
-    """Run `trace.follow` with a `Witness`, and return its trace with `witnessed` added.
+    """Run `follow`, which is `trace.follow`, with a `Witness`, and return its trace with `witnessed` added.
 
     `witnessed` is ((module, line) of each block, number of log entries at the end of each operation, warnings).
 
@@ -281,7 +291,8 @@ def _witnessed(follow: Callable, experiment: Experiment, tracker: Any):
 
 
 class Witness:
-    """Observe a tracker that traces a training: note lines of code, and which parameter each block belongs to.
+    """Observe a tracker that traces a training: for each block of memory, note the line of code and the parameter or
+    module; warn about the model.
 
     `tracker`: the `FakeTracker`, or `DeviceTracker`, of the training.
     """
@@ -324,7 +335,7 @@ class Witness:
                     self._owners.setdefault(id(block), name)
 
     def origins(self) -> list[tuple[str, str]]:
-        """Return (module or parameter, line) of each block, in the order of allocation."""
+        """Return (module or parameter, its line of code as file:line) of each block, in the order of allocation."""
         operations, found = self._tracker.operations, []
         ends = [end for end, *_ in operations]
         for position, (block, sign) in enumerate(self._tracker.log):
@@ -342,8 +353,11 @@ class Witness:
 
     @functools.cache  # noqa: B019, it lives as long as its process
     def _forward_of(self, name: str) -> str:
-        """Return the first line, as file:line, of the forward of this module or of the module that holds this
-        parameter. If that is a library's, take the nearest enclosing module with code of its own."""
+        """Return the first line, as file:line, of the forward of the module `name`, or of the module that holds the
+        parameter `name`.
+
+        If that forward is a library's, take the nearest enclosing module whose forward is not.
+        """
         module = self._modules.get(name)
         code = module is not None and getattr(inspect.unwrap(type(module).forward), "__code__", None)
         if code and not _is_library(file := _shown(code.co_filename)):
@@ -409,8 +423,8 @@ class Witness:
 
 
 def _line(frame: Any) -> str:
-    """Return the innermost line outside the libraries as file:line; "" if there is none inside the code that calls the
-    model.
+    """Return the innermost line outside the libraries, from `frame` outwards, as file:line; "" if all code up to the
+    caller of the model is a library's.
     """
     while frame is not None and not (file := _shown(frame.f_code.co_filename)).startswith(_CALLERS):
         if not _is_library(file):
@@ -425,6 +439,6 @@ def _is_library(file: str) -> bool:
 
 @functools.cache
 def _shown(file: str) -> str:
-    """Return a file's path relative to the folder in which Python finds it."""
+    """Return a file's path relative to the folder in which Python finds it, e.g. "torch/nn/modules/linear.py"."""
     folders = [each for each in sys.path if each and file.startswith(each + os.sep)]
     return file[len(max(folders, key=len)) + 1 :].replace(os.sep, "/") if folders else file

@@ -26,7 +26,7 @@ def ask(
         function: the function to call, e.g. `peak_memory.estimate_experiment`.
         model: the model's name, for messages.
         timeout: seconds after which the subprocess is ended.
-        on_percent: called with the percentage of the work that is done.
+        on_percent: called with the percentage of the work that is done; None: progress is not reported.
 
     Raises:
         ValueError: the function raised `Invalid`, or its process failed or took too long.

@@ -27,7 +27,9 @@ _PAGED = 100_000  # bitsandbytes pages states from this many elements on (optim/
 
 
 def traced(arguments: Arguments) -> Arguments:
-    """Return the arguments to trace for a GPU: another optimizer with the same states if a package is missing."""
+    """Return the arguments to trace for a GPU: if the optimizer's package is missing, with another optimizer that has
+    the same states.
+    """
     is_missing = optional_packages.missing_of_optimizer(arguments.optimizer)
     same = optional_packages.about_optimizer(arguments.optimizer, "same_states") if is_missing else []
     return arguments.replace(optim=same[0]) if same else arguments
@@ -43,7 +45,7 @@ def assumptions(arguments: Arguments) -> list[str]:
 
 
 def replacements(tracker: "DeviceTracker", optim: str) -> Iterator[tuple[Any, str, Callable]]:
-    """Yield (owner, name, replacement) for each function to replace during a trace with this optimizer."""
+    """Yield (owner, name, replacement) for each library function to replace while the optimizer `optim` is traced."""
     yield torch.cuda, "synchronize", lambda *_, **__: None
     if fnmatch(optim, "paged*") or fnmatch(optim, "*_bnb*") or fnmatch(optim, "galore_*8bit*"):
         importlib.import_module("bitsandbytes")
@@ -63,7 +65,7 @@ def _update_32bit(plain, optimizer: str, gradient, weight, *args, max_unorm: flo
     """Update a weight by `plain`, bitsandbytes' 32-bit update, as on a GPU: with `max_unorm`, compute the weight's norm
     first.
 
-    The arguments are those of `plain`.
+    The arguments after `plain` are those of bitsandbytes' update; `optimizer` is the name of an optimizer, e.g. "adam".
 
     Raises:
         Invalid: bitsandbytes has no kernel for this optimizer with gradients in bfloat16.

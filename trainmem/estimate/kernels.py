@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 
 class Kernels:
-    """The memory requests of kernels on a GPU of one compute capability.
+    """List the memory requests of kernels on a GPU of one compute capability: `program` gives those of one operation.
 
     Args:
         capability: the GPU's compute capability, e.g. (9, 0).
@@ -99,7 +99,9 @@ class Kernels:
         return function.overloadpacket in _PRODUCTS or function.namespace == "transformers"  # experts one by one
 
     def workspaces(self, function, args: Sequence, kwargs: dict) -> list[tuple[str, int]]:
-        """Return (name, bytes) of the workspaces that an operation requests if it is a matmul, otherwise []."""
+        """Return (name, bytes) of each workspace of cuBLAS or cuBLASLt that an operation requests; [] if it is no
+        matmul.
+        """
         if not self.multiplies(function, args, kwargs):
             return []
         rules = self._gpu.rules
@@ -112,8 +114,8 @@ class Kernels:
         return self._gpu.capability[0] in (9, 10) and tensor.dtype is torch.bfloat16
 
     def _grouped(self, made, first, second, offsets=None, *_, **__):
-        """Return the memory requests of a grouped matmul: sizes, strides and pointers of each group, and a workspace
-        per multiprocessor (cuda/GroupMM.cu).
+        """Return the memory requests (results in `made`, bytes of buffers) of a grouped matmul: sizes, strides and
+        pointers of each group, and a workspace per multiprocessor (cuda/GroupMM.cu).
         """
         if not self._has_grouped_kernel(first):
             return made
@@ -131,8 +133,8 @@ class Kernels:
         return [*made, *self._reduction(max(4, made[0].element_size()), made[0], tensor, dim)]
 
     def _reduction(self, bytes_each: int, made, tensor, dim=None, keepdim=False, *_, dtype=None, **__) -> list[Step]:
-        """Return the memory requests of a reduction, without that of its result: a copy of integers in the result's
-        type, then buffers, if several blocks of threads share a result.
+        """Return the memory requests of a reduction in bytes, without that of its result: a copy of integers in the
+        result's type, then buffers, if several blocks of threads share a result.
 
         `bytes_each`: bytes of one accumulated number, see `_REDUCTIONS`.
         """
@@ -148,8 +150,8 @@ class Kernels:
     # ---- sorts, and operations that sort
 
     def _embedding_backward(self, made, gradient, indices, weights, padding, scale_by_frequency, *_, **__):
-        """Return the memory requests of an embedding's backward: the indices are sorted, and runs of up to 10 equal
-        indices are summed.
+        """Return the memory requests (results in `made`, bytes of buffers) of an embedding's backward: the indices are
+        sorted, and runs of up to 10 equal indices are summed.
 
         The sums of these runs are kept in fp32 until all sums of one index are added. If there are few rows and each
         occurs often, the sums are added to fp32 rows at once. Without `scale_by_frequency`, at most 3072 indices are
@@ -173,15 +175,16 @@ class Kernels:
         return [*copies, *ordered, *made, *unique, *parts]
 
     def _index(self, made, tensor, indices, *_, **__):
-        """Return the memory requests of an indexing by tensors: 32-bit indices are copied to 64 bits first
-        (TensorAdvancedIndexing.cpp: make_info).
+        """Return the memory requests (results in `made`, bytes of buffers) of an indexing by tensors: 32-bit indices
+        are copied to 64 bits first (TensorAdvancedIndexing.cpp: make_info).
         """
         narrow = [index for index in indices if index is not None and index.dtype is torch.int32]
         return [*(index.numel() * WORD for index in narrow), *made]
 
     def _put(self, made, tensor, indices, values, accumulate=False, unsafe=False, *_, **__):
-        """Return the memory requests of `index_put`: the smallest and the largest index are compared with the bounds,
-        then the values are sorted by index and added (cuda/Indexing.cu: index_put_with_sort_kernel).
+        """Return the memory requests (results in `made`, bytes of buffers) of `index_put`: the smallest and the largest
+        index are compared with the bounds, then the values are sorted by index and added (cuda/Indexing.cu:
+        index_put_with_sort_kernel).
         """
         positions = [index for index in indices if index is not None]
         if not accumulate or not positions or positions[0].dtype not in (torch.int64, torch.int32):
@@ -197,8 +200,8 @@ class Kernels:
         return [*made, *checks, *place, *contiguous_copy(values), each, each, each, sort]
 
     def _bounds(self, index: torch.Tensor) -> list[Step]:
-        """Return the memory requests of a check of indices: the smallest and the largest one in one pass, then two
-        comparisons.
+        """Return the memory requests, in bytes and `Free`s, of a check of `index`: the smallest and the largest index
+        in one pass, then two comparisons.
         """
         shared = reduction_scratch.scratch_bytes(
             index.shape, index.stride(), range(index.dim()), self._gpu.processors, 2 * WORD
@@ -214,7 +217,8 @@ class Kernels:
         return [*made, count * WORD, self._sort_bytes(count, 1 << (8 * key - 2), key)]
 
     def _scan(self, made, tensor, dim, *_, **__):
-        """Return the memory requests of a running sum: its input is cast first if the result has another type.
+        """Return the memory requests (results in `made`, bytes of buffers) of a running sum: its input is cast first if
+        the result has another type.
 
         There is no cast when experts are counted, because transformers counts in floats on CPUs and in int32 on GPUs
         (transformers/integrations/moe.py).
@@ -227,8 +231,9 @@ class Kernels:
         return [*made, *cast, *copy, *([scan_bytes(tensor.numel(), *tile)] if is_one else [])]
 
     def _safe_softmax(self, made, tensor, dim, *_, **__):
-        """Return the memory requests of a softmax that gives 0 in rows that are masked completely: masks of the
-        elements and of these rows, and the zero that is written there (native/SoftMax.cpp).
+        """Return the memory requests (results in `made`, bytes of buffers) of a softmax that gives 0 in rows that are
+        masked completely: masks of the elements and of the masked rows, and the zero that is written into these rows
+        (native/SoftMax.cpp).
         """
         return [*made, tensor.numel(), tensor.numel() // tensor.shape[dim], made[0].element_size()]
 
@@ -250,46 +255,48 @@ class Kernels:
     # ---- others
 
     def _where(self, made, condition, *values, **__):
-        """Return the memory requests of `where`: numbers are copied to the device first (native/TensorCompare.cpp:
-        where_self_out).
+        """Return the memory requests (results in `made`, bytes of buffers) of `where`: numbers are copied to the device
+        first (native/TensorCompare.cpp: where_self_out).
         """
         on_host = [not torch.is_tensor(each) or not (each.dim() or self._is_on_device(each)) for each in values]
         return [*[made[0].element_size()] * sum(on_host), *made]
 
     def _masked_scatter(self, made, tensor, *_, **__):
-        """Return the memory requests of `masked_scatter`: the elements that the mask selects are numbered
-        (cuda/IndexKernel.cu: masked_scatter_kernel).
+        """Return the memory requests (results in `made`, bytes of buffers) of `masked_scatter`: the elements that the
+        mask selects are numbered (cuda/IndexKernel.cu: masked_scatter_kernel).
         """
         return [*made, WORD * tensor.numel(), scan_bytes(tensor.numel())]
 
     def _softmax_backward(self, made, gradient, output, *_, **__):
-        """Return the memory requests of a softmax's backward: the product of gradient and output (cuda/SoftMax.cu:
-        softmax_backward_cuda_out).
+        """Return the memory requests (results in `made`, bytes of buffers) of a softmax's backward: the product of
+        gradient and output (cuda/SoftMax.cu: softmax_backward_cuda_out).
         """
         copies = [*contiguous_copy(gradient), *contiguous_copy(output)]
         return [*made, *copies, gradient.numel() * gradient.element_size()]
 
     def _isinf(self, made, tensor, *_, **__):
-        """Return the memory requests of `isinf`: the absolute values are computed in a buffer first."""
+        """Return the memory requests (results in `made`, bytes of buffers) of `isinf`: the absolute values are computed
+        in a buffer first.
+        """
         return [tensor.numel() * tensor.element_size(), *made, Free(0)]
 
     def _group_norm(self, made, tensor, weight, bias, size, channels, *_, **__):
-        """Return the memory requests of a group norm: mean and deviation in fp32, and a factor and a shift per sample
-        and channel (cuda/group_norm_kernel.cu).
+        """Return the memory requests (results in `made`, bytes of buffers) of a group norm: mean and deviation in fp32,
+        and a factor and a shift per sample and channel (cuda/group_norm_kernel.cu).
         """
         wide = [2 * made[1].nbytes] * 2 if made[1].dtype in HALF else []
         return [*made, *wide, *([4 * size * channels] * 2 if weight is not None else [])]
 
     def _group_norm_backward(self, made, gradient, tensor, mean, deviation, weight, size, channels, _, groups, *__):
-        """Return the memory requests of a group norm's backward: sums per sample and channel, and per sample and group
-        (cuda/group_norm_kernel.cu).
+        """Return the memory requests (results in `made`, bytes of buffers) of a group norm's backward: sums per sample
+        and channel, and per sample and group (cuda/group_norm_kernel.cu).
         """
         each, group = 4 * size * channels, 4 * size * groups
         return [*made, each, each, group, group, each]
 
     def _roll(self, made, tensor, shifts, dims=(), *_, **__):
-        """Return the memory requests of `roll`: one dimension is rolled after the other (TensorTransformations.h:
-        roll_common).
+        """Return the memory requests (results in `made`, bytes of buffers) of `roll`: one dimension is rolled after the
+        other (TensorTransformations.h: roll_common).
         """
         steps: list[Step] = contiguous_copy(tensor)
         for _ in dims[1:]:
@@ -303,7 +310,8 @@ class Kernels:
     def _convolution_backward(
         self, made, gradient, tensor, weight, biases, stride, padding, dilation, transposed, extra, groups, wanted, **__
     ):
-        """Return the memory requests of a convolution's backward, for the gradients of images, weights and bias.
+        """Return the memory requests (results in `made`, bytes of buffers) of a convolution's backward, for the
+        gradients of images, weights and bias.
 
         torch's own depthwise kernel makes the weights' gradient first (native/Convolution.cpp: convolution_backward).
         """
@@ -328,8 +336,8 @@ class Kernels:
         return [*steps, bias, *shared]
 
     def _norms(self, made, tensors, *_, **__):
-        """Return the memory requests of the norms of a list of tensors: a partial norm for each chunk of 65,536
-        elements (cuda/ForeachReduceOp.cu).
+        """Return the memory requests (results in `made`, bytes of buffers) of the norms of a list of tensors: a partial
+        norm for each chunk of 65,536 elements (cuda/ForeachReduceOp.cu).
 
         In older releases each tensor has as many partial norms as the largest tensor; newer releases need the offsets
         of tensors that are not empty.
@@ -343,21 +351,21 @@ class Kernels:
         return made[::-1]
 
     def _ctc_loss(self, made, scores, *_, **__):
-        """Return the memory requests of CTC's loss: lengths of both kinds and the offsets of targets are copied to the
-        device (cuda/LossCTC.cu).
+        """Return the memory requests (results in `made`, bytes of buffers) of CTC's loss: the lengths of inputs and
+        targets and the offsets of targets are copied to the device (cuda/LossCTC.cu).
         """
         return [*[WORD * scores.shape[1]] * 3, *made[::-1]]
 
     def _ctc_loss_backward(self, made, gradient, scores, targets, inputs, lengths, loss, alignments, *_, **__):
-        """Return the memory requests of the backward of CTC's loss: the copies of `_ctc_loss`, and the alignments'
-        probabilities, from the end backwards.
+        """Return the memory requests (results in `made`, bytes of buffers) of the backward of CTC's loss: the copies of
+        `_ctc_loss`, and the alignments' probabilities, from the end backwards.
         """
         return [*[WORD * scores.shape[1]] * 3, alignments.nbytes, *made]
 
 
 def _product_of_quanto(made, tensor, codes, scales) -> list[Step]:
-    """Return the memory requests of quanto's 8-bit matmul: the codes are scaled (and first cast if they are floats),
-    then multiplied (optimum-quanto 0.2.7, qbytes_mm.py).
+    """Return the memory requests (results in `made`, bytes of buffers) of quanto's 8-bit matmul: the codes are scaled
+    (and first cast if they are floats), then multiplied (optimum-quanto 0.2.7, qbytes_mm.py).
     """
     whole = codes.numel() * scales.itemsize
     cast = [] if tensor.dtype is scales.dtype else [tensor.numel() * scales.itemsize]
@@ -365,7 +373,7 @@ def _product_of_quanto(made, tensor, codes, scales) -> list[Step]:
 
 
 def _is_lt(function, args, kwargs) -> bool:
-    """Return whether cuBLASLt runs the operation.
+    """Return whether cuBLASLt, not cuBLAS, runs the matmul.
 
     It runs matmuls that add a bias with one number per column or, in 16 bits, a matrix (native/cuda/Blas.cpp:
     isInputCompliesAddmmCudaLt).
@@ -400,8 +408,9 @@ def _layout_of_convolution(tensor: torch.Tensor, weight: torch.Tensor) -> torch.
 def _is_torchs_own_depthwise(
     tensor: torch.Tensor, weight: torch.Tensor, stride: Sequence[int], dilation: Sequence[int], groups: int
 ) -> bool:
-    """Return whether torch's own kernel, not cuDNN's, convolves each channel by itself
-    (ATen/native/Convolution.cpp: use_cudnn_depthwise, check_cudnn_depthwise_workload_with_filter)."""
+    """Return whether torch's own kernel, not cuDNN's, runs a convolution of each channel by itself
+    (ATen/native/Convolution.cpp: use_cudnn_depthwise, check_cudnn_depthwise_workload_with_filter).
+    """
     if groups == 1 or tensor.shape[1] != groups or weight.shape[0] % groups:
         return False
     if _layout_of_convolution(tensor, weight) is torch.channels_last:

@@ -32,7 +32,7 @@ Steps = list[list[list[int]]]  # for each optimizer step its micro-batches, as l
 
 
 def read(file: str | os.PathLike) -> tuple[int, ...]:
-    """Return the lengths in a text file, separated by blanks, commas or line ends.
+    """Return the lengths, in tokens, in a text file; they are separated by blanks, commas or line ends.
 
     Raises:
         ValueError: as `checked`, or the file cannot be read.
@@ -43,7 +43,8 @@ def read(file: str | os.PathLike) -> tuple[int, ...]:
 
 
 def checked(values: Iterable, name: str = "lengths") -> tuple[int, ...]:
-    """Return lengths as whole numbers. A row of token ids, e.g. of a column of `datasets`, is replaced by its length.
+    """Return `values`, lengths in tokens, as whole numbers. A row of token ids, e.g. of a column of `datasets`, is
+    replaced by its length.
 
     Raises:
         ValueError: there are no lengths, or one is not a whole number from 1 to `LONGEST`; the message calls them
@@ -63,7 +64,9 @@ def checked(values: Iterable, name: str = "lengths") -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class WorstBatch:
-    """The step with the highest peak in a training's first epoch, and the memory of other ways to make batches."""
+    """Hold the step with the highest peak in a training's first epoch, its estimate, and the memory of other ways to
+    make batches.
+    """
 
     lengths: tuple[int, ...]  # tokens in each sample
     shapes: tuple[tuple[tuple[int, int], ...], ...]  # (rows, padded length) of each step's micro-batches, as sampled
@@ -93,7 +96,7 @@ class WorstBatch:
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a dictionary for JSON: peaks in bytes; an unknown answer is null."""
+        """Return {name: value} for JSON: peaks in bytes; an unknown answer is null."""
         names = ("weights", "lengths", "shapes", "step", "order", "padded_tokens", "assumptions")
         peaks = {"peak_bytes": self.estimate.peak_bytes, "packed_peak_bytes": self.packed and self.packed.peak_bytes}
         largest = {name: getattr(self, name) for name in ("largest_batch", "largest_length")}
@@ -138,9 +141,11 @@ def worst_batch(
     To trace all batches instead, use `estimate(Task(..., lengths=...))`.
 
     Args:
+        task: the model, or its name.
         lengths: tokens in each sample, in a form that `checked` accepts.
-        pad_to_multiple_of: the length of the longest sample in a batch is padded to a multiple of it.
-        card, device, compute_capability, timeout, arguments: as in `estimate`, for one process.
+        pad_to_multiple_of: tokens; the longest sample of a batch is padded to a multiple of this number.
+        card: a GPU model of `cards.CARDS`, e.g. "t4"; None: the result does not say what fits.
+        device, compute_capability, timeout, arguments: as in `estimate`, for one process.
 
     Raises:
         ValueError: as `estimate` does; or there are no lengths, or one exceeds the model's positions.
@@ -170,12 +175,12 @@ def worst_batch(
     shapes = tuple(tuple((len(rows), wide(max(lengths[i] for i in rows))) for rows in step) for step in steps)
 
     def worst(sizes: list[list[int]], packed: bool) -> tuple[int, MemoryEstimate]:
-        """Return the number of the step with the highest peak, and its estimate.
+        """Return (number of the step with the highest peak, its estimate).
 
         Only two candidates are traced: the step that has the largest micro-batch of all, and the step that has the
-        largest one at the second place or later. The second may peak higher, because gradients exist from the second
-        micro-batch on. Of several such steps, the one is taken that has the most tokens together with the next step,
-        because a batch is fetched ahead.
+        largest micro-batch at the second place or later. The second candidate may peak higher, because gradients exist
+        from the second micro-batch on. Of several steps with equal micro-batches, the step is taken that has the most
+        tokens together with the next step, because a batch is fetched ahead.
 
         Args:
             sizes: tokens in each micro-batch of each step, padding included.
@@ -207,8 +212,8 @@ def worst_batch(
 
         Args:
             most: the largest number to try.
-            rows: samples in a batch, to search their length.
-            width: tokens per sample, to search the number of samples. Give either `rows` or `width`.
+            rows: samples in a batch, to search their length; 0: search the number of samples.
+            width: tokens per sample, to search the number of samples; 0: search the length.
         """
 
         def ask(number: int) -> Fits:

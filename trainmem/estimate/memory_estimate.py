@@ -12,7 +12,9 @@ from trainmem.unknown import Unknown
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """The device whose memory is estimated: its kind and, for a GPU, its capability, memory and allocator."""
+    """Describe the device whose memory is estimated: its kind and, for a GPU, its capability, memory in bytes and
+    allocator.
+    """
 
     kind: str  # "cpu", where memory is counted, or "cuda", where `cuda.PARTS` model it
     compute_capability: tuple[int, int] = cards.DEFAULT_CAPABILITY  # of the GPU
@@ -23,8 +25,10 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Fits:
-    """Whether a training fits a card. `bool` returns the answer; if it is unknown, `bool` raises `unknown.NeedsValues`
-    with the reason."""
+    """Hold whether a training fits a card, with the bytes needed.
+
+    `bool` returns the answer; if the answer is unknown, `bool` raises `unknown.NeedsValues` with the reason.
+    """
 
     what: str  # the estimate's name
     card: cards.Card
@@ -58,7 +62,9 @@ class Fits:
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """The estimated peak memory of one experiment."""
+    """Hold the estimated peak memory of one experiment in bytes, with what was assumed, and tell whether it fits a
+    card.
+    """
 
     name: str  # in tables and pictures
     task: dict[str, Any]  # see `Task.to_dict`

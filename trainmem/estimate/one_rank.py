@@ -1,7 +1,7 @@
 """Trace one rank of a multi-GPU training in a process that has neither the other ranks nor a GPU.
 
-Covers DistributedDataParallel, FSDP2 as the Trainer's `fsdp` configures it, and DeepSpeed's ZeRO: what each sends,
-shards and gathers. Not covered: the buffers of the communication library, e.g. NCCL.
+Covers DistributedDataParallel, FSDP2 as the Trainer's `fsdp` configures it, and DeepSpeed's ZeRO: what each library
+sends, shards and gathers. Not covered: the buffers of the communication library, e.g. NCCL.
 """
 
 import contextlib
@@ -41,7 +41,8 @@ def one_rank_of(ranks: int) -> Iterator[None]:
 
 
 class Replica(torch.nn.parallel.DistributedDataParallel):
-    """Allocate what DistributedDataParallel allocates, without the other ranks (torch/nn/parallel/distributed.py).
+    """Allocate what DistributedDataParallel allocates on rank 0, without other processes
+    (torch/nn/parallel/distributed.py).
 
     It allocates the buffers of broadcasts at the start and, for the module's buffers, before each forward pass; the
     reducer's buckets, which are a second set of gradients; and the reducer's map of used parameters.
@@ -106,7 +107,7 @@ def _bucketed(
     """Yield a new flat tensor for each bucket into which DistributedDataParallel puts the tensors.
 
     Args:
-        limits: bytes of the first bucket, and of all others.
+        limits: bytes of [the first bucket, each later bucket].
         backwards: begin with the last bucket.
         shares_one: yield None for a bucket of one tensor, which needs no copy.
     """
@@ -166,14 +167,16 @@ def fsdp_enabled(send: Callable[[torch.Tensor], None]) -> Iterator[None]:
 
 
 class DeviceName(str):
-    """A name for DeepSpeed's device. torch reads it as "cpu", but `DeviceTracker` can tell it from the host."""
+    """Name DeepSpeed's device so that torch reads it as "cpu", but `DeviceTracker` can tell it from the host."""
 
 
 @contextlib.contextmanager
 def deepspeed_on_a_card(config: dict | str, empty_cache: Callable[[], None]) -> Iterator[None]:
     """Make DeepSpeed decide in this context as on a GPU with enough memory: it uses streams, and never waits for them.
 
-    `empty_cache` is called whenever DeepSpeed empties the allocator's cache.
+    Args:
+        config: DeepSpeed's configuration, or its file.
+        empty_cache: called whenever DeepSpeed empties the allocator's cache.
 
     Raises:
         Invalid: the configuration keeps something on the host, which cannot be separated from the device here.

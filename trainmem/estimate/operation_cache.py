@@ -20,7 +20,9 @@ _PLAIN = (int, float, str, torch.dtype, torch.device, torch.layout, torch.memory
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A result that shares the memory of the operation's first argument."""
+    """Hold how to rebuild a result that shares the memory of the operation's first argument: its shape, strides, type
+    and offset.
+    """
 
     spec: Spec
     offset: int  # in elements
@@ -146,7 +148,7 @@ def grouped_product(first, second, offsets=None, bias=None, out_dtype=None) -> t
     The rows of the result begin at multiples of 16 bytes. The arguments are those of the operation.
 
     Raises:
-        Invalid: the rows of an operand do not begin at such multiples, as the kernel requires.
+        Invalid: the rows of an operand do not begin at multiples of 16 bytes, as the kernel requires.
     """
     if any(max(each.stride()[-2:]) * each.itemsize % 16 for each in (first, second)):
         raise Invalid("grouped matmuls need strides that are multiples of 16 bytes: choose such sizes")
@@ -204,8 +206,8 @@ def by_position(function, args: tuple, selected: Callable[[torch.Tensor], int] |
 
 @functools.lru_cache(maxsize=1)
 def _state(mode: FakeTensorMode) -> dict[str, Any]:
-    """Return the Python attributes of a new fake tensor, to copy them together: setting them one by one takes longer
-    than an operation.
+    """Return the Python attributes of a new fake tensor as {name: value}, to copy them together: setting them one by
+    one takes longer than an operation.
     """
     return dict(FakeTensor(mode, torch.empty(0, device="meta"), torch.device("cpu")).__dict__)
 
@@ -217,8 +219,9 @@ def uniform_value(operation: Operation, leaves: list, any_known: bool) -> float 
     among the arguments are known to be equal; it is then computed on one element.
 
     Args:
+        operation: the call as an `Operation`.
         leaves: the operation's arguments as one list, see `trace_records.flat`.
-        any_known: whether such a value is known for any of them.
+        any_known: whether the elements of any tensor among the arguments are known to be equal.
     """
     name = operation.name
     if name in _RESULT_IF_FINITE:

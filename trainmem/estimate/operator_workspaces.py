@@ -49,7 +49,7 @@ _UNEVEN = (*_SLOW, "convolution", "_convolution", "mkldnn_", "_scaled_dot_produc
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The workspace and the time of one operation that was run."""
+    """Hold the bytes of workspace and the seconds of one operation that was run."""
 
     bytes: int  # workspace: the highest total while it ran, minus its results
     seconds: float
@@ -57,7 +57,9 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Hidden:
-    """The workspace of one operation at its own size."""
+    """Hold the bytes of workspace of one operation at its own size, and how they were found: measured, extrapolated or
+    assumed.
+    """
 
     bytes: int | None  # None if the operation cannot be run by itself
     how: str  # "measured" at its own size, on a "line" through three smaller ones, "assumed", or "unknown"
@@ -71,7 +73,8 @@ class Probe:
     """Measure and remember operator workspaces: `run` measures, `probe[operation]` looks one up.
 
     Args:
-        threads: number of the experiment's threads, because each gets buffers of its own; None: torch's default.
+        threads: number of threads of the experiment, because each thread gets buffers of its own; None: torch's
+            default.
     """
 
     def __init__(self, threads: int | None = None):
@@ -80,9 +83,8 @@ class Probe:
         self._runner = Runner()
 
     def under(self, threads: int | None) -> "Probe":
-        """Return a probe that shares this one's results, for an experiment on this number of threads.
-
-        None: torch's default.
+        """Return a probe that shares this probe's results, for an experiment on this number of threads; None: torch's
+        default.
         """
         other = copy.copy(self)
         other.threads = threads or torch.get_num_threads()
@@ -165,8 +167,8 @@ def assumptions(operations: Sequence[Operation], probe: Probe) -> list[str]:
 def _at_first(operation: Operation) -> list[Operation]:
     """Return the versions of an operation to run first: itself, or three smaller ones, largest first, if it is large.
 
-    An operation whose workspace does not depend on sizes is returned with tensors of one element. [] if it is too large
-    and cannot be made smaller.
+    An operation whose workspace does not depend on sizes is returned with tensors of one element. Return [] if the
+    operation is too large and cannot be made smaller.
     """
     if _is_sizeless(operation):
         leaves = (
@@ -197,10 +199,11 @@ def _is_sizeless(operation: Operation) -> bool:
 
 
 def smaller(operation: Operation, limit: int) -> list[Operation]:
-    """Return the operation at three sizes of at most `limit` bytes, largest first; [] if no length can be cut further.
+    """Return the operation at three sizes of at most `limit` bytes, largest first; [] if no length can be reduced
+    further.
 
-    The same lengths are cut in all three. If a workspace grows with only some of them, the three points are then on no
-    line.
+    The same lengths are reduced in all three. If a workspace grows with only some of these lengths, the three points
+    are not on a line.
     """
     factors: dict[int, int] = {}  # {length: what it is divided by}
     while (cut := resized(operation, factors)).bytes > limit:
@@ -216,10 +219,11 @@ def smaller(operation: Operation, limit: int) -> list[Operation]:
 def resized(operation: Operation, factors: dict[int, int]) -> Operation:
     """Return a smaller form of an operation, so that running it takes less memory and time.
 
+    The bytes of its results are scaled by how much its arguments shrank or, if the arguments did not shrink, by all the
+    factors.
+
     Args:
         factors: {length: factor}; each dimension of this length is divided by the factor.
-
-    The bytes of its results are scaled by how much its arguments shrank or, if these did not, by all the factors.
     """
     part = dataclasses.replace(operation, leaves=tuple(_resized(leaf, factors) for leaf in operation.leaves))
     read, left = (sum(spec.bytes for spec in each.specs) for each in (operation, part))
@@ -228,7 +232,8 @@ def resized(operation: Operation, factors: dict[int, int]) -> Operation:
 
 
 def _resized(leaf: Any, factors: dict[int, int]) -> Any:
-    """Return an operation's argument with smaller lengths: each length in `factors` is divided by its factor.
+    """Return an operation's argument `leaf` with smaller lengths: each length in `factors`, {length: factor}, is
+    divided by its factor.
 
     A tensor's `Spec` keeps the order of its dimensions in memory, a sparse tensor its share of stored elements. A whole
     number counts as a length. Other arguments are returned unchanged.
@@ -251,7 +256,7 @@ def _resized(leaf: Any, factors: dict[int, int]) -> Any:
 
 @dataclass(slots=True)
 class _Tried:
-    """An operation with its first runs, and what they say about its workspace at its own size."""
+    """Hold an operation with its first runs, and conclude the workspace at its own size from them."""
 
     operation: Operation
     group: list[Operation]  # the operation at the sizes of these runs, see `_at_first`
@@ -259,7 +264,7 @@ class _Tried:
     warm: Seen | None = None  # a second run at the largest of these sizes
 
     def conclusion(self) -> Hidden | None:
-        """Return the workspace at the operation's own size, or None if these runs do not determine it."""
+        """Return the workspace at the operation's own size, or None if the first runs do not determine it."""
         if len(self.group) == 1:  # at its own size, or size does not matter
             return Hidden(self.seen[0].bytes, "measured") if self.seen[0] else _UNKNOWN
         if not self.group or None in self.seen:
@@ -273,13 +278,17 @@ class _Tried:
         return None if end is None else Hidden(end, "line")
 
     def assumption(self) -> Hidden:
-        """Return an assumption: the largest ratio to the operands at smaller sizes, times the operands' own size."""
+        """Return an assumption: the largest ratio of workspace to operands at smaller sizes, times the operands' own
+        size.
+        """
         pairs = zip(self.group, self.seen, strict=True)
         shares = [seen.bytes / cut.bytes for cut, seen in pairs if seen and cut.bytes]
         return Hidden(round(max(shares) * self.operation.bytes), "assumed") if shares else _UNKNOWN
 
     def expected_seconds(self) -> float:
-        """Return the expected time at the operation's own size, from a run or else from an assumed slow speed."""
+        """Return the expected seconds of a run at the operation's own size, from an earlier run or else from an assumed
+        slow speed.
+        """
         if not self.warm:
             return self.operation.bytes / _SLOW_BYTES_A_SECOND
         return self.warm.seconds * (self.operation.bytes / max(self.group[0].bytes, 1)) ** _GROWTH
@@ -340,7 +349,8 @@ class Runner:
 
 
 def _run(operations: list[Operation], threads: int) -> list[Seen | None]:
-    """Return the workspace and the seconds of each operation, run on zeros; None for one that failed.
+    """Return the workspace in bytes and the seconds of each operation, run on zeros with `threads` threads; None for an
+    operation that failed.
 
     Call it in a disposable process, because an operation may crash it.
     """
@@ -372,7 +382,9 @@ def _sparse(spec: SparseSpec) -> torch.Tensor:
 
 
 def _once(operation: Operation, mark: str) -> None:
-    """Run the operation on zeros between two marks of the profiler; if it fails, the second mark is missing."""
+    """Run the operation on zeros between two marks of the profiler, both named `mark`; if it fails, the second mark is
+    missing.
+    """
     try:
         leaves = [
             torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype).zero_()

@@ -46,6 +46,8 @@ def estimate_experiment(
     Call it through `fresh_process.with_probe`, because it replaces parts of torch.
 
     Args:
+        experiment: the training, inference or function.
+        device: the device whose memory is estimated.
         probe: measures operator workspaces.
         tell: function to call with the percentage of the work that is done.
 
@@ -90,7 +92,9 @@ def estimate_of(experiment: Experiment, traced: "TracedExperiment", device: Devi
 
 @dataclass(frozen=True, slots=True)
 class TracedExperiment:
-    """An experiment's trace, the total bytes at each operation with operator workspace, and the assumptions made."""
+    """Hold an experiment's trace, the total bytes during each operation with operator workspace, and the assumptions
+    made.
+    """
 
     trace: Trace
     totals: np.ndarray  # (operations,): the highest total during each, with its workspace, in bytes
@@ -163,14 +167,14 @@ _WORKER_ARGUMENTS = ("num_workers", "prefetch_factor", "persistent_workers")
 
 
 def enough_samples(arguments: Arguments, processes: int = 1) -> int:
-    """Return the number of samples that a trace needs: three steps, and one more step because a batch is
-    fetched ahead.
+    """Return the number of samples that a trace of `processes` ranks needs: three steps, and one more step because a
+    batch is fetched ahead.
     """
     return 4 * arguments.samples_per_step(processes)
 
 
 def _trace_one(experiment: Experiment) -> tuple[Trace, dict[tuple, Any]]:
-    """Return the trace of an experiment, and the facts about operations that it added."""
+    """Return (the trace of an experiment, the facts about operations that it added to those known before)."""
     import torch
 
     torch.set_num_threads(1)
@@ -242,7 +246,11 @@ def _traced(
 
 
 def _with_totals(experiment: Experiment, trace: Trace, device: Device, probe: "Probe") -> TracedExperiment:
-    """Return the trace with its totals, which on a CPU include operator workspaces, and with its assumptions."""
+    """Return the trace with the total bytes during each operation, which on a CPU include operator workspaces, and with
+    its assumptions.
+
+    `probe`: measures operator workspaces.
+    """
     assumptions = _rank_assumptions(experiment.arguments, device.kind == "cuda") if experiment.processes > 1 else []
     if experiment.training and not experiment.function and _drops_layers(experiment.task.build_config().to_dict()):
         assumptions.append(_LAYERDROP_NOTE)
@@ -287,7 +295,7 @@ _FSDP_IGNORED_NOTE = "fsdp: on a CPU accelerate ignores it and trains with Distr
 
 
 def _drops_layers(fields: dict[str, Any]) -> bool:
-    """Return whether a configuration, or a part of it, leaves layers out at random."""
+    """Return whether the fields of a configuration, or of a part of it, say that layers are left out at random."""
     own = any("layerdrop" in str(name) and value for name, value in fields.items())
     return own or any(_drops_layers(part) for part in fields.values() if isinstance(part, dict))
 
@@ -320,11 +328,11 @@ _TAKEN = {
 
 
 def _with_workspaces(trace: Trace, probe: "Probe") -> tuple[np.ndarray, list[str]]:
-    """Return the highest total during each operation, workspace included, as an array of bytes; and the assumptions
-    about workspaces.
+    """Return (the highest total of bytes during each operation, workspace included, an array; the assumptions about
+    workspaces).
 
-    Operations with one signature have one workspace, so each kind is measured once. The time for measuring is limited,
-    so kinds that run when most bytes are live come first.
+    Operations with one signature have one workspace, so each signature is measured once. The time for measuring is
+    limited, so signatures that run when most bytes are live come first.
     """
     from trainmem.estimate.operator_workspaces import assumptions
 
@@ -356,8 +364,8 @@ def attention_kernels(trace: Trace) -> tuple[str, ...]:
 
 
 def memory_of(traced: TracedExperiment) -> Memory:
-    """Return the memory of a traced experiment. On CUDA it has the tensors' own bytes, before the allocator rounds them
-    up.
+    """Return the memory of a traced experiment, in bytes. On CUDA it has the tensors' own bytes, before the allocator
+    rounds them up.
     """
     trace, totals = traced.trace, traced.totals
     peak = int(totals.argmax())  # the index of the operation
@@ -401,7 +409,7 @@ def _timeline(trace: Trace, totals: np.ndarray) -> dict[str, Any] | None:
 
 
 def _on_cuda(trace: Trace, device: Device) -> tuple[Memory, bool]:
-    """Replay a trace on the allocator model; return the memory, and whether it is too large for the card."""
+    """Replay a trace on the allocator model; return (the memory, whether it is too large for the card)."""
     found = allocator_replay.replayed(trace.log, device.settings, device.memory_bytes, device.rules)
     memory, context = found.memory(), cards.context_bytes(device.compute_capability)
     memory = replace(

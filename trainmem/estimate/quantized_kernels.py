@@ -25,6 +25,7 @@ def program(gpu: GPU, name: str, made: list[torch.Tensor], *args, **kwargs) -> t
     A request is a result, or the bytes of a buffer that is held until the operation ends.
 
     Args:
+        gpu: the modelled GPU.
         name: the operation, e.g. "quantize_4bit".
         made: what the operation returned on fake tensors.
         args, kwargs: the operation's arguments.
@@ -62,8 +63,12 @@ def _product_of_4_bits(
 
 @functools.cache
 def _has_kernel(multiprocessors: int, capability: tuple[int, int]) -> Callable[[torch.dtype, int, int, int], bool]:
-    """Return a function of (dtype, M, N, K) that says whether a 4-bit matmul of (M, K) and (N, K) has a kernel of its
-    own.
+    """Return a function of (dtype, M, N, K) that says whether bitsandbytes has a kernel for a 4-bit matmul of (M, K)
+    and (N, K), instead of dequantizing first.
+
+    Args:
+        multiprocessors: number of the GPU's streaming multiprocessors.
+        capability: the GPU's compute capability.
     """
     source = Path(importlib.util.find_spec("bitsandbytes").origin).parent / "backends" / "cuda" / "ops.py"
     names: dict[str, Any] = {"torch": torch, "functools": functools}

@@ -15,15 +15,16 @@ _FEWEST_VALUES, _MOST_VALUES = 16, 256  # values that each thread sums
 
 @dataclass(frozen=True, slots=True)
 class Processors:
-    """The number of threads that a GPU runs at once."""
+    """Hold how many streaming multiprocessors a GPU has, and how many threads each runs at once."""
 
     count: int  # streaming multiprocessors
     threads: int  # of each
 
 
 def processors(capability: tuple[int, int]) -> Processors:
-    """Return the processors of the GPU that represents a compute capability: T4, A100, A10, H100, B200, RTX 5090 (CUDA
-    Programming Guide, "Technical Specifications per Compute Capability")."""
+    """Return the multiprocessors of the GPU that represents a compute capability: T4, A100, A10, H100, B200, RTX 5090
+    (CUDA Programming Guide, "Technical Specifications per Compute Capability").
+    """
     if capability >= (12, 0):
         return Processors(170, 1536)
     if capability >= (9, 0):
@@ -42,10 +43,13 @@ def scratch_bytes(
 ) -> list[int]:
     """Return the bytes of each buffer for reducing the dimensions `reduced` of a tensor, apart from the result.
 
-    The buffers hold partial results and counters; [] if no two blocks share a result.
+    The buffers hold partial results and counters; [] if no two blocks of threads share a result.
 
     Args:
+        shape: the tensor's shape.
         stride: the tensor's strides, in elements.
+        reduced: numbers of the dimensions, from 0.
+        gpu: the GPU's multiprocessors.
         accumulated_bytes: bytes of one accumulated number: 4 for floating point.
     """
     inner = _joined([(shape[d], stride[d]) for d in reduced])
@@ -84,7 +88,8 @@ def scratch_bytes(
 
 
 def _joined(dims: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return (size, stride in elements) of these dimensions, the smallest stride first, with adjacent ones merged.
+    """Return `dims`, (size, stride in elements) of each dimension, the smallest stride first, with adjacent dimensions
+    merged.
 
     Dimensions of size 1 are left out.
     """

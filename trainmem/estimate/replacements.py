@@ -31,7 +31,7 @@ _REPEATED = 32  # micro-batches of a step that are repeated on a GPU; later ones
 def matched() -> Iterator[None]:
     """Let detection models match objects with queries on fake tensors, in this context.
 
-    Values would decide which pairs match, but not how many do: the first ones are taken.
+    Values would decide which pairs match, but not how many do: the first pairs are taken.
     """
 
     def assigned(plain, cost, *args, **kwargs):
@@ -81,7 +81,7 @@ def random_masks(tracker: "FakeTracker") -> Iterator[None]:
 def fake_parameters() -> Iterator[None]:
     """Let subclasses of `torch.nn.Parameter`, such as bitsandbytes', be made from fake tensors in this context.
 
-    Such a parameter gets a class that inherits from both, the subclass and `FakeTensor`.
+    Such a parameter gets a class that inherits from both the subclass and `FakeTensor`.
     """
     plain = torch.Tensor._make_subclass
 
@@ -99,6 +99,8 @@ def fake_parameters() -> Iterator[None]:
     def copied(weight, memo):
         """Return a copy of a bitsandbytes weight, which DoRA reads. bitsandbytes' own copy would begin with an empty
         tensor that is not fake.
+
+        `memo`: as in `__deepcopy__`.
         """
         names = ("blocksize", "compress_statistics", "quant_type", "quant_storage", "bnb_quantized", "module")
         kept = {name: getattr(weight, name) for name in names}
@@ -137,8 +139,9 @@ def fake_module_to(tracker: "FakeTracker") -> Callable:
 def few_micro_batches(tracker: "FakeTracker", alike: bool) -> contextlib.AbstractContextManager:
     """Return a context in which only the first two and the last of a step's micro-batches are traced.
 
-    The others repeat the second one, so they are not traced. For a GPU, the first few of them repeat its allocations
-    and frees in the log, because each may change the layout of the allocator's free blocks.
+    The micro-batches between them repeat the second one, so they are not traced. For a GPU, the first few of them
+    repeat the second one's allocations and frees in the log, because each may change the layout of the allocator's free
+    blocks.
 
     Args:
         alike: whether the micro-batches of a step are equal, except that the first one makes the gradients. The last

@@ -63,7 +63,7 @@ _LARGE = 2**24  # elements of a real tensor beyond which results are fake
 
 
 class DependsOnValues(Invalid):
-    """The result of an operation depends on values, which an estimate does not have."""
+    """Raised if the result of an operation depends on values, which an estimate does not have."""
 
 
 def follow(experiment: Experiment, tracker: "FakeTracker") -> Trace:
@@ -122,7 +122,7 @@ def follow(experiment: Experiment, tracker: "FakeTracker") -> Trace:
 class FakeTracker(Tracker):
     """Track a training with fake weights: an operation is computed only if all its tensors are real.
 
-    `cache`: known results of operations; new ones are added.
+    `cache`: known results of operations; new ones are added. None: an empty cache.
     """
 
     places_modules = False  # whether the tracker notices that a module is sent to a device
@@ -209,17 +209,18 @@ class FakeTracker(Tracker):
         return module
 
     def repeated(self, span: tuple) -> list[FakeTensor] | None:
-        """Add a batch to the log once more, without running it, and return new fake tensors like those that it left
-        behind.
+        """Add a batch to the log once more, without running it, and return new fake tensors like the tensors that it
+        left behind.
 
         The batch is a micro-batch, which leaves its loss and new gradients behind, or a batch of an evaluation, which
-        leaves its predictions. Return None if it cannot be repeated: it left other blocks behind (workspaces, which a
+        leaves its predictions. Return None if it cannot be repeated: it left further blocks behind (workspaces, which a
         thread keeps, do not count), it freed blocks that earlier operations had allocated, or one of the weights has a
         gradient already.
 
         Args:
-            span: ((length of the log, number of operations) before the batch, the same after it, the tensors that it
-                left behind). Each of these is (the weight that it is the gradient of, or None; its `Spec`; its block).
+            span: ((length of the log, number of operations) before the batch, the same two numbers after it, the
+                tensors that it left behind). Each tensor is (the weight that it is the gradient of, or None; its
+                `Spec`; its block).
         """
         (start, first), (end, last), left = span
         entries, kept = self.log[start:end], {id(block) for *_, block in left}
@@ -256,7 +257,9 @@ class FakeTracker(Tracker):
 
     @contextlib.contextmanager
     def collating(self) -> Iterator[None]:
-        """Set `collates` while a data loader gathers a batch."""
+        """Set the attribute `collates` in this context while a data loader gathers a batch, whose data are real and on
+        the host.
+        """
 
         def noticed(plain):
             def gather(*args, **options):
@@ -275,19 +278,24 @@ class FakeTracker(Tracker):
             self.emptied.append(len(self.log))
 
     def _begin(self, tensors: list[torch.Tensor], any_fake: bool) -> None:
-        """Prepare for an operation with these tensors; called before each one. A subclass may override it.
+        """Prepare for an operation with these tensors; called before each operation. A subclass may override it.
 
         `any_fake`: whether one of the tensors is fake.
         """
 
     def _all_elements(self, mask: torch.Tensor) -> int:
-        """Return how many elements a mask has, and note that it was assumed to select them all."""
+        """Return the number of elements of a mask, and note that the mask was assumed to select all of them."""
         self.assumes_masks = True
         return mask.numel()
 
     def _is_computed(self, function, args, kwargs, tensors: list[torch.Tensor]) -> bool:
         """Return whether to compute an operation without fake tensors. Small ones are computed, so that data, positions
-        and orders have the right values for code that reads them."""
+        and orders have the right values for code that reads them.
+
+        Args:
+            function, args, kwargs: the operator and its arguments.
+            tensors: the tensors among its arguments.
+        """
         if self.selected and function in (aten.randperm.default, aten.randperm.generator, aten.arange.default):
             return False  # large, and only their length counts
         if tensors:
@@ -324,7 +332,7 @@ class FakeTracker(Tracker):
             ) from None
 
     def as_kernels_do(self, function, args, kwargs):
-        """Return an operation's result on fake tensors, corrected where torch differs from this device's kernels.
+        """Return an operation's result on fake tensors, corrected where torch differs from the device's kernels.
 
         Raises:
             Invalid: the kernel would refuse the types of its arguments.
@@ -376,14 +384,14 @@ def _alignments(log_probabilities, _, __, lengths) -> tuple:
 
 
 class Routing(Enum):
-    """An assumed choice of experts by tokens, in place of the choice that values would decide."""
+    """Name an assumed choice of experts by tokens, in place of the choice that values would decide."""
 
     BALANCED = "balanced"  # each expert gets equally many tokens
     ONE_SIDED = "one-sided"  # all tokens choose the same experts
 
     def replaced(self, function, args, kwargs, result):
         """Return the result of a choice of experts, with assumed numbers of the chosen experts in place of unknown
-        ones.
+        numbers.
 
         Args:
             function: `aten.topk.default`, or an overload of `argmax`.
@@ -413,7 +421,7 @@ WEIGHT_OF_NORM = {aten.native_layer_norm.default: 2, aten.native_batch_norm.defa
 
 
 def _traced(tracker: FakeTracker, parameters: int, trainable: int) -> Trace:
-    """Return the tracker's records as arrays, from the first forward pass on.
+    """Return the tracker's records as a `Trace`, from the first forward pass on.
 
     Args:
         parameters: number of elements in all weights of the model.
@@ -451,8 +459,8 @@ def _traced(tracker: FakeTracker, parameters: int, trainable: int) -> Trace:
 
 
 def recorded(tracker: FakeTracker) -> Log:
-    """Return the tracker's allocations and frees. Frees after both the last allocation and the last mark
-    are left out.
+    """Return the tracker's allocations and frees as a `Log`. Frees after both the last allocation and the last mark are
+    left out.
     """
     entries, marks = list(tracker.log), [(label, position) for label, position, _ in tracker.marks]
     makers = np.searchsorted([end for end, *_ in tracker.operations], np.arange(len(entries)), side="right").tolist()

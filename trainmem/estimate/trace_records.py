@@ -1,6 +1,6 @@
-"""Hold a traced training: its operations, the live bytes at each, and CUDA's log of allocations and frees.
+"""Hold a traced training: its operations, the live bytes at each operation, and CUDA's log of allocations and frees.
 
-`allocator_replay` replays that log on the allocator model. Reading a trace needs no torch. `trace` makes one.
+`allocator_replay` replays that log on the allocator model. Reading a trace needs no torch. `trace` makes traces.
 """
 
 import functools
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Spec(NamedTuple):
-    """The shape, strides and type of a tensor among an operation's arguments, without its content."""
+    """Hold the shape, strides (in elements) and type of a tensor among an operation's arguments, without content."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]  # in elements
@@ -31,7 +31,7 @@ class Spec(NamedTuple):
 
 
 class SparseSpec(NamedTuple):
-    """The shape, number of stored elements and type of a sparse tensor (COO) among an operation's arguments."""
+    """Hold the shape, number of stored elements and type of a sparse tensor (COO) among an operation's arguments."""
 
     shape: tuple[int, ...]
     count: int
@@ -50,7 +50,7 @@ Structure = tuple[int, tuple[str, ...], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """A torch operator with its arguments, so that it can be run again on other data."""
+    """Hold a torch operator with its arguments, tensors as `Spec`s, so that it can be run again on other data."""
 
     name: str  # packet, operator and overload, e.g. "aten.mm.default"
     leaves: tuple[Any, ...]  # arguments one by one: tensors as `Spec`, plain values as they are, others as None
@@ -73,7 +73,7 @@ class Operation:
 
     @property
     def specs(self) -> list[Spec | SparseSpec]:
-        """The `Spec`s of the tensors among its arguments."""
+        """The `Spec`s of the tensors among the operation's arguments."""
         return [leaf for leaf in self.leaves if type(leaf) in (Spec, SparseSpec)]
 
     @property
@@ -82,7 +82,7 @@ class Operation:
 
     @property
     def bytes(self) -> int:
-        """Bytes of its operands and of its results."""
+        """Bytes of the operation's operands and results together."""
         return self.made_bytes + sum(spec.bytes for spec in self.specs)
 
     @property
@@ -94,7 +94,7 @@ class Operation:
 
     @property
     def lengths(self) -> list[int]:
-        """The lengths of its tensors, and its whole numbers, which may be lengths too."""
+        """The lengths of the dimensions of the operation's tensors, and its whole numbers, which may be lengths too."""
         shapes = (leaf.shape if type(leaf) in (Spec, SparseSpec) else (leaf,) for leaf in self.leaves)
         return [length for shape in shapes for length in shape if type(length) is int]
 
@@ -113,7 +113,7 @@ def flat(args: Sequence, kwargs: dict[str, Any]) -> tuple[list, Structure]:
 
 
 def nested(leaves: Iterable, structure: Structure) -> tuple[list, dict[str, Any]]:
-    """Return the positional and the named arguments from what `flat` returned."""
+    """Return (positional arguments, named arguments) from what `flat` returned."""
     count, names, lengths = structure
     rest = iter(leaves)
     values = [next(rest) if length < 0 else list(itertools.islice(rest, length)) for length in lengths]
@@ -121,7 +121,7 @@ def nested(leaves: Iterable, structure: Structure) -> tuple[list, dict[str, Any]
 
 
 class Label(NamedTuple):
-    """The origin of an allocated block: operation, category, phase, module and stream."""
+    """Hold the origin of an allocated block: operation, category, phase, module and stream."""
 
     operation: str  # that allocated it
     category: str  # a value of `Category`
@@ -132,7 +132,9 @@ class Label(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """Allocations and frees of blocks in order, from the loading of the model on."""
+    """Hold allocations and frees of blocks in order, from the loading of the model on, with each block's bytes and
+    origin.
+    """
 
     blocks: list[tuple[int, Label]]  # (bytes, not rounded; origin), in the order of allocation
     events: list[int]  # n: block n is allocated; ~n: it is freed
@@ -140,16 +142,16 @@ class Log:
     emptied: tuple[int, ...] = ()  # numbers of events after which the allocator's cache is emptied
 
     def position(self, label: str) -> int:
-        """Return the number of events before the first mark with this label; 0 if there is none."""
+        """Return the number of events before the first mark with this label, e.g. "start"; 0 if there is none."""
         return next((position for own, position in self.marks if own == label), 0)
 
 
 def highest(totals: np.ndarray, begins: np.ndarray) -> np.ndarray:
-    """Return the highest total during each operation, (operations,).
+    """Return the highest total of bytes during each operation, (operations,).
 
     Args:
-        totals: (events + 1,): bytes before the first event and after each.
-        begins: (operations + 1,): the number of events before each operation, then that of all events.
+        totals: (events + 1,): bytes before the first event and after each event.
+        begins: (operations + 1,): the number of events before each operation, and last that of all events.
     """
     begins = np.minimum(begins, len(totals) - 1)
     return np.maximum(np.maximum.reduceat(totals[: begins[-1] + 1], begins[:-1]), totals[begins[1:]])
@@ -157,7 +159,7 @@ def highest(totals: np.ndarray, begins: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """One training as arrays over its operations (axis 0) and `records.TENSOR_CATEGORIES` (axis 1), in bytes.
+    """Hold one training as arrays of bytes over its operations (axis 0) and `records.TENSOR_CATEGORIES` (axis 1).
 
     An operation's index is its position in this trace, which begins with the first forward pass.
     """

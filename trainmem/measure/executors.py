@@ -14,14 +14,15 @@ from trainmem.records import now
 
 
 def seen_by(executor: Executor | None) -> tuple[Machine, dict[str, str | None]]:
-    """Return the machine and the package versions that experiments get: those here, or those where `executor` runs."""
+    """Return (the machine, {package: version}) that experiments get: of this process, or of `executor`'s workers."""
     if executor is None:
         return hardware.describe(), hardware.versions()
     return executor.submit(hardware.describe).result(), executor.submit(hardware.versions).result()
 
 
 def submit(executor: Executor, function: Callable[..., Outcome], *arguments) -> "Future[Outcome]":
-    """Submit a function to an executor and return its future; read the result with `outcome_of`.
+    """Submit a function to an executor, to be called with `arguments`, and return its future; read the result with
+    `outcome_of`.
 
     The call gets a unique argument, because Dask would otherwise return the result of an earlier equal call.
     """
@@ -46,7 +47,7 @@ def outcome_of(future: "Future[Outcome]") -> Outcome:
 
 
 def perform(number: str, function: Callable[..., Outcome], *arguments) -> Outcome:
-    """Perform a submitted function, and return its outcome with the machine and the package versions added.
+    """Call `function` with `arguments`, and return its outcome with the machine and the package versions added.
 
     On a Dask worker also add the attempt: its worker, times and status. `number` is unique, see `submit`, and is not
     used.
@@ -70,7 +71,7 @@ def measured(
         meters: "memory", "time", "none" or "value" (see `Lab.run`), each in a fresh subprocess. In a course, other
             lessons wait while something is timed.
         timeout: seconds per meter.
-        on_step: as in `processes.execute`.
+        on_step: called with the number of a finished step, at most a few times a second; None: not called.
     """
     known = Outcome()
     for meter in meters:
@@ -89,7 +90,7 @@ def measured(
 
 
 def measure(experiment: Experiment, meters: Sequence[str], timeout: float) -> Outcome:
-    """Return the outcome of an experiment after all meters, or after the first that failed; see `measured`."""
+    """Return the outcome of an experiment after all meters, or after the first meter that failed; see `measured`."""
     return [*measured(experiment, meters, timeout)][-1]
 
 

@@ -34,8 +34,8 @@ _SHORT = 80  # bytes of a folder's path that leave room for a socket's name in i
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Everything that a fresh subprocess receives: its job, and the working folder, environment, import path and
-    threads of its caller.
+    """Hold everything that a fresh subprocess receives: its pickled job, and the working folder, environment, import
+    path and threads of its caller.
     """
 
     job: bytes  # pickled by cloudpickle
@@ -69,7 +69,7 @@ def be_clean_process(channel: int, output: int, errors: int) -> NoReturn:
 
 
 def _perform(channel: connection.Connection) -> None:
-    """Receive an assignment, perform its job, send the result."""
+    """Receive an `Assignment` from the channel, perform its job, and send the result."""
     assignment: Assignment = channel.recv()
     _move_to(assignment)
     on_step = _stopping(channel, *assignment.turn) if assignment.turn else _reporting(channel)
@@ -100,7 +100,8 @@ def _move_to(assignment: Assignment) -> None:
 def _short_name(folder: str) -> str:
     """Return a folder's path, or a short alias of it if the path is too long for a socket's address (107 bytes).
 
-    With a longer path the workers of a DataLoader would hang (cpython issue 93852). Only Linux has such aliases.
+    With a longer path the workers of a DataLoader would hang (cpython issue 93852). Only Linux has such aliases, links
+    in /proc.
     """
     if len(os.fsencode(folder)) <= _SHORT or not os.path.isdir("/proc/self/fd"):
         return folder
@@ -117,7 +118,9 @@ def own_folder() -> str | None:
 
 
 def _ask_for_a_quiet_machine(channel: connection.Connection, need: quiet.Need) -> None:
-    """Send the caller this process's need, and wait until it is granted. `Need.SHARE` is granted without waiting."""
+    """Send the caller the part of the machine that this process needs, and wait until it is granted. `Need.SHARE` is
+    granted without waiting.
+    """
     channel.send(("quiet", need))
     if need:
         channel.recv()
@@ -137,9 +140,10 @@ def _reporting(channel: connection.Connection) -> Callable[[int], None]:
 
 
 def _stopping(channel: connection.Connection, warmup_steps: int, steps_per_turn: int) -> Callable[[int], None]:
-    """Return a function of a step's number that ends a turn: it tells the caller and waits for its "go".
+    """Return a function of a step's number that, at the end of a turn, tells the caller and waits for its "go".
 
-    The first turn ends after `warmup_steps`, each later one after `steps_per_turn` more.
+    A turn is a number of steps between two stops: the first turn ends after `warmup_steps`, each later one after
+    `steps_per_turn` more.
     """
 
     def on_step(number: int) -> None:

@@ -58,9 +58,9 @@ Job = Callable[[Callable[[int], None]], Any]  # runs in the fresh subprocess; it
 
 
 class ForkServer:
-    """The caller's fork server: started on first use, replaced if it was killed, ended with the caller.
+    """Fork fresh subprocesses from one server: started on first use, replaced if it was killed, ended with the caller.
 
-    A fork of the caller gets a server of its own. `preload`: modules that a server imports.
+    A fork of the caller starts another server. `preload`: names of the modules that a server imports.
     """
 
     def __init__(self, preload: Sequence[str]):
@@ -85,7 +85,7 @@ class ForkServer:
             self.running = _RunningServer(self._preload, with_bitsandbytes)
 
     def fork(self, descriptors: list[int], folder: str, job: bytes) -> "tuple[_RunningServer, int]":
-        """Fork a fresh subprocess; return the server that forked it and its process id.
+        """Fork a fresh subprocess; return (the server that forked it, its process id).
 
         Args:
             descriptors: file descriptors of the subprocess's channel, standard output and standard error.
@@ -119,14 +119,14 @@ class ForkServer:
         return [*self.running.forks] if self.running else []
 
     def end_forks(self) -> None:
-        """End every living fresh subprocess and what it started; its caller gets the outcome "killed"."""
+        """End every living fresh subprocess and what it started; code that waits for one gets the outcome "killed"."""
         for pid in self.forks():
             with contextlib.suppress(OSError):
                 os.killpg(pid, signal.SIGKILL)
 
 
 class _RunningServer:
-    """One server that this process started, or a fork of the course's server, and the connection to it.
+    """Start one server, or fork the course's server, and talk to it through a connection.
 
     `preload`, `with_bitsandbytes`: what the server imports, as in `ForkServer`.
     """
@@ -146,8 +146,8 @@ class _RunningServer:
         atexit.register(self.end)
 
     def is_up_to_date(self) -> bool:
-        """Return whether the server is alive, belongs to this process, and was started after the last package was
-        offered.
+        """Return whether the server is alive, belongs to this process, and was started after the last call of
+        `optional_packages.offer`.
         """
         return self._lives() and self._offered == optional_packages.offered()
 
@@ -160,9 +160,12 @@ class _RunningServer:
             return self._owner == os.getpid() and not self._control.closed and not self._control.poll()
 
     def fork(self, descriptors: list[int], folder: str, needs_bitsandbytes: bool) -> int:
-        """Fork a fresh subprocess and return its process id; the arguments are those of `ForkServer.fork`.
+        """Fork a fresh subprocess and return its process id.
 
-        `needs_bitsandbytes`: whether the job needs bitsandbytes.
+        Args:
+            descriptors: file descriptors of the subprocess's channel, standard output and standard error.
+            folder: folder for the subprocess's files.
+            needs_bitsandbytes: whether the job needs bitsandbytes.
 
         Raises:
             OSError, EOFError: the server was killed.
@@ -185,8 +188,9 @@ class _RunningServer:
         return None
 
     def end(self) -> None:
-        """End the server and its fresh subprocesses, and wait until their folders are removed. In a fork,
-        do nothing.
+        """End the server and its fresh subprocesses, and wait until their folders are removed.
+
+        In a fork of the process that started the server, do nothing.
         """
         if self._owner != os.getpid() or self._control.closed:
             return
@@ -205,13 +209,13 @@ class _RunningServer:
 def start_interpreter(
     function: Callable, *arguments, inherited: int, environment: Mapping[str, str] | None = None
 ) -> subprocess.Popen:
-    """Start an interpreter that calls a module's function, and return its process.
+    """Start a Python interpreter that calls a module's function, and return its process.
 
     Args:
         function: a function that can be imported by its module and name.
-        arguments: values that Python can write as literals.
-        inherited: a descriptor that the new process may use.
-        environment: variables in addition to this process's.
+        arguments: the function's arguments, values that Python can write as literals.
+        inherited: a file descriptor that the new process may use.
+        environment: variables in addition to this process's; None: none.
     """
     code = f"import sys; sys.path[:] = {sys.path!r}\nfrom {function.__module__} import {function.__name__} as function"
     own = forked.NO_DEVICE_BEFORE_FORKS | {"TOKENIZERS_PARALLELISM": "false"}
@@ -227,7 +231,7 @@ def start_interpreter(
 
 
 def connected_course(environment: Mapping[str, str]) -> connection.Connection | None:
-    """Return a connection to the course's server that the environment names; None if it names none."""
+    """Return a connection to the server of a whole course that `environment` names; None if it names none."""
     with contextlib.suppress(OSError):
         if address := environment.get(forked.COURSE_SERVER):
             return connection.Client(address, "AF_UNIX")
@@ -247,13 +251,13 @@ SERVER = ForkServer(PRELOAD)
 
 
 class CleanProcess(contextlib.AbstractContextManager):
-    """One fresh subprocess, from its start to its end. Use it as a context manager: leaving it ends the process.
+    """Run one fresh subprocess, from its start to its end. Use it as a context manager: leaving it ends the process.
 
     Args:
         job: the function to run; sent by cloudpickle.
         turn: (warm-up steps, steps per turn): stop after each turn until `go`; None: never stop.
-        shares_cores: whether the process computes on its lesson's share of the cores, if the lesson shares the machine.
         measured: whether a meter is active. `SERVER.measuring` shows this, so that other work can wait.
+        shares_cores: whether the process computes on its lesson's share of the cores, if the lesson shares the machine.
     """
 
     def __init__(
@@ -290,6 +294,9 @@ class CleanProcess(contextlib.AbstractContextManager):
         returned). After "turn" and "quiet" the process waits for `go`. If the job raised, or the process ended without
         a result, the value is an `Outcome` that says so.
 
+        Args:
+            timeout: seconds to wait; None: no limit.
+
         Raises:
             TimeoutError: nothing came within `timeout` seconds.
         """
@@ -309,7 +316,7 @@ class CleanProcess(contextlib.AbstractContextManager):
             self.channel.send("go")
 
     def printed(self) -> tuple[str, str]:
-        """Return what the process wrote to its standard output and standard error so far."""
+        """Return (text on standard output, text on standard error) that the process wrote so far."""
         texts = []
         for file in (self.output, self.errors):
             file.seek(0)
@@ -317,11 +324,13 @@ class CleanProcess(contextlib.AbstractContextManager):
         return texts[0], texts[1]
 
     def whereabouts(self) -> str:
-        """Return a text that says where its ranks are now; empty if it has no ranks or none answers."""
+        """Return a text that says in which line each rank of the process is now; empty if it has no ranks or none
+        answers.
+        """
         return stack_dumps.described(stack_dumps.query(self.folder, self.pid)) if self.pid else ""
 
     def close(self) -> None:
-        """End the process and everything it started, and remove its folder. No other process gets a signal."""
+        """End the process and all processes that it started, and remove its folder. No other process gets a signal."""
         if self.pid is None:
             return
         with _uninterrupted():
@@ -344,7 +353,7 @@ class CleanProcess(contextlib.AbstractContextManager):
 def _uninterrupted() -> Iterator[None]:
     """Delay Ctrl-C until this context ends.
 
-    An interruption inside it would leave an answer of the server unread, and a folder behind.
+    An interruption in this context would leave an answer of the server unread, and a folder behind.
     """
     pressed, is_reached = [], threading.current_thread() is threading.main_thread()
     before = is_reached and signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))

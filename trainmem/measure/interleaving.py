@@ -3,7 +3,8 @@ equally.
 
 `in_turns` is for the parts of a lesson (an operation, an update, a pass), inside a function that `Lab.run` performs.
 `Lab.compare` compares whole trainings. Each training is a player; the players run alternately, as threads of one
-process (here) or as processes (`processes`). A turn is the part that a player runs before it stops for the next one.
+process (here) or as processes (`processes`). A turn is the steps that a player runs before it stops for the next
+player.
 
 Two processes of the same code differ by some 10 % in CPU time, because of where their memory is and what the system
 gives them, and no number of turns removes that. Inside one process all players share these conditions (and one memory
@@ -39,7 +40,7 @@ Seconds = tuple[float, float]  # wall-clock seconds, CPU seconds of the process
 
 
 def in_turns(works: Sequence[Callable[[], object]], turns: int = 8) -> list[list[Seconds]]:
-    """Call several functions in turns, and return the seconds of each call.
+    """Call several functions alternately, each `turns` times, and return the seconds of each call.
 
     The order changes from turn to turn. A first, untimed turn warms up. If this process has used CUDA, the current
     device times each call, and both values are its seconds. On a CPU, set the number of threads first: other load
@@ -53,7 +54,7 @@ def in_turns(works: Sequence[Callable[[], object]], turns: int = 8) -> list[list
         turns: timed calls of each function.
 
     Returns:
-        For each function and each turn: (wall-clock seconds, CPU seconds of this process).
+        For each function, a list with (wall-clock seconds, CPU seconds of this process) of each timed call.
 
     Raises:
         ValueError: no function, or turns below 1.
@@ -76,14 +77,18 @@ def in_turns(works: Sequence[Callable[[], object]], turns: int = 8) -> list[list
 
 
 def _threads() -> int:
-    """Return the number of threads that operations use, plus Python's other threads."""
+    """Return the number of threads of this process that may compute: those that torch's operations use, and Python's
+    other threads.
+    """
     import torch
 
     return torch.get_num_threads() + threading.active_count() - 1
 
 
 def _ended_children() -> object:
-    """Return the resources that ended children of this process used; the value changes when another child ends."""
+    """Return the resources that ended children of this process used: a value to compare, which changes when another
+    child ends.
+    """
     if sys.platform == "win32":
         return None  # no course runs several lessons there
     import resource
@@ -94,8 +99,11 @@ def _ended_children() -> object:
 def _order(count: int, turns: int) -> Iterator[int]:
     """Return the indexes of players in the order of their turns, varied so that no player always follows the same one.
 
-    A few players get all permutations, more players a fixed random selection. `count`: number of players; `turns`:
-    number of turns of each player.
+    A few players get all permutations, more players a fixed random selection.
+
+    Args:
+        count: number of players.
+        turns: number of turns of each player.
     """
     if count < 4:
         orders = itertools.cycle(itertools.permutations(range(count)))
@@ -129,7 +137,7 @@ Player = Iterator[Outcome | None]
 def play(
     names: Sequence[str], players: Sequence[Player], turns: int, steps_per_turn: int, on_turn: Callable[[int], Any]
 ) -> Outcome:
-    """Let players take turns, and return an outcome with their times.
+    """Run players (interleaved trainings) alternately, a few steps each, and return an outcome with their times.
 
     The outcome's value has, per player and turn, the `Seconds` of the fastest step. If a player fails, the outcome is
     the player's.
@@ -160,7 +168,8 @@ def _fastest(timing: Timing, turns: int, steps_per_turn: int) -> list[Seconds]:
 
 
 class ThreadPlayer(threading.Thread):
-    """A player in a thread of its own; only one of a process's players runs at a time.
+    """Run one of several interleaved experiments in a thread, which stops after given steps; `next` lets it run to its
+    next stop.
 
     Args:
         perform: performs the experiment and returns its outcome; it must call its argument after each step with the
@@ -196,7 +205,9 @@ class ThreadPlayer(threading.Thread):
 
 @contextlib.contextmanager
 def _put_away() -> Iterator[None]:
-    """Empty accelerate's process-wide state inside this context, and restore it afterwards."""
+    """Empty accelerate's process-wide state inside this context, and restore it afterwards, because each player has
+    such a state.
+    """
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     with contextlib.ExitStack() as stack:

@@ -2,7 +2,7 @@
 meter.
 
 The total comes from the allocator itself, the categories from a dispatch mode that tracks every tensor's storage from
-its allocation to its free. An operation's workspace, which no mode sees, is reported as a category of its own.
+its allocation to its free. An operation's workspace, which no mode sees, is reported as a separate category.
 """
 
 import bisect
@@ -31,7 +31,8 @@ COLLECTIVES = "c10d."  # prefix of their operations' names
 
 
 class MemoryMeter:
-    """Measure the peak memory of everything that runs inside `with MemoryMeter() as meter`.
+    """Measure the peak memory of everything that runs inside `with MemoryMeter() as meter`; `meter.result()` returns
+    it.
 
     The peak counts from the first forward on, so that building the model does not affect it. Enter the meter before
     building the model: on a CPU, earlier allocations are not seen.
@@ -42,7 +43,8 @@ class MemoryMeter:
         on_cpu: whether the experiment uses the CPU although there is a GPU.
         by_tensors: on a CPU, count tensors plus each operation's workspace, in one run with categories. Use it for
             several ranks and for a data loader with workers, whose allocations the profiler does not see in full.
-        compiling_steps: for compiled code, how many steps at its beginning do not count. There is no breakdown then.
+        compiling_steps: for compiled code, how many steps at its beginning do not count; there is no breakdown then.
+            None: the code is not compiled.
     """
 
     # Why the total is too high with categories: while a dispatch mode is on, torch does less in place (autograd's sums,
@@ -149,7 +151,7 @@ def _seen_from_outside(watcher: Watcher, compiling_steps: int) -> Iterator[dict[
 
 @dataclass(slots=True)
 class _Account:
-    """The totals of an allocator during a training, in bytes."""
+    """Hold the totals of an allocator during a training, in bytes: the peak, and the totals at marks and operations."""
 
     peak_bytes: int
     peak_operation: int  # index of the operation in which it occurred; -1: before the first one
@@ -160,7 +162,7 @@ class _Account:
 
 
 class _Change(NamedTuple):
-    """An allocation or a free that the profiler saw."""
+    """Hold the time in ns, bytes (negative: freed) and thread of an allocation or a free that the profiler saw."""
 
     when: int  # in ns, as all times here
     bytes: int  # negative: freed
@@ -168,7 +170,7 @@ class _Change(NamedTuple):
 
 
 class _Ran(NamedTuple):
-    """The time span of an operation or of another event in the profiler."""
+    """Hold the time span in ns, and the thread, of an operation or of another event in the profiler."""
 
     begin: int
     end: int
@@ -179,7 +181,11 @@ def _apart(tracker: Watcher, at_marks: list[int], highest: Callable) -> dict[str
     """Return {phase outside of the steps: (peak in bytes, index of its operation)}, for phases that peak above their
     start.
 
-    `highest`: function of the indexes of two marks that returns the peak between them, and the index of its operation.
+    Args:
+        tracker: the tracker, which has the marks.
+        at_marks: the total in bytes at each mark.
+        highest: function of the indexes of two marks that returns (the peak between them in bytes, index of its
+            operation).
     """
     found = {}
     for phase, begin, end in stretches(label for label, *_ in tracker.marks):
@@ -195,7 +201,9 @@ def profiled() -> torch.profiler.profile:
 
 
 def events(profile: torch.profiler.profile) -> tuple[list[_Change], dict[str, list[_Ran]]]:
-    """Return the allocations and frees that the profiler saw, and our own events by name, all in order of time."""
+    """Return (the allocations and frees that the profiler saw, {name: the events that we recorded under this name}),
+    all in order of time.
+    """
     changes, marked = [], collections.defaultdict(list)
     for event in profile.profiler.kineto_results.events():
         if (name := event.name()) == "[memory]":
@@ -210,14 +218,14 @@ def events(profile: torch.profiler.profile) -> tuple[list[_Change], dict[str, li
 
 
 def running(changes: list[_Change]) -> tuple[list[int], list[int]]:
-    """Return (times in ns, totals in bytes) of changes. There is one more total than changes: the first is before all
-    of them.
+    """Return (times in ns, totals in bytes) of allocations and frees. There is one more total than times: the first is
+    the one before all changes.
     """
     return [change.when for change in changes], [0, *itertools.accumulate(change.bytes for change in changes)]
 
 
 def _replayed(profile: torch.profiler.profile, tracker: Watcher) -> _Account:
-    """Return the account of the CPU allocator, from its events in the profiler."""
+    """Return the account of the CPU allocator, from its events in the profiler, at the tracker's marks."""
     changes, marked = events(profile)
     times, totals = running(changes)
     begins, mark_times = ([ran.begin for ran in marked[name]] for name in ("op", "mark"))
@@ -270,7 +278,7 @@ def _replayed_by_tensors(profile: torch.profiler.profile, tracker: "_CpuTracker"
 
 
 class _CpuTracker(Tracker):
-    """A tracker that records in the profiler when each operation runs."""
+    """Track tensors, and record in the profiler when each operation runs."""
 
     def __init__(self):
         super().__init__()
@@ -313,7 +321,7 @@ def _is_gloo_at_work(thread: Path) -> bool:
 
 
 class _CudaWatcher(Watcher):
-    """A watcher that reads the CUDA allocator's total and peak at each mark, and its peaks outside of the steps."""
+    """Watch a training, and read the CUDA allocator's total and peak at each mark, and peaks outside the steps."""
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -347,7 +355,7 @@ class _CudaWatcher(Watcher):
 
 
 class _CudaTracker(_CudaWatcher, Tracker):
-    """A tracker that also checks after each operation whether the CUDA allocator's peak has risen."""
+    """Track tensors, and also check after each operation whether the CUDA allocator's peak has risen."""
 
     def __init__(self):
         super().__init__(granularity=512, device="cuda")
@@ -402,6 +410,7 @@ def highest(totals: list[int], first: int, last: int, points: int = 200) -> list
     """Return the indexes of at most `points` operations, from `first` up to but not including `last`.
 
     The operations are divided into stretches of equal length; each index is that of the stretch's highest total.
+    `totals`: bytes during each operation.
     """
     stretch = max(1, -(-(last - first) // points))
     return [
@@ -410,12 +419,13 @@ def highest(totals: list[int], first: int, last: int, points: int = 200) -> list
 
 
 def series(where: list[tuple[str, str, str]], lives: list[dict[str, int]], totals: list[int]) -> dict[str, Any] | None:
-    """Return a timeline in the form of `records.Memory.timeline`; None for fewer than two entries.
+    """Return a timeline in the form of `records.Memory.timeline`; None for fewer than two entries. An entry is an
+    operation.
 
     Args:
         where: (phase, operation, module) of each entry.
-        lives: bytes of live tensors by category, a dict per entry.
-        totals: all live bytes, a number per entry.
+        lives: {category: bytes of live tensors} of each entry.
+        totals: all live bytes of each entry.
     """
     if len(where) < 2:
         return None

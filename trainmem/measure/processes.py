@@ -46,9 +46,9 @@ def execute(
     """Perform an experiment in a fresh subprocess; return its outcome, even if it fails, with what it printed.
 
     Args:
-        measure: the meter, see `worker.perform`.
+        measure: the meter: "memory", "time", "none" or another one of `worker.perform`.
         timeout: seconds after which the process and all that it started are ended, with status "timed out".
-        on_step: called with the number of a finished step, at most a few times a second.
+        on_step: called with the number of a finished step, at most a few times a second; None: not called.
     """
     job, options = functools.partial(worker.perform, experiment, measure), {}
     if measure == "time":
@@ -60,7 +60,7 @@ def execute(
 
 
 def _once(step: int) -> tuple[int, int]:
-    """Return the `turn` of a `CleanProcess` that stops once, after the warm-up step number `step`, and waits for `go`.
+    """Return the `turn` of a `CleanProcess` that stops once, after `step` warm-up steps, and waits for `go`.
 
     A turn is (warm-up steps, steps per turn). No training has as many steps as this turn, so there is no second stop.
     """
@@ -90,7 +90,7 @@ def account(experiment: Experiment, timeout: float = 600, on_step: Callable[[int
 
 
 def _explained(first: Outcome, second: Outcome) -> Outcome:
-    """Return the first pass's outcome with the breakdown of the second pass added, for each rank too."""
+    """Return the outcome of the `first` pass with the breakdown of the `second` pass added, for each rank too."""
     ranks = [_explained(*pair) for pair in zip(first.ranks, second.ranks, strict=True)]
     memory = first.memory.explained(second.memory) if first.memory and second.memory else first.memory
     return first.replace(memory=memory, ranks=tuple(ranks))
@@ -116,6 +116,7 @@ def call(function: Callable, *arguments, timeout: float, on_percent: Callable[[i
         function: sent with its arguments by cloudpickle; its result is pickled. It may call `tell` with its progress in
             percent, from 0 to 100, which is passed to `on_percent`.
         timeout: seconds after which the process and all that it started are ended.
+        on_percent: called with the progress in percent; None: not called.
 
     Raises:
         outcomes.Invalid: the function raised it.
@@ -143,9 +144,11 @@ def _called(function: Callable[..., Any], arguments: tuple, tell: Callable[[int]
 def _ended(process: CleanProcess, on_step: Callable[[int], Any] | None = None) -> Outcome:
     """Wait until a process has ended or its time is over; return its outcome with what it printed.
 
-    The process gets the machine for itself when it requests that; one that takes turns gets it after its warm-up. If
-    several ranks are stopped early, the outcome's message says in which line each of them was; after Ctrl-C, a note on
-    the exception says so.
+    The process gets the machine for itself when it requests that; a process that is interleaved with others gets the
+    machine after its warm-up. If several ranks are stopped early, the outcome's message says in which line each rank
+    was; after Ctrl-C, a note on the exception says so.
+
+    `on_step`: called with the number of a finished step; None: not called.
     """
     try:
         with contextlib.ExitStack() as timing:
@@ -172,8 +175,10 @@ def _with_output(process: CleanProcess, outcome: Outcome) -> Outcome:
 
 
 def _next_event(process: CleanProcess, on_step: Callable[[int], Any] | None = None) -> Outcome | int | quiet.Need:
-    """Wait for a process's next event: return its outcome if it ended, the number of the step that ended its turn, or
-    the part of the machine that it needs.
+    """Wait for a process's next event: return its outcome if it ended, the number of the step after which it stopped,
+    or the part of the machine that it needs.
+
+    `on_step`: called with the number of each step that finishes meanwhile; None: not called.
     """
     while True:
         kind, content = process.receive(seconds_left())
@@ -190,8 +195,8 @@ def _quiet(event: int = quiet.Need.MACHINE) -> Iterator[None]:
     The seconds spent waiting for the machine do not count against the limit of `within`.
 
     Args:
-        event: the last event of the process, as `_next_event` returns it. A `quiet.Need` says what it needs; the number
-            of the step that ended its turn means that it needs the whole machine.
+        event: the last event of the process, as `_next_event` returns it. A `quiet.Need` says what the process needs;
+            the number of a step after which it stopped means that it needs the whole machine.
     """
     start = time.monotonic()
     with quiet.experiment(event if isinstance(event, quiet.Need) else quiet.Need.MACHINE):
@@ -201,9 +206,9 @@ def _quiet(event: int = quiet.Need.MACHINE) -> Iterator[None]:
 
 
 def _wait(process: CleanProcess) -> Outcome | None:
-    """Wait until a process has finished its turn and return None, or return its outcome if it ended instead.
+    """Wait until a process stops after its next steps and return None, or return its outcome if it ended instead.
 
-    The caller already holds the machine, so the process's own requests for it are granted at once.
+    The caller already holds the machine, so the process's requests for it are granted at once.
     """
     while isinstance(event := _next_event(process), quiet.Need):
         if event:
@@ -231,9 +236,12 @@ def side_by_side(
     The outcome's value: per process, experiment and turn, the `Seconds` of the fastest step.
 
     Args:
-        turns: turns per experiment and process.
+        turns: turns per experiment and process. In a turn an experiment runs `steps_per_turn` steps, then stops for the
+            next experiment.
         steps_per_turn: optimizer steps per turn; the fastest one represents the turn.
-        on_turn: called from time to time with the number of finished turns, those of the warm-up included.
+        timeout: time limit of all processes together, in seconds.
+        on_turn: called from time to time with the number of finished turns, those of the warm-up included; None: not
+            called.
         processes: number of subprocesses in total.
         at_once: number of subprocesses that run at the same time, at most one per core. They disturb each other as
             other load on the machine would, but all recipes equally, because these are interleaved inside each process.
@@ -283,8 +291,8 @@ def alternate(
 ) -> Outcome:
     """Interleave experiments, each in a fresh subprocess that stops while another one runs. Use the wall-clock times.
 
-    If the experiments do not fit on the device together, each turn has a process of its own. Arguments and the
-    outcome's value are those of `side_by_side` with one process.
+    If the experiments do not fit on the device together, each turn has a fresh process. Arguments and the outcome's
+    value are those of `side_by_side` with one process.
     """
     names, report = [experiment.name for experiment in experiments], on_turn or (lambda number: None)
     with within(timeout):
@@ -306,7 +314,7 @@ def _stopping(experiment: Experiment, turns: int, steps_per_turn: int) -> interl
     end the outcome.
 
     Args:
-        turns: timed turns.
+        turns: number of timed turns, after which the process stops for other experiments.
         steps_per_turn: optimizer steps in a turn.
     """
     job = functools.partial(_in_what_is_left, experiment.replace(steps=turns * steps_per_turn))
@@ -321,8 +329,8 @@ def _stopping(experiment: Experiment, turns: int, steps_per_turn: int) -> interl
 
 
 def _in_what_is_left(experiment: Experiment, on_step: Callable[[int], None]) -> Outcome:
-    """Perform an experiment under the time meter while others wait with their memory on the same device; return its
-    outcome.
+    """Perform an experiment under the time meter while other experiments wait with their memory on the same device;
+    return its outcome.
 
     It counts as out of memory as soon as torch's allocator has to release cached memory: it could continue, but more
     slowly than alone. `on_step`: called after each step with its number.
@@ -340,10 +348,12 @@ def _in_what_is_left(experiment: Experiment, on_step: Callable[[int], None]) -> 
 
 
 def _fresh_each_turn(experiment: Experiment, turns: int, steps_per_turn: int) -> interleaving.Player:
-    """Run each turn of an experiment in a new process with its own warm-up. Yield None after each turn, at the end the
+    """Run each turn of an experiment in a new process, each with a warm-up. Yield None after each turn, at the end the
     outcome.
 
-    The arguments are those of `_stopping`.
+    Args:
+        turns: number of timed turns.
+        steps_per_turn: optimizer steps in a turn.
     """
     yield None
     seconds: tuple[float, ...] = ()

@@ -1,11 +1,11 @@
 """Keep the machine quiet for code that reads a clock, in a course that runs several lessons at once.
 
-A lesson shares the machine with others until it times something; then it requests the part of the machine that it needs
-(`Need`). `Lab.compare`, `interleaving.in_turns` and the time meter do so after their warm-up (`timing`). A function
-that is run with measure="none" gets it before its first line. Between two of its experiments, a lesson yields to
-lessons that wait for a quiet machine. Experiments that share the machine also share its cores: threads that wait for a
-core would slow down both. The lock is in the course's process (`served`); a lesson reaches it by a socket. Outside a
-course `experiment` is a no-op.
+A lesson shares the machine with other lessons until it times something; then it requests the part of the machine that
+it needs (`Need`). `Lab.compare`, `interleaving.in_turns` and the time meter request it after their warm-up (`timing`).
+A function that is run with measure="none" gets it before its first line. Between two of its experiments, a lesson
+yields to lessons that wait for a quiet machine. Experiments that share the machine also share its cores: threads that
+wait for a core would slow down both experiments. The lock is in the course's process (`served`); a lesson reaches it by
+a socket. Outside a course `experiment` is a no-op.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ _READERS = ("__main__", "trainmem.measure.interleaving")  # modules with a learn
 
 
 class Need(IntEnum):
-    """The part of the machine that an experiment needs for itself."""
+    """Name the part of the machine that an experiment needs for itself: a share, one core, or the whole machine."""
 
     SHARE = 0  # nothing is timed: any number of lessons may run at the same time
     CORE = 1  # one thread is timed: it has a core for itself, and others compute on the rest
@@ -41,7 +41,10 @@ class Need(IntEnum):
 
 
 class Asking:
-    """A fresh subprocess's access to a quiet machine: `ask` is called with a `Need` and returns once it is granted."""
+    """Let a fresh subprocess request a quiet machine: `ask` is called with a `Need` and returns once it is granted.
+
+    `ask` is None in a rank, and outside of fresh subprocesses; `is_granted` says whether the machine is quiet now.
+    """
 
     def __init__(self):
         self.ask: Callable[[Need], None] | None = None  # None: in a rank, or not in a fresh subprocess
@@ -55,8 +58,8 @@ ASKING = Asking()
 def timing(need: Need = Need.MACHINE) -> Iterator[None]:
     """Give the part of the machine that `need` names to the code in this context, which reads a clock.
 
-    Wait until no other lesson uses that part. Enter it in a fresh subprocess: in other processes, and inside another
-    such context, it does nothing.
+    Wait until no other lesson uses that part. Enter the context in a fresh subprocess: in other processes, and inside
+    another `timing`, it does nothing.
     """
     if ASKING.is_granted or not ASKING.ask:
         yield
@@ -95,10 +98,11 @@ def no_clocks() -> Iterator[None]:
 
 
 class QuietLock:
-    """A fair lock on the machine's cores, which lessons share; see `Need`.
+    """Lock the machine's cores, which several lessons share, fairly: `take` waits for cores, `leave` releases them; see
+    `Need`.
 
-    There is one exception to fairness: for a while, others may overtake a lesson that waits for a quiet machine, as
-    long as they keep all cores busy.
+    There is one exception to fairness: for a while, other lessons may overtake a lesson that waits for a quiet machine,
+    as long as they keep all cores busy.
 
     Args:
         cores: number of cores.
@@ -115,13 +119,13 @@ class QuietLock:
         self.waited_seconds: Counter[str] = Counter()  # for which each lesson waited for others
 
     def take(self, lesson: str, need: Need, cores: int = 1) -> None:
-        """Release the cores that a lesson holds, then wait until it gets what it needs. If the lesson leaves meanwhile,
-        it gets nothing.
+        """Release the cores that a lesson holds, then wait until it gets what it needs. If `leave` is called for the
+        lesson meanwhile, it gets nothing.
 
         Args:
             lesson: name of the lesson.
-            need: the part of the machine that it needs.
-            cores: number of cores that it computes on.
+            need: the part of the machine that the lesson needs.
+            cores: number of cores that the lesson computes on.
         """
         with self._changed:
             self._release(lesson)
@@ -136,7 +140,7 @@ class QuietLock:
                 self._changed.notify_all()
 
     def leave(self, lesson: str) -> None:
-        """Release the cores of a lesson, and end its wait for others."""
+        """Release the cores of a lesson, and let `take` return without cores if the lesson is waiting in it."""
         with self._changed:
             self._queue = {number: entry for number, entry in self._queue.items() if entry[0] != lesson}
             self._release(lesson)
@@ -144,8 +148,8 @@ class QuietLock:
     def _may_go(self, number: int) -> bool:
         """Return whether a waiting lesson, by its number in the queue, may start.
 
-        There must be room for it. It may overtake earlier lessons only while all cores are busy with it, and only if
-        the first of them has waited less than `PASSED_SECONDS`.
+        There must be room for the lesson. It may overtake earlier lessons only if that keeps all cores busy, and only
+        if the earliest lesson has waited less than `PASSED_SECONDS`.
         """
         _, need, cores, _ = self._queue[number]
         earlier = [since for other, (*_, since) in self._queue.items() if other < number]
@@ -155,7 +159,9 @@ class QuietLock:
         return may_pass and self._has_room(need, others + cores)
 
     def _has_room(self, need: Need, used: int) -> bool:
-        """Return whether a lesson with this need may start if `used` cores would then be in use."""
+        """Return whether a lesson with this need may start if `used` cores, the lesson's included, would then be in
+        use.
+        """
         held = {held for held, _ in self._held.values()}
         if Need.MACHINE in held or (need is Need.MACHINE and held):
             return False
@@ -168,7 +174,7 @@ class QuietLock:
 
 
 def entry(lesson: str, threads: int, address: str) -> dict[str, str]:
-    """Return the environment variable by which a lesson's processes find the lock.
+    """Return {name: value} of the environment variable by which a lesson's processes find the lock.
 
     Args:
         lesson: name of the lesson.
@@ -187,7 +193,7 @@ def short_folder() -> Iterator[str]:
 
 @contextlib.contextmanager
 def served(lock: QuietLock) -> Iterator[str]:
-    """Serve a lock to other processes; yield its address, for `entry`."""
+    """Serve a lock to other processes in this context; yield the address of its socket, for `entry`."""
     with short_folder() as folder, connection.Listener(os.path.join(folder, "quiet"), "AF_UNIX") as listener:
 
         def accept() -> None:
@@ -206,12 +212,14 @@ def served(lock: QuietLock) -> Iterator[str]:
 
 
 def is_in_course() -> bool:
-    """Return whether this process belongs to a lesson of a course that runs several at once."""
+    """Return whether this process belongs to a lesson of a course that runs several lessons at once."""
     return LOCK in os.environ
 
 
 class _Lesson:
-    """This process's side of the lock; all of its threads share the cores that the lesson holds."""
+    """Request the machine from the `QuietLock` for this process; all of its threads share the cores that the lesson
+    holds.
+    """
 
     def __init__(self):
         self._guard = threading.Lock()
@@ -223,7 +231,8 @@ class _Lesson:
         """Perform an experiment in this context, at the same time as other lessons if its need allows that.
 
         Args:
-            cores: number of cores that it computes on, if it shares the machine.
+            need: the part of the machine that the experiment needs for itself.
+            cores: number of cores that the experiment computes on, if it shares the machine.
         """
         with self._guard:
             if need is Need.CORE and self._running.total() > 1:
@@ -267,5 +276,8 @@ def is_untimed() -> bool:
 
 
 def experiment(need: Need, cores: int = 1) -> contextlib.AbstractContextManager[None]:
-    """Return the context of an experiment; see `_Lesson.experiment`."""
+    """Return the context in which to perform an experiment: it holds the part of the machine that `need` names.
+
+    `cores`: number of cores that the experiment computes on, if it shares the machine.
+    """
     return _LESSON.experiment(Need.SHARE if is_untimed() else need, cores)

@@ -25,7 +25,7 @@ MOST_RANKS = 256  # ranks of a training on one machine, each a process
 
 
 class Runner:
-    """Measure experiments, each in a fresh subprocess, and keep their runs.
+    """Measure experiments, each in a fresh subprocess, and keep their runs: `train`, `infer` or `run` a function.
 
     Args:
         profile: "cpu", "t4" or "gpu": the default task and how long to measure; "auto" picks one for this machine.
@@ -77,7 +77,8 @@ class Runner:
         Args:
             name: the run's name in tables and pictures.
             task: the model and its data; None: the runner's.
-            optimizer: function (model, training arguments) -> torch optimizer, for one that `optim` does not name.
+            optimizer: function (model, training arguments) -> torch optimizer, for one that `optim` does not name;
+                None: that of `optim`.
             measure: "memory" (two steps under the memory meter), "time" (warm-up and `steps` steps under the time
                 meter, losses kept), or both; each takes a fresh subprocess.
             processes: ranks, started by torch's elastic launcher (gloo on CPU, nccl on CUDA).
@@ -181,7 +182,10 @@ class Runner:
         return self.keep(experiment, outcome)
 
     def _measured(self, experiment: Experiment, measure: tuple[str, ...], timeout: float) -> Iterator[Outcome]:
-        """Yield the outcome of the experiment after each meter, until one of them fails."""
+        """Yield the outcome of the experiment after each meter in `measure`, until a meter fails.
+
+        `timeout`: seconds per meter.
+        """
         if self.executor:  # all meters run in one place
             yield self._perform(executors.measure, experiment, measure, timeout)
             return
@@ -195,7 +199,7 @@ class Runner:
                 yield known
 
     def keep(self, experiment: Experiment, outcome: Outcome) -> Run:
-        """Make a run of an outcome, store it, and return it. A file that cannot be written is only reported."""
+        """Make a run of an outcome, store it, and return it. If the file of runs cannot be written, only warn."""
         same = ("status", "message", "memory", "timing", "losses", "value", "weights", "attempts")
         run = Run(
             **{field: getattr(outcome, field) for field in same},

@@ -24,7 +24,8 @@ def serve(descriptor: int, preload: Iterable[str], with_bitsandbytes: bool) -> N
     """Import the libraries, then serve the process at the other end of `descriptor`; never return.
 
     Args:
-        preload: modules to import.
+        descriptor: file descriptor of the channel to that process.
+        preload: names of the modules to import.
         with_bitsandbytes: as in `serve_caller`.
     """
     has_gpus = import_libraries(preload)
@@ -32,7 +33,7 @@ def serve(descriptor: int, preload: Iterable[str], with_bitsandbytes: bool) -> N
 
 
 def import_libraries(preload: Iterable[str]) -> bool:
-    """Import `preload` for all forks to come; return whether this machine has GPUs."""
+    """Import the modules named in `preload` for all forks to come; return whether this machine has GPUs."""
     gc.disable()  # until all is imported, see `_import`
     has_gpus = bool(hardware.describe().gpus)
     if has_gpus:
@@ -52,8 +53,10 @@ def serve_caller(control: connection.Connection, has_gpus: bool, with_bitsandbyt
     errors) and answered with a process id; and ("collect", process id), answered with its exit code.
 
     Args:
-        has_gpus: then bitsandbytes is never imported here, because its import queries the GPUs.
-        with_bitsandbytes: import it after the first fork, for the next ones.
+        control: connection to the caller, from which the requests come.
+        has_gpus: whether this machine has GPUs; then bitsandbytes is never imported here, because its import queries
+            them.
+        with_bitsandbytes: import bitsandbytes after the first fork, for the next ones.
     """
     bitsandbytes = () if has_gpus else ("bitsandbytes",)
     parent, folders = os.getppid(), {}  # the folder of each living fork
@@ -87,7 +90,7 @@ def serve_caller(control: connection.Connection, has_gpus: bool, with_bitsandbyt
 
 
 def _fork_clean_process(control: connection.Connection) -> int:
-    """Receive the descriptors of a fresh subprocess and fork it; return its id."""
+    """Receive the descriptors of a fresh subprocess from the caller and fork it; return its process id."""
     descriptors = [reduction.recv_handle(control) for _ in range(3)]
     pid = os.fork()
     if pid == 0:
@@ -111,7 +114,7 @@ def end_children(but: Container[int] = ()) -> None:
 
 
 def _import(names: Iterable[str]) -> None:
-    """Import modules for all forks to come; skip modules that the installed library lacks."""
+    """Import the modules called `names` for all forks to come; skip modules that the installed library lacks."""
     gc.disable()  # collections during the imports would take a quarter of the time
     for name in names:
         with contextlib.suppress(ImportError):
@@ -123,7 +126,7 @@ def _import(names: Iterable[str]) -> None:
 def _import_torchao() -> None:
     """Import torchao if it is installed, because transformers imports it, but hide the GPUs meanwhile.
 
-    It would query the GPUs, and then no fork could use one.
+    torchao would query the GPUs, and then no fork could use one.
     """
     import torch
 

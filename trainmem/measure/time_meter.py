@@ -19,13 +19,15 @@ _timed: dict[int, "TimeMeter"] = {}  # active meters by thread
 
 
 class TimeMeter:
-    """Time each optimizer step, including its work on the device.
+    """Time each optimizer step that runs in `with TimeMeter() as meter`, including its work on the device; see
+    `meter.result`.
 
     On CUDA the clock is the device's own events, so measuring does not synchronize the steps.
 
     Args:
         warmup_steps: steps left out at the start, at least 1 (nothing marks the beginning of the first one).
-        on_step: called after each step, outside of the timed interval; it may block, as interleaved runs do.
+        on_step: called after each step with its number, outside of the timed interval; it may block, as interleaved
+            runs do. None: not called.
     """
 
     def __init__(self, warmup_steps: int = 1, on_step: Callable[[int], None] | None = None):
@@ -94,7 +96,8 @@ class TimeMeter:
 
 
 def _also_skipped(step: Callable) -> Callable:
-    """Wrap `GradScaler.step` so that the meter also counts the steps that the scaler skips because gradients overflow.
+    """Wrap `step`, which is `GradScaler.step`, so that the meter also counts the steps that the scaler skips because
+    gradients overflow.
 
     In such a step the optimizer does not run, so torch's hooks of the optimizer do not see it.
     """

@@ -63,8 +63,9 @@ class Tracker(Watcher, TorchDispatchMode):
     inference, and predictions that an evaluation keeps.
 
     Args:
-        granularity: the allocator rounds each storage up to a multiple of these bytes.
-        device: type of the device whose memory is tracked; other storages, e.g. a batch on the host, are ignored.
+        granularity: bytes; the allocator rounds each storage up to a multiple of them.
+        device: type of the device whose memory is tracked, e.g. "cuda"; other storages, e.g. a batch on the host, are
+            ignored.
     """
 
     def __init__(self, granularity: int = 1, device: str = "cpu"):
@@ -117,7 +118,9 @@ class Tracker(Watcher, TorchDispatchMode):
         return function(*args, **kwargs)
 
     def block(self, tensor: torch.Tensor) -> Block | None:
-        """Return the block that holds the tensor's storage, or None if it is not tracked."""
+        """Return the `Block` of the tensor's storage: its bytes, category and operation; None if the storage is not
+        tracked.
+        """
         storage = self._storage(tensor)
         found = self._blocks.get(storage._cdata) if storage is not None else None
         return found[0] if found else None
@@ -151,7 +154,7 @@ class Tracker(Watcher, TorchDispatchMode):
         self.operations.append((len(self.log), self.phase, RESIZE, self.modules.here()))
 
     def live(self, position: int) -> dict[str, int]:
-        """Return the bytes by category after the first `position` entries of the log."""
+        """Return {category: live bytes} after the first `position` entries of the log."""
         total = dict.fromkeys(TENSOR_CATEGORIES, 0)
         for block, sign in itertools.islice(self.log, position):
             total[block.category] += sign * block.bytes
@@ -187,8 +190,9 @@ class Tracker(Watcher, TorchDispatchMode):
         return Phase.FORWARD if self.modules.here() else Phase.BEFORE
 
     def _category_at_allocation(self, function, args) -> Category:
-        """Return the category of a storage that an operation allocates in the present phase, by the rules
-        of the class.
+        """Return the category of a storage that an operation allocates in the present phase, by the rules of the class.
+
+        `function`, `args`: the operator, and its positional arguments.
         """
         if self.phase in (Phase.REDUCER, Phase.GATHER):
             return Category.GRADIENTS if self.phase == Phase.REDUCER else Category.WEIGHT_COPIES
@@ -216,7 +220,7 @@ class Tracker(Watcher, TorchDispatchMode):
     def _add_block(self, storage, category, operation):
         """Log that a storage is allocated, and arrange that its free is logged, too.
 
-        `category` and `operation`: the use of the memory, and the operation that allocates it.
+        `category` and `operation`: the use of the memory, and the name of the operation that allocates it.
         """
         block = Block(self._size(storage), category, operation, self._stream())
         key, log, blocks = storage._cdata, self.log, self._blocks
@@ -235,7 +239,9 @@ class Tracker(Watcher, TorchDispatchMode):
 
 
 def counted(parameters: Iterable[torch.Tensor]) -> tuple[int, int]:
-    """Return (number of weights, number of trainable weights); 4-bit parameters hold two weights in each byte."""
+    """Return (number of elements of all weights, number of elements of trainable weights); 4-bit parameters hold two in
+    each byte.
+    """
     own = [each for each in parameters if isinstance(each, torch.nn.Parameter)]
     sizes = [math.prod(getattr(getattr(each, "quant_state", None), "shape", each.shape)) for each in own]
     return sum(sizes), sum(size for size, each in zip(sizes, own, strict=True) if each.requires_grad)
@@ -248,8 +254,9 @@ def name_of(function) -> str:
 
 
 def parts(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors among `values`. Instead of a tensor made of tensors (a sparse one, or those of torchao and
-    quanto), yield the tensors that it is made of."""
+    """Yield the tensors among `values`. Instead of a tensor made of tensors (sparse, or quantized by torchao or
+    quanto), yield the tensors that it is made of.
+    """
     for each in values:
         if hasattr(each, "__tensor_flatten__"):
             yield from parts(getattr(each, name) for name in each.__tensor_flatten__()[0])
@@ -262,7 +269,7 @@ def parts(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor that is sharded across ranks, or the tensor itself."""
+    """Return this rank's shard of a tensor that is sharded across ranks, or the tensor itself."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
@@ -273,8 +280,9 @@ def _is_autograds() -> bool:
     """Return whether autograd's engine itself calls the present operation, rather than Python code inside a backward
     pass.
 
-    Such Python code is e.g. the backward of a `Function`. The function that called the tracker decides: in a thread of
-    the engine there is none, and in the thread that called `backward` it is the one that started the engine.
+    Such Python code is e.g. the backward of a `Function`. The Python frame that called the tracker decides: in a thread
+    of the engine there is no such frame, and in the thread that called `backward` it is the one that started the
+    engine.
     """
     frame = sys._getframe(3)  # above `watch`
     while frame and (frame.f_code.co_name == "__torch_dispatch__" or frame.f_globals["__name__"].startswith(_WRAPPERS)):
@@ -309,7 +317,7 @@ def _in_place(function, target: Any, other: Any) -> bool:
 
 @contextlib.contextmanager
 def watched(tracker: Watcher) -> Iterator[dict[int, torch.Tensor]]:
-    """Let a watcher or a tracker observe the training inside this context; yield its parameters, by id.
+    """Let a watcher or a tracker observe the training inside this context; yield its parameters, {id: parameter}.
 
     Works for any code that calls modules, `backward` and an optimizer's `step`: a Trainer, an Accelerate loop. All
     hooks and replacements of torch's functions are installed here, and removed at the end.
@@ -370,7 +378,9 @@ _METHODS_APART = {
 
 
 def calling(replacement: Callable, plain: Callable) -> Callable:
-    """Return a function that calls `replacement` with the function that it replaces and its arguments."""
+    """Return a function that calls `replacement(plain, *args, **kwargs)`, where `plain` is the function that it
+    replaces.
+    """
 
     @functools.wraps(plain)
     def call(*args, **kwargs):
@@ -382,8 +392,8 @@ def calling(replacement: Callable, plain: Callable) -> Callable:
 class TrainingHooks:
     """Find a training's phases, weights, gradients and optimizer states, and report them to a watcher.
 
-    Some methods are hooks that torch calls. The others replace a function of torch or transformers, which they get as
-    `plain` and call.
+    Some methods are hooks that torch calls. The other methods replace a function of torch or transformers, which they
+    get as `plain` and call.
 
     `tracker`: the watcher, which may be a `Tracker`.
     """
@@ -425,7 +435,7 @@ class TrainingHooks:
     def run_apart(self, phase: Phase, plain, *args, **kwargs):
         """Run `plain`, a method of the Trainer that evaluates, saves or loads, as a phase outside of the steps.
 
-        Its forward passes do not belong to a step.
+        The forward passes in it do not belong to a step.
         """
         if self.tracker.phase in APART:
             return plain(*args, **kwargs)  # nested: the evaluation of one of several data sets
@@ -469,7 +479,8 @@ class TrainingHooks:
                 self.tracker.phase = Phase.AFTER_BACKWARD
 
     def get_rng_state(self, plain, *args, **kwargs):
-        """Call torch's `get_rng_state`, `plain`, track the state that it returns, and return it.
+        """Call torch's `get_rng_state`, `plain`, track the random generator's state that it returns, and return the
+        state.
 
         No operation returns these states. Activation checkpointing keeps one per block; saving a checkpoint makes one.
         """
@@ -478,13 +489,15 @@ class TrainingHooks:
         return state
 
     def resize(self, plain, storage, *args, **kwargs):
-        """Log a resize: FSDP2 allocates and frees gathered weights by resizing, without an operation."""
+        """Call `plain`, which resizes a storage, and log it: FSDP2 allocates and frees gathered weights so, without an
+        operation.
+        """
         resized = plain(storage, *args, **kwargs)
         self.tracker.resized(storage)
         return resized
 
     def update_cache(self, plain, cache, *args, **kwargs):
-        """Call a cache's `update` and tag the keys and values that it keeps in inference.
+        """Call `plain`, a cache's `update`, and tag the keys and values that the cache keeps in inference.
 
         The arguments of `update` are keys, values and the layer's index.
         """

@@ -13,7 +13,9 @@ MARK = "perf_helpers"  # prefix of our own events among those of torch's profile
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """The memory of one storage, from its allocation to its free."""
+    """Hold the bytes and category of one storage, from its allocation to its free, with the operation and stream that
+    allocated it.
+    """
 
     bytes: int  # as the allocator rounds them
     category: str  # a `Category`; it may change: a temporary turns out to be a gradient
@@ -22,9 +24,9 @@ class Block:
 
 
 class Modules:
-    """Find the module of an operation; in backward, the module whose forward made the autograd node.
+    """Find the module of an operation, by name; in backward, the module whose forward made the autograd node.
 
-    Autograd numbers its nodes in order, so a module's nodes are those between two numbers.
+    Autograd numbers its nodes in order, so a module's nodes have the numbers between its entry and the next one.
     """
 
     def __init__(self):
@@ -72,7 +74,7 @@ class Modules:
 
 
 class Watcher:
-    """Mark the ends of a training's phases, without tracking tensors; this changes no allocation."""
+    """Mark the ends of a training's phases, which changes no allocation; `Tracker`, a subclass, also tracks tensors."""
 
     def __init__(self):
         self.phase = Phase.SETUP
@@ -82,7 +84,9 @@ class Watcher:
         self.modules = Modules()
 
     def mark(self, label: str) -> None:
-        """Note the end of a phase, in the logs and in torch's profiler."""
+        """Note the end of a phase, e.g. "forward", or another `label`, such as "start", in the logs and in torch's
+        profiler.
+        """
         self.marks.append((label, len(self.log), len(self.operations)))
         with torch._C._profiler._RecordFunctionFast(f"{MARK} mark"):
             pass  # torch's profiler records the mark too, which puts it in order with the allocations
@@ -90,8 +94,11 @@ class Watcher:
     def tag(self, tensor: Any, category: str, keep: tuple[str, ...] = ()) -> None:
         """Set the category of a tensor, or of nested tensors, except for blocks whose category is in `keep`.
 
-        A watcher does nothing here, because it tracks no tensors; `Tracker` overrides this.
+        A watcher does nothing in this method, because it tracks no tensors; `Tracker` overrides it.
         """
 
     def track_unlisted(self, tensor: Any, operation: str) -> None:
-        """Track a tensor that no operation returned; `operation` names its origin. `Tracker` overrides this, too."""
+        """Track a tensor that no operation returned; `operation` names its origin.
+
+        A watcher does nothing in this method, because it tracks no tensors; `Tracker` overrides it.
+        """

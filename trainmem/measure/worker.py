@@ -37,7 +37,7 @@ def perform(experiment: Experiment, measure: str, on_step: Callable[[int], None]
         measure: "memory" (two optimizer steps under the memory meter, three on a GPU; for compiled code the last of a
             few), "categories" (two steps that track every tensor, see `memory_meter`), "time" (the requested steps
             under the time meter), "none", or "value" (no meter, and reading a clock is an error).
-        on_step: called after each optimizer step with its number.
+        on_step: called after each optimizer step with its number; None: not called.
     """
     try:
         outcome = (_launch if experiment.processes > 1 else _perform)(experiment, measure, on_step)
@@ -107,7 +107,7 @@ def _rehearse(experiment: Experiment, folder: str, measure: str, on_step) -> Out
 def untimed(experiment: Experiment, measure: str = "time") -> Outcome:
     """Return an outcome whose times and losses are `Unknown`; the experiment does not run.
 
-    It has as many losses as the training would have steps; with "time" as `measure`, those of the warm-up too.
+    It has as many losses as the training would have steps; if `measure` is "time", also those of the warm-up steps.
     """
     unknown, arguments, losses = Unknown(NO_TIME), experiment.arguments, None
     if not experiment.function and experiment.training and arguments.get("num_train_epochs") is None:
@@ -186,7 +186,7 @@ def _refusal(experiment: Experiment) -> str | None:
 
 
 def _refusal_of_workers(experiment: Experiment, free: int | None) -> str | None:
-    """Return why an experiment's DataLoader workers are refused, or None if they are not.
+    """Return why the DataLoader workers of an experiment would not fit into /dev/shm, or None if they fit.
 
     `free`: bytes free in /dev/shm; None: the machine has no /dev/shm.
     """
@@ -209,9 +209,9 @@ def threads_of(experiment: Experiment) -> int | None:
 
 
 def _launch(experiment: Experiment, measure: str, on_step: Callable[[int], None] | None) -> Outcome:
-    """Perform an experiment on its ranks and return rank 0's outcome; arguments as in `perform`.
+    """Perform an experiment on its ranks and return rank 0's outcome.
 
-    Ranks that fail to connect to each other are launched once more.
+    Ranks that fail to connect to each other are launched once more. `measure` and `on_step`: as in `perform`.
     """
     outcome = _launch_once(experiment, measure, on_step)
     return _launch_once(experiment, measure, on_step) if _NEVER_MET in outcome.message else outcome
@@ -220,7 +220,7 @@ def _launch(experiment: Experiment, measure: str, on_step: Callable[[int], None]
 def _launch_once(experiment: Experiment, measure: str, on_step: Callable[[int], None] | None) -> Outcome:
     """Perform an experiment on its ranks once, under torch's elastic launcher; return rank 0's outcome.
 
-    If a rank failed, return the outcome of the first one that did. `measure` and `on_step`: as in `perform`.
+    If a rank failed, return the outcome of the first rank that did. `measure` and `on_step`: as in `perform`.
     """
     import multiprocessing
 
@@ -282,9 +282,9 @@ def _failed_rank(rank: int, code: int, ends: dict[int, Outcome | None], oom_kill
 
     Args:
         rank: the first rank that failed.
-        code: its exit code.
-        ends: {rank: how it failed, or None if it ended normally}.
-        oom_kills: the machine's count when the ranks began, see `outcomes.died`.
+        code: that rank's exit code.
+        ends: {rank: the outcome with which it failed, or None if it ended normally}.
+        oom_kills: what `outcomes.oom_kills` returned when the ranks began.
     """
     outcome = ends.get(rank) or outcomes.died(code, oom_kills)
     if outcome.status == "invalid":
@@ -304,15 +304,15 @@ def _lost_connection(outcome: Outcome) -> bool:
 def _rank(experiment: Experiment, measure: str, on_step, folder: str, barrier, ends) -> Outcome:
     """Perform an experiment as one rank, in a process that dies with its parent, and return its outcome.
 
-    A rank that fails reports why and exits with an error, so that the launcher ends the others instead of leaving them
-    in a collective. The launcher reports the first rank that ends, which should be the one at fault: a rank that merely
-    lost its connection waits a moment. In interleaved runs, all ranks of a run stop and continue together.
+    A rank that fails reports why and exits with an error, so that the launcher ends the other ranks instead of leaving
+    them in a collective. The launcher reports the first rank that ends, which should be the one at fault: a rank that
+    merely lost its connection waits a moment. In interleaved runs, all ranks of a run stop and continue together.
 
     Args:
         measure, on_step: as in `perform`.
         folder: folder for the rank's files; the launcher removes it.
         barrier: where the ranks of an interleaved run wait for each other after each turn.
-        ends: queue that gets {rank: how it failed, or None if it ended normally}.
+        ends: queue that gets {rank: the outcome with which it failed, or None if it ended normally}.
     """
     import torch
 

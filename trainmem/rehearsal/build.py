@@ -36,13 +36,13 @@ def problem() -> str | None:
 
 
 def compiler() -> str | None:
-    """Return the path of a C++ compiler ($CXX, or one of `COMPILERS`), or None."""
+    """Return the path of a C++ compiler ($CXX, or one of `COMPILERS`); None if there is none."""
     return next(filter(None, map(shutil.which, (os.environ.get("CXX", ""), *COMPILERS))), None)
 
 
 def interpreter() -> Path | None:
-    """Return the path of a Python with torch's CUDA build: this one, or that of the environment made earlier; None if
-    there is none.
+    """Return the path of a Python whose torch is a CUDA build: this Python, or that of the environment made by
+    `set_up`; None if there is none.
     """
     if hardware.torch_build()[1]:
         return Path(sys.executable)
@@ -51,8 +51,8 @@ def interpreter() -> Path | None:
 
 
 def environment() -> Path:
-    """Return the folder of the environment for rehearsals. There is one for each pair of versions of Python
-    and torch.
+    """Return the folder of the environment for rehearsals; each pair of versions of Python and torch has its own
+    folder.
     """
     return cache() / f"python{sysconfig.get_python_version()}-torch{_torch_version()}"
 
@@ -63,8 +63,8 @@ def cache() -> Path:
 
 
 def set_up() -> Path:
-    """Return the Python that rehearses. If this one's torch is not a CUDA build, the first call makes an environment
-    with the same packages in the same versions (5 GB, minutes).
+    """Return the path of the Python that rehearses. If this Python's torch is not a CUDA build, the first call makes an
+    environment with the same packages in the same versions (5 GB, minutes).
 
     Raises:
         RuntimeError: this system cannot rehearse, or pip failed; the message has the reason.
@@ -90,8 +90,8 @@ def set_up() -> Path:
 
 
 def library(python: Path) -> Path:
-    """Return the folder of the stub CUDA runtime compiled for `python`'s torch; compile it first if it is missing or
-    outdated.
+    """Return the folder of the stub CUDA runtime compiled for the torch of the Python `python`; compile it first if it
+    is missing or outdated.
 
     Raises:
         RuntimeError: CUDA's headers are missing, or the compiler failed; the message contains the compiler's.
@@ -130,8 +130,8 @@ def library(python: Path) -> Path:
 
 
 def doubts(python: Path, folder: Path) -> str:
-    """Return sentences that say what may be wrong in a rehearsal by `python`'s torch with the library in `folder`; ""
-    if nothing may.
+    """Return sentences that say what may be wrong in a rehearsal by the torch of the Python `python` with the stub in
+    `folder`; "" if nothing may be wrong.
     """
     version = re.search(
         r"__version__ = ['\"](.+?)['\"]", (_site_packages(python) / "torch" / "version.py").read_text()
@@ -147,8 +147,8 @@ def doubts(python: Path, folder: Path) -> str:
 
 
 def unanswered(linked: set[str]) -> list[str]:
-    """Return those functions of CUDA in `linked` that may copy or allocate memory, but that the stub neither defines
-    nor lists as harmless.
+    """Return the names in `linked`, functions of CUDA, that may copy or allocate memory, but that the stub neither
+    defines nor lists as harmless.
     """
     answered = _written() | {*" ".join(_answers()["named"].values()).split()}
     return sorted(name for name in linked - answered if _MOVES.match(name) and name not in _answers()["harmless"])
@@ -184,7 +184,8 @@ def _linked(site: Path) -> set[str]:
 
 
 def _rest(linked: set[str], site: Path, header: Path) -> str:
-    """Return C++ source of the stub's functions that only return a status; native/answers.toml gives it by name.
+    """Return C++ source of the stub's functions that only return a status, which native/answers.toml gives by the
+    function's name.
 
     Args:
         linked: names of the functions that torch links, see `_linked`.
@@ -208,7 +209,7 @@ def _rest(linked: set[str], site: Path, header: Path) -> str:
 
 
 def _architectures(python: Path) -> str:
-    """Return the compute capabilities that `python`'s torch has kernels for, as "75,80,86"."""
+    """Return the compute capabilities that the torch of the Python `python` has kernels for, as "75,80,86"."""
     code = "import torch; print(torch._C._cuda_getArchFlags())"
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True, env=environment)
@@ -216,7 +217,9 @@ def _architectures(python: Path) -> str:
 
 
 def _packages() -> list[str]:
-    """Return this environment's packages, pinned; torch with "===", which pip matches with the CUDA build only."""
+    """Return this environment's packages as pip's requirements, pinned; torch with "===", which pip matches with the
+    CUDA build only.
+    """
     found = {each.name: hardware.version_of(each.name) for each in releases.requirements() if each.name != "torch"}
     return [f"torch==={_torch_version()}", *(f"{name}=={version}" for name, version in found.items() if version)]
 
@@ -226,7 +229,7 @@ def _torch_version() -> str:
 
 
 def _link_this_package(python: Path) -> None:
-    """Make this package importable by `python`."""
+    """Make this package importable by the Python `python`."""
     package = Path(__file__).resolve().parents[1]
     link = _site_packages(python) / package.name
     if not link.exists():

@@ -62,7 +62,8 @@ _KEEP_SIGN |= {"where"}
 
 
 class Values(TorchFunctionMode):
-    """Track which tensors have known values while this mode is on, in other threads too (see `replaced_functions`).
+    """Track which tensors have known values while this mode is on, in other threads too, and compute small ones on the
+    CPU.
 
     Args:
         assumes: return assumed values instead of raising `NeedsValues`.
@@ -83,7 +84,7 @@ class Values(TorchFunctionMode):
         return getattr(self._noted(tensor), "is_known", not tensor.is_cuda)
 
     def mark(self, known: bool, *tensors: torch.Tensor) -> None:
-        """Note whether all values of these tensors are known."""
+        """Note that all values of these tensors are known or, if `known` is False, that they are not."""
         for tensor in tensors:
             if self.is_known(tensor) != known:
                 self._remember(tensor).is_known = known
@@ -100,8 +101,8 @@ class Values(TorchFunctionMode):
             copied.is_known = False
 
     def _noted(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
-        """Return a tensor's storage if there is a note about it; None if there is none, or if it is about an earlier
-        storage at that address.
+        """Return a tensor's storage if there is a note about its values; None if there is no note, or if the note is
+        about an earlier storage at that address.
         """
         storage = self._storages.get(_address(tensor))
         return storage if storage is not None and storage._cdata == tensor.untyped_storage()._cdata else None
@@ -149,10 +150,11 @@ class Values(TorchFunctionMode):
         return made
 
     def _note_arrivals(self, function, name, args, kwargs, given, made) -> None:
-        """Compute those results on the device whose values are known although no argument is on the device.
+        """Compute the results on the device whose values are known although no argument is on the device, and note that
+        they are known.
 
-        These are small copies of host tensors, and small tensors that a function such as `ones` makes. Note that they
-        are known. The arguments are those of `_note_results`.
+        Such results are small copies of host tensors, and small tensors that a function such as `ones` makes. The
+        arguments are those of `_note_results`.
         """
         for tensor in _tensors(made):
             copied = len(given) == 1 and given[0].shape == tensor.shape
@@ -205,10 +207,10 @@ class Values(TorchFunctionMode):
             self.mark(False, *_tensors((args[:1], kwargs.get("out"))))
 
     def _broadcast(self, tensor: torch.Tensor, src: int | None, group, group_src: int | None) -> None:
-        """Send small whole numbers to the group's other ranks through its store.
+        """Send small whole numbers to the group's other ranks through the group's key-value store.
 
-        The stub of NCCL leaves each rank's own values in place, but DeepSpeed checks whether all ranks have the same.
-        The arguments are those of `torch.distributed.broadcast`.
+        The stub of NCCL leaves each rank's own values in place, but DeepSpeed checks whether all ranks have the same
+        values. The arguments are those of `torch.distributed.broadcast`.
         """
         group = group or torch.distributed.group.WORLD
         if tensor.dtype not in EXACT or tensor.numel() > LARGEST_SENT or group.rank() < 0:
@@ -223,7 +225,7 @@ class Values(TorchFunctionMode):
             self.fill(tensor, torch.tensor(numbers, dtype=tensor.dtype).view(tensor.shape))
 
     def _has_no_sign(self, given: Any) -> bool:
-        """Return whether no tensor and no number among the arguments is negative."""
+        """Return whether no tensor and no number among the arguments `given` is negative."""
         numbers = [leaf for leaf in tree_leaves(given) if isinstance(leaf, int | float)]
         if any(isinstance(number, Unknown) or number < 0 for number in numbers):
             return False
@@ -256,7 +258,11 @@ class Values(TorchFunctionMode):
         raise NeedsValues(WHY)
 
     def _answer(self, function, name, args, kwargs):
-        """Return the assumed result of a function that reads an unknown value; called only with `assumes`."""
+        """Return the assumed result of a function that reads an unknown value, and count the assumption; called only
+        with `assumes`.
+
+        `function`, `args`, `kwargs`: the function and its arguments; `name`: its name, e.g. "item".
+        """
         tensor, is_float = args[0], args[0].dtype not in EXACT
         if name in _COMPARES:
             self.answers["comparisons of tensors, false"] += 1
@@ -272,7 +278,7 @@ class Values(TorchFunctionMode):
         return function(*args, **kwargs)
 
     def _assumed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor's values on the CPU; if they are unknown, 1 for floats and 0 for other types."""
+        """Return a tensor's values on the CPU; if the values are unknown, 1 for floats and 0 for other types."""
         if self.is_known(tensor):
             return memory_of(tensor)
         return torch.full((), tensor.dtype not in EXACT, dtype=tensor.dtype).expand(tensor.shape)
@@ -283,6 +289,10 @@ class Values(TorchFunctionMode):
 
         A mask is false, a position is 0; `topk` and other functions that sort return positions in order. Return False,
         without a choice, if the tensor has another type or is too large.
+
+        Args:
+            name, args, kwargs: the function that was called, by name, and its arguments.
+            made: the result, into which the values are written.
         """
         if made.dtype not in _CHOICES or not 0 < made.numel() <= LARGEST:
             return False
@@ -302,7 +312,7 @@ class Values(TorchFunctionMode):
         The arguments are those of `_note_results`.
 
         Raises:
-            NeedsValues: these values are unknown, and none are assumed.
+            NeedsValues: the values are unknown, and no values are assumed.
         """
         if all(map(self.is_known, given)):
             device = next(tensor.device for tensor in given if tensor.is_cuda)
@@ -327,7 +337,7 @@ class Values(TorchFunctionMode):
         """Return the result of `aten.nonzero` on the device. Every indexing by a mask calls it, in autograd too.
 
         Raises:
-            NeedsValues: the values of the mask are unknown, and none are assumed.
+            NeedsValues: the values of the mask are unknown, and no values are assumed.
         """
         if not self.is_known(mask):
             if not self.assumes:
@@ -344,7 +354,9 @@ class Values(TorchFunctionMode):
         return on_device
 
     def fill(self, tensor: torch.Tensor, value: torch.Tensor | bool) -> None:
-        """Write known values into the memory of a tensor, and note that they are known."""
+        """Write `value`, known values of the tensor's shape or one for all elements, into the memory of a tensor, and
+        note that they are known.
+        """
         with _out_of_sight():
             memory_of(tensor).copy_(torch.as_tensor(value))
         self.mark(True, tensor)
@@ -419,8 +431,8 @@ def _on_cpu(function: Callable, args: tuple, kwargs: dict, values_of: Callable =
 
 
 def _compute(function: Callable, args: tuple, kwargs: dict, fresh: list[torch.Tensor]) -> bool:
-    """Compute an operation of the device on the CPU, and copy the results into `fresh`, its result tensors; return
-    False if that fails.
+    """Compute an operation of the device on the CPU, and copy the results into `fresh`, the operation's result tensors;
+    return whether that succeeded.
     """
     try:
         made = _on_cpu(function, args, kwargs)

@@ -48,7 +48,8 @@ class Uploads(PermissionError):
 
 
 class Recorder:
-    """Record the peaks of this process's devices at each change of phase, and write its file.
+    """Record the peaks of this process's devices at each change of phase, and write them into a JSON file of the
+    process.
 
     Args:
         folder: folder for the files of all processes.
@@ -63,7 +64,7 @@ class Recorder:
         self.begin()
 
     def begin(self) -> None:
-        """Start recording with empty statistics. A process that is forked from this one calls it, too."""
+        """Start recording with empty statistics. It is called again in a process that is forked from this one."""
         self.path = Path(self.folder, f"{os.getpid()}.json")
         self.phase, self.steps, self.forwards, self.backwards, self.ended = SET_UP, 0, 0, 0, False
         self.phases: dict[str, list[int]] = {}
@@ -71,7 +72,7 @@ class Recorder:
         self.devices: set[int] = set()
 
     def turn(self, phase: str) -> None:
-        """Record the peaks of the phase that ends, and begin `phase`."""
+        """Record the peaks of the phase that ends, and begin `phase`, e.g. "forward pass"."""
         if torch.cuda.is_initialized():
             for device in range(torch.cuda.device_count()):
                 found = self.read(device)
@@ -86,11 +87,15 @@ class Recorder:
             self.write()
 
     def statistics(self, device: int) -> dict:
-        """Return torch's statistics of a device, with the peaks since the program last reset them."""
+        """Return torch's memory statistics of the device with this index, with the peaks since the program last reset
+        them.
+        """
         return _largest(self.seen.get(device), self.read(device))
 
     def forget(self, device: int) -> None:
-        """Reset a device's peaks as the program reads them, as its call does on a card. The recorded peaks are kept."""
+        """Reset a device's peaks as the program reads them, as the program's call does on a card. The recorded peaks
+        are kept.
+        """
         self.turn(self.phase)
         self.seen.pop(device, None)
 
@@ -151,7 +156,8 @@ class Recorder:
 
 
 def described(error: BaseException) -> dict[str, str]:
-    """Return {"kind", "message", "line"} of an error, or of the first in its chain that has one of `KINDS`.
+    """Return {"kind", "message", "line"} of an error, or of the first error in its chain that has one of `KINDS`, e.g.
+    "out of memory".
 
     If `torch.multiprocessing.spawn` raised it, its message is the traceback of another process; the kind is then read
     from that text.
@@ -193,7 +199,9 @@ def _is_below(file: str) -> bool:
 
 
 def _largest(seen: Any, new: Any) -> Any:
-    """Return an allocator's new statistics, in which each peak is at least the one in `seen`."""
+    """Return `new`, an allocator's statistics, in which each peak is at least the one in `seen`, its earlier
+    statistics; `seen` may be None.
+    """
     if not isinstance(new, dict) or not seen:
         return new
     return {

@@ -30,11 +30,12 @@ _REMEDIES = {
 
 @dataclass(frozen=True, slots=True)
 class ProgramRun:
-    """The result of a rehearsed program.
+    """Hold the result of a rehearsed program: how it ended, the peaks of its processes, and what was assumed.
 
     Args:
         status: "finished", "needs values", "needs a library", "out of memory" or "failed".
         code: the program's own exit code; negative for a signal.
+        card: the card on which it was rehearsed, as text.
         processes: a dict, with the fields in `process_recorder`, for each process that used a device or failed.
         assumptions: what the rehearsal assumed, one sentence each.
     """
@@ -67,7 +68,10 @@ class ProgramRun:
 
 
 def _lines(process: dict[str, Any]) -> list[str]:
-    """Return lines about one process: its memory and how it ended."""
+    """Return lines of text about one process: its memory and how it ended.
+
+    `process`: a dict with the fields in `process_recorder`.
+    """
     label = f"Process {process['pid']}" + (f", rank {process['rank']}" if process["rank"] else "")
     steps = f"{process['steps']} optimizer update{'s' * (process['steps'] != 1)}"
     lines = [f"{label}, {steps}: {peaks_text(peaks_of(process))}"] if process["phases"] else [label]
@@ -82,12 +86,12 @@ def _lines(process: dict[str, Any]) -> list[str]:
 
 
 def peaks_of(process: dict[str, Any]) -> list[int]:
-    """Return a process's peaks in bytes: [allocated, reserved]."""
+    """Return [allocated, reserved], a process's peaks in bytes, from a dict with the fields in `process_recorder`."""
     return [*map(max, zip(*process["phases"].values(), strict=True))]
 
 
 def peaks_text(peaks: list[int]) -> str:
-    """Return a text for peaks in bytes, [allocated, reserved]."""
+    """Return peaks in bytes, [allocated, reserved], as text, e.g. "peak 1.50 GiB allocated, 2.00 GiB reserved"."""
     allocated, reserved = (bytes_text(size, binary=True) for size in peaks)
     return f"peak {allocated} allocated, {reserved} reserved"
 

@@ -48,10 +48,13 @@ def rehearse(
 
     Args:
         what: the task to train with transformers' Trainer, or a function that takes `task`.
-        on: a card or its name; or give `compute_capability` and `device_memory`, in bytes or as "16GB".
-        processes: ranks, each on a device of its own.
+        on: a card or its name; None: the card that `compute_capability` and `device_memory` describe.
+        compute_capability, device_memory: compute capability, e.g. (9, 0), and memory in bytes or as "16GB"; None:
+            those of `on`.
+        task: the task for the function; None: the default task of the "gpu" profile.
+        processes: ranks, each on a separate device.
         inference: run forward passes without gradients instead.
-        snapshot: a file for torch's own memory snapshot, see `Rehearsal`.
+        snapshot: a file for torch's own memory snapshot, see `Rehearsal`; None: no snapshot.
         timeout, arguments: as in `Runner.train`.
 
     Returns:
@@ -80,7 +83,7 @@ _FOR_A_COMMAND = ("--card", "--compute-capability", "--device-memory", "--proces
 
 
 def own_command(typed: list[str]) -> list[str] | None:
-    """Return the command after "--" on a command line; None if there is no "--".
+    """Return the words after "--" in `typed`, the words of a command line; None if there is no "--".
 
     Raises:
         ValueError: an option before "--" that does not apply to a command.
@@ -103,8 +106,8 @@ def run(words: list[str], on: Card, *, assumes: bool = False, output: int | None
     Args:
         words: the command; "python" is replaced by the Python that rehearses.
         on: the card.
-        assumes: answer questions about unknown values by fixed rules, so that the program continues.
-        output: descriptor that gets what the program prints; None: standard output.
+        assumes: answer reads of unknown values by fixed rules, so that the program continues.
+        output: file descriptor that gets what the program prints; None: standard output.
 
     Raises:
         ValueError: the command is empty or not found.
@@ -127,9 +130,9 @@ def run(words: list[str], on: Card, *, assumes: bool = False, output: int | None
 
 @contextlib.contextmanager
 def command(on: Card) -> Iterator[tuple[Path, dict[str, str]]]:
-    """Yield the path of the Python that rehearses, and environment variables that give any program the rehearsed card.
+    """Yield (path of the Python that rehearses, environment variables that give any program the card `on`).
 
-    They are valid inside this context.
+    The variables are valid inside this context.
 
     Raises:
         RuntimeError: this machine cannot rehearse.
@@ -157,12 +160,12 @@ def command(on: Card) -> Iterator[tuple[Path, dict[str, str]]]:
 
 @functools.cache
 def _warn(doubts: str) -> None:
-    """Warn the user with this text, once per process."""
+    """Warn the user with the text `doubts`, once per process and text."""
     warnings.warn(doubts, stacklevel=2)
 
 
 def variables_of(card: Card, ledger: str) -> dict[str, str]:
-    """Return the environment variables that native/device.h reads.
+    """Return {name: value} of the environment variables that native/device.h reads.
 
     `ledger`: path of the file that the processes of a rehearsal share.
     """
@@ -177,15 +180,16 @@ def variables_of(card: Card, ledger: str) -> dict[str, str]:
 
 
 class Rehearsal(ThreadPoolExecutor):
-    """An executor that runs functions on a rehearsed card: `Lab(executor=Rehearsal(CARDS["a100"]))`.
+    """Run functions on a rehearsed card, as an executor: `Lab(executor=Rehearsal(CARDS["a100"]))`.
 
-    Use it as a context manager, or call `shutdown`: that ends its process. The process also ends when this process
-    does.
+    Use it as a context manager, or call `shutdown`: that ends the process that rehearses, which also ends with this
+    process.
 
     Args:
         on: the card.
         snapshot: a file to which torch writes the history of its allocator, for its viewer of memory snapshots, after
             each rehearsed experiment, even one that ran out of memory. If there are several ranks, rank 0 writes it.
+            None: no snapshot.
 
     Raises:
         ValueError: `snapshot` cannot be written.
@@ -229,7 +233,9 @@ class Rehearsal(ThreadPoolExecutor):
 
 
 def serve(descriptor: int) -> None:
-    """Answer the requests of `Rehearsal` in its process until the channel closes."""
+    """Perform what `Rehearsal` requests through the file descriptor, in the process that rehearses, until the channel
+    closes.
+    """
     threading.Thread(target=_end_with, args=(descriptor,), daemon=True).start()
     with connection.Connection(descriptor) as channel, contextlib.suppress(EOFError):
         while True:
@@ -243,7 +249,7 @@ def serve(descriptor: int) -> None:
 
 
 def _end_with(descriptor: int) -> None:
-    """Wait until the other end of the channel closes, then end this process at once and remove the
+    """Wait until the other end of the channel `descriptor` closes, then end this process at once and remove the
     rehearsal's files.
     """
     poll = select.poll()

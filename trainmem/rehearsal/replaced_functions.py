@@ -56,8 +56,10 @@ def install() -> None:
 
     @functools.wraps(assert_close)
     def close(*args, **kwargs):
-        """Compare tensors as `torch.testing.assert_close` does. Raises NeedsValues for unknown numbers, whose type
-        torch's table does not list.
+        """Compare tensors as `torch.testing.assert_close` does.
+
+        Raises:
+            NeedsValues: unknown numbers, whose type torch's table does not list.
         """
         for value in tree_leaves((args, kwargs)):
             if isinstance(value, Unknown):

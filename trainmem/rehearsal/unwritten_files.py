@@ -20,7 +20,7 @@ import torch
 
 
 class Files:
-    """Track the files of weights that this process saves."""
+    """Track the files of weights that this process saves: those written without values, and those left unchanged."""
 
     def __init__(self):
         self.start = float(os.environ.get("REHEARSAL_BEGAN", "inf"))
@@ -30,7 +30,7 @@ class Files:
 
     def keeps(self, path: Any) -> bool:
         """Return whether a file existed before the rehearsal, so that it must not be overwritten; if so, remember its
-        name.
+        name in `kept`.
         """
         name = os.path.abspath(os.fspath(path))
         if name in self.saved or not os.path.isfile(name) or os.path.getmtime(name) >= self.start:
@@ -71,7 +71,9 @@ class _Records:
         return getattr(self.writer, name)
 
     def write_record(self, name: str, data: Any, size: int) -> None:
-        """Write a record of torch's zip file, or only its name and size if its values are unknown."""
+        """Write a record of torch's zip file; if the values of `data` are unknown, write only its name and size
+        (bytes).
+        """
         if isinstance(data, torch.UntypedStorage) and self.values.is_unknown_block(data.data_ptr()):
             self.holes += 1
             return self.writer.write_record_metadata(name, size)
@@ -132,7 +134,7 @@ def write_header(tensors: dict, filename: str | os.PathLike, metadata: dict | No
     Args:
         tensors: {name: object with the tensor's `dtype`, `shape` and `data_len` (bytes)}.
         filename: path of the file.
-        metadata: texts to put into the header, by name; None: none.
+        metadata: {name: text} to put into the header; None: none.
     """
     header, end = {"__metadata__": dict(metadata)} if metadata else {}, 0
     for name, each in tensors.items():
