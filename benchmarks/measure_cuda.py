@@ -171,9 +171,11 @@ def compare(lab: Lab, one: Training, folder: Path) -> dict:
 
 
 def summary(rows: list[dict]) -> dict:
-    """Return how many trainings the estimate answered, and its errors in allocated and reserved bytes of the peak.
+    """Return {"compared", "left_out": numbers of trainings, "estimated": errors}.
 
-    An error is |estimated / rehearsed - 1|; the median and the worst error are None if no training was answered.
+    "estimated" has the numbers of answered, refused and exactly equal estimates, and the median and worst error in
+    allocated and reserved bytes of the peak. An error is |estimated / rehearsed - 1|; it is None if no training was
+    answered.
 
     Args:
         rows: one per training; rows without "rehearsed" are counted as left out.

@@ -135,7 +135,7 @@ def rows_of(options) -> list[dict]:
 
 
 def measure(cases, options):
-    """Yield (tool, row) per tool; a row has its version, and its answer for each training.
+    """Yield (tool, row) per tool; a row has "tool", "version", and "said": its answer for each training.
 
     `cases`, `options`: as in `runner.Measurement`.
     """
@@ -161,7 +161,8 @@ def measure(cases, options):
 
 
 def conclude(answers: list[dict], options) -> dict:
-    """Return the summary for the record: a table with a row per tool, and for each training the answers of all tools.
+    """Return the summary for the record: "table" has a row per tool, "pairs" the answers of all tools for each
+    training.
 
     `answers`: the rows that `measure` yielded; `options`: as in `runner.Measurement`.
     """

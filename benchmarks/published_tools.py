@@ -145,7 +145,7 @@ def own_answers(tool: str, row: Row) -> dict:
 
 
 def measure(cases, options):
-    """Yield (tool, row) per tool; a row has its version, and its answer for each training.
+    """Yield (tool, row) per tool; a row has "tool", "version", and "said": its answer for each training.
 
     `cases`, `options`: as in `runner.Measurement`.
     """
@@ -185,7 +185,8 @@ def row(answers: dict, found: list[Row], left_out: str | None) -> dict:
 
 
 def conclude(answers: list[dict], options) -> dict:
-    """Return the summary for the record: a table with a row per tool, and for each training the answers of all tools.
+    """Return the summary for the record: "table" has a row per tool, "pairs" the answers of all tools for each
+    training.
 
     `answers`: the rows that `measure` yielded; `options`: as in `runner.Measurement`.
     """

@@ -30,7 +30,7 @@ def accelerate_estimate(task, arguments: dict) -> int:
 
 
 def zero2(parameters: int) -> int:
-    """Return DeepSpeed's figure for one GPU with ZeRO stage 2, in bytes; `parameters` is the model's number of them."""
+    """Return DeepSpeed's figure for a model with `parameters` parameters on one GPU with ZeRO stage 2, in bytes."""
     from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
 
     return estimate_zero2_model_states_mem_needs(parameters, 1, 1, cpu_offload=False)[1]

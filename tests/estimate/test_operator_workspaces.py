@@ -83,7 +83,7 @@ class Recorded:
 @pytest.fixture
 def machine(monkeypatch):
     """Return a function that replaces the runner of operations by a `Recorded`, made from its arguments, and returns
-    that.
+    the `Recorded`.
     """
 
     def made(hides, **speed):
