@@ -16,14 +16,17 @@ CAPABILITIES = ((7, 5), (8, 0), (8, 6), (9, 0))
 
 
 def configuration(architecture: str, draw: random.Random) -> dict:
-    """Return a random config.json of an architecture."""
+    """Return a random config.json, as a dict, of an architecture in architectures.toml.
+
+    `draw`: the random generator.
+    """
     given = dict(ARCHITECTURES[architecture])
     family = FAMILIES[given.pop("family")](draw) if "family" in given else {}
     return family | {name: drawn(value, draw) for name, value in given.items()}
 
 
 def task_of(config: dict, seq_len: int | None, path: Path) -> Task:
-    """Write a configuration to a file and return its task; `seq_len` as in `Task`."""
+    """Write a configuration to the file `path` and return the task of its model; `seq_len` as in `Task`."""
     path.write_text(json.dumps(config))
     return Task(str(path), seq_len=seq_len)
 
@@ -69,9 +72,10 @@ def _vision(draw) -> dict:
 
 
 def _two_stacks(draw, heads_of: tuple, layers_of: tuple, **more) -> dict:
-    """Return the configuration of a model with an encoder and a decoder.
+    """Return the configuration of a model with an encoder and a decoder, of random sizes.
 
     Args:
+        draw: the random generator.
         heads_of, layers_of: the names of the fields for the number of heads, and of layers.
         more: further fields of the configuration.
     """

@@ -91,7 +91,7 @@ def record(course: Path) -> Path:
 
 
 def rehearsals() -> dict[str, dict]:
-    """Return {card: its newest rehearsal}.
+    """Return {card: its newest rehearsal, the content of results/rehearsed/<card>/<date>.json}.
 
     Raises:
         ValueError: a file is not marked as rehearsed.
@@ -106,13 +106,19 @@ def rehearsals() -> dict[str, dict]:
 
 
 def caption(data: dict, short: bool = False) -> str:
-    """Return the machine, versions and date of a record, and its profile; `short`: two versions and no profile."""
+    """Return the machine, versions and date of a record, and its profile; `short`: two versions and no profile.
+
+    `data`: the record, e.g. a course run.
+    """
     about = versions(data, "torch", "transformers") if short else f"{versions(data)}, profile {data['profile']}"
     return f"{data['machine']['name']}, {about}, {data['date'][:10]}"
 
 
 def picture(data: dict) -> None:
-    """Draw the peak memory of the guides' recipes on one machine into a file next to its record, if any."""
+    """Draw the peak memory of the guides' recipes in a course run into a PNG next to its record.
+
+    Draw nothing if the run has no breakdown of a recipe's memory. `data`: the course run.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -132,7 +138,10 @@ def newest(measured: dict[str, dict]) -> dict:
 
 
 def verdicts(data: dict) -> tuple[int, int, str]:
-    """Return (number of refuted claims, number of testable claims, the other verdicts in words) of a course run."""
+    """Return (number of refuted claims, number of testable claims, the other verdicts in words) of a course run.
+
+    `data`: the content of its results.json.
+    """
     number = Counter(claim["verdict"] for claim in decided_again(data["claims"]))
     apart = number.pop(Verdict.NOT_TESTABLE, 0)
     text = f"{number[Verdict.HOLDS]} hold, {number[Verdict.SMALLER]} are smaller than promised and "
@@ -210,7 +219,10 @@ def address() -> str:
 def rehearsed_recipes(cards: dict[str, dict], measured: dict[str, dict], suites: dict[str, dict]) -> str:
     """Return a table of the guides' ten recipes: published, on rehearsed cards, on each machine, in the GPU suite.
 
-    `measured`: {machine: its newest course run}; `suites`: {machine: its newest report of the GPU suite}.
+    Args:
+        cards: {card: its newest rehearsal}.
+        measured: {machine: its newest course run}.
+        suites: {machine: its newest report of the GPU suite}.
     """
     lines = []
     if not any(data["machine"]["kind"] == "cuda" for data in measured.values()):
@@ -287,7 +299,9 @@ def _claims_table(columns: dict[str, list[dict]], absent: str) -> str:
 
 
 def _count(decided: list[dict]) -> str:
-    """Count verdicts in words, e.g. "52 claims: 36 hold, 7 refuted, 9 not testable here"."""
+    """Count the verdicts of claims (rows of results.json) in words: "52 claims: 36 hold, 7 refuted, 9 not testable
+    here".
+    """
     number = Counter(claim["verdict"] for claim in decided)
     words = {each: "hold" if each is Verdict.HOLDS else str(each) for each in Verdict}
     return f"{len(decided)} claims: " + ", ".join(f"{number[key]} {word}" for key, word in words.items() if number[key])
@@ -323,15 +337,17 @@ def product_rates(measured: dict[str, dict]) -> str:
 
 
 def _ten(data: dict) -> dict[str, Run]:
-    """Return {name: run} of the guides' recipes in a recorded course run."""
+    """Return {name: run} of the guides' ten recipes in a recorded course run; `data` is its results.json."""
     runs = [Run.from_dict(run) for run in data["runs"] if run["lesson"].startswith(SUMMARY_LESSON)]
     return {run.name: run for run in runs}
 
 
 def _sizes(runs: dict[str, Run], rehearsed: dict) -> str:
-    """Describe a measured column: the task, its precision, the kind of memory.
+    """Describe a column of measured recipes: the task, its precision, the kind of memory.
 
-    `rehearsed` is the task of the rehearsed columns; another one is pointed out.
+    Args:
+        runs: {name: run} of the column.
+        rehearsed: the task of the rehearsed columns; another one is pointed out.
     """
     first = next(iter(runs.values()))
     task = Task.from_dict(first.task)
@@ -343,7 +359,10 @@ def _sizes(runs: dict[str, Run], rehearsed: dict) -> str:
 
 
 def of_suite(data: dict) -> dict:
-    """Return the trainings of a GPU suite's report that the estimate is compared with, in the form of a course run."""
+    """Return the trainings of a GPU suite's report that the estimate is compared with, in the form of a course run.
+
+    `data`: the report, as in results/<machine>/gpu.
+    """
     rows = [row for row in data["rows"] if row["part"] == "estimate" and row["status"] == "ok"]
     return {"machine": data["machine"], "runs": [run for row in rows for run in row["runs"]]}
 
@@ -353,6 +372,8 @@ def held_against(measured: dict[str, dict]) -> list[dict]:
     memory.
 
     The memory is that of "peak_bytes", "reserved_bytes", "device_used_bytes" and "breakdown" (bytes by category).
+
+    `measured`: {machine: its newest course run}.
     """
     rows = []
     for data in measured.values():
@@ -373,7 +394,10 @@ def held_against(measured: dict[str, dict]) -> list[dict]:
 
 
 def error_table(rows: list[dict]) -> str:
-    """Return a table of the estimate's errors on GPUs: median, 95th percentile and worst, as shares."""
+    """Return a table of the estimate's errors on GPUs: median, 95th percentile and worst, as shares.
+
+    `rows`: what `held_against` returned.
+    """
     if not rows:
         return "On a GPU: not yet checked. Memory rehearsed by torch's own allocator; speed not measured."
     totals = {"allocated": "peak_bytes", "reserved": "reserved_bytes", "device-used": "device_used_bytes"}
@@ -449,10 +473,10 @@ def _nights() -> str:
 
 
 def _false_alarms_of_claims() -> tuple[int, int]:
-    """Return (number of pairs of recorded comparisons of a recipe with itself, number of these that would be called a
+    """Return (number of pairs of recorded comparisons of a recipe with itself, number of pairs that would be called a
     change).
 
-    The rule is that of a comparison of all claims about time in the ledger.
+    The rule for a change is that of a comparison of all claims about time in the ledger.
     """
     report = read_record(RESULTS / "speed.json")
     number = sum(claim.decided_by == "time" for claim in load().values())
@@ -553,7 +577,10 @@ def page(measured: dict[str, dict], cards: dict[str, dict], suites: dict[str, di
 
 
 def main(arguments=None) -> int:
-    """Record, build or check; return the exit code."""
+    """Record, build or check; return the exit code.
+
+    `arguments`: words of the command line; None: those of this process.
+    """
     parser = argparse.ArgumentParser(description="Keep course runs; make the tables and pictures of their results.")
     parser.add_argument("--record", type=Path, metavar="DIR", help="folder of a course run to keep")
     parser.add_argument("--suite", type=Path, metavar="FILE", help="report of the GPU suite to keep")

@@ -131,7 +131,7 @@ def _positions(x, count: int):
 
 
 def recorded(run: Callable) -> list[int] | str:
-    """Return the allocator's requests while `run` runs, see `kernel_cases.events`; the error's type if it fails."""
+    """Return the requests to torch's allocator during `run()`, see `kernel_cases.events`; or the type of its error."""
     torch.cuda.memory._record_memory_history(max_entries=10**6, context=None)
     results = []
     try:
@@ -204,7 +204,7 @@ def requests() -> dict[str, list[int] | str]:
 
 
 def ask(capability: str) -> None:
-    """Print the requests of this Python's torch on a GPU of a compute capability, as JSON."""
+    """Rehearse a GPU of a compute capability, e.g. "9.0", and print what `requests` returns there, as JSON."""
     folder = str(HERE)
 
     def work(_):  # runs in the process of the rehearsal
@@ -231,7 +231,10 @@ def answered(python: str, capability: str) -> dict:
 
 
 def differences(old: dict, new: dict) -> dict[str, tuple]:
-    """Return {name: (requests of the old release, of the new release)}; None if a release has no such case."""
+    """Return {name: (requests of the old release, requests of the new release)} of the cases in which they differ.
+
+    The requests are None if a release has no such case. `old`, `new`: what `requests` returned under each release.
+    """
     names = [*old, *(name for name in new if name not in old)]
     return {name: (old.get(name), new.get(name)) for name in names if old.get(name) != new.get(name)}
 

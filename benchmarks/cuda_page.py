@@ -34,7 +34,10 @@ def nearness() -> str:
 
 
 def _equal_or_off(found: dict) -> str:
-    """Describe the errors of allocated and reserved bytes in a summary of benchmarks/measure_cuda.py."""
+    """Describe the errors of allocated and reserved bytes.
+
+    `found`: a summary of results/cuda.json, as `measure_cuda.summary` returns it.
+    """
     if not found["allocated_worst"] + found["reserved_worst"]:
         return "allocated and reserved **equal to the byte in all**"
     return (

@@ -22,7 +22,13 @@ class Absent(Exception):
 
 
 class Rows:
-    """The measured rows by part and name. A row that is missing raises Absent."""
+    """The measured rows of the GPU suite: `rows(part, name)` returns one, e.g. part "ten", name "vanilla".
+
+    A row that is missing or failed raises Absent.
+
+    Args:
+        rows: {(part, name): row}.
+    """
 
     def __init__(self, rows: Mapping[tuple[str, str], StoredRow]):
         self._rows = rows
@@ -38,7 +44,7 @@ class Rows:
         return row
 
     def names(self, part: str, start: str = "") -> list[str]:
-        """Return the successful rows of a part whose names begin with a text, in their order."""
+        """Return the names of the successful rows of a part that begin with the text `start`, in their order."""
         return [name for (of, name), row in self._rows.items() if of == part and name.startswith(start) and row.ok]
 
     def memory(self, part: str, name: str) -> dict[str, Any]:
@@ -48,7 +54,7 @@ class Rows:
         return self.memory(part, name)["peak_bytes"]
 
     def shrunk(self, part: str, name: str, baseline: str) -> float:
-        """Return the peak of the row `name` divided by that of the row `baseline`."""
+        """Return the peak of the row `name` of a part divided by that of its row `baseline`."""
         return self.peak(part, name) / self.peak(part, baseline)
 
     def faster(self, part: str, name: str, baseline: str) -> Ratio:
@@ -70,10 +76,11 @@ def _training_dwarfs(rows: Rows) -> float:
 
 
 def _batches(rows: Rows, number: int, baseline: int) -> Ratio:
-    """Return the speed at one batch size divided by that at another; `number` and `baseline` are indices into the
-    sizes.
+    """Return the speed at one batch size divided by that at another, from the suite's rows of the part "batch".
 
     Only sizes that fit count. Raises Absent for fewer than three sizes.
+
+    `number`, `baseline`: index of the one size and of the other among the sizes.
     """
     sizes = [name for name in rows.names("batch", "batch ") if "against" not in name]
     if len(sizes) < 3:
@@ -100,9 +107,9 @@ def _saves_with_batch(rows: Rows) -> float:
 
 
 def _at_ends(rows: Rows, kind: str, phase: str) -> float:
-    """Return a ratio: bytes of the category `kind` at the end of a phase under fp16, divided by those in fp32.
+    """Return the bytes of the category `kind` at the end of a phase under fp16, divided by those in fp32.
 
-    Both trainings have the largest micro-batch.
+    Both trainings have the largest micro-batch. `rows`: the suite's.
     """
     half, full = (rows.memory("fp16", f"64 x 2, {name}")["phase_breakdowns"][phase] for name in ("fp16", "fp32"))
     return half[kind] / full[kind]
@@ -139,8 +146,9 @@ def _fused_kernels(rows: Rows) -> float:
 
 
 def _before(rows: Rows, name: str) -> str:
-    """Return the name of the rung below `name` in lesson 14's ladder of speed. Raises Absent if the two were not
-    compared.
+    """Return the name of the recipe one rung below the recipe `name` in lesson 14's ladder of speed.
+
+    Raises Absent if the two were not compared.
     """
     pairs = [pair for pair in rows.names("best", f"{name} against ") if not pair.endswith(FIRST)]
     if not pairs:
@@ -198,10 +206,14 @@ VALUES: dict[str, Callable[[Rows], Value]] = {
 
 
 def decided(rows: Mapping[tuple[str, str], StoredRow], machine: Machine, profile: str) -> list[dict[str, Any]]:
-    """Return a decision as JSON for each of VALUES, in the order of the ledger.
+    """Return a decision as JSON for each claim of `VALUES`, in the order of the ledger.
 
-    It has the verdict on the measured value, or "not testable here" with the reason. A rehearsal decides claims about
-    memory only.
+    A decision has the verdict on the measured value, or "not testable here" with the reason. A rehearsal decides claims
+    about memory only.
+
+    Args:
+        rows: {(part, name): measured row}.
+        machine, profile: the machine of the rows, and the name of their profile.
     """
     ledger, found = load(), []
     for claim in (claim for claim in ledger.values() if claim.id in VALUES):

@@ -14,7 +14,10 @@ SIDE, TURNS = 8192, 12  # rows and columns of the square matrices; interleaved t
 
 
 def looped(model, arguments):
-    """Return an AdamW without foreach and fused kernels, which loops over the tensors."""
+    """Return an AdamW without foreach and fused kernels, which loops over the tensors of a model.
+
+    `arguments`: the Trainer's `TrainingArguments`.
+    """
     import torch
 
     options = {"weight_decay": 0.0, "foreach": False, "fused": False}
@@ -22,7 +25,7 @@ def looped(model, arguments):
 
 
 def products(task: Task) -> dict[str, list[float]]:
-    """Return {precision: seconds per turn} of one large matmul, with interleaved precisions."""
+    """Return {precision: seconds per turn} of one large matmul, with interleaved precisions. The task is not used."""
     import torch
 
     from trainmem.measure.interleaving import in_turns
@@ -67,7 +70,7 @@ def kernels(task: Task) -> dict[str, bool]:
 def forced(kernel: str, arguments: dict[str, Any], profile: Profile) -> Callable[[Task], None]:
     """Return a function of a task that trains with the Trainer, while SDPA may only use `kernel`, a key of `KERNELS`.
 
-    The training has as many steps as an interleaved comparison under this profile.
+    The training has as many steps as an interleaved comparison under this profile. `arguments`: its training arguments.
     """
     steps = profile.warmup_steps + profile.turns + 1
 
@@ -87,7 +90,7 @@ def forced(kernel: str, arguments: dict[str, Any], profile: Profile) -> Callable
 
 
 def cold_start(task: Task) -> list[float]:
-    """Return the seconds of the first steps (forward and backward) of a model that is not compiled yet.
+    """Return the seconds of the first steps (forward and backward) of a task's model that is not compiled yet.
 
     The first step includes the compilation: the cold start.
     """
@@ -115,7 +118,7 @@ def cold_start(task: Task) -> list[float]:
 def rates(task: Task) -> dict[str, float]:
     """Return {type: floating-point operations per second} of a large matmul, measured by `roofline.ceilings`.
 
-    "tf32" is fp32 with tf32 on.
+    "tf32" is fp32 with tf32 on. The task is not used.
     """
     import torch
 
@@ -130,7 +133,7 @@ def rates(task: Task) -> dict[str, float]:
 
 
 def flops_of_a_sample(task: Task) -> int:
-    """Return the counted floating-point operations of forward and backward for one sample."""
+    """Return the counted floating-point operations of forward and backward for one sample of a task."""
     from perf_helpers.lab import roofline
 
     return roofline.model_flops(task, 1)

@@ -29,7 +29,7 @@ Rows = dict[tuple[str, str], dict[str, Any]]
 def content(rows: list[StoredRow]) -> dict[str, Any]:
     """Return the report of the machine that measured the last row; the last try of a row counts.
 
-    Raises ValueError if there are no rows.
+    `rows`: all rows of the suite's file, in order. Raises ValueError if there are none.
     """
     if not rows:
         raise ValueError("no rows: run the suite first")
@@ -60,7 +60,9 @@ def _shown(row: StoredRow) -> dict[str, Any]:
 
 
 def measured(data: dict[str, Any]) -> dict[str, Any]:
-    """Return a report unchanged. Raises ValueError unless it was measured on a GPU, at a GPU's sizes."""
+    """Return a report of the GPU suite unchanged. Raises ValueError unless it was measured on a GPU, at a GPU's
+    sizes.
+    """
     machine = Machine.from_dict(data["machine"])
     if machine.rehearsed:
         raise ValueError("what was rehearsed was not measured, and is not kept")
@@ -70,7 +72,7 @@ def measured(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def keep(rows: Path, results: Path) -> Path:
-    """Store a file of rows as results/<machine>/gpu/<date>.json, and return that path.
+    """Store a file of the suite's rows as results/<machine>/gpu/<date>.json, and return that path.
 
     `rows`: the file; `results`: the folder results/. Raises ValueError like `content` and `measured`.
     """
@@ -81,12 +83,18 @@ def keep(rows: Path, results: Path) -> Path:
 
 
 def suites(results: Path) -> dict[str, dict[str, Any]]:
-    """Return {machine's folder: its newest report}. Raises ValueError like `measured`."""
+    """Return {machine's folder: its newest report of the GPU suite} in the folder results/.
+
+    Raises ValueError like `measured`.
+    """
     return {path.parents[1].name: measured(read_record(path)) for path in sorted(results.glob("*/gpu/*.json"))}
 
 
 def beside_a_card(suites: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return tables of an H100's measurements against their rehearsal: the suite's runs, and generated trainings."""
+    """Return tables of an H100's measurements against their rehearsal: the suite's runs, and generated trainings.
+
+    `suites`: {machine: its newest report of the GPU suite}.
+    """
     record, before = read_record(RESULTS / "card.json"), read_record(RESULTS / "h100_suite_predictions.json")
     predicted = {(row["part"], row["name"]): {name: row[name] for name in SIZES[1:]} for row in before["rows"]}
     runs = [(key, _sizes(row)) for data in suites.values() for key, row in by_name(data).items()]
@@ -111,13 +119,16 @@ def beside_a_card(suites: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def recipes_of(data: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return {name: status, allocated and reserved bytes} of each of the guides' ten recipes."""
+    """Return {name: status and memory} of each of the guides' ten recipes in a report of the GPU suite.
+
+    The keys of an entry are "status", "peak_bytes", "reserved_bytes" and "device_used_bytes".
+    """
     rows = by_name(data)
     return {name: _sizes(rows[part, name]) for part, name in rows if part == "ten" and name in recipes.ROWS}
 
 
 def caption(data: Mapping[str, Any]) -> str:
-    """Return machine, versions and dates of a report."""
+    """Return machine, versions and dates of a report of the GPU suite as text."""
     driver = next((gpu.get("driver") for gpu in data["machine"]["gpus"]), None)
     about = f"{data['machine']['name']}, driver {driver or 'unknown'}, {versions(data)}"
     return f"{about}, profile {data['profile']}, {data['began'][:16]} to {data['date'][:16]} UTC"
@@ -139,7 +150,13 @@ def _samples(row: Mapping[str, Any]) -> str:
 
 
 def section(name: str, data: Mapping[str, Any], cards: Mapping[str, dict]) -> str:
-    """Return the tables of one machine, one per part. `cards`: {card: its rehearsal}."""
+    """Return the tables of one machine, one per part of the GPU suite.
+
+    Args:
+        name: the heading, e.g. the machine's name.
+        data: the machine's report.
+        cards: {card: its rehearsal}.
+    """
     rows = by_name(data)
     made = [f"### {name}", caption(data)]
     for part, plan in PARTS.items():
@@ -173,9 +190,9 @@ def _part(part: str, rows: Rows, alike: Mapping[str, Mapping[str, dict]]) -> str
 
 
 def _against(pair: str, row: Mapping[str, Any]) -> str:
-    """Describe a comparison: the speed ratio with its interval, and the ratio of the peaks.
+    """Describe a comparison of two runs: the speed ratio with its interval, and the ratio of the peaks.
 
-    `pair`: name of its row, "run against baseline".
+    `row`: the stored row of the pair; `pair`: its name, "run against baseline".
     """
     baseline = pair.partition(" against ")[2]
     if not row["speed_ratio"]:
@@ -188,7 +205,7 @@ def _against(pair: str, row: Mapping[str, Any]) -> str:
 def _alike(rows: Rows, data: Mapping[str, Any], cards: Mapping[str, dict]) -> dict[str, dict[str, dict]]:
     """Return {card: {recipe: rehearsed row}} for cards like the measured GPU.
 
-    A card is like it if it has the same compute capability, and if its rehearsal trained the same task as the part
+    A card is like the GPU if it has the same compute capability, and if its rehearsal trained the same task as the part
     "ten".
 
     Args:
@@ -205,7 +222,7 @@ def _alike(rows: Rows, data: Mapping[str, Any], cards: Mapping[str, dict]) -> di
 
 
 def _facts(rows: Rows) -> Iterator[str]:
-    """Yield a line of text for each result of a function: rates, kernels, cold starts."""
+    """Yield a line of text for each result of a function in the suite's rows: rates, kernels, cold starts."""
     answers = {key: row["value"] for key, row in rows.items() if row["status"] == "ok" and row["value"] is not None}
     if found := answers.get(("tf32", "products")):
         fastest = {name: min(seconds) for name, seconds in found.items()}
@@ -220,7 +237,7 @@ def _facts(rows: Rows) -> Iterator[str]:
 def _utilisation(rows: Rows) -> Iterator[str]:
     """Yield a line of text with the model FLOPs utilisation of the first recipe, and one with that of the best recipe.
 
-    It is a share of the rate that a large matmul reaches in the recipe's precision.
+    The utilisation is a share of the rate that a large matmul reaches in the recipe's precision.
     """
     needed = (rows.get(("best", name)) for name in ("rates", "model FLOPs of a sample"))
     rates, flops = (row["value"] if row and row["status"] == "ok" else None for row in needed)

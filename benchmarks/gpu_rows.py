@@ -29,7 +29,7 @@ BOTH = ("memory", "time")
 
 @dataclass(frozen=True)
 class Row:
-    """One thing to measure: a run, a pair of interleaved runs, or a call of a function."""
+    """One thing that the GPU suite measures: a run, a pair of interleaved runs, or a call of a function."""
 
     name: str  # unique within its part
     kind: str = "run"  # by the lab; "pair": two interleaved runs; "question": a function's result
@@ -43,7 +43,7 @@ class Row:
     lacks: str = ""  # something that the row needs and this machine lacks
 
     def settings(self) -> dict[str, Any]:
-        """Return everything but machine and versions that the result depends on, as JSON types."""
+        """Return everything but machine and versions that the result depends on as {name: value of a JSON type}."""
         facts = {"kind": self.kind, "task": self.task and self.task.to_dict(), "arguments": self.arguments}
         facts |= {"measure": list(self.measure), "steps": self.steps, "of": [row.settings() for row in self.of]}
         return facts | {name: getattr(self, name) and self.name for name in ("function", "optimizer")}
@@ -51,7 +51,7 @@ class Row:
 
 @dataclass(frozen=True)
 class StoredRow(Record):
-    """The result of a row: one line of the file."""
+    """The result of a row of the GPU suite, as in one line of its file: settings, machine, status, runs and ratios."""
 
     part: str
     name: str
@@ -82,7 +82,7 @@ Known = Mapping[str, StoredRow]  # {name: row} of the rows of a part that need n
 
 @dataclass(frozen=True)
 class Here:
-    """The machine, its packages and the sizes that fit it; the rows depend on them."""
+    """The machine, its packages and the profile that fits it, on which the rows of the GPU suite depend."""
 
     machine: Machine
     versions: dict[str, str | None]
@@ -94,7 +94,7 @@ class Here:
 
     @property
     def half(self) -> dict[str, bool]:
-        """Return the argument for mixed precision: bf16, or fp16 on a GPU without bf16."""
+        """Return the argument for mixed precision: {"bf16": True}, or {"fp16": True} on a GPU without bf16."""
         fp16 = self.machine.kind == "cuda" and not self.has("sm80")
         return {"fp16": True} if fp16 else {"bf16": True}
 
@@ -113,7 +113,7 @@ class Here:
         return Row(name, "question", task=task, function=function, lacks=missing)
 
     def lacking(self, arguments: Mapping[str, Any]) -> str:
-        """Return in words what these arguments need and this machine lacks; empty if nothing is missing."""
+        """Return in words what training arguments need and this machine lacks; empty if nothing is missing."""
         needs = {"fp16": "cuda", "tf32": "sm80"}
         missing = [hardware.supports(need, self.machine)[1] for name, need in needs.items() if arguments.get(name)]
         if "bnb" in arguments.get("optim", "") and not self.versions.get("bitsandbytes"):
@@ -140,7 +140,10 @@ PRECISIONS = {"fp32": {}, "fp16": recipes.HALF}
 
 
 def ten(here: Here, known: Known) -> Iterator[Row]:
-    """The guides' ten recipes, and their speeds against each other."""
+    """The guides' ten recipes, and their speeds against each other.
+
+    Yield the rows of this part of the GPU suite; `known`: {name: row} of those measured already.
+    """
     task, rows = here.profile.task, {}
     against = {name: [] if name == "vanilla" else ["vanilla"] for name in recipes.ROWS}
     against["+ checkpointing"] = ["accumulation", "vanilla"]
@@ -156,7 +159,10 @@ def ten(here: Here, known: Known) -> Iterator[Row]:
 
 
 def batch(here: Here, known: Known) -> Iterator[Row]:
-    """Memory and throughput by batch size, up to the first that does not fit."""
+    """Memory and throughput by batch size, up to the first that does not fit.
+
+    Yield the rows of this part of the GPU suite; `known`: {name: row} of those measured already.
+    """
     task = here.profile.task if here.tiny else here.profile.task.replace(dataset_size=2048)
     fitting = []
     for size in (1, 2, 4, 8, 16, 32, 64):
@@ -174,7 +180,10 @@ def batch(here: Here, known: Known) -> Iterator[Row]:
 
 
 def fp16(here: Here, known: Known) -> Iterator[Row]:
-    """The 2022 guide's table: fp16 and fp32 by micro-batch; also with two accumulation steps, which keep gradients."""
+    """The 2022 guide's table: fp16 and fp32 by micro-batch; also with two accumulation steps, which keep gradients.
+
+    Yield the rows of this part of the GPU suite; `known`: {name: row} of those measured already.
+    """
     task = here.profile.task if here.tiny else Task("bert-base-uncased", seq_len=128)
 
     def two(size: int, more: dict[str, int], measure: tuple[str, ...]) -> list[Row]:
@@ -192,7 +201,10 @@ def fp16(here: Here, known: Known) -> Iterator[Row]:
 
 
 def tf32(here: Here, known: Known) -> Iterator[Row]:
-    """tf32 on and off, in fp32 and under fp16; and large matmuls in each precision."""
+    """tf32 on and off, in fp32 and under fp16; and large matmuls in each precision.
+
+    Yield the rows of this part of the GPU suite; `known`: {name: row} of those measured already.
+    """
     for name, arguments in PRECISIONS.items():
         baseline = here.row(name, here.profile.task, recipes.FOUR | arguments)
         name = "fp16 and tf32" if arguments else "tf32"
@@ -203,7 +215,10 @@ def tf32(here: Here, known: Known) -> Iterator[Row]:
 
 
 def bf16(here: Here, known: Known) -> Iterator[Row]:
-    """bf16 on and off."""
+    """bf16 on and off.
+
+    Yield the rows of this part of the GPU suite; `known`: {name: row} of those measured already.
+    """
     plain = here.row("fp32", here.profile.task, recipes.FOUR)
     row = here.row("bf16", here.profile.task, recipes.FOUR | {"bf16": True}, measure=BOTH)
     yield row
@@ -214,7 +229,10 @@ NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 def attention(here: Here, known: Known) -> Iterator[Row]:
-    """Plain attention and SDPA by length, as in lesson 11, and each SDPA kernel that can be forced."""
+    """Plain attention and SDPA by length, as in lesson 11, and each SDPA kernel that can be forced.
+
+    Yield the rows of this part of the GPU suite; `known`: {name: row} of those measured already.
+    """
     lengths = (16, 24, 32) if here.tiny else (512, 1024, 2048)
     size = {} if here.tiny else {"num_hidden_layers": 12, "max_position_embeddings": 2048}
     task = Task("bert-tiny" if here.tiny else "bert-large-uncased", config=size | NO_DROPOUT)
@@ -241,7 +259,10 @@ def attention(here: Here, known: Known) -> Iterator[Row]:
 
 
 def compiled(here: Here, known: Known) -> Iterator[Row]:
-    """torch.compile on and off: steady state, and the seconds of a cold start."""
+    """torch.compile on and off: steady state, and the seconds of a cold start.
+
+    Yield the rows of this part of the GPU suite; `known`: {name: row} of those measured already.
+    """
     facts = NO_DROPOUT | {"problem_type": "single_label_classification"}
     task = here.profile.task.replace(config=facts | ({} if here.tiny else {"num_hidden_layers": 6}))
     plain = here.row("uncompiled", task, recipes.FOUR, measure=BOTH)
@@ -281,7 +302,10 @@ WITHOUT = {("t5-base", "fp16"), ("mixtral", "fp16")}  # uncommon trainings: T5 o
 
 
 def estimates(here: Here, known: Known) -> Iterator[Row]:
-    """Forty trainings of six models, which the estimate is compared with."""
+    """Forty trainings of six models, which the estimate is compared with.
+
+    Yield the rows of this part of the GPU suite; `known`: {name: row} of those measured already.
+    """
     chosen = [(model, recipe) for model in MODELS for recipe in RECIPES if (model, recipe) not in WITHOUT]
     for model, recipe in chosen:
         task, size, small = MODELS[model]
@@ -296,7 +320,8 @@ FIRST = "guides' vanilla"
 def best(here: Here, known: Known) -> Iterator[Row]:
     """Lesson 14's ladder of speed, from the guides' vanilla to the best recipe that takes no more memory.
 
-    Model FLOPs utilisation is measured for both ends. Each technique alone is also run, for the guide's own table.
+    Yield the rows of this part of the GPU suite; `known`: {name: row} of those measured already. Model FLOPs
+    utilisation is measured for both ends. Each technique alone is also run, for the guide's own table.
     """
     climb = [here.row(FIRST, here.profile.task, GUIDES, optimizer=gpu_functions.looped)]
     yield climb[0]
@@ -327,7 +352,8 @@ GUIDES = recipes.FOUR | {"attn_implementation": "eager"}
 
 
 def _rungs(here: Here) -> Iterator[tuple[str, list[dict[str, Any]], str]]:
-    """Yield the rungs of lesson 14's ladder of speed: (name, choices of new arguments, what this machine lacks).
+    """Yield the rungs of lesson 14's ladder of speed: (name, choices of added training arguments, what `here` lacks for
+    them).
 
     If there are several choices, the last that fits is taken.
     """
@@ -344,7 +370,7 @@ def _rungs(here: Here) -> Iterator[tuple[str, list[dict[str, Any]], str]]:
 def _utilisation(here: Here, known: Known, climb: list[Row]) -> Iterator[Row]:
     """Yield the rows for model FLOPs utilisation (lesson 02): the first and the best recipe, and matmul rates.
 
-    `climb`: the rows of the ladder, the first recipe first.
+    `known`: {name: row} of those measured already; `climb`: the rows of the ladder, the first recipe first.
     """
     ratios = {row.name: known[here.pair(climb[0], row).name].speed_ratio for row in climb[1:]}
     fitting = [row for row in climb if known[row.name].peak_bytes <= known[FIRST].peak_bytes]

@@ -53,7 +53,7 @@ class NotInstalled(Exception):
 
 @dataclass(frozen=True)
 class LibrarySet:
-    """A set of libraries from matrix.toml."""
+    """A set of libraries from matrix.toml: its name, a description, and the requirements for pip."""
 
     name: str
     what: str
@@ -63,22 +63,24 @@ class LibrarySet:
 
     @property
     def is_open(self) -> bool:
-        """Return whether the versions are not pinned, so that they depend on the day."""
+        """Return whether the set's versions are not pinned, so that they depend on the day."""
         return not self.packages and not self.constraints
 
     def wanted(self) -> list[str]:
-        """Return the requirements for pip, including the pins of a constraints file."""
+        """Return the set's requirements for pip, including the pins of a constraints file."""
         return [*self.packages, *([(ROOT / self.constraints).read_text()] if self.constraints else [])]
 
 
 def library_sets() -> list[LibrarySet]:
-    """Return the sets of matrix.toml, the oldest first. pip refuses versions that pyproject.toml does not admit."""
+    """Return the library sets of matrix.toml, the oldest first. pip refuses versions that pyproject.toml does not
+    admit.
+    """
     rows = tomllib.loads(SETS.read_text(encoding="utf-8"))["set"]
     return [LibrarySet(**row | {"packages": tuple(row["packages"])}) for row in rows]
 
 
 def source_hash(root: Path = ROOT) -> str:
-    """Return a hash of the files that affect results."""
+    """Return a hash of the files below `root` that affect the results of a course run."""
     found = sorted({path for pattern in SOURCES for path in root.glob(pattern) if path.is_file()})
     state = hashlib.sha256()
     for path in (path for path in found if "__pycache__" not in path.parts):
@@ -90,7 +92,7 @@ def source_hash(root: Path = ROOT) -> str:
 
 
 class Environments:
-    """Install and run sets, each in its own folder below `folder`."""
+    """Install and run sets of libraries, each set in its own folder below `folder`."""
 
     def __init__(self, folder: Path = BUILD):
         self.folder = folder
@@ -119,7 +121,7 @@ class Environments:
         made.write_text(requirements)
 
     def packages(self, one: LibrarySet) -> dict[str, str]:
-        """Return the exact versions of all installed packages, torch with its build."""
+        """Return {package: exact version} of all packages installed for the set; torch's version includes its build."""
         command = [self.python(one), "-m", "pip", "list", "--format=json", "--exclude-editable"]
         done = self._run(one, command, check=True)
         found = {canonicalize_name(row["name"]): row["version"] for row in json.loads(done.stdout)}
@@ -127,7 +129,7 @@ class Environments:
         return found | {"torch": self._run(one, [self.python(one), "-c", code], check=True).stdout.strip()}
 
     def course(self, one: LibrarySet, lesson: str) -> dict:
-        """Run a lesson in the set's environment and return its results.
+        """Run a lesson in the set's environment and return its results, the content of results.json.
 
         Raises:
             ValueError: the lesson wrote no results; the message has its exit code.
@@ -159,13 +161,15 @@ class Environments:
         return subprocess.run(command, capture_output=True, text=True, env=self._variables(one), **options)
 
     def _variables(self, one: LibrarySet) -> dict[str, str]:
-        """Return environment variables: each set has its own cache of runs and operations and its own code."""
+        """Return {name: value} of the environment variables for a set's processes: each set has its own code, and its
+        own cache of runs and operations.
+        """
         environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
         return environment | {"PERF_HELPERS_HOME": str(self.folder / one.name / "home")}
 
 
 def pip_reason(stderr: str) -> str:
-    """Return pip's errors in one line, without addresses."""
+    """Return pip's errors in one line, without addresses; `stderr` is what pip printed."""
     lines = [line.removeprefix("ERROR: ").strip() for line in stderr.splitlines() if line.startswith("ERROR: ")]
     known = [line for line in lines if not line.startswith(("Ignored the following", "ResolutionImpossible"))]
     return plain("; ".join(known or lines or stderr.strip().splitlines()[-1:]) or "pip gave no reason")
@@ -183,9 +187,11 @@ def plain(text: str) -> str:
 
 
 def run(one: LibrarySet, lessons: list[str], environments: Environments, again: bool = False) -> dict:
-    """Run the parts of a set that no earlier call has run, and return what `became` returns.
+    """Run the lessons and the rehearsal of a set that no earlier call has run, and return what `became` returns.
 
     Results are kept in the set's `done.json`: {"key", "packages", "date", "ran": {lesson or REHEARSAL: results}}.
+
+    `again`: run them even if earlier results are still valid.
     """
     known, jobs = done(one, environments), [*lessons, REHEARSAL]
     if known and again:
@@ -214,10 +220,13 @@ def became(one: LibrarySet, lessons: list[str], known: dict, status: str = "ok",
     """Return the result of a set.
 
     Its keys are "name", "what", "status", "message", "packages", "date", "course", "rehearsal" and "not_rehearsed".
-    "status" is "ok", "not installed" or "not run"; "course" and "rehearsal" are results or None. If "rehearsal" is
-    None, "not_rehearsed" has the reason.
+    "course" and "rehearsal" are results or None. If "rehearsal" is None, "not_rehearsed" has the reason.
 
-    `known`: content of the set's `done.json`.
+    Args:
+        lessons: names of the lessons in "course".
+        known: content of the set's `done.json`.
+        status: "ok", "not installed" or "not run".
+        message: why the set did not run; "" if it did.
     """
     entry = {"name": one.name, "what": one.what, "status": status, "message": message}
     entry |= {"date": known.get("date", now()), "packages": known.get("packages", {})}
@@ -230,7 +239,7 @@ def became(one: LibrarySet, lessons: list[str], known: dict, status: str = "ok",
 
 
 def done(one: LibrarySet, environments: Environments) -> dict:
-    """Return the stored results of a set, or {} if none are stored or anything that they depend on has
+    """Return the content of a set's `done.json`, or {} if it is missing or anything that the results depend on has
     changed since.
     """
     try:
@@ -263,6 +272,11 @@ def record(rows: list[dict], lessons: list[str], note: str = "") -> dict:
 
     It has the versions, lessons and claims of each set, the memory of runs that differ, the rehearsed bytes, and the
     differences between each set and the next that ran.
+
+    Args:
+        rows: what `became` returned for each set.
+        lessons: names of the lessons that were run.
+        note: a remark for readers of the record.
     """
     ran = [row for row in rows if row["course"]]
     claims: dict[str, dict] = {}
@@ -292,14 +306,18 @@ def record(rows: list[dict], lessons: list[str], note: str = "") -> dict:
 
 
 def _set(row: dict) -> dict:
-    """Return a set's entry in the record, without its measurements."""
+    """Return a set's entry in the record, without its measurements; `row` is what `became` returned."""
     entry = {name: row[name] for name in ("name", "what", "status", "message", "not_rehearsed", "date", "packages")}
     lessons = row["course"]["lessons"] if row["course"] else []
     return entry | {"lessons": {x["name"]: {"status": x["status"], "message": plain(x["message"])} for x in lessons}}
 
 
 def _sizes(runs: dict[str, list[dict]]) -> dict[str, dict[str, dict]]:
-    """Return {run: {set: memory}} of every run with a memory; the names of runs are the same in all sets."""
+    """Return {run: {set: memory}} of every run with a memory; the names of runs are the same in all sets.
+
+    A run without a memory because it failed has its status and message instead. `runs`: {set: its runs, as in
+    results.json}.
+    """
     found: dict[str, dict[str, dict]] = {}
     for name, rows in runs.items():
         for id, run in keyed(rows):
@@ -311,7 +329,11 @@ def _sizes(runs: dict[str, list[dict]]) -> dict[str, dict[str, dict]]:
 
 
 def _between(old: dict, new: dict) -> dict:
-    """Return the differences between two sets: packages, and every change of the course and the rehearsal."""
+    """Return the differences between two sets: {"old", "new": names, "packages", "changes" of the course, "rehearsed":
+    changes}.
+
+    `old`, `new`: what `became` returned for each set. "rehearsed" is None unless both were rehearsed.
+    """
     names = sorted(old["packages"].keys() | new["packages"].keys())
     pairs = {name: [row["packages"].get(name) for row in (old, new)] for name in names}
     entry = {
@@ -325,7 +347,12 @@ def _between(old: dict, new: dict) -> dict:
 
 
 def main(arguments: list[str] | None = None, environments: Environments | None = None) -> int:
-    """Run the sets and write the record. Return the exit code: 1 if a set, or a lesson of a set, did not run."""
+    """Run the sets and write the record. Return the exit code: 1 if a set, or a lesson of a set, did not run.
+
+    Args:
+        arguments: words of the command line; None: those of this process.
+        environments: install and run the sets; None: in build/matrix.
+    """
     parser = argparse.ArgumentParser(description="Run the course under several sets of libraries; record what differs.")
     known = library_sets()
     names = [one.name for one in known]

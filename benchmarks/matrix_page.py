@@ -25,7 +25,10 @@ def section(record: dict) -> str:
 
 
 def changed(record: dict) -> set[str]:
-    """Return the ids of everything that differs between two sets: claims, runs, lessons, rehearsed trainings."""
+    """Return the ids of everything that differs between two sets: claims, runs, lessons, rehearsed trainings.
+
+    `record`: the content of results/matrix.json.
+    """
     return {change["id"] for pair in record["between"] for change in pair["changes"] + (pair["rehearsed"] or [])}
 
 
@@ -35,7 +38,9 @@ def causes() -> list[dict]:
 
 
 def _causes(record: dict) -> list[str]:
-    """Return a list of the known causes; empty if there are none."""
+    """Return, as Markdown, a list of the known causes of differences in the record (results/matrix.json); empty
+    without any.
+    """
     lines = []
     for cause in causes():
         if names := [id.removeprefix("rehearsal/") for id in cause["changes"] if id in changed(record)]:
@@ -44,7 +49,9 @@ def _causes(record: dict) -> list[str]:
 
 
 def _sets(record: dict) -> str:
-    """Return a table with a column per set: libraries, lessons that ran, expected claims, the rehearsal."""
+    """Return a table of the record (results/matrix.json) with a column per set: libraries, lessons that ran, expected
+    claims, the rehearsal.
+    """
     sets = record["sets"]
     rows = [["", *(row["what"] for row in sets)]]
     rows += [[name, *(row["packages"].get(name, "") for row in sets)] for name in LIBRARIES]
@@ -73,7 +80,10 @@ def _trainings(record: dict, row: dict) -> str:
 
 
 def _trouble(record: dict) -> list[str]:
-    """Return a list of everything that did not run, with reasons; empty if all ran."""
+    """Return, as Markdown, a list of everything in the record (results/matrix.json) that did not run, with reasons.
+
+    The list is empty if everything ran.
+    """
     lines = []
     for row in record["sets"]:
         if row["status"] != "ok":
@@ -92,7 +102,9 @@ def _trouble(record: dict) -> list[str]:
 
 
 def _claims(record: dict) -> str:
-    """Return a table of the claims that differ between two sets beyond their noise, and the number of the others."""
+    """Return a table of the claims in the record (results/matrix.json) that differ between two sets beyond their noise,
+    and the number of the other claims.
+    """
     moved = changed(record) & record["claims"].keys()
     ledger, same = load(), len(record["claims"]) - len(moved)
     text = (
@@ -112,7 +124,9 @@ def _claims(record: dict) -> str:
 
 
 def _memory(record: dict) -> str:
-    """Return a table of runs whose bytes differ between two sets, by category, with the operation at the peak."""
+    """Return a table of the record's runs (results/matrix.json) whose bytes differ between two sets: bytes by category,
+    and the operation at the peak.
+    """
     compared, moved = record["runs"], _moved(record, "changes")
     if not moved:
         return f"Memory: no byte of {compared} runs differs between any two sets that ran." if compared else "No run."
@@ -123,7 +137,9 @@ def _memory(record: dict) -> str:
 
 
 def _rehearsed(record: dict) -> str:
-    """Return tables of rehearsed trainings: allocated and reserved bytes in each set, and the differences."""
+    """Return tables of the record's rehearsed trainings (results/matrix.json): allocated and reserved bytes in each
+    set, and the differences.
+    """
     if not record["rehearsed"]:
         return "Rehearsed: no set has torch's CUDA build, or none could be rehearsed."
     names, rows = [row["name"] for row in record["sets"]], []
@@ -142,6 +158,8 @@ def _moved(record: dict, which: str) -> list[list[str]]:
     """Return rows [set, next set, run, difference] for every change of memory, or of whether a run fits.
 
     Runs with the same difference share a row, without their sizes and peak operations, which the record has.
+
+    `record`: the content of results/matrix.json; `which`: "changes" (of the course) or "rehearsed".
     """
     groups: dict[tuple[str, ...], list[tuple[str, str]]] = {}
     for pair in record["between"]:

@@ -51,7 +51,7 @@ OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "paged_adamw_8bit", "adamw_bnb
 
 
 def training(number: int, seed: int, on_cpu: bool) -> Training:
-    """Return training `number` in the set of a seed; architectures take turns.
+    """Return training `number` of the set that a seed generates; architectures take turns.
 
     `on_cpu`: draw sizes and precisions for a CPU.
     """
@@ -68,8 +68,9 @@ def training(number: int, seed: int, on_cpu: bool) -> Training:
 
 
 def counted(lab: Lab, one: Training, folder: Path) -> dict:
-    """Run a training on the CPU; return its record: the lab's count and the estimate by category, or why it is left
-    out.
+    """Run a training on the CPU; return its record, with the lab's count in "counted" and the estimate in "estimated".
+
+    Both are {"peak" or category: bytes}. A training that cannot run has the reason in "left_out".
 
     `folder`: folder for the file with the model's configuration.
     """
@@ -96,7 +97,7 @@ def rehearsed(lab: Lab, one: Training, folder: Path) -> dict:
 
 
 def cases(options) -> dict[str, Training]:
-    """Return {"cpu 0": ..., "cuda 0": ...}.
+    """Return {"cpu 0": training, "cuda 0": training, ...}, a CPU and a CUDA training per number.
 
     `options`: as in `runner.Measurement`.
     """

@@ -43,7 +43,7 @@ TECHNIQUES += ({"attn_implementation": "eager"}, {"gradient_checkpointing": True
 
 @dataclass(frozen=True)
 class Pair:
-    """A model, and the card for which advice is requested."""
+    """A model, the card for which advice is requested, and the training arguments that the advice must keep."""
 
     number: int
     architecture: str
@@ -59,7 +59,7 @@ class Pair:
 
 
 def pair(number: int, seed: int) -> Pair:
-    """Return the model and the card that a number stands for in the set of a seed.
+    """Return pair `number` of the set that a seed generates: a model and a card.
 
     Every fourth model is large and gets a real card. The others are small and get a made-up card. Architectures and
     cards take turns.
@@ -80,7 +80,7 @@ def pair(number: int, seed: int) -> Pair:
 
 
 class Undecided(Exception):
-    """This pair decides nothing; the message says why."""
+    """The rehearsal of a pair cannot decide whether the advice is right; the message says why."""
 
 
 def card_and_batch(one: Pair, task: Task) -> tuple[Card, int]:
@@ -88,6 +88,8 @@ def card_and_batch(one: Pair, task: Task) -> tuple[Card, int]:
 
     A made-up card gets up to a tenth more memory than one micro-batch needs. This micro-batch is so large that its peak
     is not in the optimizer update. For a real card, a line through two estimates predicts how many samples fit.
+
+    `task`: the pair's model as a task.
 
     Raises:
         Undecided: too many samples fit, or none.
@@ -115,7 +117,13 @@ def card_and_batch(one: Pair, task: Task) -> tuple[Card, int]:
 
 
 def decide(one: Pair, folder: Path) -> dict:
-    """Return the record of a pair: the best recipe, and the rehearsals of it and of the next larger micro-batch."""
+    """Return the record of a pair: its recipe, and the rehearsals of the best micro-batch ("best") and of the next
+    larger one ("next").
+
+    "keeps_its_word" is whether the best fits and the next does not; an undecided pair has the reason in "left_out".
+
+    `folder`: folder for the file with the model's configuration.
+    """
     row, task = one.to_dict(), task_of(one.config, one.seq_len, folder / f"{one.number}.json")
     try:
         on, batch = card_and_batch(one, task)
@@ -151,10 +159,12 @@ def decide(one: Pair, folder: Path) -> dict:
 
 
 def summary(rows: list[dict]) -> dict:
-    """Return in how many decided pairs the advice was right, how many pairs were left out, and what the decided ones
-    cover.
+    """Return the number of decided pairs ("decided"), of those in which the advice was right ("keeps_its_word") and of
+    others ("left_out"); and the architectures, compute capabilities and micro-batches of the decided pairs.
 
     An advice is right if its micro-batch fits in the rehearsal, and the next larger one runs out of memory.
+
+    `rows`: what `decide` returned for each pair.
     """
     decided = [row for row in rows if "keeps_its_word" in row]
     return {

@@ -87,7 +87,8 @@ def of_a_training(chance: random.Random, live_bytes: float) -> list[Event]:
 
     Args:
         chance: the random generator.
-        live_bytes: the batch takes 0.3 to 1.5 times the part of these bytes that weights, gradients and states leave.
+        live_bytes: bytes that weights, gradients, states and batch share; the batch takes 0.3 to 1.5 times the bytes
+            that the other three leave.
     """
     hidden, layers, words = (
         chance.choice([128, 256, 384, 768]),
@@ -157,7 +158,7 @@ def compare(text: str, seeds: list[str], torch_version: str | None = None) -> di
         torch_version: selects the rules of the model; None: those of the torch that runs.
 
     Returns:
-        The numbers of traces, events, requests that found no room and retries, and the first differences.
+        {"traces", "events", "out_of_memory", "retries": their numbers, "mismatches": the first one of each trace}.
     """
     import torch
 
@@ -191,10 +192,12 @@ def compare(text: str, seeds: list[str], torch_version: str | None = None) -> di
 
 
 def performed(torch, live: dict, event: Event) -> tuple:
-    """Perform an event by torch, and return its counts then: bytes, segments, whether there was no room, the address of
-    the new block.
+    """Perform an event by torch; return (allocated, reserved, requested bytes, small segments, large segments, whether
+    there was no room, address of the new block).
 
-    `live`: {key: tensor} of the blocks in use, which is updated.
+    Args:
+        torch: the module.
+        live: {key: tensor} of the blocks in use, which is updated.
     """
     full, address = False, 0
     if event is None:
@@ -213,7 +216,7 @@ def performed(torch, live: dict, event: Event) -> tuple:
 
 
 def answered(double: CachingAllocator, event: Event, places: dict[int, int], address_of_block: int) -> tuple:
-    """Perform an event on `double`, the model of the allocator, and return the same numbers as `performed`.
+    """Perform an event on `double`, the model of the allocator, and return a tuple as `performed` does.
 
     Args:
         places: {number of a segment of the model: its address in torch}, known from its first block; it is updated.
@@ -238,9 +241,10 @@ def answered(double: CachingAllocator, event: Event, places: dict[int, int], add
 
 
 def after(torch, retries: int) -> tuple:
-    """Return torch's state at the end of a trace: peaks in bytes, retries since the trace began, segments with blocks.
+    """Return torch's state at the end of a trace: ([peak of allocated and of reserved bytes], retries, segments with
+    blocks).
 
-    `retries`: torch's number of retries when the trace began.
+    `torch`: the module; `retries`: its number of retries when the trace began.
     """
     stats = torch._C._cuda_memoryStats(0)
     peaks = [stats[f"{name}_bytes"]["all"]["peak"] for name in ("allocated", "reserved")]
@@ -273,7 +277,10 @@ def double_after(double: CachingAllocator, places: dict[int, int]) -> tuple:
 
 
 def rehearsed(card: Card, text: str, seeds: list[str]) -> dict:
-    """Run `compare` in a rehearsal on a card, with these settings, and return its result."""
+    """Run `compare` in a rehearsal on a card, and return its result.
+
+    `text`: the settings, as in PYTORCH_CUDA_ALLOC_CONF; `seeds`: one per trace.
+    """
     with patch.dict(os.environ, PYTORCH_CUDA_ALLOC_CONF=text), Rehearsal(card) as stage:
         return stage.submit(compare, text, seeds).result()
 

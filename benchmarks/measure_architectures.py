@@ -114,7 +114,8 @@ _OF_IMAGES = {"mm_tokens_per_image": 4, "image_seq_length": 16}
 
 
 def shrunk(fields: dict, width: int) -> dict:
-    """Return the fields of a configuration with small sizes, those of its parts included.
+    """Return the fields of a model's configuration with small sizes, also in nested configurations, e.g. of a vision
+    tower.
 
     A list with an entry per layer keeps two entries, of different kinds if there are any. `width`: the hidden size.
     """
@@ -175,10 +176,10 @@ def _in_widths(size, width: int):
 
 
 def _filled(fields: dict, width: int) -> dict:
-    """Return the fields of a configuration; each field of `MISSING` that is None gets the size that is given there.
+    """Return the fields of a model's configuration; each field of `MISSING` that is None gets the size listed there.
 
-    That size is a number, or depends on `width`. The configurations of its parts, e.g. of a vision tower, are filled in
-    the same way.
+    That size is a number, or depends on `width`, the hidden size. Nested configurations, e.g. of a vision tower, are
+    filled in the same way.
     """
     found = {}
     for name, value in fields.items():
@@ -220,7 +221,10 @@ def configurations(name: str, kind: str, folder: Path):
 
 @functools.cache
 def classes() -> dict[str, tuple[str, str]]:
-    """Return {class: (its type, its family)} of all classes whose data are known; the families alternate."""
+    """Return {class: (its model type, its family)} of all classes whose data are known; the families alternate.
+
+    An entry is e.g. "BertForMaskedLM": ("bert", "masked"). `families.FAMILIES` lists the families.
+    """
     from transformers.models.auto import modeling_auto
 
     known, found = families.of_classes(), {}
@@ -237,7 +241,7 @@ def classes() -> dict[str, tuple[str, str]]:
 
 
 def cases(options) -> dict[str, tuple[str, str]]:
-    """Return {class: (its type, its family)} of this run's classes and of those in the record.
+    """Return {class: (its model type, its family)} of this run's classes and of those in the record.
 
     `options`: as in `runner.Measurement`.
     """
@@ -268,7 +272,13 @@ def measure(cases, options):
 
 
 def task_of(path: Path, name: str, family: str) -> Task:
-    """Return the task of a class, with images of 64 pixels unless the configuration has a size of its own."""
+    """Return the task of a class, with images of 64 pixels unless the configuration has a size of its own.
+
+    Args:
+        path: path of the configuration's file.
+        name: name of the class.
+        family: the class's family, see `classes`.
+    """
     task = Task(str(path), None if family == "ctc" else LENGTH, 16, name, audio_seconds=1.0)
     config = task.build_config()
     own = getattr(getattr(config, "vision_config", None) or config, "image_size", None)
@@ -276,7 +286,13 @@ def task_of(path: Path, name: str, family: str) -> Task:
 
 
 def compared(lab: Lab, name: str, kind: str, folder: Path) -> dict:
-    """Return the row of a class: bytes counted and estimated by category, or the reason why it was left out."""
+    """Return the row of a class: bytes by category, "counted" and "estimated", or why it was "refused" or "left_out".
+
+    Args:
+        lab: runs the training.
+        name, kind: name of the class, and its model type.
+        folder: folder for the files of configurations.
+    """
     reasons = []
     given = {"per_device_train_batch_size": SAMPLES, "optim": "adamw_torch"}
     try:

@@ -87,10 +87,10 @@ def of_tests(printed: str) -> dict:
 
 
 def conclude(rows: list[dict], options) -> dict:
-    """Return the median seconds per command and build, and the speed of the first build as a multiple of each other
-    build's.
+    """Return {"median_seconds": {command: {build: seconds}}, "ratios": likewise, relative to the first build's
+    seconds}.
 
-    `options`: as in `runner.Measurement`.
+    A build is a checkout. `rows`: one per timed command; `options`: as in `runner.Measurement`.
     """
     taken: dict[str, dict[str, list[float]]] = {}
     for row in rows:

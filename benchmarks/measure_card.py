@@ -69,8 +69,12 @@ def measure(cases, options) -> Iterator[tuple[str, dict]]:
 def against(rows: list[dict], prediction: str) -> dict:
     """Compare predicted with measured bytes.
 
-    `prediction` is the field of a row that has the predicted bytes. Return the number of trainings, the number of equal
-    ones, and per kind of bytes [number of equal ones, worst error as a share].
+    Return {"trainings": their number, "equal": number of equal ones, kind of bytes: [number of equal ones, worst error
+    as a share]}.
+
+    Args:
+        rows: one per training, with its "measured" bytes.
+        prediction: the field of a row that has the predicted bytes.
     """
     pairs = [(row.get(prediction, {}), row["measured"]) for row in rows]
     pairs = [pair for pair in pairs if all("allocated" in one for one in pair)]

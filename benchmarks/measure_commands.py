@@ -94,10 +94,9 @@ def measure(turns, options):
 
 
 def conclude(rows: list[dict], options) -> dict:
-    """Return the median seconds per build and command, and the speed of the first build as a multiple of each other
-    build's.
+    """Return {"medians": {build: {command: seconds}}, "ratios": likewise, relative to the first build's seconds}.
 
-    `options`: as in `runner.Measurement`.
+    A build is a checkout. `rows`: one per round and build; `options`: as in `runner.Measurement`.
     """
     medians: dict[str, dict[str, float]] = {}
     for build, command in itertools.product(map(commit, options.builds or ["."]), rows[0]["seconds"]):

@@ -58,7 +58,7 @@ OPTIMIZERS += ("lion_8bit", "rmsprop", "adagrad", "ademamix", "adamw_torch_8bit"
 
 @dataclass(frozen=True)
 class Training(Record):
-    """One training of the set."""
+    """One generated training: the model's configuration, the training arguments, and the GPUs to rehearse."""
 
     number: int
     architecture: str
@@ -69,7 +69,7 @@ class Training(Record):
     processes: int
 
     def task(self, folder: Path) -> Task:
-        """Return the task; write its configuration into `folder`."""
+        """Return the task of this training; write the model's configuration into `folder`."""
         return task_of(self.config, self.seq_len, folder / f"{self.number}.json")
 
     def experiment(self, folder: Path) -> Experiment:
@@ -77,13 +77,16 @@ class Training(Record):
         return Experiment(str(self.number), task=self.task(folder), arguments=given, processes=self.processes)
 
     def estimated(self, folder: Path):
-        """Return the estimate. Raises ValueError if it refuses the training."""
+        """Return the estimate for this training; its configuration is written into `folder`.
+
+        Raises ValueError if the estimate refuses the training.
+        """
         options = {"device": "cuda", "compute_capability": self.capability, "processes": self.processes}
         return estimate(self.task(folder), **options, **self.arguments)
 
 
 def training(number: int, seed: int) -> Training:
-    """Return training `number` in the set of a seed; architectures take turns."""
+    """Return training `number` of the set that a seed generates; architectures take turns."""
     draw = random.Random(f"{seed} {number}")
     architecture = [*ARCHITECTURES][number % len(ARCHITECTURES)]
     config = configuration(architecture, draw)
@@ -103,10 +106,11 @@ def training(number: int, seed: int) -> Training:
 
 
 def rehearsed(experiment: Experiment, events: Path | None = None):
-    """Return a function for a fresh process of a rehearsal: it trains as a user would, without any meter.
+    """Return a function for a fresh process of a rehearsal: it trains an experiment as a user would, without any meter.
 
-    The function returns the statistics of torch's allocator since the first forward pass. `events`: file for every
-    allocation and free.
+    The function returns torch's peaks since the first forward pass, {"allocated", "reserved", "requested": bytes}.
+
+    `events`: file for every allocation and free; None: none is written.
     """
 
     def work(_):
@@ -134,7 +138,7 @@ def rehearsed(experiment: Experiment, events: Path | None = None):
 
 
 def compare(lab: Lab, one: Training, folder: Path) -> dict:
-    """Rehearse and estimate a training; return its record: bytes of both, or the reason why it was left out.
+    """Rehearse and estimate a training; return its record: "rehearsed" and "estimated" bytes, or why it was "left_out".
 
     Args:
         lab: rehearses on a card of the training's compute capability.
@@ -167,9 +171,11 @@ def compare(lab: Lab, one: Training, folder: Path) -> dict:
 
 
 def summary(rows: list[dict]) -> dict:
-    """Return how many trainings the estimate answered, and its errors in allocated and reserved bytes of the peak.
+    """Return {"compared", "left_out": numbers of trainings, "estimated": errors}.
 
-    An error is |estimated / rehearsed - 1|; the median and the worst are None if no training was answered.
+    "estimated" has the numbers of answered, refused and exactly equal estimates, and the median and worst error in
+    allocated and reserved bytes of the peak. An error is |estimated / rehearsed - 1|; it is None if no training was
+    answered.
 
     Args:
         rows: one per training; rows without "rehearsed" are counted as left out.

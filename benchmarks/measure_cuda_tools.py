@@ -32,7 +32,7 @@ SIZES = {"width": "hidden_size", "depth": "num_hidden_layers", "heads": "num_att
 
 
 def question(one: Training, folder: Path) -> dict:
-    """Return a training as a `tools_pypi.Question`; write its config.json into a folder."""
+    """Return a training as a dict with the fields of `tools_pypi.Question`; write its config.json into a folder."""
     task, arguments = one.task(folder), one.arguments
     weights = arguments.get("dtype")
     model, config = task.build_model(device="meta"), task.build_config()
@@ -66,7 +66,8 @@ def question(one: Training, folder: Path) -> dict:
 
 
 def tracked(trainings: list[Training], folder: Path) -> list[dict]:
-    """Return MemTracker's answer for each training, on fake tensors of a rehearsed card of its compute capability.
+    """Return MemTracker's answer, as of `tools.query`, for each training, on fake tensors of a rehearsed card of its
+    compute capability.
 
     `folder`: folder for the files with configurations.
     """
@@ -79,11 +80,13 @@ def tracked(trainings: list[Training], folder: Path) -> list[dict]:
 
 
 def of_pypi(tool: str, pythons: list[str], path: Path) -> dict | None:
-    """Return a PyPI tool's version and its answer to each question, from the first interpreter that has the tool.
+    """Return {"version": a PyPI tool's, "said": its answer to each question}, from the first interpreter that has the
+    tool.
 
     Return None if no interpreter has it.
 
     Args:
+        tool: name of the tool.
         pythons: paths of the interpreters.
         path: file with the questions.
 
@@ -123,7 +126,7 @@ def row(name: str, version: str, replies: list[dict], rows: list[dict]) -> dict:
 
 
 def rows_of(options) -> list[dict]:
-    """Return the requested trainings that measure_cuda.py rehearsed.
+    """Return the rows of results/cuda.json of the requested trainings, which measure_cuda.py has rehearsed.
 
     `options`: the script's options.
     """
@@ -132,7 +135,7 @@ def rows_of(options) -> list[dict]:
 
 
 def measure(cases, options):
-    """Yield a row per tool: its version, and its answer for each training.
+    """Yield (tool, row) per tool; a row has "tool", "version", and "said": its answer for each training.
 
     `cases`, `options`: as in `runner.Measurement`.
     """
@@ -158,9 +161,10 @@ def measure(cases, options):
 
 
 def conclude(answers: list[dict], options) -> dict:
-    """Return the table, and the answers of all tools for each training.
+    """Return the summary for the record: "table" has a row per tool, "pairs" the answers of all tools for each
+    training.
 
-    `options`: as in `runner.Measurement`.
+    `answers`: the rows that `measure` yielded; `options`: as in `runner.Measurement`.
     """
     rows, pairs = rows_of(options), []
     for n, one in enumerate(rows):

@@ -51,7 +51,7 @@ LARGE_BATCH = {"per_device_train_batch_size": 4}
 def ask(lab: Lab, name: str, task: Task, arguments: dict) -> dict:
     """Return a tool's answer for a training, as `tools.query` does: bytes, seconds and memory, or why it has none.
 
-    `name`: the tool, or "this estimate".
+    `name`: the tool, or "this estimate"; `arguments`: the training arguments.
     """
     if name == "this estimate":
         return tools.estimated(lambda: estimate(task, device="cpu", **arguments))
@@ -61,7 +61,8 @@ def ask(lab: Lab, name: str, task: Task, arguments: dict) -> dict:
 
 
 def cases(options) -> dict:
-    """Return {name: (model, recipe)}. A large model has no recipe, because only the cost of its answer is measured.
+    """Return {name: (model, recipe)} of the trainings. A large model has no recipe, because only the cost of its answer
+    is measured.
 
     `options`: as in `runner.Measurement`.
     """

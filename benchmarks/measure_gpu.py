@@ -63,7 +63,7 @@ class Suite:
         self._runs: dict[str, Run] = {}  # {description: run} of this lab
 
     def known(self, part: str) -> Known:
-        """Return the rows of a part that need not be run again: same machine, packages and settings."""
+        """Return {name: row} of the rows of a part that need not be run again: same machine, packages and settings."""
         known, failures = {}, {}
         for stored in self._rows:
             if stored.part == part and stored.setup == self.setup:
@@ -89,7 +89,7 @@ class Suite:
         return next((row for row in self.left(part) if (part, row.name) not in self._tried), None)
 
     def _do(self, part: str, row: Row) -> None:
-        """Measure one row and store it."""
+        """Measure one row of a part within this call's time, and store it unless the time cut it off."""
         start = monotonic()
         seconds = max(1.0, min(ROW_SECONDS, self.ends + LAST_SECONDS - start))
         with processes.within(seconds):
@@ -106,7 +106,7 @@ class Suite:
         print(f"{part}: {line(stored)}", file=sys.stderr, flush=True)
 
     def _found(self, row: Row) -> dict[str, Any]:
-        """Measure a row; return the fields of `StoredRow`."""
+        """Measure a row; return the fields of `StoredRow` that the measurement sets, by name."""
         if row.lacks:
             return {"status": NOT_TESTABLE, "message": row.lacks}
         kinds = {"run": self._run, "pair": self._pair, "question": self._ask}
@@ -163,7 +163,8 @@ class Suite:
 def setup_of(machine: Machine, versions: dict[str, str | None], profile: str) -> dict[str, Any]:
     """Return the properties that must be equal for two rows to count as measured on one machine.
 
-    With a GPU the host does not matter, because speeds are compared only within a row.
+    The keys are "machine", "gpus", "rehearsed", "versions" and "profile". With a GPU the host does not matter, because
+    speeds are compared only within a row.
     """
     gpus = [[gpu.name, gpu.memory_bytes, gpu.capability and list(gpu.capability)] for gpu in machine.gpus]
     about = {"machine": machine.name, "gpus": gpus, "rehearsed": machine.rehearsed}
@@ -171,7 +172,9 @@ def setup_of(machine: Machine, versions: dict[str, str | None], profile: str) ->
 
 
 def kept_of(run: Run) -> dict[str, Any]:
-    """Return the record of a run, without fields that its row has and without timelines of its memory."""
+    """Return the record of a run, by the names of `OF_A_RUN`, without timelines of its memory and without the seconds
+    of each step.
+    """
     listing = run.to_dict()
     if listing["memory"]:
         listing["memory"]["timeline"] = None
@@ -198,14 +201,17 @@ def _what(row: Row) -> str:
 
 
 def _is_another(row: Row, known: Known) -> bool:
-    """Return whether the stored row of this name was measured with other settings."""
+    """Return whether the row of this name in `known`, {name: row}, was measured with other settings."""
     return row.name in known and known[row.name].settings != json.loads(json.dumps(row.settings()))
 
 
 def listing(suite: Suite, parts: list[str], seconds: float) -> str:
     """Return a text with the parts, their rows, and the most seconds that one call of the command takes for each part.
 
-    `seconds`: how long a call begins new rows; its last row may take `LAST_SECONDS` more.
+    Args:
+        suite: the rows of the suite on this machine.
+        parts: names of the parts to list.
+        seconds: how long a call begins new rows; its last row may take `LAST_SECONDS` more.
     """
     lines = []
     for number, (name, plan) in enumerate(PARTS.items(), 1):
@@ -223,7 +229,7 @@ def listing(suite: Suite, parts: list[str], seconds: float) -> str:
 
 
 def _chosen(names: list[str] | None) -> list[str]:
-    """Return the names of parts, given by name or number. Raises ValueError for an unknown one."""
+    """Return the names of parts, given by name or number; None: all parts. Raises ValueError for an unknown one."""
     numbered = {str(number): name for number, name in enumerate(PARTS, 1)}
     chosen = [numbered.get(name, name) for name in names or PARTS]
     if unknown := [name for name in chosen if name not in PARTS]:
@@ -242,8 +248,8 @@ def _check_packages() -> None:
 
 @contextlib.contextmanager
 def _lab(options: argparse.Namespace, folder: str) -> Iterator[Lab]:
-    """Yield the lab for the options; a rehearsal ends with the context. Raises ValueError if this machine cannot run
-    it.
+    """Yield the lab for the script's options; a rehearsal ends with the context. Raises ValueError if this machine
+    cannot run what they request.
 
     `folder`: folder for the lab's runs.
     """
@@ -261,7 +267,10 @@ def _lab(options: argparse.Namespace, folder: str) -> Iterator[Lab]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run or list parts; return the exit code."""
+    """Run or list parts; return the exit code.
+
+    `arguments`: words of the command line; None: those of this process.
+    """
     start = monotonic()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--part", action="append", metavar="PART", help=f"{', '.join(PARTS)}, or 1 to {len(PARTS)}")

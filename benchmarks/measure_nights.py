@@ -23,7 +23,8 @@ SLOWER = (0.1, 0.4)  # slow-downs, as shares of a step
 
 
 def cases(options) -> dict:
-    """Return {name: (under other load, share of a step by which it is slower)}.
+    """Return {name: (whether there is other load, share of a step by which each step is slower)} of simulated nightly
+    runs.
 
     `options`: as in `runner.Measurement`.
     """

@@ -17,7 +17,7 @@ from trainmem.records import Ratio
 
 
 def train(task, steps: int, metered: bool) -> list[float]:
-    """Train for some steps, and return [seconds of `trainer.train()`, seconds spent inside the time meter].
+    """Train a task for some steps, and return [seconds of `trainer.train()`, seconds spent inside the time meter].
 
     `metered`: train under the lab's time meter; otherwise without a meter.
     """

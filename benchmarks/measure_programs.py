@@ -49,9 +49,12 @@ def measure(programs: Named, options: argparse.Namespace) -> Iterable[tuple[str,
 
 
 def row(name: str, program: dict, options: argparse.Namespace) -> dict:
-    """Rehearse a program; return how it ended, its versions and its peaks.
+    """Rehearse a program; return the row of the record: "status", "version", "peaks" (bytes), "message" if it failed,
+    and more.
 
-    `options`: the script's options.
+    Args:
+        name, program: its name and its entry in programs.toml.
+        options: the script's options.
     """
     about = {"name": name, "card": options.card}
     about |= {key: program[key] for key in ("source", "packages", "command") if key in program}
@@ -93,6 +96,11 @@ def row(name: str, program: dict, options: argparse.Namespace) -> dict:
 def surroundings(folder: Path, paths: list[Path], variables: Named) -> Iterator[None]:
     """Let programs run in a folder of their own in this context, with these import paths and variables, and without the
     Hub.
+
+    Args:
+        folder: the working directory.
+        paths: added to the import path.
+        variables: {name: value} of environment variables.
     """
     before, old = Path.cwd(), dict(os.environ)
     path = os.pathsep.join([*map(str, paths), *filter(None, [old.get("PYTHONPATH")])])
@@ -108,7 +116,10 @@ def surroundings(folder: Path, paths: list[Path], variables: Named) -> Iterator[
 
 
 def fetched(program: dict) -> tuple[str, Path]:
-    """Fetch a program's packages and source unless they exist; return its version and the folder of the source."""
+    """Fetch a program's packages and source unless they exist; return its version and the folder of the source.
+
+    `program`: its entry in programs.toml.
+    """
     for package in program.get("packages", ()):
         install(package)
     kind, _, name = program["source"].partition(":")
@@ -128,7 +139,7 @@ def fetched(program: dict) -> tuple[str, Path]:
 
 @functools.cache
 def install(package: str) -> str:
-    """Install a package without its dependencies, which programs.toml lists; return its version."""
+    """Install a package, e.g. "trl==1.16.0", without its dependencies; return its version."""
     name = re.split(r"[=<>~!]", package)[0]
     if not (found := version_of(name)):
         words = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", PACKAGES, package]
@@ -222,7 +233,7 @@ def line(row: dict) -> str:
 
 
 def page() -> str:
-    """Return the table of the record, for docs/rehearsal.md."""
+    """Return the table of rehearsed programs in results/programs.json, for docs/rehearsal.md."""
     record = read_record(RESULTS / MEASUREMENT.record)
     rows = []
     for each in record["rows"]:

@@ -34,7 +34,7 @@ WITHOUT_TORCHAO = [name for name in OPTIMIZERS if not name.endswith(("_torch_8bi
 
 
 def configuration(kind: str, draw: random.Random) -> dict:
-    """Return a random config.json of a kind."""
+    """Return a random config.json, as a dict, of a model type in `KINDS`; `draw` is the random generator."""
     given = dict(KINDS[kind])
     names, grouped, free = given.pop("names", NAMES), given.pop("grouped", False), given.pop("free", False)
     size = draw.choice(HEADS)
@@ -51,7 +51,7 @@ def configuration(kind: str, draw: random.Random) -> dict:
 
 
 def random_training(number: int, seed: int) -> Training:
-    """Return training `number` in the set of a seed; kinds take turns."""
+    """Return training `number` of the set that a seed generates; the model types of `KINDS` take turns."""
     draw = random.Random(f"stranger {seed} {number}")
     kind = [*KINDS][number % len(KINDS)]
     config = configuration(kind, draw)
@@ -68,8 +68,8 @@ def random_training(number: int, seed: int) -> Training:
 def compare(lab: Lab, one: Training, folder: Path) -> dict:
     """Return the record of a training, which is estimated while it is rehearsed.
 
-    If the estimate is wrong, "missed" has the differences in bytes, allocated and reserved. The other arguments are
-    those of `measure_cuda.compare`.
+    If the estimate is wrong, "missed" has the differences in bytes, allocated and reserved. The arguments are those of
+    `measure_cuda.compare`.
     """
     row = one.to_dict()
     with tempfile.TemporaryDirectory() as own, ThreadPoolExecutor(1) as beside:  # both write the configuration

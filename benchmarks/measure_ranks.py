@@ -30,6 +30,8 @@ HALF = {"bf16": True, "gradient_checkpointing": True}
 def zero(stage: int, **more) -> dict:
     """Return the training arguments of a ZeRO stage, with torch's optimizer and small buckets, because large ones hide
     the shards.
+
+    `more`: further fields of DeepSpeed's "zero_optimization".
     """
     buckets = {"reduce_bucket_size": 1_000_000, "allgather_bucket_size": 1_000_000}
     config = {"zero_optimization": {"stage": stage, **buckets, **more}, "gradient_accumulation_steps": "auto"}
@@ -65,7 +67,7 @@ SETUPS = [  # (name, task, training arguments)
 def formula(arguments: dict, ranks: int) -> list[float]:
     """Return the bytes per parameter of weights, gradients and AdamW's states on a rank after backward, in fp32.
 
-    DDP's buckets are a second set of gradients.
+    DDP's buckets are a second set of gradients. `arguments`: the training arguments.
     """
     if "deepspeed" in arguments:
         stage = arguments["deepspeed"]["zero_optimization"]["stage"]
@@ -76,7 +78,10 @@ def formula(arguments: dict, ranks: int) -> list[float]:
 def row(name: str, task: Task, arguments: dict, ranks: int) -> dict:
     """Return a set-up's {"rehearsed", "estimated": bytes, "kept", "formula": bytes per parameter}, or errors.
 
-    `arguments`: the training arguments; `ranks`: number of GPUs.
+    Args:
+        name: the set-up's name for the table.
+        arguments: the training arguments.
+        ranks: number of GPUs.
     """
     given = {"per_device_train_batch_size": 4, "processes": ranks, **arguments}
     model = task.model + ", small" * bool(task.config)

@@ -55,7 +55,7 @@ ANSWER = "--answer"  # the option for a Python that only estimates
 
 @dataclass(frozen=True)
 class Case(Training):
-    """A training, or inference, of one of `KINDS`."""
+    """A generated training, or inference, of one of `KINDS`, in which torch releases differ."""
 
     kind: str = ""
     training: bool = True
@@ -76,7 +76,7 @@ class Case(Training):
 
 
 def case(number: int, seed: int) -> Case:
-    """Return case `number` in the set of a seed; kinds and compute capabilities take turns."""
+    """Return case `number` of the set that a seed generates; kinds and compute capabilities take turns."""
     draw = random.Random(f"releases {seed} {number}")
     kind = KINDS[number % len(KINDS)]
     if kind in ("T5", "images"):
@@ -115,7 +115,7 @@ def case(number: int, seed: int) -> Case:
 
 
 def _is_accepted(config: dict) -> bool:
-    """Return whether transformers accepts the width; some architectures need a multiple of the heads."""
+    """Return whether transformers accepts a configuration's width; some architectures need a multiple of the heads."""
     return "head_dim" not in config or not config["hidden_size"] % config["num_attention_heads"]
 
 
@@ -128,7 +128,8 @@ def _drawn(draw: random.Random) -> Iterator[Training]:
 
 
 def inferred(experiment: Experiment):
-    """Return a function for a fresh process of a rehearsal: it runs two passes in inference and returns torch's peaks.
+    """Return a function for a fresh process of a rehearsal: it runs two passes of an experiment in inference and
+    returns torch's peaks.
 
     The peaks, allocated and reserved bytes, count from the first forward pass.
     """
@@ -177,7 +178,10 @@ def estimate_of(one: Case, torch_version: str | None) -> dict:
 
 @contextlib.contextmanager
 def answering(python: str) -> Iterator:
-    """Yield a function (case, torch_version) that returns another Python's estimate."""
+    """Yield a function (case, torch_version) that returns another Python's `estimate_of` the case.
+
+    `python`: path of that Python; its process ends with the context.
+    """
     command = [python, __file__, ANSWER]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as process:
 
@@ -191,7 +195,7 @@ def answering(python: str) -> Iterator:
 
 
 def answer() -> None:
-    """Estimate cases from standard input, a line of JSON each, until the end of the input."""
+    """Read cases from standard input, a line of JSON each, until its end, and print the estimate of each as JSON."""
     optional_packages.offer("peft")
     print(json.dumps(hardware.versions()["torch"]), flush=True)
     for line in sys.stdin:

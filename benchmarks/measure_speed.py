@@ -68,7 +68,7 @@ def other_load(wanted: bool):
 
 
 def by_parts() -> dict:
-    """Return a row of the report for the claim adafactor-cost: run lesson 08's own cells and read their `cost`."""
+    """Return a row of the report for the claim "adafactor-cost": run lesson 08's own cells and read their `cost`."""
     import jupytext
 
     notebook = jupytext.read(RESULTS.parent / "notebooks/src/08_adafactor.py")
@@ -83,7 +83,7 @@ def by_parts() -> dict:
 
 
 def passes_in_turns(task) -> list:
-    """Time three interleaved copies of the same forward and backward pass, on one thread.
+    """Time three interleaved copies of the same forward and backward pass of a task, on one thread.
 
     Return what `in_turns` returns.
     """
@@ -97,7 +97,7 @@ def passes_in_turns(task) -> list:
 
 
 def of_passes(task) -> dict:
-    """Return a row of the report for passes that are interleaved in three processes."""
+    """Return a row of the report, see `compared`, for passes of a task that are interleaved in three processes."""
     from perf_helpers import Lab
     from trainmem.records import CPU, WALL, Ratio
 
@@ -111,8 +111,8 @@ def of_passes(task) -> dict:
 def compared(pairs: list) -> list[dict]:
     """Compare pairs of recipes in this process; return a row of the report for each pair.
 
-    A pair is [name, changes of the task, arguments of the baseline, arguments of the other recipe, options of
-    `Lab.compare`].
+    A row has "name", "floor", "load", and [ratio, low, high] as "cpu" and "wall". A pair is [name, changes of the task,
+    arguments of the baseline, arguments of the other recipe, options of `Lab.compare`].
     """
     from perf_helpers import Lab
 
@@ -136,7 +136,8 @@ def is_effect(ratio: list[float]) -> bool:
 
 
 def cases(options) -> dict:
-    """Return {name: (comparisons of one process, whether it runs under other load)}.
+    """Return {name: (comparisons of one process, whether they run under other load)}; a comparison is a pair of
+    `compared`, or a claim.
 
     `options`: as in `runner.Measurement`.
     """
@@ -172,7 +173,10 @@ def conclude(rows: list[dict], options) -> dict:
 
 
 def effects(rows: list[dict]) -> dict[str, str]:
-    """Return, for each clock, in how many of these comparisons an effect was reported, e.g. {"cpu": "3 of 200"}."""
+    """Return, for each clock, in how many comparisons an effect was reported, e.g. {"cpu": "3 of 200"}.
+
+    `rows`: one per comparison, with [ratio, low, high] by each clock.
+    """
     return {clock: f"{sum(is_effect(row[clock]) for row in rows)} of {len(rows)}" for clock in ("cpu", "wall")}
 
 

@@ -45,7 +45,7 @@ KEPT = ("kind", "source", "date", "commit", "gpu", "versions", "setup", "quantit
 
 
 def functions(*sources) -> dict[str, Callable]:
-    """Return {name: function} of all functions in these modules: the rebuilt loops and changes."""
+    """Return {name: function} of all functions in the modules `sources`: the rebuilt loops and changes."""
     return {name: made for source in sources for name, made in inspect.getmembers(source, inspect.isfunction)}
 
 
@@ -54,7 +54,10 @@ CHANGES = functions(published_fms, published_guide)
 
 
 def run_loop(loop: Callable, task: Task, **sizes) -> None:
-    """Run a rebuilt loop, with its tensors on the GPU if the process has one."""
+    """Run a rebuilt loop, with its tensors on the GPU if the process has one.
+
+    `sizes`: the loop's arguments; the task is not used.
+    """
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         loop(**sizes)
 
@@ -70,7 +73,7 @@ def changed(names: Sequence[str], model, arguments):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One published figure, and the loop or training that predicts it."""
+    """One published figure in MiB with its source, and the loop or training that predicts it."""
 
     name: str  # the set's name and the row's sizes
     facts: dict[str, Any]  # the set's source, date, gpu, versions, setup, quantity, like_for_like, reason
@@ -88,7 +91,9 @@ class Row:
 
     @property
     def question(self) -> dict[str, Any]:
-        """Return the arguments that `estimate` and a lab share: a custom loop, or a training with its changes."""
+        """Return {name: value} of the arguments that `estimate` and a lab share: a custom loop, or a training with
+        its changes.
+        """
         if loop := self.facts.get("loop"):
             return {"function": functools.partial(run_loop, LOOPS[loop], **self.given)}
         return self.given | ({"optimizer": functools.partial(changed, self.changes)} if self.changes else {})
@@ -137,7 +142,9 @@ def predict(row: Row, folder: Path) -> tuple[int, int | None]:
 
 
 def rehearse(found: list[Row], folder: Path) -> dict[str, float | None]:
-    """Return {row: MiB by torch's own allocator}; None for a row whose rehearsal failed.
+    """Return {name of a row: MiB by torch's own allocator}; None for a row whose rehearsal failed.
+
+    `found`: the rows; `folder`: folder for the files with configurations.
 
     Raises:
         RuntimeError: this machine cannot rehearse.
@@ -155,7 +162,8 @@ def rehearse(found: list[Row], folder: Path) -> dict[str, float | None]:
 
 
 def row_of(row: Row, predictions: tuple[int, int | None]) -> dict[str, Any]:
-    """Return a row for the JSON: facts, figure and prediction in MiB, and the error as a share of the figure.
+    """Return a row for the JSON: facts, "published" and "predicted" figure in MiB, "error" as a share of the published
+    figure.
 
     `predictions`: what `predict` returned.
     """
@@ -172,7 +180,11 @@ def row_of(row: Row, predictions: tuple[int, int | None]) -> dict[str, Any]:
 
 
 def summary(made: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Summarize the errors of like-for-like rows, in total and by kind: number, median, 95th percentile and worst."""
+    """Summarize the errors of like-for-like rows, in total ("all") and by kind: number, median, 95th percentile and
+    worst.
+
+    `made`: what `row_of` returned for each row.
+    """
     errors: dict[str, list[float]] = {"all": []}
     for row in (row for row in made if row["like_for_like"]):
         for kind in ("all", row["kind"]):

@@ -12,10 +12,11 @@ from torch.nn import functional
 
 
 def lora(model, arguments) -> None:
-    """Add PEFT's LoRA of rank 16 with dropout 0.1 to the projections of attention; adapters are always in fp32.
+    """Add PEFT's LoRA of rank 16 with dropout 0.1 to the model's projections of attention; adapters are always in fp32.
 
     As in peft 0.13 (`autocast_adapter_dtype`): weights are frozen, the adapter's input is cast to fp32, and its result
-    is added to the layer's. The embedding's result requires a gradient, so that checkpoints have one.
+    is added to the layer's. The embedding's result requires a gradient, so that checkpoints have one. `arguments` are
+    not used.
     """
 
     class Adapted(torch.nn.Module):
@@ -59,9 +60,10 @@ def _shifted(logits, labels, vocabulary: int):
 
 
 def copied_logits(model, arguments) -> None:
-    """Use the loss of transformers 4.46 to 4.48: fp32 logits next to 16-bit ones, and a copy without the last position.
+    """Let a model use the loss of transformers 4.46 to 4.48: fp32 logits next to 16-bit ones, and a copy without the
+    last position.
 
-    Since 4.49 labels are shifted instead (loss/loss_utils.py).
+    Since 4.49 labels are shifted instead (loss/loss_utils.py). `arguments` are not used.
     """
 
     def loss(logits, labels, vocab_size, **_):
@@ -72,9 +74,10 @@ def copied_logits(model, arguments) -> None:
 
 
 def early_cast_logits(model, arguments) -> None:
-    """Use the loss of transformers up to 4.45: logits are cast to fp32, 16-bit ones freed, the last position cut off.
+    """Let a model use the loss of transformers up to 4.45: logits are cast to fp32, 16-bit ones freed, the last
+    position cut off.
 
-    The cut makes a copy.
+    The cut makes a copy. `arguments` are not used.
     """
     head = model.get_output_embeddings()
     plain = head.forward
@@ -83,17 +86,19 @@ def early_cast_logits(model, arguments) -> None:
 
 
 def half_logits(model, arguments) -> None:
-    """Use the loss of models that never cast their logits, like GPT-BigCode up to transformers 4.48.
+    """Let a model use the loss of models that never cast their logits, like GPT-BigCode up to transformers 4.48.
 
-    It is a 16-bit cross-entropy of a copy without the last position.
+    It is a 16-bit cross-entropy of a copy without the last position. `arguments` are not used.
     """
     model.loss_function = lambda logits, labels, vocab_size, **_: _shifted(logits, labels, vocab_size)
 
 
 def kept_keys(model, arguments) -> None:
-    """Keep keys and values for a cache although layers are checkpointed, like GPT-BigCode up to transformers 4.48.
+    """Let a model keep keys and values for a cache although layers are checkpointed, like GPT-BigCode up to
+    transformers 4.48.
 
-    They are views of the tensor that also has the queries, which therefore lives until the model returns.
+    They are views of the tensor that also has the queries, which therefore lives until the model returns. `arguments`
+    are not used.
     """
     outputs = []
     for name, module in model.named_modules():

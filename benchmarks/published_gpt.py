@@ -9,7 +9,7 @@ from torch import nn
 
 
 def one_linear() -> None:
-    """Run a layer with one weight on one number, without a backward pass."""
+    """Run a linear layer with one weight on one number, without a backward pass."""
     layer = nn.Linear(1, 1)
     layer(torch.randn(1, 1))
 

@@ -11,8 +11,10 @@ from torch.nn import functional
 
 
 def adamw_hf(model, arguments):
-    """Return transformers' own AdamW, the Trainer's default until 4.29. It updates one parameter after the other, with
-    one temporary tensor.
+    """Return transformers' own AdamW for a model, the Trainer's default until 4.29. It updates one parameter after the
+    other, with one temporary tensor.
+
+    `arguments`: the Trainer's `TrainingArguments`.
     """
 
     class AdamW(torch.optim.Optimizer):
@@ -32,19 +34,28 @@ def adamw_hf(model, arguments):
 
 
 def adam_8bit(model, arguments):
-    """Return bitsandbytes' 8-bit Adam as the guides use it: embeddings have 8-bit states too."""
+    """Return bitsandbytes' 8-bit Adam for a model as the guides use it: embeddings have 8-bit states too.
+
+    `arguments`: the Trainer's `TrainingArguments`.
+    """
     import bitsandbytes
 
     return bitsandbytes.optim.Adam8bit(model.parameters(), lr=arguments.learning_rate)
 
 
 def kept_gradients(model, arguments) -> None:
-    """Zero gradients and keep them between steps, as before torch 2.0 (`set_to_none`)."""
+    """Let the optimizer zero a model's gradients and keep them between steps, as before torch 2.0 (`set_to_none`).
+
+    `arguments` are not used.
+    """
     model.zero_grad = functools.partial(model.zero_grad, set_to_none=False)
 
 
 def kept_input_of_softmax(model, arguments) -> None:
-    """Let softmax keep its input for backward in addition to its result, as before torch 1.11 (pytorch PR 65242)."""
+    """Let softmax keep its input for backward in addition to its result, as before torch 1.11 (pytorch PR 65242).
+
+    The arguments are not used.
+    """
 
     class Softmax(torch.autograd.Function):
         @staticmethod
@@ -65,7 +76,10 @@ def kept_input_of_softmax(model, arguments) -> None:
 
 
 def gelu_in_fp32(model, arguments) -> None:
-    """Let autocast run GELU in fp32, as before torch 1.10 (pytorch PR 59639): its input is kept in 32 bits."""
+    """Let autocast run a model's GELU in fp32, as before torch 1.10 (pytorch PR 59639): its input is kept in 32 bits.
+
+    `arguments` are not used.
+    """
     for module in model.modules():
         if type(module).__name__ == "GELUActivation":
             plain = module.forward
@@ -75,7 +89,10 @@ def gelu_in_fp32(model, arguments) -> None:
 
 
 def attention_of_2022(model, arguments) -> None:
-    """Use BERT's attention of 2022: divided scores, an fp32 mask added even without padding, softmax, dropout."""
+    """Let a BERT use its attention of 2022: divided scores, an fp32 mask added even without padding, softmax, dropout.
+
+    `arguments` are not used.
+    """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     def attend(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **_):
@@ -93,7 +110,10 @@ def attention_of_2022(model, arguments) -> None:
 
 
 def no_workspace(model, arguments) -> None:
-    """Leave out cuBLAS's workspace, which torch up to 1.9 did not allocate; possible in an estimate only."""
+    """Leave out cuBLAS's workspace, which torch up to 1.9 did not allocate; possible in an estimate only.
+
+    The arguments are not used.
+    """
     from trainmem.estimate import kernels
 
     kernels.multiplies = lambda function: False

@@ -20,7 +20,9 @@ GRADIENT = {"requires_grad": True}
 
 @contextlib.contextmanager
 def made_in(dtype: torch.dtype) -> Iterator[None]:
-    """Make modules in a type from the start, because fake weights cannot be replaced later."""
+    """Give modules that are made in this context the type `dtype` from the start: fake weights cannot be replaced
+    later.
+    """
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -30,12 +32,15 @@ def made_in(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _head(H: int, V: int) -> nn.Linear:
-    """Return the head from hidden states to logits, in bf16."""
+    """Return the linear head from hidden states (width H) to logits (V words), in bf16."""
     return nn.Linear(H, V, bias=False, **BF16)
 
 
 def _losses(forward: Callable, keep: bool = False) -> None:
-    """Run forward and backward of a loss; `keep`: keep the graph, as in the benchmark."""
+    """Run forward and backward of a loss several times.
+
+    `forward`: returns the loss; `keep`: keep the graph, as in the benchmark.
+    """
     for _ in range(ROUNDS):
         loss = forward()
         loss.backward(retain_graph=keep)
@@ -43,9 +48,10 @@ def _losses(forward: Callable, keep: bool = False) -> None:
 
 
 def _layers(forward: Callable, mode: str = "full", gradient=None) -> None:
-    """Run forward and backward of a layer and keep its graph.
+    """Run forward and backward of a layer several times and keep its graph.
 
     Args:
+        forward: returns the layer's result.
         mode: "full", "forward" only, or "backward" only, after one forward.
         gradient: gradient of the result; None: a new one each time, in the shape of the result.
     """
@@ -66,7 +72,7 @@ def _layers(forward: Callable, mode: str = "full", gradient=None) -> None:
 
 
 def cross_entropy(V: int, B: int, T: int) -> None:
-    """Run the cross-entropy of fp32 logits."""
+    """Run the cross-entropy of fp32 logits of shape (B T, V), for B samples, T tokens and V words."""
     logits, labels = torch.randn(B * T, V, **GRADIENT), torch.randint(V, (B * T,))
     _losses(lambda: functional.cross_entropy(logits, labels))
 
@@ -74,7 +80,7 @@ def cross_entropy(V: int, B: int, T: int) -> None:
 def linear_cross_entropy(BT: int, H: int, V: int) -> None:
     """Run a linear head in bf16 and the cross-entropy of its logits; a second head is allocated but not run.
 
-    `BT`: tokens of the whole batch.
+    `BT`, `H`, `V`: tokens of the whole batch, hidden size, words.
     """
     head, _spare = _head(H, V), _head(H, V)
     rows, labels = torch.randn(BT, H, **BF16, **GRADIENT), torch.randint(V, (BT,))
@@ -82,11 +88,13 @@ def linear_cross_entropy(BT: int, H: int, V: int) -> None:
 
 
 def _divergence(V: int, B: int, T: int, found_as: Callable, target_as: Callable, loss: Callable) -> None:
-    """Run a loss of two fp32 distributions, each made from random numbers by a softmax or its logarithm.
+    """Run a loss of two fp32 distributions of shape (B T, V), each made from random numbers by a softmax or its
+    logarithm.
 
     Args:
+        V, B, T: words, samples, tokens per sample.
         found_as, target_as: the softmax or log-softmax of each distribution.
-        loss: function of both.
+        loss: function of both distributions.
     """
     found, target = torch.randn(B * T, V, **GRADIENT), torch.randn(B * T, V)
     found, target = found_as(found, -1), target_as(target, -1)
@@ -94,12 +102,12 @@ def _divergence(V: int, B: int, T: int, found_as: Callable, target_as: Callable,
 
 
 def kl_div(V: int, B: int, T: int) -> None:
-    """Run the Kullback-Leibler divergence of fp32 log-probabilities."""
+    """Run the Kullback-Leibler divergence of fp32 log-probabilities of shape (B T, V): B samples, T tokens, V words."""
     _divergence(V, B, T, torch.log_softmax, torch.softmax, nn.KLDivLoss(reduction="batchmean"))
 
 
 def _jsd(found, target):
-    """Return the Jensen-Shannon divergence of log-probabilities, in fp32."""
+    """Return the Jensen-Shannon divergence of two tensors of log-probabilities, `found` and `target`, in fp32."""
     found, target = found.float(), target.float()
     loss = nn.KLDivLoss(reduction="batchmean", log_target=True)
     mean = torch.lerp(torch.exp(target), torch.exp(found), 0.5)
@@ -107,12 +115,12 @@ def _jsd(found, target):
 
 
 def jsd(V: int, B: int, T: int) -> None:
-    """Run the Jensen-Shannon divergence of fp32 log-probabilities."""
+    """Run the Jensen-Shannon divergence of fp32 log-probabilities of shape (B T, V): B samples, T tokens, V words."""
     _divergence(V, B, T, torch.log_softmax, torch.log_softmax, _jsd)
 
 
 def tvd(V: int, B: int, T: int) -> None:
-    """Run the total variation distance of fp32 probabilities."""
+    """Run the total variation distance of fp32 probabilities of shape (B T, V): B samples, T tokens, V words."""
 
     def distance(found, target):
         return torch.sum(torch.abs(found - target) / 2.0) / found.shape[0]
@@ -123,7 +131,7 @@ def tvd(V: int, B: int, T: int) -> None:
 def linear_jsd(BT: int, H: int, V: int) -> None:
     """Run two bf16 heads, of a student and a teacher, both trained, and the divergence of their softmax.
 
-    `BT`: tokens of the whole batch.
+    `BT`, `H`, `V`: tokens of the whole batch, hidden size, words.
     """
     student, teacher, *spare = (_head(H, V) for _ in range(4))
     for head in (student, teacher):  # the benchmark gives both sides the same new weights
@@ -145,6 +153,8 @@ def preference(B: int, T: int, H: int, V: int) -> None:
 
     The logits are cast to fp32. The loss is the cross-entropy of the preferred half, minus a term of the differences
     between the halves' mean log-probabilities. A second head is allocated but not run.
+
+    `T`, `H`, `V`: tokens per answer, hidden size, words.
     """
     head, _spare = _head(H, V), _head(H, V)
     rows, labels = torch.randn(B, T, H, **BF16, **GRADIENT), torch.randint(V, (B, T))
@@ -176,7 +186,7 @@ def embedding(V: int, B: int, T: int, D: int) -> None:
 
 
 def gated_mlp(B: int, T: int, H: int, inner: int, activation: str, mode: str = "full", tiles: int = 0) -> None:
-    """Run transformers' LlamaMLP of width H and inner width `inner` in bf16.
+    """Run transformers' LlamaMLP of width H and inner width `inner` in bf16, on an input of shape (B, T, H).
 
     Args:
         activation: name of the activation function in transformers.
@@ -195,7 +205,7 @@ def gated_mlp(B: int, T: int, H: int, inner: int, activation: str, mode: str = "
 
 
 class Tiled(torch.autograd.Function):
-    """DeepSpeed's TiledMLP: the forward pass keeps only its input."""
+    """DeepSpeed's TiledMLP: the forward pass keeps only its input, and backward runs the layer again, tile by tile."""
 
     @staticmethod
     def forward(context, rows, layer, tiles):
@@ -277,7 +287,9 @@ def add_rms_norm(M: int, H: int) -> None:
 def rope(T: int, H: int, heads: int, key_heads: int) -> None:
     """Run transformers' rotary positions of bf16 queries and keys, with gradients by torch.autograd.grad.
 
-    `heads` and `key_heads`: numbers of heads of queries and of keys.
+    Args:
+        T, H: tokens, and the width of all query heads together.
+        heads, key_heads: numbers of heads of queries and of keys.
     """
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -299,7 +311,9 @@ def rope(T: int, H: int, heads: int, key_heads: int) -> None:
 
 
 def neighborhood_attention(B: int, T: int, H: int, heads: int) -> None:
-    """Run fp32 attention by matmuls, with a mask made in each forward pass; a second layer is allocated but not run."""
+    """Run fp32 attention with `heads` heads by matmuls on an input of shape (B, T, H), with a mask made in each forward
+    pass; a second layer is allocated but not run.
+    """
     query_of, key_of, value_of, out_of, *_spare = (nn.Linear(H, H) for _ in range(8))
     rows, gradient = torch.randn(B, T, H, **GRADIENT), torch.randn(B, T, H)
 
@@ -321,7 +335,8 @@ def neighborhood_attention(B: int, T: int, H: int, heads: int) -> None:
 
 
 def swiglu(T: int, B: int, inner: int) -> None:
-    """Run SiLU of one half of a bf16 tensor (T, B, 2 x inner) times the other half, its sum, and backward.
+    """Run SiLU of one half of a bf16 tensor (T, B, 2 x inner) times the other half, the sum of the result, and
+    backward.
 
     Gradients are dropped before each run.
     """

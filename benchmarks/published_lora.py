@@ -24,7 +24,7 @@ FACTS = Path(__file__).with_suffix(".toml")
 
 
 def facts() -> dict:
-    """Return the facts, with reserved memory in bytes."""
+    """Return the content of published_lora.toml, with reserved memory in bytes."""
     found = tomllib.loads(FACTS.read_text(encoding="utf-8"))
     for card in found["trainings"].values():
         card["reserved"] = card.pop("reserved_mib") * 2**20
@@ -32,10 +32,14 @@ def facts() -> dict:
 
 
 def train(name: str) -> dict:
-    """Run a training as its source describes it, on this process's GPU if there is one; return peak and reserved bytes.
+    """Run a training as its source describes it, on this process's GPU if there is one; return {name: bytes}.
 
-    It runs a warm-up step, a measured step, and a step whose peak is reset between its phases. The output of the model
-    lives during backward, as in a loop that keeps it in a variable.
+    "loaded" is the memory before the first step, "allocated" and "reserved" are the peaks of the measured step,
+    "forward", "backward" and "optimizer" those of the phases of the last step. The training has a warm-up step, a
+    measured step, and a step whose peak is reset between its phases. The output of the model lives during backward, as
+    in a loop that keeps it in a variable.
+
+    `name`: name of the training in published_lora.toml.
     """
     import peft
     import torch
@@ -104,13 +108,18 @@ def rehearsed(name: str) -> dict:
 
 
 def predictions() -> dict[str, dict]:
-    """Return {torch version: record} of all torch releases that rehearsed the trainings."""
+    """Return {torch version: record} of all torch releases that rehearsed the trainings; a record has the predicted
+    bytes.
+    """
     records = map(read_record, sorted(RESULTS.glob("lora_t4_predictions_*.json")))
     return {record["versions"]["torch"]: record for record in records}
 
 
 def compared(record: dict) -> list[dict]:
-    """Return each training's differences from the card in bytes, allocated and reserved, for one torch release."""
+    """Return each training's {"name", "allocated", "reserved": bytes more than the card's} for one torch release.
+
+    `record`: the release's record, see `predictions`.
+    """
     card = facts()["trainings"]
     return [
         {"name": row["name"]} | {what: row[what] - card[row["name"]][what] for what in ("allocated", "reserved")}
@@ -119,7 +128,7 @@ def compared(record: dict) -> list[dict]:
 
 
 def page() -> str:
-    """Return a table of the card's figures and those of each torch release, in Markdown."""
+    """Return, in Markdown, a table of the T4's measured figures and of the predictions by each torch release."""
     about, found = facts(), predictions()
     lines = [f"From {about['source']}. It says {about['said']}. {about['setup']}."]
     head, rows = ["training"], {name: [name] for name in about["trainings"]}

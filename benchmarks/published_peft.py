@@ -72,7 +72,8 @@ def metamath(_: Task, length: int, adapter: dict | None = None, cast: bool = Tru
 
 
 def measure(cases, options):
-    """Yield each row with the estimated MiB, reserved and allocated, and the error as a share of the figure.
+    """Yield (name, row) for each row of published_peft.toml: the estimated MiB, reserved and allocated, and the error
+    as a share of the published figure.
 
     `cases`, `options`: as in `runner.Measurement`.
     """

@@ -40,7 +40,7 @@ T4, A100 = (7, 5), (8, 0)
 
 @dataclass(frozen=True)
 class Row:
-    """A training that others measured, and the question for the tools."""
+    """A training that others measured on a real card, with the measured bytes, and the question for the tools."""
 
     name: str
     file: str  # the file with its facts
@@ -67,7 +67,7 @@ def of_lora(rank: int, config: dict) -> dict:
 
 
 def rows() -> Iterator[Row]:
-    """Yield every training, file by file."""
+    """Yield every training of published.toml, published_lora.toml and published_preflight.toml, file by file."""
     replies = {row["name"]: row for row in read_record(published.RESULT)["table"]}
     for row in (row for row in published.rows() if row.facts["kind"] == "training"):
         figure = "reserved" if row.facts["quantity"] == "reserved" else "allocated"
@@ -133,9 +133,10 @@ def preflight_loop(kind: str, size: int, length: int, task) -> None:
 
 
 def own_answers(tool: str, row: Row) -> dict:
-    """Return this project's answers for a training: recorded ones, otherwise the estimate of its loop.
+    """Return this project's answer for a training, as `tools.estimated` does: a recorded one, otherwise the estimate of
+    its loop.
 
-    `tool`: "rehearsal", or a name of this project's estimate.
+    `tool`: "rehearsal", or a name of this project's estimate; `row`: the training.
     """
     if tool in row.known or tool == "rehearsal":
         return row.known.get(tool, {"refused": "not rehearsed"})
@@ -144,7 +145,7 @@ def own_answers(tool: str, row: Row) -> dict:
 
 
 def measure(cases, options):
-    """Yield a row per tool: its version, and its answer for each training.
+    """Yield (tool, row) per tool; a row has "tool", "version", and "said": its answer for each training.
 
     `cases`, `options`: as in `runner.Measurement`.
     """
@@ -184,9 +185,10 @@ def row(answers: dict, found: list[Row], left_out: str | None) -> dict:
 
 
 def conclude(answers: list[dict], options) -> dict:
-    """Return the table, and the answers of all tools for each training.
+    """Return the summary for the record: "table" has a row per tool, "pairs" the answers of all tools for each
+    training.
 
-    `options`: as in `runner.Measurement`.
+    `answers`: the rows that `measure` yielded; `options`: as in `runner.Measurement`.
     """
     found, pairs = [*rows()], []
     for number, one in enumerate(found):

@@ -10,7 +10,7 @@ ADAFACTOR, ADAM_8BIT = {"optim": "adafactor"}, {"optim": "adamw_bnb_8bit"}
 
 
 def loop(task: Task) -> None:
-    """Run the guide's last row: a custom loop with Accelerate and every technique; two optimizer steps."""
+    """Run the guide's last row on a task: a custom loop with Accelerate and every technique; two optimizer steps."""
     import bitsandbytes
     import torch
     from accelerate import Accelerator

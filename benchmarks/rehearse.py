@@ -2,7 +2,7 @@
 
 python benchmarks/rehearse.py                            the ten rows on an A100, an H100 and a T4
 python benchmarks/rehearse.py --course build/rehearsal   also the memory claims of a rehearsed course
-python benchmarks/build.py                               make its tables in docs/rehearsal.md and results/README.md
+python benchmarks/build.py                               make the tables in docs/rehearsal.md and results/README.md
 
 Each card has a file results/rehearsed/<card>/<date>.json, whose format differs from that of measured runs. Bytes are
 exact; there are no times. The set-up is that of the guides: bert-large, 512 sequences of 512 tokens.
@@ -66,7 +66,11 @@ def record(card: Card, course: Path | None = None) -> Path:
 
 
 def _row(run: Run) -> dict:
-    """Return the record of a run: bytes, or None if it did not fit. Raises RuntimeError for any other failure."""
+    """Return the record of a run: its name, arguments, status and message, and "peak_bytes", "reserved_bytes",
+    "peak_phase" and "breakdown", each None if it did not fit.
+
+    Raises RuntimeError for any failure but out of memory.
+    """
     if run.status not in ("ok", "out of memory"):
         raise RuntimeError(f"{run.name}: {run.status}, {run.message}")
     row = {"name": run.name, "arguments": run.arguments, "status": run.status, "message": run.message}
@@ -91,7 +95,10 @@ def decided(course: Path, card: Card) -> dict:
 
 
 def main(arguments=None) -> int:
-    """Rehearse the cards; return the exit code."""
+    """Rehearse the cards; return the exit code.
+
+    `arguments`: words of the command line; None: those of this process.
+    """
     parser = argparse.ArgumentParser(description="Rehearse the guides' table on cards that are not here.")
     parser.add_argument("--cards", nargs="+", default=WANTED, choices=CARDS, metavar="CARD", help=", ".join(CARDS))
     parser.add_argument("--course", type=Path, metavar="DIR", help="folder that `make rehearse` has written")

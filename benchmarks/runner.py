@@ -30,7 +30,7 @@ Named = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Draft(Record):
-    """A row that was measured, before the record is written."""
+    """A row that was measured, before the record is written: its name, content, and the set-up that it belongs to."""
 
     name: str
     setup: dict[str, Any]  # machine, versions and options; rows of another setup are ignored
@@ -68,7 +68,10 @@ class Measurement:
     packages: tuple[str, ...] = ()
 
     def main(self, arguments: list[str] | None = None) -> int:
-        """Measure the requested rows, write the record, and return the exit code."""
+        """Measure the requested rows, write the record, and return the exit code.
+
+        `arguments`: words of the command line; None: those of this process.
+        """
         options = self.parsed(arguments)
         cases, record, known = self.cases(options), {}, {}
         if self.rows and options.rows is not None:
@@ -103,11 +106,14 @@ class Measurement:
 
     @property
     def draft(self) -> Path:
-        """Return the store of rows of an unfinished measurement."""
+        """Return the path of the file that keeps the rows of an unfinished measurement."""
         return RESULTS.parent / "build" / "measured" / f"{self.record}l"
 
     def measured(self, cases: Named, options: argparse.Namespace) -> dict[str, dict]:
-        """Return {name: row} of cases; each row is stored at once, so that a later call can continue."""
+        """Measure cases, and return {name: row}; each row is stored at once, so that a later call can continue.
+
+        `cases`: {name: case}; `options`: the script's options.
+        """
         carry_modules()
         given = {name: value for name, value in vars(options).items() if name not in ("rows", "out")}
         setup = {"machine": hardware.describe().name, "versions": hardware.versions(), "options": given}
@@ -135,7 +141,10 @@ def now() -> str:
 
 
 def stamp(rehearsed: bool = False) -> dict:
-    """Return machine, versions and date for a record. `rehearsed`: with the versions of the rehearsing environment."""
+    """Return {"machine", "versions", "date"} for a record.
+
+    `rehearsed`: also record the versions of the environment that rehearses.
+    """
     versions = hardware.versions()
     if rehearsed:
         with rehearsing(CARDS["a100"]) as lab:
@@ -159,7 +168,10 @@ def carry_modules() -> None:
 
 
 def elsewhere(module: str, function: str, *arguments, **variables: str) -> Any:
-    """Call a module's function in a new Python with more environment variables; return its result by way of JSON."""
+    """Call a module's function in a new Python; return its result by way of JSON.
+
+    `arguments`: the function's; `variables`: environment variables to add.
+    """
     code = f"import json, sys; from {module} import {function}; found = {function}(*json.loads(sys.argv[1]))"
     paths = os.pathsep.join(filter(None, (variables.pop("PYTHONPATH", ""), str(HERE), os.environ.get("PYTHONPATH"))))
     command = [sys.executable, "-c", f"{code}; print(json.dumps(found))", json.dumps(arguments)]

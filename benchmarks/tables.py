@@ -11,15 +11,17 @@ MIB = 2**20
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table in Markdown."""
+    """Return a table in Markdown: `head` has the title of each column, a row its cells."""
     lines = ["| " + " | ".join(cells) + " |" for cells in (head, *rows)]
     return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]])
 
 
 def mebibytes(found: Mapping[str, Any] | None) -> str:
-    """Return allocated (or counted) and, if known, reserved memory in MiB as text, e.g. "812 / 904".
+    """Return a run's allocated (or counted) and, if known, reserved memory in MiB as text, e.g. "812 / 904".
 
     Return the status of a failed run, and "not measured" for None.
+
+    `found`: the run's "status", "peak_bytes" and "reserved_bytes".
     """
     if found is None or found["status"] != "ok":
         return found["status"] if found else "not measured"
@@ -28,7 +30,9 @@ def mebibytes(found: Mapping[str, Any] | None) -> str:
 
 
 def versions(data: Mapping[str, Any], *packages: str) -> str:
-    """Return the library versions of a record as text, e.g. "torch 2.13.0, transformers 5.23.0"."""
+    """Return the versions of `packages` in a record (default: torch, transformers and bitsandbytes) as text, e.g.
+    "torch 2.13.0, transformers 5.23.0".
+    """
     packages = packages or ("torch", "transformers", "bitsandbytes")
     return ", ".join(f"{name} {data['versions'].get(name) or 'none'}" for name in packages)
 
@@ -41,12 +45,15 @@ def spread(errors: Sequence[float]) -> dict[str, float]:
 
 
 def share(value: float | None) -> str:
-    """Return a share in per cent; "none" if there is no value."""
+    """Return a share in per cent as text, e.g. "12.50%" for 0.125; "none" if there is no value."""
     return "none" if value is None else f"{value:.2%}"
 
 
 def verdict(decision: Mapping[str, Any] | None, absent: str) -> str:
-    """Return a table cell with a claim's verdict and value; `absent` if there is no decision."""
+    """Return a table cell with a claim's verdict and value; `absent` if there is no decision.
+
+    `decision`: the claim's row in results.json, or None.
+    """
     if decision is None or decision["verdict"] == Verdict.NOT_TESTABLE:
         return decision["verdict"] if decision else absent
     return f"**{decision['verdict']}** ({measured_text(decision)})"

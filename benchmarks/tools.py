@@ -15,7 +15,10 @@ ABOUT = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="ut
 
 
 def accelerate_estimate(task, arguments: dict) -> int:
-    """Return the answer of `accelerate estimate-memory` for a training with Adam, in bytes."""
+    """Return the answer of `accelerate estimate-memory` for a training of a task with Adam, in bytes.
+
+    `arguments`: the training arguments.
+    """
     from accelerate.commands.estimate import estimate_training_usage
     from accelerate.utils import calculate_maximum_sizes
 
@@ -27,7 +30,7 @@ def accelerate_estimate(task, arguments: dict) -> int:
 
 
 def zero2(parameters: int) -> int:
-    """Return DeepSpeed's figure for one GPU with ZeRO stage 2, in bytes."""
+    """Return DeepSpeed's figure for a model with `parameters` parameters on one GPU with ZeRO stage 2, in bytes."""
     from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
 
     return estimate_zero2_model_states_mem_needs(parameters, 1, 1, cpu_offload=False)[1]
@@ -35,6 +38,8 @@ def zero2(parameters: int) -> int:
 
 def mem_tracker(task, arguments: dict, device: str = "cpu") -> int:
     """Run torch's MemTracker over a plain loop on fake tensors, with all settings that a loop can have; return bytes.
+
+    `arguments`: the training arguments; `device`: "cpu" or "cuda".
 
     Raises:
         Exception: any error of an optimizer that reads values of its states, like those of bitsandbytes.
@@ -79,11 +84,12 @@ TOOLS: dict[str, Callable] = {
 
 
 def query(lab, tool: Callable, *arguments) -> dict:
-    """Query a tool in a fresh subprocess: return bytes, its seconds and its peak memory, or why it has no answer.
+    """Query a tool in a fresh subprocess: return {"bytes", "seconds" and "own_bytes", its own peak memory}.
 
-    The keys are "bytes", "seconds" and "own_bytes", or "refused".
+    Return {"refused": reason} if the tool has no answer.
 
     Args:
+        lab: runs the subprocess.
         tool: function of `arguments` that returns bytes.
     """
 
@@ -115,10 +121,10 @@ def estimated(ask: Callable) -> dict:
 
 
 def errors(found: list[dict], measured: list[int | None], name: str = "bytes") -> list[float]:
-    """Return |answer / measured - 1| of all measured trainings with an answer.
+    """Return |answer / measured - 1| of each training that was measured and has an answer.
 
     Args:
-        found: the answer for each training, as `query` returns them.
+        found: the answer for each training, as `query` returns it.
         measured: bytes of each training; None: not measured.
         name: the field of an answer to compare, e.g. "total_bytes".
     """
@@ -127,6 +133,9 @@ def errors(found: list[dict], measured: list[int | None], name: str = "bytes") -
 
 def row(name: str, found: list[dict], measured: list[int], cannot: str) -> dict:
     """Return the table row of one tool over all trainings.
+
+    Its keys are "tool", "answered", "asked", "median_error", "worst_error", "median_seconds", "most_own_bytes" and
+    "cannot_express".
 
     Args:
         name: the tool's name.

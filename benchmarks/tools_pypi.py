@@ -34,7 +34,7 @@ class Cannot(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """A training in terms that these tools know."""
+    """A training in terms that tools from PyPI know: model sizes, batch, precision, optimizer, and so on."""
 
     folder: str  # the folder with its config.json
     fields: dict  # content of config.json
@@ -76,7 +76,7 @@ class Question:
 
     @property
     def half(self) -> str:
-        """Return torch's name of the precision."""
+        """Return torch's name of the training's precision, e.g. "bfloat16"."""
         return {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}[self.precision]
 
     @property
@@ -87,15 +87,15 @@ class Question:
     def words(self, **names: str) -> dict:
         """Return the settings of the training under a tool's names: {the tool's name: value}.
 
-        `names`: {the tool's name of a setting: our name of it}.
+        `names`: {the tool's name of a setting: the name of the field here}.
         """
         return {option: getattr(self, attribute) for option, attribute in names.items()}
 
     def named(self, *plain: str, **options: str) -> str:
         """Return a tool's name for the training's optimizer.
 
-        `plain`: optimizers that the tool calls as we do; `options`: {our name: the tool's}. Raises Cannot if the tool
-        has none.
+        `plain`: optimizers that have the same name here and in the tool; `options`: {name here: the tool's name}.
+        Raises Cannot if the tool has none.
         """
         for name, trainer_names in OPTIMIZERS.items():
             if self.optimizer in trainer_names and (name in plain or name in options):
@@ -390,7 +390,7 @@ def answer(tool: Callable[[Question], Answer], question: Question) -> dict:
 
 
 def forked(tool: Callable[[Question], Answer], question: Question) -> dict:
-    """Return a tool's answer from a forked process."""
+    """Return a tool's answer to a question, see `answer`, from a forked process."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:

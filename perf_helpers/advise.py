@@ -10,5 +10,9 @@ __all__ = ["advise", "parallelism", "verify"]
 
 
 def advise(task: Task, **options) -> Advice:
-    """Return the recipes that fit into a given memory. Arguments and errors are those of `trainmem.advise.advise`."""
+    """Return `trainmem.advise.advise(task, **options)`, the recipes that fit into a given memory, with the course's
+    speed ratios.
+
+    Arguments and errors are those of that function, without `published`.
+    """
     return engine.advise(task, published=published, **options)

@@ -37,7 +37,9 @@ TRAINING_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True} 
 
 
 def _needs_course(command: str) -> None:
-    """Raise ValueError if a package that only the course needs is missing."""
+    """Raise ValueError if a package that only the course needs is missing; `command` names the subcommand in the
+    message.
+    """
     needed = "papermill", "nbconvert", "ipykernel", "ipywidgets", "matplotlib"
     if missing := [name for name in needed if not find_spec(name)]:
         raise ValueError(f"{command} needs {', '.join(missing)}: pip install 'perf-helpers[course]'")
@@ -191,7 +193,7 @@ def report(
 
 
 def _axes(text: str) -> list[str]:
-    """Return the comparisons that e.g. "memory,speed" names. Raises ValueError for an unknown one."""
+    """Split e.g. "memory,speed" into the axes of a comparison. Raises ValueError for an unknown one."""
     from perf_helpers.compare.compare import AXES
 
     axes = [word.strip() for word in text.split(",") if word.strip()]

@@ -108,11 +108,11 @@ class Timeline:
         return len(self.phases)
 
     def parts(self, index: int) -> dict[str, int]:
-        """Return the bytes of each category at an index."""
+        """Return {category: bytes} at an index."""
         return {category: self.series[category][index] for category in CATEGORIES if category in self.series}
 
     def where(self, index: int) -> dict[str, str]:
-        """Return the phase, operation and module at an index; an unknown one is ""."""
+        """Return {"phase", "operation", "module": its name} at an index; an unknown one is ""."""
         return {name: self.series[name][index] for name in ("phase", "operation", "module")}
 
     def where_text(self, index: int) -> str:
@@ -260,7 +260,7 @@ def losses(
 
 
 def comparison(item: Comparison) -> Table:
-    """Return a table of the two runs of a comparison, with rows for their memory and speed ratios."""
+    """Return a table of the two runs of the comparison `item`, with rows for their memory and speed ratios."""
     shown = table([item.baseline, item.other])
     memory_ratio = f"{item.memory_ratio:.3f} x" if is_measured(item.memory_ratio) else "not measured"
     speed_ratio = f"{item.speed_ratio} x" if item.speed_ratio.known else "not measured"
@@ -272,7 +272,9 @@ def comparison(item: Comparison) -> Table:
 
 
 def comparison_html(item: Comparison) -> str:
-    """Return the table of a comparison as HTML; if both runs have a breakdown, add a picture of their peaks."""
+    """Return the table of the comparison `item` as HTML; if both runs have a breakdown, add a picture of their
+    peaks.
+    """
     text, runs = comparison(item)._repr_html_(), (item.baseline, item.other)
     if not all(run.memory and run.memory.breakdown for run in runs):
         return text
@@ -358,9 +360,11 @@ def _axes(
 
 
 def _style(number: int, label: str, values: Iterable[float | None]) -> dict[str, str]:
-    """Return line style, colour and legend label of a series; the label says so if the series has no value.
+    """Return {"linestyle", "color", "label"} for a series, as matplotlib's plot takes them.
 
-    `number`: place of the series in its picture, which sets style and colour.
+    Args:
+        number: place of the series in its picture, which sets style and colour.
+        label: the series' name; "(not measured)" is added if none of `values` is known.
     """
     label = label if any(map(is_measured, values)) else f"{label} (not measured)"
     return {"linestyle": _LINES[number % len(_LINES)], "color": SERIES[number % len(SERIES)], "label": label}

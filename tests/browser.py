@@ -46,6 +46,7 @@ def violations(page, within: str = "html", apart: tuple[tuple[str, str], ...] = 
     The test is skipped if the package is missing, except in CI.
 
     Args:
+        page: the browser page.
         within: CSS selector of the part.
         apart: pairs (rule, words) of findings to ignore: the words occur in the markup of another project's elements.
     """
@@ -155,7 +156,10 @@ class Notebook:
         self.command("application:toggle-left-area")
 
     def command(self, name: str, **arguments) -> None:
-        """Run one of JupyterLab's commands, as its menus do, and wait for its end."""
+        """Run a command of JupyterLab, e.g. "notebook:run-all-cells", as its menus do, and wait for its end.
+
+        `arguments`: those of the command.
+        """
         call = "([name, given]) => window.jupyterapp.commands.execute(name, given).then(() => null)"
         self.page.evaluate(call, [name, arguments])
 
@@ -170,7 +174,7 @@ class Notebook:
         self.wait_idle()
 
     def run(self, cell: int) -> None:
-        """Run one cell and wait until it has ended."""
+        """Run the cell number `cell`, counted from 0, and wait until it has ended."""
         self.select(cell)
         self.command("notebook:run-cell")
         self.wait_idle()
@@ -179,7 +183,7 @@ class Notebook:
         self.cell(cell).locator(".jp-InputPrompt").click()
 
     def type(self, cell: int, text: str) -> None:
-        """Replace the text of a cell, by keyboard."""
+        """Replace the text of the cell number `cell`, counted from 0, by keyboard."""
         self.cell(cell).locator(".cm-content").click()
         self.page.keyboard.press("Control+A")
         self.page.keyboard.insert_text(text)

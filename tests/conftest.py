@@ -17,8 +17,9 @@ matplotlib.use("Agg")  # here only: a kernel that inherited MPLBACKEND would sho
 
 
 def pytest_collection_modifyitems(items):
-    """Add the markers that follow from a test's fixtures and folder. Mark cases beyond `daily(n)` as nightly. Folders
-    whose tests take long come first.
+    """Add the markers that follow from a test's fixtures and folder; pytest passes the tests as `items`.
+
+    Mark cases beyond `daily(n)` as nightly. Folders whose tests take long come first.
     """
     items.sort(key=lambda item: not {"rehearsal", "estimate", "lab", "advise"} & {*item.path.parts})
     cases = Counter()
@@ -44,8 +45,9 @@ def shown(monkeypatch):
 
 
 def _copied(module, **changes):
-    """Return a copy of a library's module with some names changed. Only our module gets the copy, so other threads see
-    the original.
+    """Return a copy of a module in which the names in `changes` have other values.
+
+    Only our module gets the copy, in place of a library's module, so other threads see the original.
     """
     twin = types.ModuleType(module.__name__)
     vars(twin).update(vars(module), **changes)

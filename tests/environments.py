@@ -12,7 +12,7 @@ def make(folder, without=(), **versions):
     Args:
         folder: folder of the new environment.
         without: packages to leave out.
-        versions: {package: version to record for it in place of its own}.
+        versions: {package: version to record for it in place of its real one}.
     """
     venv.create(folder, symlinks=True)
     python = folder / "bin" / "python"
@@ -35,7 +35,10 @@ def site(python):
 
 
 def record(python, package, version):
-    """Make the metadata of an environment say that exactly this version of a package is installed."""
+    """Make the metadata of an environment say that exactly this version of a package is installed.
+
+    `python`: the Python of the environment.
+    """
     for old in site(python).glob(f"{package}-*.dist-info"):
         old.unlink() if old.is_symlink() else shutil.rmtree(old)
     folder = site(python) / f"{package}-{version}.dist-info"

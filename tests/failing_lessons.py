@@ -64,7 +64,10 @@ def run(source: Path, folder: Path) -> list[tuple[int, Exception]]:
 
 
 def _assigned(text: str, line: int) -> set[str]:
-    """Return the names that the statements of a cell assign from a line on, including functions and classes."""
+    """Return the names that the statements of a cell assign from a line on, including functions and classes.
+
+    `text`: the cell's source; `line`: number of the line, from 1.
+    """
     found, rest = set(), [node for node in ast.parse(text).body if node.end_lineno >= line]
     while rest:
         node = rest.pop()

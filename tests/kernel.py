@@ -17,40 +17,43 @@ def alive() -> dict:
 
 
 def box(shown):
-    """Return the box that was displayed last."""
+    """Return the last box in `shown`, the list of displayed objects."""
     return alive()[shown[-1][VIEW]["model_id"]]
 
 
 def inside(widget, kind: type) -> list:
-    """Return the widgets of a kind in a box, in order."""
+    """Return the widgets of the class `kind` in a box, in order."""
     found = [widget] if isinstance(widget, kind) else []
     return found + [each for child in getattr(widget, "children", ()) for each in inside(child, kind)]
 
 
 def latest(shown, kind: type) -> list:
-    """Return the widgets of a kind in the box that was displayed last, in order; there must be at least one."""
+    """Return the widgets of the class `kind` in the last box, in order; there must be at least one.
+
+    `shown`: the list of displayed objects.
+    """
     found = inside(box(shown), kind)
     assert found
     return found
 
 
 def state(shown) -> str:
-    """Return the text of the last HTML widget in the box that was displayed last."""
+    """Return the text of the last HTML widget in the last box; `shown` is the list of displayed objects."""
     return latest(shown, ipywidgets.HTML)[-1].value
 
 
 def commit(shown, value) -> None:
-    """Enter a guess into the slider of the box that was displayed last, and commit it."""
+    """Enter the guess `value` into the slider of the last box in `shown`, the displayed objects, and commit it."""
     (slider,), (button,) = latest(shown, ipywidgets.FloatSlider), latest(shown, ipywidgets.Button)
     slider.value = value
     button.click()
 
 
 def control(shown, name: str):
-    """Return the widget with this description in the box that was displayed last."""
+    """Return the widget with the description `name` in the last box; `shown` is the list of displayed objects."""
     return next(each for each in inside(box(shown), ipywidgets.DOMWidget) if getattr(each, "description", None) == name)
 
 
 def text(shown) -> str:
-    """Return the text of all HTML widgets in the box that was displayed last."""
+    """Return the text of all HTML widgets in the last box; `shown` is the list of displayed objects."""
     return "".join(widget.value for widget in inside(box(shown), ipywidgets.HTML))

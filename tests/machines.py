@@ -39,9 +39,12 @@ INSTALLED = dict.fromkeys(PACKAGES, "1.0")
 
 
 def fake_nvml(*gpus, refuse=(), init_error=None, slices=()):
-    """Return a stub of pynvml for these GPUs. Queries in `refuse` raise; with `init_error`, so does nvmlInit.
+    """Return a stub of pynvml for some GPUs, given as `hardware.Gpu`.
 
-    `slices`: MIG slices, which are found by their UUIDs but are not counted.
+    Args:
+        refuse: names of queries that raise.
+        init_error: message with which nvmlInit raises; None: it succeeds.
+        slices: MIG slices, which are found by their UUIDs but are not counted.
     """
     module = ModuleType("pynvml")
     module.NVMLError = type("NVMLError", (Exception,), {})

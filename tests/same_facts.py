@@ -25,7 +25,10 @@ WORDS = {word: str(number) for number, word in enumerate(NAMES, 2)}  # "one" is 
 
 
 def facts(text: str, claim_ids: set[str]) -> dict[str, set[str]]:
-    """Return {kind: facts} of a page in Markdown, or of a cell, a docstring or a message."""
+    """Return {kind: facts}, of the kinds "number", "link", "code" and "claim", of a text in Markdown.
+
+    `claim_ids`: the ids that count as claims.
+    """
     fenced = re.findall(r"^```\w*\n(.*?)^```", text, re.M | re.S)
     prose = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
     prose = re.sub(r"\n(?!\n)[ #]*", " ", prose)  # a code span may be wrapped
@@ -49,14 +52,17 @@ def facts(text: str, claim_ids: set[str]) -> dict[str, set[str]]:
 
 
 def differences(old: str, new: str, claim_ids: set[str]) -> list[tuple[str, str, str]]:
-    """Return (version that has it, kind, fact) for each fact that only the old or only the new text has."""
+    """Return (version that has it, kind, fact) for each fact that only the old or only the new text has.
+
+    `old`, `new`: the texts; `claim_ids`: as in `facts`.
+    """
     before, after = facts(old, claim_ids), facts(new, claim_ids)
     found = [("old", kind, fact) for kind in before for fact in sorted(before[kind] - after[kind])]
     return found + [("new", kind, fact) for kind in after for fact in sorted(after[kind] - before[kind])]
 
 
 def read(source: str) -> str:
-    """Return the text of a path, or of REVISION:PATH."""
+    """Return the text of `source`, a path or REVISION:PATH as `git show` takes it."""
     if Path(source).exists():
         return Path(source).read_text("utf-8")
     done = subprocess.run(["git", "show", source], capture_output=True, text=True)

@@ -9,7 +9,7 @@ BENCHMARKS, RESULTS = ROOT / "benchmarks", ROOT / "results"
 
 
 def script(name):
-    """Import a script of benchmarks/ as a new module and return it."""
+    """Import the script `name`.py of benchmarks/ as a new module and return it."""
     sys.path.insert(0, str(BENCHMARKS))  # for what the scripts share
     try:
         spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")

@@ -55,7 +55,10 @@ def lines_of(path: Path) -> int:
 
 
 def sizes(root: Path = ROOT) -> list[tuple[str, int, int, int, int]]:
-    """Return (part, its lines, most lines, its files, most files) for each part."""
+    """Return (part, its lines, most lines, its files, most files) for each part of the repository.
+
+    `root`: the repository's folder.
+    """
     rows = []
     for what, patterns, lines, files in BUDGETS:
         found = {path for pattern in patterns for path in root.glob(pattern)}

@@ -40,8 +40,12 @@ NIGHTLY = {
 
 
 def chosen(stages: dict, minutes: float, run: int) -> Iterator[str]:
-    """Yield the stages of a run, in the order in which they start, while they fit into `minutes`; without a limit, all
-    of them.
+    """Yield the names of the stages of a run, in the order in which they start, while they fit into `minutes`.
+
+    Args:
+        stages: {name: (its minutes, ...)}.
+        minutes: the time limit; 0: none, all stages run.
+        run: number of the run; each run begins two stages further on.
     """
     names = [*stages]
     first = 2 * run % len(names) if minutes else 0

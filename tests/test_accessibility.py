@@ -68,7 +68,7 @@ def a_run(name, peak):
 
 
 def outputs(monkeypatch):
-    """Return one output of every kind that a lesson shows."""
+    """Return one output, in a notebook's format, of every kind that a lesson shows."""
     reported = []
     monkeypatch.setattr("IPython.display.display", lambda data, **_: reported.append(data))
     lab = Lab("tiny", lesson="09_8bit_adam")
@@ -157,11 +157,12 @@ def folder(tmp_path_factory):
 
 
 def opened(chromium, path, screen="phone", theme="light"):
-    """Return a browser page with all folded parts unfolded; nothing is fetched from the network.
+    """Return a browser page of a file with all folded parts unfolded; nothing is fetched from the network.
 
     The page's security policy forbids scripts, including axe-core's, so it is switched off in this window.
 
     Args:
+        chromium: the browser.
         path: path of the page's file.
         screen: a name in `SCREENS`.
         theme: "light" or "dark".

@@ -109,7 +109,8 @@ class Started(BaseException):
 
 @pytest.fixture(scope="module")
 def shell(tmp_path_factory):
-    """Yield a function that runs a command in a folder with bad files: (exit code, standard output, standard error).
+    """Yield a function that runs a command, in a folder with bad files: it returns (exit code, standard output,
+    standard error).
 
     Afterwards, check that nothing was written.
     """
@@ -145,6 +146,8 @@ def shell(tmp_path_factory):
 def edited(draw, name):
     """Return a name with one random letter (not the first) left out, doubled, replaced by q, or swapped with the next
     one.
+
+    `draw`: the random generator.
     """
     place = draw.randrange(1, len(name) - 1)
     a, b, rest = name[place], name[place + 1], name[place + 2 :]
@@ -166,7 +169,7 @@ def typed_values():
 
 
 def placed(words, *more):
-    """Return the words of a command with more words added, for `explain` before --then."""
+    """Return the words of a command with the words `more` added: at its end, or before the --then of `explain`."""
     place = words.index("--then") if "--then" in words else len(words)
     return [*words[:place], *more, *words[place:]]
 

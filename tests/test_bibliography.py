@@ -19,8 +19,8 @@ NUMBER = re.compile(r"(?:#|\b[Ii]ssue |\bPR |\b[Pp]ull request )(\d{2,6})\b")  #
 
 
 def texts():
-    """Return {place: text} of all texts that cite: "lesson NN", "instructor", and "NN id" for a claim of an existing
-    lesson.
+    """Return {place: text} of all texts that cite sources: the places are "lesson NN", "instructor", and "NN id" for a
+    claim of an existing lesson.
     """
     found = {f"lesson {path.name[:2]}": path.read_text() for path in (NOTEBOOKS / "src").glob("*.py")}
     found["instructor"] = (NOTEBOOKS / "INSTRUCTOR.md").read_text()
@@ -31,7 +31,7 @@ def texts():
 
 
 def entries(page):
-    """Yield (lesson, words, places, source, date) of each row of the page's tables."""
+    """Yield (lesson, words, places, source, date) of each row of the tables in the text of the bibliography's page."""
     for section in re.split(r"^## ", page, flags=re.M)[1:]:
         for row in re.findall(r"^\| (.*) \|$", section, re.M)[1:]:  # the first is the table's head
             words, places, source, date, _ = row.split(" | ")
@@ -39,7 +39,10 @@ def entries(page):
 
 
 def is_phrase(word, sources):
-    """Return whether a quoted text of the page has more than three words and is not the ledger's name of a source."""
+    """Return whether a quoted text of the page has more than three words and is not the ledger's name of a source.
+
+    `sources`: the ledger's names.
+    """
     return word not in sources and sum(bool(re.search("[A-Za-z]{2}", part)) for part in word.split()) > 3
 
 

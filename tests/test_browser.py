@@ -70,7 +70,9 @@ def screenshot(notebook, name, cell=None):
 
 
 def faults(notebook):
-    """Return the faults of an executed notebook: errors in cells and in widgets, cells that never ran."""
+    """Return the faults of an executed notebook as text: errors in cells and in widgets, and the source of cells that
+    never ran.
+    """
     cells = [cell for cell in notebook.cells if cell.cell_type == "code" and cell.source.strip()]
     errors = [output.evalue for cell in cells for output in cell.outputs if output.output_type == "error"]
     never = [cell.source for cell in cells if cell.execution_count is None]
@@ -156,7 +158,7 @@ FOCUSED = "() => document.activeElement.matches('{}')"
 
 
 def press_tab_until(page, selector):
-    """Press Tab until an element has the focus."""
+    """Press Tab until an element has the focus; `selector` is its CSS selector on the browser page `page`."""
     for _ in range(40):
         page.keyboard.press("Tab")
         if page.evaluate(FOCUSED.format(selector)):

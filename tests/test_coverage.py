@@ -18,7 +18,10 @@ ROWS = {"2022 index": 23, "2022 guide": 165, "2024 index": 25, "2023 guide": 157
 
 
 def sections(page):
-    """Return {document: its rows}; a row is (statement, claims, remark)."""
+    """Return {document: its rows} of the page's tables; a row is (statement, claims, remark).
+
+    `page`: the page's text.
+    """
     found = {}
     for section in re.split(r"^## ", page, flags=re.M)[1:]:
         title, _, text = section.partition("\n")

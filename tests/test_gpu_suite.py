@@ -38,8 +38,8 @@ def card(kind="cuda", name="NVIDIA H100 80GB HBM3", **more):
 class RecordingLab:
     """A lab that trains nothing. It calculates memory and speed from the arguments, so that every ratio is known.
 
-    `requests` lists what was requested. A run with a peak above `limit` bytes is out of memory; a test may set the
-    status of others in `ends`.
+    `requests` lists the names of requested runs. A run with a peak above `limit` bytes is out of memory; in `ends`, a
+    test may set the status of other runs, by name.
     """
 
     def __init__(self, machine=None, profile="gpu", versions=VERSIONS, limit=40 * GIB):
@@ -100,7 +100,7 @@ def _speed(arguments):
 
 
 class FakeEstimate:
-    """An estimate that is 1 % too high."""
+    """An estimate of a task and training arguments with 1 % more bytes than `RecordingLab` calculates."""
 
     def __init__(self, task, arguments):
         arguments = {name: value for name, value in arguments.items() if name not in ("device", "compute_capability")}

@@ -31,7 +31,9 @@ PART = dict.fromkeys(CATEGORIES, 1)
 
 
 class Elements(HTMLParser):
-    """Collect the elements of a page with the names of their attributes, and the addresses that are scripts."""
+    """Collect the elements of a page's HTML with the names of their attributes in `found`, and the addresses that are
+    scripts in `scripts`.
+    """
 
     def __init__(self, text):
         super().__init__()
@@ -97,7 +99,7 @@ def test_questions_and_guesses_escape(name, monkeypatch, tmp_path):
 
 
 def results(name):
-    """Return the results of a course run in which every text is this name."""
+    """Return the results of a course run in which every text is `name`."""
     machine = {"name": name, "cpu_model": name, "system": name, "kind": "cpu", "cuda_reason": name, "gpus": []}
     texts = {"says": name, "quantity": name, "threshold": name, "reason": name, "note": name, "as_expected": False}
     guide = {"value": 0.5, "text": name, "hardware": name, "source": name}
@@ -113,8 +115,9 @@ def results(name):
 
 @pytest.fixture(params=EVIL.values(), ids=EVIL)
 def pages(request, tmp_path):
-    """Return the three pages of two course runs: one in which every text is a malicious name, and one with
-    plain names.
+    """Return {"evil", "plain": [the report, history and comparison of two course runs, paths of HTML files]}.
+
+    In the "evil" runs every text is a malicious name.
     """
     made = {}
     for kind, name in (("evil", request.param), ("plain", "plain")):

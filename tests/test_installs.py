@@ -26,7 +26,7 @@ def would_install(folder, where, *words, **versions):
         folder: folder in which to make an environment like this one, but without this project.
         where: the folder in which pip is called.
         words: what to install, as for pip.
-        versions: {package: version that the environment records for it in place of its own}.
+        versions: {package: version that the environment records for it in place of its real one}.
     """
     python = environments.make(folder / "venv", ("perf-helpers",), **versions)
     command = [python, "-m", "pip", "install", "--dry-run", "--quiet", "--report", folder / "report.json", *words]

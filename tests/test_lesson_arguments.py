@@ -45,7 +45,7 @@ def used(source):
 
 
 def within(scope):
-    """Yield every node of a scope, except those inside of its functions."""
+    """Yield every node of a scope's syntax tree, except those inside of its functions."""
     for node in ast.iter_child_nodes(scope):
         yield node
         if not isinstance(node, FUNCTIONS):
@@ -53,7 +53,11 @@ def within(scope):
 
 
 def own_parameters(function):
-    """Return the parameters of a function that are not training arguments; None if it takes no training arguments."""
+    """Return the parameters of a called function that are not training arguments; None if it takes no training
+    arguments.
+
+    `function`: the syntax tree of its name.
+    """
     name = getattr(function, "attr", getattr(function, "id", None))
     if name == "TrainingArguments":
         return set()
@@ -62,7 +66,7 @@ def own_parameters(function):
 
 
 def written_out(scope):
-    """Return {name: [(line, the expression assigned there, or None if it cannot be read)]} of a scope."""
+    """Return {name: [(line, the expression assigned there, or None if it cannot be read)]} of a scope's syntax tree."""
     parameters = [arg for arg in ast.walk(scope.args) if isinstance(arg, ast.arg)] if hasattr(scope, "args") else []
     found = {arg.arg: [(scope.lineno, None)] for arg in parameters}
     for node in within(scope):
@@ -88,6 +92,8 @@ def keys(value, names, line):
     an `or`.
 
     A name has the value that it was last assigned before `line`, in the innermost scope that assigns it.
+
+    `value`: the expression's syntax tree; `names`: what `written_out` returned for each scope, the innermost last.
     """
     parts = []
     match value:
@@ -111,7 +117,9 @@ def keys(value, names, line):
 
 
 def refused(names):
-    """Return {name: the lab's message} of those names that the installed transformers does not know."""
+    """Return {name: the lab's message} of those training arguments in `names` that the installed transformers does
+    not know.
+    """
     found = {}
     for name in sorted(names):
         try:

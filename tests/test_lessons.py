@@ -39,7 +39,11 @@ def _sabotage(monkeypatch, way):
 
 
 def _offline(out, **options):
-    """Run the course into a folder without the network; return its results, with the attempts to use the network."""
+    """Run the course into the folder `out` without the network; return its results, with the attempts to use the
+    network.
+
+    `options`: further arguments of `run_course`.
+    """
     shutil.rmtree(out, ignore_errors=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", _path_with("offline"))
@@ -50,7 +54,7 @@ def _offline(out, **options):
 
 
 def _changed():
-    """Return the names of lessons that differ from `SINCE`; [] if this is not a checkout that has it."""
+    """Return the names of lessons that differ from the git revision `SINCE`; [] if the checkout does not have it."""
     command = ["git", "diff", "--name-only", SINCE, "--", "notebooks/*.ipynb"]
     done = subprocess.run(command, cwd=HERE.parent, capture_output=True, text=True)
     names = {Path(line).stem for line in done.stdout.splitlines()}

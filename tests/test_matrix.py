@@ -38,7 +38,7 @@ def every_set(matrix):
 
 @pytest.fixture(autouse=True)
 def four_sets(matrix, every_set, monkeypatch):
-    """Use four of the sets, which are enough to test how they are run and recorded."""
+    """Use four of the library sets, which are enough to test how they are run and recorded."""
     monkeypatch.setattr(matrix, "library_sets", lambda: [one for one in every_set if one.name in NAMES])
 
 
@@ -62,7 +62,7 @@ def declared():
 
 
 def lower_bounds(ranges):
-    """Return {dependency: the lowest version that its range admits}."""
+    """Return {dependency: the lowest version that its range admits}; `ranges` is what `declared` returned."""
     bounds = {
         name: [s.version for s in requested.specifier if s.operator == ">="] for name, requested in ranges.items()
     }
@@ -116,7 +116,9 @@ def rehearsed(size):
 
 
 class Made:
-    """Environments in which nothing is installed: each set has given results, and calls are recorded."""
+    """Environments in which nothing is installed: each library set has given results, and `calls` and `ran` record
+    the calls.
+    """
 
     def __init__(self, matrix, folder):
         self.matrix, self.folder, self.calls, self.ran = matrix, folder, [], []
@@ -154,7 +156,9 @@ def made(matrix, tmp_path):
 
 @pytest.fixture
 def run(matrix, made, tmp_path):
-    """Return a function that runs the matrix with these environments and returns (exit code, record)."""
+    """Return a function (words of the command line) that runs the matrix with stub environments and returns (exit
+    code, record).
+    """
 
     def run(*words):
         code = matrix.main(["--lessons", "05", "--out", str(tmp_path / "matrix.json"), *words], made)

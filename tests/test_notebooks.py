@@ -55,6 +55,8 @@ def test_figures_of_recorded_runs_are_shown_before_the_last_cell():
 def gpus_taken_unasked(text):
     """Return the cells that would use every GPU: a Trainer of one's own without a limit, or DataParallel without a list
     of devices.
+
+    `text`: the source of a lesson.
     """
     cells = [cell for cell in text.split("# %%") if not cell.startswith(" [markdown]")]
     wraps = [cell for cell in cells if "trainer.train()" in cell and "_n_gpu = min(1" not in cell]
@@ -102,7 +104,7 @@ HINT = '# %% jupyter={"source_hidden": true}\nexercises.hint("the cause", "the r
 
 
 def sealed_cells(text):
-    """Return [(kind, plain source)] of the sealed cells of a notebook."""
+    """Return [(kind, plain source)] of the sealed cells of a notebook; `text` is the content of its file."""
     cells = [cell for cell in nbformat.reads(text, as_version=4).cells if cell.source.startswith(sealed.MAGIC)]
     for cell in cells:
         assert cell.metadata["jupyter"]["source_hidden"] and cell.metadata["cellView"] == "form", "folded too"
@@ -249,7 +251,10 @@ def test_check_names_what_is_stale_missing_orphaned_or_out_of_shape(folder, caps
 
 
 def never_shown(text):
-    """Return the cells whose `widgets.revealed` is not the last statement, so that its result is not shown."""
+    """Return the cells whose `widgets.revealed` is not the last statement, so that its result is not shown.
+
+    `text`: the source of a lesson.
+    """
     found = []
     for cell in text.split("# %%"):
         if "widgets.revealed(" in cell:

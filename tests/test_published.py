@@ -25,7 +25,7 @@ def report(published):
 
 
 def high(errors):
-    """Return the 95th percentile by nearest rank, i.e. one of the errors, without interpolation."""
+    """Return the 95th percentile of errors by nearest rank, i.e. one of the errors, without interpolation."""
     return sorted(errors)[-(-95 * len(errors) // 100) - 1]
 
 

@@ -51,7 +51,7 @@ def recorded(kind="cuda", **changes):
     """Return {machine: its course run}: a GPU and a training that allocated 1 % more than estimated, and reserved 2 %
     more.
 
-    `kind`: kind of the machine; `changes`: fields of the run to change.
+    `kind`: "cuda" or "cpu", for the machine; `changes`: fields of the run to change.
     """
     gpu = Gpu(0, name="NVIDIA A100", memory_bytes=80 * 2**30, capability=(8, 0))
     machine = Machine("NVIDIA A100", kind, gpus=(gpu,))
@@ -223,7 +223,7 @@ def test_claims_about_speed_are_decided_the_same_way_again_and_again(id):
 
 
 def test_they_were_tried_with_the_recipes_of_their_lessons(monkeypatch):
-    """The newest recorded run on a CPU contains the recipes that its lessons compare."""
+    """A recorded run has each recipe of `CLAIMS` in benchmarks/measure_speed.py, in the lesson of its claim."""
     runs = [run for data in results.recorded(RESULTS).values() for run in data["runs"] if data["date"] > "2026-11-22"]
     for id, (changes, *recipes, _) in script("measure_speed", monkeypatch).CLAIMS.items():
         task = choose_profile("cpu").task.replace(**changes).to_dict()
@@ -239,7 +239,7 @@ def test_they_were_tried_with_the_recipes_of_their_lessons(monkeypatch):
 def course(path, rehearsed, **claim):
     """Write the results.json of a course run on an A100, with one claim and one training; return its path.
 
-    `claim`: fields of the claim to change.
+    `path`: of the file; `rehearsed`: whether the run is a rehearsal; `claim`: fields of the claim to change.
     """
     data = recorded()["a100"]
     data["machine"] |= {"name": "rehearsed A100 80 GiB" if rehearsed else "NVIDIA A100", "rehearsed": rehearsed}
@@ -284,7 +284,9 @@ def test_a_rehearsed_course_is_not_recorded_as_a_run(build, tmp_path):
 
 
 def test_a_run_of_some_lessons_is_not_recorded(build, monkeypatch, tmp_path):
-    """It would replace the machine's newest complete run, and with it the claims of all other lessons."""
+    """A run of some lessons would replace the machine's newest complete run, and with it the claims of all other
+    lessons.
+    """
     course(tmp_path / "results.json", rehearsed=False)
     monkeypatch.setattr(build, "RESULTS", tmp_path)
     with pytest.raises(ValueError, match=r"lacks .*05_gradient_accumulation"):

@@ -92,7 +92,7 @@ def test_a_damaged_line_is_reported_and_the_others_are_kept(tmp_path):
 
 
 def read_with_damage(store):
-    """Return (ids of the records, numbers of the damaged lines) of a store."""
+    """Return (ids of the records, numbers of the damaged lines) of a `Store`."""
     with warnings.catch_warnings(record=True) as reported:
         warnings.simplefilter("always")
         return [run.id for run in store.read()], [
@@ -169,7 +169,9 @@ def _write(path, count):
 
 
 def _write_until_killed(path):
-    """Append a run, and let the kernel kill this process in the middle of the line, by a limit on the size of files."""
+    """Append a run to the store at `path`, and let the kernel kill this process in the middle of the line, by a limit
+    on the size of files.
+    """
 
     def limited(file, *arguments):
         size = os.path.getsize(file)

@@ -46,7 +46,10 @@ STRAY = {
 
 
 def some(items, what):
-    """Return the items as a list; fail if there are none, because a check of nothing would pass."""
+    """Return the items as a list; fail if there are none, because a check of nothing would pass.
+
+    `what`: the name of the items, for the message.
+    """
     found = list(items)
     assert found, f"nothing to check: no {what}"
     return found
@@ -70,7 +73,10 @@ def pyproject():
 
 
 def declared(project, extras=True):
-    """Return {distribution: Requirement} of a project's dependencies, with those of every extra."""
+    """Return {distribution: Requirement} of a project's dependencies.
+
+    `project`: the table [project] of pyproject.toml; `extras`: whether the dependencies of every extra are included.
+    """
     texts = [*project["dependencies"]]
     if extras:
         texts += [text for group in project["optional-dependencies"].values() for text in group]
@@ -81,7 +87,7 @@ def declared(project, extras=True):
 
 
 def heads(source):
-    """Return the first names of all modules that a source imports, except imports for type checkers only."""
+    """Return the first names of all modules that a source text imports, except imports for type checkers only."""
     found = set()
 
     def visit(node):
@@ -98,10 +104,11 @@ def heads(source):
 
 
 def undeclared(source, distributions, owners):
-    """Return the third-party modules that a source imports, but that none of the distributions provides.
+    """Return the third-party modules that a source text imports, but that none of the distributions provides.
 
-    A module that is not installed is assumed to be provided by a distribution of its own name. `owners`: {module: names
-    of its distributions}.
+    A module that is not installed is assumed to be provided by a distribution of its own name.
+
+    `distributions`: names of the declared ones; `owners`: {module: names of its distributions}.
     """
     wanted = heads(source) - set(sys.stdlib_module_names) - {*PACKAGES}
     provided = {
@@ -215,7 +222,10 @@ def test_an_undeclared_import_is_reported():
 
 
 def loaded_after(statement, folder=ROOT):
-    """Return the modules of `HEAVY` that a new interpreter has loaded after a statement, run in `folder`."""
+    """Return the modules of `HEAVY` that a new interpreter has loaded after a statement, e.g. "import trainmem".
+
+    `folder`: the folder in which it runs.
+    """
     code = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{statement}\n"
     code += f"import json\nprint(json.dumps([m for m in {HEAVY!r} if m in sys.modules]))"
     done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True)
@@ -287,7 +297,7 @@ def test_public_names():
 
 
 def pins(text):
-    """Return ({distribution: version}, problems) of a constraints file."""
+    """Return ({distribution: version}, problems) of the text of a constraints file."""
     pinned, problems = {}, []
     for line in text.splitlines():
         line = line.split("#")[0].strip()
@@ -314,15 +324,16 @@ def pin_problems(project, constraints):
 
 
 def as_specifier(text):
-    """Return a version specifier, in which conda's `=3.11` means any 3.11 release."""
+    """Return a version specifier for the text of one, in which conda's `=3.11` means any 3.11 release."""
     return SpecifierSet(re.sub(r"^=(?!=)(.+)$", r"==\1.*", text.replace(" ", "")))
 
 
 def environment_problems(environment, folder, project, constraints):
-    """Return the problems of a parsed conda environment.
+    """Return the problems of a conda environment, one line each.
 
     Args:
-        folder: folder of the environment's file, relative to the root.
+        environment: the parsed environment file.
+        folder: folder of that file, relative to the root.
         project: the table [project] of pyproject.toml.
         constraints: the text of constraints.txt.
     """
@@ -428,7 +439,11 @@ HEADLESS = re.compile(r"\W*What\b")  # a docstring says what to expect: "Return 
 
 
 def prose(path, text):
-    """Return the docstrings of a Python source and its prose: comments and docstrings, or a page without its code."""
+    """Return (docstrings, prose) of a file: the prose of a Python source is its comments and docstrings, the prose of a
+    page in Markdown is the page without its code, and it has no docstrings.
+
+    `path`: of the file, which tells its kind; `text`: its content.
+    """
     if path.suffix == ".md":
         return [], [re.sub(r"^```.*?^```|`[^`]*`", "", text, flags=re.M | re.S)]
     kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
@@ -439,7 +454,10 @@ def prose(path, text):
 
 
 def wording_problems(path, text):
-    """Return the private words in the prose of a file, and its docstrings without a subject, one line each."""
+    """Return the private words in the prose of a file, and its docstrings without a subject, one line each.
+
+    `path`, `text`: of the file, and its content.
+    """
     docstrings, texts = prose(path, text)
     words = (found[0].lower() for each in texts for found in PRIVATE_WORDS.finditer(each))
     return [f"{path}: {word!r}, see docs/words.md" for word in words] + [
@@ -478,7 +496,9 @@ PRIVATE_NAMES = {  # pronouns and verbs in the past tense
 
 
 def introduced_name(node):
-    """Return the name that a node of Python code introduces, or None. The names of tests are sentences and left out."""
+    """Return the name that a node of a Python syntax tree introduces, or None. The names of tests are sentences and
+    left out.
+    """
     match node:
         case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()) | ast.arg(arg=name):
             return name
@@ -489,7 +509,11 @@ def introduced_name(node):
 
 
 def naming_problems(path, text):
-    """Return the private identifiers of a Python source, each once: verbs in the past tense and pronouns."""
+    """Return the private identifiers of a Python source, each once, one line each: verbs in the past tense and
+    pronouns.
+
+    `path`, `text`: of the file, and its content.
+    """
     names = sorted({name for node in ast.walk(ast.parse(text)) if (name := introduced_name(node))})
     private = [name for name in names if PRIVATE_NAMES & {*name.lower().split("_")}]
     return [
@@ -544,8 +568,11 @@ def tree(page):
 
 
 def tree_problems(page, files):
-    """Return the differences between the tree and the repository: files and folders at the top, modules and
-    subpackages. NN_slug and <x> match any name."""
+    """Return the differences between a page's file tree and the repository: files and folders at the top, modules and
+    subpackages.
+
+    In the tree, NN_slug and <x> match any name. `page`: its text; `files`: paths of the repository.
+    """
     listed, problems = some(tree(page), "entries in the file tree"), []
     names = {str(path) for path in files} | {f"{parent}/" for path in files for parent in path.parents}
     for path in listed:
@@ -587,12 +614,12 @@ NAMED = re.compile(r"(?<![\w/.-])((?:README|CONTRIBUTING|docs/[\w-]+)\.md)(#[\w-
 
 
 def without_code(text):
-    """Return a page without its code, in which link-like text is not a link."""
+    """Return the text of a Markdown page without its code, in which link-like text is not a link."""
     return re.sub(r"`[^`\n]+`", "", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S))
 
 
 def anchors(text):
-    """Return the anchors of a page: its headings, as GitHub writes them in an address."""
+    """Return the anchors of a Markdown text: its headings, as GitHub writes them in an address."""
     found, seen = set(), {}
     for heading in re.findall(r"^#+ (.+?)\s*$", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), re.M):
         words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
@@ -603,7 +630,7 @@ def anchors(text):
 
 
 def link_problems(pages, files, heads=None):
-    """Return the relative links that lead nowhere.
+    """Return the relative links that lead nowhere, one line each.
 
     Args:
         pages: {path: text} of the pages with the links.
@@ -688,14 +715,17 @@ def test_a_page_that_code_names_and_nobody_wrote_is_reported():
 
 
 def page_problems(readme, pages):
-    """Return problems of README and pages that would stop a newcomer."""
+    """Return problems that would stop a newcomer: README is too long, or does not name a page.
+
+    `readme`: README's text; `pages`: paths of the pages.
+    """
     size = len(re.sub(r"\]\([^)]*\)", "]", readme).encode())
     long = [f"README.md has {size:,} bytes, {MOST_BYTES:,} are enough"] if size > MOST_BYTES else []
     return long + [f"README.md does not name {page}" for page in some(pages, "pages") if f"]({page})" not in readme]
 
 
 def addresses(text):
-    """Return the repositories, as owner/name, that badges, launch links, issues and git's commands lead to."""
+    """Return the repositories (owner/name) that badges, launch links, issues and git's commands in a text lead to."""
     own = r"github\.com/([\w.-]+/[\w-]+)(?:\.git|/actions/|/issues\)|(?=[`\"]|\n|$))"
     forms = rf"{own}|(?:colab\.research\.google\.com/github|mybinder\.org/v2/gh)/([\w.-]+/[\w-]+)"
     return {one or other for one, other in re.findall(forms, text)}
@@ -735,7 +765,10 @@ def test_a_long_readme_and_a_page_that_it_does_not_name_are_reported():
 
 
 def changelog_problems(page):
-    """Return entries that are too long, lines that are not entries, and versions without a date."""
+    """Return the changelog's entries that are too long, lines that are not entries, and versions without a date.
+
+    `page`: the changelog's text.
+    """
     _, *sections = re.split(r"(?m)^## ", page)
     titles = [section.splitlines()[0] for section in some(sections, "versions")]
     problems = [f"no date: {title}" for title in titles[1:] if not re.search(r"\d{4}-\d\d-\d\d$", title)]
@@ -762,6 +795,8 @@ def test_a_long_entry_and_a_version_without_a_date_are_reported():
 def word_problems(page, wanted):
     """Return problems of the glossary: rows without three cells, terms listed twice, and `wanted` terms that are
     missing.
+
+    `page`: the glossary's text.
     """
     rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")][1:]
     words = [row[0] for row in some(rows, "words") if not row[0].startswith("**")]

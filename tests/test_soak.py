@@ -23,7 +23,10 @@ COUNT = int(os.environ.get("SOAK", 60))
 
 
 def footprint(folder):
-    """Return (resident MB, open files, child processes, temporary files without torch's cache) of this process."""
+    """Return (resident MB, open files, child processes, temporary files without torch's cache) of this process.
+
+    `folder`: folder of the temporary files.
+    """
     gc.collect()
     own = psutil.Process()
     cache = f"torchinductor_{getpass.getuser()}"

@@ -24,7 +24,7 @@ COMMANDS = {
 
 
 def required(distribution: str, found: set[str] | None = None) -> set[str]:
-    """Return the names of all distributions that one needs without its extras, directly or by way of others.
+    """Return the names of all distributions that `distribution` needs without its extras, directly or by way of others.
 
     `found`: the set to extend; callers leave it out.
     """

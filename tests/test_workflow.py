@@ -33,15 +33,15 @@ exit "$(cat {code} 2>/dev/null || echo 0)"
 
 
 def steps():
-    """Return the steps of the workflow's only job, and the workflow."""
+    """Return the steps of the nightly workflow's only job, and the parsed workflow."""
     workflow = yaml.safe_load(WORKFLOW.read_text())
     (job,) = workflow["jobs"].values()
     return job["steps"], workflow
 
 
 def commands(text):
-    """Return every call of make or perf-helpers in shell code, as a list of words; `"$@"` and redirections are left
-    out.
+    """Return every call of make or perf-helpers in the shell code `text`, as a list of words; `"$@"` and redirections
+    are left out.
     """
     found = []
     for line in text.splitlines():
@@ -55,7 +55,10 @@ def commands(text):
 
 
 def problems(words):
-    """Return the reason why a command would be refused; "" if it would be accepted."""
+    """Return the reason why a command would be refused; "" if it would be accepted.
+
+    `words`: the command, of make or perf-helpers.
+    """
     if words[0] == "make":
         done = subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, capture_output=True, text=True)
         return done.stderr if done.returncode else ""
@@ -115,7 +118,10 @@ def test_the_script_and_every_step_are_shell():
 
 
 class Box:
-    """A repository in a temporary folder, with stubs of make and perf-helpers, in which a nightly run does nothing."""
+    """A repository in a temporary folder, with stubs of make and perf-helpers, in which a nightly run does nothing.
+
+    The file `calls` lists the calls of the stubs.
+    """
 
     def __init__(self, folder):
         self.folder, self.calls, self.silent = folder, folder / "calls", folder / "silent"

@@ -16,7 +16,14 @@ SWALLOWED = "import ipywidgets\nwith ipywidgets.Output():\n    raise ValueError(
 
 
 def decision(id, verdict="holds", *, expected=None, **fields):
-    """Return a claim as a row of results, in the form of `claims.Decision.to_dict`."""
+    """Return a claim as a row of results, in the form of `claims.Decision.to_dict`.
+
+    Args:
+        id: the claim's.
+        verdict: the claim's verdict.
+        expected: the expected verdicts; None: only `verdict`.
+        fields: fields of the row to change.
+    """
     expected = expected or [verdict]
     plain = {"id": id, "lesson": "00_a", "says": f"{id} says so", "quantity": "peak / peak", "threshold": "below 0.9"}
     plain |= {
@@ -74,7 +81,7 @@ STATUS = {
 
 
 def write_all(lessons):
-    """Write each lesson of `STATUS` into a folder."""
+    """Write each toy lesson of `STATUS` as a notebook into the folder `lessons`."""
     write_lesson(lessons, "00_killed", ORPHAN, finish("00_killed", decision("never")))
     write_lesson(
         lessons, "01_raises", finish("01_raises", decision("kept")), "raise KeyError('\\x1b[31mred\\x1b[0m & <b>')"

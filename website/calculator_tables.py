@@ -73,7 +73,9 @@ _OF_TABLES = ("torch", "transformers", "accelerate", "bitsandbytes", "peft")
 
 
 class Recipe(NamedTuple):
-    """One choice for each of `QUESTIONS`, and the attention kernels (a key of `KERNELS`)."""
+    """The recipe of a calculator's table: one choice for each of `QUESTIONS`, e.g. the precision, and the attention
+    kernels (a key of `KERNELS`).
+    """
 
     method: str
     precision: str
@@ -87,14 +89,17 @@ class Recipe(NamedTuple):
         return ".".join(self)
 
     def arguments(self, micro_batch: int) -> dict[str, Any]:
-        """Return the training arguments of the recipe."""
+        """Return the recipe's training arguments, as `estimate` takes them, for a micro-batch in samples."""
         given = {"per_device_train_batch_size": micro_batch}
         for name, options in QUESTIONS.items():
             given |= options[getattr(self, name)]
         return given
 
     def events(self, task: Task, points: tuple[Point, ...]) -> dict[Point, Events]:
-        """Trace the training at some points, as `estimate` does, and return the allocator events of each."""
+        """Trace the training at some points, as `estimate` does, and return {point: its allocator events}.
+
+        `points`: (micro-batch, length in units of LENGTH_UNIT) of each.
+        """
         device, experiments = target("cuda", KERNELS[self.kernels]), []
         for micro_batch, length in points:
             arguments = Arguments.of(self.arguments(micro_batch))
@@ -116,7 +121,7 @@ def recipes_of(given: dict[str, list[str]]) -> Iterator[Recipe]:
 
 
 def room_of(task: Task) -> tuple[int, int]:
-    """Return the largest micro-batch of a table and its largest length, in units of LENGTH_UNIT.
+    """Return (the largest micro-batch of a task's tables, the largest length in units of LENGTH_UNIT).
 
     The length stays below a sliding window, because longer sequences get another mask.
     """
@@ -131,8 +136,8 @@ def table_of(task: Task, recipe: Recipe, before: dict[Recipe, tuple]) -> dict[st
     A micro-batch of 1 may need a part of its own, because some tensors of one sample need no copy.
 
     Args:
-        before: {recipe: (events, table)} of the recipe before; it is replaced. A recipe that differs only in its
-            kernels, and has the same events at two points, gets the same table.
+        before: {recipe: (events, table)} of the previous recipe; this recipe replaces it. A recipe that differs only in
+            its kernels, and has the same events at two points, gets the same table.
 
     Raises:
         Unfit: no table reproduces the traces.
@@ -158,7 +163,7 @@ def table_of(task: Task, recipe: Recipe, before: dict[Recipe, tuple]) -> dict[st
 
 @functools.cache
 def made_from(model: str) -> str:
-    """Return a digest of the code, the preset and the library versions that a model's tables depend on."""
+    """Return a digest of the code, the preset and the library versions that the tables of a model depend on."""
     package = ROOT / "trainmem"
     files = [*sorted(package.glob("estimate/*.*"))]
     files += [package / part / name for part, names in (("core", _OF_CORE), ("measure", _OF_MEASURE)) for name in names]
@@ -169,7 +174,7 @@ def made_from(model: str) -> str:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of the traced libraries, without their suffixes for a device."""
+    """Return {library: version} of the traced libraries; a version has no suffix for a device, e.g. "+cu130"."""
     return {name: (hardware.version_of(name) or "").partition("+")[0] or None for name in _OF_TABLES}
 
 
@@ -199,7 +204,8 @@ def build(model: str, given: dict[str, list[str]], folder: Path) -> Iterator[str
 
 
 def index(published: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the index that the page loads before any table: models, choices, cards and versions.
+    """Return the index that the page loads before any table: {"models", "questions", "kernels", "categories", "cards",
+    "versions"}.
 
     `published`: the content of calculator.toml; a model without a table in `folder` is left out.
     """
@@ -237,7 +243,7 @@ def index(published: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def sizing(config) -> dict[str, Any]:
-    """Return the fields of a configuration that affect a training's memory.
+    """Return {field: value} of the fields of a configuration that affect a training's memory.
 
     The number of positions is left out for rotary positions, which have no weights.
     """
@@ -250,7 +256,7 @@ def sizing(config) -> dict[str, Any]:
 
 
 def formulas(task: Task) -> dict[str, dict[str, int]]:
-    """Return the memory of a training by other tools' formulas: {tool: {precision: bytes}}.
+    """Return the memory of a training of a task by other tools' formulas: {tool: {precision: bytes}}.
 
     `benchmarks/tools.py` uses the same formulas.
     """

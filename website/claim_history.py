@@ -15,7 +15,7 @@ LIBRARIES = ("torch", "transformers", "accelerate", "bitsandbytes")
 
 
 class Entry(NamedTuple):
-    """One recorded result of a claim."""
+    """One recorded result of a claim: machine, date, libraries, and the claim's row in the results."""
 
     machine: str  # with ", rehearsed" or ", library matrix" if it is not from a course run
     date: str
@@ -25,7 +25,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """All recorded results of the claims, the newest per machine and all over time."""
+    """All recorded results of the claims: the newest of each machine, and all over time."""
 
     now: dict[str, list[tuple[str, dict[str, Any]]]]  # {claim id: newest (machine and date, row) of each machine}
     before: dict[str, list[Entry]]  # {claim id: all results, the oldest first}
@@ -34,7 +34,7 @@ class History:
 
     @classmethod
     def read(cls) -> "History":
-        """Read results/: course runs, rehearsals, and the library matrix."""
+        """Read the results of all claims from results/: course runs, rehearsals, and the library matrix."""
         runs = course_runs(RESULTS)
         newest = {data["file"].parent: data for data in runs}
         now, before, machines = defaultdict(list), defaultdict(list), []
@@ -67,12 +67,12 @@ def _rehearsed():
 
 
 def _versions_text(versions: dict[str, str]) -> str:
-    """Return the libraries that affect results, with their versions, as text."""
+    """Return, as text, the libraries that affect results with their versions; `versions` is {package: version}."""
     return ", ".join(f"{each} {versions[each]}" for each in LIBRARIES if versions.get(each))
 
 
 def _of_matrix():
-    """Yield (claim id, entry) of the library matrix."""
+    """Yield (claim id, entry) for each result of a claim in the library matrix."""
     matrix = json.loads((RESULTS / "matrix.json").read_text("utf-8"))
     for of in matrix["sets"]:
         libraries = _versions_text(of["packages"])

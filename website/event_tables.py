@@ -34,11 +34,13 @@ _NORM = "aten.linalg_vector_norm.default"
 
 
 class Unfit(ValueError):
-    """Raised if no table can be made from these traces; the message says why."""
+    """No table can be made from the given traces; the message says why."""
 
 
 class Program(NamedTuple):
-    """The kernel that allocates a block, and needs a workspace while it runs."""
+    """The kernel that allocates a block and needs a workspace while it runs: the rule for its bytes, and the rule's
+    numbers.
+    """
 
     rule: str
     constants: tuple[Any, ...]
@@ -47,7 +49,7 @@ class Program(NamedTuple):
 
 @dataclass
 class Events:
-    """A trace in the form that a table stores."""
+    """A trace in the form that a table stores: its blocks, allocations and frees, phases, and emptied caches."""
 
     blocks: list[tuple[int, Label, Program | None]] = field(default_factory=list)
     events: list[int] = field(default_factory=list)  # as in `Log.events`
@@ -56,18 +58,20 @@ class Events:
 
     @property
     def order(self) -> tuple:
-        """Return everything that must be the same at each point."""
+        """Return everything of a trace that must be the same at each point (micro-batch and length)."""
         kinds = [(label, program and (*program[:2], len(program.numbers))) for _, label, program in self.blocks]
         return self.events, self.marks, self.emptied, kinds
 
     def is_like(self, other: "Events") -> bool:
-        """Return whether the other events are the same, apart from workspaces."""
+        """Return whether `other` has the same events, apart from workspaces."""
         sizes = ([size for size, _, p in each.blocks if p is None or p.rule != _WORKSPACE] for each in (self, other))
         return self.order == other.order and [*next(sizes)] == [*next(sizes)]
 
 
 def events_of(trace: Trace, capability: tuple[int, int]) -> Events:
     """Return the events of a trace, without the workspace events that a program replaces.
+
+    `capability`: compute capability of the traced GPU.
 
     Raises:
         Unfit: a program calculates other blocks than the trace has.
@@ -134,7 +138,11 @@ def _operations(trace: Trace) -> dict[int, tuple[Hashable, Operation]]:
 
 
 def _program(operation: Operation | None, label: Label) -> Program | None:
-    """Return the program that calculates a kernel's blocks, if they are not a sum of powers; otherwise None."""
+    """Return the program that calculates a block's bytes, if they are not a sum of powers; otherwise None.
+
+    `operation`: the operation that allocated the block, None if it is not known; `label`: the block's label in the
+    trace.
+    """
     if label.operation == "cuBLAS workspace":
         return Program(_WORKSPACE, (), ())
     if operation is None or label.operation != operation.name:
@@ -163,7 +171,10 @@ def _program(operation: Operation | None, label: Label) -> Program | None:
 
 
 def _taken(program: Program | None, capability: tuple[int, int]) -> list[int]:
-    """Return the bytes of each block that a program allocates in addition to its result."""
+    """Return the bytes of each block that a program allocates in addition to its result; [] for None.
+
+    `capability`: compute capability of the GPU.
+    """
     if program is None:
         return []
     copies = list(program.numbers[len(program.numbers) - program.constants[-1] :])
@@ -253,7 +264,7 @@ def _solved(rows: list[list[int]], values: Sequence[int]) -> list[int] | None:
 
 
 def table(traced: dict[Point, Events]) -> dict[str, Any]:
-    """Return the table that `events.js` reads, from the events at some points.
+    """Return the table that `events.js` reads, from {point: its events}.
 
     Raises:
         Unfit: the events differ in more than sizes, or a size is not a sum of powers.
@@ -295,7 +306,7 @@ def table(traced: dict[Point, Events]) -> dict[str, Any]:
 
 
 def _difference(one: Events, other: Events) -> str:
-    """Describe the first block in which two traces differ."""
+    """Describe the first block in which two traces, `one` and `other`, differ."""
     for number, (here, there) in enumerate(zip(one.order[-1], other.order[-1], strict=False)):
         if here != there:
             return f"block {number}: {here} and {there}"
@@ -308,7 +319,9 @@ def _tokens(events: list[int], kinds: list[int]) -> tuple[list[int], list[int]]:
     A token is n for the allocation of a block of class n, and ~n for a free. The rank of a free says which live block
     of the class is freed: 0 the youngest, 1 the next; or -1 the oldest, -2 the next.
 
-    `kinds`: the class of each block.
+    Args:
+        events: n for the allocation of block n, ~n for its free.
+        kinds: the class of each block.
     """
     living: dict[int, list[int]] = collections.defaultdict(list)
     tokens, ranks = [], []

@@ -26,13 +26,13 @@ _FOLDED = {"setup": "Imports and set-up", "solution": "The solution", "question"
 def page(
     notebook: nbformat.NotebookNode, head: str, elsewhere: Mapping[str, str], pictures: Path
 ) -> nbformat.NotebookNode:
-    """Return the notebook in the form that Sphinx reads.
+    """Return a recorded lesson in the form that Sphinx reads.
 
     Args:
         notebook: an executed lesson; it is changed.
         head: Markdown to put below the title.
         elsewhere: {claim id: HTML to put after its decision}.
-        pictures: folder for its inline pictures, which become files named by their content.
+        pictures: folder for the lesson's inline pictures, which become files named by their content.
     """
     for cell in notebook.cells:
         tags = cell.metadata.setdefault("tags", [])
@@ -57,7 +57,9 @@ def page(
 
 
 def _file_of(encoded: str, folder: Path) -> str:
-    """Write a base64 picture into a folder unless it is there; return its address relative to the folder's parent."""
+    """Write a picture, base64 text, into a folder unless it is there; return its address relative to the folder's
+    parent.
+    """
     content = base64.b64decode(encoded)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{hashlib.sha256(content).hexdigest()[:16]}.png"
@@ -69,7 +71,7 @@ def _file_of(encoded: str, folder: Path) -> str:
 def badge(verdict: str, text: str = "") -> Markup:
     """Return a verdict as HTML: its words, with a class that sets its colour in the style sheet.
 
-    `text`: shown after it, e.g. the measured value.
+    `text`: shown after the verdict, e.g. the measured value.
     """
     shown = Markup('<span class="verdict {}">{}</span>').format(verdict.replace(" ", "-"), verdict)
     return shown + Markup(" {}").format(text) if text else shown
@@ -91,5 +93,8 @@ def everywhere(rows: Sequence[tuple[str, Mapping[str, Any]]], address: str) -> s
 
 
 def measured_or_empty(row: Mapping[str, Any]) -> str:
-    """Return the measured value of a claim as text; empty if there is none."""
+    """Return the measured value of a claim as text; empty if there is none.
+
+    `row`: the claim's row in the results.
+    """
     return "" if row["value"] is None else measured_text(row)

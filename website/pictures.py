@@ -30,7 +30,9 @@ PLAIN = ".bd-header, .bd-sidebar-primary, .bd-sidebar-secondary, .bd-header-arti
 
 
 def lesson(page: Page) -> bytes:
-    """Return a picture of a guess before it is committed, with the revealed measurement below."""
+    """Return a PNG of a guess before it is committed, with the revealed measurement below; `page`: a browser page
+    for the site.
+    """
     page.goto(f"{HOST}notebooks/01_anatomy_of_memory.html")
     page.add_style_tag(content=PLAIN)
     guess = page.locator("form.guess").first
@@ -41,7 +43,7 @@ def lesson(page: Page) -> bytes:
 
 
 def calculator(page: Page) -> bytes:
-    """Return a picture of the calculator with the answer to `CHOICE`."""
+    """Return a PNG of the calculator with the answer to `CHOICE`; `page`: a browser page for the site."""
     page.goto(f"{HOST}calculator.html#{CHOICE}")
     page.add_style_tag(content=PLAIN)
     page.locator("#calculator-answer[data-done=all]").wait_for()
@@ -49,20 +51,20 @@ def calculator(page: Page) -> bytes:
 
 
 def counted(page: Page) -> bytes:
-    """Return a picture of the verdict counts in the report."""
+    """Return a PNG of the verdict counts in a course run's report; `page`: a browser page for the report's folder."""
     page.goto(f"{HOST}index.html")
     return seen(page, page.locator("body"), 478)
 
 
 def seen(page: Page, place: Locator, height: int) -> bytes:
-    """Return a screenshot of a window of this height that begins at an element."""
+    """Return a PNG of a browser page whose window begins at the element `place` and is `height` pixels high."""
     page.set_viewport_size({"width": WIDTH, "height": height})
     place.evaluate("each => scrollTo(0, scrollY + each.getBoundingClientRect().top - 16)")
     return page.screenshot()
 
 
 def stacked(*pictures: bytes) -> bytes:
-    """Return pictures of equal width joined one below the other."""
+    """Return one PNG of PNGs of equal width, joined one below the other."""
     images = [PIL.Image.open(io.BytesIO(picture)).convert("RGB") for picture in pictures]
     whole, top = PIL.Image.new("RGB", (images[0].width, sum(image.height for image in images))), 0
     for image in images:
@@ -73,7 +75,7 @@ def stacked(*pictures: bytes) -> bytes:
 
 
 def make(site: Path, to: Path = FOLDER) -> None:
-    """Write the pictures of a built site into a folder."""
+    """Write the pictures of the built site in the folder `site` into the folder `to`."""
     with tempfile.TemporaryDirectory() as made, sync_playwright() as playwright:
         newest = max(course_runs(RESULTS), key=lambda run: run["date"])
         shutil.copyfile(newest["file"], Path(made, "results.json"))

@@ -61,7 +61,10 @@ def kept(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
 
 
 def _is_page(data: dict) -> bool:
-    """Return whether an output is more than a widget, which shows nothing without a kernel."""
+    """Return whether an output is more than a widget, which shows nothing without a kernel.
+
+    `data`: {MIME type: content} of the output.
+    """
     return WIDGET not in data or "text/html" in data
 
 

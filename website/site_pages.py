@@ -67,7 +67,7 @@ COLAB, BINDER = "https://colab.research.google.com/github", "https://mybinder.or
 
 
 class Sources:
-    """Write the pages that Sphinx reads.
+    """The sources that Sphinx reads: `write` makes the front page, the lessons, the claims and the other pages.
 
     Args:
         folder: gets the pages; its old content is deleted.
@@ -96,7 +96,10 @@ class Sources:
         return claim_history.History.read()
 
     def app(self, name: str) -> str:
-        """Return a page that computes in the browser, with the recorded accuracy of its answers filled in."""
+        """Return a page that computes in the browser, with the recorded accuracy of its answers filled in.
+
+        `name`: the page's file in website/.
+        """
         published = json.loads(PUBLISHED.read_text("utf-8"))
         facts = {"published": published, "near": published["like_for_like"]["training"]}
         return self.templates.from_string((HERE / name).read_text("utf-8")).render(facts)
@@ -109,7 +112,7 @@ class Sources:
     def linked(self, text: str, folder: Path) -> str:
         """Return a page's Markdown with links that work on the site.
 
-        `folder` is the page's folder in the repository.
+        `text`: the Markdown; `folder`: the page's folder in the repository.
         """
 
         def link(found: re.Match) -> str:
@@ -189,7 +192,10 @@ class Sources:
             self.put(f"clean/{path.name}", path.read_text("utf-8"))
 
     def launch(self, name: str) -> str:
-        """Return Markdown links that open a lesson: on Colab, on Binder, or as a file."""
+        """Return Markdown links that open a lesson: on Colab, on Binder, or as a file.
+
+        `name`: the file of the lesson's notebook. Without a repository there is only the file.
+        """
         here = f"[as a notebook](path:../clean/{name}), for `make lab`"
         if self.repository is None:
             return f"Run it yourself: {here}."
@@ -208,7 +214,11 @@ class Sources:
 
 
 def toctree(names: Sequence[str], caption: str = "") -> str:
-    """Return a hidden table of contents: it sets the order in the side bar and of the arrows at the end of a page."""
+    """Return, as Markdown, a hidden table of contents: it sets the order in the side bar and of the arrows at the end
+    of a page.
+
+    `names`: the pages; `caption`: the heading in the side bar.
+    """
     pages = "\n".join(name.removesuffix(".md") for name in names)
     return f"\n```{{toctree}}\n:hidden:\n{f':caption: {caption}' if caption else ''}\n\n{pages}\n```\n"
 

@@ -41,7 +41,7 @@ _RANK = {Verdict.REFUTED: 0, Verdict.TOO_SMALL: 1, Verdict.SMALLER: 2, Verdict.H
 
 
 class Change(TypedDict):
-    """One difference between two course runs."""
+    """One difference between two course runs: what changed, both values as text, and whether the new one is worse."""
 
     kind: str  # "lesson", "verdict", "value", "quantity", "run", "memory", "speed", "appeared" or "disappeared"
     axis: str  # one of AXES
@@ -55,7 +55,7 @@ class Change(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """All differences between two course runs."""
+    """All differences between two course runs, with warnings and notes; methods return text, HTML or JUnit XML."""
 
     old: str  # date and machine
     new: str
@@ -65,7 +65,7 @@ class Changes:
     changes: list[Change]
 
     def worse(self, axes: Iterable[str] = AXES) -> list[Change]:
-        """Return the changes for the worse on the given axes."""
+        """Return the changes for the worse on the given axes, of "memory", "verdict" and "speed"."""
         return [change for change in self.changes if change["worse"] and change["axis"] in axes]
 
     def to_dict(self) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def run_nightly(
     Args:
         out, options: as in `run_course`.
         baseline: results.json or folder of the earlier run; None: no comparison.
-        fail_on: the `AXES` on which a change for the worse counts.
+        fail_on: the axes ("memory", "verdict", "speed") on which a change for the worse counts.
         speeds: also time a step of a few recipes, so that `compare` can compare speeds of different days.
 
     Raises:
@@ -182,7 +182,7 @@ def is_beyond_noise(old: float, old_interval: Sequence, new: float, new_interval
 
 
 def _lessons(lessons: list[tuple[dict, dict]]) -> Iterator[Change]:
-    """Yield the lessons whose status changed; `lessons` has (old entry, new entry) of each."""
+    """Yield a change per lesson whose status differs; `lessons` has (old entry, new entry) in results.json of each."""
     for previous, lesson in lessons:
         name, now, was = lesson["name"], lesson["status"], previous["status"]
         if was != now:
@@ -220,8 +220,8 @@ def _claims(old: list[dict], new: list[dict], judged: bool) -> Iterator[Change]:
 def _verdict_is_worse(old: dict, new: dict) -> bool | None:
     """Return whether a claim's changed verdict is worse; None: neither better nor worse.
 
-    A claim that is no longer decided is worse unless the ledger expects that. A claim that keeps less of its promise is
-    worse, except a claim about time whose verdicts were both expected: noise may be the cause.
+    A claim that is no longer decided is worse, unless the ledger expects it to be undecided. A claim that keeps less of
+    its promise is worse, except a claim about time whose verdicts were both expected: noise may be the cause.
 
     `old`, `new`: the claim in each run, as in its results.json.
     """
@@ -263,7 +263,10 @@ def _moved(before: dict, after: dict, number: int) -> bool:
 
 
 def _pairs(old: list[dict], new: list[dict], lessons: list[str]) -> Iterator[tuple[str, Run, Run]]:
-    """Yield (lesson/name, old run, new run) of each run that both course runs have in these lessons."""
+    """Yield (lesson/name, old run, new run) of each run of these lessons that both course runs have.
+
+    `old`, `new`: the runs of each course run, as in its results.json.
+    """
     before = dict(keyed(old))
     for id, row in keyed(new):
         if row["lesson"] in lessons and id in before:
@@ -271,7 +274,10 @@ def _pairs(old: list[dict], new: list[dict], lessons: list[str]) -> Iterator[tup
 
 
 def keyed(runs: list[dict]) -> Iterator[tuple[str, dict]]:
-    """Yield (key, run) with keys that are equal in all course runs: "lesson/name", and a number if names repeat."""
+    """Yield (key, run) with keys that are equal in all course runs: "lesson/name", and a number if names repeat.
+
+    `runs`: the runs of one course run, as in its results.json.
+    """
     seen = Counter()
     for run in runs:
         id = f"{run['lesson']}/{run['name']}"
@@ -280,7 +286,7 @@ def keyed(runs: list[dict]) -> Iterator[tuple[str, dict]]:
 
 
 def _runs(pairs: list[tuple[str, Run, Run]]) -> Iterator[Change]:
-    """Yield the runs whose status changed, e.g. to out of memory or crashed; `pairs`: see `_pairs`."""
+    """Yield a change per run whose status differs, e.g. from ok to out of memory; `pairs`: see `_pairs`."""
     for id, a, b in pairs:
         if a.status != b.status:
             worse = not b.ok if a.ok or b.ok else None
@@ -300,7 +306,8 @@ def _is_larger(old: Memory, new: Memory) -> bool | None:
     """Return whether a run's memory grew: True if the peak, the reserved memory or the memory after a phase did, False
     if it shrank.
 
-    The first of these that changed decides. None: only the categories changed.
+    The first of these figures that changed decides. None: only the categories changed. `old`, `new`: the memory in each
+    run.
     """
     sizes = [(old.peak_bytes, new.peak_bytes), (old.reserved_bytes, new.reserved_bytes)]
     sizes += [((old.phases or {}).get(phase), size) for phase, size in (new.phases or {}).items()]
@@ -400,9 +407,9 @@ def _notes(old: dict, new: dict, pairs: list[tuple[str, Run, Run]], rewritten: l
     """Return lines on what was compared and what could not be.
 
     Args:
-        old, new: {name: entry} of the lessons.
-        pairs: the runs that both have, see `_pairs`.
-        rewritten: the lessons whose code differs.
+        old, new: {name: entry in results.json} of the lessons of each course run.
+        pairs: the runs that both course runs have, see `_pairs`.
+        rewritten: names of the lessons whose code differs.
     """
     lines = [f"{len(old.keys() & new.keys())} lessons ran in both, with {len(pairs)} runs of the same name"]
     for lessons, others, when in ((old, new, "old"), (new, old, "new")):
@@ -417,13 +424,17 @@ def _notes(old: dict, new: dict, pairs: list[tuple[str, Run, Run]], rewritten: l
 
 
 def differences(old: dict, new: dict) -> list[str]:
-    """Return one line per difference between two descriptions of a machine, or between two lists of versions."""
+    """Return one line per difference, "name: before -> after", between two descriptions of a machine or two lists of
+    versions.
+    """
     old, new = _flat(old), _flat(new)
     return [f"{k}: {old.get(k)} -> {new.get(k)}" for k in dict.fromkeys([*old, *new]) if old.get(k) != new.get(k)]
 
 
 def _flat(value: Any, name: str = "") -> dict[str, Any]:
-    """Return {dotted name: value} of all lasting fields, e.g. {"gpus.0.name": "NVIDIA A100"}."""
+    """Return {dotted name: value} of all nested fields, e.g. {"gpus.0.name": "NVIDIA A100"}; those in `VOLATILE` are
+    left out.
+    """
     if not isinstance(value, dict | list | tuple):
         return {name: value}
     pairs = value.items() if isinstance(value, dict) else enumerate(value)

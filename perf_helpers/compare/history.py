@@ -23,7 +23,7 @@ RUNS_PER_MEDIAN = 5
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The value of a line in one course run."""
+    """A value in one course run: its date, and the interval and the verdict if it has them."""
 
     date: str
     value: float
@@ -33,7 +33,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A course run in which an exact line differs from the run before."""
+    """A course run whose exact value differs from the run before: both values, and what else differs."""
 
     date: str
     before: float
@@ -43,7 +43,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One value over all course runs that have it."""
+    """One value over all course runs that have it, e.g. a claim's: its points, and its changes or its medians."""
 
     kind: str  # "claim", "memory" or "speed"
     id: str
@@ -55,13 +55,15 @@ class Line:
 
     @property
     def shift(self) -> float:
-        """Return how far the median moved, as a share of the median before; 0 if there is no median before."""
+        """Return how far the median of a noisy line moved, as a share of the median before; 0 if there is no median
+        before.
+        """
         return abs(self.median - self.median_before) / abs(self.median_before) if self.median_before else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """All lines of one machine under one profile."""
+    """The lines (claims, memory and step times over time) of all course runs on one machine under one profile."""
 
     machine: str
     profile: str
@@ -70,17 +72,26 @@ class History:
 
     @property
     def changed(self) -> list[Line]:
-        """Return the exact lines that changed, the latest change first."""
+        """Return the lines without noise (bytes, or values without an interval) that changed, the latest change first.
+
+        A line is a value over time.
+        """
         return sorted((line for line in self.lines if line.changes), key=lambda x: x.changes[-1].date, reverse=True)
 
     @property
     def noisy(self) -> list[Line]:
-        """Return the noisy lines, the largest shift of the median first."""
+        """Return the lines with noise (step times, or values with an interval), the largest shift of the median first.
+
+        A line is a value over time.
+        """
         return sorted((line for line in self.lines if line.median is not None), key=lambda x: x.shift, reverse=True)
 
     @property
     def steady(self) -> list[Line]:
-        """Return the exact lines that never changed."""
+        """Return the lines without noise (bytes, or values without an interval) that never changed.
+
+        A line is a value over time.
+        """
         return [line for line in self.lines if not line.changes and line.median is None]
 
 
@@ -142,6 +153,7 @@ def _figures(data: dict) -> Iterator[tuple[tuple[str, str, str], Point]]:
     """Yield ((kind, id, unit), point) for each value of one course run, whose results.json has the content `data`.
 
     The kind is "claim", "memory" (the peak of a run, in bytes) or "speed" (the fastest step of a recipe, in seconds).
+    The id names the claim, run or recipe.
     """
     date = data["date"]
     for claim in data["claims"]:
@@ -158,7 +170,12 @@ def _figures(data: dict) -> Iterator[tuple[tuple[str, str, str], Point]]:
 
 
 def _line(kind: str, id: str, unit: str, points: list[Point], runs: dict[str, dict]) -> Line:
-    """Return a line with its changes, or with its medians if it is noisy; `runs` are the course runs by date."""
+    """Return a line with its changes, or with its medians if it is noisy.
+
+    Args:
+        kind, id, unit, points: as `_figures` yields them, with the points of all course runs in order.
+        runs: {date: content of results.json} of the course runs.
+    """
     if kind == "speed" or any(point.interval for point in points):
         latest, before = points[-RUNS_PER_MEDIAN:], points[-2 * RUNS_PER_MEDIAN : -RUNS_PER_MEDIAN]
         median_before = _median(before) if len(before) == RUNS_PER_MEDIAN else None

@@ -283,6 +283,8 @@ class Claims:
 def _measurement(id: str, value: float | Ratio | None) -> tuple[float | None, tuple[float, ...] | None, str | None]:
     """Return the value that was passed to a check as (number, interval, why it is unknown); each may be None.
 
+    `id`: the claim's, for the message.
+
     Raises:
         ValueError: the value is not a number, or its interval is reversed.
     """

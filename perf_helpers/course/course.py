@@ -72,7 +72,7 @@ def run_course(
     pages: dict[str, dict[str, Any]] = {}  # {lesson: its page of the report}, made when the lesson has ended
 
     def run_one(number: int, source: Path, environment: dict[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Run one lesson; return its entry in results.json and the lesson's own record.
+        """Run one lesson; return its entry in results.json, and the content of the JSON file that it wrote.
 
         Args:
             number: the lesson's place among the lessons of this run, for the progress.

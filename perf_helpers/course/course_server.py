@@ -56,6 +56,7 @@ def python_module(
 
     Args:
         name, arguments: the module and its command-line arguments.
+        environment: all environment variables of the new process.
         output: descriptor of the file for standard output and standard error.
         folder: the working directory.
     """
@@ -143,7 +144,7 @@ def _serve_one(joined: connection.Connection, has_gpus: bool) -> NoReturn:
     """Run a fork server or the keeper of a module, as the first function of a fork; never return.
 
     Args:
-        joined: the connection to the caller, whose first message says which.
+        joined: the connection to the caller; its first message requests one of the two, see `serve`.
         has_gpus: whether this machine has GPUs, for the fork server.
     """
     try:
@@ -165,7 +166,10 @@ def _serve_one(joined: connection.Connection, has_gpus: bool) -> NoReturn:
 def _keep(joined: connection.Connection, output: int, *module) -> NoReturn:
     """Fork a module, wait for its end, end all processes that it leaves behind, and send its exit code.
 
-    If the caller closes the connection, the module is killed.
+    Args:
+        joined: the connection to the caller; if the caller closes it, the module is killed.
+        output: descriptor for the module's standard output and errors.
+        module: name, arguments, environment and folder, as in `_be_module`.
     """
     forked.adopt_orphans()
     if (pid := os.fork()) == 0:

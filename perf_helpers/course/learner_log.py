@@ -28,7 +28,7 @@ KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Entry(Record):
-    """One event in a learner's work.
+    """One event in a learner's work, e.g. a guess: its kind, lesson, key, content and date.
 
     Raises:
         ValueError: the kind is unknown, or the content lacks a key that the kind needs.
@@ -48,7 +48,7 @@ class Entry(Record):
 
     @property
     def about(self) -> tuple[str, str, str]:
-        """Return (kind, lesson, key): the same for all entries about one guess, question, exercise or challenge."""
+        """Return (kind, lesson, key), which all entries about the same guess, question, exercise or challenge share."""
         return self.kind, self.lesson, self.key
 
 
@@ -89,12 +89,19 @@ def keep(lab: Lab, kind: str, key: str = "", **content) -> None:
 
 
 def guess(entries: Sequence[Entry], lesson: str, key: str) -> float | None:
-    """Return the learner's latest guess under this key of a lesson, in the guess's unit; None if there is none."""
+    """Return the learner's latest guess under this key of a lesson, in the guess's unit; None if there is none.
+
+    `entries`: the journal's.
+    """
     return _latest(entries, ("guess", lesson, key), "guess")
 
 
 def choice(entries: Sequence[Entry], lesson: str, key: str) -> str | None:
-    """Return the option that the learner chose last in the question with this key of a lesson, or None."""
+    """Return the option that the learner chose last in the question with this key of a lesson, or None if there is
+    none.
+
+    `entries`: the journal's.
+    """
     return _latest(entries, ("question", lesson, key), "choice")
 
 
@@ -102,7 +109,7 @@ def counted_guess(entries: Sequence[Entry], lesson: str, key: str) -> float | No
     """Return the latest guess, under this key of a lesson, that was committed before the measurement was first
     revealed.
 
-    Return None if there is none.
+    Return None if there is none. `entries`: the journal's.
     """
     before = takewhile(lambda entry: entry.about != ("revealed", lesson, key), entries)
     return guess([*before], lesson, key)
@@ -122,7 +129,7 @@ def off(guess: float, measured: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A guess that counted, next to the measured value."""
+    """A guess that counted, next to the measured value and the estimate, with its error."""
 
     lesson: str
     key: str
@@ -135,7 +142,10 @@ class Scored:
 
 
 def history(entries: Sequence[Entry]) -> list[Scored]:
-    """Return every guess that counted, once per question, in the order in which the measurements were revealed."""
+    """Return every guess that counted, once per question, in the order in which the measurements were revealed.
+
+    `entries`: the journal's.
+    """
     first: dict[tuple, Entry] = {}
     for entry in entries:
         if entry.kind == "revealed":
@@ -151,7 +161,7 @@ def history(entries: Sequence[Entry]) -> list[Scored]:
 
 @dataclass(slots=True)
 class Progress:
-    """The learner's progress in one lesson."""
+    """The learner's progress in one lesson: verdicts, errors of guesses, and outcomes of exercises and questions."""
 
     finished: str | None = None  # the date on which it last ran to its end
     claims: dict[str, str] = field(default_factory=dict)  # {claim id: verdict} of that run
@@ -161,7 +171,9 @@ class Progress:
 
 
 def progress(entries: Sequence[Entry]) -> dict[str, Progress]:
-    """Return the progress in each lesson that has entries, in the order of the lessons' names."""
+    """Return {lesson: its progress} of each lesson that has entries in the journal, in the order of the lessons'
+    names.
+    """
     lessons: dict[str, Progress] = {}
     for entry in entries:
         lesson, content = lessons.setdefault(entry.lesson, Progress()), entry.content

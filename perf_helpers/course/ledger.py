@@ -1,4 +1,6 @@
-"""The ledger: every claim of the guides about memory and speed, read from claims.toml, and the rule that decides it."""
+"""The ledger: every claim of the guides about memory and speed, read from claims.toml, and the rule that decides a
+claim.
+"""
 
 import functools
 import math
@@ -40,7 +42,9 @@ class Guide:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """One row of the ledger. The header of claims.toml explains the fields for authors of claims."""
+    """One row of the ledger: a claim's statement, quantity and rule. The header of claims.toml explains the fields
+    for authors.
+    """
 
     id: str
     section: str
@@ -119,8 +123,9 @@ def decide(claim: Claim, value: float | tuple[float, float] | None, machine_supp
     other value is refuted. An interval whose values get different verdicts is "too small to tell".
 
     Args:
-        value: a number or an interval (low, high), in the unit of `claim.quantity`.
-        machine_supports: whether the machine has the hardware that the claim needs; if not, it is not testable.
+        value: a number or an interval (low, high), in the unit of `claim.quantity`; None only for a claim that is not
+            testable.
+        machine_supports: whether the machine has the hardware that the claim needs; if not, the claim is not testable.
     """
     if not machine_supports or claim.where == "text":
         return Verdict.NOT_TESTABLE

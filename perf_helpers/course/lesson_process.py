@@ -45,7 +45,7 @@ Cell = dict[str, Any]  # as in nbformat
 
 
 class Judgement(NamedTuple):
-    """The outcome of an executed lesson."""
+    """The outcome of an executed lesson: its status, a message, and the JSON that the lesson wrote."""
 
     status: str  # "ok", "failed", "crashed" or "timed out"
     message: str  # what went wrong and in which cell; empty if the lesson is ok
@@ -250,9 +250,9 @@ def _end(marker: str, grace_seconds: float) -> None:
 
 
 def _record(name: str, path: Path) -> tuple[dict[str, Any], str]:
-    """Return the JSON that the lesson wrote, and a problem with it; "" if there is none.
+    """Return the JSON that a lesson wrote, and a problem with it; "" if there is none.
 
-    The JSON is {} if it cannot be used.
+    The JSON is {} if it cannot be used. `name`: the lesson's; `path`: the JSON file.
     """
     try:
         # A NaN stays the text "NaN": it is a diverged loss, not an unknown value.

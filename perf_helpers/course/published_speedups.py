@@ -44,9 +44,9 @@ def published(machine: Machine | None, kind: str, capability: tuple[int, int]) -
 
 
 def nearest_recorded(machine: Machine | None, kind: str, capability: tuple[int, int]) -> dict[str, Any] | None:
-    """Return the newest recorded course run of a machine, or of the most similar machine with such a device.
+    """Return the newest recorded course run of a machine, or of the most similar machine with the same kind of device.
 
-    Return None if no recorded machine has such a device.
+    Return None if no recorded machine has a device of this kind.
 
     Args:
         machine: the machine; None: the GPU's compute capability alone decides which machine is similar.

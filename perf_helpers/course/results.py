@@ -23,7 +23,7 @@ NEEDED = {  # the least fields of each lesson and each claim
 
 
 def load_results(path: str | Path) -> dict[str, Any]:
-    """Return the content of a results.json; `path` is the file or its folder.
+    """Return the content of a results.json; `path` is the file or the folder of the course run.
 
     Raises:
         ValueError: the file is missing or damaged.
@@ -86,14 +86,17 @@ def failures(data: dict[str, Any]) -> list[str]:
 
 
 def problems(data: dict[str, Any]) -> list[str]:
-    """Return one line per problem of a course run: failures and unexpected verdicts."""
+    """Return one line per problem of a course run: failures and unexpected verdicts.
+
+    `data`: the content of results.json.
+    """
     return failures(data) + unexpected(data["claims"])
 
 
 def to_send(data: dict[str, Any]) -> list[str]:
     """Return the lines to report to the authors if verdicts are unexpected: machine, versions, verdicts.
 
-    Without an unexpected verdict the list is empty.
+    Without an unexpected verdict the list is empty. `data`: the content of results.json.
     """
     lines, machine, versions = unexpected(data["claims"]), data["machine"], data["versions"]
     if not lines:
@@ -130,7 +133,7 @@ def expectation_text(verdicts: Sequence[str] | None, predicted: Sequence[float] 
 
 
 def interval_text(ends: Sequence[float]) -> str:
-    """Return an interval in words, e.g. "0.55 to 0.61"."""
+    """Return an interval in words, e.g. "0.55 to 0.61"; `ends` are its low and its high end."""
     return " to ".join(map(number_text, ends))
 
 

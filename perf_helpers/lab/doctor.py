@@ -158,7 +158,7 @@ def _about_host(machine: Machine) -> Iterator[Finding]:
 
 
 def _about_folders() -> Iterator[Finding]:
-    """Yield a finding for each folder, for runs or for temporary files, that cannot be used.
+    """Yield a finding for each folder for runs or temporary files that cannot be used.
 
     The reason is that it cannot be written to, has little room, or has too long a path.
     """

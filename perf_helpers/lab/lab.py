@@ -119,18 +119,24 @@ class Lab(Runner):
         return found if len(others) > 1 else found[0]
 
     def noise_floor(self, *runs: Run) -> float:
-        """Return the factor within which speeds of these runs count as equal (default: that of this machine)."""
+        """Return the factor within which the speeds of two of these runs count as equal (without runs: this
+        machine's factor).
+        """
         return NOISE_FLOOR["cpu" if self._on_cpu(*runs) else "cuda"]
 
     def ratio(self, pairs: Sequence[float], *runs: Run) -> Ratio:
-        """Return the ratio of interleaved pairs: their median and bootstrap interval, widened to `noise_floor(*runs)`.
+        """Return the median of the speed ratios of interleaved pairs with a bootstrap interval, widened to
+        `noise_floor(*runs)`.
 
         If a pair is unknown, the ratio is unknown too. Raises ValueError for fewer than 3 pairs.
+
+        `pairs`: the ratio of each pair; `runs`: the compared runs.
         """
         return Ratio.of_pairs(pairs, self.noise_floor(*runs))
 
     def foresee(self, question: Callable[..., Answer], *arguments, seconds: float = 60, **options) -> Answer | None:
-        """Call a function that predicts without training, e.g. `lab.foresee(estimate, task, bf16=True)`.
+        """Call a function that predicts without training, and return its answer, e.g. `lab.foresee(estimate, task,
+        bf16=True)`.
 
         If the call fails or takes longer than `seconds`, print one line and return None, so that the lesson goes on.
         All failed calls of a lab together take two minutes at most; later calls are skipped. A strict lab raises
@@ -159,7 +165,7 @@ class Lab(Runner):
             return None
 
     def sized(self, usual: Any, smallest: Any) -> Any:
-        """Return `usual`; under the profile "tiny" `smallest`, because there a lesson only has to run."""
+        """Return `smallest` under the profile "tiny", under which a lesson only has to run, otherwise `usual`."""
         return smallest if self.profile.name == TINY.name else usual
 
     def quiet(self) -> contextlib.AbstractContextManager[None]:
@@ -235,7 +241,9 @@ class Lab(Runner):
         return outcome.replace(value=taken * (PROCESSES // count) if inside_one else taken)
 
     def _players(self, runs: list[Run]) -> list[Experiment]:
-        """Return the experiments of runs, without a limit on steps or epochs and, on a CPU, on one thread."""
+        """Return the experiments of runs, without a limit on steps or epochs and, on a CPU, on one thread, for
+        `_interleaved`.
+        """
         changes: dict[str, Any] = {"threads": 1 if self._on_cpu(*runs) else None}
         if self.machine.rehearsed:
             changes["warmup_steps"] = 1
@@ -272,7 +280,9 @@ class Lab(Runner):
         return samples[0] / samples[1] if all(samples) else 1.0
 
     def _is_inside_one(self, *runs: Run) -> bool:
-        """Return whether these runs are interleaved inside one process."""
+        """Return whether a comparison of these runs interleaves them inside one process, as on a CPU with one rank
+        each.
+        """
         return self._on_cpu(*runs) and not self.machine.rehearsed and max(run.processes for run in runs) == 1
 
     @property
@@ -286,8 +296,8 @@ class Lab(Runner):
     def _on_cpu(self, *runs: Run) -> bool:
         """Return whether one of these runs computed on the CPU.
 
-        On a machine with a GPU that is so under `use_cpu`, and if there are fewer GPUs than ranks, which then
-        communicate by gloo. A function that leaves its GPU idle is not recognized.
+        On a machine with a GPU a run computes on the CPU under `use_cpu`, and if there are fewer GPUs than ranks, which
+        then communicate by gloo. A function that leaves its GPU idle is not recognized.
         """
         gpus = max(1, len(self.machine.gpus)) if self.machine.kind == "cuda" else 0
         return not gpus or any(run.arguments.get("use_cpu") or run.processes > gpus for run in runs)

@@ -28,7 +28,7 @@ CACHES = Path("/sys/devices/system/cpu/cpu0/cache")  # Linux
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """The matmul rate and the copy rate of a device, each the best of several tries."""
+    """The matmul rate (FLOP/s) and the copy rate (bytes/s) of a device, each the best of several tries."""
 
     flops_per_second: float  # of a large matmul in `dtype`; a multiplication and an addition are two operations
     bytes_per_second: float  # of a large copy; bytes read plus bytes written
@@ -38,19 +38,24 @@ class Ceilings:
 
     @property
     def ridge(self) -> float:
-        """Return the FLOPs per byte at which the two limits meet; an operation with fewer is bound by bandwidth."""
+        """Return the FLOPs per byte at which the two limits meet; an operation with fewer per byte is bound by
+        bandwidth.
+        """
         return self.flops_per_second / self.bytes_per_second
 
     def seconds(self, flops: float, moved_bytes: float) -> float:
-        """Return the seconds that an operation takes at least, by the roofline model."""
+        """Return the seconds that an operation takes at least, by the roofline model.
+
+        `flops`: its floating-point operations; `moved_bytes`: bytes that it reads plus bytes that it writes.
+        """
         return max(flops / self.flops_per_second, moved_bytes / self.bytes_per_second)
 
 
 def ceilings(dtype: str = "float32", device: str | None = None) -> Ceilings:
-    """Measure both rates in this process, with torch's current threads. Call it in a fresh subprocess (`Lab.run`).
+    """Measure the matmul rate and the copy rate in this process, with torch's current threads.
 
-    The fastest of several tries counts. With one CPU thread the clock is CPU time, which other load disturbs least;
-    otherwise it is the wall clock.
+    Call it in a fresh subprocess (`Lab.run`). The fastest of several tries counts. With one CPU thread the clock is CPU
+    time, which other load disturbs least; otherwise it is the wall clock.
 
     Args:
         dtype: type of the matmul: "float32" (on a GPU under the current tf32 setting), "bfloat16" or "float16".
@@ -114,7 +119,7 @@ class Products:
     def half_speed(self) -> tuple[float, float]:
         """Return (least, greatest) speed of a model wholly in 16 bits, relative to mixed precision.
 
-        Their matmuls are equally fast, so only the other work of the step can change.
+        The matmuls of both are equally fast, so only the other work of the step can change.
         """
         if not self.ratio.known:
             return self.ratio.low, self.ratio.high
@@ -183,7 +188,8 @@ def products(lab, dtype: str, task: Task, batch_size: int, use_cpu: bool = False
 
 
 def _copied_bytes(device: str) -> int:
-    """Return how many bytes to copy: the size of the largest cache, but at most an eighth of the free memory.
+    """Return how many bytes to copy to measure a device's copy rate: the size of the largest cache, but at most an
+    eighth of the free memory.
 
     Source and target together then take twice the cache. The result is never below `COPIED_BYTES`.
     """
@@ -196,7 +202,7 @@ def _copied_bytes(device: str) -> int:
 
 
 def model_flops(task: Task, samples: int = 1, *, training: bool = True) -> int:
-    """Return the *model FLOPs* of some samples: the floating-point operations of all matmuls that they need.
+    """Return the *model FLOPs* of `samples` samples: the floating-point operations of all matmuls that they need.
 
     torch's FlopCounterMode counts them over one forward pass and, for training, one backward pass on fake tensors, so
     nothing is computed. Attention counts as the matmuls it consists of, whichever kernel runs it. Recomputation by

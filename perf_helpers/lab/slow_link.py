@@ -32,7 +32,7 @@ class Unavailable(OSError):
 
 @dataclass(frozen=True)
 class Link:
-    """Two hosts that a link connects."""
+    """Two hosts that a link connects; `join` moves a process to one of them."""
 
     holders: tuple[int, int]  # ids of the processes that keep the two hosts' namespaces alive
 

@@ -54,7 +54,7 @@ class Displaced(RuntimeError):
 
 @dataclass
 class _Worker:
-    """A worker's description of itself, and the calls that it runs."""
+    """A worker's name, address, machine and package versions, and the calls that it runs."""
 
     id: str  # unique, unlike the address, which a later worker may get
     name: str
@@ -70,7 +70,7 @@ class _Worker:
 
 
 class Workers(Executor):
-    """Run calls on Dask's workers. Use as a context manager, or `shutdown` it.
+    """Run calls on Dask's workers. Use it as a context manager, or call `shutdown` at the end.
 
     Workers may come and go. A worker is used if it offers the resource "device":
     `dask worker ... --resources "device=1"`.
@@ -92,7 +92,7 @@ class Workers(Executor):
         self._watching = self._begin(self._watch())
 
     def submit(self, function: Callable, /, *arguments, **options) -> Future:
-        """Run a call on a worker and return its future, as any executor does.
+        """Run `function(*arguments, **options)` on a worker and return its future, as any executor does.
 
         The future raises `Killed` if two workers were killed while they ran the call, and ValueError if there is no
         worker.
@@ -106,7 +106,9 @@ class Workers(Executor):
         return [(worker.machine, worker.versions) for worker in [*self._workers.values()]]
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Refuse further calls, and wait for those that run; with `cancel_futures` end them and their processes."""
+        """Refuse further calls, and wait for those that run unless `wait` is False; with `cancel_futures` end these
+        calls and their processes.
+        """
         self._closed = True
         if self._client.loop.asyncio_loop.is_running():  # otherwise the client was closed, which ended all calls
             ended = self._begin(self._stop(cancel_futures))
@@ -190,7 +192,7 @@ class Workers(Executor):
         self._change = asyncio.Event()
 
     async def _ask(self, question: Callable, *arguments, **options) -> Any:
-        """Call a method of the scheduler's client, `question`, and return its answer.
+        """Call a method of the scheduler's client, `question`, with `arguments` and `options`, and return its answer.
 
         Raises:
             ValueError: the scheduler no longer answers.
@@ -311,7 +313,9 @@ def connected(
 def _own_cluster(distributed, count: int | None) -> Iterator:
     """Yield a cluster on this machine: one process per worker, each of which sees one GPU if there are GPUs.
 
-    `count` is the number of workers; None or 0: one per GPU, or one if there is no GPU.
+    Args:
+        distributed: the module of Dask.
+        count: number of workers; None or 0: one per GPU, or one if there is no GPU.
 
     Raises:
         ValueError: there are GPUs, but fewer than workers.
@@ -341,7 +345,7 @@ def _own_cluster(distributed, count: int | None) -> Iterator:
 
 
 def _gpu_names(gpus) -> list[str]:
-    """Return the name of each GPU for CUDA_VISIBLE_DEVICES: its UUID if known, otherwise its number.
+    """Return the name of each `hardware.Gpu` for CUDA_VISIBLE_DEVICES: its UUID if known, otherwise its number.
 
     A UUID is safer, because numbers count visible GPUs only.
     """
@@ -381,7 +385,7 @@ def introduce(dask_worker) -> _Worker:
 
 
 def _versions() -> dict[str, str | None]:
-    """Return the versions, in this process, of `DECISIVE_PACKAGES` and of this package."""
+    """Return {package: version in this process, or None} of `DECISIVE_PACKAGES` and of this package."""
     found = hardware.versions()
     return {name: found[name] for name in DECISIVE_PACKAGES} | {"perf_helpers": perf_helpers.__version__}
 

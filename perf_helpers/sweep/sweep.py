@@ -87,7 +87,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The results of a plan's rows."""
+    """The results of a sweep: a run per row of the plan, and which of the runs an earlier sweep had stored."""
 
     runs: tuple[Run, ...]  # one per row, in the plan's order
     reused: frozenset[str]  # ids of runs that were in the store before the sweep
@@ -123,7 +123,9 @@ class Sweep:
         return self.table()._repr_html_()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the sweep for JSON: every run as the store has it, with "reused" added."""
+        """Return the sweep for JSON: every run as the store has it, with "reused" (it was stored before the sweep)
+        added.
+        """
         runs = [run.to_dict() | {"reused": run.id in self.reused} for run in self.runs]
         return {"status": "ok" if self.ok else "failed", "store": self.store, "reused": len(self.reused), "runs": runs}
 
@@ -173,7 +175,7 @@ def run(
 
 
 def _outcomes(lab: Lab, plan: Plan, experiments: dict[int, Experiment]) -> Iterator[tuple[int, Outcome]]:
-    """Yield (number of the row, outcome) as soon as each row ends.
+    """Run the rows of a plan in the lab; yield (number of the row, outcome) as soon as each row ends.
 
     `experiments`: {number of the row: its experiment}, the rows to run.
     """
@@ -196,7 +198,7 @@ def _outcomes(lab: Lab, plan: Plan, experiments: dict[int, Experiment]) -> Itera
 
 
 def _known(lab: Lab, plan: Plan, experiments: list[Experiment]) -> dict[int, Run]:
-    """Return {number of a row: the latest run in the store that has its measurements}.
+    """Return {number of a row: the latest run in the lab's store that has its measurements}.
 
     Only runs on machines and versions that are available now count. A run with the row's name is preferred.
 
@@ -225,7 +227,10 @@ def _decisive_versions(versions: Mapping[str, str | None]) -> tuple[str | None, 
 
 
 def _has(run: Run, plan: Plan, experiment: Experiment) -> bool:
-    """Return whether a run has all measurements that the plan requests, over the requested number of steps."""
+    """Return whether a run has all measurements that the plan requests, over the requested number of steps.
+
+    `experiment`: that of the plan's row; its training arguments may set the number of steps.
+    """
     sets_length = {"max_steps", "num_train_epochs"} & experiment.arguments.given.keys()
     as_long = run.timing and (sets_length or run.timing.steps == experiment.steps)
     return bool(("memory" not in plan.measure or run.memory) and ("time" not in plan.measure or as_long))

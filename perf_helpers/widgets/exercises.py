@@ -41,7 +41,9 @@ _SIGNS = {  # {status: (sign, colour of the theme)}; the sign and the words say 
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """The feedback on an answer or a guess."""
+    """The feedback on an answer or a guess: a status, e.g. "right", a text and a picture; it displays itself in a
+    notebook.
+    """
 
     status: str  # of an exercise "not attempted", "wrong", "right" or "not measured"; of a guess "no guess" or "guess"
     text: str  # words between backticks are code
@@ -71,14 +73,17 @@ def right(text: str) -> Feedback:
 
 
 def not_measured(reason: str) -> Feedback:
-    """Return feedback on an answer that cannot be judged, because its reference is unknown; the journal skips it."""
+    """Return feedback on an answer that cannot be judged, because its reference is unknown; the journal skips it.
+
+    `reason`: the text to show.
+    """
     return Feedback("not measured", reason)
 
 
 def run_failed(run: Run) -> Feedback:
     """Return the feedback on an answer whose run failed: "wrong" with the failure.
 
-    It is "not measured" if the run timed out or was killed, because a busy or full machine may be the cause.
+    The feedback is "not measured" if the run timed out or was killed, because a busy or full machine may be the cause.
     """
     if run.status in ("timed out", "killed"):
         return not_measured(run.failure)
@@ -100,6 +105,7 @@ def question(lab: Lab, key: str, text: str, options: Mapping[str, str], right: s
 
     Args:
         key: names the question within the lesson.
+        text: the question.
         options: {option: its explanation}; wrong options need one too.
         right: the right option.
 
@@ -149,8 +155,9 @@ def question(lab: Lab, key: str, text: str, options: Mapping[str, str], right: s
 def prove(check: Callable[[Any], Feedback], *, solution: Any, mistake: Any) -> Feedback:
     """Prove that a lesson's check accepts its solution and rejects a plausible mistake; return the feedback to show.
 
-    It runs with the lesson, but the learner's journal keeps nothing of it, and the feedback on the solution is folded.
-    If the check needs a value that is unknown on this machine, its feedback is "not measured", and nothing is proved.
+    The proof runs with the lesson, but the learner's journal keeps nothing of it, and the feedback on the solution is
+    folded. If the check needs a value that is unknown on this machine, its feedback is "not measured", and nothing is
+    proved.
 
     Args:
         check: takes an answer (None: not attempted) and returns its feedback.
@@ -201,7 +208,9 @@ def check(lab: Lab, key: str, judge: Callable[[Any], Feedback], answer: Any) -> 
 
 
 def _judgement(judge: Callable[[Any], Feedback], answer: Any) -> Feedback:
-    """Return the feedback of a check on an answer; "not measured" if it needs an unknown value or a failed run."""
+    """Return the feedback of a check, `judge`, on an answer; "not measured" if it needs an unknown value or a failed
+    run.
+    """
     try:
         return judge(answer)
     except (NeedsValues, RunFailed) as reason:
@@ -209,13 +218,19 @@ def _judgement(judge: Callable[[Any], Feedback], answer: Any) -> Feedback:
 
 
 def _keep(lab: Lab, kind: str, key: str, **content) -> None:
-    """Keep an outcome in the journal, unless it is "not measured" or the author's (see `prove`)."""
+    """Keep an outcome in the journal, unless it is "not measured" or the author's (see `prove`).
+
+    The arguments are those of `learner_log.keep`; `content` has the outcome's status.
+    """
     if not _is_author.get() and content.get("status") != "not measured":
         learner_log.keep(lab, kind, key, **content)
 
 
 class Hints:
-    """Hints to an exercise, each folded into the one before; the last is close to the solution. They need no kernel.
+    """Hints to an exercise, each folded into the one before; they need no kernel.
+
+    Args:
+        steps: the hints as text; the last is close to the solution.
 
     Raises:
         ValueError: there is no hint, or an empty one.
@@ -260,11 +275,11 @@ def challenge(
 
     Args:
         key: names the challenge within the lesson.
-        answer: the recipe, a dict of training arguments (as for `lab.train`), or None.
+        answer: the recipe, a dict of training arguments (as for `lab.train`); None: not attempted.
         baseline: a run of `lab.train` in this lab. The recipe trains its task and must keep its effective batch.
-        limit_bytes: the largest peak that is allowed.
-        at_least_speed: least samples per second, as a share of the baseline's, measured by `lab.compare`. A recipe
-            fails only if the whole interval of its speed is below this share, so that noise cannot be the cause.
+        limit_bytes: the largest peak that is allowed; None: any.
+        at_least_speed: least samples per second, as a share of the baseline's, measured by `lab.compare`; None: any. A
+            recipe fails only if the whole interval of its speed is below this share, so that noise cannot be the cause.
 
     Raises:
         ValueError: the challenge has no target, or its baseline failed.
@@ -296,7 +311,8 @@ def challenge(
 def _recipe_problem(answer: Any, baseline: Run) -> str | None:
     """Return why a recipe is refused without a run, or None.
 
-    It must be a dict of training arguments that keeps the effective batch and the length of the training of `baseline`.
+    `answer` must be a dict of training arguments that keeps the effective batch and the length of the training of
+    `baseline`.
     """
     if not isinstance(answer, Mapping) or not all(isinstance(name, str) for name in answer):
         return f"{answer!r} is not a dict of training arguments: give e.g. {{'per_device_train_batch_size': 1}}"
@@ -352,7 +368,7 @@ def _measured_feedback(
 
 
 def board(lab: Lab, key: str) -> plots.Table:
-    """Return a table of the learner's recipes that met the target of a challenge, the smallest peak first."""
+    """Return a table of the learner's recipes that met the target of the challenge `key`, the smallest peak first."""
     peaks = {}
     for entry in learner_log.of(lab).read():
         if entry.about == ("board", lab.lesson, key):

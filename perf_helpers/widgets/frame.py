@@ -56,7 +56,7 @@ def place(
 
 
 def view(widget: "Widget") -> dict[str, Any]:
-    """Return the MIME bundle that makes a front end show a widget."""
+    """Return the MIME bundle, {MIME type: content}, that makes a front end show a widget."""
     return {"application/vnd.jupyter.widget-view+json": widget.get_view_spec()}
 
 
@@ -70,9 +70,10 @@ def close_widget(widget: "Widget") -> None:
 
 
 def observe(controls: "Iterable[Widget]", function: Callable[[Any], None], output: "Output") -> Callable[..., None]:
-    """Call a function whenever one of the controls changes its value; `output` captures what it shows or raises.
+    """Call a function whenever one of the controls changes its value; `output` captures what the function shows or
+    raises.
 
-    Returns the callback.
+    Return the callback that was registered.
     """
     callback = output.capture()(function)
     for control in controls:

@@ -99,13 +99,19 @@ def revealed(lab: Lab, key: str, measured: float | None, estimate: float | None 
 
 
 def _guesses(lab: Lab, key: str) -> tuple[float | None, float | None]:
-    """Return the latest guess, and the latest guess that counts, i.e. that came before the measurement was revealed."""
+    """Return the latest guess, and the latest guess that counts, i.e. that came before the measurement was revealed.
+
+    Each is None if there is none. `key` names the guess within the lab's lesson.
+    """
     entries = learner_log.of(lab).read()
     return learner_log.guess(entries, lab.lesson, key), learner_log.counted_guess(entries, lab.lesson, key)
 
 
 def _state_html(lab: Lab, key: str, unit: str) -> str:
-    """Return the state of the learner's guess in words: none yet, kept, or too late to count."""
+    """Return the state of the learner's guess as HTML: none yet, kept, or too late to count.
+
+    `key` names the guess within the lab's lesson; `unit` is the guess's.
+    """
     kept, counted = _guesses(lab, key)
     if kept is None:
         return "<div>No guess yet. Commit one before you run on.</div>"
@@ -115,7 +121,7 @@ def _state_html(lab: Lab, key: str, unit: str) -> str:
 
 
 def _bars_html(values: Mapping[str, float], unit: str) -> str:
-    """Return a bar chart of values by name as an <img> with an alternative text."""
+    """Return a bar chart of {name: value}, in the given unit, as an <img> with an alternative text."""
     from matplotlib.figure import Figure
 
     # A small figure with large letters stays readable when a narrow page scales it down.

@@ -189,7 +189,10 @@ class _MemoryExplorer:
             self._output.outputs = (*self._output.outputs, {"output_type": "error"} | output)
 
     def _traced(self, position: Position) -> MemoryEstimate | str:
-        """Return the estimate of a position, or the message of its error."""
+        """Return the estimate of a position, or the message of its error.
+
+        `position`: (name, value) of each visible control.
+        """
         try:
             return estimate_at(self._task, dict(position), self._capability)
         except ValueError as error:
@@ -228,7 +231,9 @@ class _MemoryExplorer:
 def _start(task: Task, of: str, device: str, micro_batch: int) -> dict[str, Any]:
     """Return {name of a control: its first value}: a training, or inference, without techniques.
 
-    The weights have the type in which the model loads. `of` is "training" or "inference", `micro_batch` in samples.
+    The weights have the type in which the model loads.
+
+    `of`: "training" or "inference"; `device`: "cpu" or "cuda"; `micro_batch`: in samples.
     """
     dtype = task.weights().dtype
     return {
@@ -287,7 +292,7 @@ def _precisions(device: str) -> list[str]:
 
 
 def _offer(controls: dict[str, "DOMWidget"]) -> None:
-    """Show the controls of the chosen mode, training or inference, and hide those of the other."""
+    """Show the controls of the chosen mode, training or inference, and hide those that only the other mode has."""
     for of, names in _OWN.items():
         for name in names:
             controls[name].layout.display = None if of == controls["of"].value else "none"
@@ -297,6 +302,7 @@ def _verdict(answer: MemoryEstimate, parts: dict[str, int], own: dict[str, int])
     """Return HTML that says how much memory is needed, where the peak is, and on which devices it fits.
 
     Args:
+        answer: the estimate, which has the place of the peak.
         parts: {category: bytes} that sum to the bytes needed.
         own: {name of a device of this machine: bytes of its memory}.
     """

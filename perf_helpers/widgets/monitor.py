@@ -31,14 +31,14 @@ Figures = dict[str, float | None]  # of one sample, by name
 
 
 class Monitor:
-    """Watches this machine while a block runs: `with monitor.live() as m: ...`, then `m.summary()`.
+    """Watch this machine while a block runs: `with monitor.live() as m: ...`, then `m.summary()`.
 
     A background thread samples CUDA's first GPU if experiments run on a GPU, otherwise the host. In a notebook each
     sample is drawn, and the last picture stays; in a terminal nothing is drawn. An error of the thread is raised at the
     end of the block.
 
     Args:
-        interval_seconds: pause before each sample. A shorter block has no sample.
+        interval_seconds: pause before each sample. A block that ends before the first pause does has no sample.
 
     Raises:
         ValueError: an interval out of range.
@@ -128,7 +128,10 @@ live = Monitor  # its name in lessons
 
 
 def _text(value: float | None, unit: str) -> str:
-    """Return a value with its unit as text. It has two digits, or is a whole number: more digits would flicker."""
+    """Return a value with its unit as text. It has two digits, or is a whole number: more digits would flicker.
+
+    None or unknown gives "not measured".
+    """
     return bytes_text(value) if unit == "B" else number_text(value, unit, digits=2)
 
 
@@ -137,7 +140,7 @@ def _text(value: float | None, unit: str) -> str:
 
 @contextmanager
 def reader(gpu: hardware.Gpu | None) -> Iterator[Callable[[], Figures]]:
-    """Yield a function that reads the figures of one sample from a GPU; None: from the host."""
+    """Yield a function that reads {name: figure, or None if unknown} of one sample from a GPU; None: from the host."""
     if gpu is None:
         yield _host_reader()
         return
@@ -157,7 +160,7 @@ def reader(gpu: hardware.Gpu | None) -> Iterator[Callable[[], Figures]]:
 
 
 def _host_reader() -> Callable[[], Figures]:
-    """Return a function that reads the figures of CPU and memory; a figure that cannot be read is None."""
+    """Return a function that reads {name: figure} of CPU and memory; a figure that cannot be read is None."""
     process = psutil.Process()
     with suppress(psutil.Error, OSError):
         psutil.cpu_percent()  # the first sample reports the time since this call

@@ -88,7 +88,7 @@ class Recipe(svg.Point):
         return f"{self.name} ({self.kind})"
 
     def line(self, is_best: bool) -> str:
-        """Return the recipe's line in the list to select from; a star marks one of the best."""
+        """Return the recipe's line in the list to select from; a star marks one of the best (`is_best`)."""
         return f"{self.memory_text}, {self.speed_text}: {self.label}{' ★' if is_best else ''}"
 
 
@@ -121,7 +121,7 @@ def _size(recipe: Recipe) -> float:
 
 
 def _table(recipes: Sequence[Recipe]) -> plots.Table:
-    """Return the table of recipes that is shown without a front end."""
+    """Return the table of recipes that replaces the picture where there is no front end."""
     best, rows = svg.best_of_both(recipes), []
     for recipe in recipes:
         arguments = ", ".join(f"{name}={value!r}" for name, value in recipe.arguments.items())

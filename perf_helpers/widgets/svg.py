@@ -63,7 +63,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Point:
-    """A recipe in the picture of memory against speed."""
+    """A recipe in the picture of memory against speed: its name, peak in bytes, and samples per second."""
 
     name: str
     kind: str  # of its memory, e.g. "counted"; each kind has its sign
@@ -104,7 +104,7 @@ def scatter(points: Sequence[Point], chosen: Point | None, limits: Mapping[str, 
     """Draw recipes as points, with memory on the x axis and samples per second on the y axis, as HTML.
 
     A line joins the Pareto front. Recipes without a measured speed are in a strip below the plot, recipes without a
-    measured memory in a strip on its left. Recipes without either are not drawn.
+    measured memory in a strip on its left. Recipes without both are not drawn.
 
     Args:
         points: one per recipe.
@@ -154,9 +154,9 @@ def round_step(least: float) -> float:
 
 
 def _ticks(end: float, parts: int, unit: str = "", top: float | None = None) -> dict[str, float]:
-    """Return {label: position as a share of the axis} of about `parts` round numbers up to `top`.
+    """Return {label: position as a share of the axis} of about `parts` round numbers from 0 to `top`.
 
-    The axis goes from 0 to `end`; `top` is `end` by default. `unit` is added to each label.
+    The axis goes from 0 to `end`; None as `top` means `end`. `unit` is added to each label.
     """
     top = top or end
     step = round_step(top / parts)
@@ -164,7 +164,7 @@ def _ticks(end: float, parts: int, unit: str = "", top: float | None = None) -> 
 
 
 def _draw(picture: str, **facts) -> str:
-    """Return the HTML of a macro in drawings.html.j2."""
+    """Return the HTML of the macro `picture` in drawings.html.j2; `facts` are the macro's arguments."""
     return str(getattr(_markup(), picture)(**facts))
 
 

@@ -59,7 +59,7 @@ def _picture(shown: Sequence[tuple[str, plots.Timeline]], share: float) -> str:
 
     Args:
         shown: (name, timeline) of each run.
-        share: place of the line, as a share of the timelines' length.
+        share: place of the line, as a share of the timelines' length, 0 to 1.
     """
     top = max(steps.highest_bytes for _, steps in shown)
     indices = [round(share * (len(steps) - 1)) for _, steps in shown]

@@ -19,7 +19,7 @@ MB = 10**6
 
 def synthetic(task, *, device="cpu", processes=1, compute_capability=None, device_memory=None, **arguments):
     """Return an estimate by a formula: weights and gradients take 100 MB each, optimizer states depend on `optim`,
-    activations on the tokens.
+    activations on the tokens. The arguments are those of `estimate`.
     """
     states = {"adamw_torch_fused": 200, "adamw_bnb_8bit": 50, "adafactor": 1}.get(arguments["optim"], 0) * MB
     size, half = arguments["per_device_train_batch_size"], bool(arguments.get("bf16"))
@@ -41,7 +41,7 @@ def task():
 
 @pytest.fixture
 def formula(task):
-    """Return a function of training arguments: the formula's peak for the task, in bytes."""
+    """Return a function of training arguments: the task's peak by the formula of `synthetic`, in bytes."""
     return lambda **arguments: synthetic(task, **arguments).peak_bytes
 
 
@@ -60,7 +60,9 @@ def native(machine):
 
 @pytest.fixture
 def followed(monkeypatch):
-    """Replace the estimate by the formula, leave out recorded runs, and return the list of requested arguments."""
+    """Replace the estimate by `synthetic`, leave out recorded runs, and return the list of training arguments
+    requested so far.
+    """
     requests = []
 
     def estimate(task, **options):
@@ -75,7 +77,7 @@ def followed(monkeypatch):
 
 @pytest.fixture
 def attending(monkeypatch, followed):
-    """Return a function that sets the attention kernels which the formula's estimates report."""
+    """Return a function of names of attention kernels, which estimates by `synthetic` then report."""
 
     def with_kernels(*kernels):
         def estimate(task, **options):
@@ -115,8 +117,8 @@ def timed(task, machine):
 
 @pytest.fixture
 def pairs(timed):
-    """Return a function (speed) that makes alternating runs: plain ones with 10 samples per second, and ones with the
-    given arguments at `speed`.
+    """Return a function (speed, arguments) that makes alternating runs: plain ones with 10 samples per second, and ones
+    with these training arguments at `speed`.
     """
     return lambda speed, count=3, **arguments: [
         run for n in range(count) for run in (timed(10.0, 2 * n), timed(speed, 2 * n + 1, **arguments))

@@ -44,7 +44,10 @@ QUESTIONS = {
 
 
 class Answers(dict):
-    """{question: answer} for a model of 2 billion parameters, whose states take 31 GB; each is asked on first use."""
+    """{name in `QUESTIONS`: answer of `parallelism`} for a model of 2 billion parameters, whose states take 31 GB.
+
+    Each question is asked on first use.
+    """
 
     def __missing__(self, name):
         return self.setdefault(name, parallelism(LARGE, **QUESTIONS[name], **RECIPE))
@@ -227,8 +230,8 @@ def test_practitioners_would_do_the_same(name, task, question, choice):
 
 @pytest.mark.nightly
 def test_stacked_experts_are_not_divided_by_more_ranks_than_there_are_experts():
-    """FSDP2 shards the first dimension, which for stacked experts is their number. torchtitan uses expert parallelism
-    there.
+    """FSDP2 shards the first dimension, which for stacked experts is their number. For more ranks torchtitan uses
+    expert parallelism.
     """
     experts = {"num_hidden_layers": 2, "hidden_size": 512, "intermediate_size": 1024, "vocab_size": 2000}
     task = Task("mixtral", seq_len=32, config=experts | {"num_attention_heads": 8, "num_key_value_heads": 8})

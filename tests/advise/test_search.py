@@ -69,7 +69,7 @@ def test_the_best_recipe_so_far_is_reported_while_others_are_looked_at(ask, foll
 def looked_for(sizes, limit, first):
     """Search for the largest of `sizes` up to `limit`, beginning at `first`.
 
-    Return it, and the sizes that were tried.
+    Return the size that was found, and the sizes that were tried.
     """
     requested = []
     return search.largest_that_fits(sizes, lambda size: requested.append(size) or size <= limit, first), requested

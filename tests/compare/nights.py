@@ -82,9 +82,10 @@ def night(folder: Path, sabotage: str = "", speeds: bool = False) -> dict:
 
 @contextlib.contextmanager
 def sabotaged(way: str, slower: float = 0.0) -> Iterator[None]:
-    """Plant a fault (see tests/sabotage) in every Python that is started inside this context.
+    """Plant a fault in every Python that is started inside this context.
 
-    `slower`: share of a training step by which "slow_step" and "sleeping_step" lengthen each step.
+    `way`: the fault, see tests/sabotage; `slower`: share of a training step by which "slow_step" and "sleeping_step"
+    lengthen each step.
     """
     here = Path(__file__).parents[1] / "sabotage"
     changes = {"PYTHONPATH": os.pathsep.join([str(here), *filter(None, [os.environ.get("PYTHONPATH")])])}

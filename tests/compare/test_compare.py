@@ -30,10 +30,9 @@ def a_run(memory=MEMORY, name="vanilla", **fields):
 
 
 def compared(old, new, **fields):
-    """Return the changes between two course runs that have the same runs; `fields` replace fields of the newer course
-    run.
+    """Return the changes between two course runs that have the same runs.
 
-    `old`: the runs of both.
+    `old`, `new`: the runs of each; `fields`: replace fields of the newer course run.
     """
     return compare(results(runs=old), results(runs=new) | fields)
 

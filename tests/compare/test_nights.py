@@ -17,7 +17,9 @@ from perf_helpers.course import course
 
 @pytest.fixture
 def shell(monkeypatch, capsys):
-    """Return a function that runs the command line in this process: (exit code, standard output, standard error)."""
+    """Return a function (words of the command line) that runs a command in this process and returns (exit code,
+    standard output, standard error).
+    """
 
     def run(*words):
         monkeypatch.setattr(sys, "argv", ["perf-helpers", *map(str, words)])
@@ -30,7 +32,9 @@ def shell(monkeypatch, capsys):
 
 @pytest.fixture
 def nights(tmp_path):
-    """Write results under several names: usual, one byte more or less, a lost verdict, and slower steps."""
+    """Return a folder with results of course runs: usual.json; larger, smaller (by a byte), broken (a lost verdict) and
+    slower; and damaged.json.
+    """
     usual = results(decision("a"), runs=[a_run()], paces=paces())
     kept = {
         "usual": usual,

@@ -22,7 +22,7 @@ def usual(tmp_path_factory):
 
 @pytest.mark.parametrize("sabotage", ["slow_step", "sleeping_step"])
 def test_steps_that_take_40_percent_longer_are_worse(usual, sabotage):
-    """The steps are timed in a new Python, because the fork server of this one has imported the libraries without the
+    """The steps are timed in a new Python, because this process's fork server has imported the libraries without the
     fault.
     """
     with sabotaged(sabotage, slower=0.4):

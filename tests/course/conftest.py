@@ -13,7 +13,7 @@ from trainmem.core import hardware
 
 
 class Machine:
-    """A machine with exactly the `features` that a test sets, so that the real hardware does not matter."""
+    """A machine with exactly the hardware `features` that a test sets, so that the real hardware does not matter."""
 
     name, rehearsed = "Some CPU", False
 
@@ -49,7 +49,7 @@ def claims(machine, tmp_path):
 
 @pytest.fixture(scope="session")
 def ran(tmp_path_factory):
-    """Run one course of toy lessons; return its result and its folder."""
+    """Run one course of toy lessons; return the content of its results.json, and its folder."""
     lessons, out = tmp_path_factory.mktemp("lessons"), tmp_path_factory.mktemp("out")
     toys.write_all(lessons)
     left_by_an_earlier_run = {"lesson": "03_silent", "complete": True, "claims": [toys.decision("stale")], "runs": []}

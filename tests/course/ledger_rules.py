@@ -28,7 +28,9 @@ def check(text: str) -> None:
 
 
 def _check_claim(table: dict) -> None:
-    """Check the fields that every claim has, then those of a claim with a measurement."""
+    """Check the fields that every claim has, then those of a claim with a measurement; `table` is the claim's TOML
+    table.
+    """
 
     def need(met: object, name: str, what_to_write: str) -> None:
         if not met:
@@ -43,7 +45,10 @@ def _check_claim(table: dict) -> None:
 
 
 def _check_statement(table: dict, need: Need) -> None:
-    """Check that text fields contain text, that lesson and machine exist, and that the guide has a source."""
+    """Check that text fields contain text, that lesson and machine exist, and that the guide has a source.
+
+    `table`: the claim's TOML table; `need`: raises unless a condition is met, see `_check_claim`.
+    """
     measured = [] if table.get("where") == "text" else ["quantity", "direction"]
     explained = [name for name in ("predicted", "reason", "since", "thread") if name in table]
     _check_names(table, Claim, ["id", "section", "lesson", "says", "where", *measured, *explained], "", need)
@@ -57,8 +62,10 @@ def _check_statement(table: dict, need: Need) -> None:
 
 
 def _check_names(given: dict, kind: type, texts: list[str], prefix: str, need: Need) -> None:
-    """Call `need`, which raises, unless each field of `given` is a field of the record `kind`, and each field named in
-    `texts` is a text that is not empty. `prefix` comes before a field's name in messages, e.g. "guide.".
+    """Check that each field of `given` is a field of the record `kind`, and that each field named in `texts` is a text
+    that is not empty.
+
+    `prefix`: comes before a field's name in messages, e.g. "guide."; `need`: raises, see `_check_claim`.
     """
     known = [item.name for item in fields(kind)]
     for name in given:
@@ -70,6 +77,8 @@ def _check_names(given: dict, kind: type, texts: list[str], prefix: str, need: N
 def _check_rule(table: dict, need: Need) -> None:
     """Check that a direction has the threshold fields that it needs and no others, and that each machine that can
     decide the claim has verdicts.
+
+    `table`: the claim's TOML table; `need`: raises unless a condition is met, see `_check_claim`.
     """
     direction, threshold = table["direction"], table.get("threshold")
     need(table.get("decided_by") in DECIDED_BY, "decided_by", f"{', '.join(DECIDED_BY)}: one of these is needed")

@@ -15,8 +15,9 @@ DATA = ("training", "validation", "unseen")
 
 
 def functions(folder):
-    """Return the lesson's functions in a new scope, in which a test may plant a fault. `folder`: folder for the
-    Trainer's files.
+    """Return the lesson's functions, by name, in a new scope, in which a test may plant a fault.
+
+    `folder`: folder for the Trainer's files.
     """
     text, scope = SOURCE.read_text("utf-8"), {"__name__": "planted", "temporary": SimpleNamespace(name=str(folder))}
     setup = next(cell for cell in re.split(r"(?m)^# %%.*\n", text) if "import torch" in cell)

@@ -11,7 +11,7 @@ TAKEN |= {"price_of_million", "THERMAL", "SEARCH", "weight", "sheet"}
 
 
 def functions():
-    """Return the lesson's functions in a new scope, in which a test may plant a fault."""
+    """Return the lesson's functions, by name, in a new scope, in which a test may plant a fault."""
     text, scope = SOURCE.read_text("utf-8"), {"__name__": "planted"}
     setup = next(cell for cell in re.split(r"(?m)^# %%.*\n", text) if "import torch" in cell)
     exec(setup[: setup.index("\nlab = ")], scope)

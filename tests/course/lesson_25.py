@@ -13,7 +13,7 @@ MEASURES = ("\nfull = ", 'found["lora-states"]', "\nsixteen = ", "fewer_kept = "
 
 
 def functions(lab=None):
-    """Return the lesson's functions in a new scope, in which a test may plant a fault.
+    """Return the lesson's functions, by name, in a new scope, in which a test may plant a fault.
 
     `lab`: the lab that they use; None: they cannot train.
     """
@@ -29,7 +29,7 @@ def functions(lab=None):
 
 
 def measured(lab, chosen=MEASURES, replaced=()):
-    """Return the memory results of the lesson's cells, by claim, without their pictures.
+    """Return {claim id: memory result} of the lesson's cells, without their pictures.
 
     Args:
         lab: the lab that trains.

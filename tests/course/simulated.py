@@ -69,7 +69,7 @@ def _moved(cpu: Cpu, size: float, of_a_tensor: float) -> float:
 
 
 def forward(cpu: Cpu, samples: int, tokens: int, layers: int = 4, hidden: int = HIDDEN, *, half=False, eager=False):
-    """Return the seconds of a forward pass of a BERT, as (matmuls, other work, calls).
+    """Return the seconds of a forward pass of a BERT on a simulated CPU, as (matmuls, other work, calls).
 
     Args:
         samples, tokens: the batch, and the tokens per sample.
@@ -106,8 +106,8 @@ def parameters(layers: int = 4, vocabulary: int = 8000, hidden: int = HIDDEN) ->
 
 
 def update(cpu: Cpu, numbers: int, form: str = "fused") -> float:
-    """Return the seconds of the optimizer's update of this number of parameters, with the Trainer's clipping of
-    gradients.
+    """Return the seconds of an optimizer's update of `numbers` parameters on a simulated CPU, with the Trainer's
+    clipping of gradients.
 
     `form`: AdamW's implementation "fused", "foreach" or "loop"; or "adafactor".
     """
@@ -122,9 +122,11 @@ def step(
 
 
 def products_of(cpu: Cpu, samples: int, tokens: int, layers: int = 4, vocabulary: int = 8000) -> Products:
-    """Return the result that `roofline.products` would have on this CPU in bf16, for a BERT.
+    """Return the result that `roofline.products` would have on a simulated CPU in bf16, for a BERT.
 
-    `samples` and `tokens`: the batch, and the tokens per sample; `vocabulary`: number of words.
+    Args:
+        samples, tokens: the batch, and the tokens per sample.
+        layers, vocabulary: numbers of layers and of words.
     """
     seconds = 3 * layers * 24 * samples * tokens * HIDDEN**2 / cpu.fp32
     whole = step(cpu, samples, tokens, layers, vocabulary=vocabulary)
@@ -137,7 +139,9 @@ def within(value: float, floor: float = CLOCK) -> Ratio:
 
 
 def _by_parts(value: float) -> tuple[float, float]:
-    """Return the range that lesson 05 predicts from passes and updates, timed separately: 20 % around `value`."""
+    """Return the range that lesson 05 predicts from passes and updates, timed separately: 20 % around the ratio
+    `value`.
+    """
     return value / 1.2, value * 1.2
 
 
@@ -241,7 +245,7 @@ def _loader(cpu):
 
 
 def _zero(cpu):
-    """Return the throughput of torch's ZeRO stage 1 as a share of DDP's.
+    """Return the throughput of torch's ZeRO stage 1 on a simulated CPU as a share of DDP's.
 
     Each rank does half of the update; afterwards the updated weights are sent to all ranks.
     """
@@ -251,10 +255,11 @@ def _zero(cpu):
 
 
 def _moe(cpu, ffn, experts=1, training=False, scale=12, samples=64):
-    """Return the seconds of a forward pass, or of a training step, of one layer of width 64 x `scale`.
+    """Return the seconds of one layer of width 64 x `scale` on a simulated CPU: of a forward pass, or of a training
+    step.
 
-    Its feed-forward part has width `ffn` x `scale` for each expert. A token goes to at most two of the `experts`. A
-    sample has 16 tokens.
+    Its feed-forward part has width `ffn` x `scale` for each expert. A token goes to at most two of the `experts`. Each
+    of the `samples` has 16 tokens.
     """
     rows, chosen, hidden = samples * 16, min(experts, 2), 64 * scale
     one = 3 * hidden * ffn * scale  # weights of an expert
@@ -275,8 +280,8 @@ def _moe_faster(cpu):
 
 
 def _half_types(cpu):
-    """Return lesson 19's speed of fp16 relative to bf16 for its Llama, and the range predicted from its parts. No
-    simulated CPU has instructions for fp16.
+    """Return lesson 19's speed of fp16 relative to bf16 for its Llama on a simulated CPU, and the range predicted from
+    its parts. No simulated CPU has instructions for fp16.
     """
     of_products = {"bf16": 0.055 * 97e9 / cpu.half, "fp16": 0.055 * 97e9 / (0.06 * cpu.fp32)}
     rest = 0.06 * AMD.cache / cpu.cache
@@ -286,7 +291,7 @@ def _half_types(cpu):
 
 
 def _threads(cpu, threads):
-    """Return the seconds of a training step on 16 samples in one process with this number of threads."""
+    """Return the seconds of a training step on 16 samples in one process with `threads` threads on a simulated CPU."""
     products, other, calls = forward(cpu, 16, 32, 2)
     speedup = min(threads, int(cpu.cores) or 1)
     return 3 * products / speedup + 2.7 * other / (1 + 0.8 * (speedup - 1)) + 2.2 * calls
@@ -313,7 +318,7 @@ def _many_cpus(cpu):
 
 
 def _detector(cpu, modules=32, tensors=2.7, looks=11):
-    """Return the slowdown by lesson 23's detector, a factor on the seconds of a step.
+    """Return the slowdown by lesson 23's detector on a simulated CPU, a factor on the seconds of a step.
 
     The detector checks each of `tensors` tensors of each of `modules` modules by `looks` operations. Each operation
     takes the time of one call; an operation on weights also reads all of them.
@@ -323,8 +328,8 @@ def _detector(cpu, modules=32, tensors=2.7, looks=11):
 
 
 def _adapters(cpu):
-    """Return the speed-up by adapters: no gradients of weights, almost no update, and four adapters of about ten calls
-    each.
+    """Return the speed-up by adapters on a simulated CPU: no gradients of weights, almost no update, and four adapters
+    of about ten calls each.
     """
     products, other, calls = forward(cpu, 8, 64, 2)
     frozen = 2 * products + 2.7 * other + 2.2 * calls + 4 * 10 * cpu.call
@@ -335,7 +340,7 @@ WEIGHTS = 25e6  # of lesson 20's wide Llama
 
 
 def _batching(cpu):
-    """Return the speed-up per token of 16 answers at once over one answer.
+    """Return the speed-up per token of 16 answers at once over one answer, on a simulated CPU.
 
     The weights are read once for all answers, unless the matmuls take longer than that.
     """
@@ -345,7 +350,7 @@ def _batching(cpu):
 
 
 def _fewer_bits(cpu, matrices):
-    """Return the speed of one answer with other weights relative to bf16, and the predicted range.
+    """Return (the speed of one answer with other weights relative to bf16, its predicted range) on a simulated CPU.
 
     `matrices`: function (CPU, seconds with bf16) that returns the seconds with the other weights.
     """
@@ -425,7 +430,7 @@ CLAIMS = {
 
 
 def simulated(id: str, cpu: Cpu) -> tuple[Ratio | None, tuple[float, float] | None]:
-    """Calculate what a claim's lesson would pass to `Claims.check` on this CPU.
+    """Calculate what the lesson of the claim `id` would pass to `Claims.check` on this CPU.
 
     Returns:
         (the measured ratio, the predicted range of the ratio). The ratio is None if the lesson skips the claim on a

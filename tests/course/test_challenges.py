@@ -30,7 +30,10 @@ def cells(number):
 
 
 def challenge(number, scope):
-    """Run a lesson's last exercise up to its solution in the given scope, and return what it defines."""
+    """Run a lesson's last exercise up to its solution, and return the names in its scope as attributes.
+
+    `number`: of the lesson, e.g. "22"; `scope`: {name: value} that the cells need.
+    """
     chosen = cells(number)[tagged(number, "exercise")[-1] : tagged(number, "solution")[-1] + 1]
     scope |= {"exercises": exercises, "plots": plots, "torch": torch}
     for cell in chosen:
@@ -206,7 +209,7 @@ def test_22_who_chooses_better_is_right_and_who_trains_longer_is_not(choosing):
 
 @pytest.fixture
 def clinic():
-    """Yield lesson 23's functions, with a small clinic of trainings without a fault, on one thread."""
+    """Yield lesson 23's functions on one thread, with a clinic of one training, which has no fault."""
     kinds = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
     body = ast.parse(next(SOURCES.glob("23_*.py")).read_text("utf-8")).body
     wanted = {"SIZES", "CONFIG"}

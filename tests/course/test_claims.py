@@ -227,14 +227,17 @@ class TestRehearsal:
 
 
 def finish(claims, **fields):
-    """Finish the lesson after changing these fields of its lab."""
+    """Finish the lesson after changing fields of its lab.
+
+    `claims`: the lesson's; `fields`: {name: value} of the lab.
+    """
     vars(claims.lab).update(fields)
     claims.finish()
 
 
 @pytest.fixture
 def passed(claims):
-    """Decide each claim of lesson 12 as expected."""
+    """Decide each claim of lesson 12 with the verdict that the ledger expects."""
     claims.check("workers-help", Ratio(2.0, 1.5, 2.6))
     claims.check("workers-not-beyond", 0.9)
     claims.check("pinned-memory")

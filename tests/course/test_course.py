@@ -80,7 +80,7 @@ def test_nothing_outlives_a_lesson_whose_kernel_is_forked(end, tmp_path, monkeyp
 
 
 def all_end(file):
-    """Return whether all processes whose ids are in a file end within seconds."""
+    """Return whether all processes whose ids are in a file end within some seconds."""
     for pid in file.read_text().split():
         with contextlib.suppress(psutil.NoSuchProcess):
             psutil.Process(int(pid)).wait(10)

@@ -16,7 +16,10 @@ def model():
 
 
 def trained(model, folder, **options):
-    """Train with every label masked, and return the Trainer's log."""
+    """Train a model for two steps with every label masked, and return the logged losses.
+
+    `folder`: for the Trainer's files; `options`: fields of `TrainingArguments`.
+    """
     rows = [{"input_ids": row, "labels": torch.full_like(row, -100)} for row in IDS]
     quiet = dict(use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True, logging_steps=1, max_steps=2)
     trainer = Trainer(model, TrainingArguments(str(folder), **quiet, **options), train_dataset=rows)

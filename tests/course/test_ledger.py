@@ -469,7 +469,7 @@ def rejected(rows):
     """Return the ids of claims whose rule contradicts the guides: a true value does not hold, or a false one is not
     refuted.
 
-    Another test checks that every claim has such values.
+    Another test checks that every claim has such values. `rows`: {id: claim}.
     """
     true = FIGURES | TRUE
     return [

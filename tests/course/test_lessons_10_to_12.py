@@ -40,7 +40,10 @@ HERE = SimpleNamespace(  # a lab that runs what it is given in this process
 
 
 def lesson(number, *names, **given):
-    """Return objects that a lesson's source defines under these names, with given values and the lessons' imports."""
+    """Return the objects that a lesson's source defines under `names`.
+
+    `number`: of the lesson; `given`: {name: value} that the source may use, in addition to the lessons' imports.
+    """
     (path,) = SOURCES.glob(f"{number}_*.py")
     taken = [node for node in ast.parse(path.read_text("utf-8")).body if {*_defined(node)} & {*names}]
     assert {name for node in taken for name in _defined(node)} >= {*names}
@@ -99,7 +102,9 @@ WRONG = {
 
 
 def planted(function):
-    """Register an attention function with transformers, and return its name."""
+    """Register an attention function (queries, keys, values, mask) with transformers, and return its registered
+    name.
+    """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

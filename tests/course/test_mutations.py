@@ -14,7 +14,9 @@ LEDGER = {id: claim for id, claim in ledger.load().items() if claim.where != "te
 
 
 def promised(claim):
-    """Return a value for which the claim is true: the guides' figure, otherwise a value well inside the window."""
+    """Return a value of a claim's quantity for which the claim is true: the guides' figure, otherwise a value well
+    inside the window.
+    """
     if claim.guide.value is not None:
         return claim.guide.value
     match claim.direction, claim.threshold:
@@ -28,7 +30,7 @@ def promised(claim):
 
 
 def mutants(claim):
-    """Yield (fault, measured value, expected verdict) for each wrong measurement of a claim."""
+    """Yield (fault, measured value, expected verdict) for each wrong measurement of a claim's quantity."""
     good, none = promised(claim), claim.no_effect
     yield "nothing", good, HOLDS
     if none is not None:

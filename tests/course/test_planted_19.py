@@ -25,7 +25,9 @@ SIZES = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_atte
 
 
 def lesson(**planted):
-    """Return the lesson's functions with the names that they use; `planted` replaces some of these names."""
+    """Return the lesson's functions with the names that they use; `planted`, {name: value}, replaces some of these
+    names.
+    """
     taken = [node for node in ast.parse(SOURCE.read_text("utf-8")).body if getattr(node, "name", None) in FUNCTIONS]
     assert {node.name for node in taken} == FUNCTIONS
     scope = dict(torch=torch, F=torch.nn.functional, tempfile=tempfile, itertools=itertools, warnings=warnings)
@@ -109,7 +111,7 @@ def test_one_large_batch_alone_would_hide_that_bf16_saves_nothing_with_a_small_o
 
 
 class Linear(torch.nn.Module):
-    """Record the rows that it gets in `seen`."""
+    """A model with one weight that records in `seen` the labels that it gets."""
 
     def __init__(self):
         super().__init__()
@@ -137,7 +139,10 @@ def test_ranks_share_an_update_s_samples_and_take_each_once():
 
 
 def both(**seconds):
-    """Return two ranks' turns: {name: (wall, CPU seconds)}, the same for both."""
+    """Return two ranks' turns, the same for both: seven per name.
+
+    `seconds`: {name: (wall-clock, CPU seconds) of a turn}.
+    """
     return [{"turns": {name: [clocks] * 7 for name, clocks in seconds.items()}}] * 2
 
 

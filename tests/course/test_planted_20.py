@@ -99,7 +99,7 @@ def test_a_device_that_is_allowed_compiles(lesson, allowed, expected):
 
 @pytest.fixture
 def learnt(lesson):
-    """Return the lesson's functions after its model was trained for 60 steps."""
+    """Return the fixture `lesson`, lesson 20's functions, after its model was trained for 60 steps."""
     optimizer = torch.optim.AdamW(lesson.model.parameters(), lr=4e-3)
     for seed in range(60):
         batch = lesson.text(16, 32, seed)

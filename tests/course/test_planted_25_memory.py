@@ -75,7 +75,7 @@ def preparing_that_does_nothing():
 
 
 def without(*names):
-    """Return a function that removes arguments, like a library that ignores them."""
+    """Return a function that removes the arguments `names` from training arguments, as if a library ignored them."""
 
     def planted(arguments):
         return {name: value for name, value in arguments.items() if name not in names}
@@ -84,7 +84,10 @@ def without(*names):
 
 
 def whole_states(model, args):
-    """Return an AdamW that keeps its states in fp32, whatever the type of the weights, as some libraries do."""
+    """Return an AdamW that keeps its states in fp32, whatever the type of the weights, as some libraries do.
+
+    `model`, `args`: as the Trainer passes them; `args` is not used.
+    """
     import torch
 
     class Whole(torch.optim.AdamW):
@@ -106,7 +109,7 @@ def whole_states(model, args):
 
 
 class Planted:
-    """A lab that trains as the lesson's does, with a fault in some of its trainings.
+    """A lab that trains as the lesson's lab does, with a fault in some of its trainings.
 
     Args:
         fault: called in the fresh subprocess, before it trains.
@@ -147,7 +150,7 @@ def trained(key, fault, optimizer, wrapped):
     Args:
         key: the task and the training arguments as text, for the cache.
         fault: called in the fresh subprocess, before it trains; None: nothing.
-        optimizer: the experiment's own, for the cache; None: the Trainer's.
+        optimizer: the experiment's own optimizer, for the cache; None: the Trainer's.
         wrapped: the `Wrapped` experiment.
     """
     experiment = wrapped.value

@@ -29,8 +29,9 @@ def lesson(name, *needed, plant=None, **known):
     """Run some cells of a lesson and return the names that they define.
 
     Args:
+        name: the lesson's name.
         needed: texts; the first cell with each of them is run.
-        plant: (right text, wrong text) to replace in these cells.
+        plant: (right text, wrong text) to replace in these cells; None: nothing is replaced.
         known: names that the cells can use.
     """
     cells = re.split(r"(?m)^# %%.*\n", (SOURCES / f"{name}.py").read_text("utf-8"))

@@ -23,9 +23,10 @@ LEDGER = load()
 
 
 def cells(lesson, *names, planted=()):
-    """Return the names that a lesson imports, and those defined in its cells that define one of `names`.
+    """Return {name: value} of a lesson's imports, and of the cells that define one of `names`.
 
     Args:
+        lesson: the lesson's number, e.g. "17".
         planted: pairs (text in one of these cells, its replacement).
     """
     code = [
@@ -45,7 +46,7 @@ def cells(lesson, *names, planted=()):
 
 
 def defines(node):
-    """Return whether a statement imports, or defines a function, a class or a constant."""
+    """Return whether a statement imports, or defines a function, a class or a constant; `node` is its syntax tree."""
     names = [name.id for name in ast.walk(node) if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)]
     constant = isinstance(node, ast.Assign) and all(name.isupper() for name in names)
     return constant or isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef)

@@ -32,7 +32,10 @@ TILES = [(256, 128), (128, 256), (128, 128), (256, 192), (192, 128), (128, 96)]
 
 
 def taken_from(lesson, *names, **given):
-    """Return objects that a lesson defines at its top level under these names, executed in order with given values."""
+    """Return objects that a lesson defines at its top level under `names`, executed in order.
+
+    `lesson`: the lesson's name; `given`: {name: value} that the lesson's code may use.
+    """
     space = {"math": math, "torch": torch, "statistics": statistics, "Ratio": Ratio, "CPU": CPU, "WALL": WALL} | given
     found = set()
     for node in ast.parse((SOURCES / f"{lesson}.py").read_text()).body:
@@ -54,14 +57,14 @@ def turns(seconds, count=4):
 
 
 def products_on(at_once, tile, aligned, tiles=True, sizes=None):
-    """Return the lesson's verdicts on matmuls of a GPU whose times follow a formula.
+    """Return {claim id: the lesson's verdict} on matmuls of a GPU whose times follow a formula.
 
     Args:
         at_once: tiles that the GPU computes at once.
         tile: (rows, columns) of a tile.
         aligned: function (size, dtype) that returns the factor on the time for a size.
         tiles: whether the time is that of whole waves of tiles, otherwise that of the arithmetic.
-        sizes: matmuls to use in place of the lesson's.
+        sizes: matmuls to use in place of the lesson's; None: the lesson's.
     """
     edge = at_once // (2048 // tile[0]) * tile[1]
     given = {"rows_here": 2048, "depth": 4096, "edge": edge, "on_cpu": False, "FLOOR": 1.02}
@@ -256,7 +259,7 @@ def test_what_an_activation_keeps_decides_its_claim(monkeypatch):
 def products_in_backward(seconds):
     """Return the verdict of the claim "backward-sizes-awkward" for a library with simulated matmuls.
 
-    `seconds`: function of the two matrices of a matmul that returns how long it takes.
+    `seconds`: function of the two matrices of a matmul that returns how long the matmul takes.
     """
 
     class Clock(TorchDispatchMode):
@@ -291,8 +294,8 @@ def test_products_are_awkward_in_backward_where_a_library_is_slow_at_them():
 
 
 def test_copies_do_not_decide_the_order_of_the_groups():
-    """Copies move many bytes and compute nothing, so they do not change the order. Norms that are plain sums give no
-    order.
+    """Copies move many bytes and compute nothing, so they do not change the order of the groups of operations. Norms
+    that are plain sums give no order.
     """
     row = recorder().Row
     step = [
@@ -328,7 +331,7 @@ DEVICES = {  # FLOP/s, bytes/s, seconds of a call, seconds between operations, s
 
 @functools.cache
 def operations():
-    """Return the operations of a training step of both models, as the lesson counts them."""
+    """Return the rows of operations, as the lesson counts them, of a training step of each of its two models."""
     lesson = recorder("one_step", "count", one_thread=lambda: None)
     return [[lesson.Row(*row) for row in lesson.count(task, samples)] for task, samples in ((PLAIN, 4), (UNSEEN, 8))]
 
@@ -337,6 +340,7 @@ class Challenge:
     """Lesson 02's challenge on a device whose seconds are a formula.
 
     Args:
+        device: a key of `DEVICES`.
         slower: factor on all seconds since the lesson measured its reference.
         disturbed: factors on the unseen model's seconds, one per measurement.
     """

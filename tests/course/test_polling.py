@@ -24,7 +24,7 @@ async def received(channel_class, timeout):
 
     Args:
         channel_class: the client's channel, Jupyter's or one that polls.
-        timeout: seconds that it waits at most.
+        timeout: seconds that the client waits at most.
     """
     session, context = Session(), zmq.asyncio.Context()
     kernel, client = zmq.Context.instance().socket(zmq.ROUTER), context.socket(zmq.DEALER)

@@ -20,7 +20,10 @@ RECORD = Path(__file__).resolve().parents[2] / "results" / "amd-epyc-2-cores" / 
 
 
 def checked(claims, id, value, predicted=None):
-    """Check a claim's value, and its prediction if it has one, on a CPU as a lesson does; return the decision."""
+    """Check a claim's value, and its prediction if it has one, on a CPU as a lesson does; return the decision.
+
+    `claims`: the `Claims` of a lesson; the other arguments are those of `Claims.check`.
+    """
     if LEDGER[id].predicted:
         predicted = predicted or Ratio.unknown("nobody measured the parts")
         return claims.check(id, value, predicted=predicted, missing=None if value else "16 bits are emulated")

@@ -147,7 +147,7 @@ def calls(count: int = COUNT, seed: int = 0) -> list[Call]:
 
 
 class Seen(TorchDispatchMode):
-    """Record which attention kernel runs."""
+    """Record in `kernel` which attention kernel runs, e.g. "flash"."""
 
     def __init__(self):
         super().__init__()
@@ -161,7 +161,9 @@ class Seen(TorchDispatchMode):
 
 
 def chosen(one: Call) -> str:
-    """Call torch on "cuda", and return the letter of the kernel that it selects."""
+    """Make the call `one` of scaled_dot_product_attention on "cuda", and return the letter of the kernel that torch
+    selects.
+    """
     query, key, value, mask = one.tensors("cuda")
     try:
         with Seen() as seen, one.gradients():

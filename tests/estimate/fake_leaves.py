@@ -1,4 +1,4 @@
-"""Import `fakes` to use fake tensors in all tests of a module, as in an estimate; and make fake tensors to
+"""Import `fakes` to use fake tensors in all tests of a module, as in an estimate; `fake` makes a fake tensor to
 begin with.
 """
 

@@ -16,8 +16,9 @@ F16, BF16, F32, I64, I32 = torch.float16, torch.bfloat16, torch.float32, torch.i
 
 
 def ordered(events):
-    """Return the events with consecutive frees sorted by the numbers of their blocks, because the order of these frees
-    makes no difference to an allocator.
+    """Return events, as of the function `events`, with consecutive frees sorted by the numbers of their blocks.
+
+    The order of these frees makes no difference to an allocator.
     """
     found, freed = [], []
     for event in [*events, 0]:
@@ -30,7 +31,9 @@ def ordered(events):
 
 
 def events(changes):
-    """Return bytes for an allocation, and ~n for the free of the n-th block. Frees of earlier blocks are left out.
+    """Return bytes for an allocation, and ~n for the free of the n-th block.
+
+    Frees of blocks that were allocated before the first event are left out.
 
     `changes`: (block, bytes) of each event; the bytes of a free are negative.
     """
@@ -118,7 +121,7 @@ def softmax_backward():
 
 
 def images(order, count=4, dtype=F32):
-    """Return a tensor of zeros of (count, 32, 28, 28): images of 32 channels.
+    """Return a tensor of zeros of shape (count, 32, 28, 28) and type `dtype`: images of 32 channels.
 
     `order`: its memory format, e.g. "channels_last", or "turned" for strides of no standard format.
     """
@@ -196,7 +199,7 @@ def where(number):
 
 
 def stored(dtype=F32, is_coalesced=False):
-    """Return a sparse tensor of (512, 640) with 3000 stored elements."""
+    """Return a sparse tensor of shape (512, 640) and type `dtype` with 3000 stored elements, coalesced or not."""
     positions = torch.stack(torch.unravel_index(torch.arange(3000), (512, 640))).to(place)
     values = torch.zeros(3000, dtype=dtype, device=place)
     return torch.sparse_coo_tensor(positions, values, (512, 640), is_coalesced=is_coalesced, check_invariants=False)
@@ -359,7 +362,8 @@ def warmed_up():
 
 
 def drawn(count, seed=0):
-    """Return {name: function without arguments} of embedding gradients, running sums and sorts with random sizes.
+    """Return {name: function without arguments} of embedding gradients, running sums and sorts with sizes drawn from a
+    seed.
 
     There are `count` functions of each kind.
     """

@@ -43,7 +43,7 @@ def large_segments(memory):
 
 
 def requested(memory):
-    """Return the requested bytes of all blocks in use."""
+    """Return the requested bytes of all blocks in use of a `CachingAllocator`."""
     return sum(block.requested for segment in memory.segments() for block in segment.blocks)
 
 
@@ -52,7 +52,7 @@ def reserved(*sizes):
 
 
 def reserved_after(log):
-    """Return the reserved bytes after a series of (key, bytes, +1 for an allocation or -1 for a free)."""
+    """Return the reserved bytes after a series of (key, bytes, +1 for an allocation or -1 for a free) of blocks."""
     memory = CachingAllocator()
     for key, size, sign in log:
         if sign > 0:

@@ -30,7 +30,10 @@ def training(task=TINY, **given):
 
 
 def traces(monkeypatch, *questions):
-    """Return how many of these questions are traced if a new command asks each of them."""
+    """Return how many of some questions are traced if a new command asks each of them.
+
+    `questions`: the arguments of each.
+    """
     count = [0]
 
     def call(*_, **__):

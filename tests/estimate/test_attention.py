@@ -15,7 +15,13 @@ CHOICES = json.loads(Path(__file__).with_name("attention_choices.json").read_tex
 
 
 def selected(rules, capability, calls) -> str:
-    """Return one letter per call for the kernel that the estimate selects, see `attention_cases`."""
+    """Return one letter per call for the kernel that the estimate selects, see `attention_cases`.
+
+    Args:
+        rules: the rules of a torch release.
+        capability: compute capability of the GPU.
+        calls: the `attention_cases.Call` objects.
+    """
     found = []
     for one in calls:
         with one.gradients():

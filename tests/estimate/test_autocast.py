@@ -15,7 +15,7 @@ F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
 
 class Casts(TorchDispatchMode):
-    """Count casts into another type."""
+    """Count casts into another type in `count`."""
 
     def __init__(self):
         super().__init__()

@@ -18,7 +18,9 @@ F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
 
 class Seen(TorchDispatchMode):
-    """Record the operators that ran, and the bytes of fake storages that were alive at the end of each."""
+    """Record the operators that ran in `names`, and the bytes of fake storages that were alive at the end of each in
+    `at_end`.
+    """
 
     def __init__(self):
         super().__init__()
@@ -45,7 +47,9 @@ class Seen(TorchDispatchMode):
 
 
 def saved(tensor):
-    """Return {name: bytes} of the storages that autograd saves for one node, its inputs included."""
+    """Return {name: bytes} of the storages that autograd saves for the operation that made a tensor, its inputs
+    included.
+    """
     node = tensor.grad_fn
     names = [name for name in dir(node) if name.startswith("_saved_")]
     values = {name.removeprefix("_saved_"): getattr(node, name) for name in names}

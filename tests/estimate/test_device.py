@@ -212,6 +212,7 @@ def changes(follows_each, options, tell):
     Args:
         follows_each: trace each micro-batch, instead of repeating one.
         options: further training arguments.
+        tell: not used.
     """
     from trainmem.estimate import trace
 
@@ -253,7 +254,9 @@ class Numbers(torch.utils.data.Dataset):
 
 
 def padded(samples):
-    """Return samples padded as by TRL's collators: on the device that the samples are on."""
+    """Return samples (1-D tensors of ids) padded to one length as by TRL's collators: on the device that the samples
+    are on.
+    """
     whole = torch.full((len(samples), 6), -100, dtype=torch.int64, device=samples[0].device)
     for row, sample in zip(whole, samples, strict=True):
         row[: len(sample)] = sample

@@ -70,7 +70,7 @@ ARCHITECTURES = {
 
 
 def momentum(model, _):
-    """Return an optimizer that `optim` does not name."""
+    """Return SGD with momentum, an optimizer that the Trainer's argument `optim` does not name, for a model."""
     import torch
 
     return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, nesterov=True)
@@ -131,22 +131,23 @@ _WITHOUT = {  # kinds and settings that a model of the library does not have, or
 
 
 def _of(architecture, draw):
-    """Return a draw {kind: number of a setting} with the settings that the architecture does not support replaced by
-    the first.
+    """Return a draw with the settings that the architecture does not support replaced by the first one.
+
+    `draw`: {kind: number of a setting in `SETTINGS[kind]`}.
     """
     left_out = _WITHOUT.get(architecture, ())
     return {kind: 0 if kind in left_out or SETTINGS[kind][n] in left_out else n for kind, n in draw.items()}
 
 
 def _together(draw):
-    """Return all pairs of settings in a draw."""
+    """Return the set of all pairs ((kind, number), (kind, number)) of settings in a draw, see `_of`."""
     return set(itertools.combinations(sorted(draw.items()), 2))
 
 
 def generated(count, seed=0):
-    """Return `count` pairs (architecture, {kind: number of a setting}); the architectures alternate.
+    """Return `count` pairs (architecture, {kind: number of a setting}), drawn from a seed; the architectures alternate.
 
-    From many random recipes, the one with the most pairs of settings that have not occurred yet is taken.
+    Of many random recipes, the one with the most pairs of settings that have not occurred yet is taken each time.
     """
     rng, seen, pairs = random.Random(seed), set(), []
     for architecture in itertools.islice(itertools.cycle(ARCHITECTURES), count):
@@ -230,7 +231,7 @@ def _name(pair):
 
 @pytest.fixture(scope="module")
 def configurations(tmp_path_factory):
-    """Return a function (architecture, more fields) that writes a configuration and returns its path."""
+    """Return a function (architecture, more fields) that writes a model's config.json and returns its path."""
     folder = tmp_path_factory.mktemp("configurations")
 
     def written(architecture, **fields):
@@ -243,7 +244,7 @@ def configurations(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def both(request, configurations, tmp_path_factory):
-    """Yield a function (pair, whether it trains) that returns (the lab's count, the estimate).
+    """Yield a function ((architecture, settings), whether it trains) that returns (the lab's count, the estimate).
 
     All pairs that tests will request are started at once, one per core at a time.
     """

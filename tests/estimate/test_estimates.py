@@ -292,7 +292,7 @@ def test_where_no_gpu_is_named_and_none_is_there_the_default_one_is_meant(monkey
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Replace the call of a fresh subprocess: raise the exception that is its first argument."""
+    """Make each call of a fresh subprocess raise the exception that is the first argument of the called function."""
 
     def call(with_probe, function, arguments, timeout, on_percent):
         raise arguments[0]

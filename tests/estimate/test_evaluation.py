@@ -43,7 +43,7 @@ CASES = {
 
 
 def compared(task, recipe, **options):
-    """Train, and return the counted memory, after checking that the estimate equals it.
+    """Train a task, and return the counted memory, after checking that the estimate equals it.
 
     `recipe`: training arguments; `options`: those that `Lab.train` and `estimate` share, e.g. `processes`.
     """
@@ -130,8 +130,8 @@ def test_ranks_gather_predictions():
 
 
 def trained(task):
-    """Return the number of losses of a training that keeps losses. Its arguments request an evaluation, which would
-    fail.
+    """Return the number of losses that a training of a task returns. Its arguments request an evaluation, which
+    would fail.
     """
     import tempfile
     from unittest.mock import patch

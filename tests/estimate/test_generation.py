@@ -75,7 +75,7 @@ def test_a_static_cache_is_as_large_from_the_start_and_never_copied(lab):
 
 
 def _plain(task):
-    """Generate as a user's own code would; return the shape of the result."""
+    """Generate text with a task's model as a user's code without this project would; return the shape of the result."""
     import torch
 
     model = task.build_model().eval()

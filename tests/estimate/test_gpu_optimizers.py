@@ -119,7 +119,9 @@ def test_a_missing_package_ends_estimate_and_measurement_alike():
 
 
 def test_every_optimizer_of_transformers_has_its_package_listed():
-    """A new name needs a row if it comes from a package that is not a dependency."""
+    """If an optimizer's name is new and it comes from a package that is not a dependency, it needs a row in the list
+    of packages.
+    """
     from transformers.training_args import OptimizerNames
 
     of_dependencies = ("adamw_torch", "adafactor", "sgd", "adagrad", "rmsprop")

@@ -20,6 +20,7 @@ def requests(names, capability, torch_version=None, tell=None):
         names: names of the cases.
         capability: compute capability of the GPU.
         torch_version: the release whose rules are used; None: the installed one.
+        tell: not used.
     """
     found = {}
     for name in names:
@@ -40,7 +41,7 @@ CHANGED = [each for each in RELEASES if any(each in case for case in SEEN.values
 
 @pytest.fixture(scope="module", params=CHANGED)
 def recorded_and_traced(request):
-    """Return, by case, the recorded requests of one torch release, and those traced by its rules."""
+    """Return two dicts {case: its requests}: those recorded of one torch release, and those traced by its rules."""
     seen = {}
     for name, case in SEEN.items():
         for since, events in case.items():
@@ -115,8 +116,8 @@ def test_since_torch_2_12_a_workspace_of_its_own_is_all_that_cublaslt_takes(torc
 
 
 def held_workspaces(torch_version):
-    """Return ([bytes of each workspace that is never freed], [of each that is freed]) in two calls of mm and addmm
-    each.
+    """Return ([bytes of each workspace that is never freed], [bytes of each workspace that is freed]) in two calls of
+    mm and two of addmm.
 
     `torch_version`: the release whose rules are used.
     """

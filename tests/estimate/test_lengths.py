@@ -38,8 +38,8 @@ def test_the_worst_step_has_the_peak_of_the_epoch_to_the_byte(multiple, argument
 @pytest.mark.nightly
 @pytest.mark.parametrize("passes", [1, 2])
 def test_packed_batches_too(passes):
-    """With two micro-batches, the worst one is not the one with the most tokens, because gradients exist during the
-    second.
+    """With two micro-batches, the worst batch is not the one with the most tokens, because gradients exist during the
+    second micro-batch.
     """
     arguments = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": passes}
     found = worst_batch(LLAMA, SAMPLES, device="cpu", **arguments)
@@ -80,7 +80,10 @@ def shapes_trained_on(task, **options):
 
 
 def straight(task, **options):
-    """Replace the estimate: return one of 1 GB plus 1 MB per token of the largest batch, padding included."""
+    """Stand in for `estimate`: return an estimate of 1 GB plus 1 MB per token of the largest batch, padding included.
+
+    `options`: training arguments; only the micro-batch has an effect.
+    """
     rows = options.get("per_device_train_batch_size", 8)
     size = 10**9 + 10**6 * max(rows * max(task.lengths[i : i + rows]) for i in range(0, len(task.lengths), rows))
     about = {"task": {}, "arguments": {}, "assumptions": (), "seconds": 0.0, "own_bytes": None}

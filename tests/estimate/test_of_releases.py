@@ -96,7 +96,10 @@ def test_accelerate_names_the_type_in_which_fsdp_reduces_gradients():
 
 
 def in_buckets(task, **options):
-    """Run three steps of DistributedDataParallel, with its `options`, that keep only weights, gradients and buckets."""
+    """Run three steps of DistributedDataParallel on a task, with an optimizer that has no states.
+
+    Only weights, gradients and buckets stay in memory. `options`: those of DistributedDataParallel.
+    """
     torch.distributed.init_process_group("gloo")
     ddp = torch.nn.parallel.DistributedDataParallel(task.build_model(), broadcast_buffers=False, **options)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)

@@ -24,6 +24,7 @@ def made(steps, tell=None, **options):
 
     Args:
         steps: names of the steps; a step "accumulate" sends no gradients.
+        tell: not used.
         options: options of DistributedDataParallel.
     """
     found = []

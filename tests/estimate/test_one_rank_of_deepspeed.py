@@ -24,7 +24,7 @@ def zero(stage, **more):
 
 @pytest.fixture
 def offered(monkeypatch, tmp_path):
-    """Offer DeepSpeed to one test only, because every training of later tests would import it.
+    """Make DeepSpeed importable in one test only, because every training of later tests would import it.
 
     Also leave the lock of a killed compilation, for which the next compilation of DeepSpeed's sums would wait forever.
     """
@@ -111,7 +111,9 @@ if __name__ == "__main__":
 
 @pytest.mark.nightly
 def test_without_deepspeed_a_message_says_how_to_install_it(tmp_path):
-    """The script runs in its own process, because the process of the tests may have been offered DeepSpeed."""
+    """The estimate and the training run in a process of their own, because the tests' process may have been offered
+    DeepSpeed.
+    """
     if not optional_packages.missing("deepspeed"):
         pytest.skip("DeepSpeed is installed")
     script = tmp_path / "without.py"

@@ -17,7 +17,7 @@ def dense(*shape, dtype=F32):
 
 
 def operation(name, *leaves, made=0):
-    """Return an operation without lists among its arguments.
+    """Return an `Operation` without lists among its arguments.
 
     Args:
         name: name of the operator, e.g. "aten.mm.default".
@@ -64,11 +64,11 @@ MM = {
 
 
 class Recorded:
-    """Replace the runner of operations; `ran` lists the operations that were run.
+    """Stand in for the runner of operations; `ran` lists the operations that were run.
 
     Args:
-        hides: function of an operation that returns its workspace in bytes per thread; None: it fails.
-        bytes_a_second: speed at which its bytes are processed.
+        hides: function of an operation that returns its workspace in bytes per thread, or None if it fails.
+        bytes_a_second: speed at which the operation's bytes are processed.
     """
 
     def __init__(self, hides, bytes_a_second=1e9):
@@ -82,7 +82,9 @@ class Recorded:
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Return a function that replaces the runner by a `Recorded`, made from its arguments, and returns that."""
+    """Return a function that replaces the runner of operations by a `Recorded`, made from its arguments, and returns
+    the `Recorded`.
+    """
 
     def made(hides, **speed):
         recorded = Recorded(hides, **speed)

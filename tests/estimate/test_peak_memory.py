@@ -93,7 +93,11 @@ def experiment(model=TINY):
 
 
 def trace_twice(tell):
-    """Trace one experiment twice with one probe; return the estimates, the progress, and the facts after each."""
+    """Trace one experiment twice with one probe; return the estimates, the percentages of progress, and the set of
+    operations that the probe knows after each trace.
+
+    `tell`: not used.
+    """
     percentages, facts, estimates = [], [], []
     with contextlib.closing(Probe()) as probe:
         for _ in range(2):

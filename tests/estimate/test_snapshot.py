@@ -34,14 +34,16 @@ READABLE = {
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    """Return an estimate, its snapshot file, and the content of the file."""
+    """Return an estimate, the path of its snapshot file, and the content of the file."""
     file = tmp_path_factory.mktemp("snapshot") / "estimate.pickle"
     options = {"device": "cuda", "compute_capability": (8, 0), "per_device_train_batch_size": 2}
     return estimate(TASK, snapshot=file, **options), file, pickle.loads(file.read_bytes())
 
 
 def allocations_and_frees(trace):
-    """Return (address, requested bytes, +1 or -1) of each event of a trace."""
+    """Return (address, requested bytes, +1 for an allocation or -1 for a free) of each event of a trace in torch's
+    snapshot.
+    """
     signs = {"alloc": 1, "free_completed": -1}
     return [(entry["addr"], entry["size"], signs[entry["action"]]) for entry in trace if entry["action"] in signs]
 

@@ -21,7 +21,7 @@ from trainmem.records import TENSOR_CATEGORIES, Phase
 
 @pytest.fixture
 def tracker():
-    """Yield a tracker that is on."""
+    """Yield a `FakeTracker` that is on during the test."""
     tracker = FakeTracker()
     with tracker:
         yield tracker
@@ -32,7 +32,7 @@ def fake(*shape, dtype=torch.float32):
 
 
 def loop(task):
-    """Run two steps of a linear layer with 3 x 5 weights on 7 samples."""
+    """Run two steps of a linear layer with 3 x 5 weights on 7 samples; the task is not used."""
     layer = torch.nn.Linear(5, 3, bias=False)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
     for _ in range(2):
@@ -228,7 +228,7 @@ def test_a_grouped_product_is_laid_out_as_torchs_own_and_refused_where_that_is(k
 def chosen(choose, mask):
     """Return the shapes of the result and of the gradient if elements of a fake tensor (4, 6, 5) are selected.
 
-    `choose`: function (tensor, mask) that selects them.
+    `choose`: function (tensor, mask) that selects them; `mask`: its second argument.
     """
     with FakeTracker():
         numbers = fake(4, 6, 5).requires_grad_()

@@ -203,7 +203,9 @@ def test_a_package_that_an_adapter_needs_is_named_first(monkeypatch, module, pac
 
 @needs_peft
 def test_autocast_adapter_dtype_false_halves_adapters_of_16_bits(lab):
-    """peft's argument of get_peft_model: half the bytes of adapters, gradients and states (torch.optim.AdamW)."""
+    """With this argument of peft's get_peft_model, adapters, gradients and states (torch.optim.AdamW) take half the
+    bytes.
+    """
     given = {"dtype": "bfloat16", "peft": {"r": 4}}
     wide = estimate(LLAMA, device="cpu", per_device_train_batch_size=2, **given).memory
     given["peft"] |= {"autocast_adapter_dtype": False}
@@ -245,7 +247,7 @@ KEEPS += [(LLAMA, {"r": 4}, True), (Task("t5-small", seq_len=8, config={"num_lay
 
 @pytest.fixture
 def old_peft(monkeypatch):
-    """Pretend that peft 0.21.2 and transformers 5.24 are installed."""
+    """Pretend that peft 0.21.2 and transformers 5.24 are installed, which needs a newer peft."""
     import peft
     import transformers
     from transformers.integrations import peft as integration

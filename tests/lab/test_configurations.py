@@ -32,6 +32,7 @@ def saved(folder, weights="float32", kind="Llama", config=SIZES, head="ForCausal
     """Write a model folder as `save_pretrained` does, change fields of its config.json, and return the folder.
 
     Args:
+        folder: the folder to write.
         weights: type of the weights.
         kind, head: the first and the last part of the class's name in transformers.
         config: fields of the configuration.
@@ -450,8 +451,8 @@ def test_the_worst_batch_names_the_type_of_the_weights(tmp_path, printed):
 
 @pytest.mark.parametrize("kind", ["mamba2", "phi4_multimodal"])
 def test_a_configuration_that_the_library_saved_is_read(tmp_path, kind):
-    """These files have infinite numbers, a chunk size of -1 for none, and a number of channels whose name begins with
-    "depth".
+    """The config.json files have infinite numbers, a chunk size of -1 for none, and a number of channels whose name
+    begins with "depth".
     """
     from transformers import CONFIG_MAPPING
 

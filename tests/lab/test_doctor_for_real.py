@@ -58,7 +58,7 @@ def doctor(*python, shell="", folder=None, **environment):
 def one(answer, level, subject, text):
     """Return the remedy of the only finding with this level, subject and text; check the exit code.
 
-    `answer`: what `doctor` returned; `text`: a part of the finding's text.
+    `answer`: what `doctor` returned; `level`: e.g. "error"; `text`: a part of the finding's text.
     """
     found, code = answer
     assert code == any(each[0] == "error" for each in found), answer

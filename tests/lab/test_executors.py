@@ -33,7 +33,7 @@ def test_an_outcome_has_the_machine_and_the_versions_of_where_it_was_made():
 
 
 class KilledWorker(Exception):
-    """Stand for Dask's exception of the same name."""
+    """An exception with the name of Dask's exception of a killed worker."""
 
 
 @pytest.mark.parametrize("error", [KilledWorker("gone. Look there"), BrokenExecutor("gone")])

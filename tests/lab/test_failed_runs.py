@@ -54,7 +54,9 @@ WAYS = {
 
 @pytest.fixture(scope="module")
 def failed(lab):
-    """Return a function that returns the run which fails in the given way; each is made once for all tests."""
+    """Return a function of a key of `WAYS`: it returns the run that fails in this way; each run is made once for all
+    tests.
+    """
     runs = {}
 
     def run(way):

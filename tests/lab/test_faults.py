@@ -40,7 +40,10 @@ def wait_for(condition, seconds=120):
 
 
 def started_here():
-    """Return every process that has this test's mark in its environment and is not a zombie, whatever its parent is."""
+    """Return every process with `MARK`, the variable of this test module, in its environment, whatever its parent is.
+
+    Zombies are left out.
+    """
     found = []
     for process in psutil.process_iter():
         try:
@@ -64,7 +67,9 @@ def numbers(lab):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """Yield a lab whose fork server has the mark in its environment, and the numbers of an undisturbed training."""
+    """Yield a lab whose fork server has the variable `MARK` in its environment, and the numbers of an undisturbed
+    training.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(*MARK.split("="))
         if SERVER.running:  # one of earlier tests is without the mark; and a server may be killed between experiments
@@ -75,8 +80,8 @@ def undisturbed(tmp_path_factory):
 
 @pytest.fixture
 def lab(undisturbed, tmp_path, monkeypatch):
-    """Yield the lab with its own folder for temporary files. Afterwards, check that a fault left nothing behind and
-    changed no number.
+    """Yield the lab of `undisturbed` with its own folder for temporary files. Afterwards, check that a fault left
+    nothing behind and changed no number.
     """
     lab, expected = undisturbed
     gc.collect()
@@ -97,7 +102,7 @@ def lab(undisturbed, tmp_path, monkeypatch):
 
 
 def read_by_workers(task, then=lambda: None):
-    """Read batches with a DataLoader's workers, which send them by sockets in the folder of temporary files.
+    """Read a task's batches with a DataLoader's workers, which send them by sockets in the folder of temporary files.
 
     Return the number of batches. `then` is called after each batch.
     """
@@ -254,7 +259,7 @@ def test_an_experiment_that_is_deaf_to_every_signal_ends_with_its_time(lab, tmp_
 
 def start_children_that_stay(task):
     """Start processes in this session, in a new session, and as a daemon whose parent has ended; then fork into a new
-    session.
+    session. The task is not used.
     """
     subprocess.Popen(["sleep", "600"])
     subprocess.Popen(["sleep", "600"], start_new_session=True)
@@ -277,7 +282,9 @@ def test_children_end_with_the_experiment_whatever_session_they_are_in_and_howev
 
 
 def test_the_children_of_an_experiment_that_goes_on_are_not_ended_with_another_one(lab):
-    """This includes children whose parents have ended, which belong to the experiment only because it adopts them."""
+    """Children whose parents have ended, which belong to the experiment only because it adopts them, are not ended
+    either.
+    """
     from trainmem.measure.forkserver import CleanProcess
 
     def keep(on_step):
@@ -473,8 +480,8 @@ KERNEL = """
 
 @pytest.fixture
 def kernel(lab, tmp_path):
-    """Start a process with its own lab, and return it with a function that waits for an experiment there and returns
-    (its id, its server's id).
+    """Yield a process with its own lab, and a function that waits for an experiment there and returns [process id of
+    the experiment, process id of its server].
     """
     environment = os.environ | {"OUT": str(tmp_path), "PATHS": os.pathsep.join(sys.path)}
     code = textwrap.dedent(KERNEL)

@@ -173,8 +173,9 @@ def test_a_hang_is_ended_with_everything_it_started(lab, tmp_path):
 
 
 def _gone(pid):
-    """Wait up to the test's time limit, and return whether a process has ended, or is a zombie that no
-    parent collects.
+    """Wait until a process has ended, or is a zombie that no parent collects; return True.
+
+    The test's time limit ends the wait. `pid`: id of the process.
     """
     while psutil.pid_exists(pid):
         with_status = psutil.Process(pid)

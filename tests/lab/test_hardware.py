@@ -33,7 +33,7 @@ def bare(monkeypatch):
 def use(monkeypatch):
     """Return a function that adds GPUs to the machine.
 
-    Its arguments are the GPUs that NVML reports; `driver`, the GPUs that CUDA shows (default: all of them); and
+    Args of the function: the GPUs that NVML reports; `driver`, the GPUs that CUDA shows (default: all of them); and
     `driver_reason`, why CUDA fails. Further arguments are passed to `fake_nvml`.
     """
 
@@ -266,7 +266,7 @@ def test_a_list_that_ends_early_is_reported_and_the_rest_is_used(use, monkeypatc
 def run_driver_script(monkeypatch, capsys, cu_init=0):
     """Run the child process's script in this process, with a stub of libcuda that has an H200 and a T4, fastest first.
 
-    Return what the script prints, parsed. `cu_init`: error code that cuInit returns.
+    Return what the script prints, parsed. `cu_init`: error code that cuInit returns; `monkeypatch`, `capsys`: pytest's.
     """
     gpus = [(b"NVIDIA H200", 0xBB, 9, 0), (b"Tesla T4", 0xAA, 7, 5)]
 

@@ -25,7 +25,10 @@ print(json.dumps([machine.kind, machine.cuda_reason, machine.nvml_reason, texts]
 
 
 def described(**environment):
-    """Return (kind of device, why no CUDA, why no NVML, the doctor's findings on both), from a new process."""
+    """Return (kind of device, why no CUDA, why no NVML, the doctor's findings on both), from a new process.
+
+    `environment`: variables to set in that process.
+    """
     kept = {name: os.environ[name] for name in os.environ.keys() - {"CUDA_VISIBLE_DEVICES"}}
     words = [sys.executable, "-c", CODE, json.dumps(sys.path)]
     done = subprocess.run(words, env=kept | environment, capture_output=True, text=True)
@@ -35,8 +38,8 @@ def described(**environment):
 
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory):
-    """Return a function that compiles an NVML and a CUDA driver whose functions return given error codes, and returns
-    the variables to use them.
+    """Return a function (code of all functions, {name: code} of some) that compiles an NVML whose functions return
+    these error codes, and a CUDA driver without devices; it returns the environment variables to use them.
     """
     compiler = shutil.which("cc") or shutil.which("gcc")
     pynvml = pytest.importorskip("pynvml")

@@ -143,7 +143,10 @@ def training(name, **arguments):
 
 
 def function(name, work, steps):
-    """Return an experiment called `name` whose steps call `work` with their number, and step an optimizer."""
+    """Return an experiment called `name` whose steps call `work` with the number of the step, and step an optimizer.
+
+    `steps`: how many steps it has.
+    """
 
     def loop(task):
         import torch
@@ -280,7 +283,7 @@ def test_experiments_in_processes_of_their_own_take_turns_too():
 
 @pytest.mark.parametrize("together", [True, False])
 def test_what_does_not_fit_beside_the_other_has_a_process_for_each_turn(tmp_path, together):
-    """The second experiment fails while the first one's process exists, even if that sleeps."""
+    """The second experiment fails while the first one's process exists, even if that process sleeps."""
 
     def work(name):
         def step(_):

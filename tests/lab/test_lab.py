@@ -211,7 +211,7 @@ def with_gpus(tmp_path):
 def turns_taken(lab, requests, *runs):
     """Compare runs, and return what was interleaved: (name of the function that interleaves, threads of each run), ...
 
-    `requests`: the list that `with_gpus` returned with the lab.
+    `requests`: the list that `with_gpus` returned with the lab; `runs`: the baseline, then the others.
     """
     requests.clear()
     lab.compare(*runs, turns=3)

@@ -74,7 +74,7 @@ def test_who_fits_beside_others_only_by_giving_back_is_out_of_memory(monkeypatch
 
 
 def test_each_rank_has_the_breakdown_of_the_second_pass(monkeypatch):
-    """GPUs need this: one pass counts the total, a second pass tracks the tensors."""
+    """Measurements on GPUs need two passes: one pass counts the total, a second pass tracks the tensors."""
 
     def outcome(breakdown):
         memories = [

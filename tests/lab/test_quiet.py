@@ -18,9 +18,9 @@ SHARE, CORE, MACHINE = Need
 
 
 def waiting(lock, *request):
-    """Start a thread that takes the lock; return the thread as soon as it waits for the lock or has ended.
+    """Start a thread that takes a lock; return the thread as soon as it waits for the lock or has ended.
 
-    `request`: the arguments of `QuietLock.take`.
+    `lock`: the `QuietLock`; `request`: the arguments of `QuietLock.take`.
     """
     thread = threading.Thread(target=lock.take, args=request, daemon=True)
     thread.start()

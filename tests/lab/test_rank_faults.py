@@ -25,8 +25,8 @@ def alive(pid):
 
 @pytest.fixture
 def provoke(lab, tmp_path, monkeypatch):
-    """Yield a function that runs two ranks: each calls a given function with its number, then both enter one more
-    collective.
+    """Yield a function that runs two ranks: each calls a given function with the rank's number, then both enter one
+    more collective.
 
     Afterwards, check that nothing is left: no process, no open file or socket of this process, no temporary file.
     """

@@ -27,9 +27,9 @@ T5 = Task("t5-small", seq_len=12, config={"d_model": 32, "d_ff": 64, "num_layers
 
 
 def real_count(task, samples, training=True):
-    """Return the FLOPs that torch's counter finds in a real model with plain attention.
+    """Return the FLOPs that torch's counter finds in a real model of a task with plain attention.
 
-    `training`: with a backward pass.
+    `samples`: the batch; `training`: with a backward pass.
     """
     import torch
     from torch.utils.flop_counter import FlopCounterMode
@@ -43,7 +43,7 @@ def real_count(task, samples, training=True):
 
 
 def linear_weights(task):
-    """Return {name: number of weights} of each linear layer."""
+    """Return {name: number of weights} of each linear layer of a task's model."""
     import torch
 
     layers = task.build_model(device="meta").named_modules()

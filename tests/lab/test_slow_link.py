@@ -17,7 +17,7 @@ needs_link = pytest.mark.skipif(slow_link.missing() is not None, reason=f"this m
 
 
 def within(link, host, *command):
-    """Return the output of a command on one of the two hosts."""
+    """Return the standard output of a command on one of the two hosts of a link; `host` is 0 or 1."""
     entered = ["nsenter", "--target", str(link.holders[host]), "--net", *command]
     return subprocess.run(entered, capture_output=True, text=True, check=True).stdout
 

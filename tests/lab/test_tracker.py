@@ -13,7 +13,7 @@ TASK = Task("bert-tiny", seq_len=16, config={"num_hidden_layers": 2, "vocab_size
 
 
 def fsdp(task, reshard=True):
-    """Run three steps of FSDP2, in which each layer is gathered by itself.
+    """Run three steps of FSDP2 on a task, in which each layer is gathered by itself.
 
     `reshard`: whether a layer's weights are sharded again after its forward.
     """

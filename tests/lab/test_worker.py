@@ -15,7 +15,7 @@ from trainmem.core.task import Task
 
 
 def ending(end):
-    """Return a function whose rank 1 calls `end` while rank 0 waits for it."""
+    """Return a function to run on two ranks, in which rank 1 calls `end` while rank 0 waits for it."""
 
     def wait(task):
         import torch.distributed

@@ -36,7 +36,7 @@ NAMES = [
 
 
 def found(name):
-    """Return the object at an import path.
+    """Return the object at an import path, e.g. "torch.nn.Linear".
 
     Raises:
         AttributeError, ImportError: there is none.
@@ -100,7 +100,10 @@ def replacements():
 
 
 def at(file, place):
-    """Yield the functions at a place in a file, e.g. "Replica.forward". The name "<lambda>" gives all lambdas there."""
+    """Yield the functions at a place in a file, as syntax trees.
+
+    `place`: e.g. "Replica.forward"; a last name "<lambda>" gives all lambdas there.
+    """
     *outer, last = place.split(".")
     nodes = [SOURCES[file]]
     for name in outer:
@@ -112,7 +115,7 @@ def at(file, place):
 
 
 def passes_on(function):
-    """Return whether a function accepts any argument and passes unknown ones on."""
+    """Return whether a function, given as a syntax tree, accepts any argument and passes unknown ones on."""
     taken = function.args
     if not taken.vararg or not taken.kwarg:
         return False
@@ -159,7 +162,11 @@ def used(tree):
                 if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names}  # fmt: skip
 
     def is_foreign(node):
-        """Return whether the owner of an attribute belongs to another library, judged by its first word."""
+        """Return whether the owner of an attribute belongs to another library, judged by the first word of the
+        expression.
+
+        `node`: the syntax tree of the owner.
+        """
         while isinstance(node, ast.Attribute | ast.Call | ast.Subscript):
             node = node.func if isinstance(node, ast.Call) else node.value
         word = getattr(node, "id", "")
@@ -263,7 +270,7 @@ def f():
 
 
 def test_every_listed_use_is_one():
-    """The list has no file and no name that the package no longer has."""
+    """The list trainmem/core/wrapped.toml has no file and no name that the package no longer has."""
     for use in USES:
         texts = [(ROOT / file).read_text() for file in use["files"]]
         assert all(any(name.rpartition(".")[2] in text for text in texts) for name in use["names"]), use["names"]

@@ -51,7 +51,10 @@ def _guarded(node: ast.stmt) -> list[ast.stmt]:
 
 
 def _changed(statement: ast.stmt) -> list[str]:
-    """Return the names that a statement assigns, or whose parts it assigns: a skipped statement may have begun to."""
+    """Return the names of variables that a statement assigns, or whose elements or attributes it assigns.
+
+    If the statement is skipped, it may have begun to.
+    """
     names = set()
     for node in ast.walk(statement):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _ADDING:
@@ -66,7 +69,7 @@ def _changed(statement: ast.stmt) -> list[str]:
 
 
 def needs_values(error: BaseException | None) -> NeedsValues | None:
-    """Return the `NeedsValues` that caused an error, or None."""
+    """Return the `NeedsValues` that caused an error, or None if another error did."""
     seen = set()
     while error is not None and id(error) not in seen:
         if isinstance(error, NeedsValues):
@@ -77,7 +80,7 @@ def needs_values(error: BaseException | None) -> NeedsValues | None:
 
 
 def install(shell) -> None:
-    """Guard the cells of an IPython shell."""
+    """Guard the cells that an IPython shell runs from now on, see `Guard`."""
 
     @contextlib.contextmanager
     def rehearsed(line: int, names: list[str]) -> Iterator[list]:

@@ -29,7 +29,7 @@ from trainmem.rehearsal import build, command
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A machine on which the course is rehearsed."""
+    """A machine on which the course is rehearsed: its card, profile and lessons."""
 
     name: str  # of its folder
     card: Card  # with the number of its devices
@@ -79,7 +79,10 @@ def rehearse_lessons(wanted: str, out: Path) -> list[str]:
 
 
 def _rehearsed(machine: Machine, wanted: str, folder: Path) -> list[str]:
-    """Run the wanted lessons on one machine, and return one line for each problem."""
+    """Run lessons on one machine, and return one line for each problem.
+
+    `wanted`: as in `rehearse_lessons`; `folder`: as `perf-helpers course` leaves it.
+    """
     lessons = machine.core if wanted == "core" else wanted.split(",")
     lessons = machine.lessons if wanted == "all" else [x for x in lessons if x in (machine.lessons or lessons)]
     if wanted != "all" and not lessons:

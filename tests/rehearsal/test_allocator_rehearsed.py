@@ -93,7 +93,9 @@ def test_a_reserve_of_expandable_segments_is_counted_as_torch_counts_it(measure,
 
 
 def of_environment():
-    """Return the MiB that torch reserves for 2 MiB: the value of large_segment_size_mb, or 20."""
+    """Return the MiB that torch reserves for 2 MiB: the value of large_segment_size_mb in PYTORCH_CUDA_ALLOC_CONF,
+    or 20.
+    """
     import torch
 
     kept = torch.empty(2 << 20, dtype=torch.uint8, device="cuda")

@@ -22,7 +22,10 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def chosen_by_torch(count: int, seed: int):
-    """Return a function for a rehearsal's process that returns a letter per call, see `attention_cases`."""
+    """Return a function for a rehearsal's process that returns a letter per random call, see `attention_cases`.
+
+    `count`, `seed`: how many calls are drawn, and from which seed.
+    """
 
     def work(_):
         import sys

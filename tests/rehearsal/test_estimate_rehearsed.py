@@ -156,7 +156,7 @@ def test_unequal_lengths_take_what_torchs_allocator_says(more):
 
 
 def loop_that_empties(task):
-    """Run two steps and empty torch's cache before each."""
+    """Run two steps of training on a task and empty torch's cache before each."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, batch = task.build_model().to(device), task.batch(2, device)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -187,7 +187,9 @@ def test_what_was_free_is_given_back_where_the_training_says_so():
 
 
 def loop_that_checkpoints(task):
-    """Run one step whose checkpoints keep the positions, which the model makes on its device, for each layer."""
+    """Run one step of training on a task whose checkpoints keep the positions, which the model makes on its device, for
+    each layer.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, batch = task.build_model(attn_implementation="eager").to(device), task.batch(2, device)
     model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -206,6 +208,8 @@ def test_what_a_model_makes_on_its_device_is_there_in_a_loop_too():
 def loop_that_autocasts(task, dtype, attention):
     """Run three steps of mixed precision as in PyTorch's guide: autocast of "cuda" to `dtype`, and a GradScaler for
     fp16.
+
+    `attention`: name of the model's attention implementation.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, batch = task.build_model(attn_implementation=attention).to(device).train(), task.batch(2, device)

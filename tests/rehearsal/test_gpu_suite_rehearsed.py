@@ -21,7 +21,10 @@ import build as build_page
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
-    """Rehearse two parts of the suite, and as many trainings of the part "estimates" as begin within some seconds."""
+    """Rehearse two parts of the suite, and as many trainings of the part "estimate" as begin within 25 seconds.
+
+    Return the path of the file with their rows.
+    """
     out = tmp_path_factory.mktemp("gpu")
     common = ["--tiny", "--rehearse", "a100", "--out", str(out)]
     assert measure_gpu.main([*common, "--part", "ten", "--part", "tf32"]) == 0

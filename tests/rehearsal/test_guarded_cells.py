@@ -15,7 +15,7 @@ from trainmem.unknown import NeedsValues, Unknown
 
 
 class Shell:
-    """A stub of IPython's shell with the attributes that guarded cells need."""
+    """A stub of IPython's shell with the attributes that guarded cells need; `run` runs the source of a cell."""
 
     def __init__(self):
         self.ast_transformers, self.user_ns = [], {}

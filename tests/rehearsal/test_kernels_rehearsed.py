@@ -26,7 +26,10 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def torch_requests(names):
-    """Return a function for a fresh process of a rehearsal that returns {case: requests to torch's allocator}."""
+    """Return a function for a fresh process of a rehearsal that returns {case: requests to torch's allocator}.
+
+    `names`: names of the cases, see `kernel_cases`.
+    """
 
     def work(_):
         import sys
@@ -58,7 +61,7 @@ def torch_requests(names):
 
 
 def names_of(capability, cases=(*kernel_cases.RUNS, *kernel_cases.DRAWN)):
-    """Return the names of the cases that the installed release can run on a GPU of this compute capability."""
+    """Return the names of the `cases` that the installed release can run on a GPU of this compute capability."""
     names = [*cases, *(kernel_cases.SINCE_2_14 if release().groups_attention else ())]
     return [name for name in names if capability >= (8, 0) or ("flash" not in name and "bf16" not in name)]
 

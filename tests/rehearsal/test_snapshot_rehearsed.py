@@ -29,9 +29,12 @@ def trace_of(file):
 
 
 def sizes(trace):
-    """Return the allocated and freed sizes of a trace, in order.
+    """Return (action, bytes) of each allocation and free of a trace, in order.
 
-    The estimate has an allocation and a free of 4 bytes too many, because the Trainer sums the loss in place.
+    An allocation and a free of 4 bytes are left out, which only the estimate has, because the Trainer sums the loss in
+    place.
+
+    `trace`: the entries of a device in torch's snapshot.
     """
     entries = [entry for entry in trace if entry["action"] in ("alloc", "free_completed")]
     in_place = [("aten.add_.Tensor", 4)]
@@ -43,8 +46,8 @@ def sizes(trace):
 
 
 def with_frees_sorted(events):
-    """Return the events with the frees between two allocations sorted by size, because autocast empties its cache in
-    the order of a hash table.
+    """Return the events, as (action, bytes), with the frees between two allocations sorted by size, because autocast
+    empties its cache in the order of a hash table.
     """
     runs = itertools.groupby(events, key=lambda event: event[0])
     return [event for action, run in runs for event in (run if action == "alloc" else sorted(run))]

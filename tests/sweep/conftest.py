@@ -25,8 +25,8 @@ def client(cluster):
 
 @pytest.fixture
 def elsewhere(client):
-    """Yield a function that makes workers, given by their addresses (default: all), report another machine and another
-    torch version.
+    """Yield a function of addresses of workers (default: all workers): these workers then report another machine and
+    another torch version.
     """
     requested = []
 

@@ -23,8 +23,9 @@ from trainmem.measure import executors
 
 
 def gone(pid):
-    """Wait up to the test's time limit, and return whether a process has ended, or is a zombie that no
-    parent collects.
+    """Wait until a process has ended, or is a zombie that no parent collects; return True.
+
+    The test's time limit ends the wait. `pid`: id of the process.
     """
     while psutil.pid_exists(pid):
         try:
@@ -37,7 +38,10 @@ def gone(pid):
 
 
 def spans(attempts):
-    """Return, per worker, when each of its calls began and ended, in order."""
+    """Return {address of a worker: [(when a call began, when it ended)]}, the earliest call first.
+
+    `attempts`: as in `records.Run.attempts`.
+    """
     found = {}
     for attempt in sorted(attempts, key=lambda attempt: attempt["began"]):
         found.setdefault(attempt["address"], []).append((attempt["began"], attempt["ended"]))
@@ -235,8 +239,8 @@ def test_dasks_own_executor_trains_and_compares_and_a_run_has_the_machine_that_p
 
 @pytest.fixture
 def in_this_process():
-    """Yield a function that makes a client with a given number of workers in this process, by default without the
-    resource "device".
+    """Yield a function (number of workers, more options) that makes a Dask client with workers in this process, by
+    default without the resource "device".
     """
     distributed = pytest.importorskip("distributed", reason="pip install perf-helpers[cluster]")
     made = []

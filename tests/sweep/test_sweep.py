@@ -34,8 +34,8 @@ FOUR = {
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Return a function that makes rows take no time and return a peak; a given function is called with each row's name
-    first.
+    """Return a function that makes rows of sweeps take no time and return a peak; a function given to it is called with
+    each row's name first.
     """
 
     def replace(before=lambda name: None):
@@ -239,8 +239,8 @@ def test_every_gpu_has_a_worker_that_sees_it_alone(monkeypatch, visible, uuids, 
 
 @pytest.fixture
 def command(tmp_path):
-    """Return a function that starts `perf-helpers sweep` on a plan, and one that lists the processes which
-    it started.
+    """Return a function that starts `perf-helpers sweep` on a plan, and one that lists the processes that the sweep
+    started.
     """
     mark = uuid.uuid4().hex
 

@@ -26,7 +26,8 @@ KINDS = [*itertools.product((False, True), (None, 1024 * MIB, 10**9))]  # expand
 
 
 def counted(events, expandable, capacity):
-    """Return, after each event, [allocated bytes, reserved bytes, their peak, -1 if there was no room or 0].
+    """Return, after each event, [allocated bytes, reserved bytes, peak of reserved bytes, -1 if there was no room or
+    0].
 
     Args:
         events: events of a trace of benchmarks/measure_allocator.py.

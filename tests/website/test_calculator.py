@@ -56,7 +56,7 @@ ANSWERED = """([words, done]) => {
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """Yield the address of the page on a site of its own, and the site's folder."""
+    """Yield the address of the calculator's page on a site of its own, and the site's folder."""
     folder = tmp_path_factory.mktemp("site")
     shutil.copytree(ROOT / "website" / "_static", folder / "_static", ignore=shutil.ignore_patterns("tables"))
     tables = folder / "_static" / "tables"
@@ -70,7 +70,7 @@ def site(tmp_path_factory):
 
 
 def write_page(folder):
-    """Write the page's own HTML as a plain document, beside its scripts and styles."""
+    """Write the calculator page's own HTML as a plain document into a folder, beside its scripts and styles."""
     source = site_pages.Sources(folder / "source", None).app("calculator.md")
     body = re.search(r"```\{raw\} html\n(.*?)```", source, re.DOTALL)[1]
     head = '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Does it fit?</title>'
@@ -92,7 +92,8 @@ def shown(page, address, choice, done="answer"):
     """Return the page's answer to a choice: the peak, reserved bytes, bytes by category, and whether it fits.
 
     Args:
-        address: address of the page.
+        page: the browser page.
+        address: address of the calculator's page.
         choice: {control of the page: value to choose}.
         done: the state that the page must report, e.g. "answer".
     """
@@ -109,7 +110,10 @@ def shown(page, address, choice, done="answer"):
 
 
 def estimated(choice):
-    """Return the estimate's answer to a choice: bytes, and whether it fits."""
+    """Return the estimate's answer to a choice, in the form of `shown`: bytes, and whether the training fits.
+
+    `choice`: {control of the page: value}.
+    """
     recipe = Recipe(*(choice[name] for name in QUESTIONS), "")
     settings = "expandable_segments:True" if choice["segments"] == "expandable" else ""
     found = estimate(
@@ -131,7 +135,7 @@ def estimated(choice):
 
 
 def choices(count):
-    """Yield random choices for which this test has tables."""
+    """Yield `count` random choices, {control of the page: value}, for which this test has tables."""
     chance, most = random.Random(39), 512
     for _ in range(count):
         choice = {"model": MODEL} | {name: chance.choice(GIVEN[name]) for name in QUESTIONS}
@@ -157,7 +161,9 @@ COUNT = int(os.environ.get("CHOICES", 300))
 
 
 def published_choices(count):
-    """Yield random choices for which the site has tables; at most one in ten has a slow estimate."""
+    """Yield `count` random choices, {control of the page: value}, for which the site has tables; at most one in ten has
+    a slow estimate.
+    """
     chance = random.Random(41)
     keys = [(model, key) for model, key in KEYS if not (key.startswith("lora") and optional_packages.offer("peft"))]
     cheap = [(model, key) for model, key in keys if "8bit" not in key and INDEX["models"][model]["parameters"] < 2e8]

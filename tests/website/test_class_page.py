@@ -40,6 +40,8 @@ pytestmark = pytest.mark.skipif(
 def write_journal(path, number):
     """Write a learner's journal of two lessons; some learners do not guess, guess late or twice, or are wrong by powers
     of ten.
+
+    `path`: of the file; `number`: the learner's number.
     """
     chance, store = random.Random(number), Store(path.with_name("runs.jsonl"))
     for lesson, key, unit, measured in ((LESSON, "peak", "%", 60.0), (OTHER, "largest", "MB", 1983.0)):
@@ -62,7 +64,10 @@ def write_journal(path, number):
 
 
 def write_results(path, number, patch):
-    """Write the results.json of a run of one lesson; the learner's number determines machine and verdicts."""
+    """Write the results.json of a run of one lesson; the learner's number determines machine and verdicts.
+
+    `path`: of the file; `number`: the learner's number; `patch`: the MonkeyPatch that replaces the run.
+    """
     verdicts = Verdict.HOLDS, [*Verdict][number % 3], Verdict.NOT_TESTABLE if number else Verdict.HOLDS
     plain = dict.fromkeys(("interval", "missing", "predicted", "predicted_from"))
     plain |= {"note": "", "rehearsed": False, "excused": False, "kind": "cpu", "profile": "cpu", "lesson": LESSON}
@@ -77,7 +82,7 @@ def write_results(path, number, patch):
 
 
 def owned():
-    """Return three claims of the lesson."""
+    """Return the first three claims of the lesson `LESSON`."""
     return [claim for claim in ledger.load().values() if claim.lesson == LESSON[:2]][:3]
 
 
@@ -97,7 +102,7 @@ def files(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory):
-    """Yield the address of the page's own HTML as a plain document, served beside its script and style."""
+    """Yield the address of the class page's own HTML as a plain document, served beside its script and style."""
     text = (WEBSITE / "class.md").read_text()
     content = f"<h1>A class</h1>{text[text.index('<link') :]}"
     style = "body{margin:1rem;font-family:sans-serif} [data-theme=dark] body{background:#14181e;color:#ced6dd}"
@@ -113,7 +118,7 @@ def address(tmp_path_factory):
 
 @pytest.fixture
 def page(chromium, address):
-    """Yield the page without files; any later request or error of the page fails the test."""
+    """Yield the class's page in a browser, without files; any later request or error of the page fails the test."""
     context = chromium.new_context(viewport={"width": 1280, "height": 900})
     page, faults = context.new_page(), []
     page.goto(address)
@@ -126,7 +131,9 @@ def page(chromium, address):
 
 
 def drop(page, *paths, state):
-    """Drop files or folders on the page as a person does, and wait until the page shows the text `state`."""
+    """Drop files or folders, given by their paths, on the page as a person does, and wait until the page shows the
+    text `state`.
+    """
     box = page.locator("#class-drop").bounding_box()
     data = {"items": [], "files": [str(path) for path in paths], "dragOperationsMask": 1}
     session = page.context.new_cdp_session(page)
@@ -150,13 +157,16 @@ def remarks(page):
 
 
 def shown_rows(page, caption):
-    """Return the rows of a table on the page as lists of texts."""
+    """Return the rows of a table on the page as lists of texts.
+
+    `page`: the browser page; `caption`: the table's caption.
+    """
     rows = page.get_by_role("region", name=caption, exact=True).locator("tbody tr")
     return [row.locator("th, td").all_inner_texts() for row in rows.all()]
 
 
 def journals(files):
-    """Return {number of the learner: entries} of each journal that is not damaged."""
+    """Return {number of the learner: entries} of each journal in the folder `files` that is not damaged."""
     return {
         number: learner_log.Journal(files / f"{learner}.jsonl").read()
         for number, learner in enumerate(LEARNERS)
@@ -167,7 +177,7 @@ def journals(files):
 def guess_lines(entries, lesson, key, unit):
     """Return the lines that the page must show about the guesses under one key of a lesson.
 
-    `entries`: {number of the learner: journal}.
+    `entries`: {number of the learner: journal}; `unit`: unit of the guesses.
     """
     by_learner = [[entry for entry in one if (entry.lesson, entry.key) == (lesson, key)] for one in entries.values()]
     scored = [score for one in by_learner for score in learner_log.history(one)]

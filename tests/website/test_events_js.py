@@ -27,6 +27,8 @@ def answers(questions):
 def laid_out(chance, shape):
     """Return random strides for a tensor of this shape: contiguous, with permuted dimensions, or a slice of a wider
     tensor.
+
+    `chance`: the random generator.
     """
     order = [*range(len(shape))]
     if chance.random() < 0.4:

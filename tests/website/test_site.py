@@ -31,14 +31,14 @@ CARD = '<div role="group" aria-label="weights-cost: holds" style="x">\n<strong>â
 
 
 def picture(size=40):
-    """Return a picture with many colours, as base64."""
+    """Return a PNG with many colours, `size` pixels wide and high, as base64."""
     image = PIL.Image.effect_mandelbrot((size, size), (-2, -2, 2, 2), 50).convert("RGB")
     image.save(made := io.BytesIO(), "PNG", compress_level=0)
     return base64.b64encode(made.getvalue()).decode()
 
 
 def executed():
-    """Return a small executed lesson."""
+    """Return a small executed lesson as a notebook."""
     shown = f'<img alt="a plot" src="data:image/png;base64,{picture()}">'
     outputs = [
         new_output("display_data", {"text/html": NO_GUESS, **WIDGET}),

@@ -58,7 +58,9 @@ def bare(monkeypatch):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Pretend a GPU with NVML; return a function that replaces the answer to a query, also by an error."""
+    """Pretend a GPU with NVML; return a function (name of a query, value) that replaces the answer to a query by the
+    value, or lets the query raise it.
+    """
     module = fake_nvml(GPU)
     monkeypatch.setattr(hardware, "ask_driver", lambda visible, order: ([GPU], None))
 
@@ -83,8 +85,8 @@ def gpu(monkeypatch):
 
 @pytest.fixture
 def script(monkeypatch):
-    """Return a function that makes the monitor read given figures, one dict per sample, and returns an event that is
-    set afterwards.
+    """Return a function that makes the monitor read the given figures, {name: value} per sample (an exception is raised
+    instead), and returns an event that is set afterwards.
     """
 
     def install(*figures):

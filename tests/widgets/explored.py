@@ -9,7 +9,9 @@ UNKNOWN = Timing(*[Unknown("a rehearsal")] * 5)  # as in a rehearsal
 
 
 def series(*totals):
-    """Return a timeline that has only weights: their bytes at each operation. Two thirds of it are forward."""
+    """Return a timeline that has only weights, `totals` bytes at each operation. Its first two thirds are forward, the
+    others backward.
+    """
     empty = {name: [0] * len(totals) for name in CATEGORIES}
     phases = ["forward" if 3 * i < 2 * len(totals) else "backward" for i in range(len(totals))]
     named = {"phase": phases, "operation": ["aten.mm"] * len(totals), "module": ["layer.1"] * len(totals)}

@@ -20,6 +20,8 @@ TASK = Task("bert-tiny", seq_len=32)
 class FakeLab:
     """A lab whose runs have the peak that `peaks` gives for their micro-batch, and whose comparisons have the speed
     `ratio`.
+
+    `folder`: folder for the file of runs.
     """
 
     def __init__(self, folder, ratio=None):
@@ -132,7 +134,9 @@ def test_a_check_is_held_against_its_solution_and_a_mistake():
 
 
 class Folds(HTMLParser):
-    """Find out how deeply each text is folded; the summary of a fold counts as outside of it."""
+    """Find out how deeply each text of the HTML `shown` is folded, in `texts`; the summary of a fold counts as
+    outside of it.
+    """
 
     def __init__(self, shown):
         super().__init__()

@@ -47,7 +47,7 @@ def is_grey(shown):
 
 
 def sizes(found):
-    """Return the memory without its timeline, which may be sampled at different operations of equal size."""
+    """Return an estimate's memory without its timeline, which may be sampled at different operations of equal size."""
     return dataclasses.replace(found.memory, timeline=None)
 
 
@@ -130,7 +130,7 @@ def traced(monkeypatch):
 
 
 def picture(size):
-    """Return the picture of a micro-batch by the stub estimate, see `traced`."""
+    """Return the HTML of the picture of the micro-batch `size` by the stub estimate, see `traced`."""
     return svg.bar("Peak", {"weights": size * 10**6}, SIZES | {"this machine": 30_000_000})
 
 

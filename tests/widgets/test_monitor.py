@@ -130,7 +130,7 @@ def test_an_interval_out_of_range_is_named():
 
 
 def lines(watching):
-    """Return {label: points} of each panel."""
+    """Return {label: points} of each panel that a monitor draws; the points are texts "x,y"."""
     panels = ElementTree.fromstring(f"<all>{watching.live_html()}</all>").iter("svg")
     return {panel.get("aria-label"): panel.find("polyline").get("points").split() for panel in panels}
 
@@ -197,7 +197,7 @@ CELLS = [
 
 @pytest.fixture(scope="module")
 def cells():
-    """Return the outputs of each cell, run in a kernel as the course runs one; some cells are run twice."""
+    """Return the outputs of each cell of `CELLS`, run in a kernel as the course runs one; some cells are run twice."""
     import nbformat
     from jupyter_client.channels import AsyncZMQSocketChannel
     from nbclient import NotebookClient
@@ -230,7 +230,7 @@ def test_a_drawing_error_fails_the_cell(cells):
 
 
 def read(times=1, gpu=None):
-    """Return the figures of `times` samples of a GPU, or of the host for None, read in this thread."""
+    """Return the figures, {name: value}, of `times` samples of a GPU, or of the host for None, read in this thread."""
     with monitor.reader(gpu) as look:
         return [look() for _ in range(times)]
 

@@ -13,7 +13,10 @@ SOURCE = "def half(x):\n    return x / 2  # <b> ä\n\nhalf(answer)"
 
 
 def executed(*sources):
-    """Return the outputs of each cell, after a first cell that loads the extension."""
+    """Return the outputs of each cell, after a first cell that loads the extension.
+
+    `sources`: the sources of the cells.
+    """
     cells = [
         nbformat.v4.new_code_cell(each) for each in ("%load_ext perf_helpers.widgets.sealed\nanswer = 8", *sources)
     ]

@@ -39,7 +39,11 @@ def test_the_best_of_both_are_beaten_by_nothing_and_not_by_the_unknown():
 
 
 def strips(picture):
-    """Return (texts and titles of the points in the strips beside the plot, those of all other boxes)."""
+    """Return (texts and titles of the points in the strips beside the plot, texts and titles of the points in all other
+    boxes).
+
+    `picture`: the HTML of `svg.scatter`.
+    """
     boxes = [each for each in ElementTree.fromstring(picture).iter() if "grid-row" in each.get("style", "")]
     apart = [each for each in boxes if "background" in each.get("style")]
 

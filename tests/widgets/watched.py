@@ -1,4 +1,4 @@
-"""Helpers of the tests of the monitor."""
+"""The GPU, the figures and the threads that the tests of the monitor have in common."""
 
 import threading
 from types import SimpleNamespace
