@@ -308,12 +308,13 @@ def _count(decided: list[dict]) -> str:
 
 
 def product_rates(measured: dict[str, dict]) -> str:
-    """Return a table of matmul rates of CPUs in fp32 and in 16 bits, with the gain of mixed precision in training.
+    """Return, in Markdown, a table of CPUs' matmul rates (GFLOP/s) in fp32, bf16 and fp16, and the speed of training in
+    bf16 divided by that in fp32.
 
-    It has the CPUs of `PRODUCTS`, and the recorded machines: their runs of lesson 02 (rates) and claims of lesson 07
-    (speed).
+    The rows are the CPUs listed in products.toml, then the CPUs of recorded course runs: their rates were measured in
+    lesson 02, their speeds in lesson 07.
 
-    `measured`: {machine: its newest course run}.
+    `measured`: {machine: its newest course run, as in its results.json}.
     """
     rows = []
     for cpu in tomllib.loads(PRODUCTS.read_text(encoding="utf-8"))["cpu"]:

@@ -217,12 +217,14 @@ def run(one: LibrarySet, lessons: list[str], environments: Environments, again: 
 
 
 def became(one: LibrarySet, lessons: list[str], known: dict, status: str = "ok", message: str = "") -> dict:
-    """Return the result of a set.
+    """Return the result of a set of libraries, an entry of the record.
 
-    Its keys are "name", "what", "status", "message", "packages", "date", "course", "rehearsal" and "not_rehearsed".
-    "course" and "rehearsal" are results or None. If "rehearsal" is None, "not_rehearsed" has the reason.
+    Its keys are "name" and "what" (the set's), "status" and "message" (as given), "packages" ({package: installed
+    version}), "date" (when the set ran), and "course" and "rehearsal" (results as in results.json, or None). If
+    "rehearsal" is None, "not_rehearsed" has the reason.
 
     Args:
+        one: the set.
         lessons: names of the lessons in "course".
         known: content of the set's `done.json`.
         status: "ok", "not installed" or "not run".
@@ -329,10 +331,12 @@ def _sizes(runs: dict[str, list[dict]]) -> dict[str, dict[str, dict]]:
 
 
 def _between(old: dict, new: dict) -> dict:
-    """Return the differences between two sets: {"old", "new": names, "packages", "changes" of the course, "rehearsed":
-    changes}.
+    """Return the differences between two sets.
 
-    `old`, `new`: what `became` returned for each set. "rehearsed" is None unless both were rehearsed.
+    The keys are "old" and "new" (the sets' names), "packages" ({package: versions that differ}), "changes" (those of
+    the course, as `compare` finds them) and "rehearsed" (those of the rehearsals; None unless both sets have one).
+
+    `old`, `new`: what `became` returned for each set.
     """
     names = sorted(old["packages"].keys() | new["packages"].keys())
     pairs = {name: [row["packages"].get(name) for row in (old, new)] for name in names}

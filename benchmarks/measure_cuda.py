@@ -171,11 +171,11 @@ def compare(lab: Lab, one: Training, folder: Path) -> dict:
 
 
 def summary(rows: list[dict]) -> dict:
-    """Return {"compared", "left_out": numbers of trainings, "estimated": errors}.
+    """Return the summary of a comparison of estimates with rehearsals.
 
-    "estimated" has the numbers of answered, refused and exactly equal estimates, and the median and worst error in
-    allocated and reserved bytes of the peak. An error is |estimated / rehearsed - 1|; it is None if no training was
-    answered.
+    "compared" and "left_out" are numbers of trainings. "estimated" has the numbers of answered, refused and exactly
+    equal estimates, the worst error in the allocated bytes of the peak, and the median and worst error in its reserved
+    bytes. An error is |estimated / rehearsed - 1|; it is None if no training was answered.
 
     Args:
         rows: one per training; rows without "rehearsed" are counted as left out.

@@ -80,10 +80,10 @@ def tracked(trainings: list[Training], folder: Path) -> list[dict]:
 
 
 def of_pypi(tool: str, pythons: list[str], path: Path) -> dict | None:
-    """Return {"version": a PyPI tool's, "said": its answer to each question}, from the first interpreter that has the
-    tool.
+    """Query a PyPI tool in the first interpreter that has it; return None if none has it.
 
-    Return None if no interpreter has it.
+    The keys of the result are "version" (the tool's) and "said" (its answers, a list in the order of the questions; see
+    `tools_pypi.answer`).
 
     Args:
         tool: name of the tool.
@@ -135,7 +135,7 @@ def rows_of(options) -> list[dict]:
 
 
 def measure(cases, options):
-    """Yield (tool, row) per tool; a row has "tool", "version", and "said": its answer for each training.
+    """Yield (tool, row) per tool; a row has "tool", "version" and "said", the tool's answers in the trainings' order.
 
     `cases`, `options`: as in `runner.Measurement`.
     """

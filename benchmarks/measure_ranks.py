@@ -76,7 +76,11 @@ def formula(arguments: dict, ranks: int) -> list[float]:
 
 
 def row(name: str, task: Task, arguments: dict, ranks: int) -> dict:
-    """Return a set-up's {"rehearsed", "estimated": bytes, "kept", "formula": bytes per parameter}, or errors.
+    """Rehearse and estimate a set-up, and return its row.
+
+    It has "rehearsed" and "estimated", {"allocated", "reserved"} in bytes of the peak; and "kept" and "formula", bytes
+    per parameter of weights, gradients and optimizer states, as rehearsed and by the formula. If the rehearsal failed,
+    the row has "error" instead; if the estimate refused, "estimate_error".
 
     Args:
         name: the set-up's name for the table.

@@ -116,7 +116,9 @@ def predictions() -> dict[str, dict]:
 
 
 def compared(record: dict) -> list[dict]:
-    """Return each training's {"name", "allocated", "reserved": bytes more than the card's} for one torch release.
+    """Return how many bytes more than on the card were predicted by one torch release, per training.
+
+    Each row is {"name": ..., "allocated": bytes, "reserved": bytes}.
 
     `record`: the release's record, see `predictions`.
     """

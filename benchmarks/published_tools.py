@@ -133,10 +133,14 @@ def preflight_loop(kind: str, size: int, length: int, task) -> None:
 
 
 def own_answers(tool: str, row: Row) -> dict:
-    """Return this project's answer for a training, as `tools.estimated` does: a recorded one, otherwise the estimate of
-    its loop.
+    """Return this project's answer for a training: the recorded one, otherwise the estimate for the training's loop.
 
-    `tool`: "rehearsal", or a name of this project's estimate; `row`: the training.
+    A recorded answer has bytes only, by the names in `FIGURES`; an estimate has the fields of `tools.estimated`. A
+    rehearsal without a record is {"refused": "not rehearsed"}.
+
+    Args:
+        tool: "rehearsal", or the name of the estimate, "this estimate".
+        row: the training, with its recorded answers and its loop.
     """
     if tool in row.known or tool == "rehearsal":
         return row.known.get(tool, {"refused": "not rehearsed"})
@@ -145,7 +149,7 @@ def own_answers(tool: str, row: Row) -> dict:
 
 
 def measure(cases, options):
-    """Yield (tool, row) per tool; a row has "tool", "version", and "said": its answer for each training.
+    """Yield (tool, row) per tool; a row has "tool", "version" and "said", the tool's answers in the trainings' order.
 
     `cases`, `options`: as in `runner.Measurement`.
     """
@@ -169,8 +173,8 @@ def row(answers: dict, found: list[Row], left_out: str | None) -> dict:
     """Return the row of one tool over all trainings except those of one file.
 
     Args:
-        answers: {"tool", "version", "said": its answer for each training}.
-        found: the trainings, in the same order.
+        answers: the row of the tool that `measure` yielded; "said" has its answers.
+        found: the trainings, in the order of the answers.
         left_out: the file; None: every training counts.
     """
     summary = {"tool": answers["tool"], "version": answers["version"], "left_out": left_out}

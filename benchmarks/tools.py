@@ -84,9 +84,10 @@ TOOLS: dict[str, Callable] = {
 
 
 def query(lab, tool: Callable, *arguments) -> dict:
-    """Query a tool in a fresh subprocess: return {"bytes", "seconds" and "own_bytes", its own peak memory}.
+    """Query a tool in a fresh subprocess; return its answer.
 
-    Return {"refused": reason} if the tool has no answer.
+    The keys are "bytes" (the predicted memory), "seconds" (the time that it took) and "own_bytes" (the tool's own peak
+    memory), or only "refused", with the reason, if the tool has no answer.
 
     Args:
         lab: runs the subprocess.
@@ -134,8 +135,8 @@ def errors(found: list[dict], measured: list[int | None], name: str = "bytes") -
 def row(name: str, found: list[dict], measured: list[int], cannot: str) -> dict:
     """Return the table row of one tool over all trainings.
 
-    Its keys are "tool", "answered", "asked", "median_error", "worst_error", "median_seconds", "most_own_bytes" and
-    "cannot_express".
+    Its keys are "tool" and "cannot_express" (as given), "asked" and "answered" (numbers of trainings), "median_error"
+    and "worst_error" (see `errors`), "median_seconds" and "most_own_bytes" (of the answers, see `query`).
 
     Args:
         name: the tool's name.

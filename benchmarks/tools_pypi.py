@@ -370,9 +370,11 @@ TOOLS: dict[str, Callable[[Question], Answer]] = {  # by distribution name
 
 
 def answer(tool: Callable[[Question], Answer], question: Question) -> dict:
-    """Return a tool's answer to a question: its figures, and the seconds and the peak memory that it took, in bytes.
+    """Return a tool's answer to a question.
 
-    The keys are "bytes", "total_bytes", "context_bytes", "seconds" and "own_bytes"; or "refused", with the reason.
+    The keys are "bytes" (the predicted memory), "total_bytes" (with everything that the tool counts), "context_bytes"
+    (the CUDA context's part of the total; 0 if the tool gives none), "seconds" (the time that it took) and "own_bytes"
+    (the tool's own peak memory); or only "refused", with the reason.
     """
     start = time.perf_counter()
     try:
@@ -390,7 +392,10 @@ def answer(tool: Callable[[Question], Answer], question: Question) -> dict:
 
 
 def forked(tool: Callable[[Question], Answer], question: Question) -> dict:
-    """Return a tool's answer to a question, see `answer`, from a forked process."""
+    """Return a tool's answer to a question, as `answer` does, from a forked process, which protects this one.
+
+    The answer is "refused" if the process crashes or is not done after `SECONDS` seconds.
+    """
     reading, writing = os.pipe()
     child = os.fork()
     if not child:

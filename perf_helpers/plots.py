@@ -94,7 +94,7 @@ class Timeline:
 
     Args:
         series: lists of equal length by name, as in `Memory.timeline`: bytes per category, and the phase, operation and
-            module at each index.
+            module. An index, as in the methods, is a place in these lists: one of about 200 parts of the step.
     """
 
     def __init__(self, series: Mapping[str, Sequence]):
@@ -112,7 +112,7 @@ class Timeline:
         return {category: self.series[category][index] for category in CATEGORIES if category in self.series}
 
     def where(self, index: int) -> dict[str, str]:
-        """Return {"phase", "operation", "module": its name} at an index; an unknown one is ""."""
+        """Return the names of what runs at an index, {"phase": ..., "operation": ..., "module": ...}; "" if unknown."""
         return {name: self.series[name][index] for name in ("phase", "operation", "module")}
 
     def where_text(self, index: int) -> str:

@@ -220,8 +220,9 @@ def _claims(old: list[dict], new: list[dict], judged: bool) -> Iterator[Change]:
 def _verdict_is_worse(old: dict, new: dict) -> bool | None:
     """Return whether a claim's changed verdict is worse; None: neither better nor worse.
 
-    A claim that is no longer decided is worse, unless the ledger expects it to be undecided. A claim that keeps less of
-    its promise is worse, except a claim about time whose verdicts were both expected: noise may be the cause.
+    If one verdict is "not testable here", the claim is worse if the new one is unexpected, otherwise neither. If both
+    are decided, the lower one is worse (`_RANK` orders them). But a claim about time is neither if both are expected,
+    because noise may be the cause.
 
     `old`, `new`: the claim in each run, as in its results.json.
     """

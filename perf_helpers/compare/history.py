@@ -43,7 +43,11 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One value over all course runs that have it, e.g. a claim's: its points, and its changes or its medians."""
+    """Hold one value over all course runs that have it, e.g. the value that a claim was decided on.
+
+    A line without noise (bytes, or values without an interval) has the changes between consecutive runs. A noisy line
+    (seconds, or values with an interval) has medians instead.
+    """
 
     kind: str  # "claim", "memory" or "speed"
     id: str

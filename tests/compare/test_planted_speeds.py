@@ -1,6 +1,7 @@
-"""Report steps that a planted regression makes longer, in the comparison with the previous nightly run.
+"""Steps that a planted regression makes longer are reported by the comparison with the previous nightly run.
 
-These tests measure time, so nothing else may run at the same time: under load the normal steps were the slower ones.
+These tests measure time, so nothing else may run at the same time: under load the steps without the regression were
+once the slower ones.
 """
 
 import json

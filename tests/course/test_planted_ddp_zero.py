@@ -101,8 +101,11 @@ class TestWhatDdpSends:
 
 
 class TestTwoLaws:
-    """Calculate step times over lesson 15's three links, for a library that sends given bytes in a given number of
-    messages.
+    """Decide lesson 15's two claims about slow links from calculated step times: "link-matters" follows the bytes that
+    are sent, "sync-often" the number of messages that a step waits for.
+
+    `bytes_of`, `stops_of`: {model or method: bytes, messages per step} of a library. Its steps take 0.03 s over the
+    fast link, longer over the slow one (by the bytes) and over the late one (mostly by the messages).
     """
 
     def ratios(self, bytes_of, stops_of, rate=100e6 / 8, delay=0.01):

@@ -40,7 +40,7 @@ def wait_for(condition, seconds=120):
 
 
 def started_here():
-    """Return every process with `MARK`, the variable of this test module, in its environment, whatever its parent is.
+    """Return every process that has this test module's environment variable, `MARK`, whatever its parent is.
 
     Zombies are left out.
     """
@@ -67,8 +67,8 @@ def numbers(lab):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """Yield a lab whose fork server has the variable `MARK` in its environment, and the numbers of an undisturbed
-    training.
+    """Yield (a lab whose fork server has this module's environment variable, `MARK`; the `numbers` of an undisturbed
+    training in it).
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(*MARK.split("="))

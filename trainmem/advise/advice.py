@@ -399,7 +399,7 @@ def _recipe(candidate: Candidate, search: RecipeSearch, memory: int, best: float
     Args:
         search: the search that found the candidate.
         memory: bytes of the device, for the headroom.
-        best: the highest known speed of the recipes that fit; None: none is known.
+        best: the highest known speed of the recipes that fit, relative to the plain recipe; None: none is known.
     """
     choices, ranking, size = search.choices, search.ranking, candidate.micro_batch
     needed, passes = search.needed(candidate), choices.samples // size

@@ -176,7 +176,10 @@ def cache_folder() -> Path:
 
 
 def versions() -> dict[str, str | None]:
-    """Return {package: installed version}, from the packages' metadata without importing them; None: not installed."""
+    """Return {package: installed version} of the packages that decide results (`PACKAGES`), and of Python itself.
+
+    The versions are read from metadata, without importing the packages. None: the package is not installed.
+    """
     return {"python": platform.python_version()} | {package: version_of(package) for package in PACKAGES}
 
 

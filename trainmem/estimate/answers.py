@@ -30,7 +30,10 @@ _active: contextvars.ContextVar["Answers | None"] = contextvars.ContextVar("answ
 
 
 class Answers:
-    """Read and write stored answers, one file per key in `folder`. `used` counts the answers that were found."""
+    """Read and write stored estimates ("answers"), one file per key in `folder`; `used` counts those that were found.
+
+    See the module's docstring for the key.
+    """
 
     def __init__(self, folder: Path):
         self.used = 0
@@ -62,9 +65,9 @@ class Answers:
 
 @contextlib.contextmanager
 def stored() -> Iterator[Answers]:
-    """Use and extend the stored answers in this context, unless the environment variable `SWITCH` is "0".
+    """Use and extend the stored estimates in this context, unless the environment variable PERF_HELPERS_ANSWERS is "0".
 
-    Yield the `Answers`, which count how many of them were used.
+    Yield the `Answers`, whose `used` counts the stored estimates that were used. It stays 0 if the variable is "0".
     """
     answers = Answers(hardware.cache_folder() / "answers")
     token = _active.set(None if os.environ.get(SWITCH) == "0" else answers)

@@ -200,8 +200,10 @@ class Kernels:
         return [*made, *checks, *place, *contiguous_copy(values), each, each, each, sort]
 
     def _bounds(self, index: torch.Tensor) -> list[Step]:
-        """Return the memory requests, in bytes and `Free`s, of a check of `index`: the smallest and the largest index
-        in one pass, then two comparisons.
+        """Return the memory requests (bytes of buffers, and their frees) of a check that an index is within bounds: the
+        smallest and the largest index are found in one pass, then compared with the bounds.
+
+        `index`: whole numbers, on the device, of any shape.
         """
         shared = reduction_scratch.scratch_bytes(
             index.shape, index.stride(), range(index.dim()), self._gpu.processors, 2 * WORD

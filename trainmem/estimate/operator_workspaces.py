@@ -325,10 +325,11 @@ class Runner:
         self._pool: ProcessPoolExecutor | None = None
 
     def __call__(self, operations: list[Operation], threads: int) -> list[Seen | None]:
-        """Run operations on zeros in the fork; return the workspace and the seconds of each, in the same order.
+        """Run operations on zeros in the fork; return workspace (bytes) and time (seconds) of each, in the same order.
 
-        The result is None for an operation that needs real data or crashes the fork. A kernel may divide by a length
-        that `resized` has reduced to 0.
+        The result is None for an operation that raises on zeros or crashes the fork. A crash is possible because
+        `resized` may reduce a length to 0, by which a kernel then divides. After a crash the other operations run again
+        in new forks.
 
         `threads`: number of threads that torch uses.
         """

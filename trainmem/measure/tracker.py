@@ -317,9 +317,11 @@ def _in_place(function, target: Any, other: Any) -> bool:
 
 @contextlib.contextmanager
 def watched(tracker: Watcher) -> Iterator[dict[int, torch.Tensor]]:
-    """Let a watcher or a tracker observe the training inside this context; yield its parameters, {id: parameter}.
+    """Let a watcher observe the training inside this context; yield the model's parameters, {id: parameter}.
 
-    Works for any code that calls modules, `backward` and an optimizer's `step`: a Trainer, an Accelerate loop. All
+    `tracker`: the watcher; if it is a `Tracker`, it is also entered as a dispatch mode, to see each operation.
+
+    This works for any code that calls modules, `backward` and an optimizer's `step`: a Trainer, an Accelerate loop. All
     hooks and replacements of torch's functions are installed here, and removed at the end.
     """
     hooks = TrainingHooks(tracker)
@@ -395,7 +397,7 @@ class TrainingHooks:
     Some methods are hooks that torch calls. The other methods replace a function of torch or transformers, which they
     get as `plain` and call.
 
-    `tracker`: the watcher, which may be a `Tracker`.
+    `tracker`: the watcher that gets the reports. A `Watcher` keeps the phases only; a `Tracker` also keeps categories.
     """
 
     def __init__(self, tracker: Watcher):

@@ -150,11 +150,12 @@ class Values(TorchFunctionMode):
         return made
 
     def _note_arrivals(self, function, name, args, kwargs, given, made) -> None:
-        """Compute the results on the device whose values are known although no argument is on the device, and note that
-        they are known.
+        """Fill small results on the device of a function that had no argument there, and note that their values are
+        known.
 
-        Such results are small copies of host tensors, and small tensors that a function such as `ones` makes. The
-        arguments are those of `_note_results`.
+        A result is filled if it has the shape of the only tensor argument, which it then copies, or if a function such
+        as `ones` made it from no tensor. The values of other results stay unknown. The arguments are those of
+        `_note_results`.
         """
         for tensor in _tensors(made):
             copied = len(given) == 1 and given[0].shape == tensor.shape
