@@ -10,8 +10,7 @@ __all__ = ["advise", "parallelism", "verify"]
 
 
 def advise(task: Task, **options) -> Advice:
-    """Return `trainmem.advise.advise(task, **options)`, the recipes that fit into a given memory, with the course's
-    speed ratios.
+    """Return the recipes that fit into a given memory: `trainmem.advise.advise` with the course's speed ratios.
 
     Arguments and errors are those of that function, without `published`.
     """

@@ -37,9 +37,7 @@ TRAINING_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True} 
 
 
 def _needs_course(command: str) -> None:
-    """Raise ValueError if a package that only the course needs is missing; `command` names the subcommand in the
-    message.
-    """
+    """Raise ValueError, naming the subcommand `command`, if a package that only the course needs is missing."""
     needed = "papermill", "nbconvert", "ipykernel", "ipywidgets", "matplotlib"
     if missing := [name for name in needed if not find_spec(name)]:
         raise ValueError(f"{command} needs {', '.join(missing)}: pip install 'perf-helpers[course]'")

@@ -52,12 +52,10 @@ def memory(runs: Sequence[Run], ax: Axes | None = None, title: str = "Peak memor
 
     Args:
         runs: runs with a breakdown; others are left out.
-        ax: the axes to draw into; None: new ones.
-        title: shown above the picture.
+        ax, title: the axes to draw into (None: new ones), and the text above them.
 
     Raises:
-        ValueError: none of the runs has a breakdown.
-        RunFailed: none of the runs has a breakdown, and one of them failed.
+        ValueError: none of the runs has a breakdown. If one of them failed, RunFailed is raised instead.
     """
     measured = [run for run in runs if run.memory and run.memory.breakdown]
     if not measured:
@@ -130,10 +128,7 @@ class Timeline:
         return [(self.phases[first], first, end) for first, end in itertools.pairwise([0, *edges, len(self)])]
 
     def shown(self, highest_bytes: float | None = None) -> list[str]:
-        """Return the categories that are thick enough to be seen in a picture that is `highest_bytes` high.
-
-        None: the picture is as high as this step's peak.
-        """
+        """Return the categories thick enough to be seen in a picture `highest_bytes` high (None: the step's peak)."""
         least = _TOO_THIN * (highest_bytes or self.highest_bytes)
         return [category for category in CATEGORIES if max(self.series.get(category, [0])) > least]
 
@@ -143,12 +138,10 @@ def timeline(run: Run, ax: Axes | None = None, title: str | None = None) -> Axes
 
     Args:
         run: a run measured with measure="memory".
-        ax: the axes to draw into; None: new ones.
-        title: shown above the picture (default: the run's name).
+        ax, title: the axes to draw into (None: new ones), and the text above them (default: the run's name).
 
     Raises:
-        ValueError: the run has no timeline.
-        RunFailed: the run failed.
+        ValueError: the run has no timeline. If it failed, RunFailed is raised instead.
     """
     if not run.memory or not run.memory.timeline:
         raise no_data_error([run], f"run {run.name!r} has no timeline: run it with measure='memory'")
@@ -179,8 +172,7 @@ def speed(comparisons: Sequence[Comparison], ax: Axes | None = None, title: str 
 
     Args:
         comparisons: what `Lab.compare` returned.
-        ax: the axes to draw into; None: new ones.
-        title: shown above the picture.
+        ax, title: the axes to draw into (None: new ones), and the text above them.
 
     Raises:
         ValueError: `comparisons` is empty.
@@ -215,15 +207,13 @@ def lines(
 ) -> Axes:
     """Draw several series over one x axis, with different colours, dashes and markers, and a legend.
 
-    A line has a gap wherever its value is None, unknown or missing. The legend marks a series without any value as "not
-    measured".
+    A line has a gap where its value is None or unknown. The legend marks a series without a value as "not measured".
 
     Args:
         x: the position of each value on the x axis.
         series: {label: values}, each as long as `x`.
         xlabel, ylabel: titles of the axes, with units.
-        ax: the axes to draw into; None: new ones.
-        title: shown above the picture.
+        ax, title: the axes to draw into (None: new ones), and the text above them.
         markers: whether to mark each value.
     """
     ax = _axes(ax, title, xlabel, ylabel)
@@ -243,8 +233,7 @@ def losses(
 
     Args:
         groups: {label: the losses of each seed, one per optimizer step}; longer seeds are cut to the shortest.
-        ax: the axes to draw into; None: new ones.
-        title: shown above the picture.
+        ax, title: the axes to draw into (None: new ones), and the text above them.
     """
     import numpy as np
 
@@ -272,9 +261,7 @@ def comparison(item: Comparison) -> Table:
 
 
 def comparison_html(item: Comparison) -> str:
-    """Return the table of the comparison `item` as HTML; if both runs have a breakdown, add a picture of their
-    peaks.
-    """
+    """Return the table of the comparison `item` as HTML, with a picture of the peaks if both runs have breakdowns."""
     text, runs = comparison(item)._repr_html_(), (item.baseline, item.other)
     if not all(run.memory and run.memory.breakdown for run in runs):
         return text
@@ -314,10 +301,7 @@ def add_alternative_texts() -> None:
 
 
 def picture_html(ax: Axes, text: str) -> str:
-    """Return a picture as an <img> for a static page, with `text` as its alternative text, and close its figure.
-
-    `ax`: the picture's axes.
-    """
+    """Return the picture on `ax` as an <img> for a static page, with the alternative `text`, and close its figure."""
     import matplotlib.pyplot as plt
 
     shown = image_html(ax.figure, text)
@@ -326,10 +310,9 @@ def picture_html(ax: Axes, text: str) -> str:
 
 
 def image_html(figure: Figure, text: str = "") -> str:
-    """Return a figure, cropped, as an <img> with an alternative text, which JupyterLab reads from this tag only.
+    """Return a figure, cropped, as an <img>, the only tag from which JupyterLab reads an alternative text.
 
-    Args:
-        text: the alternative text (default: `words(figure)`).
+    `text`: the alternative text (default: `words(figure)`).
     """
     file = io.BytesIO()
     figure.savefig(file, format="png", bbox_inches="tight")
@@ -360,11 +343,10 @@ def _axes(
 
 
 def _style(number: int, label: str, values: Iterable[float | None]) -> dict[str, str]:
-    """Return {"linestyle", "color", "label"} for a series, as matplotlib's plot takes them.
+    """Return {"linestyle", "color", "label"} of a series, as matplotlib's plot takes them.
 
-    Args:
-        number: place of the series in its picture, which sets style and colour.
-        label: the series' name; "(not measured)" is added if none of `values` is known.
+    `number`: place of the series in its picture, which sets style and colour. `label`: the series' name;
+    "(not measured)" is added if none of `values` is known.
     """
     label = label if any(map(is_measured, values)) else f"{label} (not measured)"
     return {"linestyle": _LINES[number % len(_LINES)], "color": SERIES[number % len(SERIES)], "label": label}

@@ -1,10 +1,9 @@
 """Compare two course runs: list the verdicts, bytes and speeds that changed, and which changes are for the worse.
 
 Memory is counted (on a CPU) or reported by torch's allocator (on CUDA). It has no noise: the same code takes the same
-bytes, so every change counts. Memory that the system reports, for a process or a whole device, is not compared. A value
-with an interval has changed if the two runs differ by more than the noise of both (`is_beyond_noise`). Step times have
-changed if they differ by more than the factor LEAST plus FAR times the noise of both runs; equal code differed by less
-at different times (results/README.md, "Nights").
+bytes, so every change counts. Memory that the system reports is not compared. A value with an interval has changed if
+the two runs differ by more than the noise of both (`is_beyond_noise`), a step time if they differ by more than the
+factor LEAST plus FAR times the noise; equal code differed by less at different times (results/README.md, "Nights").
 """
 
 import json
@@ -191,11 +190,9 @@ def _lessons(lessons: list[tuple[dict, dict]]) -> Iterator[Change]:
 
 
 def _claims(old: list[dict], new: list[dict], judged: bool) -> Iterator[Change]:
-    """Yield changed verdicts and values of all claims of either run.
+    """Yield changed verdicts and values of all claims of either run; `old`, `new`: the claims as in results.json.
 
-    Args:
-        old, new: the claims of each run, as in its results.json.
-        judged: whether to say of a changed value if it is for the worse.
+    `judged`: whether to say of a changed value if it is for the worse.
     """
     number = sum(bool(claim.get("interval")) for claim in new)
     before, after = ({claim["id"]: claim for claim in claims} for claims in (old, new))
@@ -238,8 +235,7 @@ def _verdict_is_worse(old: dict, new: dict) -> bool | None:
 def _value_is_worse(old: dict, new: dict) -> bool | None:
     """Return whether a claim's value changed for the worse: a throughput fell, or a peak grew.
 
-    Return None for any other quantity, of which neither more nor less is better. `old`, `new`: as in
-    `_verdict_is_worse`.
+    Return None for any other quantity, of which neither more nor less is better. `old`, `new`: as in results.json.
     """
     up = _MORE_IS_BETTER.get((new.get("quantity") or "").partition(" ")[0])
     if up is None or not (is_measured(old["value"]) and is_measured(new["value"])):
@@ -250,9 +246,7 @@ def _value_is_worse(old: dict, new: dict) -> bool | None:
 def _moved(before: dict, after: dict, number: int) -> bool:
     """Return whether a claim's value differs between two course runs by more than rounding and noise.
 
-    Args:
-        before, after: the claim's entries in results.json of both runs. Noise matters only if they have intervals.
-        number: how many claims with an interval are compared, see `is_beyond_noise`.
+    `before`, `after`: the claim in both results.json; `number`: how many claims with an interval are compared.
     """
     a, b = before["value"], after["value"]
     if a is None or b is None:
@@ -304,11 +298,9 @@ def _memory(pairs: list[tuple[str, Run, Run]]) -> Iterator[Change]:
 
 
 def _is_larger(old: Memory, new: Memory) -> bool | None:
-    """Return whether a run's memory grew: True if the peak, the reserved memory or the memory after a phase did, False
-    if it shrank.
+    """Return whether a run's memory grew; None if only its categories changed.
 
-    The first of these figures that changed decides. None: only the categories changed. `old`, `new`: the memory in each
-    run.
+    The first figure that changed decides: the peak, the reserved memory, then the memory after each phase.
     """
     sizes = [(old.peak_bytes, new.peak_bytes), (old.reserved_bytes, new.reserved_bytes)]
     sizes += [((old.phases or {}).get(phase), size) for phase, size in (new.phases or {}).items()]
@@ -318,8 +310,7 @@ def _is_larger(old: Memory, new: Memory) -> bool | None:
 def _bytes_that_moved(old: Memory, new: Memory) -> str:
     """Describe the differences between the old and the new memory of a run; empty if there is none.
 
-    The text covers the peak by category and its operation, reserved memory, and the memory at the end of each phase,
-    where a leak shows.
+    It covers the peak by category, its operation, reserved memory, and memory after each phase, where a leak shows.
     """
     parts = [_total("peak", old.peak_bytes, new.peak_bytes, old.breakdown, new.breakdown)]
     operation, previous = (_operation_at_the_peak(memory) for memory in (new, old))
@@ -335,10 +326,7 @@ def _bytes_that_moved(old: Memory, new: Memory) -> str:
 def _total(name: str, old: int | None, new: int | None, before: dict | None = None, after: dict | None = None) -> str:
     """Describe a changed total with the categories that changed, the largest change first; empty if none changed.
 
-    Args:
-        name: the total's name for the text.
-        old, new: the total in bytes in each run; None: not measured.
-        before, after: {category: bytes} of the total in each run; None: not measured.
+    `name` is for the text. `old`, `new`: bytes in each run; `before`, `after`: {category: bytes}; None: not measured.
     """
     moved = {key: after.get(key, 0) - before.get(key, 0) for key in {**before, **after}} if before and after else {}
     largest = sorted((key for key in moved if moved[key]), key=lambda key: -abs(moved[key]))
@@ -407,10 +395,7 @@ def _change(kind, axis, id, lesson, old, new, worse, reason: str = "", text: str
 def _notes(old: dict, new: dict, pairs: list[tuple[str, Run, Run]], rewritten: list[str]) -> list[str]:
     """Return lines on what was compared and what could not be.
 
-    Args:
-        old, new: {name: entry in results.json} of the lessons of each course run.
-        pairs: the runs that both course runs have, see `_pairs`.
-        rewritten: names of the lessons whose code differs.
+    `old`, `new`: {lesson: entry in results.json}; `pairs`: see `_pairs`; `rewritten`: lessons whose code differs.
     """
     lines = [f"{len(old.keys() & new.keys())} lessons ran in both, with {len(pairs)} runs of the same name"]
     for lessons, others, when in ((old, new, "old"), (new, old, "new")):
@@ -425,17 +410,13 @@ def _notes(old: dict, new: dict, pairs: list[tuple[str, Run, Run]], rewritten: l
 
 
 def differences(old: dict, new: dict) -> list[str]:
-    """Return one line per difference, "name: before -> after", between two descriptions of a machine or two lists of
-    versions.
-    """
+    """Return "name: before -> after" per difference between two descriptions of a machine, or two lists of versions."""
     old, new = _flat(old), _flat(new)
     return [f"{k}: {old.get(k)} -> {new.get(k)}" for k in dict.fromkeys([*old, *new]) if old.get(k) != new.get(k)]
 
 
 def _flat(value: Any, name: str = "") -> dict[str, Any]:
-    """Return {dotted name: value} of all nested fields, e.g. {"gpus.0.name": "NVIDIA A100"}; those in `VOLATILE` are
-    left out.
-    """
+    """Return {dotted name: value} of nested fields except those in `VOLATILE`, e.g. {"gpus.0.name": "NVIDIA A100"}."""
     if not isinstance(value, dict | list | tuple):
         return {name: value}
     pairs = value.items() if isinstance(value, dict) else enumerate(value)

@@ -59,9 +59,7 @@ class Line:
 
     @property
     def shift(self) -> float:
-        """Return how far the median of a noisy line moved, as a share of the median before; 0 if there is no median
-        before.
-        """
+        """Return |median - median before| / |median before| of a noisy line; 0 if there is no median before."""
         return abs(self.median - self.median_before) / abs(self.median_before) if self.median_before else 0.0
 
 
@@ -76,34 +74,22 @@ class History:
 
     @property
     def changed(self) -> list[Line]:
-        """Return the lines without noise (bytes, or values without an interval) that changed, the latest change first.
-
-        A line is a value over time.
-        """
+        """Return the lines without noise (bytes, or values without an interval) that changed, the latest first."""
         return sorted((line for line in self.lines if line.changes), key=lambda x: x.changes[-1].date, reverse=True)
 
     @property
     def noisy(self) -> list[Line]:
-        """Return the lines with noise (step times, or values with an interval), the largest shift of the median first.
-
-        A line is a value over time.
-        """
+        """Return the lines with noise (step times, or values with an interval), the largest shift of a median first."""
         return sorted((line for line in self.lines if line.median is not None), key=lambda x: x.shift, reverse=True)
 
     @property
     def steady(self) -> list[Line]:
-        """Return the lines without noise (bytes, or values without an interval) that never changed.
-
-        A line is a value over time.
-        """
+        """Return the lines without noise (bytes, or values without an interval) that never changed."""
         return [line for line in self.lines if not line.changes and line.median is None]
 
 
 def read(folder: str | Path) -> tuple[list[History], list[str]]:
-    """Read all course results below a folder.
-
-    Returns:
-        One history per machine and profile, and one message per results file that could not be read.
+    """Return one history per machine and profile of the results below a folder, and a message per unreadable file.
 
     Raises:
         ValueError: there are no results below the folder.
@@ -176,9 +162,7 @@ def _figures(data: dict) -> Iterator[tuple[tuple[str, str, str], Point]]:
 def _line(kind: str, id: str, unit: str, points: list[Point], runs: dict[str, dict]) -> Line:
     """Return a line with its changes, or with its medians if it is noisy.
 
-    Args:
-        kind, id, unit, points: as `_figures` yields them, with the points of all course runs in order.
-        runs: {date: content of results.json} of the course runs.
+    `kind`, `id`, `unit`: see `_figures`; `points`: of all runs, in order; `runs`: {date: content of results.json}.
     """
     if kind == "speed" or any(point.interval for point in points):
         latest, before = points[-RUNS_PER_MEDIAN:], points[-2 * RUNS_PER_MEDIAN : -RUNS_PER_MEDIAN]

@@ -124,10 +124,7 @@ def common_seconds(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[
 
 
 def fastest(paces: dict[str, Any] | None) -> Iterator[tuple[str, float]]:
-    """Yield (recipe, seconds of its fastest step) for each recipe of a course run that was timed.
-
-    `paces`: the result of `measure` in the course run; None: it timed no steps.
-    """
+    """Yield (recipe, seconds of its fastest step) from a result of `measure`; nothing if it is None."""
     for name, row in ((paces or {}).get("recipes") or {}).items():
         if seconds := next((row[clock] for clock in CLOCKS if row.get(clock)), None):
             yield name, min(seconds)

@@ -62,10 +62,7 @@ class Decision:
 
     @property
     def expected(self) -> tuple[Verdict, ...]:
-        """Return the verdicts that the ledger expects on this kind of machine under this profile.
-
-        The tuple is empty if the ledger leaves the verdict to a prediction.
-        """
+        """Return the verdicts that the ledger expects on this machine and profile; empty if a prediction decides."""
         return self.claim.expected_on(self.kind, self.profile)
 
     @property
@@ -187,8 +184,7 @@ class Claims:
         missing: str | None = None,
         note: str = "",
     ) -> Decision:
-        """Decide a claim of the ledger from a measured value, and return the decision, which displays itself in a
-        notebook.
+        """Decide a claim of the ledger from a measured value, and return the decision, which a notebook displays.
 
         A later check of the same claim replaces the decision. The verdict depends on the value alone. A verdict is
         expected if the ledger lists it for this kind of machine. A `predicted` claim is as expected if value and
@@ -283,10 +279,7 @@ class Claims:
 def _measurement(id: str, value: float | Ratio | None) -> tuple[float | None, tuple[float, ...] | None, str | None]:
     """Return the value that was passed to a check as (number, interval, why it is unknown); each may be None.
 
-    `id`: the claim's, for the message.
-
-    Raises:
-        ValueError: the value is not a number, or its interval is reversed.
+    Raises ValueError, with the claim's `id`, if the value is not a number or its interval is reversed.
     """
     given = [value.value, value.low, value.high] if isinstance(value, Ratio) else [value]
     unknown = [part.why for part in given if isinstance(part, Unknown | Missing)]

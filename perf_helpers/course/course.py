@@ -74,10 +74,7 @@ def run_course(
     def run_one(number: int, source: Path, environment: dict[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Run one lesson; return its entry in results.json, and the content of the JSON file that it wrote.
 
-        Args:
-            number: the lesson's place among the lessons of this run, for the progress.
-            source: path of the lesson's notebook.
-            environment: environment variables in addition to this process's.
+        `number`: its place in this run, for the progress; `environment`: variables in addition to this process's.
         """
         lock.take(source.stem, quiet.Need.SHARE, threads)
         notify(f"[{number:2}/{len(sources)}] {source.stem} ...")
@@ -135,10 +132,9 @@ def _terminated_as_interrupted() -> Iterator[None]:
 
 
 def _at_once() -> int:
-    """Return how many lessons this machine runs in parallel.
+    """Return how many lessons this machine runs in parallel: one, unless it is a CPU with two cores or more.
 
-    On a CPU with two cores or more: two more than cores, because lessons wait for each other, but at most four, and
-    each needs 4 GiB. Otherwise one.
+    There it is two more than cores, because lessons wait for each other, but at most four, and each needs 4 GiB.
     """
     machine = hardware.describe()
     if machine.kind != "cpu" or (machine.cpu_cores or 1) < 2:

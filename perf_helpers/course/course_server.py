@@ -141,11 +141,9 @@ def serve(descriptor: int, preload: Iterable[str]) -> NoReturn:
 
 
 def _serve_one(joined: connection.Connection, has_gpus: bool) -> NoReturn:
-    """Run a fork server or the keeper of a module, as the first function of a fork; never return.
+    """Run a fork server or the keeper of a module, as the first message of `joined` requests (see `serve`).
 
-    Args:
-        joined: the connection to the caller; its first message requests one of the two, see `serve`.
-        has_gpus: whether this machine has GPUs, for the fork server.
+    This is the first function of a fork and never returns. `has_gpus`: for a fork server, whether there are GPUs.
     """
     try:
         os.setsid()
@@ -164,12 +162,9 @@ def _serve_one(joined: connection.Connection, has_gpus: bool) -> NoReturn:
 
 
 def _keep(joined: connection.Connection, output: int, *module) -> NoReturn:
-    """Fork a module, wait for its end, end all processes that it leaves behind, and send its exit code.
+    """Fork a module, wait for its end, end all processes that it leaves behind, and send its exit code to the caller.
 
-    Args:
-        joined: the connection to the caller; if the caller closes it, the module is killed.
-        output: descriptor for the module's standard output and errors.
-        module: name, arguments, environment and folder, as in `_be_module`.
+    If the caller closes the connection `joined`, the module is killed. Other arguments: those of `_be_module`.
     """
     forked.adopt_orphans()
     if (pid := os.fork()) == 0:
@@ -192,12 +187,9 @@ def _keep(joined: connection.Connection, output: int, *module) -> NoReturn:
 
 
 def _be_module(output: int, name: str, arguments: list[str], environment: dict[str, str], folder: str) -> NoReturn:
-    """Run `python -m name` with these arguments in this fork; never return.
+    """Run `python -m name` with these arguments and only these environment variables in this fork; never return.
 
-    Args:
-        output: descriptor for standard output and errors.
-        environment: all environment variables of the module.
-        folder: the working directory, which is also on the import path.
+    `output`: descriptor for standard output and errors; `folder`: working directory, also on the import path.
     """
     os.setsid()
     forked.die_with_parent()

@@ -89,25 +89,17 @@ def keep(lab: Lab, kind: str, key: str = "", **content) -> None:
 
 
 def guess(entries: Sequence[Entry], lesson: str, key: str) -> float | None:
-    """Return the learner's latest guess under this key of a lesson, in the guess's unit; None if there is none.
-
-    `entries`: the journal's.
-    """
+    """Return the latest guess in `entries` under this key of a lesson, in the guess's unit; None if there is none."""
     return _latest(entries, ("guess", lesson, key), "guess")
 
 
 def choice(entries: Sequence[Entry], lesson: str, key: str) -> str | None:
-    """Return the option that the learner chose last in the question with this key of a lesson, or None if there is
-    none.
-
-    `entries`: the journal's.
-    """
+    """Return the learner's last choice in the question with this key of a lesson; None if there is none."""
     return _latest(entries, ("question", lesson, key), "choice")
 
 
 def counted_guess(entries: Sequence[Entry], lesson: str, key: str) -> float | None:
-    """Return the latest guess, under this key of a lesson, that was committed before the measurement was first
-    revealed.
+    """Return the latest guess under this key of a lesson that was committed before the first reveal of the measurement.
 
     Return None if there is none. `entries`: the journal's.
     """
@@ -120,10 +112,7 @@ def _latest(entries: Sequence[Entry], about: tuple[str, str, str], field: str) -
 
 
 def off(guess: float, measured: float) -> float:
-    """Return |guess - measured| / |measured|, e.g. 0.1 for a guess that is 10 % off.
-
-    If the measured value is 0, return |guess - measured| itself, in the unit of the guess.
-    """
+    """Return |guess - measured| / |measured|, e.g. 0.1 if 10 % off; |guess - measured| itself if `measured` is 0."""
     return abs(guess - measured) / (abs(measured) or 1)
 
 
@@ -142,10 +131,7 @@ class Scored:
 
 
 def history(entries: Sequence[Entry]) -> list[Scored]:
-    """Return every guess that counted, once per question, in the order in which the measurements were revealed.
-
-    `entries`: the journal's.
-    """
+    """Return every guess that counted, once per question, in the order in which the measurements were revealed."""
     first: dict[tuple, Entry] = {}
     for entry in entries:
         if entry.kind == "revealed":
@@ -171,9 +157,7 @@ class Progress:
 
 
 def progress(entries: Sequence[Entry]) -> dict[str, Progress]:
-    """Return {lesson: its progress} of each lesson that has entries in the journal, in the order of the lessons'
-    names.
-    """
+    """Return {lesson: its progress} of each lesson that has entries in the journal, sorted by name."""
     lessons: dict[str, Progress] = {}
     for entry in entries:
         lesson, content = lessons.setdefault(entry.lesson, Progress()), entry.content

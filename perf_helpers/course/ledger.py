@@ -1,6 +1,4 @@
-"""The ledger: every claim of the guides about memory and speed, read from claims.toml, and the rule that decides a
-claim.
-"""
+"""The ledger: the guides' claims about memory and speed, read from claims.toml, and the rule that decides a claim."""
 
 import functools
 import math
@@ -42,9 +40,7 @@ class Guide:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """One row of the ledger: a claim's statement, quantity and rule. The header of claims.toml explains the fields
-    for authors.
-    """
+    """A row of the ledger: a claim's statement, quantity and rule. The header of claims.toml explains the fields."""
 
     id: str
     section: str

@@ -105,8 +105,6 @@ def code_of(source: Path) -> str | None:
 def judge(name: str, folder: Path, code: int | None, timeout: float = 0) -> Judgement:
     """Judge an executed lesson by the files in its folder: <name>.ipynb, <name>.json and <name>.log.
 
-    Return its status ("ok", "failed", "crashed" or "timed out"), a message, and the content of the JSON file.
-
     Args:
         code: papermill's exit code; None if it was killed.
         timeout: seconds after which it was killed, for the message.
@@ -158,10 +156,9 @@ def _parameters(notebook) -> set[str]:
 
 
 class _Watch:
-    """Report a cell of a lesson that has been running for long.
+    """Report a cell of a lesson that has been running for long, and again whenever its running time has doubled.
 
-    Call the object every few seconds. It reads the notebook, which papermill writes when a cell begins. It reports a
-    cell once, and again whenever its running time has doubled.
+    Call the object every few seconds. It reads the notebook, which papermill writes when a cell begins.
     """
 
     def __init__(self, target: Path):
@@ -195,15 +192,9 @@ def _execute(
 ) -> int | None:
     """Run papermill for at most `timeout` seconds, then end every process that it started.
 
-    Args:
-        command: papermill's arguments.
-        log: file for the output.
-        watch: called every few seconds.
-        environment: environment variables in addition to those of this process.
-        stopped: an event that, once set, ends the run.
-
-    Returns:
-        papermill's exit code; None if it was killed.
+    Return its exit code; None if it was killed. `command`: papermill's arguments; `log`: file for the output; `watch`:
+    called every few seconds; `environment`: variables in addition to those of this process; `stopped`: an event that,
+    once set, ends the run.
     """
     marker = f"{os.getpid()}-{secrets.token_hex(8)}"
     code = None
@@ -271,10 +262,7 @@ def _record(name: str, path: Path) -> tuple[dict[str, Any], str]:
 
 
 def _running(cells: list[Cell]) -> Cell | None:
-    """Return the cell that was running when papermill last wrote the notebook, which it does when a cell begins.
-
-    Return None if no cell was running.
-    """
+    """Return the cell that was running when papermill last wrote the notebook (when a cell began), or None."""
     return next((cell for cell in cells if cell["metadata"].get("papermill", {}).get("status") == "running"), None)
 
 
@@ -297,8 +285,7 @@ def polling(get_msg: Callable) -> Callable:
 
     ZeroMQ notifies an event loop of a message only once, and sending on the same socket can consume the notification
     (https://github.com/jupyter/nbclient/issues/312). nbclient sends whenever an Output widget shows something, and then
-    sometimes waits forever for a reply that is already in the socket. On a busy machine this hung two of eighty toy
-    lessons with such a widget.
+    sometimes waits forever for a reply that is already in the socket: on a busy machine in two of eighty toy lessons.
     """
 
     async def ask(channel, timeout: float | None = None, *args, **options) -> dict[str, Any]:

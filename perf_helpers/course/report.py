@@ -54,9 +54,7 @@ def report(directory: str | Path, pages: Mapping[str, dict[str, Any]] | None = N
 def lesson_page(directory: Path, name: str) -> dict[str, Any]:
     """Write a lesson's executed notebook as HTML; return {"title", "page", "pictures": [(PNG in base64, alt text)]}.
 
-    "page" is the name of the HTML file, None if the notebook is missing or damaged.
-
-    `directory`: the folder of the course run; `name`: the lesson's.
+    "page" is the HTML file's name in `directory`, the course run's folder; None if the notebook is missing or damaged.
     """
     import nbformat
     from nbconvert import HTMLExporter
@@ -81,10 +79,7 @@ def lesson_page(directory: Path, name: str) -> dict[str, Any]:
 
 
 def _cases(data: dict[str, Any]) -> list[Case]:
-    """Return a test case per lesson and per claim: unexpected verdicts fail, claims not testable here are skipped.
-
-    `data`: the content of results.json. A case is as in `junit`.
-    """
+    """Return a `Case` per lesson and claim of results.json: unexpected verdicts fail, untestable claims are skipped."""
     cases = []
     for lesson in data["lessons"]:
         outcome = {"ok": None, "failed": "failure"}.get(lesson["status"], "error")
@@ -116,10 +111,6 @@ def change_cases(changes: Sequence[dict[str, Any]], fail_on: Iterable[str]) -> l
 
 
 def junit(date: str, cases: Sequence[Case]) -> str:
-    """Return test cases as JUnit XML, without characters that XML forbids.
-
-    `date`: date of the course run, as ISO 8601; `cases`: (group, name, seconds, None or "failure", "error" or
-    "skipped", text) of each.
-    """
+    """Return test cases as JUnit XML, without characters that XML forbids; `date`: the course run's, as ISO 8601."""
     count = Counter(outcome for *_, outcome, _ in cases)
     return _NO_XML.sub("", template("course/junit.xml.j2").render(date=date, cases=cases, count=count))

@@ -54,8 +54,7 @@ def recorded(folder: str | Path) -> dict[str, dict[str, Any]]:
 def course_runs(folder: str | Path) -> list[dict[str, Any]]:
     """Return every measured course run in a folder, by machine, the oldest first. Rehearsed runs are left out.
 
-    The files are <machine>/<date>.json; the path is added to each run as "file". Raises ValueError for a file that is
-    not the results of a course.
+    Files are <machine>/<date>.json; each run gets its path as "file". Raises ValueError for a file of another kind.
     """
     found = (load_results(path) | {"file": path} for path in sorted(Path(folder).glob("*/*.json")))
     return [data for data in found if not data["machine"].get("rehearsed")]
@@ -76,28 +75,19 @@ def decided_again(claims: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def failures(data: dict[str, Any]) -> list[str]:
-    """Return one line per failed lesson of a course run, and one if no claim was decided; verdicts do not matter.
-
-    `data`: the content of results.json.
-    """
+    """Return one line per failed lesson of a results.json, and one if no claim was decided; verdicts do not matter."""
     lines = [f"{x['name']} {x['status']}: {x['message']}" for x in data["lessons"] if x["status"] != "ok"]
     undecided = all(claim["verdict"] == Verdict.NOT_TESTABLE for claim in data["claims"])
     return [*lines, "no claim was decided"] if undecided else lines
 
 
 def problems(data: dict[str, Any]) -> list[str]:
-    """Return one line per problem of a course run: failures and unexpected verdicts.
-
-    `data`: the content of results.json.
-    """
+    """Return one line per failed lesson and per unexpected verdict of a results.json."""
     return failures(data) + unexpected(data["claims"])
 
 
 def to_send(data: dict[str, Any]) -> list[str]:
-    """Return the lines to report to the authors if verdicts are unexpected: machine, versions, verdicts.
-
-    Without an unexpected verdict the list is empty. `data`: the content of results.json.
-    """
+    """Return machine, versions and verdicts as lines to report to the authors; [] if no verdict is unexpected."""
     lines, machine, versions = unexpected(data["claims"]), data["machine"], data["versions"]
     if not lines:
         return []

@@ -58,9 +58,7 @@ def diagnose(machine: Machine, installed: dict[str, str | None] | None = None) -
 
 
 def about_rehearsal() -> Finding:
-    """Return a finding that says whether this machine can rehearse a training for a GPU that it lacks, or why it
-    cannot.
-    """
+    """Return a finding on whether this machine can rehearse a training for a GPU that it lacks and, if not, why."""
     from trainmem.rehearsal import build  # imports torch, which may be broken
 
     if hardware.is_rehearsal():
@@ -158,10 +156,7 @@ def _about_host(machine: Machine) -> Iterator[Finding]:
 
 
 def _about_folders() -> Iterator[Finding]:
-    """Yield a finding for each folder for runs or temporary files that cannot be used.
-
-    The reason is that it cannot be written to, has little room, or has too long a path.
-    """
+    """Yield a finding per folder of runs or temporary files that is read-only, nearly full, or has too long a path."""
     runs_folder = ("PERF_HELPERS_HOME", cache_folder, "runs, guesses and progress are not saved")
     for name, find, lost in (runs_folder, ("TMPDIR", tempfile.gettempdir, "no experiment can run")):
         try:
@@ -184,9 +179,7 @@ def _about_folders() -> Iterator[Finding]:
 
 
 def _about_imports() -> Iterator[Finding]:
-    """Yield a finding for each file that hides an installed library, and for each library whose version changed after
-    it was imported.
-    """
+    """Yield a finding per file that hides an installed library, and per library whose version changed after import."""
     for package in filter(version_of, PACKAGES):
         record, spec = importlib.metadata.distribution(package), importlib.util.find_spec(package)
         file, home = spec and spec.origin, Path(record.locate_file("")).absolute()

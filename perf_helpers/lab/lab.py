@@ -119,18 +119,14 @@ class Lab(Runner):
         return found if len(others) > 1 else found[0]
 
     def noise_floor(self, *runs: Run) -> float:
-        """Return the factor within which the speeds of two of these runs count as equal (without runs: this
-        machine's factor).
-        """
+        """Return the factor within which two of these runs count as equally fast; without runs, this machine's."""
         return NOISE_FLOOR["cpu" if self._on_cpu(*runs) else "cuda"]
 
     def ratio(self, pairs: Sequence[float], *runs: Run) -> Ratio:
-        """Return the median of the speed ratios of interleaved pairs with a bootstrap interval, widened to
-        `noise_floor(*runs)`.
+        """Return the median of interleaved pairs' ratios with a bootstrap interval, widened to `noise_floor(*runs)`.
 
-        If a pair is unknown, the ratio is unknown too. Raises ValueError for fewer than 3 pairs.
-
-        `pairs`: the ratio of each pair; `runs`: the compared runs.
+        `pairs`: the speed ratio of each pair; `runs`: the compared runs. If a pair is unknown, the ratio is unknown
+        too. Raises ValueError for fewer than 3 pairs.
         """
         return Ratio.of_pairs(pairs, self.noise_floor(*runs))
 
@@ -182,13 +178,9 @@ class Lab(Runner):
     def _speeds(
         self, baseline: Run, others: Sequence[Run], turns: int, steps_per_turn: int, timeout: float | None
     ) -> list["_Speed"]:
-        """Measure the speed of each other run against the baseline; all runs are interleaved with each other.
+        """Measure the speed of each other run against the baseline, all interleaved; return one `_Speed` per other run.
 
-        Return one `_Speed` per other run. If the runs cannot be interleaved, print why, and return unknown ratios.
-
-        Args:
-            turns, steps_per_turn: as in `compare`.
-            timeout: seconds for all runs together; None: the lab's, times the number of other runs.
+        The arguments are those of `compare`. If the runs cannot be interleaved, print why, and return unknown ratios.
         """
         if not others or (self.machine.rehearsed and self._has_rehearsed_turns):
             return [_Speed(Ratio.unknown(NO_TIME))] * len(others)
@@ -214,11 +206,8 @@ class Lab(Runner):
         second time, as the last one: the difference between both shows the noise. On a GPU, and with several ranks,
         each run has a process of its own, and the value has one entry for all of them together.
 
-        Args:
-            name: name of the progress bar.
-            turns: number of turns of each run, over all processes together.
-            steps_per_turn: optimizer steps per turn; the fastest one counts.
-            timeout: limit for all turns together, in seconds.
+        Each run has `turns` turns over all processes together. A turn has `steps_per_turn` optimizer steps, of which
+        the fastest counts. `timeout` limits all turns together, in seconds. The progress bar is called `name`.
         """
         players, inside_one = self._players(runs), self._is_inside_one(*runs)
         if inside_one:
@@ -241,9 +230,7 @@ class Lab(Runner):
         return outcome.replace(value=taken * (PROCESSES // count) if inside_one else taken)
 
     def _players(self, runs: list[Run]) -> list[Experiment]:
-        """Return the experiments of runs, without a limit on steps or epochs and, on a CPU, on one thread, for
-        `_interleaved`.
-        """
+        """Return the experiments of runs, without a limit on steps or epochs; on a CPU, with one thread."""
         changes: dict[str, Any] = {"threads": 1 if self._on_cpu(*runs) else None}
         if self.machine.rehearsed:
             changes["warmup_steps"] = 1
@@ -254,9 +241,7 @@ class Lab(Runner):
     def _speed_inside_one(self, baseline: Run, run: Run, triples: list[list[list[Seconds]]]) -> "_Speed":
         """Return the speed of a run that was interleaved with the baseline inside each of several processes.
 
-        Args:
-            triples: for each process, three lists with the `Seconds` of each turn: of the baseline, of the run, and of
-                the baseline again.
+        `triples`: per process, the `Seconds` of each turn of the baseline, of the run, and of the baseline again.
         """
         samples = self._samples_ratio(baseline, run)
         ratios = [Ratio.of_turns(triples, clock, LEAST_FLOOR, samples) for clock in (CPU, WALL)]
@@ -264,11 +249,7 @@ class Lab(Runner):
         return _Speed(*ratios, (_fastest(first, CPU), _fastest(second, CPU)))
 
     def _speed_apart(self, baseline: Run, run: Run, of_run: list[Seconds], of_baseline: list[Seconds]) -> "_Speed":
-        """Return the speed of a run that alternated with the baseline, each in its own process.
-
-        Args:
-            of_run, of_baseline: the `Seconds` of each turn.
-        """
+        """Return a run's speed from the `Seconds` of its turns and of the baseline's, each in its own process."""
         samples = self._samples_ratio(baseline, run)
         pairs = [a[WALL] / b[WALL] * samples for a, b in zip(of_baseline, of_run, strict=True)]
         fastest = _fastest([of_baseline], WALL), _fastest([of_run], WALL)
@@ -280,9 +261,7 @@ class Lab(Runner):
         return samples[0] / samples[1] if all(samples) else 1.0
 
     def _is_inside_one(self, *runs: Run) -> bool:
-        """Return whether a comparison of these runs interleaves them inside one process, as on a CPU with one rank
-        each.
-        """
+        """Return whether a comparison interleaves these runs inside one process: on a CPU with one rank each."""
         return self._on_cpu(*runs) and not self.machine.rehearsed and max(run.processes for run in runs) == 1
 
     @property
@@ -315,8 +294,6 @@ class _Speed:
 def _fastest(processes: Sequence[list[Seconds]], clock: int) -> float:
     """Return the seconds of the fastest turn of a run, over all of its processes; unknown in a rehearsal.
 
-    Args:
-        processes: the `Seconds` of each turn, per process.
-        clock: which of the two seconds counts, WALL or CPU.
+    `processes`: the `Seconds` of each turn, per process; `clock`: which of the two seconds counts, WALL or CPU.
     """
     return min((turn[clock] for turns in processes for turn in turns), key=float)

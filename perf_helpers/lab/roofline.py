@@ -38,16 +38,11 @@ class Ceilings:
 
     @property
     def ridge(self) -> float:
-        """Return the FLOPs per byte at which the two limits meet; an operation with fewer per byte is bound by
-        bandwidth.
-        """
+        """Return the FLOPs per byte at which both limits meet; an operation with fewer is bound by bandwidth."""
         return self.flops_per_second / self.bytes_per_second
 
     def seconds(self, flops: float, moved_bytes: float) -> float:
-        """Return the seconds that an operation takes at least, by the roofline model.
-
-        `flops`: its floating-point operations; `moved_bytes`: bytes that it reads plus bytes that it writes.
-        """
+        """Return an operation's least seconds by the roofline model; `moved_bytes`: bytes read plus bytes written."""
         return max(flops / self.flops_per_second, moved_bytes / self.bytes_per_second)
 
 
@@ -105,9 +100,8 @@ class Products:
     def step_speed(self) -> tuple[float, float]:
         """Return (least, greatest) factor by which mixed precision changes the speed of the step.
 
-        By Amdahl's law: matmuls speed up by `ratio`, the time of all other work changes by a factor in `OTHER_WORK`.
-
-        Source: Amdahl, "Validity of the single processor approach", AFIPS 1967.
+        Matmuls speed up by `ratio`; the time of all other work changes by a factor in `OTHER_WORK`. Source: Amdahl's
+        law, "Validity of the single processor approach", AFIPS 1967.
         """
         rates = self.ratio.low, self.ratio.high
         if not self.ratio.known:
@@ -188,10 +182,9 @@ def products(lab, dtype: str, task: Task, batch_size: int, use_cpu: bool = False
 
 
 def _copied_bytes(device: str) -> int:
-    """Return how many bytes to copy to measure a device's copy rate: the size of the largest cache, but at most an
-    eighth of the free memory.
+    """Return how many bytes to copy to measure a device's copy rate: the size of its largest cache.
 
-    Source and target together then take twice the cache. The result is never below `COPIED_BYTES`.
+    Source and target then take twice the cache. At most an eighth of the free memory, at least `COPIED_BYTES`.
     """
     least = COPIED_BYTES[device]
     if device == "cuda":

@@ -96,10 +96,9 @@ def missing() -> str | None:
 
 
 def bytes_sent() -> int | None:
-    """Return the bytes, headers included, that the network device of this rank has sent so far.
+    """Return the bytes, headers included, that this rank has sent through its network device; None if not reported.
 
-    The device is the one through which gloo connects to the other ranks, in the namespace of this process. Return None
-    if the system does not report it.
+    The device is the one through which gloo connects to the other ranks, in the namespace of this process.
     """
     device = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     with contextlib.suppress(OSError, StopIteration), open("/proc/thread-self/net/dev") as file:
@@ -118,11 +117,9 @@ def _lacking() -> str | None:
 
 @contextlib.contextmanager
 def _namespace() -> Iterator[int]:
-    """Yield the id of a new process in a network namespace of its own, which ends when the context or this process
-    ends.
+    """Yield the id of a new process in a network namespace of its own; raise Unavailable if it does not start.
 
-    Raises:
-        Unavailable: the process could not be started there.
+    The process ends when the context or this process ends.
     """
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     command = ["unshare", "--net", "sh", "-c", "echo ready && exec cat"]
@@ -133,8 +130,7 @@ def _namespace() -> Iterator[int]:
 
 
 def _hold_back(middle, delay):
-    """Forward each frame from one host to the other after `delay` seconds, until the hosts end, and with them their
-    devices.
+    """Forward each frame from one host to the other after `delay` seconds, until the hosts and their devices end.
 
     `middle`: id of the process whose namespace has both devices.
     """
@@ -168,11 +164,7 @@ def _reason(name: str, errors: bytes) -> str:
 
 
 def _enter(descriptor: int) -> None:
-    """Enter the namespace of a file descriptor by setns(2), which Python 3.11 lacks.
-
-    Raises:
-        OSError: the kernel refuses it.
-    """
+    """Enter a file descriptor's namespace by setns(2), which Python 3.11 lacks; raise OSError if that is refused."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.setns(descriptor, _CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

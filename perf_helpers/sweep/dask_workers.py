@@ -94,8 +94,7 @@ class Workers(Executor):
     def submit(self, function: Callable, /, *arguments, **options) -> Future:
         """Run `function(*arguments, **options)` on a worker and return its future, as any executor does.
 
-        The future raises `Killed` if two workers were killed while they ran the call, and ValueError if there is no
-        worker.
+        The future raises `Killed` if two workers were killed while running the call, ValueError if there is no worker.
         """
         if self._closed:
             raise self._failure or RuntimeError("these workers were shut down")
@@ -106,9 +105,7 @@ class Workers(Executor):
         return [(worker.machine, worker.versions) for worker in [*self._workers.values()]]
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Refuse further calls, and wait for those that run unless `wait` is False; with `cancel_futures` end these
-        calls and their processes.
-        """
+        """Refuse further calls; with `cancel_futures` end those that run; wait for their end unless `wait` is False."""
         self._closed = True
         if self._client.loop.asyncio_loop.is_running():  # otherwise the client was closed, which ended all calls
             ended = self._begin(self._stop(cancel_futures))
@@ -192,10 +189,9 @@ class Workers(Executor):
         self._change = asyncio.Event()
 
     async def _ask(self, question: Callable, *arguments, **options) -> Any:
-        """Call a method of the scheduler's client, `question`, with `arguments` and `options`, and return its answer.
+        """Return the answer of `question`, a method of the scheduler's client, to `arguments` and `options`.
 
-        Raises:
-            ValueError: the scheduler no longer answers.
+        Raises ValueError if the scheduler no longer answers.
         """
         try:
             return await question(*arguments, **options)
@@ -313,12 +309,8 @@ def connected(
 def _own_cluster(distributed, count: int | None) -> Iterator:
     """Yield a cluster on this machine: one process per worker, each of which sees one GPU if there are GPUs.
 
-    Args:
-        distributed: the module of Dask.
-        count: number of workers; None or 0: one per GPU, or one if there is no GPU.
-
-    Raises:
-        ValueError: there are GPUs, but fewer than workers.
+    `distributed` is Dask's module. `count`: number of workers; None or 0: one per GPU, or one if there is no GPU.
+    Raises ValueError if there are GPUs, but fewer than workers.
     """
     import dask
 
@@ -345,10 +337,7 @@ def _own_cluster(distributed, count: int | None) -> Iterator:
 
 
 def _gpu_names(gpus) -> list[str]:
-    """Return the name of each `hardware.Gpu` for CUDA_VISIBLE_DEVICES: its UUID if known, otherwise its number.
-
-    A UUID is safer, because numbers count visible GPUs only.
-    """
+    """Return each `Gpu`'s name for CUDA_VISIBLE_DEVICES: its UUID or, if unknown, its number among visible GPUs."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     numbers = visible if len(visible) == len(gpus) and all(visible) else [str(gpu.index) for gpu in gpus]
     return [gpu.uuid or number for gpu, number in zip(gpus, numbers, strict=True)]
@@ -368,10 +357,7 @@ def dask_setup(worker) -> None:
 
 
 def introduce(dask_worker) -> _Worker:
-    """Return this worker's description of itself, and start a fork server for it.
-
-    `dask_worker`: Dask's object, which Dask passes to a function with an argument of this name.
-    """
+    """Return this worker's description of itself, and start its fork server; Dask passes its object, `dask_worker`."""
     without_dasks_settings()
     SERVER.start()
     return _Worker(
@@ -406,8 +392,7 @@ def attend(worker_id: str, number: str, sharing: int, content: bytes) -> Any:
     """Run a call in this worker, and return its value.
 
     Args:
-        worker_id: id of the worker that the call was sent to.
-        number: id of the call.
+        worker_id, number: ids of the worker that the call was sent to, and of the call.
         sharing: number of experiments that share this machine's CPU; each gets an equal part of the cores.
         content: the pickled function with its arguments.
 
@@ -434,9 +419,7 @@ def _on_its_part(experiment: Experiment, sharing: int) -> Experiment:
 
 
 async def end(number: str) -> None:
-    """End the processes of the call `number`, including any that it still starts. Do nothing if this worker runs
-    another call too.
-    """
+    """End the processes of the call `number`, also any that it still starts, unless this worker runs another call."""
     while _attended == {number}:
         SERVER.end_forks()
         await asyncio.sleep(0.1)

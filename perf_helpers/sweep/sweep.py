@@ -123,9 +123,7 @@ class Sweep:
         return self.table()._repr_html_()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the sweep for JSON: every run as the store has it, with "reused" (it was stored before the sweep)
-        added.
-        """
+        """Return the sweep for JSON: each run as stored, with "reused" (was it stored before the sweep?) added."""
         runs = [run.to_dict() | {"reused": run.id in self.reused} for run in self.runs]
         return {"status": "ok" if self.ok else "failed", "store": self.store, "reused": len(self.reused), "runs": runs}
 
@@ -175,10 +173,7 @@ def run(
 
 
 def _outcomes(lab: Lab, plan: Plan, experiments: dict[int, Experiment]) -> Iterator[tuple[int, Outcome]]:
-    """Run the rows of a plan in the lab; yield (number of the row, outcome) as soon as each row ends.
-
-    `experiments`: {number of the row: its experiment}, the rows to run.
-    """
+    """Run the rows `experiments`, {number of the row: experiment}; yield (number, outcome) as soon as each row ends."""
     timeout = plan.timeout or lab.timeout
     if lab.executor is None:
         for number, experiment in experiments.items():
@@ -201,7 +196,6 @@ def _known(lab: Lab, plan: Plan, experiments: list[Experiment]) -> dict[int, Run
     """Return {number of a row: the latest run in the lab's store that has its measurements}.
 
     Only runs on machines and versions that are available now count. A run with the row's name is preferred.
-
     `experiments`: the experiment of each row of the plan.
     """
     places_here = getattr(lab.executor, "seen", lambda: [(lab.machine, lab.versions)])()
@@ -227,10 +221,7 @@ def _decisive_versions(versions: Mapping[str, str | None]) -> tuple[str | None, 
 
 
 def _has(run: Run, plan: Plan, experiment: Experiment) -> bool:
-    """Return whether a run has all measurements that the plan requests, over the requested number of steps.
-
-    `experiment`: that of the plan's row; its training arguments may set the number of steps.
-    """
+    """Return whether a run has all measurements that the plan requests, over the steps that `experiment` requests."""
     sets_length = {"max_steps", "num_train_epochs"} & experiment.arguments.given.keys()
     as_long = run.timing and (sets_length or run.timing.steps == experiment.steps)
     return bool(("memory" not in plan.measure or run.memory) and ("time" not in plan.measure or as_long))
@@ -256,12 +247,8 @@ def _rows(tables: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def _combinations(grid: dict[str, Any], taken: set[str]) -> list[tuple[str, dict[str, Any]]]:
     """Return (name, changed settings) for every combination of the grid's values; the last setting varies fastest.
 
-    Args:
-        grid: {setting: list of its values}; the values are replaced by checked ones.
-        taken: settings that other tables of the plan set, which the grid must not repeat.
-
-    Raises:
-        ValueError: a setting that the grid cannot have, an invalid list or value, or more than `MOST_ROWS` rows.
+    `grid`: {setting: list of its values}; checked values replace them. `taken`: settings that other tables of the plan
+    set. Raises ValueError for a setting that the grid cannot have, an invalid value, or more than `MOST_ROWS` rows.
     """
     for name, values in grid.items():
         if name == "config":
@@ -281,11 +268,7 @@ def _combinations(grid: dict[str, Any], taken: set[str]) -> list[tuple[str, dict
 
 
 def _listed(rows: list[Mapping[str, Any]]) -> Iterable[tuple[str, dict[str, Any]]]:
-    """Yield (name, changes) of each row under [[rows]].
-
-    Raises:
-        ValueError: an invalid setting or name; the message says in which row.
-    """
+    """Yield (name, changes) of each row under [[rows]]; raise ValueError, naming the row, for an invalid one."""
     for number, row in enumerate(rows, start=1):
         place, changes = f"[[rows]] {number}", {name: value for name, value in row.items() if name != "name"}
         changes = {name: _value(place, name, value) for name, value in changes.items()}
@@ -302,13 +285,8 @@ def _name(changes: Mapping[str, Any]) -> str:
 def _value(place: str, name: str, value: Any, in_task: bool = True) -> Any:
     """Check a value of a plan and return it. A training argument given as text is converted by transformers' parser.
 
-    Args:
-        place: the table that has the value, for messages.
-        name: a field of the task, or a training argument.
-        in_task: whether fields of the task are allowed here.
-
-    Raises:
-        ValueError: an unknown name, or a value that the setting does not accept.
+    `place`: the value's table, for messages. `name`: a training argument or, if `in_task`, a field of the task. Raises
+    ValueError for an unknown name, or a value that the setting does not accept.
     """
     if name in TASK_FIELDS:
         if in_task and name != "config":

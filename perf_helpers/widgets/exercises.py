@@ -41,9 +41,7 @@ _SIGNS = {  # {status: (sign, colour of the theme)}; the sign and the words say 
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """The feedback on an answer or a guess: a status, e.g. "right", a text and a picture; it displays itself in a
-    notebook.
-    """
+    """The feedback on an answer or a guess: a status, e.g. "right", a text and a picture; it displays itself."""
 
     status: str  # of an exercise "not attempted", "wrong", "right" or "not measured"; of a guess "no guess" or "guess"
     text: str  # words between backticks are code
@@ -73,10 +71,7 @@ def right(text: str) -> Feedback:
 
 
 def not_measured(reason: str) -> Feedback:
-    """Return feedback on an answer that cannot be judged, because its reference is unknown; the journal skips it.
-
-    `reason`: the text to show.
-    """
+    """Return feedback, with the text `reason`, on an answer whose reference is unknown; the journal skips it."""
     return Feedback("not measured", reason)
 
 
@@ -208,9 +203,7 @@ def check(lab: Lab, key: str, judge: Callable[[Any], Feedback], answer: Any) -> 
 
 
 def _judgement(judge: Callable[[Any], Feedback], answer: Any) -> Feedback:
-    """Return the feedback of a check, `judge`, on an answer; "not measured" if it needs an unknown value or a failed
-    run.
-    """
+    """Return `judge`'s feedback on an answer; "not measured" if it needs an unknown value or a failed run."""
     try:
         return judge(answer)
     except (NeedsValues, RunFailed) as reason:
@@ -218,10 +211,7 @@ def _judgement(judge: Callable[[Any], Feedback], answer: Any) -> Feedback:
 
 
 def _keep(lab: Lab, kind: str, key: str, **content) -> None:
-    """Keep an outcome in the journal, unless it is "not measured" or the author's (see `prove`).
-
-    The arguments are those of `learner_log.keep`; `content` has the outcome's status.
-    """
+    """Pass an outcome to `learner_log.keep`, unless it is "not measured" or the author's (see `prove`)."""
     if not _is_author.get() and content.get("status") != "not measured":
         learner_log.keep(lab, kind, key, **content)
 
@@ -311,8 +301,7 @@ def challenge(
 def _recipe_problem(answer: Any, baseline: Run) -> str | None:
     """Return why a recipe is refused without a run, or None.
 
-    `answer` must be a dict of training arguments that keeps the effective batch and the length of the training of
-    `baseline`.
+    `answer` must be a dict of training arguments that keeps the effective batch and training length of `baseline`.
     """
     if not isinstance(answer, Mapping) or not all(isinstance(name, str) for name in answer):
         return f"{answer!r} is not a dict of training arguments: give e.g. {{'per_device_train_batch_size': 1}}"
@@ -382,10 +371,7 @@ def board(lab: Lab, key: str) -> plots.Table:
 
 
 def progress(lab: Lab) -> plots.Table:
-    """Return a table of the learner's progress from the journal on this machine.
-
-    It has one row per lesson in the working folder, and one for each other lesson in the journal.
-    """
+    """Return a table of the learner's progress, with a row per lesson in the working folder or in the journal."""
     known = learner_log.progress(learner_log.of(lab).read())
     present = {path.stem for path in Path.cwd().glob("[0-9][0-9]_*.ipynb")}
     lessons = sorted(present | {name for name in known if name})
@@ -394,10 +380,7 @@ def progress(lab: Lab) -> plots.Table:
 
 
 def _cells(lesson: learner_log.Progress | None) -> list[str]:
-    """Return the cells of a lesson's row in the progress table, after its name.
-
-    `lesson`: the progress in it; None if the journal has no entry of the lesson.
-    """
+    """Return a lesson's cells in the progress table, after its name; None: the journal has no entry of the lesson."""
     if lesson is None:
         return ["not begun", "", "", "", ""]
     decided = sum(verdict != "not testable here" for verdict in lesson.claims.values())

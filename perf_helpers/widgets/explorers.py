@@ -32,14 +32,11 @@ __all__ = ["explore", "memory", "recipes", "timeline"]
 def explore(draw: Callable[..., Any], **choices: Sequence[Any]) -> "VBox":
     """Show the picture that `draw` makes, and below it a control per keyword; a move of a control redraws the picture.
 
-    Without a front end only the first picture is shown.
+    Return the box of controls, already displayed. Without a front end only the first picture is shown.
 
     Args:
         draw: takes one value per keyword, draws on new axes and returns them (or anything that can be displayed).
         choices: {keyword of `draw`: the values on offer, beginning with the first one to show}.
-
-    Returns:
-        The box of controls, already displayed.
 
     Raises:
         ValueError: a keyword has no values.

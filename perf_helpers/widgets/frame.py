@@ -70,8 +70,7 @@ def close_widget(widget: "Widget") -> None:
 
 
 def observe(controls: "Iterable[Widget]", function: Callable[[Any], None], output: "Output") -> Callable[..., None]:
-    """Call a function whenever one of the controls changes its value; `output` captures what the function shows or
-    raises.
+    """Call a function whenever a control changes its value; `output` captures what the function shows or raises.
 
     Return the callback that was registered.
     """

@@ -108,10 +108,7 @@ def _guesses(lab: Lab, key: str) -> tuple[float | None, float | None]:
 
 
 def _state_html(lab: Lab, key: str, unit: str) -> str:
-    """Return the state of the learner's guess as HTML: none yet, kept, or too late to count.
-
-    `key` names the guess within the lab's lesson; `unit` is the guess's.
-    """
+    """Return the state of the learner's guess as HTML: none yet, kept (in `unit`), or too late to count."""
     kept, counted = _guesses(lab, key)
     if kept is None:
         return "<div>No guess yet. Commit one before you run on.</div>"

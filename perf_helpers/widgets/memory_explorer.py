@@ -125,11 +125,8 @@ class _MemoryExplorer:
     and then draws. That thread reads the position just before it traces, so positions that were only passed on the way
     are not traced.
 
-    Args:
-        task: the model to start with.
-        start: {name of a control: its first value}.
-        first: the estimate at these values.
-        compute_capability: compute capability of the GPU; None: the estimate's default.
+    `task`: the model to start with; `start`: {name of a control: its first value}; `first`: the estimate there;
+    `compute_capability`: the GPU's (None: the estimate's default).
     """
 
     def __init__(
@@ -189,10 +186,7 @@ class _MemoryExplorer:
             self._output.outputs = (*self._output.outputs, {"output_type": "error"} | output)
 
     def _traced(self, position: Position) -> MemoryEstimate | str:
-        """Return the estimate of a position, or the message of its error.
-
-        `position`: (name, value) of each visible control.
-        """
+        """Return the estimate of a position, (name, value) of each visible control, or the message of its error."""
         try:
             return estimate_at(self._task, dict(position), self._capability)
         except ValueError as error:
@@ -229,11 +223,9 @@ class _MemoryExplorer:
 
 
 def _start(task: Task, of: str, device: str, micro_batch: int) -> dict[str, Any]:
-    """Return {name of a control: its first value}: a training, or inference, without techniques.
+    """Return {name of a control: its first value} of a "training" or "inference" (`of`), without techniques.
 
-    The weights have the type in which the model loads.
-
-    `of`: "training" or "inference"; `device`: "cpu" or "cuda"; `micro_batch`: in samples.
+    The weights have the type in which the model loads. `micro_batch` is in samples.
     """
     dtype = task.weights().dtype
     return {
@@ -301,10 +293,7 @@ def _offer(controls: dict[str, "DOMWidget"]) -> None:
 def _verdict(answer: MemoryEstimate, parts: dict[str, int], own: dict[str, int]) -> str:
     """Return HTML that says how much memory is needed, where the peak is, and on which devices it fits.
 
-    Args:
-        answer: the estimate, which has the place of the peak.
-        parts: {category: bytes} that sum to the bytes needed.
-        own: {name of a device of this machine: bytes of its memory}.
+    `parts`: {category: bytes} that sum to the bytes needed; `own`: {device of this machine: bytes of its memory}.
     """
     needed = sum(parts.values())
     peak = html.escape(f"in {answer.memory.peak_phase}, at {answer.memory.peak_operation}")

@@ -98,9 +98,7 @@ class Monitor:
         return plots.Table(["figure", "min", "mean", "max"], rows, caption)
 
     def live_html(self) -> str:
-        """Return the latest samples as SVG, one panel with a line over time per measured quantity, e.g.
-        memory in use.
-        """
+        """Return the latest samples as SVG: a panel per quantity, e.g. memory in use, with a line over time."""
         samples, panels = self.samples[-DRAWN:], []
         for name, unit in self.figures.items():
             points = [(at, figures[name]) for at, figures in samples if figures.get(name) is not None]
@@ -166,8 +164,7 @@ def _host_reader() -> Callable[[], Figures]:
         psutil.cpu_percent()  # the first sample reports the time since this call
 
     def children() -> int:
-        """Return the bytes of resident memory of all descendants and experiments; a page that two of them share counts
-        twice.
+        """Return the resident bytes of all descendants and experiments; a page that two of them share counts twice.
 
         In a course an experiment is no descendant of its lesson: it is forked by the course's server.
         """

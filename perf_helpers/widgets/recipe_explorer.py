@@ -25,8 +25,7 @@ def recipes(lab: Lab) -> None:
     in one picture; a menu offers the earlier runs of this machine by day.
 
     Raises:
-        ValueError: nothing is measured so far.
-        RunFailed: nothing is measured so far, and a run failed.
+        ValueError: nothing is measured so far. If a run failed, RunFailed is raised instead.
     """
     import ipywidgets
 

@@ -30,9 +30,7 @@ def opened(cell: str) -> str:
 
 
 def load_ipython_extension(shell) -> None:
-    """Let the kernel of the IPython shell run sealed cells from now on; `%load_ext perf_helpers.widgets.sealed`
-    calls this.
-    """
+    """Let an IPython shell run sealed cells from now on; `%load_ext perf_helpers.widgets.sealed` calls this."""
     shell.input_transformers_cleanup.append(lambda lines: opened("".join(lines)).splitlines(keepends=True))
     shell.events.register("post_run_cell", _show)
 

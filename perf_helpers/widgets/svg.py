@@ -19,8 +19,7 @@ _FAR = 8  # a limit more than this many times larger than the values does not st
 
 
 def bar(title: str, parts: Mapping[str, int], limits: Mapping[str, int]) -> str:
-    """Draw bytes by category as one stacked bar with a legend, and limits as lines across it, as HTML. Sizes are in
-    GiB.
+    """Draw bytes by category, in GiB, as one stacked bar with a legend, and limits as lines across it, as HTML.
 
     Args:
         title: the name of the bar, e.g. "Peak", for screen readers.
@@ -133,8 +132,7 @@ def panel(title: str, unit: str, points: Sequence[tuple[float, float]], span: tu
     """Draw a line over time as SVG, with its latest value in words.
 
     Args:
-        title: the name of the quantity.
-        unit: unit of the values.
+        title, unit: the name of the quantity, and the unit of its values.
         points: (seconds, value) of each sample that has a value.
         span: seconds at the left and right end of the axis.
     """

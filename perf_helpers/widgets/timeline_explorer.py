@@ -17,8 +17,7 @@ def timeline(*runs: Run | MemoryEstimate) -> None:
         runs: the runs on offer, measured with measure="memory"; the first two are shown.
 
     Raises:
-        ValueError: none of the runs has a timeline.
-        RunFailed: none of the runs has a timeline, and one of them failed.
+        ValueError: none of the runs has a timeline. If one of them failed, RunFailed is raised instead.
     """
     import ipywidgets
 
@@ -57,9 +56,7 @@ def timeline(*runs: Run | MemoryEstimate) -> None:
 def _picture(shown: Sequence[tuple[str, plots.Timeline]], share: float) -> str:
     """Draw one or two timelines on one scale, and a table of the operation at a vertical line; return HTML.
 
-    Args:
-        shown: (name, timeline) of each run.
-        share: place of the line, as a share of the timelines' length, 0 to 1.
+    `shown`: (name, timeline) of each run; `share`: place of the line as a share of the timelines' length, 0 to 1.
     """
     top = max(steps.highest_bytes for _, steps in shown)
     indices = [round(share * (len(steps) - 1)) for _, steps in shown]
