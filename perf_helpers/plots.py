@@ -312,7 +312,8 @@ def picture_html(ax: Axes, text: str) -> str:
 def image_html(figure: Figure, text: str = "") -> str:
     """Return a figure, cropped, as an <img>, the only tag from which JupyterLab reads an alternative text.
 
-    `text`: the alternative text (default: `words(figure)`).
+    Args:
+        text: the alternative text (default: `words(figure)`).
     """
     file = io.BytesIO()
     figure.savefig(file, format="png", bbox_inches="tight")

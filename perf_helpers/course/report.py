@@ -111,6 +111,10 @@ def change_cases(changes: Sequence[dict[str, Any]], fail_on: Iterable[str]) -> l
 
 
 def junit(date: str, cases: Sequence[Case]) -> str:
-    """Return test cases as JUnit XML, without characters that XML forbids; `date`: the course run's, as ISO 8601."""
+    """Return test cases as JUnit XML, without characters that XML forbids.
+
+    `date`: date of the course run, as ISO 8601; `cases`: (group, name, seconds, None or "failure", "error" or
+    "skipped", text) of each.
+    """
     count = Counter(outcome for *_, outcome, _ in cases)
     return _NO_XML.sub("", template("course/junit.xml.j2").render(date=date, cases=cases, count=count))

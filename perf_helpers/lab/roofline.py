@@ -184,7 +184,8 @@ def products(lab, dtype: str, task: Task, batch_size: int, use_cpu: bool = False
 def _copied_bytes(device: str) -> int:
     """Return how many bytes to copy to measure a device's copy rate: the size of its largest cache.
 
-    Source and target then take twice the cache. At most an eighth of the free memory, at least `COPIED_BYTES`.
+    Source and target together then take twice the cache. The result is at most an eighth of the free memory, and never
+    below `COPIED_BYTES`.
     """
     least = COPIED_BYTES[device]
     if device == "cuda":
