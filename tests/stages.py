@@ -27,13 +27,13 @@ LESSONS = "--ignore=tests/test_lessons.py"
 VENV = f"VENV={Path(sys.executable).parents[1]}"
 # {stage: (about the minutes it takes on two cores, its command)}. What is timed has the machine alone.
 DAILY = {
-    "units": (3, [*PYTEST, *TWO, *CHECKED, LESSONS, "-m", "not (browser or site or nightly or timed)"]),
-    "lessons": (5, [*PYTEST, "tests/test_lessons.py", "-m", "not nightly"]),
+    "units": (4, [*PYTEST, *TWO, *CHECKED, LESSONS, "-m", "not (browser or site or nightly or timed)"]),
+    "lessons": (8, [*PYTEST, "tests/test_lessons.py", "-m", "not nightly"]),
 }
 NIGHTLY = {
     "lessons": (16, [*PYTEST, "-m", "nightly and timed"]),
     "browser": (9, [*PYTEST, "-n", "2", "--dist", "loadgroup", "-m", "browser or site"]),
-    "units": (29, [*PYTEST, *TWO, "-m", "nightly and not (browser or site or timed)"]),
+    "units": (34, [*PYTEST, *TWO, "-m", "nightly and not (browser or site or timed)"]),
     "levels": (6, ["make", "levels", VENV, "ARGS=--lowest"]),
     "rehearse": (15, ["make", "rehearsed", VENV]),
 }
