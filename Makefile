@@ -115,8 +115,10 @@ ifeq ($(LESSONS),all)
 endif
 
 # The next COUNT classes of transformers' registries, another set each day: the estimate against the count, kept in results/.
+# The losses of detection models need scipy.
 architectures: $(STAMP)
-	$(VENV)/bin/python benchmarks/measure_architectures.py --count $(or $(COUNT),60)
+	@test -d $(SCIPY) || $(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --target $(SCIPY) scipy==1.17.1
+	PYTHONPATH=$(SCIPY) $(BIN)/python benchmarks/measure_architectures.py --count $(or $(COUNT),60)
 
 # Compare the estimate with torch's allocator on random configurations for an hour, on another set each day. A miss fails.
 random: $(STAMP)
@@ -142,6 +144,7 @@ build/ipywidgets7: $(STAMP)
 DEEPSPEED_PARTS := wheel setuptools hjson py-cpuinfo msgpack einops ninja pydantic pydantic-core annotated-types typing-inspection
 OF_PYTHON = $(shell $(BIN)/python -c "import sys; print('%d.%d' % sys.version_info[:2])")
 DEEPSPEED = build/deepspeed-$(OF_PYTHON)
+SCIPY = build/scipy-$(OF_PYTHON)
 build/deepspeed: $(STAMP)
 	@test -f $(DEEPSPEED)/.stamp || { rm -rf $(DEEPSPEED); $(BIN)/python -m pip install -q --disable-pip-version-check --no-deps \
 		--target $(DEEPSPEED) -c constraints.txt $(DEEPSPEED_PARTS) && \
