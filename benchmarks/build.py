@@ -163,7 +163,7 @@ def finding(measured: dict[str, dict]) -> str:
     guides = sum(claim["reference"]["source"] in ("2022 guide", "2023 guide") for claim in data["claims"])
     cores, kind = data["machine"]["cpu_cores"], "a GPU" if data["machine"]["kind"] == "cuda" else "a CPU"
     return (
-        f"- **{refuted} of {testable} testable statements are refuted** on {kind} with {cores} cores; {tested}. "
+        f"- **{refuted} of {testable} testable claims are refuted** on {kind} with {cores} cores; {tested}. "
         f"The other {total - testable} of all {total} need hardware that this machine lacks, or cannot be measured. "
         f"{guides} of the {total} come from the two guides, the others from related pages, papers and issues "
         f"([every claim with its number](results/README.md#scoreboard): {caption(data, short=True)})."
@@ -204,9 +204,9 @@ def lessons(measured: dict[str, dict]) -> str:
         name = f"[{titles[path.name[:2]]}](notebooks/{path.name})"
         question, part = first.splitlines()[0].removeprefix("# "), PARTS_OF_COURSE.get(path.name[:2], "")
         rows.append([part, name, question, took, f"[Colab]({colab}) [Binder]({binder})"])
-    about = "Minutes in the newest recorded run, at least 1, without waiting for other lessons. "
+    about = "Minutes, rounded and at least 1, in a run in which other lessons ran meanwhile: do not add them up. "
     minutes = f"{data.get('seconds', sum(seconds.values())) / 60:.0f} minutes"
-    about += f"Several lessons may run at once: all together took {minutes} ({caption(data, short=True)})."
+    about += f"All together took {minutes} ({caption(data, short=True)})."
     return f"{table(['part', 'lesson', 'question', 'computing, minutes', 'open in'], rows)}\n\n{about}"
 
 
