@@ -158,8 +158,8 @@ def run_json(run: Run) -> dict[str, Any]:
 
 
 def memory_json(memory: Memory | None) -> dict[str, Any]:
-    """Return the fields of a `Memory` as {name: bytes or value}, its kind as "peak_kind"; all are None if `memory` is
-    None.
+    """Return the fields of a `Memory` as {name: bytes or value}, with `kind` renamed "peak_kind"; all values are None
+    if `memory` is None.
     """
     record = memory.to_dict() if memory else dict.fromkeys(item.name for item in dataclasses.fields(Memory))
     return {"peak_kind": record.pop("kind")} | record

@@ -1,6 +1,6 @@
 """Define the results of experiments (runs, ratios, comparisons), and the files that store them.
 
-A figure that was not requested is None, one of a failed run is `Missing`, and a ratio with a missing figure is
+A figure that was not requested is None, a figure of a failed run is `Missing`, and a ratio with a missing figure is
 `Unknown`. A missing measurement is never 0. Files store all of these as null.
 """
 
@@ -129,8 +129,8 @@ def _as_json(value: Any) -> Any:
 
 
 def _read(kind: Any, value: Any) -> Any:
-    """Convert the JSON value of a field to the type `kind`: a list becomes a tuple, a dict a record if `kind` names
-    one.
+    """Convert the JSON value of a field to the type `kind`: a list becomes a tuple, a dict becomes a record if `kind`
+    is a record class.
 
     Raises:
         ValueError: NaN in a field that is not a float.
@@ -174,8 +174,8 @@ class Memory(Record):
     def explained(self, categories: "Memory") -> "Memory":
         """Return this memory with the breakdowns of `categories`, a second pass that tracked all tensors.
 
-        Bytes of this total that no tensor of that pass explains count as operator workspace, so the categories sum to
-        the total.
+        Bytes of this memory's total beyond the tensors of the second pass count as operator workspace, so the
+        categories sum to the total.
         """
         if categories.breakdown is None:
             return self

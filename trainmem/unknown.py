@@ -82,7 +82,9 @@ class Unknown(_WithoutValue, float):
     __hash__ = object.__hash__
 
     def __ne__(self, other) -> bool:
-        """Return True if `other` is this very object, by which `json` recognizes NaN; otherwise raise `error`."""
+        """Return True if `other` is this very object, because `json` tests `x != x` to recognize NaN; otherwise raise
+        `error`.
+        """
         return other is self or self._refuse()
 
     def _unknown_again(self, *_) -> "Unknown":

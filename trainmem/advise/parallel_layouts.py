@@ -2,8 +2,8 @@
 traced.
 
 Covers DDP, FSDP2 and ZeRO 1 to 3. Bytes per rank come from the estimate, bytes sent from the formulas of ring
-algorithms. If no layout fits, the answer names the tree's next branch (offload, or splitting the layers themselves) and
-the figures that decide it. Not covered: speed, and the memory of a model whose layers are split.
+algorithms. If no layout fits, the answer names the tree's next branch (offload, or splitting the layers) and the
+figures that decide it. Not covered: speed, and the memory of a model whose layers are split.
 """
 
 import functools
@@ -114,13 +114,13 @@ def parallelism(
         slow_link: whether the link between hosts (in a single host: between cards) is slow. Sharded layouts that fit
             are then ordered by the bytes that they send over it, the fewest first.
         sharding: library that shards: "fsdp" (FSDP2), or "deepspeed" (ZeRO 1 to 3) if it is installed.
-        compute_capability: compute capability of the cards, e.g. (8, 0); None: that of the named card, otherwise of
-            this machine, otherwise (9, 0).
+        compute_capability: compute capability of the cards, e.g. (8, 0); None: the named card's, otherwise this
+            machine's, otherwise (9, 0).
         arguments: names of `transformers.TrainingArguments`; `per_device_train_batch_size` is per card.
 
     Raises:
-        ValueError: an argument that is unknown or out of range, or decides about sharding itself; a model that cannot
-            be traced.
+        ValueError: an argument that is unknown, out of range, or decides what is sharded, e.g. `fsdp`; a model that
+            cannot be traced.
     """
     arguments_of_kind(parallelism, locals())
     for name, value in (("cards", cards), ("hosts", hosts)):
@@ -287,7 +287,7 @@ def _largest_layer(task: Task, dtype: Any) -> tuple[str, int]:
 def _of_undivided_weights(layouts: list[Layout], cards: int) -> Iterator[str]:
     """Yield a note if FSDP2 cannot divide a weight, such as a block's stacked experts, by the number of cards.
 
-    `layouts`: the traced layouts; rank 0's weights under "FSDP" are compared with those of a replica.
+    `layouts`: the traced layouts; rank 0's weights under "FSDP" are compared with a replica's weights.
     """
     weights = {each.name: each.estimate.memory.breakdown[Category.WEIGHTS] for each in layouts}
     share = weights.get("FSDP", 0) / max(weights.values())

@@ -55,7 +55,7 @@ class Candidate(NamedTuple):
 
     @property
     def without_optimizer(self) -> frozenset[Technique]:
-        """The candidate's techniques except the optimizer. Candidates that share them have the same activations."""
+        """The candidate's techniques except the optimizer. Candidates with equal values here have equal activations."""
         return frozenset(self.techniques) - _OPTIMIZERS
 
 
@@ -230,7 +230,7 @@ class Ranking:
         return sum(self._factors[each].ratio is None for each in candidate.techniques if each in self._factors)
 
     def speed(self, candidate: Candidate) -> float:
-        """Return a recipe's expected speed divided by that of the recipe of plain choices.
+        """Return a recipe's expected speed, divided by the speed of the recipe of plain choices.
 
         It is the product of the factors of its techniques and micro-batch; a factor that noise may explain counts as 1.
         """
@@ -242,7 +242,7 @@ class Ranking:
         return [self._factors[each] for each in keys if each in self._factors]
 
     def only_adds_costs(self, candidate: Candidate, other: Candidate) -> bool:
-        """Return whether a recipe has all the costs of a better-ranked one and further costs, so that only a larger
+        """Return whether a recipe has all the costs of a better-ranked recipe, and more, so that only a larger
         micro-batch could make it worthwhile.
 
         Return False if the two recipes differ in precision and the speed of `candidate` is unknown, because it may be
@@ -325,7 +325,7 @@ class RecipeSearch:
         return sorted(fitting, key=self.ranking.key)
 
     def smallest(self) -> Candidate:
-        """Return the recipe that needs the least memory among those that do not fit."""
+        """Return the recipe that needs the least memory among the recipes that do not fit."""
         while (least := min(self.too_large, key=self.too_large.get)) not in self.estimates:
             try:
                 self.too_large[least] = self.needed_by(self._estimated(least))
@@ -356,8 +356,8 @@ class RecipeSearch:
         return needed
 
     def _copy_for_thread(self) -> "RecipeSearch":
-        """Return a copy for another thread, with empty notes, assumptions and estimates; `ask` is shared, so nothing is
-        estimated twice.
+        """Return a copy for another thread, with empty notes, assumptions and estimates; the cache `ask` is shared, so
+        nothing is estimated twice.
         """
         return dataclasses.replace(self, estimates={}, too_large={}, notes=[], assumptions={}, _states={**self._states})
 
@@ -368,8 +368,8 @@ class RecipeSearch:
         return self.ask(self.line, task, self.choices.arguments(candidate)) if layers_of(task) else None
 
     def about(self, task: Task, candidate: Candidate) -> tuple[int, int] | None:
-        """Return (live bytes, most reserved bytes) of a deep model, extrapolated from two shallow models, each with the
-        CUDA context.
+        """Return (live bytes, most reserved bytes) of a deep model, both with the CUDA context, extrapolated from two
+        shallow models.
 
         Return None for a model that is not deep.
         """
@@ -379,13 +379,13 @@ class RecipeSearch:
         return alive + self.context, reserved + self.context
 
     def about_needed(self, candidate: Candidate) -> int:
-        """Return the bytes that a recipe needs: exact, or for a deep model extrapolated from shallow ones."""
+        """Return the bytes that a recipe needs: exact, or for a deep model extrapolated from shallow models."""
         about = self.about(self.task, candidate)
         return about[1] if about else self.needed(candidate)
 
     def fits(self, candidate: Candidate) -> bool:
-        """Return whether a recipe fits. A deep model is extrapolated from shallow ones; it is estimated itself only if
-        that leaves doubt.
+        """Return whether a recipe fits. A deep model is extrapolated from shallow models, and estimated only if the
+        extrapolation leaves doubt.
         """
         is_open = candidate not in self.estimates and self._known_states(candidate) <= self.limit
         if is_open and (line := self.line_of(self.task, candidate)):
@@ -418,13 +418,13 @@ class RecipeSearch:
         """Return the bytes that the device must have according to an estimate: reserved bytes (on a CPU live bytes),
         plus the CUDA context.
 
-        They exceed the limit if and only if the estimate says that the card is too small.
+        The bytes exceed the limit if and only if the estimate says that the card is too small.
         """
         return max(estimated.memory.reserved_bytes or 0, estimated.peak_bytes) + self.context
 
     def estimate(self, task: Task, arguments: Mapping[str, Any]) -> MemoryEstimate:
-        """Estimate a task's memory with these training arguments; count the estimate in `count` and add its assumptions
-        and notes.
+        """Return the estimate of a task's memory with these training arguments; raise `count`, and keep the assumptions
+        and notes of the estimate.
         """
         self.count += 1
         estimated = self.ask(self.predict, task, arguments)
@@ -436,10 +436,10 @@ class RecipeSearch:
     def furthest(
         self, candidate: Candidate, sizes: Sequence[int], task_of: Callable[[int], Task], first: int
     ) -> tuple[int, int]:
-        """Return (the largest size of a task with which a recipe fits, the bytes of memory that it needs with this
-        size).
+        """Return (the largest size of a task with which a recipe fits, the bytes of memory that the recipe needs with
+        this size).
 
-        If it fits with no size, return 0 and the bytes for the smallest size.
+        If the recipe fits with no size, return 0 and the bytes for the smallest size.
 
         Args:
             candidate: the recipe.
@@ -455,7 +455,7 @@ class RecipeSearch:
             return exact[size]
 
         def about(size: int) -> tuple[int, int]:
-            """Return (live bytes, most reserved bytes) with this size, approximately for a deep model."""
+            """Return (live bytes, most reserved bytes) of the task of this size; approximate for a deep model."""
             return self.about(task_of(size), candidate) or (needed(size), needed(size))
 
         def fits_exactly(size: int) -> bool:
@@ -514,12 +514,13 @@ def ahead(pool: ThreadPoolExecutor, ask: Callable, *arguments) -> Future:
 
 
 class Once:
-    """Answer each question once, also if several threads ask it: the first one computes the answer, the others wait.
+    """Answer each question once, also if several threads ask it: the first thread computes the answer, the other
+    threads wait.
 
-    A call takes (ask, task, arguments) and returns `ask(task, **arguments)`, or raises what that raised.
+    A call takes (ask, task, arguments) and returns `ask(task, **arguments)`, or raises the error of this call.
 
     Args:
-        bar: a tqdm bar, which counts the answered questions.
+        bar: a tqdm bar that counts the answered questions.
     """
 
     def __init__(self, bar):
@@ -549,9 +550,9 @@ def largest_that_fits(sizes: Sequence[int], fits: Callable[[int], bool], first: 
 
     Args:
         sizes: the sizes to choose from, ascending.
-        fits: function of a size. If a size fits, so do all smaller ones.
-        first: a guess, e.g. the size that fits in a similar case. It is tried first, then the next larger size. If
-            there is no larger one, the smallest size is tried second, because often none fits.
+        fits: function of a size; if a size fits, all smaller sizes fit.
+        first: a guess, e.g. the size that fits in a similar case. It is tried first, then the next larger size, or if
+            there is none the smallest size, because often no size fits.
     """
     low, high = 0, len(sizes)  # sizes below index `low` fit; those from `high` on are too large
     index = bisect_left(sizes, first)

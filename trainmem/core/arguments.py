@@ -1,8 +1,8 @@
-"""Training arguments: their names, which are those of the installed `transformers.TrainingArguments`, and their checks.
+"""Training arguments: their names, taken from the installed `transformers.TrainingArguments`, and their checks.
 
-Every name that a user types is checked here, before anything is built, and every name that changed between library
-versions is mapped here and nowhere else. The library's arguments are read from its source, because importing it takes
-seconds; only the process that trains imports it.
+Every name that a user types is checked in this module, before anything is built, and every name that changed between
+library versions is mapped only in this module. The library's arguments are read from its source, because importing it
+takes seconds; only the process that trains imports it.
 """
 
 import ast
@@ -96,8 +96,8 @@ QUIET = {
 
 @dataclass(frozen=True)
 class Arguments:
-    """Hold the arguments of one training, checked by `of`, and sort them by what takes them (Trainer, model, adapters);
-    immutable.
+    """Hold the arguments of one training, checked by `of` and immutable; properties select the arguments of the
+    Trainer, of the model and of the adapters.
 
     Attributes:
         given: {name as the user typed it: value}: fields of `TrainingArguments`, and `OF_EXPERIMENTS`, which are this
@@ -113,8 +113,8 @@ class Arguments:
         `also`: further names that the caller accepts, see `check_names`.
 
         Raises:
-            ValueError: an unknown name, with the nearest known one; a value out of range; one argument under two names;
-                arguments that conflict.
+            ValueError: an unknown name, with the nearest known name; a value out of range; one argument under two
+                names; arguments that conflict.
         """
         check_names(given, also=also)
         read = {name: settings_of(name, given[name]) for name in _AS_JSON if given.get(name) is not None}
@@ -280,8 +280,8 @@ def _read() -> type:
 
 
 class _Names(dict):
-    """Give the names in annotations of `TrainingArguments` a type: enums that were added, Python's own types, `Any` for
-    other names.
+    """Map a name in an annotation of `TrainingArguments` to a type: an enum that the caller has stored, a type of
+    Python, otherwise `Any`.
     """
 
     def __missing__(self, name: str) -> Any:
@@ -338,9 +338,9 @@ def _current_names() -> dict[str, str]:
 
 
 def check_names(names: Iterable[str], *, also: Iterable[str] = ()) -> None:
-    """Raise ValueError for the first name that is not a training argument, with the nearest one that is.
+    """Raise ValueError for the first name that is not a training argument, with the nearest training argument.
 
-    `also`: further names that the caller accepts; they are offered as corrections, too.
+    `also`: further names that the caller accepts; these are offered as corrections, too.
     """
     valid = known() | {old for pair in _SYNONYMS for old in pair if set(pair) & known()} | set(also)
     for name in names:

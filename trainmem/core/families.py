@@ -359,7 +359,7 @@ class Data:
 
         Args:
             draw: the random generator.
-            ids: token ids (examples, length), some of which are replaced by the image's.
+            ids: token ids (examples, length), some of which are replaced by the image's tokens.
 
         Raises:
             ValueError: the image has too many tokens for the length, or the configuration's image token is invalid.
@@ -438,7 +438,8 @@ def with_objective(kind: type, objective: str) -> type:
 
 
 class _Contrastive:
-    """Compute a loss that pulls the embeddings of a pair together and pushes those of other pairs in the batch apart.
+    """Compute a loss that pulls the two embeddings of a pair together and pushes embeddings of different pairs in the
+    batch apart.
 
     Inputs are token ids and attention masks of both texts of each pair, (pairs, length). An embedding is the mean over
     tokens. Source: sentence-transformers' MultipleNegativesRankingLoss.

@@ -51,7 +51,7 @@ class Outcome:
     def joined(self, later: "Outcome") -> "Outcome":
         """Return this outcome with the figures of `later`, another outcome of the same experiment, added rank by rank.
 
-        If both have a figure, that of `later` wins.
+        If both have a figure, the figure of `later` wins.
         """
         figures = {field.name: getattr(later, field.name) for field in dataclasses.fields(later)}
         known = {name: value for name, value in figures.items() if value is not None}
@@ -105,8 +105,9 @@ def died(code: int | None, kills_before: float = float("inf")) -> Outcome:
     """Return the outcome of a process that ended without a result.
 
     Args:
-        code: its exit code, negative for a signal; None if its parent is gone too.
-        kills_before: what `oom_kills` returned when the process began; the default: do not blame lost memory.
+        code: the process's exit code, negative for a signal; None: the process ended with its parent.
+        kills_before: what `oom_kills` returned when the process began; by default a kill is not blamed on a lack of
+            memory.
     """
     if code is None:
         return Outcome("killed", "the process ended because its parent process did")
@@ -124,7 +125,7 @@ _TOO_LONG = re.compile(r"preamble\.length <= \S*nbytes\.? (\d+) vs (\d+)")
 
 
 def explained(outcome: Outcome, errors: str) -> Outcome:
-    """Return the outcome with the cause added to its message, if `errors`, the processes' standard error, names a known
+    """Return the outcome, with a known cause added to its message if `errors`, the processes' standard error, shows
     one.
 
     Known causes are a full /dev/shm, and ranks that send tensors of different sizes through gloo.

@@ -34,7 +34,7 @@ class Task(Record):
 
     Args:
         model: a preset (`PRESETS`), a config.json or a model folder, or the name of a model on the Hub.
-        seq_len: tokens per sequence, those of an image in it included; a model that takes only images ignores it. None:
+        seq_len: tokens per sequence, including the tokens of an image; ignored by models that take only images. None:
             512, or the model's limit if that is less.
         dataset_size: sequences in the generated data set.
         architecture: class of transformers, for a configuration that names none or for another head; None: the class
@@ -47,8 +47,8 @@ class Task(Record):
             sequence, or to the next multiple of `pad_to_multiple_of`; if `packed`, its sequences are joined into one
             row without padding, as by `DataCollatorWithFlattening`. Meter and estimate then cover every batch of the
             data instead of two steps.
-        image_size: height and width of images in pixels, after the processor has resized them. None: the model's own,
-            or a common one; 0: no images, for an image-text model that is trained on text only.
+        image_size: height and width of images in pixels, after the processor has resized them. None: the size in the
+            configuration, or a common size; 0: no images, for an image-text model that is trained on text only.
         audio_seconds: seconds of speech per sample; None: 10. Whisper always takes 30.
         objective: "contrastive" (embeddings of pairs of texts) or "preference" (a reward model, on pairs of answers);
             empty: the preset's, or the loss of the model's own class.
@@ -177,9 +177,7 @@ class Task(Record):
 
     @property
     def loss_objective(self) -> str:
-        """The loss to train with: `objective` or, if the task names none, that of the preset; "" for the loss of the
-        model's class.
-        """
+        """The loss to train with: `objective`, otherwise the preset's; "" for the loss of the model's class."""
         preset = PRESETS.get(_ALIASES.get(self.model, self.model), {})
         return self.objective or (preset.get("objective", "") if not self.architecture else "")
 
@@ -261,7 +259,7 @@ class Task(Record):
     def weights(self, dtype: Any = None, quantization: Mapping[str, Any] | None = None) -> Weights:
         """Return the type in which `from_pretrained` loads this model, and what decides it.
 
-        The rule is that of transformers 5: `dtype` if it is given; otherwise the type that the configuration names
+        The rule of transformers 5 applies: `dtype` if it is given; otherwise the type that the configuration names
         (`dtype`, or the older `torch_dtype`; in a composite configuration the part that the class takes); otherwise the
         type of the first weight in the folder's files; otherwise float32. A folder that was saved quantized is
         quantized, whatever else is requested.
@@ -271,7 +269,7 @@ class Task(Record):
             quantization: fields of a `BitsAndBytesConfig`; None: only a saved quantization counts.
 
         Raises:
-            ValueError: a saved quantization other than that of bitsandbytes, or a `dtype` that weights cannot have.
+            ValueError: a saved quantization by another method than bitsandbytes, or a `dtype` that weights cannot have.
         """
         return self._weights(self._config_of_class(), dtype, quantization)
 
@@ -484,7 +482,7 @@ def _padded(examples: list[dict], multiple: int) -> dict[str, Any]:
 @dataclass(frozen=True)
 class Profile:
     """Hold the sizes that a kind of machine can hold: a task, its micro-batch in samples, and how many steps to measure
-    there.
+    on that machine.
     """
 
     name: str

@@ -24,7 +24,9 @@ _OF_QUANTIZED = "a model in {bits} bits{by} can be trained with adapters only: a
 
 @dataclass(frozen=True)
 class Experiment:
-    """Describe one training, inference or function of a task: its arguments, processes, and steps to measure."""
+    """Describe one training or inference of a task, or one call of a user's function: arguments, processes, steps to
+    measure.
+    """
 
     name: str  # shown in tables and pictures
     task: Task
@@ -89,8 +91,8 @@ class Experiment:
     def steps_on_a_gpu(self) -> int:
         """Optimizer steps to run on a GPU: `metered_steps`, or for a training by the Trainer up to three.
 
-        A training's second step requests the same blocks as all later ones, but finds the free blocks as the first step
-        left them. From the third step on, the free blocks are alike, too.
+        The second step requests the same blocks as each later step, but finds other free blocks, left by the first
+        step. From the third step on the free blocks are equal, too.
         """
         alike = self.training and not self.function and not self.task.lengths
         return min(self.arguments.get("max_steps", 3), 3) if alike else self.metered_steps
@@ -197,7 +199,7 @@ def train(experiment: Experiment, folder: str, steps: int, keep_losses: bool = T
 def _built(experiment: Experiment, device: Any, args: Any = None):
     """Build the model and return it: quantized, frozen, and with adapters, as the experiment's arguments request.
 
-    A model that is quantized, or that does not train, is on `device` already. Any other model is moved by the Trainer.
+    A model that is quantized, or that does not train, is returned on `device`. The Trainer moves any other model.
 
     Args:
         device: the device that the experiment uses.

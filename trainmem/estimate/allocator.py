@@ -69,8 +69,8 @@ class Part:
         return self.previous is None and self.next is None
 
     def reach(self) -> int:
-        """Return the bytes of this part plus those of the unmapped addresses directly behind it, into which it can
-        grow.
+        """Return the bytes of this part plus the bytes of the unmapped addresses directly behind the part, into which
+        it can grow.
         """
         return self.size + (self.next.size if self.next is not None and not self.next.is_mapped else 0)
 
@@ -105,8 +105,8 @@ class Pool:
     """Keep the free parts of all small segments, or of all large ones, sorted (torch: BlockPool).
 
     Args:
-        is_small: whether its segments are the small ones, for blocks of up to 1 MiB.
-        page: bytes by which its expandable segments grow.
+        is_small: whether the pool has the small segments, for blocks of up to 1 MiB.
+        page: bytes by which the pool's expandable segments grow.
         ties: which of several free parts of one size comes first: "address", "block" or "segment", see
             `allocator_settings.Release`.
     """
@@ -223,7 +223,7 @@ class CachingAllocator:
         on_event: called with (action, address, bytes) for each event, in order: "alloc" and "free" with the requested
             bytes, and "segment_alloc", "segment_free", "segment_map" and "segment_unmap" as in torch's snapshots. For
             "oom" the second value is the bytes that the device has left instead of an address.
-        rules: the rules of a torch release, see `allocator_settings.release`; None: those of the installed one.
+        rules: the rules of a torch release, see `allocator_settings.release`; None: the installed release.
     """
 
     def __init__(
@@ -427,7 +427,8 @@ class CachingAllocator:
         """Return a free block of `pool`, grown to `size` bytes; None if there is no room (torch:
         try_allocate_expandable_block).
 
-        Releases before 2.15 take a new segment even for a request that exceeds every segment's addresses.
+        Since torch 2.15, a request that exceeds the addresses of a segment gets None at once; older releases first take
+        a new segment for it.
         """
         if self._refuses_early and size > self._space[pool.page]:
             return None

@@ -50,7 +50,7 @@ class Replay:
         return first + int(self.allocated[first:].argmax())
 
     def memory(self) -> Memory:
-        """Return the peak, its breakdown and the reserved bytes as a `Memory`, which a lab measures too."""
+        """Return the peak, its breakdown and the reserved bytes as a `Memory`, the type of a measured memory."""
         positions = {label: position for label, position in self.log.marks if is_end(label)}
         for phase, *marks in stretches(label for label, _ in self.log.marks):
             begin, end = (self.log.marks[mark][1] for mark in marks)
@@ -93,7 +93,7 @@ def replayed(log: Log, settings: str = "", capacity: int | None = None, rules: R
         log: the training's allocations and frees.
         settings: the value of PYTORCH_CUDA_ALLOC_CONF.
         capacity: bytes that the card has for segments; None: no limit.
-        rules: the rules of a torch release, see `allocator_settings.release`; None: those of the installed one.
+        rules: the rules of a torch release, see `allocator_settings.release`; None: the installed release.
 
     Raises:
         ValueError: torch has no such option in `settings`.
@@ -156,8 +156,7 @@ def save(file: Path, *of) -> None:
 def snapshot(log: Log, settings: str = "", capacity: int | None = None, rules: Release | None = None) -> dict[str, Any]:
     """Return the allocator's history and final state in the form of `torch.cuda.memory._snapshot()`.
 
-    If memory runs out, the history ends with an entry "oom", as torch's does. Arguments and errors are those of
-    `replayed`.
+    If memory runs out, the history ends with an entry "oom", as in torch. Arguments and errors are those of `replayed`.
     """
     trace: list[dict[str, Any]] = []
     frames = functools.cache(_frames)  # one list for all blocks of a label keeps the file small

@@ -158,8 +158,8 @@ _SHARE_OF_CARD = -1.0  # the value is a share of the card's memory
 
 
 def _reserve(value: str) -> float | None:
-    """Parse the value of `expandable_segments_reserve`: return GiB of addresses, or `_SHARE_OF_CARD`; None for a value
-    that is not above 0, which torch ignores with a warning.
+    """Parse the value of `expandable_segments_reserve`: return GiB of addresses, or -1 for a share of the card's
+    memory; None for a value that is not above 0, which torch ignores with a warning.
     """
     is_gib = value[-1:] in ("G", "g")
     try:
@@ -239,11 +239,11 @@ def release(torch_version: str | None = None) -> Release:
     """Return the rules of a torch release such as "2.11" or "2.11.0+cu130"; None: of the installed release.
 
     Like torch, obey TORCH_CUBLASLT_UNIFIED_WORKSPACE and, since 2.15, TORCH_CUBLAS_WORKSPACE_CACHE (1 or 0). For a
-    release newer than all known ones return the newest known rules under its name (see `is_tested`), and warn once per
-    process.
+    release newer than all known releases return the newest known rules under its name (see `is_tested`), and warn once
+    per process.
 
     Raises:
-        ValueError: the text names no release, or one that is older than all known ones.
+        ValueError: the text names no release, or one that is older than all known releases.
     """
     version = importlib.metadata.version("torch") if torch_version is None else str(torch_version)
     number = _number(version)
@@ -271,7 +271,7 @@ def newest() -> str:
 
 
 def is_tested(rules: Release) -> bool:
-    """Return whether the rules are those of the release that they name. If False, they are those of the newest known
+    """Return whether the release that `rules` names is known; if not, the rules are copied from the newest known
     release.
     """
     return rules.torch in RELEASES
@@ -283,7 +283,8 @@ def is_since(torch: str, rules: Release) -> bool:
 
 
 def untested_text(torch: str) -> str:
-    """Return a sentence that warns of the torch release `torch`, e.g. "2.16", which is newer than all known ones."""
+    """Return a sentence that warns of the torch release `torch`, e.g. "2.16", which is newer than all known releases.
+    """
     return f"torch {torch} is untested: the rules of torch {newest()} (newest known) were used"
 
 

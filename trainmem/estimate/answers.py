@@ -30,7 +30,8 @@ _active: contextvars.ContextVar["Answers | None"] = contextvars.ContextVar("answ
 
 
 class Answers:
-    """Read and write stored estimates ("answers"), one file per key in `folder`; `used` counts those that were found.
+    """Read and write stored estimates ("answers"), one file per key in `folder`; `used` counts the estimates that were
+    found.
 
     See the module's docstring for the key.
     """
@@ -78,8 +79,8 @@ def stored() -> Iterator[Answers]:
 
 
 def remembered(function: Callable, arguments: Sequence, ask: Callable[[], Any]) -> Any:
-    """Return the stored answer of `function` to these arguments. If there is none, call `ask`, store what it returns
-    and return that.
+    """Return the stored answer of `function` to these arguments. If there is none, return the result of `ask()`, and
+    store it.
 
     Nothing is stored outside of the context `stored`, or if the arguments have no unique text (see `_question`).
     """

@@ -186,7 +186,7 @@ def _fp16_trainings_autocast() -> contextlib.AbstractContextManager:
 
 @contextlib.contextmanager
 def _cuda_is_meant() -> Iterator[None]:
-    """Make `torch.autocast("cuda")` and its `GradScaler` work in a user's loop as on a GPU.
+    """Make `torch.autocast("cuda")` and `torch.amp.GradScaler` work in a user's loop as on a GPU.
 
     Without a GPU torch ignores both. Functions that report autocast's state report it for "cuda" too.
     """

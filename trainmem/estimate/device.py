@@ -65,7 +65,7 @@ class DeviceTracker(FakeTracker):
         from_the_start: whether to place all tensors of the loop on the device, because the loop never sends its model
             there.
         cache: known results of operations; new ones are added. None: an empty cache.
-        rules: the rules of a torch release, see `allocator_settings.release`; None: those of the installed one.
+        rules: the rules of a torch release, see `allocator_settings.release`; None: the installed release.
     """
 
     places_modules = True
@@ -145,8 +145,8 @@ class DeviceTracker(FakeTracker):
             return plain(*args, **kwargs)
 
     def _add_adapters(self, plain, *args, **kwargs):
-        """Let peft's function `plain` add adapters where the base model's weights are; at this time only a quantized
-        base is on the GPU.
+        """Let peft's function `plain` add adapters on the device of the base model's weights; so far, only a quantized
+        base model is on the GPU.
         """
         with patch.object(self, "_adapter_base", self.weights):
             return plain(*args, **kwargs)

@@ -1,8 +1,8 @@
 """Explain why one recipe takes more memory than another: by argument, and by tensor with its line of code.
 
 It also warns of properties of the built model that a user may not expect. Both recipes are traced as for an estimate,
-while a `Witness` notes, for each operation, the innermost line of Python outside the libraries. Tensors that autograd
-allocates, and those that belong to a parameter, get the first line of their module's forward.
+while a `Witness` notes, for each operation, the innermost line of Python outside the libraries. A tensor that autograd
+allocates, or that belongs to a parameter, gets the first line of its module's forward.
 """
 
 import bisect
@@ -165,15 +165,16 @@ def explain(
 
 
 def _priced(names: list[str], peak: Any, ends: tuple[int, int]) -> dict[str, tuple[int, int | None]]:
-    """Return `Explanation.switches`: {argument: (bytes after the switches before it, bytes alone)}, both of the peak.
+    """Return `Explanation.switches`: {argument: (bytes added to the peak after earlier switches, bytes added to A's
+    peak)}.
 
-    The first number is what the argument adds after the arguments before it have been switched to B's values; the
-    second is what it adds to A by itself, or None if that is unknown. An argument that is not valid without the next
-    one shares an entry with it: "argument, next".
+    The first number counts from the peak with all earlier arguments switched to B's values. The second is None if it is
+    unknown. An argument that is not valid without the next one shares an entry with it: "argument, next".
 
     Args:
         names: the arguments in which A and B differ, in order.
-        peak: function of some of these names that returns the peak of A with them as in B; None if that is not valid.
+        peak: function of some of `names` that returns the peak of A with these arguments as in B, in bytes; None if
+            this recipe is not valid.
         ends: the peaks of A and B in bytes.
     """
     found, before, waiting = [], ends[0], []
@@ -356,7 +357,7 @@ class Witness:
         """Return the first line, as file:line, of the forward of the module `name`, or of the module that holds the
         parameter `name`.
 
-        If that forward is a library's, take the nearest enclosing module whose forward is not.
+        If a library defines that forward, take the nearest enclosing module whose forward no library defines.
         """
         module = self._modules.get(name)
         code = module is not None and getattr(inspect.unwrap(type(module).forward), "__code__", None)

@@ -64,8 +64,8 @@ def checked(values: Iterable, name: str = "lengths") -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class WorstBatch:
-    """Hold the step with the highest peak in a training's first epoch, its estimate, and the memory of other ways to
-    make batches.
+    """Hold the step with the highest peak in a training's first epoch, its estimate, and the memory of packed batches
+    and of other batch sizes and lengths.
     """
 
     lengths: tuple[int, ...]  # tokens in each sample
@@ -177,10 +177,10 @@ def worst_batch(
     def worst(sizes: list[list[int]], packed: bool) -> tuple[int, MemoryEstimate]:
         """Return (number of the step with the highest peak, its estimate).
 
-        Only two candidates are traced: the step that has the largest micro-batch of all, and the step that has the
-        largest micro-batch at the second place or later. The second candidate may peak higher, because gradients exist
-        from the second micro-batch on. Of several steps with equal micro-batches, the step is taken that has the most
-        tokens together with the next step, because a batch is fetched ahead.
+        Only two candidates are traced: the step with the largest micro-batch, and the step with the largest micro-batch
+        that is not the first of its step. The second candidate may peak higher, because gradients exist from the second
+        micro-batch on. If several steps have such a micro-batch, the tokens of the step and the next one decide,
+        because a batch is fetched ahead.
 
         Args:
             sizes: tokens in each micro-batch of each step, padding included.
@@ -258,7 +258,7 @@ def _drawn(lengths: tuple[int, ...], arguments: Arguments, tell: Callable[[int],
 
     class Nothing(torch.nn.Module):
         def forward(self, input_ids, number):
-            """Name the columns that the Trainer must not remove from the samples."""
+            """Name, as parameters, the columns that the Trainer must not remove from the samples."""
 
     samples = [{"input_ids": range(length), "number": number} for number, length in enumerate(lengths)]
     with tempfile.TemporaryDirectory(prefix="perf_helpers-") as folder:

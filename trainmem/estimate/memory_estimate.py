@@ -102,7 +102,7 @@ class MemoryEstimate:
         """Return whether the training fits a card and leaves `cards.MARGIN` of its memory free.
 
         The answer is unknown if the training fits only without the margin, or if the card has another compute
-        capability than the estimate's, because its attention kernels and workspaces differ.
+        capability than the estimate's, on which attention kernels and workspaces depend.
 
         Args:
             card: a card, or its name in `cards.CARDS`.

@@ -182,11 +182,12 @@ def operation_of(function, args, leaves: list, structure: Structure) -> Operatio
 
 
 def by_position(function, args: tuple, selected: Callable[[torch.Tensor], int] | None = None) -> tuple[Callable, tuple]:
-    """Return (operation, arguments) that select by position what an operation would select by masks, as kernels do.
+    """Return (operation, arguments) with positions in place of masks, as kernels select; `masked_select` becomes
+    `index`.
 
     Args:
         function: `aten.masked_select`, or an operation whose second argument is a list of indices, e.g. `aten.index`.
-        args: its positional arguments.
+        args: the operation's positional arguments.
         selected: returns how many elements a mask of unknown values selects; None: such a mask stays as it is.
     """
     if function is torch.ops.aten.masked_select.default:

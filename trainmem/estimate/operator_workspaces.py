@@ -2,9 +2,9 @@
 
 No rule gives their sizes. A CPU's matmuls copy their operands into another layout, in buffers whose sizes jump from one
 shape to the next and differ with strides, instruction sets and threads. Each operation is therefore run on zeros under
-the allocator's profiler, at its own size if that is affordable. Otherwise it is run at three smaller sizes: if their
-workspaces are on a straight line, the line is extrapolated to the operation's own size; if not, the largest ratio to
-its operands is taken, and reported as an assumption.
+the allocator's profiler, at its own size if that is affordable. Otherwise it is run at three smaller sizes: if the
+three workspaces are on a straight line, the line is extrapolated to the operation's own size; otherwise the largest
+ratio of workspace to operands is used, and reported as an assumption.
 """
 
 import bisect
@@ -104,8 +104,9 @@ class Probe:
         return self.threads, *operation.signature
 
     def run(self, operations: Sequence[Operation]) -> None:
-        """Determine the workspaces of these operations unless they are known. Put the important ones first: the time
-        for runs of large operations at their own size is limited."""
+        """Determine the workspaces of these operations unless they are known. Put the important operations first: the
+        time for runs of large operations at full size is limited.
+        """
         run = functools.partial(self._runner, threads=self.threads)
         tried: dict[tuple, _Tried] = {}
         for operation in operations:
@@ -165,7 +166,8 @@ def assumptions(operations: Sequence[Operation], probe: Probe) -> list[str]:
 
 
 def _at_first(operation: Operation) -> list[Operation]:
-    """Return the versions of an operation to run first: itself, or three smaller ones, largest first, if it is large.
+    """Return the operations to run first: the operation or, if it is large, three smaller versions of it, largest
+    first.
 
     An operation whose workspace does not depend on sizes is returned with tensors of one element. Return [] if the
     operation is too large and cannot be made smaller.
@@ -278,7 +280,7 @@ class _Tried:
         return None if end is None else Hidden(end, "line")
 
     def assumption(self) -> Hidden:
-        """Return an assumption: the largest ratio of workspace to operands at smaller sizes, times the operands' own
+        """Return an assumption: the largest ratio of workspace to operands at smaller sizes, times the operands' full
         size.
         """
         pairs = zip(self.group, self.seen, strict=True)
@@ -298,7 +300,7 @@ def line(sizes: Sequence[int], hidden: Sequence[int], wanted: int) -> int | None
     """Extrapolate a workspace: return its bytes at the size `wanted`, on the straight line through three measured
     points.
 
-    Return None if the points are on no line, or if its value there is below zero.
+    Return None if the points are on no line, or if the line is below zero at `wanted`.
 
     Args:
         sizes: bytes of the operands at the three measured sizes, largest first.

@@ -107,7 +107,8 @@ def trace_all(experiments: Sequence[Experiment], device: Device, probe: "Probe",
 
     Args:
         device: the device whose memory is estimated.
-        probe: measures operator workspaces on a CPU; its facts about operations are shared by the experiments.
+        probe: measures operator workspaces on a CPU; the experiments share the cached results of operations in
+            `probe.known`.
         tell: called with the percentage done, which is 80 after the last trace.
 
     Raises:
@@ -174,7 +175,7 @@ def enough_samples(arguments: Arguments, processes: int = 1) -> int:
 
 
 def _trace_one(experiment: Experiment) -> tuple[Trace, dict[tuple, Any]]:
-    """Return (the trace of an experiment, the facts about operations that it added to those known before)."""
+    """Return (the trace of an experiment, {key: result} of operations that were not in the cache before)."""
     import torch
 
     torch.set_num_threads(1)
@@ -328,8 +329,8 @@ _TAKEN = {
 
 
 def _with_workspaces(trace: Trace, probe: "Probe") -> tuple[np.ndarray, list[str]]:
-    """Return (the highest total of bytes during each operation, workspace included, an array; the assumptions about
-    workspaces).
+    """Return (array (operations,) of the highest total bytes during each operation, with workspace; the assumptions
+    about workspaces).
 
     Operations with one signature have one workspace, so each signature is measured once. The time for measuring is
     limited, so signatures that run when most bytes are live come first.

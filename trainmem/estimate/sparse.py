@@ -37,7 +37,7 @@ def filled(function, args: tuple, result: FakeTensor) -> FakeTensor:
 
 
 def _add(made, dense, other, *_, **__) -> list[Step]:
-    """Return the memory requests (results in `made`, bytes of buffers) of dense + sparse: both are cast to their common
+    """Return the memory requests (results in `made`, bytes of buffers) of dense + sparse: both are cast to a common
     type, and each element needs one index (cuda/SparseCUDATensorMath.cu: add_out_dense_sparse_cuda).
     """
     if not other.is_sparse:

@@ -278,7 +278,7 @@ class FakeTracker(Tracker):
             self.emptied.append(len(self.log))
 
     def _begin(self, tensors: list[torch.Tensor], any_fake: bool) -> None:
-        """Prepare for an operation with these tensors; called before each operation. A subclass may override it.
+        """Do nothing; a subclass may prepare for the operation that is about to run on these tensors.
 
         `any_fake`: whether one of the tensors is fake.
         """
@@ -289,8 +289,8 @@ class FakeTracker(Tracker):
         return mask.numel()
 
     def _is_computed(self, function, args, kwargs, tensors: list[torch.Tensor]) -> bool:
-        """Return whether to compute an operation without fake tensors. Small ones are computed, so that data, positions
-        and orders have the right values for code that reads them.
+        """Return whether to compute an operation without fake tensors. Small operations are computed, so that data,
+        positions and orders have the right values for code that reads them.
 
         Args:
             function, args, kwargs: the operator and its arguments.
@@ -396,8 +396,8 @@ class Routing(Enum):
         Args:
             function: `aten.topk.default`, or an overload of `argmax`.
             args, kwargs: the arguments of `function`.
-            result: what `function` returned on fake tensors; it is returned unchanged if no dimension of experts is
-                named.
+            result: what `function` returned on fake tensors; it is returned unchanged if the arguments name no
+                dimension.
         """
         is_topk = function is aten.topk.default
         names = ("self", "k", "dim") if is_topk else ("self", "dim")

@@ -151,7 +151,7 @@ def highest(totals: np.ndarray, begins: np.ndarray) -> np.ndarray:
 
     Args:
         totals: (events + 1,): bytes before the first event and after each event.
-        begins: (operations + 1,): the number of events before each operation, and last that of all events.
+        begins: (operations + 1,): the number of events before each operation, and last the number of all events.
     """
     begins = np.minimum(begins, len(totals) - 1)
     return np.maximum(np.maximum.reduceat(totals[: begins[-1] + 1], begins[:-1]), totals[begins[1:]])

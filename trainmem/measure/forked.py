@@ -127,7 +127,7 @@ def _ask_for_a_quiet_machine(channel: connection.Connection, need: quiet.Need) -
 
 
 def _reporting(channel: connection.Connection) -> Callable[[int], None]:
-    """Return a function of a step's number that sends it to the caller, at most a few times a second."""
+    """Return a function of a step's number that sends this number to the caller, at most a few times a second."""
     last = 0.0
 
     def on_step(number: int) -> None:
@@ -140,7 +140,8 @@ def _reporting(channel: connection.Connection) -> Callable[[int], None]:
 
 
 def _stopping(channel: connection.Connection, warmup_steps: int, steps_per_turn: int) -> Callable[[int], None]:
-    """Return a function of a step's number that, at the end of a turn, tells the caller and waits for its "go".
+    """Return a function of a step's number that, at the end of a turn, tells the caller and waits for the caller's
+    "go".
 
     A turn is a number of steps between two stops: the first turn ends after `warmup_steps`, each later one after
     `steps_per_turn` more.

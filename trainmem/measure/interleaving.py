@@ -43,8 +43,8 @@ def in_turns(works: Sequence[Callable[[], object]], turns: int = 8) -> list[list
     """Call several functions alternately, each `turns` times, and return the seconds of each call.
 
     The order changes from turn to turn. A first, untimed turn warms up. If this process has used CUDA, the current
-    device times each call, and both values are its seconds. On a CPU, set the number of threads first: other load
-    disturbs one thread the least.
+    device times each call, and both values of a call are the device's seconds. On a CPU, set the number of threads
+    first: other load disturbs one thread the least.
 
     `Ratio.of_turns` takes the results for [a, b, a] from several processes: it returns b's speed relative to a's, with
     the difference between the two a's as the noise floor.
@@ -97,7 +97,8 @@ def _ended_children() -> object:
 
 
 def _order(count: int, turns: int) -> Iterator[int]:
-    """Return the indexes of players in the order of their turns, varied so that no player always follows the same one.
+    """Return the indexes of players in the order of their turns, varied so that no player always follows the same
+    player.
 
     A few players get all permutations, more players a fixed random selection.
 
@@ -144,7 +145,7 @@ def play(
 
     Args:
         names: names of the players, for messages.
-        players: iterators: each `next` runs one turn, and returns the outcome after the last one.
+        players: iterators: each `next` runs one turn, and returns the outcome after the last turn.
         turns: timed turns per player.
         steps_per_turn: steps in a turn.
         on_turn: called after each turn with the number of finished turns, the warm-up included.

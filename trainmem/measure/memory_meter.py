@@ -133,7 +133,7 @@ def _seen_from_outside(watcher: Watcher, compiling_steps: int) -> Iterator[dict[
 
     The measurement starts again at the end of step number `compiling_steps`, the last one that compiles.
 
-    Yield {id: parameter}. It is empty until the end of the first optimizer step, which fills it.
+    Yield {id: parameter}, a dictionary that is empty until the first optimizer step ends.
     """
     parameters: dict[int, torch.Tensor] = {}
 
@@ -178,14 +178,14 @@ class _Ran(NamedTuple):
 
 
 def _apart(tracker: Watcher, at_marks: list[int], highest: Callable) -> dict[str, tuple[int, int]]:
-    """Return {phase outside of the steps: (peak in bytes, index of its operation)}, for phases that peak above their
-    start.
+    """Return {phase outside of the steps: (peak in bytes, index of the operation at the peak)}, for phases that peak
+    above their start.
 
     Args:
         tracker: the tracker, which has the marks.
         at_marks: the total in bytes at each mark.
-        highest: function of the indexes of two marks that returns (the peak between them in bytes, index of its
-            operation).
+        highest: function of the indexes of two marks that returns (the peak between them in bytes, index of the
+            operation at the peak).
     """
     found = {}
     for phase, begin, end in stretches(label for label, *_ in tracker.marks):
@@ -218,8 +218,8 @@ def events(profile: torch.profiler.profile) -> tuple[list[_Change], dict[str, li
 
 
 def running(changes: list[_Change]) -> tuple[list[int], list[int]]:
-    """Return (times in ns, totals in bytes) of allocations and frees. There is one more total than times: the first is
-    the one before all changes.
+    """Return (times in ns, totals in bytes) of allocations and frees. The totals have one entry more, at the start: the
+    total before all changes.
     """
     return [change.when for change in changes], [0, *itertools.accumulate(change.bytes for change in changes)]
 

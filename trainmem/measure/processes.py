@@ -62,7 +62,7 @@ def execute(
 def _once(step: int) -> tuple[int, int]:
     """Return the `turn` of a `CleanProcess` that stops once, after `step` warm-up steps, and waits for `go`.
 
-    A turn is (warm-up steps, steps per turn). No training has as many steps as this turn, so there is no second stop.
+    A turn is (warm-up steps, steps per turn). The steps per turn exceed any training, so there is no second stop.
     """
     return step, sys.maxsize
 
@@ -231,7 +231,8 @@ def side_by_side(
     processes: int = 1,
     at_once: int = 1,
 ) -> Outcome:
-    """Interleave experiments on the CPU inside one fresh subprocess, and repeat that in several; see `interleaving`.
+    """Interleave experiments on the CPU inside one fresh subprocess, and repeat this in several subprocesses; see
+    `interleaving`.
 
     The outcome's value: per process, experiment and turn, the `Seconds` of the fastest step.
 
@@ -240,11 +241,10 @@ def side_by_side(
             next experiment.
         steps_per_turn: optimizer steps per turn; the fastest one represents the turn.
         timeout: time limit of all processes together, in seconds.
-        on_turn: called from time to time with the number of finished turns, those of the warm-up included; None: not
-            called.
+        on_turn: called from time to time with the number of finished turns, warm-up included; None: not called.
         processes: number of subprocesses in total.
-        at_once: number of subprocesses that run at the same time, at most one per core. They disturb each other as
-            other load on the machine would, but all recipes equally, because these are interleaved inside each process.
+        at_once: number of subprocesses that run at the same time, at most one per core. The subprocesses disturb each
+            other, but all experiments equally, because these are interleaved inside each subprocess.
     """
     taken, report = [], on_turn or (lambda number: None)
     job = functools.partial(_in_threads, experiments, turns, steps_per_turn)
@@ -332,8 +332,8 @@ def _in_what_is_left(experiment: Experiment, on_step: Callable[[int], None]) -> 
     """Perform an experiment under the time meter while other experiments wait with their memory on the same device;
     return its outcome.
 
-    It counts as out of memory as soon as torch's allocator has to release cached memory: it could continue, but more
-    slowly than alone. `on_step`: called after each step with its number.
+    The experiment counts as out of memory as soon as torch's allocator has to release cached memory, because it would
+    then run more slowly than alone. `on_step`: called after each step with its number.
     """
 
     def stepped(number: int) -> None:

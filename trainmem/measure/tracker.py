@@ -239,8 +239,8 @@ class Tracker(Watcher, TorchDispatchMode):
 
 
 def counted(parameters: Iterable[torch.Tensor]) -> tuple[int, int]:
-    """Return (number of elements of all weights, number of elements of trainable weights); 4-bit parameters hold two in
-    each byte.
+    """Return (number of elements of all weights, number of elements of trainable weights); a byte of 4-bit weights
+    counts as two elements.
     """
     own = [each for each in parameters if isinstance(each, torch.nn.Parameter)]
     sizes = [math.prod(getattr(getattr(each, "quant_state", None), "shape", each.shape)) for each in own]
@@ -280,9 +280,8 @@ def _is_autograds() -> bool:
     """Return whether autograd's engine itself calls the present operation, rather than Python code inside a backward
     pass.
 
-    Such Python code is e.g. the backward of a `Function`. The Python frame that called the tracker decides: in a thread
-    of the engine there is no such frame, and in the thread that called `backward` it is the one that started the
-    engine.
+    Such Python code is e.g. the backward of a `Function`. The Python frame that called the tracker decides: a thread of
+    the engine has no such frame, and in the thread that called `backward` the frame is the start of the engine.
     """
     frame = sys._getframe(3)  # above `watch`
     while frame and (frame.f_code.co_name == "__torch_dispatch__" or frame.f_globals["__name__"].startswith(_WRAPPERS)):
@@ -481,7 +480,7 @@ class TrainingHooks:
                 self.tracker.phase = Phase.AFTER_BACKWARD
 
     def get_rng_state(self, plain, *args, **kwargs):
-        """Call torch's `get_rng_state`, `plain`, track the random generator's state that it returns, and return the
+        """Call `plain`, torch's `get_rng_state`; track the random generator's state that it returns, and return this
         state.
 
         No operation returns these states. Activation checkpointing keeps one per block; saving a checkpoint makes one.
@@ -491,8 +490,8 @@ class TrainingHooks:
         return state
 
     def resize(self, plain, storage, *args, **kwargs):
-        """Call `plain`, which resizes a storage, and log it: FSDP2 allocates and frees gathered weights so, without an
-        operation.
+        """Call `plain`, which resizes a storage, and log it: FSDP2 allocates and frees gathered weights by resizing,
+        without an operation.
         """
         resized = plain(storage, *args, **kwargs)
         self.tracker.resized(storage)

@@ -150,11 +150,11 @@ class Values(TorchFunctionMode):
         return made
 
     def _note_arrivals(self, function, name, args, kwargs, given, made) -> None:
-        """Fill small results on the device of a function that had no argument there, and note that their values are
-        known.
+        """Fill small results on the device of a function whose arguments were all on the host, and note that the values
+        are known.
 
-        A result is filled if it has the shape of the only tensor argument, which it then copies, or if a function such
-        as `ones` made it from no tensor. The values of other results stay unknown. The arguments are those of
+        A result is filled if it is a copy of the only tensor argument (of the same shape), or if a function such as
+        `ones` made it from no tensor. The values of other results stay unknown. The arguments are those of
         `_note_results`.
         """
         for tensor in _tensors(made):
@@ -462,7 +462,7 @@ _LIBRARIES = {"cudnn": "cuDNN", "cufft": "cuFFT", "cusolver": "cuSOLVER", "cuspa
 
 
 def explained(error: RuntimeError) -> RuntimeError:
-    """Return a `NeedsLibrary` that names the library if `error` is the stub's refusal to act for it; otherwise return
+    """Return a `NeedsLibrary` that names a CUDA library if `error` says that the stub lacks this library; otherwise
     `error`.
     """
     text = str(error).lower()

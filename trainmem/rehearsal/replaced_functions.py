@@ -59,7 +59,7 @@ def install() -> None:
         """Compare tensors as `torch.testing.assert_close` does.
 
         Raises:
-            NeedsValues: unknown numbers, whose type torch's table does not list.
+            NeedsValues: a number is unknown; torch itself would complain about its type.
         """
         for value in tree_leaves((args, kwargs)):
             if isinstance(value, Unknown):
@@ -80,8 +80,8 @@ def install() -> None:
     any_of = torch.Tensor.any
 
     def any_outlier(tensor, *args, **kwargs):
-        """Compute `Tensor.any`, but answer False when LLM.int8 looks for outliers: it does so inside an operation,
-        which no mode sees.
+        """Compute `Tensor.any`, but answer False when LLM.int8 looks for outliers: no mode sees this call, which is
+        inside an operation.
         """
         found = any_of(tensor, *args, **kwargs)
         if tensor.is_cuda and sys._getframe(1).f_globals.get("__name__") == "bitsandbytes.backends.cuda.ops":
@@ -107,8 +107,8 @@ def install() -> None:
     rebuild = torch._utils._rebuild_tensor
 
     def rebuilt(*args, **kwargs):
-        """Rebuild a tensor as torch does, and mark whole numbers from `torch.load(map_location="cuda")` as known,
-        because it copied them.
+        """Rebuild a tensor as torch does. Mark small tensors of whole numbers on the device as known, because
+        `torch.load(map_location="cuda")` has copied their values.
         """
         tensor = rebuild(*args, **kwargs)
         if tensor.is_cuda and tensor.dtype in EXACT and tensor.untyped_storage().nbytes() <= LARGEST:

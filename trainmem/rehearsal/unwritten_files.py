@@ -20,7 +20,7 @@ import torch
 
 
 class Files:
-    """Track the files of weights that this process saves: those written without values, and those left unchanged."""
+    """Track the files of weights that this process saves: files written without values, and files left unchanged."""
 
     def __init__(self):
         self.start = float(os.environ.get("REHEARSAL_BEGAN", "inf"))
@@ -60,7 +60,7 @@ class _Records:
     """Write torch's zip files, but with holes in place of storages whose values are unknown; `holes` counts them.
 
     Args:
-        writer: torch's own writer, which gets everything else.
+        writer: torch's own writer, which writes everything else.
         values: the `Values` that this process tracks.
     """
 
