@@ -74,9 +74,7 @@ Capability = Annotated[str | None, typer.Option(help="Compute capability of the 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Invocation:
-    """Hold the inputs of a command other than its options: the user's words, and published speed ratios. typer keeps it
-    as `obj`.
-    """
+    """Hold, as typer's `obj`, a command's inputs besides its options: the user's words and published speed ratios."""
 
     words: list[str] = dataclasses.field(default_factory=list)  # the command line as the user typed it
     published: "Published | None" = None  # speed ratios for `advise`

@@ -82,9 +82,7 @@ class Unknown(_WithoutValue, float):
     __hash__ = object.__hash__
 
     def __ne__(self, other) -> bool:
-        """Return True if `other` is this very object, because `json` tests `x != x` to recognize NaN; otherwise raise
-        `error`.
-        """
+        """Return True if `other` is this very object, as `json` tests NaN by `x != x`; otherwise raise `error`."""
         return other is self or self._refuse()
 
     def _unknown_again(self, *_) -> "Unknown":
@@ -99,8 +97,7 @@ class Unknown(_WithoutValue, float):
 
 
 class Assumed(float):
-    """Stand for a number that a rehearsal assumes in place of an unknown one: 1 to libraries and in files, shown as
-    "assumed".
+    """Stand for a number that a rehearsal assumes for an unknown one: 1 to libraries and in files, shown as "assumed".
 
     Arithmetic gives an assumed number again, and every comparison with a number is false.
 

@@ -40,9 +40,7 @@ _FROM_VOCABULARY = {"causal", "masked", "sequence to sequence", "image-text", "s
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Hold training arguments that fit: estimated and needed bytes, costs, and the speed relative to the fastest
-    recipe.
-    """
+    """Hold training arguments that fit: estimated and needed bytes, costs, and speed / speed of the fastest recipe."""
 
     name: str  # techniques, micro-batch x accumulation: "checkpointing, AdamW, 4 x 2"
     arguments: dict[str, Any]  # training arguments
@@ -79,8 +77,7 @@ class Shown:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Advice(Shown):
-    """Hold what `advise` returns: the target device, the recipes that fit, the fastest first, and notes; shown as a
-    table.
+    """Hold what `advise` returns, shown as a table: the device, the recipes that fit, the fastest first, and notes.
 
     If no recipe fits, it holds the smallest recipe and changes that would help. Sizes are in bytes.
     """
@@ -116,9 +113,7 @@ class Advice(Shown):
         return {"status": self.status} | dataclasses.asdict(self) | {"recipes": recipes}
 
     def _parts(self) -> tuple[str, Table, str, list[str]]:
-        """Return (headline, table, Python code to paste, lines to print below the table); the code is empty if nothing
-        fits.
-        """
+        """Return (headline, table, Python code to paste or "" if nothing fits, lines to print below the table)."""
         size = functools.partial(bytes_text, binary=self.device == "cuda")
         length = f" with {self.task.seq_len:,} tokens" if self.task.seq_len else ""
         head = f"{self.task.model}{length}, {self.effective_batch} samples per update, {size(self.memory_bytes)} "
@@ -155,8 +150,7 @@ class Advice(Shown):
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """Hold the predicted and the measured peak of an advice's first recipe, in bytes, and the run, measured or
-    rehearsed.
+    """Hold the predicted and the measured (or rehearsed) peak of an advice's first recipe, in bytes, and the run.
 
     `run.memory.kind` names the kind of both peaks.
     """
@@ -348,8 +342,7 @@ def _base(task: Task, weights: Weights, largest: str | None) -> dict[str, Any]:
 
 
 def verify(advice: Advice, runner: Runner | None = None) -> Verification:
-    """Train with the first recipe of an advice for a few steps, and return its peak next to the predicted one, in
-    bytes.
+    """Train a few steps with an advice's first recipe; return the measured peak next to the predicted peak, in bytes.
 
     If this machine (or the runner's) lacks the GPU that the advice is for, the training is rehearsed on a card with the
     advice's memory and CUDA context (see `trainmem.rehearsal`; its first use may take minutes).

@@ -12,9 +12,7 @@ _STEP = 8  # tokens: lengths are tried in multiples of it
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Hold a change to the smallest recipe: its text, the bytes needed after the change, and whether the recipe then
-    fits.
-    """
+    """Hold a change to the smallest recipe: its text, the bytes needed after it, and whether the recipe then fits."""
 
     name: str  # "fewer tokens", "sharding" or "offload"
     text: str  # what exactly to change
@@ -37,9 +35,7 @@ def helpful_changes(search: RecipeSearch, smallest: Candidate) -> tuple[Change, 
 
 
 def _shorter(search: RecipeSearch, smallest: Candidate) -> Change | None:
-    """Return the change that shortens the sequences of the smallest recipe to the longest that fit; None if the task
-    has no sequences.
-    """
+    """Return the change that shortens sequences until the smallest recipe fits; None if the task has no sequences."""
     task = search.task
     if not task.has_tokens or task.length() <= _STEP:
         return None

@@ -23,8 +23,7 @@ _SILENT = {"max_steps", "num_train_epochs", "seed", "learning_rate", "lr_schedul
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """Hold how much faster a technique, or a micro-batch, makes a training than the plain choice: a ratio and its
-    source.
+    """Hold how much faster a technique or micro-batch makes a training than the plain choice: ratio and source.
 
     The plain choice is the same recipe without the technique, or with a larger micro-batch at the same effective batch.
     """
@@ -53,8 +52,7 @@ Published = Callable[[Machine | None, str, tuple[int, int]], Mapping[str, tuple[
 class Evidence:
     """Look up how much faster techniques, smaller micro-batches and torch.compile make a task's training, as `Factor`s.
 
-    Only runs on this machine count. Runs of other models are used only if there are no pairs of runs of the task's
-    model.
+    Only runs on this machine count. Runs of other models count only if the task's model has no pairs of runs.
 
     Args:
         machine: this machine, on which runs count.
@@ -62,8 +60,8 @@ class Evidence:
         capability: compute capability of the GPU.
         task: the model and its data.
         runs: measured runs, from which the factors are calculated.
-        published: function that returns published ratios, for factors without runs, see `Published`; None: nothing is
-            published.
+        published: function that returns published ratios for factors without runs, see `Published`; None: there are
+            none.
     """
 
     def __init__(
@@ -129,8 +127,7 @@ class Evidence:
         return self._of_pairs(name, pairs) or Factor(name, None, "speed not measured here"), max(peaks)
 
     def _of_pairs(self, name: str, pairs: Sequence[tuple[Run, Run]]) -> Factor | None:
-        """Return a factor called `name`: the median speed ratio of `pairs` (run with a choice, e.g. a technique, run
-        without it).
+        """Return a factor called `name`: the median speed ratio of `pairs`, e.g. (run with a technique, run without).
 
         Return None if there are too few pairs.
         """
@@ -177,17 +174,13 @@ class Evidence:
 
 
 def respelt(arguments: Arguments) -> dict[str, Any]:
-    """Return {name: value} of the arguments, under the names that techniques use, whatever names the installed library
-    uses.
-    """
+    """Return {name: value} of the arguments, under the names that techniques use, not the installed library's."""
     canonical = {next(iter(Arguments({name: None}).current)): name for name in itertools.chain(*QUESTIONS)}
     return {canonical.get(name, name): value for name, value in arguments.current.items()}
 
 
 def _counts(run: Run) -> bool:
-    """Return whether a run's speed can be compared: the Trainer must have run it, not a user's function, over 3 or more
-    steps.
-    """
+    """Return whether a run's speed can be compared: the Trainer, not a user's function, ran 3 or more steps."""
     return run.ok and run.kind == "training" and is_measured(run.samples_per_second) and run.timing.steps >= 3
 
 

@@ -1,5 +1,4 @@
-"""Choose a layout on several cards by the guides' decision tree over replicas and shards; the memory of each layout is
-traced.
+"""Choose a layout on several cards by the guides' decision tree over replicas and shards, with traced memory.
 
 Covers DDP, FSDP2 and ZeRO 1 to 3. Bytes per rank come from the estimate, bytes sent from the formulas of ring
 algorithms. If no layout fits, the answer names the tree's next branch (offload, or splitting the layers) and the
@@ -32,9 +31,7 @@ _size = functools.partial(bytes_text, binary=True)  # as the memory of a card
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Hold one way to train on all cards: its name, the estimate of one rank, and the bytes that a rank needs and
-    sends.
-    """
+    """Hold one way to train on all cards: its name, one rank's estimate, and the bytes that a rank needs and sends."""
 
     name: str  # e.g. "DDP", "FSDP" or "ZeRO 1, checkpointing"
     estimate: MemoryEstimate  # of one rank
@@ -182,7 +179,7 @@ class _Cluster:
     left_out: list[str]  # filled with the layouts that cannot be traced, and why
 
     def layouts(self, arguments: dict[str, Any], suffix: str = "") -> Iterator[Layout]:
-        """Trace every layout with these training arguments and yield it, the simplest first.
+        """Yield every layout, traced with these training arguments, the simplest first.
 
         A layout that cannot be traced is noted in `left_out`. `suffix` is added to the names of the layouts.
 
@@ -229,7 +226,7 @@ class _Cluster:
     def _sent(self, name: str, ranks: int, whole: MemoryEstimate, arguments: Arguments) -> tuple[float, float]:
         """Return (bytes that a rank sends per update, how many of these bytes go between hosts).
 
-        In a ring of N ranks, a rank sends (N - 1) / N of what is gathered or reduce-scattered, and twice that for an
+        In a ring of N ranks, a rank sends (N - 1) / N of gathered or reduce-scattered bytes, twice that in an
         all-reduce.
 
         Args:

@@ -1,5 +1,4 @@
-"""Search for recipes that fit, for the advisor: combine techniques, order them, and find the largest micro-batch of
-each.
+"""Search for recipes that fit: combine techniques, order them, and find the largest micro-batch of each recipe.
 
 Each check takes an estimate, and every recipe that is proposed was estimated itself. Other cores start the estimates
 that are probably needed next.
@@ -219,9 +218,7 @@ class Ranking:
         }
 
     def key(self, candidate: Candidate) -> tuple[int, float, int, int]:
-        """Return the sort key of a recipe: (unmeasured techniques, -speed, number of techniques with a cost,
-        -micro-batch).
-        """
+        """Return a recipe's sort key: (unmeasured techniques, -speed, techniques with a cost, -micro-batch)."""
         costs = len(candidate.costly)
         return self.unknown(candidate), -self.speed(candidate), costs, -candidate.micro_batch
 
@@ -245,8 +242,7 @@ class Ranking:
         """Return whether a recipe has all the costs of a better-ranked recipe, and more, so that only a larger
         micro-batch could make it worthwhile.
 
-        Return False if the two recipes differ in precision and the speed of `candidate` is unknown, because it may be
-        faster.
+        Return False if the recipes differ in precision and `candidate`, whose speed is unknown, may be faster.
 
         Args:
             candidate: the recipe that may be left out.
@@ -258,8 +254,7 @@ class Ranking:
 
 @dataclass
 class RecipeSearch:
-    """Search for the recipes of a task that fit: `find` gives each combination of techniques the largest micro-batch
-    that fits.
+    """Search for recipes that fit: `find` gives each combination of techniques the largest micro-batch that fits.
 
     It keeps the estimates that it made, their assumptions, and the bytes of recipes that do not fit.
     """
@@ -285,8 +280,8 @@ class RecipeSearch:
     def find(self, most: int) -> list[Candidate]:
         """Return the best recipes that fit, at most `most`, the best first.
 
-        Techniques are tried in the order in which they would rank if all of them fitted. Techniques that only add costs
-        are skipped.
+        Combinations are tried in the order in which they would rank if all fitted; some that only add costs are
+        skipped.
 
         Raises:
             ValueError: no estimate could be made; the message is the first estimate's.
@@ -362,9 +357,7 @@ class RecipeSearch:
         return dataclasses.replace(self, estimates={}, too_large={}, notes=[], assumptions={}, _states={**self._states})
 
     def line_of(self, task: Task, candidate: Candidate) -> Line | None:
-        """Return a recipe's memory as a function of the number of layers; None if all layers of the task are traced
-        directly.
-        """
+        """Return a recipe's memory as a function of the number of layers; None if the task's model is not deep."""
         return self.ask(self.line, task, self.choices.arguments(candidate)) if layers_of(task) else None
 
     def about(self, task: Task, candidate: Candidate) -> tuple[int, int] | None:
@@ -436,8 +429,7 @@ class RecipeSearch:
     def furthest(
         self, candidate: Candidate, sizes: Sequence[int], task_of: Callable[[int], Task], first: int
     ) -> tuple[int, int]:
-        """Return (the largest size of a task with which a recipe fits, the bytes of memory that the recipe needs with
-        this size).
+        """Return (the largest size of a task with which a recipe fits, the bytes that the recipe needs with this size).
 
         If the recipe fits with no size, return 0 and the bytes for the smallest size.
 
@@ -514,8 +506,7 @@ def ahead(pool: ThreadPoolExecutor, ask: Callable, *arguments) -> Future:
 
 
 class Once:
-    """Answer each question once, also if several threads ask it: the first thread computes the answer, the other
-    threads wait.
+    """Answer each question once, even if several threads ask it: one thread computes, the other threads wait.
 
     A call takes (ask, task, arguments) and returns `ask(task, **arguments)`, or raises the error of this call.
 

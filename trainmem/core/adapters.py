@@ -127,8 +127,7 @@ def saved_quantization(settings: Mapping[str, Any], where: str) -> dict[str, Any
 
 
 def quantized(model, settings: Mapping[str, Any], device: Any, trains: bool = False):
-    """Quantize a model's linear layers on `device`, as `from_pretrained(quantization_config=)` does, and return the
-    model.
+    """Quantize a model's linear layers on `device`, as `from_pretrained(quantization_config=)` does; return the model.
 
     Each weight moves to the device and is quantized there; weights that stay in full precision move last.
 
@@ -338,7 +337,7 @@ def _check_cache_is_known(peft, model, name: str, family: str, generates: bool) 
     """Refuse adapters that an older peft runs wrongly because transformers 5.24 renamed `past_key_values` to `cache`.
 
     peft 0.21 looks for the old name in the signatures of classifiers and in the arguments from `generate`. Training of
-    generative models is correct: there it passes the old name, which transformers still accepts.
+    generative models is correct: peft passes the old name, which transformers still accepts.
 
     Args:
         peft: the imported package.

@@ -187,9 +187,7 @@ class Arguments:
 
     @property
     def compiles(self) -> bool:
-        """Whether torch.compile is on. As in transformers, giving only its mode or only its backend switches it on,
-        too.
-        """
+        """Whether torch.compile is on. As in transformers, its mode or its backend alone switches it on, too."""
         return any(map(self.training.get, COMPILING))
 
     @property
@@ -331,9 +329,7 @@ def _kernels() -> list[str]:
 
 @functools.cache
 def _current_names() -> dict[str, str]:
-    """Return {name that the installed library does not know: the name that it knows} for arguments with two names
-    (`_SYNONYMS`).
-    """
+    """Return {name that the installed library lacks: the name that it has} for renamed arguments (`_SYNONYMS`)."""
     return dict((old, new) if new in known() else (new, old) for old, new in _SYNONYMS)
 
 
@@ -353,8 +349,7 @@ def check_names(names: Iterable[str], *, also: Iterable[str] = ()) -> None:
 
 
 def parse(words: list[str], also: Iterable[str] = ()) -> Arguments:
-    """Parse command-line words as transformers' own parser does (`--bf16`, `--bf16 True`); return the typed
-    `Arguments`.
+    """Parse command-line words into `Arguments` as transformers' own parser does, e.g. `--bf16` or `--bf16 True`.
 
     `also`: as in `check_names`.
 
@@ -383,7 +378,7 @@ _KINDS = {int: "a whole number, in digits", float: "a number"}
 
 
 def _refused(parser, words: list[str], error) -> str:
-    """Return argparse's error as one line: the argument, its value, and what it accepts."""
+    """Return argparse's error as one line: the argument, its value, and the accepted values."""
     action = next(each for each in parser._actions if "/".join(each.option_strings) == error.argument_name)
     name = action.dest
     place = next(i for i, word in enumerate(words) if word.partition("=")[0] in action.option_strings)
@@ -411,9 +406,7 @@ _AT_LEAST = {
 
 
 def _check_values(given: Mapping[str, Any]) -> None:
-    """Raise ValueError for a value in `given`, {name: value}, of the wrong type, outside of the choices or out of
-    range.
-    """
+    """Raise ValueError for a value in `given`, {name: value}, of a wrong type, outside the choices or out of range."""
     declared = typing.get_type_hints(_declared()) | {name: kind for name, (kind, _) in OF_EXPERIMENTS.items()}
     declared["fsdp"] |= bool  # the library also accepts a bool
     for name, value in given.items():

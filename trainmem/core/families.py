@@ -305,9 +305,7 @@ class Data:
         return min(100, self._vocabulary() // 4)  # above the special tokens
 
     def _ids(self, draw):
-        """Return random token ids (examples, length), without the tokens that mark images. `draw`: the random
-        generator.
-        """
+        """Return random token ids (examples, length) without tokens that mark images; `draw`: the random generator."""
         first = self._first()
         last = first + 32 if self.learnable else self._vocabulary()
         ids = draw.integers(first, min(last, self._vocabulary()), (self.size, self.length))
@@ -412,9 +410,7 @@ def bytes_of(columns: Any) -> int:
 
 
 def listed(examples: list[dict], names: Iterable[str]) -> dict[str, Any]:
-    """Return a batch: the columns in `names` as lists, as detection expects its labels; all other columns stacked to
-    tensors.
-    """
+    """Return a batch: columns in `names` as lists, as detection expects labels, other columns stacked to tensors."""
     import torch
 
     columns = {name: [example[name] for example in examples] for name in examples[0]}

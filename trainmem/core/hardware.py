@@ -168,9 +168,7 @@ def is_rehearsal() -> bool:
 
 
 def cache_folder() -> Path:
-    """Return the folder for the user's files: $PERF_HELPERS_HOME if it is set, otherwise one in the user's cache
-    folder.
-    """
+    """Return the folder for the user's files: $PERF_HELPERS_HOME, otherwise a folder in the user's cache folder."""
     home = os.environ.get("PERF_HELPERS_HOME")
     return Path(home) if home else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "perf_helpers"
 

@@ -72,9 +72,7 @@ def _main_thread(text: str, ident: int) -> list[FrameSummary]:
 
 
 def described(ranks: dict[int, list[FrameSummary]]) -> str:
-    """Return a text that says in which collective operation and line each rank is, from {rank: its stack, innermost
-    frame first}.
-    """
+    """Return a text with the collective operation and line of each rank, from {rank: stack, innermost frame first}."""
     places: dict[str, list[int]] = {}
     for rank, frames in ranks.items():
         places.setdefault(_place(frames), []).append(rank)

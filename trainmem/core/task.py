@@ -29,8 +29,7 @@ _OPTIONAL = ("image_size", "audio_seconds", "objective")  # not in older records
 
 @dataclass(frozen=True)
 class Task(Record):
-    """Describe a model and the data it is trained on; build the model, its configuration and random examples of the
-    data.
+    """Describe a model and its training data; build the model, its configuration and random examples of the data.
 
     Args:
         model: a preset (`PRESETS`), a config.json or a model folder, or the name of a model on the Hub.
@@ -88,7 +87,7 @@ class Task(Record):
             raise ValueError(f"objective={shown(self.objective)}: choose one of {', '.join(families.OBJECTIVES)}")
 
     def replace(self, **changes) -> "Task":
-        """Return a copy of the task with the fields in `changes` changed; `config` is merged with the present one.
+        """Return a copy of the task with the fields in `changes` changed; `config` is merged with the task's.
 
         Raises:
             ValueError: an unknown field.
@@ -108,9 +107,7 @@ class Task(Record):
         return {name: content[name] for name in content if name not in left_out}
 
     def identity(self) -> str:
-        """Return text that is equal for equal tasks; it contains the text of the configuration file, which a user may
-        edit.
-        """
+        """Return text that is equal for equal tasks, including the configuration file's text, which may be edited."""
         if (file := self._file()) is None:
             return repr(self)
         # The files of the weights may decide the type.
@@ -428,8 +425,7 @@ class Task(Record):
         return Dataset.from_dict(arrays).with_format("torch")
 
     def collator(self) -> Callable[[list[dict]], dict] | None:
-        """Return the collate function for examples of unequal `lengths`, or with lists: it turns a list of examples
-        into a batch.
+        """Return the function that makes a batch of a list of examples with unequal `lengths`, or with lists.
 
         Return None if the Trainer's own collator can batch the examples.
         """

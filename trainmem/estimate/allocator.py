@@ -43,9 +43,7 @@ def workspace_bytes(compute_capability: tuple[int, int]) -> int:
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """Hold a contiguous piece of a segment: a block in use, or free memory (torch: Block). It is linked with the pieces
-    beside it.
-    """
+    """Hold a contiguous piece of a segment (torch: Block), in use or free, and links to the pieces beside it."""
 
     pool: "Pool"
     address: int
@@ -69,9 +67,7 @@ class Part:
         return self.previous is None and self.next is None
 
     def reach(self) -> int:
-        """Return the bytes of this part plus the bytes of the unmapped addresses directly behind the part, into which
-        it can grow.
-        """
+        """Return the bytes of this part plus the unmapped bytes directly behind it, into which it can grow."""
         return self.size + (self.next.size if self.next is not None and not self.next.is_mapped else 0)
 
     def cut(self, size: int) -> "Part":
@@ -85,9 +81,7 @@ class Part:
         return rest
 
     def absorb(self, behind: "Part") -> None:
-        """Grow by the part `behind`, which is the next one in the segment; the caller must not use `behind`
-        afterwards.
-        """
+        """Grow by the part `behind`, the next in the segment; the caller must not use `behind` afterwards."""
         self.size += behind.size
         self.next = behind.next
         if behind.next is not None:
@@ -283,9 +277,7 @@ class CachingAllocator:
         self._on_event("alloc", block.address, requested)
 
     def free(self, key: Hashable) -> None:
-        """Free the block allocated under the name `key` and merge it with free neighbours; ignore a key without a
-        block.
-        """
+        """Free the block with the name `key` and merge it with free neighbours; ignore a key without a block."""
         block = self._used.pop(key, None)
         if block is None:
             return
@@ -361,9 +353,7 @@ class CachingAllocator:
         return block
 
     def _taken(self, pool: Pool, size: int) -> Part | None:
-        """Return a block of `size` bytes in a new or growing segment of `pool`; None if there is no room (torch:
-        alloc_block).
-        """
+        """Return a block of `size` bytes in a new or grown segment of `pool`; None: no room (torch: alloc_block)."""
         if self._expands:
             return self._expanded(pool, size)
         segment = next_multiple(size, SEGMENT_BYTES) if size <= MIB or size >= 10 * MIB else self._pages[1]
@@ -406,8 +396,7 @@ class CachingAllocator:
         """Release cached blocks of `pool` until `size` bytes have been freed; return whether that succeeded (torch:
         release_available_cached_blocks).
 
-        If a block that is too large to be split suffices, only that block is released; otherwise several are, largest
-        first.
+        A block that is too large to be split is released alone if it suffices; otherwise several are, largest first.
         """
         if self._expands:
             return False
@@ -476,9 +465,7 @@ class CachingAllocator:
         return block.pool.join(block)
 
     def _unmap(self, block: Part) -> None:
-        """Unmap the whole pages of a free block, and remove its segment if no mapped page of it is left (torch:
-        unmap_block).
-        """
+        """Unmap the whole pages of a free block; remove its segment if no mapped page is left (torch: unmap_block)."""
         page = block.pool.page
         begin = next_multiple(block.address - block.base, page) + block.base
         end = (block.address + block.size - block.base) // page * page + block.base

@@ -32,9 +32,7 @@ _SAME = {"stream": 0, "compile_context": "N/A", "pool_id": (0, 0), "user_metadat
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """Hold the allocator's memory over a replayed training, in bytes: allocated after each event, and the reserved
-    peak.
-    """
+    """Hold a replayed training's memory in bytes: allocated bytes after each event, and the reserved peak."""
 
     log: Log
     allocated: np.ndarray  # (events + 1,): bytes in use before the first event and after each
@@ -43,9 +41,7 @@ class Replay:
 
     @property
     def peak(self) -> int:
-        """The number of events after which the most bytes are allocated; only events from the first forward pass on
-        count.
-        """
+        """The number of events after which the most bytes are allocated, searched from the first forward pass on."""
         first = self.log.position("start")
         return first + int(self.allocated[first:].argmax())
 
@@ -72,9 +68,7 @@ class Replay:
         )
 
     def _breakdown(self, position: int) -> dict[str, int]:
-        """Return {category: bytes} after `position` events. Allocated bytes that belong to no tensor count as operator
-        workspace.
-        """
+        """Return {category: bytes} after `position` events; bytes of no tensor count as operator workspace."""
         live = dict.fromkeys(TENSOR_CATEGORIES, 0)
         for event in self.log.events[:position]:
             size, label = self.log.blocks[event if event >= 0 else ~event]
@@ -86,8 +80,7 @@ class Replay:
 def replayed(log: Log, settings: str = "", capacity: int | None = None, rules: Release | None = None) -> Replay:
     """Replay the log on the model of torch's allocator, and return the memory over time.
 
-    If the allocator runs out of memory, the log is replayed without a limit instead, and the result is marked as too
-    large.
+    If the allocator runs out of memory, the log is replayed without a limit, and the result is marked as too large.
 
     Args:
         log: the training's allocations and frees.
@@ -194,9 +187,7 @@ def snapshot(log: Log, settings: str = "", capacity: int | None = None, rules: R
 
 
 def _frames(label: Label) -> list[dict[str, Any]]:
-    """Return the label of a block (its operation, module, phase, category) in the form of a stack's frames, innermost
-    first.
-    """
+    """Return a block's label (operation, module, phase, category) in the form of stack frames, innermost first."""
     known = {**label._asdict(), "category": name_text(label.category)}
     names = ("operation", "module", "phase", "category")
     return [{"name": str(known[name]), "filename": name, "line": 0} for name in names if known[name]]

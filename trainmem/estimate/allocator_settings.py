@@ -46,8 +46,7 @@ class Settings:
         """Return the settings in a value of PYTORCH_CUDA_ALLOC_CONF, e.g. "max_split_size_mb:128".
 
         Args:
-            torch_version: the torch release that will read the value, e.g. "2.13"; None: accept the options of every
-                release.
+            torch_version: the torch release that will read the value, e.g. "2.13"; None: accept any release's options.
 
         Raises:
             ValueError: an option that no torch release has, or that `torch_version` lacks; an option or an allocator
@@ -119,8 +118,7 @@ def _words(text: str) -> dict[str, str]:
 
 
 def _divisions(value: str) -> tuple[int, ...]:
-    """Parse the value of `roundup_power2_divisions`: return, for each of 16 ranges of sizes, into how many steps it is
-    divided.
+    """Parse `roundup_power2_divisions`: return the number of steps into which each of 16 ranges of sizes is divided.
 
     The ranges are: below 2 MiB, from 2 to 4 MiB, and so on; 0 and 1 mean that a range is not divided. "4" sets all
     ranges. "[256:1,512:2,>:4]" sets the ranges that begin at 256 and 512 MiB; as in torch, the first entry also sets
@@ -196,9 +194,7 @@ def _read(name: str, value: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Hold the rules of a torch release about the device's memory that differ between releases, e.g. the sharing of
-    workspaces.
-    """
+    """Hold a torch release's rules about device memory that other releases lack, e.g. the sharing of workspaces."""
 
     torch: str  # "2.13"
     # Which of several free blocks of one size is taken: the one with the lowest "address", the "block" that torch made
@@ -271,9 +267,7 @@ def newest() -> str:
 
 
 def is_tested(rules: Release) -> bool:
-    """Return whether the release that `rules` names is known; if not, the rules are copied from the newest known
-    release.
-    """
+    """Return whether `rules` are the named release's own, not copied from the newest known release."""
     return rules.torch in RELEASES
 
 
@@ -283,8 +277,7 @@ def is_since(torch: str, rules: Release) -> bool:
 
 
 def untested_text(torch: str) -> str:
-    """Return a sentence that warns of the torch release `torch`, e.g. "2.16", which is newer than all known releases.
-    """
+    """Return a sentence that warns of the release `torch`, e.g. "2.16", which is newer than all known releases."""
     return f"torch {torch} is untested: the rules of torch {newest()} (newest known) were used"
 
 
@@ -294,8 +287,6 @@ def _warn_of_untested(torch: str) -> None:
 
 
 def _number(version: str) -> tuple[int, ...]:
-    """Return the release of a torch version as numbers: (2, 11) for "2.11" or "2.11.0a0+git"; () for a text that names
-    no release.
-    """
+    """Return the release of a torch version as numbers: (2, 11) for "2.11" or "2.11.0a0+git"; () for other texts."""
     found = re.fullmatch(r"(\d{1,3})\.(\d{1,3})((\.|\+|a|b|rc).*)?", version)
     return (int(found[1]), int(found[2])) if found else ()

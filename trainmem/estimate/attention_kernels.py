@@ -48,9 +48,7 @@ def scan_bytes(count: int, tile: int = 896, each: int = 16) -> int:
 
 
 def contiguous_copy(tensor: torch.Tensor, layout: torch.memory_format = torch.contiguous_format) -> list[int]:
-    """Return [bytes of the copy that brings a tensor into the memory format `layout`]; [] if the tensor has this format
-    already.
-    """
+    """Return [bytes of a copy of the tensor in the memory format `layout`]; [] if it has this format already."""
     return [] if tensor.is_contiguous(memory_format=layout) else [tensor.nbytes]
 
 

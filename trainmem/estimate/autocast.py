@@ -57,17 +57,13 @@ def emulated(library: torch.library.Library) -> Iterator[None]:
 
 
 class _Casts:
-    """Cast operands by CUDA's rules for autocast, see `rules`. A weight is cast once; its cast is kept until autocast
-    ends.
-    """
+    """Cast operands by CUDA's rules for autocast, see `rules`; the cast of a weight is kept until autocast ends."""
 
     def __init__(self):
         self.kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # {id of a weight: (weight, its cast)}
 
     def rules(self) -> dict[str, Callable[[str, tuple, dict], Arguments]]:
-        """Return {operator: rule}; a rule is a function (operator's name, args, kwargs) that returns the new (args,
-        kwargs).
-        """
+        """Return {operator: rule}; a rule is a function (operator's name, args, kwargs) -> (new args, new kwargs)."""
         lists = {
             "lower_precision": self._lower,
             "fp32": self._fp32,
@@ -90,8 +86,7 @@ class _Casts:
     def _cast(self, arguments: Arguments, dtype: torch.dtype) -> Arguments:
         """Return the arguments (args, kwargs) with their tensors cast to `dtype`.
 
-        The last argument is cast first, as C++ compilers evaluate a call's arguments; tensors of a list are cast in
-        order.
+        The last argument is cast first, as C++ compilers evaluate arguments; tensors of a list are cast in order.
         """
         cast = functools.partial(tree_map, lambda leaf: self._cast_one(leaf, dtype) if _is_cast(leaf) else leaf)
         args, kwargs = arguments
@@ -121,9 +116,7 @@ def _is_cast(leaf: Any) -> bool:
 
 
 def _ruled(rule, name, *args, **kwargs):
-    """Run an operator, with autocast off inside, on the arguments that `rule` returns for it; return the operator's
-    result.
-    """
+    """Run an operator, with autocast off, on the arguments that `rule` returns for it; return the operator's result."""
     function = overload(_NORMS.get(name, name))
     below = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
     with torch._C._ExcludeDispatchKeyGuard(below):

@@ -28,8 +28,7 @@ _MADE = " "  # stands for a tensor that the operation made, in place of an input
 def few_batches(tracker: "FakeTracker") -> contextlib.AbstractContextManager:
     """Return a context in which at most two batches of each shape are traced in an evaluation.
 
-    Each later batch of the same shape repeats the second one in the tracker's log; the Trainer keeps the predictions of
-    every batch.
+    A later batch repeats the second batch of its shape in the tracker's log; the Trainer keeps all predictions.
     """
     from transformers import Trainer
 
@@ -113,8 +112,7 @@ def checkpoints(tracker: "FakeTracker") -> Iterator[None]:
 
 
 def _header(tensors: dict[str, torch.Tensor], metadata: Any) -> bytes:
-    """Return as many zero bytes as the header of a safetensors file has: its length, names and shapes, rounded up to a
-    multiple of 8.
+    """Return zeros in the size of a safetensors header (length, names, shapes), rounded up to a multiple of 8 bytes.
 
     Args:
         tensors: {name: tensor} to save.

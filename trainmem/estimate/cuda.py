@@ -66,8 +66,7 @@ def emulated(compute_capability: tuple[int, int] = DEFAULT_CAPABILITY, rules: Re
 
 
 def _dropout(tensor, p, train):
-    """Apply dropout with probability `p` by CUDA's kernel, which keeps a mask of one byte per element; return the
-    result.
+    """Return the result of dropout with probability `p` like CUDA's kernel, which keeps a mask, one byte per element.
 
     Return the tensor unchanged if `train` is False or `p` is 0.
     """
@@ -178,8 +177,7 @@ def _first(results):
 
 
 def _additive(mask, dtype):
-    """Return a boolean mask in the form that is added to scores of type `dtype`: 0 where it is true, minus infinity
-    elsewhere.
+    """Return a boolean mask as a tensor of type `dtype` to add to scores: 0 for True, minus infinity for False.
 
     A mask that is not boolean, or None, is returned unchanged.
     """
@@ -224,8 +222,7 @@ def attention_kernel(
     causal: bool = False,
     enable_gqa: bool = False,
 ) -> str:
-    """Return the attention kernel that torch selects: "cudnn", "flash", "efficient" or "math", which is plain
-    attention.
+    """Return the attention kernel that torch selects: "cudnn", "flash", "efficient" or "math" (plain attention).
 
     Args:
         rules: the rules of torch's release.
@@ -290,8 +287,7 @@ def _with_batch(rules: Release, query, key, value, mask):
 
 
 def _heads_fit(rules: Release, query, key, value, takes_groups: bool, values_alike: bool = True) -> bool:
-    """Return whether a fused kernel supports the numbers of heads of query, key and value, (batch, heads, length, head
-    size).
+    """Return whether a fused kernel supports the head counts of query, key, value: (batch, heads, length, head size).
 
     Args:
         rules: the rules of a torch release.

@@ -46,9 +46,7 @@ Tensor = tuple[str, str, str, str]
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Hold the difference between two recipes, A and B, by argument, category and tensor. Pairs of bytes are (in A, in
-    B).
-    """
+    """Hold the difference of recipes A and B by argument, category and tensor; pairs of bytes are (in A, in B)."""
 
     a: MemoryEstimate
     b: MemoryEstimate
@@ -367,9 +365,7 @@ class Witness:
 
     @functools.cache  # noqa: B019
     def _plain(self, name: str) -> str:
-        """Return a module's or parameter's name with "*" in place of layer numbers, and without the names that adapters
-        add.
-        """
+        """Return a module's or parameter's name with "*" in place of layer numbers, without names that adapters add."""
         model = self._model.get_base_model() if hasattr(self._model, "get_base_model") else self._model
         if name in ("base_model", "base_model.model", type(self._model).__name__):
             return type(model).__name__

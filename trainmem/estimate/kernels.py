@@ -22,8 +22,7 @@ aten = torch.ops.aten
 
 
 class Kernels:
-    """List the memory requests of kernels on a GPU of one compute capability: `program` gives the requests of one
-    operation.
+    """List the memory requests of an operation's kernels, by `program`, on a GPU of one compute capability.
 
     Args:
         capability: the GPU's compute capability, e.g. (9, 0).
@@ -100,9 +99,7 @@ class Kernels:
         return function.overloadpacket in _PRODUCTS or function.namespace == "transformers"  # experts one by one
 
     def workspaces(self, function, args: Sequence, kwargs: dict) -> list[tuple[str, int]]:
-        """Return (name, bytes) of each workspace of cuBLAS or cuBLASLt that an operation requests; [] if it is no
-        matmul.
-        """
+        """Return (name, bytes) of each cuBLAS or cuBLASLt workspace that an operation requests; [] for no matmul."""
         if not self.multiplies(function, args, kwargs):
             return []
         rules = self._gpu.rules

@@ -231,8 +231,7 @@ def worst_batch(
 def _around(steps: Steps, number: int, lengths: tuple[int, ...]) -> list[int]:
     """Return the lengths of all samples of step `number`, and of the steps before and after it, as one list in order.
 
-    The first step of an epoch is traced as a second step, because in all later epochs the optimizer's states exist by
-    then.
+    The first step of an epoch is traced as a second step, because in later epochs the optimizer's states exist.
 
     Args:
         steps: the numbers of the samples, by step and micro-batch.

@@ -12,9 +12,7 @@ from trainmem.unknown import Unknown
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Describe the device whose memory is estimated: its kind and, for a GPU, its capability, memory in bytes and
-    allocator.
-    """
+    """Describe the device whose memory is estimated: kind and, for a GPU, capability, memory in bytes, allocator."""
 
     kind: str  # "cpu", where memory is counted, or "cuda", where `cuda.PARTS` model it
     compute_capability: tuple[int, int] = cards.DEFAULT_CAPABILITY  # of the GPU
@@ -62,9 +60,7 @@ class Fits:
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """Hold the estimated peak memory of one experiment in bytes, with what was assumed, and tell whether it fits a
-    card.
-    """
+    """Hold the estimated peak memory of an experiment in bytes, and assumptions; tell whether it fits a card."""
 
     name: str  # in tables and pictures
     task: dict[str, Any]  # see `Task.to_dict`

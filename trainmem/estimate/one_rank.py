@@ -172,8 +172,7 @@ class DeviceName(str):
 
 @contextlib.contextmanager
 def deepspeed_on_a_card(config: dict | str, empty_cache: Callable[[], None]) -> Iterator[None]:
-    """Make DeepSpeed decide in this context as on a GPU with enough memory: DeepSpeed then uses streams, but never
-    waits.
+    """Make DeepSpeed decide in this context as on a GPU with enough memory, without waiting for streams.
 
     Args:
         config: DeepSpeed's configuration, or its file.

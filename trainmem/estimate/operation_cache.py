@@ -20,9 +20,7 @@ _PLAIN = (int, float, str, torch.dtype, torch.device, torch.layout, torch.memory
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Hold how to rebuild a result that shares the memory of the operation's first argument: its shape, strides, type
-    and offset.
-    """
+    """Hold shape, strides, type and offset of a result that shares the memory of the operation's first argument."""
 
     spec: Spec
     offset: int  # in elements
@@ -182,8 +180,7 @@ def operation_of(function, args, leaves: list, structure: Structure) -> Operatio
 
 
 def by_position(function, args: tuple, selected: Callable[[torch.Tensor], int] | None = None) -> tuple[Callable, tuple]:
-    """Return (operation, arguments) with positions in place of masks, as kernels select; `masked_select` becomes
-    `index`.
+    """Return (operation, arguments) with positions in place of masks, as in kernels; `masked_select` becomes `index`.
 
     Args:
         function: `aten.masked_select`, or an operation whose second argument is a list of indices, e.g. `aten.index`.

@@ -57,9 +57,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Hidden:
-    """Hold the bytes of workspace of one operation at its own size, and how they were found: measured, extrapolated or
-    assumed.
-    """
+    """Hold an operation's bytes of workspace at its own size, and whether it was measured, extrapolated or assumed."""
 
     bytes: int | None  # None if the operation cannot be run by itself
     how: str  # "measured" at its own size, on a "line" through three smaller ones, "assumed", or "unknown"
@@ -73,8 +71,7 @@ class Probe:
     """Measure and remember operator workspaces: `run` measures, `probe[operation]` looks one up.
 
     Args:
-        threads: number of threads of the experiment, because each thread gets buffers of its own; None: torch's
-            default.
+        threads: number of threads of the experiment, each with its own buffers; None: torch's default.
     """
 
     def __init__(self, threads: int | None = None):
@@ -83,8 +80,8 @@ class Probe:
         self._runner = Runner()
 
     def under(self, threads: int | None) -> "Probe":
-        """Return a probe that shares this probe's results, for an experiment on this number of threads; None: torch's
-        default.
+        """Return a probe for an experiment on `threads` threads (None: torch's default) that shares this probe's
+        results.
         """
         other = copy.copy(self)
         other.threads = threads or torch.get_num_threads()
@@ -166,8 +163,7 @@ def assumptions(operations: Sequence[Operation], probe: Probe) -> list[str]:
 
 
 def _at_first(operation: Operation) -> list[Operation]:
-    """Return the operations to run first: the operation or, if it is large, three smaller versions of it, largest
-    first.
+    """Return the operations to run first: the operation or, if it is large, three smaller versions, largest first.
 
     An operation whose workspace does not depend on sizes is returned with tensors of one element. Return [] if the
     operation is too large and cannot be made smaller.
@@ -201,8 +197,7 @@ def _is_sizeless(operation: Operation) -> bool:
 
 
 def smaller(operation: Operation, limit: int) -> list[Operation]:
-    """Return the operation at three sizes of at most `limit` bytes, largest first; [] if no length can be reduced
-    further.
+    """Return the operation at three sizes of at most `limit` bytes, largest first; [] if no length can be reduced.
 
     The same lengths are reduced in all three. If a workspace grows with only some of these lengths, the three points
     are not on a line.
@@ -221,8 +216,7 @@ def smaller(operation: Operation, limit: int) -> list[Operation]:
 def resized(operation: Operation, factors: dict[int, int]) -> Operation:
     """Return a smaller form of an operation, so that running it takes less memory and time.
 
-    The bytes of its results are scaled by how much its arguments shrank or, if the arguments did not shrink, by all the
-    factors.
+    The bytes of its results shrink as the bytes of its arguments do or, if those do not shrink, by all factors.
 
     Args:
         factors: {length: factor}; each dimension of this length is divided by the factor.
@@ -237,8 +231,8 @@ def _resized(leaf: Any, factors: dict[int, int]) -> Any:
     """Return an operation's argument `leaf` with smaller lengths: each length in `factors`, {length: factor}, is
     divided by its factor.
 
-    A tensor's `Spec` keeps the order of its dimensions in memory, a sparse tensor its share of stored elements. A whole
-    number counts as a length. Other arguments are returned unchanged.
+    A tensor's `Spec` keeps the order of its dimensions in memory, a sparse tensor keeps its share of stored elements. A
+    whole number counts as a length. Other arguments are returned unchanged.
     """
     if type(leaf) is SparseSpec:
         shape = tuple(length // factors.get(length, 1) for length in leaf.shape)
@@ -280,16 +274,14 @@ class _Tried:
         return None if end is None else Hidden(end, "line")
 
     def assumption(self) -> Hidden:
-        """Return an assumption: the largest ratio of workspace to operands at smaller sizes, times the operands' full
-        size.
-        """
+        """Return an assumption: the largest workspace / operands at smaller sizes, times the bytes of the operands."""
         pairs = zip(self.group, self.seen, strict=True)
         shares = [seen.bytes / cut.bytes for cut, seen in pairs if seen and cut.bytes]
         return Hidden(round(max(shares) * self.operation.bytes), "assumed") if shares else _UNKNOWN
 
     def expected_seconds(self) -> float:
-        """Return the expected seconds of a run at the operation's own size, from an earlier run or else from an assumed
-        slow speed.
+        """Return the expected seconds of a run at the operation's own size, from an earlier run or an assumed slow
+        speed.
         """
         if not self.warm:
             return self.operation.bytes / _SLOW_BYTES_A_SECOND
@@ -297,8 +289,7 @@ class _Tried:
 
 
 def line(sizes: Sequence[int], hidden: Sequence[int], wanted: int) -> int | None:
-    """Extrapolate a workspace: return its bytes at the size `wanted`, on the straight line through three measured
-    points.
+    """Extrapolate a workspace: return its bytes at the size `wanted`, on the straight line through three points.
 
     Return None if the points are on no line, or if the line is below zero at `wanted`.
 
@@ -321,7 +312,7 @@ def line(sizes: Sequence[int], hidden: Sequence[int], wanted: int) -> int | None
 
 
 class Runner:
-    """Run operations in one fork of this process, so that this process stays as it is, whatever they do."""
+    """Run operations in one fork of this process, so that they cannot change or crash this process."""
 
     def __init__(self):
         self._pool: ProcessPoolExecutor | None = None
@@ -385,9 +376,7 @@ def _sparse(spec: SparseSpec) -> torch.Tensor:
 
 
 def _once(operation: Operation, mark: str) -> None:
-    """Run the operation on zeros between two marks of the profiler, both named `mark`; if it fails, the second mark is
-    missing.
-    """
+    """Run the operation on zeros between two profiler marks named `mark`; if it fails, the second mark is missing."""
     try:
         leaves = [
             torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype).zero_()

@@ -40,8 +40,7 @@ if TYPE_CHECKING:
 def estimate_experiment(
     experiment: Experiment, device: Device, with_log: bool, probe: "Probe", tell: Tell
 ) -> tuple[MemoryEstimate, Log | None]:
-    """Return the estimate of one experiment and, if `with_log`, the log of CUDA's allocations and frees, otherwise
-    None.
+    """Return the estimate of an experiment and, if `with_log`, the log of CUDA's allocations and frees, else None.
 
     Call it through `fresh_process.with_probe`, because it replaces parts of torch.
 
@@ -92,9 +91,7 @@ def estimate_of(experiment: Experiment, traced: "TracedExperiment", device: Devi
 
 @dataclass(frozen=True, slots=True)
 class TracedExperiment:
-    """Hold an experiment's trace, the total bytes during each operation with operator workspace, and the assumptions
-    made.
-    """
+    """Hold an experiment's trace, the total bytes (with workspace) during each operation, and the assumptions."""
 
     trace: Trace
     totals: np.ndarray  # (operations,): the highest total during each, with its workspace, in bytes
@@ -102,13 +99,11 @@ class TracedExperiment:
 
 
 def trace_all(experiments: Sequence[Experiment], device: Device, probe: "Probe", tell: Tell) -> list[TracedExperiment]:
-    """Trace experiments on fake tensors, in parallel on all cores if there are many; return one traced experiment for
-    each.
+    """Trace experiments on fake tensors, many of them in parallel on all cores; return a `TracedExperiment` of each.
 
     Args:
         device: the device whose memory is estimated.
-        probe: measures operator workspaces on a CPU; the experiments share the cached results of operations in
-            `probe.known`.
+        probe: measures operator workspaces on a CPU; `probe.known` caches results of operations for all.
         tell: called with the percentage done, which is 80 after the last trace.
 
     Raises:
@@ -219,8 +214,7 @@ def _has_experts(experiment: Experiment) -> bool:
 def _traced(
     experiment: Experiment, device: Device, known: dict[tuple, Any] | None, routing: "Routing | None" = None
 ) -> Trace:
-    """Return the trace of an experiment with a given routing of tokens to experts; None: the routing that values
-    decide.
+    """Return the trace of an experiment with a given `routing` of tokens to experts (None: by values).
 
     `known`: as in `trace_of`.
     """
@@ -397,8 +391,7 @@ def _by_category(live: np.ndarray) -> dict[str, int]:
 
 
 def _timeline(trace: Trace, totals: np.ndarray) -> dict[str, Any] | None:
-    """Return the last step as a timeline in the form of `records.Memory.timeline`; None if it has fewer than two
-    operations.
+    """Return the last step as a timeline, see `records.Memory.timeline`; None if it has fewer than two operations.
 
     `totals`: all live bytes during each operation of the trace, an array of shape (operations,).
     """

@@ -60,8 +60,8 @@ def _coalesce(made, tensor) -> list[Step]:
 
 def _mask(made, tensor, mask) -> list[Step]:
     """Return the memory requests (results in `made`, bytes of buffers) of `sparse_mask`: a dense tensor is multiplied
-    by a mask of ones; in a sparse one the mask's positions are looked up (native/sparse/SparseTensor.cpp: sparse_mask,
-    SparseBinaryOpIntersectionCommon.h).
+    by a mask of ones; in a sparse tensor the mask's positions are looked up (native/sparse/SparseTensor.cpp:
+    sparse_mask, SparseBinaryOpIntersectionCommon.h).
     """
     (result,), each = made, WORD * mask._nnz()
     if not tensor.is_sparse:

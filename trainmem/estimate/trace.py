@@ -3,7 +3,7 @@
 The code that runs is the measured code, including transformers' Trainer: the data are real, and every tensor that
 depends on a weight is fake. No tensor shows operator workspaces: see `operator_workspaces`.
 
-Call it only in a fresh subprocess that trains nothing afterwards: it installs hooks and replaces functions.
+Call `follow` only in a fresh subprocess that trains nothing afterwards: it installs hooks and replaces functions.
 """
 
 import contextlib
@@ -153,7 +153,7 @@ class FakeTracker(Tracker):
         return self.watch(function, types, args, kwargs)  # nothing else: this runs at each operation
 
     def execute(self, function, args, kwargs):
-        """Run an operation: compute it if none of its tensors is fake, otherwise return fake tensors of its shapes.
+        """Run an operation: compute it if none of its tensors is fake, otherwise return fake results.
 
         Raises:
             Invalid: a GPU has no kernel for the operation.
@@ -209,8 +209,8 @@ class FakeTracker(Tracker):
         return module
 
     def repeated(self, span: tuple) -> list[FakeTensor] | None:
-        """Add a batch to the log once more, without running it, and return new fake tensors like the tensors that it
-        left behind.
+        """Log a batch once more without running it; return new fake tensors like the tensors that the batch left
+        behind.
 
         The batch is a micro-batch, which leaves its loss and new gradients behind, or a batch of an evaluation, which
         leaves its predictions. Return None if it cannot be repeated: it left further blocks behind (workspaces, which a
@@ -257,9 +257,7 @@ class FakeTracker(Tracker):
 
     @contextlib.contextmanager
     def collating(self) -> Iterator[None]:
-        """Set the attribute `collates` in this context while a data loader gathers a batch, whose data are real and on
-        the host.
-        """
+        """Set `collates` in this context, while a data loader gathers a batch, whose data are real and on the host."""
 
         def noticed(plain):
             def gather(*args, **options):
@@ -390,14 +388,12 @@ class Routing(Enum):
     ONE_SIDED = "one-sided"  # all tokens choose the same experts
 
     def replaced(self, function, args, kwargs, result):
-        """Return the result of a choice of experts, with assumed numbers of the chosen experts in place of unknown
-        numbers.
+        """Return the result of a choice of experts, with assumed expert numbers in place of unknown numbers.
 
         Args:
             function: `aten.topk.default`, or an overload of `argmax`.
             args, kwargs: the arguments of `function`.
-            result: what `function` returned on fake tensors; it is returned unchanged if the arguments name no
-                dimension.
+            result: what `function` returned on fake tensors; returned unchanged if the arguments name no dimension.
         """
         is_topk = function is aten.topk.default
         names = ("self", "k", "dim") if is_topk else ("self", "dim")
@@ -459,9 +455,7 @@ def _traced(tracker: FakeTracker, parameters: int, trainable: int) -> Trace:
 
 
 def recorded(tracker: FakeTracker) -> Log:
-    """Return the tracker's allocations and frees as a `Log`. Frees after both the last allocation and the last mark are
-    left out.
-    """
+    """Return the tracker's allocations and frees as a `Log`, up to the last allocation or mark, whichever is later."""
     entries, marks = list(tracker.log), [(label, position) for label, position, _ in tracker.marks]
     makers = np.searchsorted([end for end, *_ in tracker.operations], np.arange(len(entries)), side="right").tolist()
     numbers: dict[int, int] = {}  # {id of a block: its number}
@@ -481,8 +475,7 @@ def recorded(tracker: FakeTracker) -> Log:
 
 
 def _shared(operations: Iterable[tuple[Operation, int]]) -> Iterator[Operation]:
-    """Yield each operation with the bytes of its results set. Equal operations become one object, because a trace has
-    few kinds.
+    """Yield each operation with the bytes of its results set; equal operations, which are many, share one object.
 
     Args:
         operations: pairs of an operation and the bytes of its results.

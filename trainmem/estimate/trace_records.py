@@ -132,9 +132,7 @@ class Label(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """Hold allocations and frees of blocks in order, from the loading of the model on, with each block's bytes and
-    origin.
-    """
+    """Hold allocations and frees in order, from the model's loading on, with each block's bytes and origin."""
 
     blocks: list[tuple[int, Label]]  # (bytes, not rounded; origin), in the order of allocation
     events: list[int]  # n: block n is allocated; ~n: it is freed

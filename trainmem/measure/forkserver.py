@@ -121,9 +121,7 @@ class ForkServer:
         return [*self.running.forks] if self.running else []
 
     def end_forks(self) -> None:
-        """End every living fresh subprocess and what it started; code that waits for such a subprocess gets the outcome
-        "killed".
-        """
+        """End every living fresh subprocess and what it started; code that waits for it gets the outcome "killed"."""
         for pid in self.forks():
             with contextlib.suppress(OSError):
                 os.killpg(pid, signal.SIGKILL)
@@ -182,9 +180,7 @@ class _RunningServer:
             return pid
 
     def exit_code(self, pid: int) -> int | None:
-        """Return the exit code of the ended fresh subprocess `pid`, which the server collects; None if the server is
-        gone.
-        """
+        """Return the exit code of the ended fresh subprocess `pid` from the server; None if the server is gone."""
         with self._lock, contextlib.suppress(OSError, EOFError):
             self.forks.discard(pid)
             self._control.send(("collect", pid))
@@ -328,9 +324,7 @@ class CleanProcess(contextlib.AbstractContextManager):
         return texts[0], texts[1]
 
     def whereabouts(self) -> str:
-        """Return a text that says in which line each rank of the process is now; empty if the process has no ranks or
-        no rank answers.
-        """
+        """Return a text that says in which line each rank of the process is now; "" if no rank answers."""
         return stack_dumps.described(stack_dumps.query(self.folder, self.pid)) if self.pid else ""
 
     def close(self) -> None:

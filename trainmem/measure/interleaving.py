@@ -1,5 +1,4 @@
-"""Interleave functions or experiments: they run alternately, so that other load on the machine affects all of them
-equally.
+"""Interleave functions or experiments: they run alternately, so that other load on the machine affects all equally.
 
 `in_turns` is for the parts of a lesson (an operation, an update, a pass), inside a function that `Lab.run` performs.
 `Lab.compare` compares whole trainings. Each training is a player; the players run alternately, as threads of one
@@ -77,18 +76,14 @@ def in_turns(works: Sequence[Callable[[], object]], turns: int = 8) -> list[list
 
 
 def _threads() -> int:
-    """Return the number of threads of this process that may compute: those that torch's operations use, and Python's
-    other threads.
-    """
+    """Return the number of threads of this process that may compute: torch's, and other threads of Python."""
     import torch
 
     return torch.get_num_threads() + threading.active_count() - 1
 
 
 def _ended_children() -> object:
-    """Return the resources that ended children of this process used: a value to compare, which changes when another
-    child ends.
-    """
+    """Return the resources used by ended children of this process, a value that changes when another child ends."""
     if sys.platform == "win32":
         return None  # no course runs several lessons there
     import resource
@@ -97,8 +92,7 @@ def _ended_children() -> object:
 
 
 def _order(count: int, turns: int) -> Iterator[int]:
-    """Return the indexes of players in the order of their turns, varied so that no player always follows the same
-    player.
+    """Return the indexes of players in the order of turns, in which a player does not always follow the same one.
 
     A few players get all permutations, more players a fixed random selection.
 
@@ -169,12 +163,12 @@ def _fastest(timing: Timing, turns: int, steps_per_turn: int) -> list[Seconds]:
 
 
 class ThreadPlayer(threading.Thread):
-    """Run one of several interleaved experiments in a thread, which stops after given steps; `next` lets it run to its
-    next stop.
+    """Run one of several interleaved experiments in a thread, which stops after given steps; `next` runs it to the next
+    stop.
 
     Args:
-        perform: performs the experiment and returns its outcome; it must call its argument after each step with the
-            step's number.
+        perform: performs the experiment and returns its outcome; must call its argument with the number of each
+            finished step.
         stops: the numbers of the steps after which to stop.
     """
 
@@ -206,9 +200,7 @@ class ThreadPlayer(threading.Thread):
 
 @contextlib.contextmanager
 def _put_away() -> Iterator[None]:
-    """Empty accelerate's process-wide state inside this context, and restore it afterwards, because each player has
-    such a state.
-    """
+    """Empty accelerate's process-wide state in this context, then restore it, because each player has such a state."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     with contextlib.ExitStack() as stack:

@@ -1,5 +1,4 @@
-"""Measure the peak of an experiment's memory, by category. The memory meter never runs at the same time as the time
-meter.
+"""Measure the peak of an experiment's memory, by category; never at the same time as the time meter.
 
 The total comes from the allocator itself, the categories from a dispatch mode that tracks every tensor's storage from
 its allocation to its free. An operation's workspace, which no mode sees, is reported as a separate category.
@@ -31,8 +30,7 @@ COLLECTIVES = "c10d."  # prefix of their operations' names
 
 
 class MemoryMeter:
-    """Measure the peak memory of everything that runs inside `with MemoryMeter() as meter`; `meter.result()` returns
-    it.
+    """Measure the peak memory of what runs inside `with MemoryMeter() as meter`; `meter.result()` returns it.
 
     The peak counts from the first forward on, so that building the model does not affect it. Enter the meter before
     building the model: on a CPU, earlier allocations are not seen.
@@ -419,8 +417,7 @@ def highest(totals: list[int], first: int, last: int, points: int = 200) -> list
 
 
 def series(where: list[tuple[str, str, str]], lives: list[dict[str, int]], totals: list[int]) -> dict[str, Any] | None:
-    """Return a timeline in the form of `records.Memory.timeline`; None for fewer than two entries. An entry is an
-    operation.
+    """Return a timeline, see `records.Memory.timeline`, of one entry per operation; None for fewer than two entries.
 
     Args:
         where: (phase, operation, module) of each entry.

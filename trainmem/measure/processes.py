@@ -21,8 +21,7 @@ _limit: ContextVar[tuple[float, float]] = ContextVar("limit", default=(float("in
 
 @contextlib.contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Limit the time of everything performed inside this context, together, to `seconds`; when it is over, experiments
-    end as "timed out".
+    """Limit the total time of all experiments in this context to `seconds`; afterwards they end as "timed out".
 
     Raises:
         ValueError: `seconds` are not above 0.
@@ -348,8 +347,7 @@ def _in_what_is_left(experiment: Experiment, on_step: Callable[[int], None]) -> 
 
 
 def _fresh_each_turn(experiment: Experiment, turns: int, steps_per_turn: int) -> interleaving.Player:
-    """Run each turn of an experiment in a new process, each with a warm-up. Yield None after each turn, at the end the
-    outcome.
+    """Run each turn of an experiment in a new process with a warm-up. Yield None per turn, at the end the outcome.
 
     Args:
         turns: number of timed turns.

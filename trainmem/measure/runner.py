@@ -31,8 +31,7 @@ class Runner:
         profile: "cpu", "t4" or "gpu": the default task and how long to measure; "auto" picks one for this machine.
         out: folder for the runs; empty: the user's cache folder.
         executor: a `concurrent.futures.Executor` that performs experiments elsewhere, e.g. `sweep.Workers`; each
-            experiment gets a fresh subprocess on a worker, and its run names that machine. None: experiments run on
-            this machine.
+            experiment gets a fresh subprocess on a worker, and its run names that machine. None: this machine.
         timeout: seconds that one experiment may take; None: the profile's.
 
     Raises:

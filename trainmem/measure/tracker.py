@@ -118,9 +118,7 @@ class Tracker(Watcher, TorchDispatchMode):
         return function(*args, **kwargs)
 
     def block(self, tensor: torch.Tensor) -> Block | None:
-        """Return the `Block` of the tensor's storage: its bytes, category and operation; None if the storage is not
-        tracked.
-        """
+        """Return the `Block` of the tensor's storage (bytes, category, operation); None if it is not tracked."""
         storage = self._storage(tensor)
         found = self._blocks.get(storage._cdata) if storage is not None else None
         return found[0] if found else None
@@ -277,8 +275,7 @@ _WRAPPERS = ("torch._compile", "torch._dynamo")  # they wrap `__torch_dispatch__
 
 
 def _is_autograds() -> bool:
-    """Return whether autograd's engine itself calls the present operation, rather than Python code inside a backward
-    pass.
+    """Return whether autograd's engine itself calls the present operation, not Python code inside a backward pass.
 
     Such Python code is e.g. the backward of a `Function`. The Python frame that called the tracker decides: a thread of
     the engine has no such frame, and in the thread that called `backward` the frame is the start of the engine.
@@ -379,9 +376,7 @@ _METHODS_APART = {
 
 
 def calling(replacement: Callable, plain: Callable) -> Callable:
-    """Return a function that calls `replacement(plain, *args, **kwargs)`, where `plain` is the function that it
-    replaces.
-    """
+    """Return a function to put in place of `plain`, which calls `replacement(plain, *args, **kwargs)`."""
 
     @functools.wraps(plain)
     def call(*args, **kwargs):
@@ -480,8 +475,7 @@ class TrainingHooks:
                 self.tracker.phase = Phase.AFTER_BACKWARD
 
     def get_rng_state(self, plain, *args, **kwargs):
-        """Call `plain`, torch's `get_rng_state`; track the random generator's state that it returns, and return this
-        state.
+        """Return the random generator's state from `plain`, torch's `get_rng_state`, and track this tensor.
 
         No operation returns these states. Activation checkpointing keeps one per block; saving a checkpoint makes one.
         """

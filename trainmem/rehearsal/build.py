@@ -51,9 +51,7 @@ def interpreter() -> Path | None:
 
 
 def environment() -> Path:
-    """Return the folder of the environment for rehearsals; each pair of versions of Python and torch has its own
-    folder.
-    """
+    """Return the folder of the environment for rehearsals, one folder per pair of versions of Python and torch."""
     return cache() / f"python{sysconfig.get_python_version()}-torch{_torch_version()}"
 
 
@@ -184,8 +182,7 @@ def _linked(site: Path) -> set[str]:
 
 
 def _rest(linked: set[str], site: Path, header: Path) -> str:
-    """Return C++ source of the stub's functions that only return a status; native/answers.toml lists the status of each
-    function.
+    """Return C++ source of the stub's functions that only return a status, which native/answers.toml lists.
 
     Args:
         linked: names of the functions that torch links, see `_linked`.

@@ -182,8 +182,7 @@ def variables_of(card: Card, ledger: str) -> dict[str, str]:
 class Rehearsal(ThreadPoolExecutor):
     """Run functions on a rehearsed card, as an executor: `Lab(executor=Rehearsal(CARDS["a100"]))`.
 
-    The process that rehearses ends when the context of this executor is left, at a call of `shutdown`, or with this
-    process.
+    The process that rehearses ends with the executor's context, at `shutdown`, or with this process.
 
     Args:
         on: the card.
@@ -233,9 +232,7 @@ class Rehearsal(ThreadPoolExecutor):
 
 
 def serve(descriptor: int) -> None:
-    """Perform what `Rehearsal` requests through the file descriptor, in the process that rehearses, until the channel
-    closes.
-    """
+    """Perform requests of `Rehearsal` through the file descriptor, until it closes, in the process that rehearses."""
     threading.Thread(target=_end_with, args=(descriptor,), daemon=True).start()
     with connection.Connection(descriptor) as channel, contextlib.suppress(EOFError):
         while True:

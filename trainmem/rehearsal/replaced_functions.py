@@ -1,6 +1,4 @@
-"""Replace functions in a rehearsed process, to track values and to answer questions about values that no function mode
-sees.
-"""
+"""Replace functions in a rehearsed process, to track values and to answer reads that no function mode sees."""
 
 import contextlib
 import functools
@@ -91,9 +89,7 @@ def install() -> None:
     is_in = torch.isin
 
     def is_in_tokens(*args, **kwargs):
-        """Compute whether a token is an end token, but answer False for assumed tokens, so that generation runs to its
-        limit.
-        """
+        """Return whether a token is an end token, but False for assumed tokens, so that generation continues."""
         found = is_in(*args, **kwargs)
         if sys._getframe(1).f_globals.get("__name__") == "transformers.generation.stopping_criteria":
             mode.answers["tokens that might end a generation, no"] += 1

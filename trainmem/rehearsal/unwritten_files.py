@@ -71,9 +71,7 @@ class _Records:
         return getattr(self.writer, name)
 
     def write_record(self, name: str, data: Any, size: int) -> None:
-        """Write a record of torch's zip file; if the values of `data` are unknown, write only its name and size
-        (bytes).
-        """
+        """Write a record of torch's zip file; if the values of `data` are unknown, only its name and size (bytes)."""
         if isinstance(data, torch.UntypedStorage) and self.values.is_unknown_block(data.data_ptr()):
             self.holes += 1
             return self.writer.write_record_metadata(name, size)
