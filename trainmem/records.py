@@ -98,7 +98,7 @@ def stretches(labels: Iterable[str]) -> Iterator[tuple[Phase, int, int]]:
 
 
 class Record:
-    """Base of dataclasses stored as JSON: `to_dict` writes one, `from_dict` reads one, also of other versions."""
+    """Base of dataclasses stored as JSON: `to_dict` writes one, `from_dict` reads one, also from another version."""
 
     __slots__ = ()
 

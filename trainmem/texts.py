@@ -64,8 +64,7 @@ def phase_text(phase: str | None) -> str:
 def bytes_unit(largest: float, binary: bool = False) -> tuple[float, str]:
     """Return (bytes of the unit, name of the unit) for an axis of bytes that ends at `largest`, e.g. (1e6, "MB").
 
-    A larger unit is used from twice its size on, so that the axis has several whole numbers. `binary`: use GiB, MiB,
-    KiB.
+    A larger unit is used from twice its size on, so that the axis has several whole numbers. `binary`: use GiB to KiB.
     """
     large, middle, small = ("GiB", "MiB", "KiB") if binary else ("GB", "MB", "kB")
     unit = large if largest >= 2 * _UNITS[large] else middle if largest >= 2 * _UNITS[middle] else small

@@ -26,7 +26,7 @@ class NeedsValues(RuntimeError):
 
 
 class NeedsLibrary(RuntimeError):
-    """Raised if a rehearsal would need a library of CUDA whose memory it does not know, e.g. cuFFT."""
+    """Raised if a rehearsal would need a library of CUDA whose memory use is unknown, e.g. cuFFT."""
 
 
 class RunFailed(RuntimeError):

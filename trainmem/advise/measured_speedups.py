@@ -109,7 +109,7 @@ class Evidence:
         return Factor("a smaller micro-batch, with accumulation", None, "not measured")
 
     def of_compiling(self) -> tuple[Factor, float] | None:
-        """Return (torch.compile's speed factor, largest ratio of the peak with it to the peak without it).
+        """Return (torch.compile's speed factor, largest ratio of the peak with torch.compile to the peak without).
 
         Both come from pairs of runs on this machine. Return None if no pair has measured peaks of compiled code.
         """

@@ -54,7 +54,7 @@ class Candidate(NamedTuple):
 
     @property
     def without_optimizer(self) -> frozenset[Technique]:
-        """The candidate's techniques except the optimizer. Candidates with equal values here have equal activations."""
+        """The candidate's techniques except the optimizer. Candidates that agree in these have equal activations."""
         return frozenset(self.techniques) - _OPTIMIZERS
 
 
@@ -229,7 +229,8 @@ class Ranking:
     def speed(self, candidate: Candidate) -> float:
         """Return a recipe's expected speed, divided by the speed of the recipe of plain choices.
 
-        It is the product of the factors of its techniques and micro-batch; a factor that noise may explain counts as 1.
+        The speed is the product of the factors of its techniques and micro-batch; a factor that noise may explain
+        counts as 1.
         """
         return math.prod(factor.significant for factor in self.factors(candidate))
 
@@ -416,8 +417,8 @@ class RecipeSearch:
         return max(estimated.memory.reserved_bytes or 0, estimated.peak_bytes) + self.context
 
     def estimate(self, task: Task, arguments: Mapping[str, Any]) -> MemoryEstimate:
-        """Return the estimate of a task's memory with these training arguments; raise `count`, and keep the assumptions
-        and notes of the estimate.
+        """Return the estimate of a task's memory with these training arguments; count it in `count`, and keep its
+        assumptions and notes.
         """
         self.count += 1
         estimated = self.ask(self.predict, task, arguments)
@@ -468,8 +469,8 @@ class RecipeSearch:
     def _largest(self, candidate: Candidate, fitting: Iterable[Candidate], found: Mapping) -> int:
         """Return the largest micro-batch, in samples, with which a recipe fits; 0 if it fits with none.
 
-        If the recipe only adds costs to another recipe in `fitting`, its micro-batch must be larger than that recipe's;
-        otherwise 0 is returned.
+        If the recipe only adds costs to another recipe in `fitting`, its micro-batch must be larger than the other
+        recipe's; otherwise 0 is returned.
 
         Args:
             candidate: the recipe; its own micro-batch is ignored.
@@ -499,7 +500,7 @@ class RecipeSearch:
 
 
 def ahead(pool: ThreadPoolExecutor, ask: Callable, *arguments) -> Future:
-    """Start `ask(*arguments)` in a thread of a pool, under the caller's context variables, e.g. its time limit, and
+    """Start `ask(*arguments)` in a thread of a pool, under the caller's context variables, e.g. the time limit, and
     return its future.
     """
     return pool.submit(contextvars.copy_context().run, ask, *arguments)
@@ -542,8 +543,8 @@ def largest_that_fits(sizes: Sequence[int], fits: Callable[[int], bool], first: 
     Args:
         sizes: the sizes to choose from, ascending.
         fits: function of a size; if a size fits, all smaller sizes fit.
-        first: a guess, e.g. the size that fits in a similar case. It is tried first, then the next larger size, or if
-            there is none the smallest size, because often no size fits.
+        first: a guess, e.g. the size that fits in a similar case. It is tried first, then the next larger size, or the
+            smallest size if none is larger, because often no size fits.
     """
     low, high = 0, len(sizes)  # sizes below index `low` fit; those from `high` on are too large
     index = bisect_left(sizes, first)

@@ -68,7 +68,7 @@ _OF_TORCHAO = {"int4": "Int4WeightOnlyConfig", "int8": "Int8WeightOnlyConfig", "
 
 def method_of(settings: Mapping[str, Any]) -> str:
     """Return the method that the fields of a quantization_config name: one of `METHODS`, e.g. "torchao", or an
-    unsupported one.
+    unsupported method.
     """
     method = settings.get("quant_method", "bitsandbytes")
     return str(getattr(method, "value", method))
@@ -326,7 +326,7 @@ _AUTOCAST = "autocast_adapter_dtype"
 
 
 def _missing_package(error: ImportError) -> str:
-    """Return which package an ImportError names as missing and how to install it; the error's text if none."""
+    """Return which package an ImportError names as missing and how to install it; the error's text if it names none."""
     quoted = re.search(r"['`]([\w-]+)['`]", str(error))
     name = getattr(error.__context__, "name", None) or error.name or (quoted and quoted[1])
     name = {"sklearn": "scikit-learn"}.get(name, name)

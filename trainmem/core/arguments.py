@@ -306,7 +306,7 @@ def _file(name: str) -> Path:
 @functools.cache
 def known() -> frozenset[str]:
     """Return the argument names of an experiment: fields of the installed `TrainingArguments`, and this engine's own
-    (`OF_EXPERIMENTS`).
+    arguments (`OF_EXPERIMENTS`).
     """
     return frozenset(field.name for field in dataclasses.fields(_declared())) | OF_EXPERIMENTS.keys()
 

@@ -145,7 +145,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """Return the fields of a config.json.
 
     Raises:
-        ValueError: it cannot be read or is not a model configuration.
+        ValueError: the file cannot be read or is not a model configuration.
     """
     with reading(path, "JSON", "a config.json or its folder"):
         fields = from_json(text_of(path))

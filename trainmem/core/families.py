@@ -141,7 +141,7 @@ def usual_class(config, objective: str = "") -> str:
 
 
 def is_bare(name: str) -> bool:
-    """Return whether the transformers class `name` is a bare model, one without a head, that computes no loss.
+    """Return whether the transformers class `name` is a bare model, which has no head and computes no loss.
 
     False for CLIP's bare model, which computes a contrastive loss.
     """
@@ -176,7 +176,7 @@ def positions(config) -> int | None:
 def sides(config, family: str, image_size: int | None) -> tuple[int, int]:
     """Return (height, width) of an image in pixels.
 
-    They are `image_size` if it is given, otherwise the size in the configuration, otherwise the usual size of the
+    Both are `image_size` if that is given, otherwise the size in the configuration, otherwise the usual size of the
     `family`, e.g. "vision".
     """
     vision = getattr(config, "vision_config", None) or config

@@ -112,7 +112,8 @@ class Machine(Record):
     @property
     def native_bf16(self) -> bool | None:
         """Whether the device has instructions for bf16 (torch.cuda.is_bf16_supported() also counts emulation). On a CPU
-        this says nothing about speed, which `roofline.products` measures."""
+        the answer says nothing about speed, which `roofline.products` measures.
+        """
         if self.kind == "cuda":
             return None if self.gpus[0].capability is None else self.gpus[0].capability >= (8, 0)
         return None if self.cpu_features is None else not CPU_BF16.isdisjoint(self.cpu_features)
@@ -220,8 +221,8 @@ def supports(feature: str, machine: Machine | None = None) -> tuple[bool, str]:
 def device_used_bytes(gpu_index: int = 0) -> int | None:
     """Return the bytes in use on CUDA's GPU `gpu_index` by all processes, contexts included, as nvidia-smi shows them.
 
-    NVML reports them; without NVML, CUDA does if this process already uses it (this function never starts CUDA). None:
-    neither NVML nor CUDA reports them.
+    NVML reports the bytes; without NVML, CUDA does if this process already uses CUDA (this function never starts CUDA).
+    None: neither reports them.
     """
     gpus, _ = ask_driver(os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("CUDA_DEVICE_ORDER"))
     if gpu_index < len(gpus or ()):
@@ -377,8 +378,8 @@ def read_cpu() -> tuple[str | None, tuple[str, ...] | None]:
 
 
 def parse_cpu(text: str) -> tuple[str | None, tuple[str, ...] | None]:
-    """Return what `read_cpu` does, parsed from the text of /proc/cpuinfo on x86 ("flags") or Arm ("Features", and a
-    part number instead of a name), or of macOS's sysctl.
+    """Return (name, features) as `read_cpu` does, parsed from the text of /proc/cpuinfo on x86 ("flags") or Arm
+    ("Features", and a part number instead of a name), or of macOS's sysctl.
     """
     facts: dict[str, str] = {}
     for key, _, value in (line.partition(":") for line in text.splitlines()):

@@ -107,7 +107,7 @@ class Task(Record):
         return {name: content[name] for name in content if name not in left_out}
 
     def identity(self) -> str:
-        """Return text that is equal for equal tasks, including the configuration file's text, which may be edited."""
+        """Return text that is equal for equal tasks, including the configuration file's text, which a user may edit."""
         if (file := self._file()) is None:
             return repr(self)
         # The files of the weights may decide the type.
@@ -258,8 +258,8 @@ class Task(Record):
 
         The rule of transformers 5 applies: `dtype` if it is given; otherwise the type that the configuration names
         (`dtype`, or the older `torch_dtype`; in a composite configuration the part that the class takes); otherwise the
-        type of the first weight in the folder's files; otherwise float32. A folder that was saved quantized is
-        quantized, whatever else is requested.
+        type of the first weight in the folder's files; otherwise float32. A model that was saved quantized stays
+        quantized, whatever is requested.
 
         Args:
             dtype: a torch.dtype or its name; None or "auto": by the rule.
@@ -457,8 +457,8 @@ class Task(Record):
 
 
 def _padded(examples: list[dict], multiple: int) -> dict[str, Any]:
-    """Pad examples to the longest one, rounded up to a multiple of `multiple` tokens, and return them as a batch with
-    an attention mask.
+    """Pad examples to the longest example, rounded up to a multiple of `multiple` tokens, and return them as a batch
+    with an attention mask.
 
     As in the library's collators, ids are padded with 0, token labels with -100. The batch is {column: tensor}; its
     token ids have the shape (samples, length).

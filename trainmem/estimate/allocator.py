@@ -34,9 +34,9 @@ def rounded(size: int) -> int:
 def workspace_bytes(compute_capability: tuple[int, int]) -> int:
     """Return the bytes of one cuBLAS workspace, which the caching allocator holds from the first matmul on.
 
-    Each thread that runs matmuls has one: in a training the forward's thread and autograd's. It has 32 MiB on compute
-    capability 9, 10 and 12, otherwise 2 buffers of 4096 KiB and 8 of 16 KiB
-    (ATen/cuda/CublasHandlePool.cpp: parseChosenWorkspaceSize).
+    Each thread that runs matmuls has a workspace: in a training the forward's and autograd's. A workspace has 32 MiB on
+    compute capability 9, 10 and 12, otherwise 2 buffers of 4096 KiB and 8 of 16 KiB (ATen/cuda/CublasHandlePool.cpp:
+    parseChosenWorkspaceSize).
     """
     return 32 * MIB if compute_capability[0] in (9, 10, 12) else (2 * 4096 + 8 * 16) * KIB
 
@@ -127,7 +127,7 @@ class Pool:
             del self.unmapped[bisect.bisect_left(self.unmapped, (part.address,))]
 
     def join(self, part: Part) -> Part:
-        """Add a free part, merged with free neighbours that are mapped or unmapped like it; return the merged part."""
+        """Add a free part, merged with free neighbours of its kind (mapped or unmapped); return the merged part."""
         other, mapped = part.next, part.is_mapped
         if other is not None and other.is_free and other.is_mapped == mapped:
             self.remove(other)
@@ -207,7 +207,7 @@ class CachingAllocator:
 
     Releases of torch differ in which of several free blocks of one size they take. Between two expandable segments the
     address always decides, and then the result depends on where the driver puts segments. This class puts each segment
-    below all earlier ones or in the highest gap, as Linux does, and as seen on a real T4
+    below all earlier segments or in the highest gap, as Linux does, and as seen on a real T4
     (docs/upstream/lora-on-a-t4.md).
 
     Args:

@@ -2,8 +2,8 @@
 
 The result is the allocated and reserved memory, or a memory snapshot for torch's viewer (docs.pytorch.org/memory_viz).
 A snapshot has the form of `torch.cuda.memory._snapshot()` of torch 2.13: an entry of the trace has the requested bytes,
-and a segment's blocks have the sizes that the allocator cut. It differs from torch's in three points: each block has
-its operation, module, phase and category instead of a stack; it has the category's colour; and entries are numbered
+and a segment's blocks have the sizes that the allocator cut. It differs from torch's snapshots in three points: a block
+has an operation, module, phase and category instead of a stack; a block has its category's colour; entries are numbered
 where torch has microseconds, because an estimate has no time.
 """
 

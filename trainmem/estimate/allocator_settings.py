@@ -122,7 +122,7 @@ def _divisions(value: str) -> tuple[int, ...]:
 
     The ranges are: below 2 MiB, from 2 to 4 MiB, and so on; 0 and 1 mean that a range is not divided. "4" sets all
     ranges. "[256:1,512:2,>:4]" sets the ranges that begin at 256 and 512 MiB; as in torch, the first entry also sets
-    all smaller ranges, ">" sets all larger ones, and a range between two entries stays 0.
+    all smaller ranges, ">" sets all larger ranges, and a range between two entries stays 0.
 
     Raises:
         ValueError: a number that torch refuses because it is not a power of 2.
@@ -194,7 +194,7 @@ def _read(name: str, value: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Hold a torch release's rules about device memory that other releases lack, e.g. the sharing of workspaces."""
+    """Hold a torch release's rules about device memory, as far as releases differ, e.g. in sharing workspaces."""
 
     torch: str  # "2.13"
     # Which of several free blocks of one size is taken: the one with the lowest "address", the "block" that torch made
@@ -235,11 +235,10 @@ def release(torch_version: str | None = None) -> Release:
     """Return the rules of a torch release such as "2.11" or "2.11.0+cu130"; None: of the installed release.
 
     Like torch, obey TORCH_CUBLASLT_UNIFIED_WORKSPACE and, since 2.15, TORCH_CUBLAS_WORKSPACE_CACHE (1 or 0). For a
-    release newer than all known releases return the newest known rules under its name (see `is_tested`), and warn once
-    per process.
+    release newer than all known releases return the newest known rules under its name (see `is_tested`), and warn once.
 
     Raises:
-        ValueError: the text names no release, or one that is older than all known releases.
+        ValueError: the text names no release, or a release older than all known releases.
     """
     version = importlib.metadata.version("torch") if torch_version is None else str(torch_version)
     number = _number(version)

@@ -29,7 +29,7 @@ _active: contextvars.ContextVar["Answers | None"] = contextvars.ContextVar("answ
 
 
 class Answers:
-    """Read and write stored estimates ("answers"), one file per key in `folder`; `used` counts those found.
+    """Read and write stored estimates ("answers"), one file per key in `folder`; `used` counts the estimates found.
 
     See the module's docstring for the key.
     """

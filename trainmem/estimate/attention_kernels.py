@@ -98,8 +98,7 @@ def flash_forward(gpu: Gpu, made, query, key, value, dropout_p=0.0, *_, **__):
     """Return the memory requests of flash attention's forward, in order: results, and bytes of buffers.
 
     If too few rows would leave the card idle, the kernel splits the keys into parts, sums each part in fp32 and
-    combines them (flash_attn/flash_api.cpp: set_params_splitkv, num_splits_heuristic). `made`: the results on fake
-    tensors.
+    combines them (flash_attn/flash_api.cpp: set_params_splitkv, num_splits_heuristic). `made`: results on fake tensors.
     """
     if dropout_p:
         return [*made[:2], 16, *made[:1:-1]]

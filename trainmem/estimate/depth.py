@@ -1,8 +1,8 @@
-"""Predict a deep model's memory from two shallow ones, as the first step of the advisor's search.
+"""Predict a deep model's memory from two shallow models, as the first step of the advisor's search.
 
-At each place of a training, such as the backward pass of the first layer's norm, the live bytes grow linearly with the
-number of layers. The highest of these lines is the peak. The result is not an estimate: it tells the search which
-settings to trace with all layers (`tests/estimate/test_depth.py` shows how close it comes).
+At each place of a training, such as the backward pass of the first layer's norm, the live bytes are a straight line
+over the number of layers. The highest line is the peak. The result is not an estimate: it tells the search which
+settings to trace with all layers (`tests/estimate/test_depth.py` shows how close the result is).
 """
 
 import re
@@ -82,7 +82,7 @@ def _beyond(shallow: Sequence[int], layers: int) -> int:
 
 
 def line(task: Task, *, processes: int = 1, timeout: float = 300, **options) -> Line:
-    """Return the memory of a training as a function of the number of layers; the task's own number is ignored.
+    """Return the memory of a training as a function of the number of layers; the task's number of layers is ignored.
 
     Args:
         processes, timeout: as in `estimate`.
@@ -129,8 +129,9 @@ def _shallow(
 def _places(trace: Trace, totals: "np.ndarray", layers: int) -> Places:
     """Return a training's places: {(phase, operation, module without its layer's number): most bytes alive}.
 
-    The first layer and the last one are places of their own; all layers between them share one. Operations outside all
-    modules are skipped, except the optimizer's and an evaluation's, because the depth may change when they run.
+    The first and the last layer have places of their own; all layers between them share their places. Operations
+    outside all modules are skipped, except the optimizer's and an evaluation's, because the depth may change when they
+    run.
 
     Args:
         totals: (operations,): bytes alive during each operation.

@@ -1,7 +1,8 @@
 """Track which tensors would be in a GPU's memory, and the order of its allocations, for estimates on CUDA.
 
-All tensors of an estimate report the device "cpu". `DeviceTracker` records where each one would be on a machine with a
-GPU (`Placement`): weights and batches are sent to the device, and operations on such tensors put results on the device.
+All tensors of an estimate report the device "cpu". `DeviceTracker` records where each tensor would be on a machine with
+a GPU (`Placement`): weights and batches are sent to the device, and operations on such tensors put results on the
+device.
 """
 
 import contextlib
@@ -168,7 +169,7 @@ class DeviceTracker(FakeTracker):
     def send_module(self, module: torch.nn.Module) -> torch.nn.Module:
         """Send a module's parameters and buffers to the device, in the order of `Module._apply`, and return the module.
 
-        An adapter whose base model is on the host stays there.
+        An adapter whose base model is on the host stays on the host.
         """
         if self._adapter_base is Placement.HOST:
             return module  # an adapter stays with its base

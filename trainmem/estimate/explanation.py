@@ -163,11 +163,10 @@ def explain(
 
 
 def _priced(names: list[str], peak: Any, ends: tuple[int, int]) -> dict[str, tuple[int, int | None]]:
-    """Return `Explanation.switches`: {argument: (bytes added to the peak after earlier switches, bytes added to A's
-    peak)}.
+    """Return `Explanation.switches`, {argument: (bytes added to the peak in order, bytes added to the peak of A)}.
 
-    The first number counts from the peak with all earlier arguments switched to B's values. The second is None if it is
-    unknown. An argument that is not valid without the next one shares an entry with it: "argument, next".
+    The first number is added to the peak of A with all earlier arguments as in B. The second number is None if unknown.
+    An argument that is not valid without the next argument shares an entry with it: "argument, next".
 
     Args:
         names: the arguments in which A and B differ, in order.

@@ -50,7 +50,7 @@ class Kernels:
 
         Args:
             function: the operation that autograd calls on CPU tensors, e.g. grid_sampler_2d for `grid_sample`. If a GPU
-                would run another one, `cuda.py` has already replaced it.
+                would run another operation, `cuda.py` has already replaced it.
             args, kwargs: the operation's arguments.
             result: what the operation returned on fake tensors.
         """
@@ -375,7 +375,7 @@ def _product_of_quanto(made, tensor, codes, scales) -> list[Step]:
 def _is_lt(function, args, kwargs) -> bool:
     """Return whether cuBLASLt, not cuBLAS, runs the matmul.
 
-    It runs matmuls that add a bias with one number per column or, in 16 bits, a matrix (native/cuda/Blas.cpp:
+    cuBLASLt runs matmuls that add a bias with one number per column or, in 16 bits, a matrix (native/cuda/Blas.cpp:
     isInputCompliesAddmmCudaLt).
     """
     if function.namespace == "bitsandbytes":  # weights of 4 bits are dequantized for `linear`

@@ -47,8 +47,8 @@ def checked(values: Iterable, name: str = "lengths") -> tuple[int, ...]:
     replaced by its length.
 
     Raises:
-        ValueError: there are no lengths, or one is not a whole number from 1 to `LONGEST`; the message calls them
-            `name`.
+        ValueError: there are no lengths, or a length is not a whole number from 1 to `LONGEST`; `name` is for the
+            message.
     """
     found = []
     for number, value in enumerate(values, 1):
@@ -148,7 +148,7 @@ def worst_batch(
         device, compute_capability, timeout, arguments: as in `estimate`, for one process.
 
     Raises:
-        ValueError: as `estimate` does; or there are no lengths, or one exceeds the model's positions.
+        ValueError: as `estimate` does; or there are no lengths, or a length exceeds the model's positions.
     """
     lengths, task = checked(lengths), Task(task) if isinstance(task, str) else task
     task, given = task.replace(pad_to_multiple_of=pad_to_multiple_of), Arguments.of(arguments)

@@ -172,7 +172,7 @@ class DeviceName(str):
 
 @contextlib.contextmanager
 def deepspeed_on_a_card(config: dict | str, empty_cache: Callable[[], None]) -> Iterator[None]:
-    """Make DeepSpeed decide in this context as on a GPU with enough memory, without waiting for streams.
+    """Make DeepSpeed decide in this context as on a GPU with enough memory, but never wait for a stream.
 
     Args:
         config: DeepSpeed's configuration, or its file.

@@ -161,7 +161,7 @@ def grouped_product(first, second, offsets=None, bias=None, out_dtype=None) -> t
 def operation_of(function, args, leaves: list, structure: Structure) -> Operation:
     """Return an operator call as an `Operation`, in which tensors are replaced by their `Spec`s.
 
-    It is called for each operation of a trace, so it is written for speed.
+    Called for each operation of a trace, and therefore written for speed.
 
     Args:
         function, args: the operator, and its positional arguments.
@@ -214,7 +214,7 @@ def uniform_value(operation: Operation, leaves: list, any_known: bool) -> float 
     """Return the value that all elements of an operation's result have, or None if it is unknown.
 
     Tensors count as finite: isnan(x) is False everywhere. Otherwise the value is known if the elements of each tensor
-    among the arguments are known to be equal; it is then computed on one element.
+    among the arguments are known to be equal; the operation is then computed on one element.
 
     Args:
         operation: the call as an `Operation`.

@@ -80,9 +80,7 @@ class Probe:
         self._runner = Runner()
 
     def under(self, threads: int | None) -> "Probe":
-        """Return a probe for an experiment on `threads` threads (None: torch's default) that shares this probe's
-        results.
-        """
+        """Return a probe with this probe's results, for an experiment on `threads` threads (None: torch's default)."""
         other = copy.copy(self)
         other.threads = threads or torch.get_num_threads()
         return other
@@ -216,7 +214,7 @@ def smaller(operation: Operation, limit: int) -> list[Operation]:
 def resized(operation: Operation, factors: dict[int, int]) -> Operation:
     """Return a smaller form of an operation, so that running it takes less memory and time.
 
-    The bytes of its results shrink as the bytes of its arguments do or, if those do not shrink, by all factors.
+    The bytes of its results shrink as the bytes of its arguments do or, if no argument shrinks, by all factors.
 
     Args:
         factors: {length: factor}; each dimension of this length is divided by the factor.
@@ -252,7 +250,7 @@ def _resized(leaf: Any, factors: dict[int, int]) -> Any:
 
 @dataclass(slots=True)
 class _Tried:
-    """Hold an operation with its first runs, and conclude the workspace at its own size from them."""
+    """Hold an operation and its first runs, and conclude from these the workspace at its own size."""
 
     operation: Operation
     group: list[Operation]  # the operation at the sizes of these runs, see `_at_first`
@@ -280,9 +278,7 @@ class _Tried:
         return Hidden(round(max(shares) * self.operation.bytes), "assumed") if shares else _UNKNOWN
 
     def expected_seconds(self) -> float:
-        """Return the expected seconds of a run at the operation's own size, from an earlier run or an assumed slow
-        speed.
-        """
+        """Return the expected seconds of a run at the operation's own size, from an earlier run or an assumed speed."""
         if not self.warm:
             return self.operation.bytes / _SLOW_BYTES_A_SECOND
         return self.warm.seconds * (self.operation.bytes / max(self.group[0].bytes, 1)) ** _GROWTH

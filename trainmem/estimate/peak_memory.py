@@ -349,7 +349,7 @@ _KERNELS = {"flash": "flash", "efficient": "memory-efficient", "cudnn": "cuDNN"}
 def attention_kernels(trace: Trace) -> tuple[str, ...]:
     """Return the fused attention kernels in a trace: "flash", "memory-efficient", "cuDNN".
 
-    () means that attention is plain, because that was requested (eager) or because no fused kernel supports the inputs.
+    () means plain attention, because eager attention was requested or no fused kernel supports the inputs.
     """
     fused = (each.name.partition("_scaled_dot_product_")[2] for each in trace.operations)
     return tuple(dict.fromkeys(_KERNELS[kernel] for name in fused if (kernel := name.partition("_")[0]) in _KERNELS))
@@ -403,7 +403,7 @@ def _timeline(trace: Trace, totals: np.ndarray) -> dict[str, Any] | None:
 
 
 def _on_cuda(trace: Trace, device: Device) -> tuple[Memory, bool]:
-    """Replay a trace on the allocator model; return (the memory, whether it is too large for the card)."""
+    """Replay a trace on the allocator model; return (the memory, whether the training is too large for the card)."""
     found = allocator_replay.replayed(trace.log, device.settings, device.memory_bytes, device.rules)
     memory, context = found.memory(), cards.context_bytes(device.compute_capability)
     memory = replace(

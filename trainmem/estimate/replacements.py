@@ -137,12 +137,12 @@ def fake_module_to(tracker: "FakeTracker") -> Callable:
 def few_micro_batches(tracker: "FakeTracker", alike: bool) -> contextlib.AbstractContextManager:
     """Return a context in which only the first two and the last of a step's micro-batches are traced.
 
-    The micro-batches between them repeat the second one, so they are not traced. For a GPU, the log repeats the second
-    one's allocations and frees for a few of them, because each may change the allocator's free blocks.
+    The micro-batches between them are like the second one. For a GPU, the log repeats the allocations and frees of the
+    second one a few times, because each time may change the allocator's free blocks.
 
     Args:
         alike: whether the micro-batches of a step are equal, except that the first one makes the gradients. The last
-            one then also repeats the second, and later steps repeat the first step.
+            micro-batch is then like the second one too, and later steps are like the first step.
     """
     from transformers import Trainer
 

@@ -209,8 +209,7 @@ class FakeTracker(Tracker):
         return module
 
     def repeated(self, span: tuple) -> list[FakeTensor] | None:
-        """Log a batch once more without running it; return new fake tensors like the tensors that the batch left
-        behind.
+        """Log a batch once more without running it; return new fake tensors like those that the batch left behind.
 
         The batch is a micro-batch, which leaves its loss and new gradients behind, or a batch of an evaluation, which
         leaves its predictions. Return None if it cannot be repeated: it left further blocks behind (workspaces, which a
@@ -282,7 +281,7 @@ class FakeTracker(Tracker):
         """
 
     def _all_elements(self, mask: torch.Tensor) -> int:
-        """Return the number of elements of a mask, and note that the mask was assumed to select all of them."""
+        """Return the number of elements of a mask, and note that the mask was assumed to select all elements."""
         self.assumes_masks = True
         return mask.numel()
 

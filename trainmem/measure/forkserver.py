@@ -5,7 +5,7 @@ hundredths of a second, and nothing is left in it from an earlier job. The stand
 alternative: it imports the caller's `__main__` again and keeps the environment in which it was started. Each kind of
 process has a module:
 
-- the caller: this one. `SERVER` is its server, a `CleanProcess` is one job from its start to its end.
+- the caller: this module. `SERVER` is its server, a `CleanProcess` is one job from its start to its end.
 - the server: `server_process`. It has imported torch but touched no device; it forks, and collects ended processes.
 - the fresh subprocess: `forked`. It receives the job, performs it, and sends the result.
 - the server of a whole course: `course.course_server`. It forks the servers of the lessons, which share one import.
@@ -92,7 +92,7 @@ class ForkServer:
         Args:
             descriptors: file descriptors of the subprocess's channel, standard output and standard error.
             folder: folder for the subprocess's files.
-            job: the pickled job; if it names bitsandbytes, the fork gets that package imported.
+            job: the pickled job; if it names bitsandbytes, the fork has imported bitsandbytes.
         """
         with self._lock:
             try:

@@ -2,8 +2,7 @@
 
 `in_turns` is for the parts of a lesson (an operation, an update, a pass), inside a function that `Lab.run` performs.
 `Lab.compare` compares whole trainings. Each training is a player; the players run alternately, as threads of one
-process (here) or as processes (`processes`). A turn is the steps that a player runs before it stops for the next
-player.
+process (here) or as processes (`processes`). A turn is the steps that a player runs until the next player.
 
 Two processes of the same code differ by some 10 % in CPU time, because of where their memory is and what the system
 gives them, and no number of turns removes that. Inside one process all players share these conditions (and one memory
@@ -134,8 +133,8 @@ def play(
 ) -> Outcome:
     """Run players (interleaved trainings) alternately, a few steps each, and return an outcome with their times.
 
-    The outcome's value has, per player and turn, the `Seconds` of the fastest step. If a player fails, the outcome is
-    the player's.
+    The outcome's value has, per player and turn, the `Seconds` of the fastest step. If a player fails, its outcome is
+    returned.
 
     Args:
         names: names of the players, for messages.
@@ -163,7 +162,7 @@ def _fastest(timing: Timing, turns: int, steps_per_turn: int) -> list[Seconds]:
 
 
 class ThreadPlayer(threading.Thread):
-    """Run one of several interleaved experiments in a thread, which stops after given steps; `next` runs it to the next
+    """Run one of several interleaved experiments in a thread that stops after given steps; `next` runs it to the next
     stop.
 
     Args:

@@ -407,8 +407,8 @@ def _timeline(tracker: Tracker, at_operations: list[int]) -> dict[str, Any] | No
 def highest(totals: list[int], first: int, last: int, points: int = 200) -> list[int]:
     """Return the indexes of at most `points` operations, from `first` up to but not including `last`.
 
-    The operations are divided into stretches of equal length; each index is that of the stretch's highest total.
-    `totals`: bytes during each operation.
+    The operations are divided into stretches of equal length; an index is returned for the highest total of each
+    stretch. `totals`: bytes during each operation.
     """
     stretch = max(1, -(-(last - first) // points))
     return [

@@ -98,9 +98,9 @@ def _explained(first: Outcome, second: Outcome) -> Outcome:
 def _may_be_paired(experiment: Experiment) -> bool:
     """Return whether the two passes of `account` over an experiment may run at the same time.
 
-    They need a CPU with several cores, outside of a course, whose other lessons use these cores. The passes of a user's
-    function run one after the other, because the function could write to the same files in both. Compiled code, and an
-    experiment that is counted by tensors, have no second pass.
+    Both passes need a CPU with several cores, outside of a course, whose other lessons use these cores. The passes of a
+    user's function run one after the other, because the function could write to the same files in both. Compiled code,
+    and an experiment that is counted by tensors, have no second pass.
     """
     machine = hardware.this_machine()
     alone = experiment.function or experiment.arguments.compiles or experiment.is_counted_by_tensors
@@ -238,7 +238,7 @@ def side_by_side(
     Args:
         turns: turns per experiment and process. In a turn an experiment runs `steps_per_turn` steps, then stops for the
             next experiment.
-        steps_per_turn: optimizer steps per turn; the fastest one represents the turn.
+        steps_per_turn: optimizer steps per turn; the fastest step represents the turn.
         timeout: time limit of all processes together, in seconds.
         on_turn: called from time to time with the number of finished turns, warm-up included; None: not called.
         processes: number of subprocesses in total.

@@ -41,7 +41,7 @@ class Need(IntEnum):
 
 
 class Asking:
-    """Let a fresh subprocess request a quiet machine: `ask` is called with a `Need` and returns once it is granted.
+    """Let a fresh subprocess request a quiet machine: `ask(need)` returns once this `Need` is granted.
 
     `ask` is None in a rank, and outside of fresh subprocesses; `is_granted` says whether the machine is quiet now.
     """
@@ -158,7 +158,7 @@ class QuietLock:
         return may_pass and self._has_room(need, others + cores)
 
     def _has_room(self, need: Need, used: int) -> bool:
-        """Return whether a lesson with this need may start, after which `used` cores would be in use."""
+        """Return whether a lesson with this need may start, given the `used` cores that would then be in use."""
         held = {held for held, _ in self._held.values()}
         if Need.MACHINE in held or (need is Need.MACHINE and held):
             return False

@@ -1,4 +1,5 @@
-"""Import the libraries once, fork a fresh subprocess per request and collect ended ones. This is the fork server.
+"""Import the libraries once, fork a fresh subprocess per request and collect ended subprocesses. This is the fork
+server.
 
 `forkserver` starts this process with `serve`. A fork continues in `forked`. The server never touches a device, because
 its forks could not use it afterwards.

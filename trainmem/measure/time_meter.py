@@ -25,7 +25,7 @@ class TimeMeter:
     On CUDA the clock is the device's own events, so measuring does not synchronize the steps.
 
     Args:
-        warmup_steps: steps left out at the start, at least 1 (nothing marks the beginning of the first one).
+        warmup_steps: steps left out at the start, at least 1 (nothing marks the beginning of the first step).
         on_step: called after each step with its number, outside of the timed interval; it may block, as interleaved
             runs do. None: not called.
     """

@@ -63,7 +63,7 @@ class Tracker(Watcher, TorchDispatchMode):
     inference, and predictions that an evaluation keeps.
 
     Args:
-        granularity: bytes; the allocator rounds each storage up to a multiple of them.
+        granularity: bytes; the allocator rounds each storage up to a multiple of this number.
         device: type of the device whose memory is tracked, e.g. "cuda"; other storages, e.g. a batch on the host, are
             ignored.
     """
@@ -376,7 +376,7 @@ _METHODS_APART = {
 
 
 def calling(replacement: Callable, plain: Callable) -> Callable:
-    """Return a function to put in place of `plain`, which calls `replacement(plain, *args, **kwargs)`."""
+    """Return a function that replaces `plain` and calls `replacement(plain, *args, **kwargs)`."""
 
     @functools.wraps(plain)
     def call(*args, **kwargs):

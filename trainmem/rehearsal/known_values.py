@@ -83,7 +83,7 @@ class Values(TorchFunctionMode):
         return getattr(self._noted(tensor), "is_known", not tensor.is_cuda)
 
     def mark(self, known: bool, *tensors: torch.Tensor) -> None:
-        """Note that all values of these tensors are known or, if `known` is False, that they are not."""
+        """Note that all values of these tensors are known or, if `known` is False, unknown."""
         for tensor in tensors:
             if self.is_known(tensor) != known:
                 self._remember(tensor).is_known = known

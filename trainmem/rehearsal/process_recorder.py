@@ -63,7 +63,7 @@ class Recorder:
         self.begin()
 
     def begin(self) -> None:
-        """Start recording with empty statistics. It is called again in a process that is forked from this one."""
+        """Start recording with empty statistics. Called again in each process that is forked from this process."""
         self.path = Path(self.folder, f"{os.getpid()}.json")
         self.phase, self.steps, self.forwards, self.backwards, self.ended = SET_UP, 0, 0, 0, False
         self.phases: dict[str, list[int]] = {}
@@ -90,7 +90,7 @@ class Recorder:
         return _largest(self.seen.get(device), self.read(device))
 
     def forget(self, device: int) -> None:
-        """Reset the peaks of a device, by index, that the program reads; the recorded peaks are kept."""
+        """Reset the peaks that the program reads of the device with this index; the recorded peaks are kept."""
         self.turn(self.phase)
         self.seen.pop(device, None)
 
@@ -194,8 +194,8 @@ def _is_below(file: str) -> bool:
 
 
 def _largest(seen: Any, new: Any) -> Any:
-    """Return `new`, an allocator's statistics, in which each peak is at least the one in `seen`, its earlier
-    statistics; `seen` may be None.
+    """Return `new`, an allocator's statistics, with peaks at least as high as in `seen`, its earlier statistics or
+    None.
     """
     if not isinstance(new, dict) or not seen:
         return new
