@@ -78,8 +78,8 @@ def card(
     """Return a named card, or a card of a given compute capability and memory.
 
     Args:
-        name: a name of `CARDS`, as people, torch or nvidia-smi write it; None: `compute_capability` and `device_memory`
-            describe it.
+        name: a name of `CARDS`, as people, torch or nvidia-smi write it; None: the next two arguments describe the
+            card.
         compute_capability: e.g. (9, 0) for an H100; None: the named card's.
         device_memory: bytes, or a text such as "16GB"; None: the named card's.
         devices: number of such GPUs, at most 16.

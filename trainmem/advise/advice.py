@@ -225,8 +225,7 @@ def advise(
         avoid: techniques or arguments to leave out, e.g. ["checkpointing", "adafactor", "accumulation"].
         may: techniques to allow that are otherwise not offered: "LoRA", "QLoRA", and others of `recipes.ON_DEMAND`.
         largest: "model" or "sequence": find the largest similar preset, or the longest sequence, that fits with the
-            recipe that needs the least memory. The advice's `task` is then the task found. None: advise for `task`
-            itself.
+            recipe that needs the least memory. The advice's `task` is then the task found. None: advise for `task`.
         device: "cpu" or "cuda"; None: a GPU if one is named, if this machine has one, or if `memory` is a size that
             GPUs are sold with (a note says so); otherwise this machine's CPU.
         compute_capability: compute capability of the GPU, e.g. (8, 0); None: the card's, otherwise this machine's,

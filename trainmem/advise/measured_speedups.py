@@ -60,8 +60,7 @@ class Evidence:
         capability: compute capability of the GPU.
         task: the model and its data.
         runs: measured runs, from which the factors are calculated.
-        published: function that returns published ratios for factors without runs, see `Published`; None: there are
-            none.
+        published: function that returns published ratios for factors without runs (`Published`); None: there are none.
     """
 
     def __init__(

@@ -226,7 +226,7 @@ class _Cluster:
     def _sent(self, name: str, ranks: int, whole: MemoryEstimate, arguments: Arguments) -> tuple[float, float]:
         """Return (bytes that a rank sends per update, how many of these bytes go between hosts).
 
-        In a ring of N ranks, a rank sends (N - 1) / N of gathered or reduce-scattered bytes, and twice as much in an
+        In a ring of N ranks, a rank sends (N - 1) / N of gathered or reduce-scattered bytes, twice as many in an
         all-reduce.
 
         Args:

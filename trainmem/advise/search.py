@@ -109,7 +109,7 @@ def native_precisions(machine: hardware.Machine, kind: str, capability: tuple[in
     """Return the lower precisions for which the device has instructions.
 
     Args:
-        machine: whose CPU counts if `kind` is "cpu".
+        machine: the machine whose CPU counts if `kind` is "cpu".
         kind: "cpu" or "cuda".
         capability: compute capability of the GPU.
     """
@@ -229,8 +229,7 @@ class Ranking:
     def speed(self, candidate: Candidate) -> float:
         """Return a recipe's expected speed, divided by the speed of the recipe of plain choices.
 
-        The speed is the product of the factors of its techniques and micro-batch; a factor that noise may explain
-        counts as 1.
+        The speed is the product of the factors of techniques and micro-batch; a factor within the noise counts as 1.
         """
         return math.prod(factor.significant for factor in self.factors(candidate))
 
@@ -281,8 +280,7 @@ class RecipeSearch:
     def find(self, most: int) -> list[Candidate]:
         """Return the best recipes that fit, at most `most`, the best first.
 
-        Combinations are tried in the order in which they would rank if all fitted; some that only add costs are
-        skipped.
+        Combinations are tried in the order of their rank if all fitted; some that only add costs are skipped.
 
         Raises:
             ValueError: no estimate could be made; the message is the first estimate's.

@@ -45,7 +45,7 @@ _MOST |= {r"size$|dim|heads?$|embd|channels|d_model|d_ff|inner|positions?$|embed
 
 
 def _check_sizes(where: str, fields: Mapping[str, Any]) -> None:
-    """Raise ValueError for a negative size, or one far above any real model's, before a model of this size is built.
+    """Raise ValueError for a negative size, or a size far above any real model's, before a model of this size is built.
 
     Args:
         where: the origin of the fields, for the message, e.g. "config.json".

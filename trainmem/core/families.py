@@ -434,8 +434,7 @@ def with_objective(kind: type, objective: str) -> type:
 
 
 class _Contrastive:
-    """Compute a loss that pulls the two embeddings of a pair together and pushes embeddings of different pairs in the
-    batch apart.
+    """Compute a loss that pulls the two embeddings of a pair together and pushes embeddings of different pairs apart.
 
     Inputs are token ids and attention masks of both texts of each pair, (pairs, length). An embedding is the mean over
     tokens. Source: sentence-transformers' MultipleNegativesRankingLoss.

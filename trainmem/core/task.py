@@ -425,7 +425,7 @@ class Task(Record):
         return Dataset.from_dict(arrays).with_format("torch")
 
     def collator(self) -> Callable[[list[dict]], dict] | None:
-        """Return the function that makes a batch of a list of examples with unequal `lengths`, or with lists.
+        """Return the function that makes a batch of a list of examples with unequal `lengths` or with list columns.
 
         Return None if the Trainer's own collator can batch the examples.
         """

@@ -87,8 +87,8 @@ class Experiment:
     def steps_on_a_gpu(self) -> int:
         """Optimizer steps to run on a GPU: `metered_steps`, or for a training by the Trainer up to three.
 
-        The second step requests the same blocks as each later step, but finds other free blocks, left by the first
-        step. From the third step on the free blocks are equal, too.
+        The second step requests the same blocks as the third step, but finds other free blocks. From the third step on,
+        all steps are alike.
         """
         alike = self.training and not self.function and not self.task.lengths
         return min(self.arguments.get("max_steps", 3), 3) if alike else self.metered_steps

@@ -266,7 +266,7 @@ def newest() -> str:
 
 
 def is_tested(rules: Release) -> bool:
-    """Return whether `rules` are the named release's own, not copied from the newest known release."""
+    """Return whether `rules.torch` is a known release; if not, `rules` is a copy of the newest known release's."""
     return rules.torch in RELEASES
 
 

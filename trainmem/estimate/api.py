@@ -121,7 +121,7 @@ COMPILED_ERROR = (
 
 
 def estimates_so_far() -> list[MemoryEstimate]:
-    """Return every `MemoryEstimate` that this process has made, the first one first."""
+    """Return every `MemoryEstimate` that this process has made, in order."""
     return list(_made.values())
 
 

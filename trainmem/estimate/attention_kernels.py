@@ -148,7 +148,7 @@ def cudnn_backward(gpu: Gpu, made, gradient, query, key, value, out, *_, **__):
 def _parts(blocks: int, places: int, most: int) -> int:
     """Return the number of parts into which flash attention splits the keys.
 
-    It is the smallest number that fills the last wave of blocks nearly as well as any other number does.
+    The number is the smallest that fills the last wave of blocks nearly as well as any other number.
 
     Args:
         blocks: number of blocks without a split.

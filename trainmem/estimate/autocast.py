@@ -153,7 +153,7 @@ def _banned(name, *_):
 def _no_rule(name, *_):
     """Raise RuntimeError for an operator that is on none of CUDA's autocast lists.
 
-    `_cudnn_rnn` never comes here: only a CUDA build registers it, and only a GPU calls it.
+    `_cudnn_rnn` never gets this rule: only a CUDA build registers it, and only a GPU calls it.
     """
     remedy = f"use torch {newest()} or older"
     raise RuntimeError(f"the rule by which torch {torch.__version__} autocasts {name} on CUDA is unknown: {remedy}")

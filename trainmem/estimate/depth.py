@@ -130,8 +130,7 @@ def _places(trace: Trace, totals: "np.ndarray", layers: int) -> Places:
     """Return a training's places: {(phase, operation, module without its layer's number): most bytes alive}.
 
     The first and the last layer have places of their own; all layers between them share their places. Operations
-    outside all modules are skipped, except the optimizer's and an evaluation's, because the depth may change when they
-    run.
+    outside all modules are skipped, except the optimizer's and an evaluation's, because depth may change when they run.
 
     Args:
         totals: (operations,): bytes alive during each operation.

@@ -143,8 +143,8 @@ class DeviceTracker(FakeTracker):
             return plain(*args, **kwargs)
 
     def _add_adapters(self, plain, *args, **kwargs):
-        """Let peft's function `plain` add adapters on the device of the base model's weights; so far, only a quantized
-        base model is on the GPU.
+        """Let peft's function `plain` add adapters on the device of the base model's weights. Only a quantized base
+        model is on the GPU at this time.
         """
         with patch.object(self, "_adapter_base", self.weights):
             return plain(*args, **kwargs)

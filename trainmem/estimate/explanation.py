@@ -122,8 +122,8 @@ def explain(
 
     Args:
         task: the model and its data.
-        a, b: all training arguments of each recipe, as in `estimate`. They are changed from A to B one by one, in the
-            order in which B names them, then the arguments that only A names.
+        a, b: all training arguments of each recipe, as in `estimate`. The arguments are changed from A to B one by one,
+            in the order of `b`, then the arguments that only A has.
         processes, timeout: as in `estimate`. There is one estimate of A, one after each change, and, if there are few
             changes, one of each change alone.
         where: card, device, compute_capability, device_memory, allocator_settings, as in `estimate`.
@@ -163,10 +163,10 @@ def explain(
 
 
 def _priced(names: list[str], peak: Any, ends: tuple[int, int]) -> dict[str, tuple[int, int | None]]:
-    """Return `Explanation.switches`, {argument: (bytes added to the peak in order, bytes added to the peak of A)}.
+    """Return `Explanation.switches`: {argument: (peak bytes added after earlier arguments, peak bytes added alone)}.
 
-    The first number is added to the peak of A with all earlier arguments as in B. The second number is None if unknown.
-    An argument that is not valid without the next argument shares an entry with it: "argument, next".
+    Arguments change from A's to B's values. The second number is None if it is unknown. An argument that is not valid
+    without the next argument shares an entry with it: "argument, next".
 
     Args:
         names: the arguments in which A and B differ, in order.

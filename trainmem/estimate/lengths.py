@@ -44,11 +44,10 @@ def read(file: str | os.PathLike) -> tuple[int, ...]:
 
 def checked(values: Iterable, name: str = "lengths") -> tuple[int, ...]:
     """Return `values`, lengths in tokens, as whole numbers. A row of token ids, e.g. of a column of `datasets`, is
-    replaced by its length.
+    replaced by its length. `name`: what the message calls the lengths.
 
     Raises:
-        ValueError: there are no lengths, or a length is not a whole number from 1 to `LONGEST`; `name` is for the
-            message.
+        ValueError: there are no lengths, or a length is not a whole number from 1 to `LONGEST`.
     """
     found = []
     for number, value in enumerate(values, 1):

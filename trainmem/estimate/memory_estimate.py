@@ -86,7 +86,7 @@ class MemoryEstimate:
     def needed_bytes(self, context_bytes: int = 0) -> int:
         """Return the bytes that the device must have for the training.
 
-        These are the reserved bytes (if these are unknown, the peak) and, on CUDA, the context.
+        The bytes are the reserved bytes (if unknown, the peak) plus, on CUDA, the context.
 
         Args:
             context_bytes: bytes of the CUDA context, used if the estimate does not know them.

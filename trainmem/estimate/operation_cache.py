@@ -29,12 +29,12 @@ class View:
 class OperationCache:
     """Cache what operations return on fake tensors, by their arguments.
 
-    Computing these results takes most of the time of a trace, and they depend only on the arguments. A result is kept
-    if it can be rebuilt from a `Spec`, a `View`, or several `Spec`s.
+    Computing these results takes most of the time of a trace, and the results depend only on the arguments. A result is
+    kept if it can be rebuilt from a `Spec`, a `View`, or several `Spec`s.
 
     Args:
         known: {key of an operation and its arguments: how to rebuild the result}; may have other entries too, e.g. the
-            workspaces of a `Probe`. New results are added to it. None: start with an empty dictionary.
+            workspaces of a `Probe`. New results are added to this dictionary. None: start with an empty dictionary.
         device: the device whose kernels are assumed: "cpu", or e.g. "cuda, torch 2.15".
     """
 

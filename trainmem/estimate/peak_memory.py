@@ -132,7 +132,8 @@ _with: dict[str, Any] = {}  # arguments of `trace_of` in the process that traces
 def _as_traced(experiment: Experiment, device: Device) -> Experiment:
     """Return the experiment in the form that is traced.
 
-    It has no data loader workers, no `fsdp` if nothing is sharded, and no more samples than the trace reaches.
+    The traced form has no data loader workers, no `fsdp` if nothing is sharded, and no more samples than the trace
+    reaches.
 
     Raises:
         Invalid: there is no such model.

@@ -1,6 +1,6 @@
 """Sparse tensors (COO) in a trace: the results of their operations, and what CUDA's kernels request for them.
 
-A sparse tensor has no storage of its own: its bytes are those of its indices and its values. Positions count as
+A sparse tensor has no storage of its own: its bytes are the bytes of its indices and values. Positions count as
 distinct, as in peft's SHiRA and FRoD, so that no elements are summed up.
 """
 

@@ -69,7 +69,7 @@ class DependsOnValues(Invalid):
 def follow(experiment: Experiment, tracker: "FakeTracker") -> Trace:
     """Trace an experiment on fake tensors and return its trace.
 
-    It covers two or three optimizer steps, two forward passes in inference, or the user's function.
+    The trace covers two or three optimizer steps, two forward passes in inference, or the user's function.
 
     `tracker`: logs the operations, and decides whether tensors are on a GPU.
 
@@ -209,7 +209,7 @@ class FakeTracker(Tracker):
         return module
 
     def repeated(self, span: tuple) -> list[FakeTensor] | None:
-        """Log a batch once more without running it; return new fake tensors like those that the batch left behind.
+        """Log a batch once more without running it; return new fake tensors like the ones it left behind.
 
         The batch is a micro-batch, which leaves its loss and new gradients behind, or a batch of an evaluation, which
         leaves its predictions. Return None if it cannot be repeated: it left further blocks behind (workspaces, which a
@@ -474,7 +474,7 @@ def recorded(tracker: FakeTracker) -> Log:
 
 
 def _shared(operations: Iterable[tuple[Operation, int]]) -> Iterator[Operation]:
-    """Yield each operation with the bytes of its results set; equal operations, which are many, share one object.
+    """Yield each operation with the bytes of its results set; equal operations share one object, to save memory.
 
     Args:
         operations: pairs of an operation and the bytes of its results.

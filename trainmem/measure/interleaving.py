@@ -91,7 +91,7 @@ def _ended_children() -> object:
 
 
 def _order(count: int, turns: int) -> Iterator[int]:
-    """Return the indexes of players in the order of turns, in which a player does not always follow the same one.
+    """Return the indexes of players in the order of turns; each round of turns has another order of players.
 
     A few players get all permutations, more players a fixed random selection.
 
@@ -133,8 +133,8 @@ def play(
 ) -> Outcome:
     """Run players (interleaved trainings) alternately, a few steps each, and return an outcome with their times.
 
-    The outcome's value has, per player and turn, the `Seconds` of the fastest step. If a player fails, its outcome is
-    returned.
+    The outcome's value has, per player and turn, the `Seconds` of the fastest step. If a player fails, `play` returns
+    that player's outcome.
 
     Args:
         names: names of the players, for messages.

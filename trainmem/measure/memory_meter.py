@@ -129,7 +129,7 @@ class MemoryMeter:
 def _seen_from_outside(watcher: Watcher, compiling_steps: int) -> Iterator[dict[int, torch.Tensor]]:
     """Let a watcher observe only the ends of optimizer steps in this context, because the code of a step is compiled.
 
-    The measurement starts again at the end of step number `compiling_steps`, the last one that compiles.
+    The measurement starts again at the end of step number `compiling_steps`, the last step that compiles.
 
     Yield {id: parameter}, a dictionary that is empty until the first optimizer step ends.
     """

@@ -21,7 +21,7 @@ _limit: ContextVar[tuple[float, float]] = ContextVar("limit", default=(float("in
 
 @contextlib.contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Limit the total time of all experiments in this context to `seconds`; afterwards they end as "timed out".
+    """Limit the total time of all experiments in this context to `seconds`; later experiments end as "timed out".
 
     Raises:
         ValueError: `seconds` are not above 0.
@@ -45,7 +45,7 @@ def execute(
     """Perform an experiment in a fresh subprocess; return its outcome, even if it fails, with what it printed.
 
     Args:
-        measure: the meter: "memory", "time", "none" or another one of `worker.perform`.
+        measure: the meter: "memory", "time", "none" or another meter of `worker.perform`.
         timeout: seconds after which the process and all that it started are ended, with status "timed out".
         on_step: called with the number of a finished step, at most a few times a second; None: not called.
     """

@@ -114,8 +114,8 @@ class Runner:
     ) -> Run:
         """Run forward passes without gradients, and return their memory and speed.
 
-        A pass has `per_device_eval_batch_size` samples and counts as a step. With `max_new_tokens` it generates text.
-        Arguments and errors are those of `train`.
+        A pass has `per_device_eval_batch_size` samples and counts as a step. With `max_new_tokens` a pass generates
+        text. Arguments and errors are those of `train`.
         """
         arguments_of_kind(Runner.infer, locals())
         parsed = Arguments.of(arguments, also=Runner.infer.__annotations__)

@@ -1,5 +1,4 @@
-"""Import the libraries once, fork a fresh subprocess per request and collect ended subprocesses. This is the fork
-server.
+"""The fork server: import the libraries once, fork a fresh subprocess per request and collect ended subprocesses.
 
 `forkserver` starts this process with `serve`. A fork continues in `forked`. The server never touches a device, because
 its forks could not use it afterwards.

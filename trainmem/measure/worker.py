@@ -150,8 +150,8 @@ def _plain(value: Any) -> Any:
 def _refusal(experiment: Experiment) -> str | None:
     """Return why an experiment is not started, or None if it may start.
 
-    It is refused if its weights (and gradients, if all weights are trained) exceed this machine's memory, or if the
-    batches of its DataLoader workers exceed /dev/shm: torch could then wait for a batch for ever.
+    An experiment is refused if its weights (and gradients, if all weights are trained) exceed this machine's memory, or
+    if the batches of its DataLoader workers exceed /dev/shm: torch could then wait for a batch for ever.
 
     Raises:
         Invalid: the task cannot be built, a package is missing, or the optimizer needs a GPU.

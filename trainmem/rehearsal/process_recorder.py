@@ -90,7 +90,7 @@ class Recorder:
         return _largest(self.seen.get(device), self.read(device))
 
     def forget(self, device: int) -> None:
-        """Reset the peaks that the program reads of the device with this index; the recorded peaks are kept."""
+        """Reset the peaks of the device with this index for the program; the recorded peaks are kept."""
         self.turn(self.phase)
         self.seen.pop(device, None)
 
@@ -194,9 +194,7 @@ def _is_below(file: str) -> bool:
 
 
 def _largest(seen: Any, new: Any) -> Any:
-    """Return `new`, an allocator's statistics, with peaks at least as high as in `seen`, its earlier statistics or
-    None.
-    """
+    """Return the statistics `new` of an allocator with peaks at least as high as in `seen` (earlier ones, or None)."""
     if not isinstance(new, dict) or not seen:
         return new
     return {
