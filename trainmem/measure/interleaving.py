@@ -91,7 +91,7 @@ def _ended_children() -> object:
 
 
 def _order(count: int, turns: int) -> Iterator[int]:
-    """Return the indexes of players in the order of turns; each round of turns has another order of players.
+    """Return the indexes of players in the order of turns; the order of players varies from round to round.
 
     A few players get all permutations, more players a fixed random selection.
 
