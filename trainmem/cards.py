@@ -20,7 +20,7 @@ DEFAULT_CAPABILITY = (9, 0)  # an H100's: used if no GPU is named and this machi
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """Hold a GPU model's name, compute capability, usable bytes, CUDA context, and how many of them there are."""
+    """Hold a GPU model's name, compute capability, usable bytes, CUDA context, and the number of such GPUs."""
 
     name: str  # as people write it
     capability: tuple[int, int]  # compute capability: (9, 0) for an H100
@@ -31,8 +31,8 @@ class Card:
 
     @property
     def limit_bytes(self) -> int:
-        """The bytes that a training may use: the card's memory minus the margin. If `memory_bytes` is that of the whole
-        board (`is_board`), the part that torch cannot use is left out too.
+        """The bytes that a training may use: the card's memory minus the margin. If `memory_bytes` is the memory of the
+        whole board (`is_board`), the part that torch cannot use is subtracted too.
         """
         return int((1 - MARGIN) * self.memory_bytes * (OF_BOARD if self.is_board else 1))
 
@@ -62,9 +62,9 @@ SIZES = {f"{size} GiB": size * 2**30 for size in (8, 16, 24, 40, 80, 141)}  # so
 def context_bytes(compute_capability: tuple[int, int]) -> int | None:
     """Return the bytes of the CUDA context, which is outside of torch's allocator; None if they are not known.
 
-    They depend on driver, CUDA and the kernels loaded. Sources: 1343 MiB on a V100 (with one segment of 2 MiB), in
-    "Model training anatomy" of transformers' documentation; 751 MiB in fp32 and 767 MiB with 16 bits, which the GPU
-    suite measured on an H100 (driver 580, CUDA 13.0).
+    The bytes depend on driver, CUDA and the kernels loaded. Sources: 1343 MiB on a V100 (with one segment of 2 MiB), in
+    "Model training anatomy" of transformers' documentation; 751 MiB in fp32 and 767 MiB in 16 bits on an H100, measured
+    by the GPU suite (driver 580, CUDA 13.0).
     """
     return {(7, 0): 1341 << 20, (9, 0): 767 << 20}.get(compute_capability)
 
@@ -78,13 +78,14 @@ def card(
     """Return a named card, or a card of a given compute capability and memory.
 
     Args:
-        name: a name of `CARDS`, as people, torch or nvidia-smi write it; None: give both arguments that follow.
+        name: a name of `CARDS`, as people, torch or nvidia-smi write it; None: the next two arguments describe the
+            card.
         compute_capability: e.g. (9, 0) for an H100; None: the named card's.
         device_memory: bytes, or a text such as "16GB"; None: the named card's.
         devices: number of such GPUs, at most 16.
 
     Raises:
-        ValueError: an unknown name, an unsupported compute capability, an invalid memory, or too little is given.
+        ValueError: an unknown name, an unsupported compute capability, an invalid memory, or a missing argument.
     """
     arguments_of_kind(card, locals())
     if name is None and (compute_capability is None or device_memory is None):
@@ -105,7 +106,7 @@ def check_capability(capability: tuple[int, int]) -> None:
 
 
 def named(name: str) -> Card:
-    """Return the card of a name as people, torch or nvidia-smi write it. Raises ValueError for an unknown one."""
+    """Return the card of a name as people, torch or nvidia-smi write it. Raises ValueError for an unknown name."""
     of_kind("card", name, str)
     key = _BY_NAME.get(_plain(name))
     if key is None:

@@ -74,9 +74,7 @@ Capability = Annotated[str | None, typer.Option(help="Compute capability of the 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Invocation:
-    """Hold the inputs of a command other than its options: the user's words, and published speed ratios. typer keeps it
-    as `obj`.
-    """
+    """Hold, as typer's `obj`, a command's inputs besides its options: the user's words and published speed ratios."""
 
     words: list[str] = dataclasses.field(default_factory=list)  # the command line as the user typed it
     published: "Published | None" = None  # speed ratios for `advise`
@@ -158,8 +156,8 @@ def run_json(run: Run) -> dict[str, Any]:
 
 
 def memory_json(memory: Memory | None) -> dict[str, Any]:
-    """Return the fields of a `Memory` as {name: bytes or value}, its kind as "peak_kind"; all are None if `memory` is
-    None.
+    """Return the fields of a `Memory` as {name: bytes or value}, with `kind` renamed "peak_kind"; all values are None
+    if `memory` is None.
     """
     record = memory.to_dict() if memory else dict.fromkeys(item.name for item in dataclasses.fields(Memory))
     return {"peak_kind": record.pop("kind")} | record

@@ -1,6 +1,6 @@
 """The commands about one training: measure it, estimate it, explain it, rehearse it, or find arguments that fit.
 
-`cli` registers these functions as commands. They share their options and the way they print results.
+`cli` registers these functions as commands. The commands share options and the way of printing results.
 """
 
 import contextlib
@@ -359,7 +359,7 @@ def advise(
 
 @contextlib.contextmanager
 def _rehearsing() -> Iterator[None]:
-    """Raise ValueError for a RuntimeError of the rehearsal: this machine cannot rehearse, or the code needs values."""
+    """Turn a RuntimeError of a rehearsal (this machine cannot rehearse, or the code needs values) into a ValueError."""
     try:
         yield
     except RuntimeError as error:

@@ -1,6 +1,4 @@
-"""List the techniques that save memory, with their training arguments, their cost, and the claim that measures their
-speed.
-"""
+"""List techniques that save memory, with training arguments, cost, and the claim that measures the speed."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,9 +6,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Technique:
-    """Hold one choice that a recipe can make, e.g. an optimizer: its arguments, its cost, and the claim about its
-    speed.
-    """
+    """Hold one choice of a recipe, e.g. an optimizer: its arguments, its cost, and the claim about its speed."""
 
     name: str  # shown in tables
     arguments: dict[str, Any] = field(hash=False)  # training arguments that switch it on

@@ -1,6 +1,6 @@
 """Define the results of experiments (runs, ratios, comparisons), and the files that store them.
 
-A figure that was not requested is None, one of a failed run is `Missing`, and a ratio with a missing figure is
+A figure that was not requested is None, a figure of a failed run is `Missing`, and a ratio with a missing figure is
 `Unknown`. A missing measurement is never 0. Files store all of these as null.
 """
 
@@ -69,9 +69,7 @@ class Phase(StrEnum):
 
     @property
     def shown(self) -> str:
-        """The phase's name in results. Clipping counts as part of the optimizer's step, data loading as part of the
-        forward.
-        """
+        """The phase's name in results; clipping counts as the optimizer's step, data loading as the forward."""
         if self in (Phase.SETUP, Phase.BEFORE, Phase.AFTER_FORWARD):
             return Phase.FORWARD.value
         return Phase.STEP.value if self is Phase.AFTER_BACKWARD else self.value
@@ -100,9 +98,7 @@ def stretches(labels: Iterable[str]) -> Iterator[tuple[Phase, int, int]]:
 
 
 class Record:
-    """Base of dataclasses that are stored as JSON: `to_dict` writes one, `from_dict` reads it, also from other
-    versions.
-    """
+    """Base of dataclasses stored as JSON: `to_dict` writes one, `from_dict` reads one, also from another version."""
 
     __slots__ = ()
 
@@ -129,8 +125,8 @@ def _as_json(value: Any) -> Any:
 
 
 def _read(kind: Any, value: Any) -> Any:
-    """Convert the JSON value of a field to the type `kind`: a list becomes a tuple, a dict a record if `kind` names
-    one.
+    """Convert the JSON value of a field to the type `kind`: a list becomes a tuple, a dict becomes a record if `kind`
+    is a record class.
 
     Raises:
         ValueError: NaN in a field that is not a float.
@@ -145,9 +141,7 @@ def _read(kind: Any, value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Memory(Record):
-    """Hold an experiment's memory in bytes: the peak, where it occurred, and breakdowns by category; None is not
-    measured.
-    """
+    """Hold an experiment's memory in bytes: the peak, its place, and breakdowns by category; None: not measured."""
 
     peak_bytes: int  # counted from the first forward pass on
     # "counted" (CPU: live bytes, from the allocator's own events), "allocated" (CUDA: what torch's caching allocator
@@ -174,8 +168,8 @@ class Memory(Record):
     def explained(self, categories: "Memory") -> "Memory":
         """Return this memory with the breakdowns of `categories`, a second pass that tracked all tensors.
 
-        Bytes of this total that no tensor of that pass explains count as operator workspace, so the categories sum to
-        the total.
+        Bytes of this memory's total beyond the tensors of the second pass count as operator workspace, so the
+        categories sum to the total.
         """
         if categories.breakdown is None:
             return self
@@ -228,8 +222,7 @@ _FAILED = {
 
 @dataclass(frozen=True, slots=True)
 class Run(Record):
-    """Hold the result of one experiment: its arguments and task, status, memory in bytes, times in seconds, losses,
-    machine.
+    """Hold an experiment's result: arguments, task, status, memory in bytes, times in seconds, losses, machine.
 
     A figure that was not requested is None. A figure that is missing because the run failed is false, and any use of it
     raises `trainmem.unknown.RunFailed` with the run's `failure`.
@@ -353,8 +346,7 @@ class Ratio(Record):
     def of_processes(cls, groups: Sequence[Sequence[float]], floor: float) -> "Ratio":
         """Return the ratio of pairs of measurements from several processes, equally many from each process.
 
-        Pairs of one process share its conditions, so the bootstrap first draws processes, then pairs of the drawn
-        processes.
+        Pairs of one process share its conditions, so the bootstrap draws processes first, then pairs of these.
 
         Args:
             groups: the ratios of the pairs of each process.
@@ -409,7 +401,7 @@ class Ratio(Record):
 class Comparison(Record):
     """Hold two runs with the ratios of their memory and speed, other / baseline.
 
-    A ratio that was not measured is unknown; a claim that it decides is not testable.
+    A ratio that was not measured is unknown; a claim that depends on it is not testable.
     """
 
     baseline: Run

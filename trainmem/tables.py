@@ -13,8 +13,7 @@ class Table:
 
     Args:
         header: the title of each column.
-        rows: rows of one value per column; a float is shown in four digits, None as "not measured", all others by
-            `str`.
+        rows: rows of one value per column; a float is shown in four digits, None as "not measured", the rest by `str`.
         caption: shown above the table.
     """
 

@@ -1,6 +1,4 @@
-"""Format numbers and names as text in the same way in lessons, tables, pictures, reports and errors; check
-arguments.
-"""
+"""Format numbers and names as text for lessons, tables, pictures, reports and errors; check arguments."""
 
 import contextlib
 import difflib
@@ -66,8 +64,7 @@ def phase_text(phase: str | None) -> str:
 def bytes_unit(largest: float, binary: bool = False) -> tuple[float, str]:
     """Return (bytes of the unit, name of the unit) for an axis of bytes that ends at `largest`, e.g. (1e6, "MB").
 
-    A larger unit is used from twice its size on, so that the axis has more than one whole number. `binary`: use GiB,
-    MiB and KiB.
+    A larger unit is used from twice its size on, so that the axis has several whole numbers. `binary`: use GiB to KiB.
     """
     large, middle, small = ("GiB", "MiB", "KiB") if binary else ("GB", "MB", "kB")
     unit = large if largest >= 2 * _UNITS[large] else middle if largest >= 2 * _UNITS[middle] else small
@@ -118,8 +115,7 @@ def nearest_text(given: str, allowed: Iterable[str]) -> str:
 
 
 def check_known(where: str, given: Iterable[str], allowed: Collection[str]) -> None:
-    """Raise ValueError for the first name in `given` that is not in `allowed`; the message has the nearest allowed
-    name.
+    """Raise ValueError for the first name in `given` that is not in `allowed`, with the nearest allowed name.
 
     `where`: what the names belong to, for the message, e.g. "quantization_config".
     """

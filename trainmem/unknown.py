@@ -26,7 +26,7 @@ class NeedsValues(RuntimeError):
 
 
 class NeedsLibrary(RuntimeError):
-    """Raised if a rehearsal would need a library of CUDA whose memory it does not know, e.g. cuFFT."""
+    """Raised if a rehearsal would need a library of CUDA whose memory use is unknown, e.g. cuFFT."""
 
 
 class RunFailed(RuntimeError):
@@ -82,7 +82,7 @@ class Unknown(_WithoutValue, float):
     __hash__ = object.__hash__
 
     def __ne__(self, other) -> bool:
-        """Return True if `other` is this very object, by which `json` recognizes NaN; otherwise raise `error`."""
+        """Return True if `other` is this very object, as `json` tests NaN by `x != x`; otherwise raise `error`."""
         return other is self or self._refuse()
 
     def _unknown_again(self, *_) -> "Unknown":
@@ -97,8 +97,7 @@ class Unknown(_WithoutValue, float):
 
 
 class Assumed(float):
-    """Stand for a number that a rehearsal assumes in place of an unknown one: 1 to libraries and in files, shown as
-    "assumed".
+    """Stand for a number that a rehearsal assumes for an unknown one: 1 to libraries and in files, shown as "assumed".
 
     Arithmetic gives an assumed number again, and every comparison with a number is false.
 

@@ -40,9 +40,7 @@ _FROM_VOCABULARY = {"causal", "masked", "sequence to sequence", "image-text", "s
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Hold training arguments that fit: estimated and needed bytes, costs, and the speed relative to the fastest
-    recipe.
-    """
+    """Hold training arguments that fit: estimated and needed bytes, costs, and speed / speed of the fastest recipe."""
 
     name: str  # techniques, micro-batch x accumulation: "checkpointing, AdamW, 4 x 2"
     arguments: dict[str, Any]  # training arguments
@@ -79,8 +77,7 @@ class Shown:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Advice(Shown):
-    """Hold what `advise` returns: the target device, the recipes that fit, the fastest first, and notes; shown as a
-    table.
+    """Hold what `advise` returns, shown as a table: the device, the recipes that fit, the fastest first, and notes.
 
     If no recipe fits, it holds the smallest recipe and changes that would help. Sizes are in bytes.
     """
@@ -116,7 +113,7 @@ class Advice(Shown):
         return {"status": self.status} | dataclasses.asdict(self) | {"recipes": recipes}
 
     def _parts(self) -> tuple[str, Table, str, list[str]]:
-        """Return (headline, table, Python code to paste, lines to print below); the code is empty if nothing fits."""
+        """Return (headline, table, Python code to paste or "" if nothing fits, lines to print below the table)."""
         size = functools.partial(bytes_text, binary=self.device == "cuda")
         length = f" with {self.task.seq_len:,} tokens" if self.task.seq_len else ""
         head = f"{self.task.model}{length}, {self.effective_batch} samples per update, {size(self.memory_bytes)} "
@@ -153,8 +150,7 @@ class Advice(Shown):
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """Hold the predicted and the measured peak of an advice's first recipe, in bytes, and the run, measured or
-    rehearsed.
+    """Hold the predicted and the measured (or rehearsed) peak of an advice's first recipe, in bytes, and the run.
 
     `run.memory.kind` names the kind of both peaks.
     """
@@ -229,18 +225,17 @@ def advise(
         avoid: techniques or arguments to leave out, e.g. ["checkpointing", "adafactor", "accumulation"].
         may: techniques to allow that are otherwise not offered: "LoRA", "QLoRA", and others of `recipes.ON_DEMAND`.
         largest: "model" or "sequence": find the largest similar preset, or the longest sequence, that fits with the
-            recipe that needs the least memory. The advice's `task` is then the one found. None: advise for `task`
-            itself.
+            recipe that needs the least memory. The advice's `task` is then the task found. None: advise for `task`.
         device: "cpu" or "cuda"; None: a GPU if one is named, if this machine has one, or if `memory` is a size that
             GPUs are sold with (a note says so); otherwise this machine's CPU.
-        compute_capability: compute capability of the GPU, e.g. (8, 0); None: that of the card, otherwise of this
-            machine, otherwise (9, 0).
+        compute_capability: compute capability of the GPU, e.g. (8, 0); None: the card's, otherwise this machine's,
+            otherwise (9, 0).
         context_memory: bytes of `memory` kept for the CUDA context, or a text such as "450MiB"; 0 if `memory` excludes
             the context already. None: `CONTEXT_BYTES`, 530 MiB, from published out-of-memory messages.
         processes: ranks of a data-parallel training, one device each.
-        runs: measured runs to take speed ratios from; None: those kept in the user's cache.
-        published: function that returns speed ratios measured elsewhere, for techniques without runs, see
-            `measured_speedups.Published`; None: there are none.
+        runs: measured runs to take speed ratios from; None: the runs kept in the user's cache.
+        published: function that returns published speed ratios, for techniques without runs, see
+            `measured_speedups.Published`; None: nothing is published.
         most: largest number of recipes to return.
         machine: the machine whose precisions and measured speeds count; None: this one.
         timeout: time limit of all estimates together, in seconds; a note lists what was skipped.
@@ -318,8 +313,8 @@ def advise(
 def _of_saved_quantized(task: Task, must: Mapping[str, Any]) -> tuple[dict[str, Any], Weights, tuple[str, ...]]:
     """Return (the arguments to keep, the type of the weights, notes).
 
-    The arguments are `must`, the user's own. If the task's model was saved quantized, only adapters can be trained on
-    it, so LoRA is added, with a note.
+    The arguments to keep are `must`. If the task's model was saved quantized, LoRA is added with a note, because only
+    adapters can be trained on it.
     """
     fixed = Arguments.of(must)
     weights = task.weights(fixed.get("dtype"), fixed.quantization)
@@ -346,8 +341,7 @@ def _base(task: Task, weights: Weights, largest: str | None) -> dict[str, Any]:
 
 
 def verify(advice: Advice, runner: Runner | None = None) -> Verification:
-    """Train with the first recipe of an advice for a few steps, and return its peak next to the predicted one, in
-    bytes.
+    """Train a few steps with an advice's first recipe; return the measured peak next to the predicted peak, in bytes.
 
     If this machine (or the runner's) lacks the GPU that the advice is for, the training is rehearsed on a card with the
     advice's memory and CUDA context (see `trainmem.rehearsal`; its first use may take minutes).
@@ -457,8 +451,10 @@ def _compiling(evidence: Evidence) -> str:
 
 
 def _padding(search: RecipeSearch, best: Candidate, multiple: int) -> list[str]:
-    """Return notes on sizes that are not a multiple of `multiple`, as a GPU's matrix units need, and on a padded
-    vocabulary.
+    """Return notes on a vocabulary that is no multiple of `multiple`, and a sequence length that is no multiple of 8,
+    because a GPU's matrix units need such sizes.
+
+    `best`: the recipe whose peak the first note compares with the peak after padding.
     """
     task, lines = search.task, []
     if task.family() in _FROM_VOCABULARY and (padded := task.with_padded_vocabulary(multiple)) != task:

@@ -12,7 +12,7 @@ _STEP = 8  # tokens: lengths are tried in multiples of it
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Hold a change to the smallest recipe, as text, the bytes needed with it, and whether it would then fit."""
+    """Hold a change to the smallest recipe: its text, the bytes needed after it, and whether the recipe then fits."""
 
     name: str  # "fewer tokens", "sharding" or "offload"
     text: str  # what exactly to change
@@ -35,7 +35,7 @@ def helpful_changes(search: RecipeSearch, smallest: Candidate) -> tuple[Change, 
 
 
 def _shorter(search: RecipeSearch, smallest: Candidate) -> Change | None:
-    """Return the change that shortens sequences to the greatest length that fits; None if the task has no length."""
+    """Return the change that shortens sequences until the smallest recipe fits; None if the task has no sequences."""
     task = search.task
     if not task.has_tokens or task.length() <= _STEP:
         return None
@@ -83,7 +83,7 @@ def _offloaded(limit: int, breakdowns: list[dict[str, int]], on_top: int, on_gpu
     Args:
         limit: bytes that the recipe may need.
         breakdowns, on_top: as in `_sharded`.
-        on_gpu: whether to name sizes in GiB.
+        on_gpu: name sizes in GiB, as for GPUs, instead of GB.
     """
     states = max(parts["optimizer_states"] for parts in breakdowns)
     if not states:

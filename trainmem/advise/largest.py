@@ -53,8 +53,7 @@ def _model(search: RecipeSearch) -> Found:
 def _of_the_next(search: RecipeSearch, candidate: Candidate, task: Task) -> str:
     """Return a note that says how many bytes the next larger preset, `task`, would need with the recipe `candidate`.
 
-    If the preset's memory is known as a function of the number of layers, the note also says with how many layers it
-    would fit.
+    If the preset's memory is known as a function of the number of layers, the note also says how many layers would fit.
     """
     if not (layers := layers_of(task)):
         return f" {task.model} does not fit."
@@ -80,8 +79,7 @@ def _sequence(search: RecipeSearch) -> Found:
 
 
 def _alike(task: Task) -> Sequence[Task]:
-    """Return copies of the task, one for each preset of its model type that has enough positions for its sequence
-    length.
+    """Return copies of the task, one per preset of its model type that has enough positions for its sequences.
 
     Raises:
         ValueError: there is no such preset.
@@ -98,9 +96,7 @@ def _alike(task: Task) -> Sequence[Task]:
 
 
 def _leanest(search: RecipeSearch) -> Candidate:
-    """Return the recipe that needs the least memory: with the smallest micro-batch, and with adapters and checkpointing
-    if allowed.
-    """
+    """Return the recipe that needs the least memory: smallest micro-batch, adapters and checkpointing if allowed."""
     left = search.choices.candidates
     for technique in (*known.ADAPTERS, known.CHECKPOINTING):
         left = [each for each in left if technique in each.techniques] or left

@@ -23,8 +23,7 @@ _SILENT = {"max_steps", "num_train_epochs", "seed", "learning_rate", "lr_schedul
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """Hold how much faster a technique, or a micro-batch, makes a training than the plain choice: a ratio and its
-    source.
+    """Hold how much faster a technique or micro-batch makes a training than the plain choice: ratio and source.
 
     The plain choice is the same recipe without the technique, or with a larger micro-batch at the same effective batch.
     """
@@ -35,7 +34,7 @@ class Factor:
 
     @property
     def significant(self) -> float:
-        """The ratio to multiply a speed with. It is 1 if the ratio is unknown, or if its interval contains 1."""
+        """The ratio to multiply a speed with; 1 if the ratio is unknown, or if the interval of the ratio contains 1."""
         return self.ratio.value if self.ratio and not self.ratio.low <= 1 <= self.ratio.high else 1.0
 
     def __str__(self) -> str:
@@ -53,16 +52,15 @@ Published = Callable[[Machine | None, str, tuple[int, int]], Mapping[str, tuple[
 class Evidence:
     """Look up how much faster techniques, smaller micro-batches and torch.compile make a task's training, as `Factor`s.
 
-    Only runs on this machine count. If there are pairs of runs of the task's own model, only those pairs are used.
+    Only runs on this machine count. Runs of other models count only if the task's model has no pairs of runs.
 
     Args:
         machine: this machine, on which runs count.
-        kind: "cpu" or "cuda", the device to advise for. If this machine's kind is another one, no run counts.
+        kind: "cpu" or "cuda", the device to advise for; no run counts if this machine would use another kind.
         capability: compute capability of the GPU.
         task: the model and its data.
         runs: measured runs, from which the factors are calculated.
-        published: function (this machine, or None if the device is in another machine; kind; capability) that returns
-            {claim id: (ratio, source)}, for factors without runs; None: there are none.
+        published: function that returns published ratios for factors without runs (`Published`); None: there are none.
     """
 
     def __init__(
@@ -91,10 +89,10 @@ class Evidence:
         return measured or self._published(technique.name, technique.claims.get(self._kind))
 
     def of_micro_batch(self, size: int, largest: int) -> Factor:
-        """Return how much faster the micro-batch `size`, in samples, makes a training than larger ones at the same
-        effective batch.
+        """Return how much faster a training is with micro-batches of `size` samples than with larger micro-batches, at
+        an equal effective batch.
 
-        The factor comes from runs on this machine. Without such runs it is the published one if `size` is 1 and
+        The factor comes from runs on this machine. Without such runs it is the published factor if `size` is 1 and
         `largest`, the largest micro-batch to compare with, is at least 4. Otherwise the factor has no ratio.
         """
 
@@ -110,9 +108,9 @@ class Evidence:
         return Factor("a smaller micro-batch, with accumulation", None, "not measured")
 
     def of_compiling(self) -> tuple[Factor, float] | None:
-        """Return (torch.compile's speed factor, largest ratio of the peak with it to the peak without it).
+        """Return (torch.compile's speed factor, largest ratio of the peak with torch.compile to the peak without).
 
-        Both come from pairs of runs on this machine. Return None if no pair has usable peaks.
+        Both come from pairs of runs on this machine. Return None if no pair has measured peaks of compiled code.
         """
 
         def has_it(given: dict[str, Any]) -> bool:
@@ -128,7 +126,7 @@ class Evidence:
         return self._of_pairs(name, pairs) or Factor(name, None, "speed not measured here"), max(peaks)
 
     def _of_pairs(self, name: str, pairs: Sequence[tuple[Run, Run]]) -> Factor | None:
-        """Return a factor called `name` with the median speed ratio of pairs of runs (with a choice, without it).
+        """Return a factor called `name`: the median speed ratio of `pairs`, e.g. (run with a technique, run without).
 
         Return None if there are too few pairs.
         """
@@ -143,7 +141,7 @@ class Evidence:
     def _pairs(
         self, arguments: Collection[str], has_it: Callable[[dict[str, Any]], bool | None]
     ) -> list[tuple[Run, Run]]:
-        """Return pairs of runs (with a choice, without it) that differ only in `arguments`.
+        """Return pairs (run with a choice, e.g. a technique, run without it) that differ only in `arguments`.
 
         The partner of a run with the choice is the run without it that is nearest in time. If there are pairs of the
         task's model, only these pairs are returned.
@@ -175,17 +173,13 @@ class Evidence:
 
 
 def respelt(arguments: Arguments) -> dict[str, Any]:
-    """Return {name: value} of the arguments, under the names that techniques use, whatever names the installed library
-    uses.
-    """
+    """Return {name: value} of the arguments, under the names that techniques use, not the installed library's."""
     canonical = {next(iter(Arguments({name: None}).current)): name for name in itertools.chain(*QUESTIONS)}
     return {canonical.get(name, name): value for name, value in arguments.current.items()}
 
 
 def _counts(run: Run) -> bool:
-    """Return whether a run's speed can be compared: the Trainer must have run it, not a user's function, over 3 or more
-    steps.
-    """
+    """Return whether a run's speed can be compared: the Trainer, not a user's function, ran 3 or more steps."""
     return run.ok and run.kind == "training" and is_measured(run.samples_per_second) and run.timing.steps >= 3
 
 

@@ -1,9 +1,8 @@
-"""Choose a layout on several cards by the guides' decision tree over replicas and shards; the memory of each layout is
-traced.
+"""Choose a layout on several cards by the guides' decision tree over replicas and shards, with traced memory.
 
 Covers DDP, FSDP2 and ZeRO 1 to 3. Bytes per rank come from the estimate, bytes sent from the formulas of ring
-algorithms. If no layout fits, the answer names the tree's next branch (offload, or splitting the layers themselves) and
-the figures that decide it. Not covered: speed, and the memory of a model whose layers are split.
+algorithms. If no layout fits, the answer names the tree's next branch (offload, or splitting the layers) and the
+figures that decide it. Not covered: speed, and the memory of a model whose layers are split.
 """
 
 import functools
@@ -32,9 +31,7 @@ _size = functools.partial(bytes_text, binary=True)  # as the memory of a card
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Hold one way to train on all cards: its name, the estimate of one rank, and the bytes that a rank needs and
-    sends.
-    """
+    """Hold one way to train on all cards: its name, one rank's estimate, and the bytes that a rank needs and sends."""
 
     name: str  # e.g. "DDP", "FSDP" or "ZeRO 1, checkpointing"
     estimate: MemoryEstimate  # of one rank
@@ -114,13 +111,13 @@ def parallelism(
         slow_link: whether the link between hosts (in a single host: between cards) is slow. Sharded layouts that fit
             are then ordered by the bytes that they send over it, the fewest first.
         sharding: library that shards: "fsdp" (FSDP2), or "deepspeed" (ZeRO 1 to 3) if it is installed.
-        compute_capability: compute capability of the cards, e.g. (8, 0); None: that of the named card, otherwise of
-            this machine, otherwise (9, 0).
+        compute_capability: compute capability of the cards, e.g. (8, 0); None: the named card's, otherwise this
+            machine's, otherwise (9, 0).
         arguments: names of `transformers.TrainingArguments`; `per_device_train_batch_size` is per card.
 
     Raises:
-        ValueError: an argument that is unknown or out of range, or decides about sharding itself; a model that cannot
-            be traced.
+        ValueError: an argument that is unknown, out of range, or decides what is sharded, e.g. `fsdp`; a model that
+            cannot be traced.
     """
     arguments_of_kind(parallelism, locals())
     for name, value in (("cards", cards), ("hosts", hosts)):
@@ -182,7 +179,7 @@ class _Cluster:
     left_out: list[str]  # filled with the layouts that cannot be traced, and why
 
     def layouts(self, arguments: dict[str, Any], suffix: str = "") -> Iterator[Layout]:
-        """Trace every layout with these training arguments and yield it, the simplest first.
+        """Yield every layout, traced with these training arguments, the simplest first.
 
         A layout that cannot be traced is noted in `left_out`. `suffix` is added to the names of the layouts.
 
@@ -229,7 +226,7 @@ class _Cluster:
     def _sent(self, name: str, ranks: int, whole: MemoryEstimate, arguments: Arguments) -> tuple[float, float]:
         """Return (bytes that a rank sends per update, how many of these bytes go between hosts).
 
-        In a ring of N ranks, a rank sends (N - 1) / N of what is gathered or reduce-scattered, and twice that for an
+        In a ring of N ranks, a rank sends (N - 1) / N of gathered or reduce-scattered bytes, twice as many in an
         all-reduce.
 
         Args:
@@ -287,7 +284,7 @@ def _largest_layer(task: Task, dtype: Any) -> tuple[str, int]:
 def _of_undivided_weights(layouts: list[Layout], cards: int) -> Iterator[str]:
     """Yield a note if FSDP2 cannot divide a weight, such as a block's stacked experts, by the number of cards.
 
-    `layouts`: the traced layouts; rank 0's weights under "FSDP" are compared with those of a replica.
+    `layouts`: the traced layouts; rank 0's weights under "FSDP" are compared with a replica's weights.
     """
     weights = {each.name: each.estimate.memory.breakdown[Category.WEIGHTS] for each in layouts}
     share = weights.get("FSDP", 0) / max(weights.values())

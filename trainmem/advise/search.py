@@ -1,5 +1,4 @@
-"""Search for recipes that fit, for the advisor: combine techniques, order them, and find the largest micro-batch of
-each.
+"""Search for recipes that fit: combine techniques, order them, and find the largest micro-batch of each recipe.
 
 Each check takes an estimate, and every recipe that is proposed was estimated itself. Other cores start the estimates
 that are probably needed next.
@@ -55,7 +54,7 @@ class Candidate(NamedTuple):
 
     @property
     def without_optimizer(self) -> frozenset[Technique]:
-        """The candidate's techniques except the optimizer. Candidates that share them have the same activations."""
+        """The candidate's techniques except the optimizer. Candidates that agree in these have equal activations."""
         return frozenset(self.techniques) - _OPTIMIZERS
 
 
@@ -110,7 +109,7 @@ def native_precisions(machine: hardware.Machine, kind: str, capability: tuple[in
     """Return the lower precisions for which the device has instructions.
 
     Args:
-        machine: whose CPU counts if `kind` is "cpu".
+        machine: the machine whose CPU counts if `kind` is "cpu".
         kind: "cpu" or "cuda".
         capability: compute capability of the GPU.
     """
@@ -219,9 +218,7 @@ class Ranking:
         }
 
     def key(self, candidate: Candidate) -> tuple[int, float, int, int]:
-        """Return the sort key of a recipe: (unmeasured techniques, -speed, number of techniques with a cost,
-        -micro-batch).
-        """
+        """Return a recipe's sort key: (unmeasured techniques, -speed, techniques with a cost, -micro-batch)."""
         costs = len(candidate.costly)
         return self.unknown(candidate), -self.speed(candidate), costs, -candidate.micro_batch
 
@@ -230,9 +227,9 @@ class Ranking:
         return sum(self._factors[each].ratio is None for each in candidate.techniques if each in self._factors)
 
     def speed(self, candidate: Candidate) -> float:
-        """Return a recipe's expected speed divided by that of the recipe of plain choices.
+        """Return a recipe's expected speed, divided by the speed of the recipe of plain choices.
 
-        It is the product of the factors of its techniques and micro-batch; a factor that noise may explain counts as 1.
+        The speed is the product of the factors of techniques and micro-batch; a factor within the noise counts as 1.
         """
         return math.prod(factor.significant for factor in self.factors(candidate))
 
@@ -242,11 +239,10 @@ class Ranking:
         return [self._factors[each] for each in keys if each in self._factors]
 
     def only_adds_costs(self, candidate: Candidate, other: Candidate) -> bool:
-        """Return whether a recipe has all the costs of a better-ranked one and further costs, so that only a larger
+        """Return whether a recipe has all the costs of a better-ranked recipe, and more, so that only a larger
         micro-batch could make it worthwhile.
 
-        Return False if the two recipes differ in precision and the speed of `candidate` is unknown, because it may be
-        faster.
+        Return False if the recipes differ in precision and `candidate`, whose speed is unknown, may be faster.
 
         Args:
             candidate: the recipe that may be left out.
@@ -258,8 +254,7 @@ class Ranking:
 
 @dataclass
 class RecipeSearch:
-    """Search for the recipes of a task that fit: `find` gives each combination of techniques the largest micro-batch
-    that fits.
+    """Search for recipes that fit: `find` gives each combination of techniques the largest micro-batch that fits.
 
     It keeps the estimates that it made, their assumptions, and the bytes of recipes that do not fit.
     """
@@ -285,8 +280,7 @@ class RecipeSearch:
     def find(self, most: int) -> list[Candidate]:
         """Return the best recipes that fit, at most `most`, the best first.
 
-        Techniques are tried in the order in which they would rank if all of them fitted. Techniques that only add costs
-        are skipped.
+        Combinations are tried in the order of their rank if all fitted; some that only add costs are skipped.
 
         Raises:
             ValueError: no estimate could be made; the message is the first estimate's.
@@ -325,7 +319,7 @@ class RecipeSearch:
         return sorted(fitting, key=self.ranking.key)
 
     def smallest(self) -> Candidate:
-        """Return the recipe that needs the least memory among those that do not fit."""
+        """Return the recipe that needs the least memory among the recipes that do not fit."""
         while (least := min(self.too_large, key=self.too_large.get)) not in self.estimates:
             try:
                 self.too_large[least] = self.needed_by(self._estimated(least))
@@ -356,20 +350,18 @@ class RecipeSearch:
         return needed
 
     def _copy_for_thread(self) -> "RecipeSearch":
-        """Return a copy for another thread, with empty notes, assumptions and estimates; `ask` is shared, so nothing is
-        estimated twice.
+        """Return a copy for another thread, with empty notes, assumptions and estimates; the cache `ask` is shared, so
+        nothing is estimated twice.
         """
         return dataclasses.replace(self, estimates={}, too_large={}, notes=[], assumptions={}, _states={**self._states})
 
     def line_of(self, task: Task, candidate: Candidate) -> Line | None:
-        """Return a recipe's memory as a function of the number of layers; None if all layers of the task are traced
-        directly.
-        """
+        """Return a recipe's memory as a function of the number of layers; None if the task's model is not deep."""
         return self.ask(self.line, task, self.choices.arguments(candidate)) if layers_of(task) else None
 
     def about(self, task: Task, candidate: Candidate) -> tuple[int, int] | None:
-        """Return (live bytes, most reserved bytes) of a deep model, extrapolated from two shallow models, each with the
-        CUDA context.
+        """Return (live bytes, most reserved bytes) of a deep model, both with the CUDA context, extrapolated from two
+        shallow models.
 
         Return None for a model that is not deep.
         """
@@ -379,13 +371,13 @@ class RecipeSearch:
         return alive + self.context, reserved + self.context
 
     def about_needed(self, candidate: Candidate) -> int:
-        """Return the bytes that a recipe needs: exact, or for a deep model extrapolated from shallow ones."""
+        """Return the bytes that a recipe needs: exact, or for a deep model extrapolated from shallow models."""
         about = self.about(self.task, candidate)
         return about[1] if about else self.needed(candidate)
 
     def fits(self, candidate: Candidate) -> bool:
-        """Return whether a recipe fits. A deep model is extrapolated from shallow ones; it is estimated itself only if
-        that leaves doubt.
+        """Return whether a recipe fits. A deep model is extrapolated from shallow models, and estimated only if the
+        extrapolation leaves doubt.
         """
         is_open = candidate not in self.estimates and self._known_states(candidate) <= self.limit
         if is_open and (line := self.line_of(self.task, candidate)):
@@ -418,13 +410,13 @@ class RecipeSearch:
         """Return the bytes that the device must have according to an estimate: reserved bytes (on a CPU live bytes),
         plus the CUDA context.
 
-        They exceed the limit if and only if the estimate says that the card is too small.
+        The bytes exceed the limit if and only if the estimate says that the card is too small.
         """
         return max(estimated.memory.reserved_bytes or 0, estimated.peak_bytes) + self.context
 
     def estimate(self, task: Task, arguments: Mapping[str, Any]) -> MemoryEstimate:
-        """Estimate a task's memory with these training arguments; count the estimate in `count` and add its assumptions
-        and notes.
+        """Return the estimate of a task's memory with these training arguments; count it in `count`, and keep its
+        assumptions and notes.
         """
         self.count += 1
         estimated = self.ask(self.predict, task, arguments)
@@ -436,10 +428,9 @@ class RecipeSearch:
     def furthest(
         self, candidate: Candidate, sizes: Sequence[int], task_of: Callable[[int], Task], first: int
     ) -> tuple[int, int]:
-        """Return (the largest size of a task with which a recipe fits, the bytes of memory that it needs with this
-        size).
+        """Return (the largest size of a task with which a recipe fits, the bytes that the recipe needs with this size).
 
-        If it fits with no size, return 0 and the bytes for the smallest size.
+        If the recipe fits with no size, return 0 and the bytes for the smallest size.
 
         Args:
             candidate: the recipe.
@@ -455,7 +446,7 @@ class RecipeSearch:
             return exact[size]
 
         def about(size: int) -> tuple[int, int]:
-            """Return (live bytes, most reserved bytes) with this size, approximately for a deep model."""
+            """Return (live bytes, most reserved bytes) of the task of this size; approximate for a deep model."""
             return self.about(task_of(size), candidate) or (needed(size), needed(size))
 
         def fits_exactly(size: int) -> bool:
@@ -476,8 +467,8 @@ class RecipeSearch:
     def _largest(self, candidate: Candidate, fitting: Iterable[Candidate], found: Mapping) -> int:
         """Return the largest micro-batch, in samples, with which a recipe fits; 0 if it fits with none.
 
-        If the recipe only adds costs to another recipe in `fitting`, its micro-batch must be larger than that recipe's;
-        otherwise 0 is returned.
+        If the recipe only adds costs to another recipe in `fitting`, its micro-batch must be larger than the other
+        recipe's; otherwise 0 is returned.
 
         Args:
             candidate: the recipe; its own micro-batch is ignored.
@@ -507,19 +498,19 @@ class RecipeSearch:
 
 
 def ahead(pool: ThreadPoolExecutor, ask: Callable, *arguments) -> Future:
-    """Start `ask(*arguments)` in a thread of a pool, under the caller's context variables, e.g. its time limit, and
+    """Start `ask(*arguments)` in a thread of a pool, under the caller's context variables, e.g. the time limit, and
     return its future.
     """
     return pool.submit(contextvars.copy_context().run, ask, *arguments)
 
 
 class Once:
-    """Answer each question once, also if several threads ask it: the first one computes the answer, the others wait.
+    """Answer each question once, even if several threads ask it: one thread computes, the other threads wait.
 
-    A call takes (ask, task, arguments) and returns `ask(task, **arguments)`, or raises what that raised.
+    A call takes (ask, task, arguments) and returns `ask(task, **arguments)`, or raises the error of this call.
 
     Args:
-        bar: a tqdm bar, which counts the answered questions.
+        bar: a tqdm bar that counts the answered questions.
     """
 
     def __init__(self, bar):
@@ -549,9 +540,9 @@ def largest_that_fits(sizes: Sequence[int], fits: Callable[[int], bool], first: 
 
     Args:
         sizes: the sizes to choose from, ascending.
-        fits: function of a size. If a size fits, so do all smaller ones.
-        first: a guess, e.g. the size that fits in a similar case. It is tried first, then the next larger size. If
-            there is no larger one, the smallest size is tried second, because often none fits.
+        fits: function of a size; if a size fits, all smaller sizes fit.
+        first: a guess, e.g. the size that fits in a similar case. It is tried first, then the next larger size, or the
+            smallest size if none is larger, because often no size fits.
     """
     low, high = 0, len(sizes)  # sizes below index `low` fit; those from `high` on are too large
     index = bisect_left(sizes, first)

@@ -11,7 +11,7 @@ _AS_SOLD = {*SIZES.values(), *(round(size / 2**30) * 10**9 for size in SIZES.val
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Hold a device's kind and compute capability, the bytes of its memory, and how many a training may use."""
+    """Hold a device's kind and compute capability, the bytes of its memory, and the bytes that a training may use."""
 
     kind: str  # "cpu" or "cuda"
     capability: tuple[int, int] | None  # compute capability; None: a CPU

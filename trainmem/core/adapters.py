@@ -1,8 +1,8 @@
 """Adapters and quantization for a task's model: peft's adapters, and weights in few bits.
 
-Both are described by the libraries' own configurations and built by the libraries' own code: `get_peft_model`, and the
-quantizer with which transformers loads a model with a `quantization_config`: that of bitsandbytes, torchao or
-optimum-quanto. Only the weights are random instead of loaded from a file.
+Adapters are described by peft's configurations and built by `get_peft_model`. Quantization is described by a
+`quantization_config` and performed by transformers' quantizers for bitsandbytes, torchao and optimum-quanto. Only the
+weights are random instead of loaded from a file.
 """
 
 import contextlib
@@ -68,7 +68,7 @@ _OF_TORCHAO = {"int4": "Int4WeightOnlyConfig", "int8": "Int8WeightOnlyConfig", "
 
 def method_of(settings: Mapping[str, Any]) -> str:
     """Return the method that the fields of a quantization_config name: one of `METHODS`, e.g. "torchao", or an
-    unsupported one.
+    unsupported method.
     """
     method = settings.get("quant_method", "bitsandbytes")
     return str(getattr(method, "value", method))
@@ -95,8 +95,8 @@ def of_method(settings: Mapping[str, Any], where: str, methods: Iterable[str] = 
     """Return the fields of a quantization_config without the name of its method.
 
     Args:
-        settings: all of its fields.
-        where: the place of the quantization_config, for the message.
+        settings: all fields of the quantization_config.
+        where: the origin of the quantization_config, for the message, e.g. a model's name.
         methods: names of the accepted methods.
 
     Raises:
@@ -112,13 +112,13 @@ def of_method(settings: Mapping[str, Any], where: str, methods: Iterable[str] = 
 
 
 def saved_quantization(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the fields of the quantization_config in a config.json, except those that the installed transformers does
-    not know, as `from_pretrained` does.
+    """Return the fields of a config.json's quantization_config, without fields that the installed transformers does not
+    know, which `from_pretrained` ignores too.
 
-    `where`: the place of the quantization_config, for the message.
+    `where`: the origin of the quantization_config, for the message, e.g. a model's name.
 
     Raises:
-        ValueError: the method is not bitsandbytes, the only one that is supported here.
+        ValueError: the method is not bitsandbytes, the only method supported for saved weights.
     """
     from transformers import BitsAndBytesConfig
 
@@ -127,14 +127,13 @@ def saved_quantization(settings: Mapping[str, Any], where: str) -> dict[str, Any
 
 
 def quantized(model, settings: Mapping[str, Any], device: Any, trains: bool = False):
-    """Quantize a model's linear layers on `device`, as `from_pretrained(quantization_config=)` does, and return the
-    model.
+    """Quantize a model's linear layers on `device`, as `from_pretrained(quantization_config=)` does; return the model.
 
     Each weight moves to the device and is quantized there; weights that stay in full precision move last.
 
     Args:
         settings: fields of a quantization_config of transformers, see `METHODS`.
-        trains: whether adapters will be trained on the model.
+        trains: whether adapters will be trained on the model; then the method must allow training.
 
     Raises:
         ValueError: an unknown field, a value that transformers rejects, or a missing package.
@@ -299,8 +298,8 @@ def adapted(model, settings: Mapping[str, Any], family: str, generates: bool = F
         generates: whether the model will `generate`.
 
     Raises:
-        ValueError: a kind or a field that peft does not know, a configuration that it rejects for this model, a peft
-            that is too old for this kind under the installed transformers, or a missing package that this kind needs.
+        ValueError: a kind or a field that peft does not know, a configuration that peft rejects for this model, a peft
+            too old for this kind with the installed transformers, or a missing package that this kind needs.
     """
     peft, settings = importlib.import_module("peft"), dict(settings)
     known = {kind.value: config for kind, config in peft.PEFT_TYPE_TO_CONFIG_MAPPING.items()}
@@ -327,7 +326,7 @@ _AUTOCAST = "autocast_adapter_dtype"
 
 
 def _missing_package(error: ImportError) -> str:
-    """Return which package an ImportError names as missing and how to install it; the error's text if none."""
+    """Return which package an ImportError names as missing and how to install it; the error's text if it names none."""
     quoted = re.search(r"['`]([\w-]+)['`]", str(error))
     name = getattr(error.__context__, "name", None) or error.name or (quoted and quoted[1])
     name = {"sklearn": "scikit-learn"}.get(name, name)
@@ -338,7 +337,7 @@ def _check_cache_is_known(peft, model, name: str, family: str, generates: bool) 
     """Refuse adapters that an older peft runs wrongly because transformers 5.24 renamed `past_key_values` to `cache`.
 
     peft 0.21 looks for the old name in the signatures of classifiers and in the arguments from `generate`. Training of
-    generative models is correct: there it passes the old name, which transformers still accepts.
+    generative models is correct: peft passes the old name, which transformers still accepts.
 
     Args:
         peft: the imported package.

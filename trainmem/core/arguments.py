@@ -1,8 +1,8 @@
-"""Training arguments: their names, which are those of the installed `transformers.TrainingArguments`, and their checks.
+"""Training arguments: their names, taken from the installed `transformers.TrainingArguments`, and their checks.
 
-Every name that a user types is checked here, before anything is built, and every name that changed between library
-versions is mapped here and nowhere else. The library's arguments are read from its source, because importing it takes
-seconds; only the process that trains imports it.
+Every name that a user types is checked in this module, before anything is built, and every name that changed between
+library versions is mapped only in this module. The library's arguments are read from its source, because importing it
+takes seconds; only the process that trains imports it.
 """
 
 import ast
@@ -96,8 +96,8 @@ QUIET = {
 
 @dataclass(frozen=True)
 class Arguments:
-    """Hold the arguments of one training, checked by `of`, and sort them by what takes them (Trainer, model, adapters);
-    immutable.
+    """Hold the arguments of one training, checked by `of` and immutable; properties select the arguments of the
+    Trainer, of the model and of the adapters.
 
     Attributes:
         given: {name as the user typed it: value}: fields of `TrainingArguments`, and `OF_EXPERIMENTS`, which are this
@@ -113,8 +113,8 @@ class Arguments:
         `also`: further names that the caller accepts, see `check_names`.
 
         Raises:
-            ValueError: an unknown name, with the nearest known one; a value out of range; one argument under two names;
-                arguments that conflict.
+            ValueError: an unknown name, with the nearest known name; a value out of range; one argument under two
+                names; arguments that conflict.
         """
         check_names(given, also=also)
         read = {name: settings_of(name, given[name]) for name in _AS_JSON if given.get(name) is not None}
@@ -187,9 +187,7 @@ class Arguments:
 
     @property
     def compiles(self) -> bool:
-        """Whether torch.compile is on. As in transformers, giving only its mode or only its backend switches it on,
-        too.
-        """
+        """Whether torch.compile is on. As in transformers, its mode or its backend alone switches it on, too."""
         return any(map(self.training.get, COMPILING))
 
     @property
@@ -280,8 +278,8 @@ def _read() -> type:
 
 
 class _Names(dict):
-    """Give the names in annotations of `TrainingArguments` a type: enums that were added, Python's own types, `Any` for
-    other names.
+    """Map a name in an annotation of `TrainingArguments` to a type: an enum that the caller has stored, a type of
+    Python, otherwise `Any`.
     """
 
     def __missing__(self, name: str) -> Any:
@@ -308,7 +306,7 @@ def _file(name: str) -> Path:
 @functools.cache
 def known() -> frozenset[str]:
     """Return the argument names of an experiment: fields of the installed `TrainingArguments`, and this engine's own
-    (`OF_EXPERIMENTS`).
+    arguments (`OF_EXPERIMENTS`).
     """
     return frozenset(field.name for field in dataclasses.fields(_declared())) | OF_EXPERIMENTS.keys()
 
@@ -331,16 +329,14 @@ def _kernels() -> list[str]:
 
 @functools.cache
 def _current_names() -> dict[str, str]:
-    """Return {name that the installed library does not know: the name that it knows} for arguments with two names
-    (`_SYNONYMS`).
-    """
+    """Return {name that the installed library lacks: the name that it has} for renamed arguments (`_SYNONYMS`)."""
     return dict((old, new) if new in known() else (new, old) for old, new in _SYNONYMS)
 
 
 def check_names(names: Iterable[str], *, also: Iterable[str] = ()) -> None:
-    """Raise ValueError for the first name that is not a training argument, with the nearest one that is.
+    """Raise ValueError for the first name that is not a training argument, with the nearest training argument.
 
-    `also`: further names that the caller accepts; they are offered as corrections, too.
+    `also`: further names that the caller accepts; these are offered as corrections, too.
     """
     valid = known() | {old for pair in _SYNONYMS for old in pair if set(pair) & known()} | set(also)
     for name in names:
@@ -353,8 +349,7 @@ def check_names(names: Iterable[str], *, also: Iterable[str] = ()) -> None:
 
 
 def parse(words: list[str], also: Iterable[str] = ()) -> Arguments:
-    """Parse command-line words as transformers' own parser does (`--bf16`, `--bf16 True`); return the typed
-    `Arguments`.
+    """Parse command-line words into `Arguments` as transformers' own parser does, e.g. `--bf16` or `--bf16 True`.
 
     `also`: as in `check_names`.
 
@@ -383,7 +378,7 @@ _KINDS = {int: "a whole number, in digits", float: "a number"}
 
 
 def _refused(parser, words: list[str], error) -> str:
-    """Return argparse's error as one line: the argument, its value, and what it accepts."""
+    """Return argparse's error as one line: the argument, its value, and the accepted values."""
     action = next(each for each in parser._actions if "/".join(each.option_strings) == error.argument_name)
     name = action.dest
     place = next(i for i, word in enumerate(words) if word.partition("=")[0] in action.option_strings)
@@ -411,9 +406,7 @@ _AT_LEAST = {
 
 
 def _check_values(given: Mapping[str, Any]) -> None:
-    """Raise ValueError for a value in `given`, {name: value}, of the wrong type, outside of the choices or out of
-    range.
-    """
+    """Raise ValueError for a value in `given`, {name: value}, of a wrong type, outside the choices or out of range."""
     declared = typing.get_type_hints(_declared()) | {name: kind for name, (kind, _) in OF_EXPERIMENTS.items()}
     declared["fsdp"] |= bool  # the library also accepts a bool
     for name, value in given.items():

@@ -45,11 +45,11 @@ _MOST |= {r"size$|dim|heads?$|embd|channels|d_model|d_ff|inner|positions?$|embed
 
 
 def _check_sizes(where: str, fields: Mapping[str, Any]) -> None:
-    """Raise ValueError for a size that no model has, before anything of that size is built.
+    """Raise ValueError for a negative size, or a size far above any real model's, before a model of this size is built.
 
     Args:
         where: the origin of the fields, for the message, e.g. "config.json".
-        fields: fields of a configuration; nested ones are checked too.
+        fields: fields of a configuration; nested configurations are checked too.
     """
     for name, value in fields.items():
         if isinstance(value, Mapping):
@@ -112,7 +112,7 @@ def dtype_of(
 ) -> tuple[Any, str]:
     """Return the torch.dtype in which `from_pretrained` loads a model, and a text that names what decided it.
 
-    The rule is that of `task.Task.weights`.
+    The rule is described in `task.Task.weights`.
 
     Args:
         config: the model's configuration.
@@ -120,7 +120,7 @@ def dtype_of(
         named: the text to return if the configuration decides.
         where: the configuration's name, e.g. "config.json".
         of_weights: function that returns the type of the saved weights, or None if no weights are saved.
-        is_preset: whether the configuration is a preset, whose author looked up the published type.
+        is_preset: whether the configuration is a preset; a preset that names no type was published in float32.
 
     Raises:
         ValueError: the type is not a floating-point type of at least 16 bits.
@@ -145,7 +145,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """Return the fields of a config.json.
 
     Raises:
-        ValueError: it cannot be read or is not a model configuration.
+        ValueError: the file cannot be read or is not a model configuration.
     """
     with reading(path, "JSON", "a config.json or its folder"):
         fields = from_json(text_of(path))
@@ -157,7 +157,9 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def _with_floats(content: Any) -> Any:
-    """Return JSON content with floats in place of {"__float__": "Infinity"}, as transformers saves infinite ones."""
+    """Return JSON content with floats in place of {"__float__": "Infinity"}, the form in which transformers saves
+    infinite floats.
+    """
     if isinstance(content, list):
         return [_with_floats(each) for each in content]
     if not isinstance(content, dict):

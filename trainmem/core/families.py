@@ -141,7 +141,7 @@ def usual_class(config, objective: str = "") -> str:
 
 
 def is_bare(name: str) -> bool:
-    """Return whether the transformers class `name` is a bare model, one without a head, that computes no loss.
+    """Return whether the transformers class `name` is a bare model, which has no head and computes no loss.
 
     False for CLIP's bare model, which computes a contrastive loss.
     """
@@ -176,7 +176,7 @@ def positions(config) -> int | None:
 def sides(config, family: str, image_size: int | None) -> tuple[int, int]:
     """Return (height, width) of an image in pixels.
 
-    They are `image_size` if it is given, otherwise the size in the configuration, otherwise the usual size of the
+    Both are `image_size` if that is given, otherwise the size in the configuration, otherwise the usual size of the
     `family`, e.g. "vision".
     """
     vision = getattr(config, "vision_config", None) or config
@@ -305,9 +305,7 @@ class Data:
         return min(100, self._vocabulary() // 4)  # above the special tokens
 
     def _ids(self, draw):
-        """Return random token ids (examples, length), without the tokens that mark images. `draw`: the random
-        generator.
-        """
+        """Return random token ids (examples, length) without tokens that mark images; `draw`: the random generator."""
         first = self._first()
         last = first + 32 if self.learnable else self._vocabulary()
         ids = draw.integers(first, min(last, self._vocabulary()), (self.size, self.length))
@@ -359,7 +357,7 @@ class Data:
 
         Args:
             draw: the random generator.
-            ids: token ids (examples, length), some of which are replaced by the image's.
+            ids: token ids (examples, length), some of which are replaced by the image's tokens.
 
         Raises:
             ValueError: the image has too many tokens for the length, or the configuration's image token is invalid.
@@ -412,9 +410,7 @@ def bytes_of(columns: Any) -> int:
 
 
 def listed(examples: list[dict], names: Iterable[str]) -> dict[str, Any]:
-    """Return a batch: the columns in `names` as lists, as detection expects its labels; all other columns stacked to
-    tensors.
-    """
+    """Return a batch: columns in `names` as lists, as detection expects labels, other columns stacked to tensors."""
     import torch
 
     columns = {name: [example[name] for example in examples] for name in examples[0]}
@@ -438,7 +434,7 @@ def with_objective(kind: type, objective: str) -> type:
 
 
 class _Contrastive:
-    """Compute a loss that pulls the embeddings of a pair together and pushes those of other pairs in the batch apart.
+    """Compute a loss that pulls the two embeddings of a pair together and pushes embeddings of different pairs apart.
 
     Inputs are token ids and attention masks of both texts of each pair, (pairs, length). An embedding is the mean over
     tokens. Source: sentence-transformers' MultipleNegativesRankingLoss.

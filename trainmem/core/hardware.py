@@ -1,8 +1,8 @@
 """This machine's GPUs, CPU, limits and packages, found without importing torch or creating a CUDA context.
 
-A child process queries the CUDA driver for the GPUs: in CUDA's order, and only those that CUDA_VISIBLE_DEVICES shows.
-NVML adds, by their UUIDs, the bytes that are free and in use; each of its queries is guarded on its own, because MIG,
-vGPU, WSL and unified memory each refuse some. Unknown values are None.
+A child process queries the CUDA driver for the GPUs: in CUDA's order, and only the GPUs that CUDA_VISIBLE_DEVICES
+shows. NVML adds the bytes that are free and in use, by UUID; each query of NVML may fail alone, because MIG, vGPU, WSL
+and unified memory refuse some queries. Unknown values are None.
 """
 
 import ctypes
@@ -112,7 +112,8 @@ class Machine(Record):
     @property
     def native_bf16(self) -> bool | None:
         """Whether the device has instructions for bf16 (torch.cuda.is_bf16_supported() also counts emulation). On a CPU
-        this says nothing about speed, which `roofline.products` measures."""
+        the answer says nothing about speed, which `roofline.products` measures.
+        """
         if self.kind == "cuda":
             return None if self.gpus[0].capability is None else self.gpus[0].capability >= (8, 0)
         return None if self.cpu_features is None else not CPU_BF16.isdisjoint(self.cpu_features)
@@ -168,9 +169,7 @@ def is_rehearsal() -> bool:
 
 
 def cache_folder() -> Path:
-    """Return the folder for the user's files: $PERF_HELPERS_HOME if it is set, otherwise one in the user's cache
-    folder.
-    """
+    """Return the folder for the user's files: $PERF_HELPERS_HOME, otherwise a folder in the user's cache folder."""
     home = os.environ.get("PERF_HELPERS_HOME")
     return Path(home) if home else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "perf_helpers"
 
@@ -222,8 +221,8 @@ def supports(feature: str, machine: Machine | None = None) -> tuple[bool, str]:
 def device_used_bytes(gpu_index: int = 0) -> int | None:
     """Return the bytes in use on CUDA's GPU `gpu_index` by all processes, contexts included, as nvidia-smi shows them.
 
-    NVML reports them; without NVML, CUDA does if this process already uses it (this function never starts CUDA). None:
-    neither NVML nor CUDA reports them.
+    NVML reports the bytes; without NVML, CUDA does if this process already uses CUDA (this function never starts CUDA).
+    None: neither reports them.
     """
     gpus, _ = ask_driver(os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("CUDA_DEVICE_ORDER"))
     if gpu_index < len(gpus or ()):
@@ -276,7 +275,8 @@ def find_gpus() -> tuple[tuple[Gpu, ...], str | None, str | None, str | None]:
 
 
 def _in_nvml(gpu: Gpu, ask) -> tuple[str, Any]:
-    """Return (UUID, NVML handle) of a GPU, or of its MIG slice; the handle is None if NVML does not know the GPU.
+    """Return (UUID, NVML handle) of a GPU, or of the MIG slice that CUDA shows as a GPU; the handle is None if NVML
+    does not know the GPU.
 
     `ask`: queries NVML, see `nvml`.
     """
@@ -289,7 +289,8 @@ def _in_nvml(gpu: Gpu, ask) -> tuple[str, Any]:
 def hidden(value: str | None, shown: int) -> str | None:
     """Return a text that says which GPUs CUDA_VISIBLE_DEVICES hides, or None if it hides none.
 
-    The first invalid entry ends the list; a repeated one hides all (CUDA Programming Guide, environment variables).
+    The first invalid entry ends the list; a repeated entry hides all GPUs (CUDA Programming Guide, environment
+    variables).
 
     Args:
         value: value of CUDA_VISIBLE_DEVICES; None: it is not set.
@@ -310,7 +311,7 @@ def nvml():
     """Yield (function that queries NVML, why NVML is not available) for use in this context.
 
     The function takes the name of one of pynvml's functions and its arguments, and returns the answer, or None if the
-    query fails. If NVML is not available, it always returns None; if it is, the reason is None.
+    query fails. Without NVML the function always returns None; with NVML the reason is None.
     """
     try:
         import pynvml  # of the package nvidia-ml-py
@@ -377,8 +378,8 @@ def read_cpu() -> tuple[str | None, tuple[str, ...] | None]:
 
 
 def parse_cpu(text: str) -> tuple[str | None, tuple[str, ...] | None]:
-    """Return what `read_cpu` does, parsed from the text of /proc/cpuinfo on x86 ("flags") or Arm ("Features", and a
-    part number instead of a name), or of macOS's sysctl.
+    """Return (name, features) as `read_cpu` does, parsed from the text of /proc/cpuinfo on x86 ("flags") or Arm
+    ("Features", and a part number instead of a name), or of macOS's sysctl.
     """
     facts: dict[str, str] = {}
     for key, _, value in (line.partition(":") for line in text.splitlines()):
@@ -394,8 +395,8 @@ def parse_cpu(text: str) -> tuple[str | None, tuple[str, ...] | None]:
 
 
 def cgroup_limits() -> tuple[int | None, int | None, float | None]:
-    """Return (this process's memory limit in bytes, the bytes that are left of it, its CPU quota in cores), from cgroup
-    v1 or v2.
+    """Return (this process's memory limit in bytes, the bytes left of this limit, the process's CPU quota in cores),
+    from cgroup v1 or v2.
 
     The tightest limit of all levels up to the mount applies. Page cache that the kernel drops when it needs memory
     ("inactive_file") counts as left. None: no limit.

@@ -1,8 +1,8 @@
-"""Import packages that only some lessons use, on request, and report missing ones.
+"""Import packages that only some lessons use, on request, and report missing packages.
 
 These packages would disturb the other lessons: accelerate, for example, imports DeepSpeed in each training of the
-Trainer if it is installed. So `make` installs DeepSpeed and optuna into folders of their own, and a lesson that needs
-one calls `offer`.
+Trainer if it is installed. So `make` installs DeepSpeed and optuna into separate folders, and a lesson that needs such
+a package calls `offer`.
 """
 
 import contextlib
@@ -24,13 +24,14 @@ OPTIMIZERS = tomllib.loads(Path(__file__).with_name("optimizers.toml").read_text
 
 
 def offer(package: str) -> str | None:
-    """Let this process, and the fresh subprocesses that it starts afterwards, import a package from its own folder.
+    """Let this process, and the fresh subprocesses that it starts afterwards, import a package from the folder that
+    `make` made for it.
 
     A package that is installed as usual is left alone. The lab's fork server is replaced, because libraries look for
     optional packages when they are imported.
 
     Args:
-        package: its import name, e.g. "deepspeed".
+        package: the import name, e.g. "deepspeed".
 
     Returns:
         A text that says what is missing, for `Claims.check(missing=)`; None if the package can be imported.
@@ -50,7 +51,7 @@ def offered() -> list[str]:
 def imported_by_trainings() -> list[str]:
     """Return the names of modules that a fork server imports once, so that its forks need not.
 
-    Every training imports these modules; they belong to the packages that `offer` has added to this process.
+    The modules belong to packages that `offer` added to this process, and every training imports them.
     """
     packages = [Path(folder).name.partition("-")[0] for folder in offered()]
     return [module for package in packages for module in _IMPORTED_BY_TRAININGS.get(package, ())]
@@ -84,8 +85,8 @@ def missing_of_optimizer(optim: str) -> str | None:
 
 
 def needs_gpu(optim: str) -> str | None:
-    """Return a text that says why the optimizer `optim` fails on a CPU; None if it works there, or if its package is
-    missing.
+    """Return a text that says why the optimizer `optim` fails on a CPU; None if the optimizer works on a CPU, or if its
+    package is missing.
     """
     if missing_of_optimizer(optim) or (optim == "stable_adamw" and not importlib.util.find_spec("triton")):
         return None

@@ -1,6 +1,4 @@
-"""Describe how an experiment ended, for the meters and the runner: with its figures, or with the way in which it
-failed.
-"""
+"""Describe how an experiment ended, for the meters and the runner: its figures, or its failure."""
 
 import dataclasses
 import os
@@ -51,7 +49,7 @@ class Outcome:
     def joined(self, later: "Outcome") -> "Outcome":
         """Return this outcome with the figures of `later`, another outcome of the same experiment, added rank by rank.
 
-        If both have a figure, that of `later` wins.
+        If both have a figure, the figure of `later` wins.
         """
         figures = {field.name: getattr(later, field.name) for field in dataclasses.fields(later)}
         known = {name: value for name, value in figures.items() if value is not None}
@@ -82,8 +80,7 @@ def failed(error: BaseException) -> Outcome:
 def _where(error: BaseException) -> str:
     """Return the place of an exception as text in brackets, e.g. " (line 3 of train)"; "" if it has no traceback.
 
-    It is the user's own innermost line if there is one, named by its function: the file of a notebook's cell is only a
-    number.
+    The place is the user's innermost line if there is one, named by its function, because a cell's file is a number.
     """
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
@@ -95,8 +92,7 @@ def _where(error: BaseException) -> str:
 
 
 def oom_kills() -> int:
-    """Return how many processes the kernel has killed so far because the machine or a cgroup ran out of memory (Linux;
-    0 elsewhere)."""
+    """Return the number of processes that the kernel killed so far for lack of memory (Linux; 0 elsewhere)."""
     found = re.search(r"^oom_kill (\d+)", hardware.read(hardware.ROOT / "proc/vmstat"), re.MULTILINE)
     return int(found[1]) if found else 0
 
@@ -105,8 +101,8 @@ def died(code: int | None, kills_before: float = float("inf")) -> Outcome:
     """Return the outcome of a process that ended without a result.
 
     Args:
-        code: its exit code, negative for a signal; None if its parent is gone too.
-        kills_before: what `oom_kills` returned when the process began; the default: do not blame lost memory.
+        code: the process's exit code, negative for a signal; None: the process ended with its parent.
+        kills_before: what `oom_kills` returned when the process began; by default, no kill counts as a lack of memory.
     """
     if code is None:
         return Outcome("killed", "the process ended because its parent process did")
@@ -124,8 +120,7 @@ _TOO_LONG = re.compile(r"preamble\.length <= \S*nbytes\.? (\d+) vs (\d+)")
 
 
 def explained(outcome: Outcome, errors: str) -> Outcome:
-    """Return the outcome with the cause added to its message, if `errors`, the processes' standard error, names a known
-    one.
+    """Return the outcome; if `errors`, the processes' standard error, shows a known cause, add it to the message.
 
     Known causes are a full /dev/shm, and ranks that send tensors of different sizes through gloo.
     """

@@ -25,9 +25,7 @@ def requirements() -> "list[Requirement]":
 
 
 def is_untested_torch(version: str) -> bool:
-    """Return whether a torch version, e.g. "2.16.0a0+git", is newer than every release that this project was tested
-    with.
-    """
+    """Return whether a torch version, e.g. "2.16.0a0+git", is newer than every tested release."""
     numbers = [re.match(r"(\d+)\.(\d+)", text) for text in (version, NEWEST_TORCH)]
     if None in numbers:
         return True

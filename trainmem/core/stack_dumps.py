@@ -1,7 +1,7 @@
 """Find out where ranks are: query the Python line that each rank's main thread has reached, from another process.
 
-A rank that waits in a collective operation runs no Python. `faulthandler` therefore writes its stack to a file, from a
-signal handler in C.
+A rank that waits in a collective operation runs no Python. `faulthandler` therefore writes the stack of the rank to a
+file, from a signal handler in C.
 """
 
 import contextlib
@@ -72,9 +72,7 @@ def _main_thread(text: str, ident: int) -> list[FrameSummary]:
 
 
 def described(ranks: dict[int, list[FrameSummary]]) -> str:
-    """Return a text that says in which collective operation and line each rank is, from {rank: its stack, innermost
-    frame first}.
-    """
+    """Return a text with the collective operation and line of each rank, from {rank: stack, innermost frame first}."""
     places: dict[str, list[int]] = {}
     for rank, frames in ranks.items():
         places.setdefault(_place(frames), []).append(rank)
@@ -107,6 +105,6 @@ def _is_of_worker(frame: FrameSummary, name: str) -> bool:
 
 @functools.cache
 def is_library(file: str) -> bool:
-    """Return whether a file belongs to Python, an installed package or this one, and not to the user."""
+    """Return whether a file belongs to Python, an installed package or this package, and not to the user."""
     folders = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     return file.startswith((_PACKAGE, *folders, "<frozen"))

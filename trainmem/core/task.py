@@ -29,12 +29,11 @@ _OPTIONAL = ("image_size", "audio_seconds", "objective")  # not in older records
 
 @dataclass(frozen=True)
 class Task(Record):
-    """Describe a model and the data it is trained on; build the model, its configuration and random examples of the
-    data.
+    """Describe a model and its training data; build the model, its configuration and random examples of the data.
 
     Args:
         model: a preset (`PRESETS`), a config.json or a model folder, or the name of a model on the Hub.
-        seq_len: tokens per sequence, those of an image in it included; a model that takes only images ignores it. None:
+        seq_len: tokens per sequence, including the tokens of an image; ignored by models that take only images. None:
             512, or the model's limit if that is less.
         dataset_size: sequences in the generated data set.
         architecture: class of transformers, for a configuration that names none or for another head; None: the class
@@ -47,8 +46,8 @@ class Task(Record):
             sequence, or to the next multiple of `pad_to_multiple_of`; if `packed`, its sequences are joined into one
             row without padding, as by `DataCollatorWithFlattening`. Meter and estimate then cover every batch of the
             data instead of two steps.
-        image_size: height and width of images in pixels, after the processor has resized them. None: the model's own,
-            or a common one; 0: no images, for an image-text model that is trained on text only.
+        image_size: height and width of images in pixels, after the processor has resized them. None: the size in the
+            configuration, or a common size; 0: no images, for an image-text model that is trained on text only.
         audio_seconds: seconds of speech per sample; None: 10. Whisper always takes 30.
         objective: "contrastive" (embeddings of pairs of texts) or "preference" (a reward model, on pairs of answers);
             empty: the preset's, or the loss of the model's own class.
@@ -88,7 +87,7 @@ class Task(Record):
             raise ValueError(f"objective={shown(self.objective)}: choose one of {', '.join(families.OBJECTIVES)}")
 
     def replace(self, **changes) -> "Task":
-        """Return a copy of the task with the fields in `changes` changed; `config` is merged with the present one.
+        """Return a copy of the task with the fields in `changes` changed; `config` is merged with the task's.
 
         Raises:
             ValueError: an unknown field.
@@ -108,9 +107,7 @@ class Task(Record):
         return {name: content[name] for name in content if name not in left_out}
 
     def identity(self) -> str:
-        """Return text that is equal for equal tasks; it contains the text of the configuration file, which a user may
-        edit.
-        """
+        """Return text that is equal for equal tasks, including the configuration file's text, which a user may edit."""
         if (file := self._file()) is None:
             return repr(self)
         # The files of the weights may decide the type.
@@ -177,9 +174,7 @@ class Task(Record):
 
     @property
     def loss_objective(self) -> str:
-        """The loss to train with: `objective` or, if the task names none, that of the preset; "" for the loss of the
-        model's class.
-        """
+        """The loss to train with: `objective`, otherwise the preset's; "" for the loss of the model's class."""
         preset = PRESETS.get(_ALIASES.get(self.model, self.model), {})
         return self.objective or (preset.get("objective", "") if not self.architecture else "")
 
@@ -261,17 +256,17 @@ class Task(Record):
     def weights(self, dtype: Any = None, quantization: Mapping[str, Any] | None = None) -> Weights:
         """Return the type in which `from_pretrained` loads this model, and what decides it.
 
-        The rule is that of transformers 5: `dtype` if it is given; otherwise the type that the configuration names
+        The rule of transformers 5 applies: `dtype` if it is given; otherwise the type that the configuration names
         (`dtype`, or the older `torch_dtype`; in a composite configuration the part that the class takes); otherwise the
-        type of the first weight in the folder's files; otherwise float32. A folder that was saved quantized is
-        quantized, whatever else is requested.
+        type of the first weight in the folder's files; otherwise float32. A model that was saved quantized stays
+        quantized, whatever is requested.
 
         Args:
             dtype: a torch.dtype or its name; None or "auto": by the rule.
             quantization: fields of a `BitsAndBytesConfig`; None: only a saved quantization counts.
 
         Raises:
-            ValueError: a saved quantization other than that of bitsandbytes, or a `dtype` that weights cannot have.
+            ValueError: a saved quantization by another method than bitsandbytes, or a `dtype` that weights cannot have.
         """
         return self._weights(self._config_of_class(), dtype, quantization)
 
@@ -430,8 +425,7 @@ class Task(Record):
         return Dataset.from_dict(arrays).with_format("torch")
 
     def collator(self) -> Callable[[list[dict]], dict] | None:
-        """Return the collate function for examples of unequal `lengths`, or with lists: it turns a list of examples
-        into a batch.
+        """Return the function that makes a batch of a list of examples with unequal `lengths` or with list columns.
 
         Return None if the Trainer's own collator can batch the examples.
         """
@@ -463,8 +457,8 @@ class Task(Record):
 
 
 def _padded(examples: list[dict], multiple: int) -> dict[str, Any]:
-    """Pad examples to the longest one, rounded up to a multiple of `multiple` tokens, and return them as a batch with
-    an attention mask.
+    """Pad examples to the longest example, rounded up to a multiple of `multiple` tokens, and return them as a batch
+    with an attention mask.
 
     As in the library's collators, ids are padded with 0, token labels with -100. The batch is {column: tensor}; its
     token ids have the shape (samples, length).
@@ -484,7 +478,7 @@ def _padded(examples: list[dict], multiple: int) -> dict[str, Any]:
 @dataclass(frozen=True)
 class Profile:
     """Hold the sizes that a kind of machine can hold: a task, its micro-batch in samples, and how many steps to measure
-    there.
+    on that machine.
     """
 
     name: str

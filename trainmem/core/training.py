@@ -24,7 +24,7 @@ _OF_QUANTIZED = "a model in {bits} bits{by} can be trained with adapters only: a
 
 @dataclass(frozen=True)
 class Experiment:
-    """Describe one training, inference or function of a task: its arguments, processes, and steps to measure."""
+    """Describe one training, inference or call of a user's function: task, arguments, processes, steps to measure."""
 
     name: str  # shown in tables and pictures
     task: Task
@@ -79,9 +79,7 @@ class Experiment:
 
     @property
     def metered_steps(self) -> int:
-        """Optimizer steps, or passes, in the memory meter and the estimate: two, or as many as the task's `lengths`
-        need.
-        """
+        """Optimizer steps, or passes, in the memory meter and the estimate: two, or more for the task's `lengths`."""
         unequal = self.training and not self.function and self.task.lengths
         return max(2, -(-len(self.task.lengths) // self.samples_per_step)) if unequal else 2
 
@@ -89,8 +87,8 @@ class Experiment:
     def steps_on_a_gpu(self) -> int:
         """Optimizer steps to run on a GPU: `metered_steps`, or for a training by the Trainer up to three.
 
-        A training's second step requests the same blocks as all later ones, but finds the free blocks as the first step
-        left them. From the third step on, the free blocks are alike, too.
+        The second step requests the same blocks as the third step, but finds other free blocks. From the third step on,
+        all steps are alike.
         """
         alike = self.training and not self.function and not self.task.lengths
         return min(self.arguments.get("max_steps", 3), 3) if alike else self.metered_steps
@@ -114,8 +112,7 @@ def train(experiment: Experiment, folder: str, steps: int, keep_losses: bool = T
 
     Args:
         folder: output folder of the Trainer.
-        steps: number of optimizer steps. If losses are kept, `max_steps` or `num_train_epochs` in the arguments
-            replaces it.
+        steps: number of optimizer steps; if losses are kept, `max_steps` or `num_train_epochs` replaces it.
         keep_losses: True: return the losses, and never evaluate. False: evaluate and save after the last step if the
             arguments request it, and return [].
 
@@ -197,7 +194,7 @@ def train(experiment: Experiment, folder: str, steps: int, keep_losses: bool = T
 def _built(experiment: Experiment, device: Any, args: Any = None):
     """Build the model and return it: quantized, frozen, and with adapters, as the experiment's arguments request.
 
-    A model that is quantized, or that does not train, is on `device` already. Any other model is moved by the Trainer.
+    A model that is quantized, or that does not train, is returned on `device`. The Trainer moves any other model.
 
     Args:
         device: the device that the experiment uses.
@@ -229,8 +226,7 @@ def _built(experiment: Experiment, device: Any, args: Any = None):
 
 
 def infer(experiment: Experiment, passes: int = 2, on_pass: Callable[[], None] = lambda: None) -> None:
-    """Run forward passes in eval mode without gradients, of `per_device_eval_batch_size` samples (default: 8, as in the
-    Trainer).
+    """Run forward passes in eval mode without gradients, on `per_device_eval_batch_size` samples (default: 8).
 
     With `max_new_tokens`, a pass is a `generate` call that writes exactly that many tokens per sample.
 

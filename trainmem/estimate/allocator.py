@@ -34,18 +34,16 @@ def rounded(size: int) -> int:
 def workspace_bytes(compute_capability: tuple[int, int]) -> int:
     """Return the bytes of one cuBLAS workspace, which the caching allocator holds from the first matmul on.
 
-    Each thread that runs matmuls has one: in a training the forward's thread and autograd's. It has 32 MiB on compute
-    capability 9, 10 and 12, otherwise 2 buffers of 4096 KiB and 8 of 16 KiB
-    (ATen/cuda/CublasHandlePool.cpp: parseChosenWorkspaceSize).
+    Each thread that runs matmuls has a workspace: in a training the forward's and autograd's. A workspace has 32 MiB on
+    compute capability 9, 10 and 12, otherwise 2 buffers of 4096 KiB and 8 of 16 KiB (ATen/cuda/CublasHandlePool.cpp:
+    parseChosenWorkspaceSize).
     """
     return 32 * MIB if compute_capability[0] in (9, 10, 12) else (2 * 4096 + 8 * 16) * KIB
 
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """Hold a contiguous piece of a segment: a block in use, or free memory (torch: Block). It is linked with the pieces
-    beside it.
-    """
+    """Hold a contiguous piece of a segment (torch: Block), in use or free, and links to the pieces beside it."""
 
     pool: "Pool"
     address: int
@@ -69,9 +67,7 @@ class Part:
         return self.previous is None and self.next is None
 
     def reach(self) -> int:
-        """Return the bytes of this part plus those of the unmapped addresses directly behind it, into which it can
-        grow.
-        """
+        """Return the bytes of this part plus the unmapped bytes directly behind it, into which it can grow."""
         return self.size + (self.next.size if self.next is not None and not self.next.is_mapped else 0)
 
     def cut(self, size: int) -> "Part":
@@ -85,9 +81,7 @@ class Part:
         return rest
 
     def absorb(self, behind: "Part") -> None:
-        """Grow by the part `behind`, which is the next one in the segment; the caller must not use `behind`
-        afterwards.
-        """
+        """Grow by the part `behind`, the next in the segment; the caller must not use `behind` afterwards."""
         self.size += behind.size
         self.next = behind.next
         if behind.next is not None:
@@ -105,8 +99,8 @@ class Pool:
     """Keep the free parts of all small segments, or of all large ones, sorted (torch: BlockPool).
 
     Args:
-        is_small: whether its segments are the small ones, for blocks of up to 1 MiB.
-        page: bytes by which its expandable segments grow.
+        is_small: whether the pool has the small segments, for blocks of up to 1 MiB.
+        page: bytes by which the pool's expandable segments grow.
         ties: which of several free parts of one size comes first: "address", "block" or "segment", see
             `allocator_settings.Release`.
     """
@@ -133,7 +127,7 @@ class Pool:
             del self.unmapped[bisect.bisect_left(self.unmapped, (part.address,))]
 
     def join(self, part: Part) -> Part:
-        """Add a free part, merged with free neighbours that are mapped or unmapped like it; return the merged part."""
+        """Add a free part, merged with free neighbours of its kind (mapped or unmapped); return the merged part."""
         other, mapped = part.next, part.is_mapped
         if other is not None and other.is_free and other.is_mapped == mapped:
             self.remove(other)
@@ -213,7 +207,7 @@ class CachingAllocator:
 
     Releases of torch differ in which of several free blocks of one size they take. Between two expandable segments the
     address always decides, and then the result depends on where the driver puts segments. This class puts each segment
-    below all earlier ones or in the highest gap, as Linux does, and as seen on a real T4
+    below all earlier segments or in the highest gap, as Linux does, and as seen on a real T4
     (docs/upstream/lora-on-a-t4.md).
 
     Args:
@@ -223,7 +217,7 @@ class CachingAllocator:
         on_event: called with (action, address, bytes) for each event, in order: "alloc" and "free" with the requested
             bytes, and "segment_alloc", "segment_free", "segment_map" and "segment_unmap" as in torch's snapshots. For
             "oom" the second value is the bytes that the device has left instead of an address.
-        rules: the rules of a torch release, see `allocator_settings.release`; None: those of the installed one.
+        rules: the rules of a torch release, see `allocator_settings.release`; None: the installed release.
     """
 
     def __init__(
@@ -283,9 +277,7 @@ class CachingAllocator:
         self._on_event("alloc", block.address, requested)
 
     def free(self, key: Hashable) -> None:
-        """Free the block allocated under the name `key` and merge it with free neighbours; ignore a key without a
-        block.
-        """
+        """Free the block with the name `key` and merge it with free neighbours; ignore a key without a block."""
         block = self._used.pop(key, None)
         if block is None:
             return
@@ -361,9 +353,7 @@ class CachingAllocator:
         return block
 
     def _taken(self, pool: Pool, size: int) -> Part | None:
-        """Return a block of `size` bytes in a new or growing segment of `pool`; None if there is no room (torch:
-        alloc_block).
-        """
+        """Return a block of `size` bytes in a new or grown segment of `pool`; None: no room (torch: alloc_block)."""
         if self._expands:
             return self._expanded(pool, size)
         segment = next_multiple(size, SEGMENT_BYTES) if size <= MIB or size >= 10 * MIB else self._pages[1]
@@ -406,8 +396,7 @@ class CachingAllocator:
         """Release cached blocks of `pool` until `size` bytes have been freed; return whether that succeeded (torch:
         release_available_cached_blocks).
 
-        If a block that is too large to be split suffices, only that block is released; otherwise several are, largest
-        first.
+        A block that is too large to be split is released alone if it suffices; otherwise several are, largest first.
         """
         if self._expands:
             return False
@@ -427,7 +416,8 @@ class CachingAllocator:
         """Return a free block of `pool`, grown to `size` bytes; None if there is no room (torch:
         try_allocate_expandable_block).
 
-        Releases before 2.15 take a new segment even for a request that exceeds every segment's addresses.
+        Since torch 2.15, a request that exceeds the addresses of a segment gets None at once; older releases first take
+        a new segment for it.
         """
         if self._refuses_early and size > self._space[pool.page]:
             return None
@@ -475,9 +465,7 @@ class CachingAllocator:
         return block.pool.join(block)
 
     def _unmap(self, block: Part) -> None:
-        """Unmap the whole pages of a free block, and remove its segment if no mapped page of it is left (torch:
-        unmap_block).
-        """
+        """Unmap the whole pages of a free block; remove its segment if no mapped page is left (torch: unmap_block)."""
         page = block.pool.page
         begin = next_multiple(block.address - block.base, page) + block.base
         end = (block.address + block.size - block.base) // page * page + block.base

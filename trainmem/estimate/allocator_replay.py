@@ -2,8 +2,8 @@
 
 The result is the allocated and reserved memory, or a memory snapshot for torch's viewer (docs.pytorch.org/memory_viz).
 A snapshot has the form of `torch.cuda.memory._snapshot()` of torch 2.13: an entry of the trace has the requested bytes,
-and a segment's blocks have the sizes that the allocator cut. It differs from torch's in three points: each block has
-its operation, module, phase and category instead of a stack; it has the category's colour; and entries are numbered
+and a segment's blocks have the sizes that the allocator cut. It differs from torch's snapshots in three points: a block
+has an operation, module, phase and category instead of a stack; a block has its category's colour; entries are numbered
 where torch has microseconds, because an estimate has no time.
 """
 
@@ -32,9 +32,7 @@ _SAME = {"stream": 0, "compile_context": "N/A", "pool_id": (0, 0), "user_metadat
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """Hold the allocator's memory over a replayed training, in bytes: allocated after each event, and the reserved
-    peak.
-    """
+    """Hold a replayed training's memory in bytes: allocated bytes after each event, and the reserved peak."""
 
     log: Log
     allocated: np.ndarray  # (events + 1,): bytes in use before the first event and after each
@@ -43,14 +41,12 @@ class Replay:
 
     @property
     def peak(self) -> int:
-        """The number of events after which the most bytes are allocated; only events from the first forward pass on
-        count.
-        """
+        """The number of events after which the most bytes are allocated, searched from the first forward pass on."""
         first = self.log.position("start")
         return first + int(self.allocated[first:].argmax())
 
     def memory(self) -> Memory:
-        """Return the peak, its breakdown and the reserved bytes as a `Memory`, which a lab measures too."""
+        """Return the peak, its breakdown and the reserved bytes as a `Memory`, the type of a measured memory."""
         positions = {label: position for label, position in self.log.marks if is_end(label)}
         for phase, *marks in stretches(label for label, _ in self.log.marks):
             begin, end = (self.log.marks[mark][1] for mark in marks)
@@ -72,9 +68,7 @@ class Replay:
         )
 
     def _breakdown(self, position: int) -> dict[str, int]:
-        """Return {category: bytes} after `position` events. Allocated bytes that belong to no tensor count as operator
-        workspace.
-        """
+        """Return {category: bytes} after `position` events; bytes of no tensor count as operator workspace."""
         live = dict.fromkeys(TENSOR_CATEGORIES, 0)
         for event in self.log.events[:position]:
             size, label = self.log.blocks[event if event >= 0 else ~event]
@@ -86,14 +80,13 @@ class Replay:
 def replayed(log: Log, settings: str = "", capacity: int | None = None, rules: Release | None = None) -> Replay:
     """Replay the log on the model of torch's allocator, and return the memory over time.
 
-    If the allocator runs out of memory, the log is replayed without a limit instead, and the result is marked as too
-    large.
+    If the allocator runs out of memory, the log is replayed without a limit, and the result is marked as too large.
 
     Args:
         log: the training's allocations and frees.
         settings: the value of PYTORCH_CUDA_ALLOC_CONF.
         capacity: bytes that the card has for segments; None: no limit.
-        rules: the rules of a torch release, see `allocator_settings.release`; None: those of the installed one.
+        rules: the rules of a torch release, see `allocator_settings.release`; None: the installed release.
 
     Raises:
         ValueError: torch has no such option in `settings`.
@@ -156,8 +149,7 @@ def save(file: Path, *of) -> None:
 def snapshot(log: Log, settings: str = "", capacity: int | None = None, rules: Release | None = None) -> dict[str, Any]:
     """Return the allocator's history and final state in the form of `torch.cuda.memory._snapshot()`.
 
-    If memory runs out, the history ends with an entry "oom", as torch's does. Arguments and errors are those of
-    `replayed`.
+    If memory runs out, the history ends with an entry "oom", as in torch. Arguments and errors are those of `replayed`.
     """
     trace: list[dict[str, Any]] = []
     frames = functools.cache(_frames)  # one list for all blocks of a label keeps the file small
@@ -195,9 +187,7 @@ def snapshot(log: Log, settings: str = "", capacity: int | None = None, rules: R
 
 
 def _frames(label: Label) -> list[dict[str, Any]]:
-    """Return the label of a block (its operation, module, phase, category) in the form of a stack's frames, innermost
-    first.
-    """
+    """Return a block's label (operation, module, phase, category) in the form of stack frames, innermost first."""
     known = {**label._asdict(), "category": name_text(label.category)}
     names = ("operation", "module", "phase", "category")
     return [{"name": str(known[name]), "filename": name, "line": 0} for name in names if known[name]]

@@ -46,8 +46,7 @@ class Settings:
         """Return the settings in a value of PYTORCH_CUDA_ALLOC_CONF, e.g. "max_split_size_mb:128".
 
         Args:
-            torch_version: the torch release that will read the value, e.g. "2.13"; None: accept the options of every
-                release.
+            torch_version: the torch release that will read the value, e.g. "2.13"; None: accept any release's options.
 
         Raises:
             ValueError: an option that no torch release has, or that `torch_version` lacks; an option or an allocator
@@ -119,12 +118,11 @@ def _words(text: str) -> dict[str, str]:
 
 
 def _divisions(value: str) -> tuple[int, ...]:
-    """Parse the value of `roundup_power2_divisions`: return, for each of 16 ranges of sizes, into how many steps it is
-    divided.
+    """Parse `roundup_power2_divisions`: return the number of steps into which each of 16 ranges of sizes is divided.
 
     The ranges are: below 2 MiB, from 2 to 4 MiB, and so on; 0 and 1 mean that a range is not divided. "4" sets all
     ranges. "[256:1,512:2,>:4]" sets the ranges that begin at 256 and 512 MiB; as in torch, the first entry also sets
-    all smaller ranges, ">" sets all larger ones, and a range between two entries stays 0.
+    all smaller ranges, ">" sets all larger ranges, and a range between two entries stays 0.
 
     Raises:
         ValueError: a number that torch refuses because it is not a power of 2.
@@ -158,8 +156,8 @@ _SHARE_OF_CARD = -1.0  # the value is a share of the card's memory
 
 
 def _reserve(value: str) -> float | None:
-    """Parse the value of `expandable_segments_reserve`: return GiB of addresses, or `_SHARE_OF_CARD`; None for a value
-    that is not above 0, which torch ignores with a warning.
+    """Parse the value of `expandable_segments_reserve`: return GiB of addresses, or -1 for a share of the card's
+    memory; None for a value that is not above 0, which torch ignores with a warning.
     """
     is_gib = value[-1:] in ("G", "g")
     try:
@@ -196,9 +194,7 @@ def _read(name: str, value: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Hold the rules of a torch release about the device's memory that differ between releases, e.g. the sharing of
-    workspaces.
-    """
+    """Hold a torch release's rules about device memory, as far as releases differ, e.g. in sharing workspaces."""
 
     torch: str  # "2.13"
     # Which of several free blocks of one size is taken: the one with the lowest "address", the "block" that torch made
@@ -239,11 +235,10 @@ def release(torch_version: str | None = None) -> Release:
     """Return the rules of a torch release such as "2.11" or "2.11.0+cu130"; None: of the installed release.
 
     Like torch, obey TORCH_CUBLASLT_UNIFIED_WORKSPACE and, since 2.15, TORCH_CUBLAS_WORKSPACE_CACHE (1 or 0). For a
-    release newer than all known ones return the newest known rules under its name (see `is_tested`), and warn once per
-    process.
+    release newer than all known releases return the newest known rules under its name (see `is_tested`), and warn once.
 
     Raises:
-        ValueError: the text names no release, or one that is older than all known ones.
+        ValueError: the text names no release, or a release older than all known releases.
     """
     version = importlib.metadata.version("torch") if torch_version is None else str(torch_version)
     number = _number(version)
@@ -271,9 +266,7 @@ def newest() -> str:
 
 
 def is_tested(rules: Release) -> bool:
-    """Return whether the rules are those of the release that they name. If False, they are those of the newest known
-    release.
-    """
+    """Return whether `rules.torch` is a known release; if not, `rules` is a copy of the newest known release's."""
     return rules.torch in RELEASES
 
 
@@ -283,7 +276,7 @@ def is_since(torch: str, rules: Release) -> bool:
 
 
 def untested_text(torch: str) -> str:
-    """Return a sentence that warns of the torch release `torch`, e.g. "2.16", which is newer than all known ones."""
+    """Return a sentence that warns of the release `torch`, e.g. "2.16", which is newer than all known releases."""
     return f"torch {torch} is untested: the rules of torch {newest()} (newest known) were used"
 
 
@@ -293,8 +286,6 @@ def _warn_of_untested(torch: str) -> None:
 
 
 def _number(version: str) -> tuple[int, ...]:
-    """Return the release of a torch version as numbers: (2, 11) for "2.11" or "2.11.0a0+git"; () for a text that names
-    no release.
-    """
+    """Return the release of a torch version as numbers: (2, 11) for "2.11" or "2.11.0a0+git"; () for other texts."""
     found = re.fullmatch(r"(\d{1,3})\.(\d{1,3})((\.|\+|a|b|rc).*)?", version)
     return (int(found[1]), int(found[2])) if found else ()

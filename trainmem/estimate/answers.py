@@ -1,8 +1,7 @@
 """Store estimates for commands, so that a repeated question is answered in a tenth of the time.
 
 A stored answer's key names everything that the answer depends on: the question, the installed libraries, this package's
-code, the CPU and the environment. Only commands use stored answers (see `stored`): lessons and callers of `estimate`
-always trace.
+code, the CPU and the environment. Only commands use stored answers (see `stored`); `estimate` always traces.
 """
 
 import contextlib
@@ -30,7 +29,7 @@ _active: contextvars.ContextVar["Answers | None"] = contextvars.ContextVar("answ
 
 
 class Answers:
-    """Read and write stored estimates ("answers"), one file per key in `folder`; `used` counts those that were found.
+    """Read and write stored estimates ("answers"), one file per key in `folder`; `used` counts the estimates found.
 
     See the module's docstring for the key.
     """
@@ -41,9 +40,7 @@ class Answers:
 
     @property
     def note(self) -> str:
-        """A text for the user that says how many stored answers were used, and how to turn them off; "" if none was
-        used.
-        """
+        """A text that says how many stored answers were used, and how to turn the store off; "" if none was used."""
         count = f"{self.used} stored answers" if self.used > 1 else "a stored answer"
         return f"used {count} to the same question ({SWITCH}=0 estimates again)" if self.used else ""
 
@@ -78,8 +75,7 @@ def stored() -> Iterator[Answers]:
 
 
 def remembered(function: Callable, arguments: Sequence, ask: Callable[[], Any]) -> Any:
-    """Return the stored answer of `function` to these arguments. If there is none, call `ask`, store what it returns
-    and return that.
+    """Return the stored answer of `function` to these arguments; if there is none, return `ask()`, and store it.
 
     Nothing is stored outside of the context `stored`, or if the arguments have no unique text (see `_question`).
     """
@@ -119,9 +115,7 @@ def _question(arguments: Sequence) -> list[str] | None:
 
 @functools.cache
 def _surroundings() -> str:
-    """Return, as text, everything apart from the question that an answer depends on: libraries, code, CPU and
-    environment.
-    """
+    """Return, as text, what an answer depends on besides the question: libraries, code, CPU and environment."""
     code = sorted(each for each in Path(__file__).parents[1].rglob("*") if each.suffix in (".py", ".toml", ".json"))
     folders = [Path(each) for each in sys.path if each.endswith(("site-packages", "dist-packages"))]
     times = [(str(each), each.stat().st_mtime_ns) for each in (*code, *folders) if each.exists()]

@@ -55,21 +55,22 @@ def estimate(
         card: a GPU model of `cards.CARDS`, e.g. "h100"; sets device, compute_capability and device_memory. None: no
             card.
         device: "cpu" or "cuda"; None: this machine's.
-        compute_capability: compute capability of the GPU, e.g. (9, 0) for an H100; None: that of the card, otherwise of
-            this machine, otherwise (9, 0).
+        compute_capability: compute capability of the GPU, e.g. (9, 0) for an H100; None: the card's, otherwise this
+            machine's, otherwise (9, 0).
         device_memory: bytes that the GPU has for the allocator, without the context. Near this limit the allocator
-            frees cached segments; `is_too_large` says whether the training exceeds it. None: the card's, or no limit.
+            frees cached segments; `is_too_large` says whether the training exceeds this limit. None: the card's, or no
+            limit.
         allocator_settings: the value of PYTORCH_CUDA_ALLOC_CONF to assume, e.g. "expandable_segments:True".
         torch_version: release whose CUDA allocator and workspaces are modelled, e.g. "2.12" (see
-            `allocator_settings.RELEASES`); everything else is the installed torch. None: the installed release. For a
-            release newer than all known ones the newest rules are used, with a warning.
+            `allocator_settings.RELEASES`); everything else is as in the installed torch. None: the installed release.
+            For a release newer than all known releases the newest rules are used, with a warning.
         training: False: forward passes without gradients on `per_device_eval_batch_size` samples.
-        optimizer: function (model, training arguments) -> torch optimizer, for one that `optim` does not name; None:
-            that of `optim`.
+        optimizer: function (model, training arguments) -> torch optimizer, for one without a name in `optim`; None: the
+            optimizer that `optim` names.
         function: a training loop of your own that takes the task, as in `Lab.run`; None: the Trainer's.
-        processes: ranks of a data-parallel training; the figures are those of one rank.
+        processes: ranks of a data-parallel training; the figures describe one rank.
         snapshot: a file to write a memory snapshot to, for torch's viewer (https://docs.pytorch.org/memory_viz); on
-            "cuda" only. It begins before the model is loaded, and ends where memory runs out. None: no snapshot.
+            "cuda" only. The snapshot begins before the model is loaded, and ends if memory runs out. None: no snapshot.
         timeout: time limit of the estimate in seconds.
         arguments: names of `transformers.TrainingArguments`, plus `attn_implementation` and `dtype`.
 
@@ -120,7 +121,7 @@ COMPILED_ERROR = (
 
 
 def estimates_so_far() -> list[MemoryEstimate]:
-    """Return every `MemoryEstimate` that this process has made, the first one first."""
+    """Return every `MemoryEstimate` that this process has made, in order."""
     return list(_made.values())
 
 

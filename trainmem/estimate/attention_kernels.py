@@ -48,7 +48,7 @@ def scan_bytes(count: int, tile: int = 896, each: int = 16) -> int:
 
 
 def contiguous_copy(tensor: torch.Tensor, layout: torch.memory_format = torch.contiguous_format) -> list[int]:
-    """Return [bytes of the copy that brings a tensor into the memory format `layout`]; [] if it has it already."""
+    """Return [bytes of a copy of the tensor in the memory format `layout`]; [] if it has this format already."""
     return [] if tensor.is_contiguous(memory_format=layout) else [tensor.nbytes]
 
 
@@ -98,8 +98,7 @@ def flash_forward(gpu: Gpu, made, query, key, value, dropout_p=0.0, *_, **__):
     """Return the memory requests of flash attention's forward, in order: results, and bytes of buffers.
 
     If too few rows would leave the card idle, the kernel splits the keys into parts, sums each part in fp32 and
-    combines them (flash_attn/flash_api.cpp: set_params_splitkv, num_splits_heuristic). `made`: the results on fake
-    tensors.
+    combines them (flash_attn/flash_api.cpp: set_params_splitkv, num_splits_heuristic). `made`: results on fake tensors.
     """
     if dropout_p:
         return [*made[:2], 16, *made[:1:-1]]
@@ -149,7 +148,7 @@ def cudnn_backward(gpu: Gpu, made, gradient, query, key, value, out, *_, **__):
 def _parts(blocks: int, places: int, most: int) -> int:
     """Return the number of parts into which flash attention splits the keys.
 
-    It is the smallest number that fills the last wave of blocks nearly as well as any other number does.
+    The number is the smallest that fills the last wave of blocks nearly as well as any other number.
 
     Args:
         blocks: number of blocks without a split.

@@ -57,17 +57,13 @@ def emulated(library: torch.library.Library) -> Iterator[None]:
 
 
 class _Casts:
-    """Cast operands by CUDA's rules for autocast, see `rules`. A weight is cast once; its cast is kept until autocast
-    ends.
-    """
+    """Cast operands by CUDA's rules for autocast, see `rules`; the cast of a weight is kept until autocast ends."""
 
     def __init__(self):
         self.kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # {id of a weight: (weight, its cast)}
 
     def rules(self) -> dict[str, Callable[[str, tuple, dict], Arguments]]:
-        """Return {operator: rule}; a rule is a function (operator's name, args, kwargs) that returns the new (args,
-        kwargs).
-        """
+        """Return {operator: rule}; a rule is a function (operator's name, args, kwargs) -> (new args, new kwargs)."""
         lists = {
             "lower_precision": self._lower,
             "fp32": self._fp32,
@@ -90,8 +86,7 @@ class _Casts:
     def _cast(self, arguments: Arguments, dtype: torch.dtype) -> Arguments:
         """Return the arguments (args, kwargs) with their tensors cast to `dtype`.
 
-        The last argument is cast first, as C++ compilers evaluate a call's arguments; tensors of a list are cast in
-        order.
+        The last argument is cast first, as C++ compilers evaluate arguments; tensors of a list are cast in order.
         """
         cast = functools.partial(tree_map, lambda leaf: self._cast_one(leaf, dtype) if _is_cast(leaf) else leaf)
         args, kwargs = arguments
@@ -121,9 +116,7 @@ def _is_cast(leaf: Any) -> bool:
 
 
 def _ruled(rule, name, *args, **kwargs):
-    """Run an operator, with autocast off inside, on the arguments that `rule` returns for it; return the operator's
-    result.
-    """
+    """Run an operator, with autocast off, on the arguments that `rule` returns for it; return the operator's result."""
     function = overload(_NORMS.get(name, name))
     below = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
     with torch._C._ExcludeDispatchKeyGuard(below):
@@ -160,7 +153,7 @@ def _banned(name, *_):
 def _no_rule(name, *_):
     """Raise RuntimeError for an operator that is on none of CUDA's autocast lists.
 
-    `_cudnn_rnn` never comes here: only a CUDA build registers it, and only a GPU calls it.
+    `_cudnn_rnn` never gets this rule: only a CUDA build registers it, and only a GPU calls it.
     """
     remedy = f"use torch {newest()} or older"
     raise RuntimeError(f"the rule by which torch {torch.__version__} autocasts {name} on CUDA is unknown: {remedy}")
@@ -186,7 +179,7 @@ def _fp16_trainings_autocast() -> contextlib.AbstractContextManager:
 
 @contextlib.contextmanager
 def _cuda_is_meant() -> Iterator[None]:
-    """Make `torch.autocast("cuda")` and its `GradScaler` work in a user's loop as on a GPU.
+    """Make `torch.autocast("cuda")` and `torch.amp.GradScaler` work in a user's loop as on a GPU.
 
     Without a GPU torch ignores both. Functions that report autocast's state report it for "cuda" too.
     """

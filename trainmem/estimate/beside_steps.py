@@ -28,8 +28,7 @@ _MADE = " "  # stands for a tensor that the operation made, in place of an input
 def few_batches(tracker: "FakeTracker") -> contextlib.AbstractContextManager:
     """Return a context in which at most two batches of each shape are traced in an evaluation.
 
-    Each later batch of the same shape repeats the second one in the tracker's log; the Trainer keeps its predictions
-    like those of any other batch.
+    A later batch repeats the second batch of its shape in the tracker's log; the Trainer keeps all predictions.
     """
     from transformers import Trainer
 
@@ -113,8 +112,7 @@ def checkpoints(tracker: "FakeTracker") -> Iterator[None]:
 
 
 def _header(tensors: dict[str, torch.Tensor], metadata: Any) -> bytes:
-    """Return as many zero bytes as the header of a safetensors file has: its length, names and shapes, rounded up to a
-    multiple of 8.
+    """Return zeros in the size of a safetensors header (length, names, shapes), rounded up to a multiple of 8 bytes.
 
     Args:
         tensors: {name: tensor} to save.
@@ -130,14 +128,14 @@ def _header(tensors: dict[str, torch.Tensor], metadata: Any) -> bytes:
 
 
 def peaks(marks: list[tuple[str, int, int]], totals: np.ndarray, begins: np.ndarray, first: int) -> tuple:
-    """Return the peak of each phase outside the steps: (phase, live bytes before it, most live bytes, index of the last
-    operation by then, (first, last + 1) operation of the phase).
+    """Return the peak of each phase outside the steps: (phase, live bytes before it, most live bytes, index of the
+    operation at that peak, (first, last + 1) operation of the phase).
 
     Args:
         marks: (label, log entries so far, operations so far) of each mark of the tracker, see `Watcher.marks`.
         totals: (entries + 1,): live bytes before the first entry of the tracker's log and after each entry.
-        begins: (operations + 1,): the number of log entries before each operation of the trace, and last that of all
-            entries.
+        begins: (operations + 1,): the number of log entries before each operation of the trace, and last the number of
+            all entries.
         first: how many operations the tracker saw before the trace's first one.
     """
     found = []

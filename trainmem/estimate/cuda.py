@@ -41,7 +41,7 @@ def emulated(compute_capability: tuple[int, int] = DEFAULT_CAPABILITY, rules: Re
 
     Args:
         compute_capability: compute capability of the GPU whose attention kernels are chosen.
-        rules: the rules of a torch release, see `allocator_settings.release`; None: those of the installed one.
+        rules: the rules of a torch release, see `allocator_settings.release`; None: the installed release.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # compiled code would bypass the replacements
@@ -66,8 +66,7 @@ def emulated(compute_capability: tuple[int, int] = DEFAULT_CAPABILITY, rules: Re
 
 
 def _dropout(tensor, p, train):
-    """Apply dropout with probability `p` by CUDA's kernel, which keeps a mask of one byte per element; return the
-    result.
+    """Return the result of dropout with probability `p` like CUDA's kernel, which keeps a mask, one byte per element.
 
     Return the tensor unchanged if `train` is False or `p` is 0.
     """
@@ -178,8 +177,7 @@ def _first(results):
 
 
 def _additive(mask, dtype):
-    """Return a boolean mask in the form that is added to scores of type `dtype`: 0 where it is true, minus infinity
-    elsewhere.
+    """Return a boolean mask as a tensor of type `dtype` to add to scores: 0 for True, minus infinity for False.
 
     A mask that is not boolean, or None, is returned unchanged.
     """
@@ -189,9 +187,9 @@ def _additive(mask, dtype):
 
 
 def _plain_attention(query, key, value, mask, dropout, causal, scale, enable_gqa):
-    """Run `_scaled_dot_product_attention_math` as torch does for plain tensors, which adds the mask in place.
+    """Compute `_scaled_dot_product_attention_math` with the mask added in place, as torch does for plain tensors.
 
-    The arguments are those of scaled_dot_product_attention. Return its output.
+    Arguments and result are those of scaled_dot_product_attention.
     """
     dtype = query.dtype
     mask = _additive(mask, dtype)
@@ -224,13 +222,13 @@ def attention_kernel(
     causal: bool = False,
     enable_gqa: bool = False,
 ) -> str:
-    """Return the attention kernel that torch selects: "cudnn", "flash", "efficient" or "math", which is plain
-    attention.
+    """Return the attention kernel that torch selects: "cudnn", "flash", "efficient" or "math" (plain attention).
 
     Args:
         rules: the rules of torch's release.
         capability: the GPU's compute capability.
-        query, key, value: (batch, heads, length, head size); without a batch, fused kernels take them since torch 2.14.
+        query, key, value: (batch, heads, length, head size), or without a batch, which fused kernels support since
+            torch 2.14.
         mask, dropout, causal, enable_gqa: as in scaled_dot_product_attention.
 
     Source: ATen/native/transformers/cuda/sdp_utils.cpp, select_sdp_backend.
@@ -278,10 +276,9 @@ def attention_kernel(
 
 
 def _with_batch(rules: Release, query, key, value, mask):
-    """Return (query, key, value, mask), with a batch of one before (heads, length, head size) if they have no batch.
+    """Return (query, key, value, mask), with a batch of one added to tensors of shape (heads, length, head size).
 
-    torch adds the batch since 2.14, before it selects a kernel. Under the `rules` of older releases they are returned
-    unchanged.
+    torch adds the batch since 2.14, before it selects a kernel. Under the `rules` of older releases none is added.
     """
     if not rules.groups_attention or any(tensor.dim() != 3 for tensor in (query, key, value)):
         return query, key, value, mask
@@ -290,8 +287,7 @@ def _with_batch(rules: Release, query, key, value, mask):
 
 
 def _heads_fit(rules: Release, query, key, value, takes_groups: bool, values_alike: bool = True) -> bool:
-    """Return whether a fused kernel supports the numbers of heads of query, key and value, (batch, heads, length, head
-    size).
+    """Return whether a fused kernel supports the head counts of query, key, value: (batch, heads, length, head size).
 
     Args:
         rules: the rules of a torch release.

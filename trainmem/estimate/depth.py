@@ -1,8 +1,8 @@
-"""Predict a deep model's memory from two shallow ones, as the first step of the advisor's search.
+"""Predict a deep model's memory from two shallow models, as the first step of the advisor's search.
 
-At each place of a training, such as the backward pass of the first layer's norm, the live bytes grow linearly with the
-number of layers. The highest of these lines is the peak. The result is not an estimate: it tells the search which
-settings to trace with all layers (`tests/estimate/test_depth.py` shows how close it comes).
+At each place of a training, such as the backward pass of the first layer's norm, the live bytes are a straight line
+over the number of layers. The highest line is the peak. The result is not an estimate: it tells the search which
+settings to trace with all layers (`tests/estimate/test_depth.py` shows how close the result is).
 """
 
 import re
@@ -37,9 +37,7 @@ Places = dict[tuple[str, str, str], int]  # the most bytes alive, by phase, oper
 
 
 def layers_of(task: Task) -> int | None:
-    """Return the number of a model's layers if it is deep (more than 24 layers) and its layers are one stack, otherwise
-    None.
-    """
+    """Return the number of layers of a deep model (more than 24 layers in one stack); None for other models."""
     config = task.build_config()
     layers = getattr(config, "num_hidden_layers", 0) or 0
     return layers if layers > _DEEP and not config.is_encoder_decoder else None
@@ -67,9 +65,7 @@ class Line:
     states: tuple[int, int]  # most bytes of weights, gradients and optimizer states together
 
     def at(self, layers: int) -> tuple[int, int]:
-        """Return approximate (peak of live bytes, reserved bytes) for a model of `layers` layers; reserved bytes may be
-        too high.
-        """
+        """Return approximate (peak of live bytes, reserved bytes, perhaps too many) for `layers` layers."""
         few, more = self.places
         peak = max(_beyond((few[place], more[place]), layers) for place in few.keys() & more.keys())
         beside = [held - max(places.values()) for held, places in zip(self.reserved, self.places, strict=True)]
@@ -86,7 +82,7 @@ def _beyond(shallow: Sequence[int], layers: int) -> int:
 
 
 def line(task: Task, *, processes: int = 1, timeout: float = 300, **options) -> Line:
-    """Return the memory of a training as a function of the number of layers; the task's own number is ignored.
+    """Return the memory of a training as a function of the number of layers; the task's number of layers is ignored.
 
     Args:
         processes, timeout: as in `estimate`.
@@ -108,8 +104,7 @@ def line(task: Task, *, processes: int = 1, timeout: float = 300, **options) -> 
 def _shallow(
     experiments: list[Experiment], device: Device, probe: "Probe", tell: Tell
 ) -> list[tuple[Places, int, int]]:
-    """Trace the shallow trainings and return, for each, (most bytes per place, peak or reserved bytes, bytes of the
-    states).
+    """Trace the shallow trainings; return (most bytes per place, peak or reserved bytes, bytes of states) of each.
 
     These are the fields of `Line`. Call it through `fresh_process.with_probe`.
 
@@ -132,11 +127,10 @@ def _shallow(
 
 
 def _places(trace: Trace, totals: "np.ndarray", layers: int) -> Places:
-    """Return {(phase, operation, module without its layer's number): the most bytes alive there}, the places of a
-    training.
+    """Return a training's places: {(phase, operation, module without its layer's number): most bytes alive}.
 
-    The first layer and the last one are places of their own; all layers between them share one. Operations outside all
-    modules are skipped, except the optimizer's and an evaluation's, because the depth may change when they run.
+    The first and the last layer have places of their own; all layers between them share their places. Operations
+    outside all modules are skipped, except the optimizer's and an evaluation's, because depth may change when they run.
 
     Args:
         totals: (operations,): bytes alive during each operation.

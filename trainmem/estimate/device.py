@@ -1,7 +1,8 @@
 """Track which tensors would be in a GPU's memory, and the order of its allocations, for estimates on CUDA.
 
-All tensors of an estimate report the device "cpu". `DeviceTracker` records where each one would be on a machine with a
-GPU (`Placement`): weights and batches are sent to the device, and operations on tensors there put their results there.
+All tensors of an estimate report the device "cpu". `DeviceTracker` records where each tensor would be on a machine with
+a GPU (`Placement`): weights and batches are sent to the device, and operations on such tensors put results on the
+device.
 """
 
 import contextlib
@@ -43,9 +44,7 @@ _DEVICES = (torch.device, DeviceName)  # arguments that mean the device; the tex
 
 
 class Placement(Enum):
-    """Name the memory where a tensor would be on a machine with a GPU: the host's, the device's, or neither (paged by
-    the driver).
-    """
+    """Name a tensor's memory on a machine with a GPU: the host's, the device's, or neither (paged by the driver)."""
 
     HOST = auto()
     DEVICE = auto()  # its bytes count
@@ -62,10 +61,9 @@ class DeviceTracker(FakeTracker):
     Args:
         capability: the GPU's compute capability, e.g. (9, 0).
         is_function: whether a user's loop is traced.
-        from_the_start: whether to place all tensors of the loop on the device, because the loop never sends its model
-            there.
+        from_the_start: whether to place all tensors of the loop on the device, because the loop never sends its model.
         cache: known results of operations; new ones are added. None: an empty cache.
-        rules: the rules of a torch release, see `allocator_settings.release`; None: those of the installed one.
+        rules: the rules of a torch release, see `allocator_settings.release`; None: the installed release.
     """
 
     places_modules = True
@@ -145,8 +143,8 @@ class DeviceTracker(FakeTracker):
             return plain(*args, **kwargs)
 
     def _add_adapters(self, plain, *args, **kwargs):
-        """Let peft's function `plain` add adapters where the base model's weights are; at this time only a quantized
-        base is on the GPU.
+        """Let peft's function `plain` add adapters on the device of the base model's weights. Only a quantized base
+        model is on the GPU at this time.
         """
         with patch.object(self, "_adapter_base", self.weights):
             return plain(*args, **kwargs)
@@ -165,15 +163,13 @@ class DeviceTracker(FakeTracker):
                     kept.requires_grad_(True)
 
     def placing(self, paged: bool) -> contextlib.AbstractContextManager:
-        """Return a context in which new tensors are in memory that the driver pages between host and device, if
-        `paged`.
-        """
+        """Return a context in which, if `paged`, new tensors are in memory that the driver pages to the host."""
         return patch.object(self, "_forced", Placement.NEITHER if paged else None)
 
     def send_module(self, module: torch.nn.Module) -> torch.nn.Module:
         """Send a module's parameters and buffers to the device, in the order of `Module._apply`, and return the module.
 
-        An adapter whose base model is on the host stays there.
+        An adapter whose base model is on the host stays on the host.
         """
         if self._adapter_base is Placement.HOST:
             return module  # an adapter stays with its base
@@ -215,9 +211,7 @@ class DeviceTracker(FakeTracker):
                     self.send(tensor)
 
     def _placement_of_results(self, inputs: list[torch.Tensor], any_fake: bool) -> Placement:
-        """Return where an operation with these inputs puts its results. `any_fake`: whether an input is a
-        fake tensor.
-        """
+        """Return where an operation with these inputs puts its results; `any_fake`: whether an input is fake."""
         if self._forced:
             return self._forced
         if self.weights is Placement.HOST or self.collates:
@@ -332,8 +326,7 @@ class DeviceTracker(FakeTracker):
 def _send_8bit(plain, weight, *args, **kwargs):
     """Return a quantized `Int8Params` unchanged, and send any other weight by `plain`, the replaced `to`.
 
-    peft sends a layer's weights to the CPU, where fake weights appear to be already, and `to` would lose the layer's
-    scales.
+    peft sends weights to the CPU, where fake weights seem to be already, and `to` would lose the layer's scales.
     """
     return weight if weight.data.dtype is torch.int8 else plain(weight, *args, **kwargs)
 

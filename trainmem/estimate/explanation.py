@@ -1,8 +1,8 @@
 """Explain why one recipe takes more memory than another: by argument, and by tensor with its line of code.
 
 It also warns of properties of the built model that a user may not expect. Both recipes are traced as for an estimate,
-while a `Witness` notes, for each operation, the innermost line of Python outside the libraries. Tensors that autograd
-allocates, and those that belong to a parameter, get the first line of their module's forward.
+while a `Witness` notes, for each operation, the innermost line of Python outside the libraries. A tensor that autograd
+allocates, or that belongs to a parameter, gets the first line of its module's forward.
 """
 
 import bisect
@@ -46,9 +46,7 @@ Tensor = tuple[str, str, str, str]
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Hold the difference between two recipes, A and B, by argument, category and tensor. Pairs of bytes are (in A, in
-    B).
-    """
+    """Hold the difference of recipes A and B by argument, category and tensor; pairs of bytes are (in A, in B)."""
 
     a: MemoryEstimate
     b: MemoryEstimate
@@ -124,8 +122,8 @@ def explain(
 
     Args:
         task: the model and its data.
-        a, b: all training arguments of each recipe, as in `estimate`. They are changed from A to B one by one, in the
-            order in which B names them, then the arguments that only A names.
+        a, b: all training arguments of each recipe, as in `estimate`. The arguments are changed from A to B one by one,
+            in the order of `b`, then the arguments that only A has.
         processes, timeout: as in `estimate`. There is one estimate of A, one after each change, and, if there are few
             changes, one of each change alone.
         where: card, device, compute_capability, device_memory, allocator_settings, as in `estimate`.
@@ -165,15 +163,15 @@ def explain(
 
 
 def _priced(names: list[str], peak: Any, ends: tuple[int, int]) -> dict[str, tuple[int, int | None]]:
-    """Return `Explanation.switches`: {argument: (bytes after the switches before it, bytes alone)}, both of the peak.
+    """Return `Explanation.switches`: {argument: (peak bytes added after earlier arguments, peak bytes added alone)}.
 
-    The first number is what the argument adds after the arguments before it have been switched to B's values; the
-    second is what it adds to A by itself, or None if that is unknown. An argument that is not valid without the next
-    one shares an entry with it: "argument, next".
+    Arguments change from A's to B's values. The second number is None if it is unknown. An argument that is not valid
+    without the next argument shares an entry with it: "argument, next".
 
     Args:
         names: the arguments in which A and B differ, in order.
-        peak: function of some of these names that returns the peak of A with them as in B; None if that is not valid.
+        peak: function of some of `names` that returns the peak of A with these arguments as in B, in bytes; None if
+            this recipe is not valid.
         ends: the peaks of A and B in bytes.
     """
     found, before, waiting = [], ends[0], []
@@ -356,7 +354,7 @@ class Witness:
         """Return the first line, as file:line, of the forward of the module `name`, or of the module that holds the
         parameter `name`.
 
-        If that forward is a library's, take the nearest enclosing module whose forward is not.
+        If a library defines that forward, take the nearest enclosing module whose forward no library defines.
         """
         module = self._modules.get(name)
         code = module is not None and getattr(inspect.unwrap(type(module).forward), "__code__", None)
@@ -366,9 +364,7 @@ class Witness:
 
     @functools.cache  # noqa: B019
     def _plain(self, name: str) -> str:
-        """Return a module's or parameter's name with "*" in place of layer numbers, and without the names that adapters
-        add.
-        """
+        """Return a module's or parameter's name with "*" in place of layer numbers, without names that adapters add."""
         model = self._model.get_base_model() if hasattr(self._model, "get_base_model") else self._model
         if name in ("base_model", "base_model.model", type(self._model).__name__):
             return type(model).__name__

@@ -19,8 +19,7 @@ def ask(
     timeout: float,
     on_percent: Tell | None = None,
 ) -> Any:
-    """Return `function(*arguments, probe, tell)`, called in a fresh subprocess; in commands, a stored answer if there
-    is one.
+    """Return `function(*arguments, probe, tell)`, called in a fresh subprocess; commands may get a stored answer.
 
     Args:
         function: the function to call, e.g. `peak_memory.estimate_experiment`.

@@ -62,8 +62,7 @@ def replacements(tracker: "DeviceTracker", optim: str) -> Iterator[tuple[Any, st
 
 
 def _update_32bit(plain, optimizer: str, gradient, weight, *args, max_unorm: float = 0.0, **options):
-    """Update a weight by `plain`, bitsandbytes' 32-bit update, as on a GPU: with `max_unorm`, compute the weight's norm
-    first.
+    """Update a weight by `plain`, bitsandbytes' 32-bit update, as on a GPU; `max_unorm` needs the weight's norm first.
 
     The arguments after `plain` are those of bitsandbytes' update; `optimizer` is the name of an optimizer, e.g. "adam".
 

@@ -22,12 +22,12 @@ aten = torch.ops.aten
 
 
 class Kernels:
-    """List the memory requests of kernels on a GPU of one compute capability: `program` gives those of one operation.
+    """List the memory requests of an operation's kernels, by `program`, on a GPU of one compute capability.
 
     Args:
         capability: the GPU's compute capability, e.g. (9, 0).
         is_on_device: function of a tensor that returns whether it is on the GPU.
-        rules: the rules of a torch release, see `allocator_settings.release`; None: those of the installed one.
+        rules: the rules of a torch release, see `allocator_settings.release`; None: the installed release.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Kernels:
 
         Args:
             function: the operation that autograd calls on CPU tensors, e.g. grid_sampler_2d for `grid_sample`. If a GPU
-                would run another one, `cuda.py` has already replaced it.
+                would run another operation, `cuda.py` has already replaced it.
             args, kwargs: the operation's arguments.
             result: what the operation returned on fake tensors.
         """
@@ -99,9 +99,7 @@ class Kernels:
         return function.overloadpacket in _PRODUCTS or function.namespace == "transformers"  # experts one by one
 
     def workspaces(self, function, args: Sequence, kwargs: dict) -> list[tuple[str, int]]:
-        """Return (name, bytes) of each workspace of cuBLAS or cuBLASLt that an operation requests; [] if it is no
-        matmul.
-        """
+        """Return (name, bytes) of each cuBLAS or cuBLASLt workspace that an operation requests; [] for no matmul."""
         if not self.multiplies(function, args, kwargs):
             return []
         rules = self._gpu.rules
@@ -114,7 +112,7 @@ class Kernels:
         return self._gpu.capability[0] in (9, 10) and tensor.dtype is torch.bfloat16
 
     def _grouped(self, made, first, second, offsets=None, *_, **__):
-        """Return the memory requests (results in `made`, bytes of buffers) of a grouped matmul: sizes, strides and
+        """Return the memory requests (results in `made`, bytes of buffers) of `_grouped_mm`: sizes, strides and
         pointers of each group, and a workspace per multiprocessor (cuda/GroupMM.cu).
         """
         if not self._has_grouped_kernel(first):
@@ -133,8 +131,8 @@ class Kernels:
         return [*made, *self._reduction(max(4, made[0].element_size()), made[0], tensor, dim)]
 
     def _reduction(self, bytes_each: int, made, tensor, dim=None, keepdim=False, *_, dtype=None, **__) -> list[Step]:
-        """Return the memory requests of a reduction in bytes, without that of its result: a copy of integers in the
-        result's type, then buffers, if several blocks of threads share a result.
+        """Return the bytes of each buffer of a reduction: a copy of integers in the result's type, then partial results
+        if several blocks of threads share a result. The result is left out.
 
         `bytes_each`: bytes of one accumulated number, see `_REDUCTIONS`.
         """
@@ -150,10 +148,10 @@ class Kernels:
     # ---- sorts, and operations that sort
 
     def _embedding_backward(self, made, gradient, indices, weights, padding, scale_by_frequency, *_, **__):
-        """Return the memory requests (results in `made`, bytes of buffers) of an embedding's backward: the indices are
-        sorted, and runs of up to 10 equal indices are summed.
+        """Return the memory requests (results in `made`, bytes of buffers) of `embedding_dense_backward`: the indices
+        are sorted, and runs of up to 10 equal indices are summed.
 
-        The sums of these runs are kept in fp32 until all sums of one index are added. If there are few rows and each
+        The sums of runs are kept in fp32 until all sums of one index are added. If there are few rows and each row
         occurs often, the sums are added to fp32 rows at once. Without `scale_by_frequency`, at most 3072 indices are
         neither sorted nor summed in this way. Source: cuda/Embedding.cu, EmbeddingBackwardKernel.cu.
         """
@@ -175,8 +173,8 @@ class Kernels:
         return [*copies, *ordered, *made, *unique, *parts]
 
     def _index(self, made, tensor, indices, *_, **__):
-        """Return the memory requests (results in `made`, bytes of buffers) of an indexing by tensors: 32-bit indices
-        are copied to 64 bits first (TensorAdvancedIndexing.cpp: make_info).
+        """Return the memory requests (results in `made`, bytes of buffers) of `index`, an indexing by tensors: 32-bit
+        indices are copied to 64 bits first (TensorAdvancedIndexing.cpp: make_info).
         """
         narrow = [index for index in indices if index is not None and index.dtype is torch.int32]
         return [*(index.numel() * WORD for index in narrow), *made]
@@ -200,8 +198,8 @@ class Kernels:
         return [*made, *checks, *place, *contiguous_copy(values), each, each, each, sort]
 
     def _bounds(self, index: torch.Tensor) -> list[Step]:
-        """Return the memory requests (bytes of buffers, and their frees) of a check that an index is within bounds: the
-        smallest and the largest index are found in one pass, then compared with the bounds.
+        """Return the memory requests (bytes of buffers, and frees of buffers) of a check that an index is within
+        bounds: the smallest and the largest index are found in one pass, then compared with the bounds.
 
         `index`: whole numbers, on the device, of any shape.
         """
@@ -219,8 +217,8 @@ class Kernels:
         return [*made, count * WORD, self._sort_bytes(count, 1 << (8 * key - 2), key)]
 
     def _scan(self, made, tensor, dim, *_, **__):
-        """Return the memory requests (results in `made`, bytes of buffers) of a running sum: its input is cast first if
-        the result has another type.
+        """Return the memory requests (results in `made`, bytes of buffers) of `cumsum`: the input is cast first if the
+        result has another type.
 
         There is no cast when experts are counted, because transformers counts in floats on CPUs and in int32 on GPUs
         (transformers/integrations/moe.py).
@@ -233,20 +231,20 @@ class Kernels:
         return [*made, *cast, *copy, *([scan_bytes(tensor.numel(), *tile)] if is_one else [])]
 
     def _safe_softmax(self, made, tensor, dim, *_, **__):
-        """Return the memory requests (results in `made`, bytes of buffers) of a softmax that gives 0 in rows that are
-        masked completely: masks of the elements and of the masked rows, and the zero that is written into these rows
-        (native/SoftMax.cpp).
+        """Return the memory requests (results in `made`, bytes of buffers) of `_safe_softmax`, which gives 0 in rows
+        that are masked completely: masks of the elements and of the masked rows, and the zero that is written into
+        these rows (native/SoftMax.cpp).
         """
         return [*made, tensor.numel(), tensor.numel() // tensor.shape[dim], made[0].element_size()]
 
     def _sort_bytes(self, count: int, largest: int, key: int = WORD) -> int:
         """Return the bytes of a radix sort of `count` keys with positions.
 
-        They are the bins of each pass over 8 bits, each block's progress, and for more than one pass a second set of
-        keys and positions (NVIDIA/cccl, cub/device/dispatch/dispatch_radix_sort.cuh).
+        The bytes are the bins of each pass over 8 bits, each block's progress, and for more than one pass a second set
+        of keys and positions (NVIDIA/cccl, cub/device/dispatch/dispatch_radix_sort.cuh).
 
         Args:
-            largest: upper limit of the keys, which are below it.
+            largest: a number above all keys.
             key: bytes of a key.
         """
         passes = -(-max(largest - 1, 1).bit_length() // 8)
@@ -270,7 +268,7 @@ class Kernels:
         return [*made, WORD * tensor.numel(), scan_bytes(tensor.numel())]
 
     def _softmax_backward(self, made, gradient, output, *_, **__):
-        """Return the memory requests (results in `made`, bytes of buffers) of a softmax's backward: the product of
+        """Return the memory requests (results in `made`, bytes of buffers) of `_softmax_backward_data`: the product of
         gradient and output (cuda/SoftMax.cu: softmax_backward_cuda_out).
         """
         copies = [*contiguous_copy(gradient), *contiguous_copy(output)]
@@ -283,15 +281,15 @@ class Kernels:
         return [tensor.numel() * tensor.element_size(), *made, Free(0)]
 
     def _group_norm(self, made, tensor, weight, bias, size, channels, *_, **__):
-        """Return the memory requests (results in `made`, bytes of buffers) of a group norm: mean and deviation in fp32,
-        and a factor and a shift per sample and channel (cuda/group_norm_kernel.cu).
+        """Return the memory requests (results in `made`, bytes of buffers) of `native_group_norm`: mean and deviation
+        in fp32, and a factor and a shift per sample and channel (cuda/group_norm_kernel.cu).
         """
         wide = [2 * made[1].nbytes] * 2 if made[1].dtype in HALF else []
         return [*made, *wide, *([4 * size * channels] * 2 if weight is not None else [])]
 
     def _group_norm_backward(self, made, gradient, tensor, mean, deviation, weight, size, channels, _, groups, *__):
-        """Return the memory requests (results in `made`, bytes of buffers) of a group norm's backward: sums per sample
-        and channel, and per sample and group (cuda/group_norm_kernel.cu).
+        """Return the memory requests (results in `made`, bytes of buffers) of `native_group_norm_backward`: sums per
+        sample and channel, and per sample and group (cuda/group_norm_kernel.cu).
         """
         each, group = 4 * size * channels, 4 * size * groups
         return [*made, each, each, group, group, each]
@@ -312,8 +310,8 @@ class Kernels:
     def _convolution_backward(
         self, made, gradient, tensor, weight, biases, stride, padding, dilation, transposed, extra, groups, wanted, **__
     ):
-        """Return the memory requests (results in `made`, bytes of buffers) of a convolution's backward, for the
-        gradients of images, weights and bias.
+        """Return the memory requests (results in `made`, bytes of buffers) of `convolution_backward`, for the gradients
+        of images, weights and bias.
 
         torch's own depthwise kernel makes the weights' gradient first (native/Convolution.cpp: convolution_backward).
         """
@@ -338,11 +336,11 @@ class Kernels:
         return [*steps, bias, *shared]
 
     def _norms(self, made, tensors, *_, **__):
-        """Return the memory requests (results in `made`, bytes of buffers) of the norms of a list of tensors: a partial
-        norm for each chunk of 65,536 elements (cuda/ForeachReduceOp.cu).
+        """Return the memory requests (results in `made`, bytes of buffers) of `_foreach_norm`: a partial norm for each
+        chunk of 65,536 elements (cuda/ForeachReduceOp.cu).
 
-        In older releases each tensor has as many partial norms as the largest tensor; newer releases need the offsets
-        of tensors that are not empty.
+        Before torch 2.15, each tensor has as many partial norms as the largest tensor; since then offsets of the
+        tensors that are not empty are needed instead.
         """
         chunks = [-(-tensor.numel() // 65536) for tensor in tensors]
         if self._gpu.rules.compacts_norms:
@@ -353,13 +351,13 @@ class Kernels:
         return made[::-1]
 
     def _ctc_loss(self, made, scores, *_, **__):
-        """Return the memory requests (results in `made`, bytes of buffers) of CTC's loss: the lengths of inputs and
+        """Return the memory requests (results in `made`, bytes of buffers) of `_ctc_loss`: the lengths of inputs and
         targets and the offsets of targets are copied to the device (cuda/LossCTC.cu).
         """
         return [*[WORD * scores.shape[1]] * 3, *made[::-1]]
 
     def _ctc_loss_backward(self, made, gradient, scores, targets, inputs, lengths, loss, alignments, *_, **__):
-        """Return the memory requests (results in `made`, bytes of buffers) of the backward of CTC's loss: the copies of
+        """Return the memory requests (results in `made`, bytes of buffers) of `_ctc_loss_backward`: the copies of
         `_ctc_loss`, and the alignments' probabilities, from the end backwards.
         """
         return [*[WORD * scores.shape[1]] * 3, alignments.nbytes, *made]
@@ -377,7 +375,7 @@ def _product_of_quanto(made, tensor, codes, scales) -> list[Step]:
 def _is_lt(function, args, kwargs) -> bool:
     """Return whether cuBLASLt, not cuBLAS, runs the matmul.
 
-    It runs matmuls that add a bias with one number per column or, in 16 bits, a matrix (native/cuda/Blas.cpp:
+    cuBLASLt runs matmuls that add a bias with one number per column or, in 16 bits, a matrix (native/cuda/Blas.cpp:
     isInputCompliesAddmmCudaLt).
     """
     if function.namespace == "bitsandbytes":  # weights of 4 bits are dequantized for `linear`

@@ -44,11 +44,10 @@ def read(file: str | os.PathLike) -> tuple[int, ...]:
 
 def checked(values: Iterable, name: str = "lengths") -> tuple[int, ...]:
     """Return `values`, lengths in tokens, as whole numbers. A row of token ids, e.g. of a column of `datasets`, is
-    replaced by its length.
+    replaced by its length. `name`: what the message calls the lengths.
 
     Raises:
-        ValueError: there are no lengths, or one is not a whole number from 1 to `LONGEST`; the message calls them
-            `name`.
+        ValueError: there are no lengths, or a length is not a whole number from 1 to `LONGEST`.
     """
     found = []
     for number, value in enumerate(values, 1):
@@ -64,8 +63,8 @@ def checked(values: Iterable, name: str = "lengths") -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class WorstBatch:
-    """Hold the step with the highest peak in a training's first epoch, its estimate, and the memory of other ways to
-    make batches.
+    """Hold the step with the highest peak in a training's first epoch, its estimate, and the memory of packed batches
+    and of other batch sizes and lengths.
     """
 
     lengths: tuple[int, ...]  # tokens in each sample
@@ -148,7 +147,7 @@ def worst_batch(
         device, compute_capability, timeout, arguments: as in `estimate`, for one process.
 
     Raises:
-        ValueError: as `estimate` does; or there are no lengths, or one exceeds the model's positions.
+        ValueError: as `estimate` does; or there are no lengths, or a length exceeds the model's positions.
     """
     lengths, task = checked(lengths), Task(task) if isinstance(task, str) else task
     task, given = task.replace(pad_to_multiple_of=pad_to_multiple_of), Arguments.of(arguments)
@@ -177,10 +176,10 @@ def worst_batch(
     def worst(sizes: list[list[int]], packed: bool) -> tuple[int, MemoryEstimate]:
         """Return (number of the step with the highest peak, its estimate).
 
-        Only two candidates are traced: the step that has the largest micro-batch of all, and the step that has the
-        largest micro-batch at the second place or later. The second candidate may peak higher, because gradients exist
-        from the second micro-batch on. Of several steps with equal micro-batches, the step is taken that has the most
-        tokens together with the next step, because a batch is fetched ahead.
+        Only two candidates are traced: the step with the largest micro-batch, and the step with the largest micro-batch
+        that is not the first of its step. The second candidate may peak higher, because gradients exist from the second
+        micro-batch on. If several steps have such a micro-batch, the tokens of the step and the next one decide,
+        because a batch is fetched ahead.
 
         Args:
             sizes: tokens in each micro-batch of each step, padding included.
@@ -231,8 +230,7 @@ def worst_batch(
 def _around(steps: Steps, number: int, lengths: tuple[int, ...]) -> list[int]:
     """Return the lengths of all samples of step `number`, and of the steps before and after it, as one list in order.
 
-    The first step of an epoch is traced as a second step, because in all later epochs the optimizer's states exist by
-    then.
+    The first step of an epoch is traced as a second step, because in later epochs the optimizer's states exist.
 
     Args:
         steps: the numbers of the samples, by step and micro-batch.
@@ -258,7 +256,7 @@ def _drawn(lengths: tuple[int, ...], arguments: Arguments, tell: Callable[[int],
 
     class Nothing(torch.nn.Module):
         def forward(self, input_ids, number):
-            """Name the columns that the Trainer must not remove from the samples."""
+            """Name, as parameters, the columns that the Trainer must not remove from the samples."""
 
     samples = [{"input_ids": range(length), "number": number} for number, length in enumerate(lengths)]
     with tempfile.TemporaryDirectory(prefix="perf_helpers-") as folder:

@@ -12,9 +12,7 @@ from trainmem.unknown import Unknown
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Describe the device whose memory is estimated: its kind and, for a GPU, its capability, memory in bytes and
-    allocator.
-    """
+    """Describe the device whose memory is estimated: kind and, for a GPU, capability, memory in bytes, allocator."""
 
     kind: str  # "cpu", where memory is counted, or "cuda", where `cuda.PARTS` model it
     compute_capability: tuple[int, int] = cards.DEFAULT_CAPABILITY  # of the GPU
@@ -62,9 +60,7 @@ class Fits:
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """Hold the estimated peak memory of one experiment in bytes, with what was assumed, and tell whether it fits a
-    card.
-    """
+    """Hold the estimated peak memory of an experiment in bytes, and assumptions; tell whether it fits a card."""
 
     name: str  # in tables and pictures
     task: dict[str, Any]  # see `Task.to_dict`
@@ -90,7 +86,7 @@ class MemoryEstimate:
     def needed_bytes(self, context_bytes: int = 0) -> int:
         """Return the bytes that the device must have for the training.
 
-        They are the reserved bytes (if these are unknown, the peak) and, on CUDA, the context.
+        The bytes are the reserved bytes (if unknown, the peak) plus, on CUDA, the context.
 
         Args:
             context_bytes: bytes of the CUDA context, used if the estimate does not know them.
@@ -102,7 +98,7 @@ class MemoryEstimate:
         """Return whether the training fits a card and leaves `cards.MARGIN` of its memory free.
 
         The answer is unknown if the training fits only without the margin, or if the card has another compute
-        capability than the estimate's, because its attention kernels and workspaces differ.
+        capability than the estimate's, on which attention kernels and workspaces depend.
 
         Args:
             card: a card, or its name in `cards.CARDS`.

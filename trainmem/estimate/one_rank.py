@@ -172,14 +172,14 @@ class DeviceName(str):
 
 @contextlib.contextmanager
 def deepspeed_on_a_card(config: dict | str, empty_cache: Callable[[], None]) -> Iterator[None]:
-    """Make DeepSpeed decide in this context as on a GPU with enough memory: it uses streams, and never waits for them.
+    """Make DeepSpeed decide in this context as on a GPU with enough memory, but never wait for a stream.
 
     Args:
         config: DeepSpeed's configuration, or its file.
         empty_cache: called whenever DeepSpeed empties the allocator's cache.
 
     Raises:
-        Invalid: the configuration keeps something on the host, which cannot be separated from the device here.
+        Invalid: the configuration offloads to the host, which a trace cannot tell from the device.
     """
     words = config if isinstance(config, dict) else json.loads(Path(config).read_text(encoding="utf-8"))
     for name in ("offload_optimizer", "offload_param"):
@@ -215,7 +215,9 @@ def deepspeed_on_a_card(config: dict | str, empty_cache: Callable[[], None]) -> 
             return default
 
     def finding_none(kind):
-        """Let the search for infinite gradients run, but report that it found none, so that no step is skipped."""
+        """Return a context in which `kind.has_overflow` searches for infinite gradients but returns False, so that no
+        step is skipped.
+        """
         look = kind.has_overflow
 
         def looked(*args, **kwargs):

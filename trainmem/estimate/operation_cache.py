@@ -20,9 +20,7 @@ _PLAIN = (int, float, str, torch.dtype, torch.device, torch.layout, torch.memory
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Hold how to rebuild a result that shares the memory of the operation's first argument: its shape, strides, type
-    and offset.
-    """
+    """Hold shape, strides, type and offset of a result that shares the memory of the operation's first argument."""
 
     spec: Spec
     offset: int  # in elements
@@ -31,12 +29,12 @@ class View:
 class OperationCache:
     """Cache what operations return on fake tensors, by their arguments.
 
-    Computing these results takes most of the time of a trace, and they depend only on the arguments. A result is kept
-    if it can be rebuilt from a `Spec`, a `View`, or several `Spec`s.
+    Computing these results takes most of the time of a trace, and the results depend only on the arguments. A result is
+    kept if it can be rebuilt from a `Spec`, a `View`, or several `Spec`s.
 
     Args:
         known: {key of an operation and its arguments: how to rebuild the result}; may have other entries too, e.g. the
-            workspaces of a `Probe`. New results are added to it. None: start with an empty dictionary.
+            workspaces of a `Probe`. New results are added to this dictionary. None: start with an empty dictionary.
         device: the device whose kernels are assumed: "cpu", or e.g. "cuda, torch 2.15".
     """
 
@@ -163,7 +161,7 @@ def grouped_product(first, second, offsets=None, bias=None, out_dtype=None) -> t
 def operation_of(function, args, leaves: list, structure: Structure) -> Operation:
     """Return an operator call as an `Operation`, in which tensors are replaced by their `Spec`s.
 
-    It is called for each operation of a trace, so it is written for speed.
+    Called for each operation of a trace, and therefore written for speed.
 
     Args:
         function, args: the operator, and its positional arguments.
@@ -182,11 +180,11 @@ def operation_of(function, args, leaves: list, structure: Structure) -> Operatio
 
 
 def by_position(function, args: tuple, selected: Callable[[torch.Tensor], int] | None = None) -> tuple[Callable, tuple]:
-    """Return (operation, arguments) that select by position what an operation would select by masks, as kernels do.
+    """Return (operation, arguments) with positions in place of masks, as in kernels; `masked_select` becomes `index`.
 
     Args:
         function: `aten.masked_select`, or an operation whose second argument is a list of indices, e.g. `aten.index`.
-        args: its positional arguments.
+        args: the operation's positional arguments.
         selected: returns how many elements a mask of unknown values selects; None: such a mask stays as it is.
     """
     if function is torch.ops.aten.masked_select.default:
@@ -216,7 +214,7 @@ def uniform_value(operation: Operation, leaves: list, any_known: bool) -> float 
     """Return the value that all elements of an operation's result have, or None if it is unknown.
 
     Tensors count as finite: isnan(x) is False everywhere. Otherwise the value is known if the elements of each tensor
-    among the arguments are known to be equal; it is then computed on one element.
+    among the arguments are known to be equal; the operation is then computed on one element.
 
     Args:
         operation: the call as an `Operation`.

@@ -2,9 +2,9 @@
 
 No rule gives their sizes. A CPU's matmuls copy their operands into another layout, in buffers whose sizes jump from one
 shape to the next and differ with strides, instruction sets and threads. Each operation is therefore run on zeros under
-the allocator's profiler, at its own size if that is affordable. Otherwise it is run at three smaller sizes: if their
-workspaces are on a straight line, the line is extrapolated to the operation's own size; if not, the largest ratio to
-its operands is taken, and reported as an assumption.
+the allocator's profiler, at its own size if that is affordable. Otherwise it is run at three smaller sizes: if the
+three workspaces are on a straight line, the line is extrapolated to the operation's own size; otherwise the largest
+ratio of workspace to operands is used, and reported as an assumption.
 """
 
 import bisect
@@ -57,9 +57,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Hidden:
-    """Hold the bytes of workspace of one operation at its own size, and how they were found: measured, extrapolated or
-    assumed.
-    """
+    """Hold an operation's bytes of workspace at its own size, and whether it was measured, extrapolated or assumed."""
 
     bytes: int | None  # None if the operation cannot be run by itself
     how: str  # "measured" at its own size, on a "line" through three smaller ones, "assumed", or "unknown"
@@ -73,8 +71,7 @@ class Probe:
     """Measure and remember operator workspaces: `run` measures, `probe[operation]` looks one up.
 
     Args:
-        threads: number of threads of the experiment, because each thread gets buffers of its own; None: torch's
-            default.
+        threads: number of threads of the experiment, each with its own buffers; None: torch's default.
     """
 
     def __init__(self, threads: int | None = None):
@@ -83,9 +80,7 @@ class Probe:
         self._runner = Runner()
 
     def under(self, threads: int | None) -> "Probe":
-        """Return a probe that shares this probe's results, for an experiment on this number of threads; None: torch's
-        default.
-        """
+        """Return a probe with this probe's results, for an experiment on `threads` threads (None: torch's default)."""
         other = copy.copy(self)
         other.threads = threads or torch.get_num_threads()
         return other
@@ -104,8 +99,9 @@ class Probe:
         return self.threads, *operation.signature
 
     def run(self, operations: Sequence[Operation]) -> None:
-        """Determine the workspaces of these operations unless they are known. Put the important ones first: the time
-        for runs of large operations at their own size is limited."""
+        """Determine the workspaces of these operations unless they are known. Put the important operations first: the
+        time for runs of large operations at full size is limited.
+        """
         run = functools.partial(self._runner, threads=self.threads)
         tried: dict[tuple, _Tried] = {}
         for operation in operations:
@@ -165,7 +161,7 @@ def assumptions(operations: Sequence[Operation], probe: Probe) -> list[str]:
 
 
 def _at_first(operation: Operation) -> list[Operation]:
-    """Return the versions of an operation to run first: itself, or three smaller ones, largest first, if it is large.
+    """Return the operations to run first: the operation or, if it is large, three smaller versions, largest first.
 
     An operation whose workspace does not depend on sizes is returned with tensors of one element. Return [] if the
     operation is too large and cannot be made smaller.
@@ -199,8 +195,7 @@ def _is_sizeless(operation: Operation) -> bool:
 
 
 def smaller(operation: Operation, limit: int) -> list[Operation]:
-    """Return the operation at three sizes of at most `limit` bytes, largest first; [] if no length can be reduced
-    further.
+    """Return the operation at three sizes of at most `limit` bytes, largest first; [] if no length can be reduced.
 
     The same lengths are reduced in all three. If a workspace grows with only some of these lengths, the three points
     are not on a line.
@@ -219,8 +214,7 @@ def smaller(operation: Operation, limit: int) -> list[Operation]:
 def resized(operation: Operation, factors: dict[int, int]) -> Operation:
     """Return a smaller form of an operation, so that running it takes less memory and time.
 
-    The bytes of its results are scaled by how much its arguments shrank or, if the arguments did not shrink, by all the
-    factors.
+    The bytes of its results shrink as the bytes of its arguments do or, if no argument shrinks, by all factors.
 
     Args:
         factors: {length: factor}; each dimension of this length is divided by the factor.
@@ -235,8 +229,8 @@ def _resized(leaf: Any, factors: dict[int, int]) -> Any:
     """Return an operation's argument `leaf` with smaller lengths: each length in `factors`, {length: factor}, is
     divided by its factor.
 
-    A tensor's `Spec` keeps the order of its dimensions in memory, a sparse tensor its share of stored elements. A whole
-    number counts as a length. Other arguments are returned unchanged.
+    A tensor's `Spec` keeps the order of its dimensions in memory, a sparse tensor keeps its share of stored elements. A
+    whole number counts as a length. Other arguments are returned unchanged.
     """
     if type(leaf) is SparseSpec:
         shape = tuple(length // factors.get(length, 1) for length in leaf.shape)
@@ -256,7 +250,7 @@ def _resized(leaf: Any, factors: dict[int, int]) -> Any:
 
 @dataclass(slots=True)
 class _Tried:
-    """Hold an operation with its first runs, and conclude the workspace at its own size from them."""
+    """Hold an operation and its first runs, and conclude from these the workspace at its own size."""
 
     operation: Operation
     group: list[Operation]  # the operation at the sizes of these runs, see `_at_first`
@@ -278,27 +272,22 @@ class _Tried:
         return None if end is None else Hidden(end, "line")
 
     def assumption(self) -> Hidden:
-        """Return an assumption: the largest ratio of workspace to operands at smaller sizes, times the operands' own
-        size.
-        """
+        """Return an assumption: the largest workspace / operands at smaller sizes, times the bytes of the operands."""
         pairs = zip(self.group, self.seen, strict=True)
         shares = [seen.bytes / cut.bytes for cut, seen in pairs if seen and cut.bytes]
         return Hidden(round(max(shares) * self.operation.bytes), "assumed") if shares else _UNKNOWN
 
     def expected_seconds(self) -> float:
-        """Return the expected seconds of a run at the operation's own size, from an earlier run or else from an assumed
-        slow speed.
-        """
+        """Return the expected seconds of a run at the operation's own size, from an earlier run or an assumed speed."""
         if not self.warm:
             return self.operation.bytes / _SLOW_BYTES_A_SECOND
         return self.warm.seconds * (self.operation.bytes / max(self.group[0].bytes, 1)) ** _GROWTH
 
 
 def line(sizes: Sequence[int], hidden: Sequence[int], wanted: int) -> int | None:
-    """Extrapolate a workspace: return its bytes at the size `wanted`, on the straight line through three measured
-    points.
+    """Extrapolate a workspace: return its bytes at the size `wanted`, on the straight line through three points.
 
-    Return None if the points are on no line, or if its value there is below zero.
+    Return None if the points are on no line, or if the line is below zero at `wanted`.
 
     Args:
         sizes: bytes of the operands at the three measured sizes, largest first.
@@ -319,7 +308,7 @@ def line(sizes: Sequence[int], hidden: Sequence[int], wanted: int) -> int | None
 
 
 class Runner:
-    """Run operations in one fork of this process, so that this process stays as it is, whatever they do."""
+    """Run operations in one fork of this process, so that they cannot change or crash this process."""
 
     def __init__(self):
         self._pool: ProcessPoolExecutor | None = None
@@ -383,9 +372,7 @@ def _sparse(spec: SparseSpec) -> torch.Tensor:
 
 
 def _once(operation: Operation, mark: str) -> None:
-    """Run the operation on zeros between two marks of the profiler, both named `mark`; if it fails, the second mark is
-    missing.
-    """
+    """Run the operation on zeros between two profiler marks named `mark`; if it fails, the second mark is missing."""
     try:
         leaves = [
             torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype).zero_()

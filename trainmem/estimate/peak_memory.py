@@ -40,8 +40,7 @@ if TYPE_CHECKING:
 def estimate_experiment(
     experiment: Experiment, device: Device, with_log: bool, probe: "Probe", tell: Tell
 ) -> tuple[MemoryEstimate, Log | None]:
-    """Return the estimate of one experiment and, if `with_log`, the log of CUDA's allocations and frees, otherwise
-    None.
+    """Return the estimate of an experiment and, if `with_log`, the log of CUDA's allocations and frees, else None.
 
     Call it through `fresh_process.with_probe`, because it replaces parts of torch.
 
@@ -92,9 +91,7 @@ def estimate_of(experiment: Experiment, traced: "TracedExperiment", device: Devi
 
 @dataclass(frozen=True, slots=True)
 class TracedExperiment:
-    """Hold an experiment's trace, the total bytes during each operation with operator workspace, and the assumptions
-    made.
-    """
+    """Hold an experiment's trace, the total bytes (with workspace) during each operation, and the assumptions."""
 
     trace: Trace
     totals: np.ndarray  # (operations,): the highest total during each, with its workspace, in bytes
@@ -102,12 +99,11 @@ class TracedExperiment:
 
 
 def trace_all(experiments: Sequence[Experiment], device: Device, probe: "Probe", tell: Tell) -> list[TracedExperiment]:
-    """Trace experiments on fake tensors, in parallel on all cores if there are many; return one traced experiment for
-    each.
+    """Trace experiments on fake tensors, many of them in parallel on all cores; return a `TracedExperiment` of each.
 
     Args:
         device: the device whose memory is estimated.
-        probe: measures operator workspaces on a CPU; its facts about operations are shared by the experiments.
+        probe: measures operator workspaces on a CPU; `probe.known` caches results of operations for all.
         tell: called with the percentage done, which is 80 after the last trace.
 
     Raises:
@@ -136,7 +132,8 @@ _with: dict[str, Any] = {}  # arguments of `trace_of` in the process that traces
 def _as_traced(experiment: Experiment, device: Device) -> Experiment:
     """Return the experiment in the form that is traced.
 
-    It has no data loader workers, no `fsdp` if nothing is sharded, and no more samples than the trace reaches.
+    The traced form has no data loader workers, no `fsdp` if nothing is sharded, and no more samples than the trace
+    reaches.
 
     Raises:
         Invalid: there is no such model.
@@ -174,7 +171,7 @@ def enough_samples(arguments: Arguments, processes: int = 1) -> int:
 
 
 def _trace_one(experiment: Experiment) -> tuple[Trace, dict[tuple, Any]]:
-    """Return (the trace of an experiment, the facts about operations that it added to those known before)."""
+    """Return (the trace of an experiment, {key: result} of operations that were not in the cache before)."""
     import torch
 
     torch.set_num_threads(1)
@@ -218,8 +215,7 @@ def _has_experts(experiment: Experiment) -> bool:
 def _traced(
     experiment: Experiment, device: Device, known: dict[tuple, Any] | None, routing: "Routing | None" = None
 ) -> Trace:
-    """Return the trace of an experiment with a given routing of tokens to experts; None: the routing that values
-    decide.
+    """Return the trace of an experiment with a given `routing` of tokens to experts (None: by values).
 
     `known`: as in `trace_of`.
     """
@@ -328,8 +324,8 @@ _TAKEN = {
 
 
 def _with_workspaces(trace: Trace, probe: "Probe") -> tuple[np.ndarray, list[str]]:
-    """Return (the highest total of bytes during each operation, workspace included, an array; the assumptions about
-    workspaces).
+    """Return (array (operations,) of the highest total bytes during each operation, with workspace; the assumptions
+    about workspaces).
 
     Operations with one signature have one workspace, so each signature is measured once. The time for measuring is
     limited, so signatures that run when most bytes are live come first.
@@ -354,7 +350,7 @@ _KERNELS = {"flash": "flash", "efficient": "memory-efficient", "cudnn": "cuDNN"}
 def attention_kernels(trace: Trace) -> tuple[str, ...]:
     """Return the fused attention kernels in a trace: "flash", "memory-efficient", "cuDNN".
 
-    () means that attention is plain, because that was requested (eager) or because no fused kernel supports the inputs.
+    () means plain attention, because eager attention was requested or no fused kernel supports the inputs.
     """
     fused = (each.name.partition("_scaled_dot_product_")[2] for each in trace.operations)
     return tuple(dict.fromkeys(_KERNELS[kernel] for name in fused if (kernel := name.partition("_")[0]) in _KERNELS))
@@ -396,8 +392,7 @@ def _by_category(live: np.ndarray) -> dict[str, int]:
 
 
 def _timeline(trace: Trace, totals: np.ndarray) -> dict[str, Any] | None:
-    """Return the last step as a timeline in the form of `records.Memory.timeline`; None if it has fewer than two
-    operations.
+    """Return the last step as a timeline, see `records.Memory.timeline`; None if it has fewer than two operations.
 
     `totals`: all live bytes during each operation of the trace, an array of shape (operations,).
     """
@@ -409,7 +404,7 @@ def _timeline(trace: Trace, totals: np.ndarray) -> dict[str, Any] | None:
 
 
 def _on_cuda(trace: Trace, device: Device) -> tuple[Memory, bool]:
-    """Replay a trace on the allocator model; return (the memory, whether it is too large for the card)."""
+    """Replay a trace on the allocator model; return (the memory, whether the training is too large for the card)."""
     found = allocator_replay.replayed(trace.log, device.settings, device.memory_bytes, device.rules)
     memory, context = found.memory(), cards.context_bytes(device.compute_capability)
     memory = replace(

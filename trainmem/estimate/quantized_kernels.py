@@ -19,8 +19,7 @@ OUTLIER_OPERATIONS = {"int8_vectorwise_quant", "int8_mixed_scaled_mm"}
 
 
 def program(gpu: GPU, name: str, made: list[torch.Tensor], *args, **kwargs) -> tuple[list, list, bool]:
-    """Return (tensors to copy first if they are not contiguous, the requests in order, whether the operation calls
-    cuBLAS).
+    """Return (tensors to copy first unless contiguous, the requests in order, whether the operation calls cuBLAS).
 
     A request is a result, or the bytes of a buffer that is held until the operation ends.
 

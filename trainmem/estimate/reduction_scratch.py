@@ -88,8 +88,7 @@ def scratch_bytes(
 
 
 def _joined(dims: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return `dims`, (size, stride in elements) of each dimension, the smallest stride first, with adjacent dimensions
-    merged.
+    """Return `dims`, (size, stride in elements) by dimension, the smallest stride first, with neighbours merged.
 
     Dimensions of size 1 are left out.
     """

@@ -122,9 +122,7 @@ def _plain_type(value) -> type:
 
 
 def fake_module_to(tracker: "FakeTracker") -> Callable:
-    """Return a replacement of `Module.to` that changes fake weights in place, because they cannot be exchanged for
-    other objects.
-    """
+    """Return a replacement of `Module.to` that changes fake weights in place, because they cannot be exchanged."""
 
     def to(module, *args, **options):
         device, dtype, *_ = torch._C._nn._parse_to(*args, **options)
@@ -139,13 +137,12 @@ def fake_module_to(tracker: "FakeTracker") -> Callable:
 def few_micro_batches(tracker: "FakeTracker", alike: bool) -> contextlib.AbstractContextManager:
     """Return a context in which only the first two and the last of a step's micro-batches are traced.
 
-    The micro-batches between them repeat the second one, so they are not traced. For a GPU, the first few of them
-    repeat the second one's allocations and frees in the log, because each may change the layout of the allocator's free
-    blocks.
+    Micro-batches between these are not traced. For a GPU, the log repeats the second micro-batch in place of the first
+    few, because each may change the allocator's free blocks.
 
     Args:
         alike: whether the micro-batches of a step are equal, except that the first one makes the gradients. The last
-            one then also repeats the second, and later steps repeat the first step.
+            micro-batch then repeats the second one too, and later steps repeat the first step.
     """
     from transformers import Trainer
 

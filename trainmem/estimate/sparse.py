@@ -1,6 +1,6 @@
 """Sparse tensors (COO) in a trace: the results of their operations, and what CUDA's kernels request for them.
 
-A sparse tensor has no storage of its own: its bytes are those of its indices and its values. Positions count as
+A sparse tensor has no storage of its own: its bytes are the bytes of its indices and values. Positions count as
 distinct, as in peft's SHiRA and FRoD, so that no elements are summed up.
 """
 
@@ -37,7 +37,7 @@ def filled(function, args: tuple, result: FakeTensor) -> FakeTensor:
 
 
 def _add(made, dense, other, *_, **__) -> list[Step]:
-    """Return the memory requests (results in `made`, bytes of buffers) of dense + sparse: both are cast to their common
+    """Return the memory requests (results in `made`, bytes of buffers) of dense + sparse: both are cast to a common
     type, and each element needs one index (cuda/SparseCUDATensorMath.cu: add_out_dense_sparse_cuda).
     """
     if not other.is_sparse:
@@ -60,8 +60,8 @@ def _coalesce(made, tensor) -> list[Step]:
 
 def _mask(made, tensor, mask) -> list[Step]:
     """Return the memory requests (results in `made`, bytes of buffers) of `sparse_mask`: a dense tensor is multiplied
-    by a mask of ones; in a sparse one the mask's positions are looked up (native/sparse/SparseTensor.cpp: sparse_mask,
-    SparseBinaryOpIntersectionCommon.h).
+    by a mask of ones; in a sparse tensor the mask's positions are looked up (native/sparse/SparseTensor.cpp:
+    sparse_mask, SparseBinaryOpIntersectionCommon.h).
     """
     (result,), each = made, WORD * mask._nnz()
     if not tensor.is_sparse:

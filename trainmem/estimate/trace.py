@@ -3,7 +3,7 @@
 The code that runs is the measured code, including transformers' Trainer: the data are real, and every tensor that
 depends on a weight is fake. No tensor shows operator workspaces: see `operator_workspaces`.
 
-Call it only in a fresh subprocess that trains nothing afterwards: it installs hooks and replaces functions.
+Call `follow` only in a fresh subprocess that trains nothing afterwards: it installs hooks and replaces functions.
 """
 
 import contextlib
@@ -69,7 +69,7 @@ class DependsOnValues(Invalid):
 def follow(experiment: Experiment, tracker: "FakeTracker") -> Trace:
     """Trace an experiment on fake tensors and return its trace.
 
-    It covers two or three optimizer steps, two forward passes in inference, or the user's function.
+    The trace covers two or three optimizer steps, two forward passes in inference, or the user's function.
 
     `tracker`: logs the operations, and decides whether tensors are on a GPU.
 
@@ -153,7 +153,7 @@ class FakeTracker(Tracker):
         return self.watch(function, types, args, kwargs)  # nothing else: this runs at each operation
 
     def execute(self, function, args, kwargs):
-        """Run an operation: compute it if none of its tensors is fake, otherwise return fake tensors of its shapes.
+        """Run an operation: compute it if none of its tensors is fake, otherwise return fake results.
 
         Raises:
             Invalid: a GPU has no kernel for the operation.
@@ -209,8 +209,7 @@ class FakeTracker(Tracker):
         return module
 
     def repeated(self, span: tuple) -> list[FakeTensor] | None:
-        """Add a batch to the log once more, without running it, and return new fake tensors like the tensors that it
-        left behind.
+        """Log a batch once more without running it; return new fake tensors like the ones it left behind.
 
         The batch is a micro-batch, which leaves its loss and new gradients behind, or a batch of an evaluation, which
         leaves its predictions. Return None if it cannot be repeated: it left further blocks behind (workspaces, which a
@@ -257,9 +256,7 @@ class FakeTracker(Tracker):
 
     @contextlib.contextmanager
     def collating(self) -> Iterator[None]:
-        """Set the attribute `collates` in this context while a data loader gathers a batch, whose data are real and on
-        the host.
-        """
+        """Set `collates` in this context, while a data loader gathers a batch, whose data are real and on the host."""
 
         def noticed(plain):
             def gather(*args, **options):
@@ -278,19 +275,19 @@ class FakeTracker(Tracker):
             self.emptied.append(len(self.log))
 
     def _begin(self, tensors: list[torch.Tensor], any_fake: bool) -> None:
-        """Prepare for an operation with these tensors; called before each operation. A subclass may override it.
+        """Do nothing; a subclass may prepare for the operation that is about to run on these tensors.
 
         `any_fake`: whether one of the tensors is fake.
         """
 
     def _all_elements(self, mask: torch.Tensor) -> int:
-        """Return the number of elements of a mask, and note that the mask was assumed to select all of them."""
+        """Return the number of elements of a mask, and note that the mask was assumed to select all elements."""
         self.assumes_masks = True
         return mask.numel()
 
     def _is_computed(self, function, args, kwargs, tensors: list[torch.Tensor]) -> bool:
-        """Return whether to compute an operation without fake tensors. Small ones are computed, so that data, positions
-        and orders have the right values for code that reads them.
+        """Return whether to compute an operation without fake tensors. Small operations are computed, so that data,
+        positions and orders have the right values for code that reads them.
 
         Args:
             function, args, kwargs: the operator and its arguments.
@@ -390,14 +387,12 @@ class Routing(Enum):
     ONE_SIDED = "one-sided"  # all tokens choose the same experts
 
     def replaced(self, function, args, kwargs, result):
-        """Return the result of a choice of experts, with assumed numbers of the chosen experts in place of unknown
-        numbers.
+        """Return the result of a choice of experts, with assumed expert numbers in place of unknown numbers.
 
         Args:
             function: `aten.topk.default`, or an overload of `argmax`.
             args, kwargs: the arguments of `function`.
-            result: what `function` returned on fake tensors; it is returned unchanged if no dimension of experts is
-                named.
+            result: what `function` returned on fake tensors; returned unchanged if the arguments name no dimension.
         """
         is_topk = function is aten.topk.default
         names = ("self", "k", "dim") if is_topk else ("self", "dim")
@@ -459,9 +454,7 @@ def _traced(tracker: FakeTracker, parameters: int, trainable: int) -> Trace:
 
 
 def recorded(tracker: FakeTracker) -> Log:
-    """Return the tracker's allocations and frees as a `Log`. Frees after both the last allocation and the last mark are
-    left out.
-    """
+    """Return the tracker's allocations and frees as a `Log`, up to the last allocation or mark, whichever is later."""
     entries, marks = list(tracker.log), [(label, position) for label, position, _ in tracker.marks]
     makers = np.searchsorted([end for end, *_ in tracker.operations], np.arange(len(entries)), side="right").tolist()
     numbers: dict[int, int] = {}  # {id of a block: its number}
@@ -481,8 +474,7 @@ def recorded(tracker: FakeTracker) -> Log:
 
 
 def _shared(operations: Iterable[tuple[Operation, int]]) -> Iterator[Operation]:
-    """Yield each operation with the bytes of its results set. Equal operations become one object, because a trace has
-    few kinds.
+    """Yield each operation with the bytes of its results set; equal operations share one object, to save memory.
 
     Args:
         operations: pairs of an operation and the bytes of its results.

@@ -132,9 +132,7 @@ class Label(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """Hold allocations and frees of blocks in order, from the loading of the model on, with each block's bytes and
-    origin.
-    """
+    """Hold allocations and frees in order, from the model's loading on, with each block's bytes and origin."""
 
     blocks: list[tuple[int, Label]]  # (bytes, not rounded; origin), in the order of allocation
     events: list[int]  # n: block n is allocated; ~n: it is freed
@@ -151,7 +149,7 @@ def highest(totals: np.ndarray, begins: np.ndarray) -> np.ndarray:
 
     Args:
         totals: (events + 1,): bytes before the first event and after each event.
-        begins: (operations + 1,): the number of events before each operation, and last that of all events.
+        begins: (operations + 1,): the number of events before each operation, and last the number of all events.
     """
     begins = np.minimum(begins, len(totals) - 1)
     return np.maximum(np.maximum.reduceat(totals[: begins[-1] + 1], begins[:-1]), totals[begins[1:]])

@@ -21,8 +21,7 @@ def seen_by(executor: Executor | None) -> tuple[Machine, dict[str, str | None]]:
 
 
 def submit(executor: Executor, function: Callable[..., Outcome], *arguments) -> "Future[Outcome]":
-    """Submit a function to an executor, to be called with `arguments`, and return its future; read the result with
-    `outcome_of`.
+    """Submit a call of `function` with `arguments` to an executor; return its future, which `outcome_of` reads.
 
     The call gets a unique argument, because Dask would otherwise return the result of an earlier equal call.
     """
@@ -49,8 +48,7 @@ def outcome_of(future: "Future[Outcome]") -> Outcome:
 def perform(number: str, function: Callable[..., Outcome], *arguments) -> Outcome:
     """Call `function` with `arguments`, and return its outcome with the machine and the package versions added.
 
-    On a Dask worker also add the attempt: its worker, times and status. `number` is unique, see `submit`, and is not
-    used.
+    On a Dask worker also add the attempt: its worker, times and status. `number` is not used, see `submit`.
     """
     start = now("milliseconds")
     outcome = function(*arguments)
@@ -64,8 +62,7 @@ def perform(number: str, function: Callable[..., Outcome], *arguments) -> Outcom
 def measured(
     experiment: Experiment, meters: Sequence[str], timeout: float, on_step: Callable[[int], None] | None = None
 ) -> Iterator[Outcome]:
-    """Yield the outcome of an experiment after each meter, until a meter fails. Each outcome contains all earlier
-    figures.
+    """Yield the outcome of an experiment after each meter, with all earlier figures, until a meter fails.
 
     Args:
         meters: "memory", "time", "none" or "value" (see `Lab.run`), each in a fresh subprocess. In a course, other

@@ -100,8 +100,7 @@ def _move_to(assignment: Assignment) -> None:
 def _short_name(folder: str) -> str:
     """Return a folder's path, or a short alias of it if the path is too long for a socket's address (107 bytes).
 
-    With a longer path the workers of a DataLoader would hang (cpython issue 93852). Only Linux has such aliases, links
-    in /proc.
+    With a longer path the workers of a DataLoader would hang (cpython issue 93852). Aliases, in /proc, need Linux.
     """
     if len(os.fsencode(folder)) <= _SHORT or not os.path.isdir("/proc/self/fd"):
         return folder
@@ -127,7 +126,7 @@ def _ask_for_a_quiet_machine(channel: connection.Connection, need: quiet.Need) -
 
 
 def _reporting(channel: connection.Connection) -> Callable[[int], None]:
-    """Return a function of a step's number that sends it to the caller, at most a few times a second."""
+    """Return a function of a step's number that sends this number to the caller, at most a few times a second."""
     last = 0.0
 
     def on_step(number: int) -> None:
@@ -140,10 +139,10 @@ def _reporting(channel: connection.Connection) -> Callable[[int], None]:
 
 
 def _stopping(channel: connection.Connection, warmup_steps: int, steps_per_turn: int) -> Callable[[int], None]:
-    """Return a function of a step's number that, at the end of a turn, tells the caller and waits for its "go".
+    """Return a function of a step's number that tells the caller when a turn ends, and waits for the caller's "go".
 
-    A turn is a number of steps between two stops: the first turn ends after `warmup_steps`, each later one after
-    `steps_per_turn` more.
+    A turn is a number of steps between two stops: the first turn ends after `warmup_steps`, each later turn after
+    `steps_per_turn` more steps.
     """
 
     def on_step(number: int) -> None:

@@ -1,17 +1,19 @@
 """Start a fork server, and let it fork a fresh subprocess for each job. This is the side of the caller, which has jobs.
 
-A fresh interpreter takes seconds to import the libraries; a fork of one that has them takes hundredths of a second, and
-nothing is left in it from an earlier job either. The standard library's fork server is no alternative: it imports the
-caller's `__main__` again and keeps the environment in which it was started. Each kind of process has a module:
+A fresh interpreter takes seconds to import the libraries; a fork of an interpreter that has imported them takes
+hundredths of a second, and nothing is left in it from an earlier job. The standard library's fork server is no
+alternative: it imports the caller's `__main__` again and keeps the environment in which it was started. Each kind of
+process has a module:
 
-- the caller: this one. `SERVER` is its server, a `CleanProcess` is one job from its start to its end.
+- the caller: this module. `SERVER` is its server, a `CleanProcess` is one job from its start to its end.
 - the server: `server_process`. It has imported torch but touched no device; it forks, and collects ended processes.
 - the fresh subprocess: `forked`. It receives the job, performs it, and sends the result.
 - the server of a whole course: `course.course_server`. It forks the servers of the lessons, which share one import.
 
-No process outlives its parent, even if that is killed. A child has a session of its own and asks the kernel to end it
-with the server. The server ends when the connection to its caller closes; it adopts and ends processes that a child
-left in other sessions. Each fresh subprocess has a folder for its files, which the process that sees its end removes.
+No process outlives its parent, even if the parent is killed. A fresh subprocess has a session of its own, and asks the
+kernel to end it when the server ends. The server ends when the connection to its caller closes; it adopts and ends
+processes that a fresh subprocess left in other sessions. Each fresh subprocess has a folder for its files, which the
+process that sees its end removes.
 """
 
 import atexit
@@ -73,7 +75,7 @@ class ForkServer:
         """Start a server, without waiting for it, unless a usable one is running.
 
         A server that was started before `optional_packages.offer` is replaced, because its libraries did not find the
-        package. Its fresh subprocesses continue.
+        package. The fresh subprocesses of the old server continue.
 
         Args:
             with_bitsandbytes: import bitsandbytes after the first fork, because later jobs will need it.
@@ -90,7 +92,7 @@ class ForkServer:
         Args:
             descriptors: file descriptors of the subprocess's channel, standard output and standard error.
             folder: folder for the subprocess's files.
-            job: the pickled job; if it names bitsandbytes, the fork gets that package imported.
+            job: the pickled job; if it names bitsandbytes, the fork has imported bitsandbytes.
         """
         with self._lock:
             try:
@@ -119,7 +121,7 @@ class ForkServer:
         return [*self.running.forks] if self.running else []
 
     def end_forks(self) -> None:
-        """End every living fresh subprocess and what it started; code that waits for one gets the outcome "killed"."""
+        """End every living fresh subprocess and what it started; code that waits for it gets the outcome "killed"."""
         for pid in self.forks():
             with contextlib.suppress(OSError):
                 os.killpg(pid, signal.SIGKILL)
@@ -178,9 +180,7 @@ class _RunningServer:
             return pid
 
     def exit_code(self, pid: int) -> int | None:
-        """Return the exit code of the ended fresh subprocess `pid`, which the server collects; None if the server is
-        gone.
-        """
+        """Return the exit code of the ended fresh subprocess `pid` from the server; None if the server is gone."""
         with self._lock, contextlib.suppress(OSError, EOFError):
             self.forks.discard(pid)
             self._control.send(("collect", pid))
@@ -324,9 +324,7 @@ class CleanProcess(contextlib.AbstractContextManager):
         return texts[0], texts[1]
 
     def whereabouts(self) -> str:
-        """Return a text that says in which line each rank of the process is now; empty if it has no ranks or none
-        answers.
-        """
+        """Return a text that says in which line each rank of the process is now; "" if no rank answers."""
         return stack_dumps.described(stack_dumps.query(self.folder, self.pid)) if self.pid else ""
 
     def close(self) -> None:

@@ -1,10 +1,8 @@
-"""Interleave functions or experiments: they run alternately, so that other load on the machine affects all of them
-equally.
+"""Interleave functions or experiments: they run alternately, so that other load on the machine affects all equally.
 
 `in_turns` is for the parts of a lesson (an operation, an update, a pass), inside a function that `Lab.run` performs.
 `Lab.compare` compares whole trainings. Each training is a player; the players run alternately, as threads of one
-process (here) or as processes (`processes`). A turn is the steps that a player runs before it stops for the next
-player.
+process (here) or as processes (`processes`). A turn is the steps that a player runs until the next player.
 
 Two processes of the same code differ by some 10 % in CPU time, because of where their memory is and what the system
 gives them, and no number of turns removes that. Inside one process all players share these conditions (and one memory
@@ -43,8 +41,8 @@ def in_turns(works: Sequence[Callable[[], object]], turns: int = 8) -> list[list
     """Call several functions alternately, each `turns` times, and return the seconds of each call.
 
     The order changes from turn to turn. A first, untimed turn warms up. If this process has used CUDA, the current
-    device times each call, and both values are its seconds. On a CPU, set the number of threads first: other load
-    disturbs one thread the least.
+    device times each call, and both values of a call are the device's seconds. On a CPU, set the number of threads
+    first: other load disturbs one thread the least.
 
     `Ratio.of_turns` takes the results for [a, b, a] from several processes: it returns b's speed relative to a's, with
     the difference between the two a's as the noise floor.
@@ -77,18 +75,14 @@ def in_turns(works: Sequence[Callable[[], object]], turns: int = 8) -> list[list
 
 
 def _threads() -> int:
-    """Return the number of threads of this process that may compute: those that torch's operations use, and Python's
-    other threads.
-    """
+    """Return the number of threads of this process that may compute: torch's, and other threads of Python."""
     import torch
 
     return torch.get_num_threads() + threading.active_count() - 1
 
 
 def _ended_children() -> object:
-    """Return the resources that ended children of this process used: a value to compare, which changes when another
-    child ends.
-    """
+    """Return the resources used by ended children of this process, a value that changes when another child ends."""
     if sys.platform == "win32":
         return None  # no course runs several lessons there
     import resource
@@ -97,7 +91,7 @@ def _ended_children() -> object:
 
 
 def _order(count: int, turns: int) -> Iterator[int]:
-    """Return the indexes of players in the order of their turns, varied so that no player always follows the same one.
+    """Return the indexes of players in the order of turns; the order of players varies from round to round.
 
     A few players get all permutations, more players a fixed random selection.
 
@@ -139,12 +133,12 @@ def play(
 ) -> Outcome:
     """Run players (interleaved trainings) alternately, a few steps each, and return an outcome with their times.
 
-    The outcome's value has, per player and turn, the `Seconds` of the fastest step. If a player fails, the outcome is
-    the player's.
+    The outcome's value has, per player and turn, the `Seconds` of the fastest step. If a player fails, `play` returns
+    that player's outcome.
 
     Args:
         names: names of the players, for messages.
-        players: iterators: each `next` runs one turn, and returns the outcome after the last one.
+        players: iterators: each `next` runs one turn, and returns the outcome after the last turn.
         turns: timed turns per player.
         steps_per_turn: steps in a turn.
         on_turn: called after each turn with the number of finished turns, the warm-up included.
@@ -168,12 +162,12 @@ def _fastest(timing: Timing, turns: int, steps_per_turn: int) -> list[Seconds]:
 
 
 class ThreadPlayer(threading.Thread):
-    """Run one of several interleaved experiments in a thread, which stops after given steps; `next` lets it run to its
-    next stop.
+    """Run one of several interleaved experiments in a thread that stops after given steps; `next` runs it to the next
+    stop.
 
     Args:
-        perform: performs the experiment and returns its outcome; it must call its argument after each step with the
-            step's number.
+        perform: performs the experiment and returns its outcome; must call its argument with the number of each
+            finished step.
         stops: the numbers of the steps after which to stop.
     """
 
@@ -205,9 +199,7 @@ class ThreadPlayer(threading.Thread):
 
 @contextlib.contextmanager
 def _put_away() -> Iterator[None]:
-    """Empty accelerate's process-wide state inside this context, and restore it afterwards, because each player has
-    such a state.
-    """
+    """Empty accelerate's process-wide state in this context, then restore it, because each player has such a state."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     with contextlib.ExitStack() as stack:

@@ -1,5 +1,4 @@
-"""Measure the peak of an experiment's memory, by category. The memory meter never runs at the same time as the time
-meter.
+"""Measure the peak of an experiment's memory, by category; never at the same time as the time meter.
 
 The total comes from the allocator itself, the categories from a dispatch mode that tracks every tensor's storage from
 its allocation to its free. An operation's workspace, which no mode sees, is reported as a separate category.
@@ -31,8 +30,7 @@ COLLECTIVES = "c10d."  # prefix of their operations' names
 
 
 class MemoryMeter:
-    """Measure the peak memory of everything that runs inside `with MemoryMeter() as meter`; `meter.result()` returns
-    it.
+    """Measure the peak memory of what runs inside `with MemoryMeter() as meter`; `meter.result()` returns it.
 
     The peak counts from the first forward on, so that building the model does not affect it. Enter the meter before
     building the model: on a CPU, earlier allocations are not seen.
@@ -131,9 +129,9 @@ class MemoryMeter:
 def _seen_from_outside(watcher: Watcher, compiling_steps: int) -> Iterator[dict[int, torch.Tensor]]:
     """Let a watcher observe only the ends of optimizer steps in this context, because the code of a step is compiled.
 
-    The measurement starts again at the end of step number `compiling_steps`, the last one that compiles.
+    The measurement starts again at the end of step number `compiling_steps`, the last step that compiles.
 
-    Yield {id: parameter}. It is empty until the end of the first optimizer step, which fills it.
+    Yield {id: parameter}, a dictionary that is empty until the first optimizer step ends.
     """
     parameters: dict[int, torch.Tensor] = {}
 
@@ -178,14 +176,14 @@ class _Ran(NamedTuple):
 
 
 def _apart(tracker: Watcher, at_marks: list[int], highest: Callable) -> dict[str, tuple[int, int]]:
-    """Return {phase outside of the steps: (peak in bytes, index of its operation)}, for phases that peak above their
-    start.
+    """Return {phase outside of the steps: (peak in bytes, index of the operation at the peak)}, for phases that peak
+    above their start.
 
     Args:
         tracker: the tracker, which has the marks.
         at_marks: the total in bytes at each mark.
-        highest: function of the indexes of two marks that returns (the peak between them in bytes, index of its
-            operation).
+        highest: function of the indexes of two marks that returns (the peak between them in bytes, index of the
+            operation at the peak).
     """
     found = {}
     for phase, begin, end in stretches(label for label, *_ in tracker.marks):
@@ -218,8 +216,8 @@ def events(profile: torch.profiler.profile) -> tuple[list[_Change], dict[str, li
 
 
 def running(changes: list[_Change]) -> tuple[list[int], list[int]]:
-    """Return (times in ns, totals in bytes) of allocations and frees. There is one more total than times: the first is
-    the one before all changes.
+    """Return (times in ns, totals in bytes) of allocations and frees. The totals have one entry more, at the start: the
+    total before all changes.
     """
     return [change.when for change in changes], [0, *itertools.accumulate(change.bytes for change in changes)]
 
@@ -409,8 +407,8 @@ def _timeline(tracker: Tracker, at_operations: list[int]) -> dict[str, Any] | No
 def highest(totals: list[int], first: int, last: int, points: int = 200) -> list[int]:
     """Return the indexes of at most `points` operations, from `first` up to but not including `last`.
 
-    The operations are divided into stretches of equal length; each index is that of the stretch's highest total.
-    `totals`: bytes during each operation.
+    The operations are divided into stretches of equal length; an index is returned for the highest total of each
+    stretch. `totals`: bytes during each operation.
     """
     stretch = max(1, -(-(last - first) // points))
     return [
@@ -419,8 +417,7 @@ def highest(totals: list[int], first: int, last: int, points: int = 200) -> list
 
 
 def series(where: list[tuple[str, str, str]], lives: list[dict[str, int]], totals: list[int]) -> dict[str, Any] | None:
-    """Return a timeline in the form of `records.Memory.timeline`; None for fewer than two entries. An entry is an
-    operation.
+    """Return a timeline, see `records.Memory.timeline`, of one entry per operation; None for fewer than two entries.
 
     Args:
         where: (phase, operation, module) of each entry.

@@ -21,8 +21,7 @@ _limit: ContextVar[tuple[float, float]] = ContextVar("limit", default=(float("in
 
 @contextlib.contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Limit the time of everything performed inside this context, together, to `seconds`; when it is over, experiments
-    end as "timed out".
+    """Limit the total time of all experiments in this context to `seconds`; later experiments end as "timed out".
 
     Raises:
         ValueError: `seconds` are not above 0.
@@ -46,7 +45,7 @@ def execute(
     """Perform an experiment in a fresh subprocess; return its outcome, even if it fails, with what it printed.
 
     Args:
-        measure: the meter: "memory", "time", "none" or another one of `worker.perform`.
+        measure: the meter: "memory", "time", "none" or another meter of `worker.perform`.
         timeout: seconds after which the process and all that it started are ended, with status "timed out".
         on_step: called with the number of a finished step, at most a few times a second; None: not called.
     """
@@ -62,7 +61,7 @@ def execute(
 def _once(step: int) -> tuple[int, int]:
     """Return the `turn` of a `CleanProcess` that stops once, after `step` warm-up steps, and waits for `go`.
 
-    A turn is (warm-up steps, steps per turn). No training has as many steps as this turn, so there is no second stop.
+    A turn is (warm-up steps, steps per turn). The steps per turn exceed any training, so there is no second stop.
     """
     return step, sys.maxsize
 
@@ -99,9 +98,9 @@ def _explained(first: Outcome, second: Outcome) -> Outcome:
 def _may_be_paired(experiment: Experiment) -> bool:
     """Return whether the two passes of `account` over an experiment may run at the same time.
 
-    They need a CPU with several cores, outside of a course, whose other lessons use these cores. The passes of a user's
-    function run one after the other, because the function could write to the same files in both. Compiled code, and an
-    experiment that is counted by tensors, have no second pass.
+    Both passes need a CPU with several cores, outside of a course, whose other lessons use these cores. The passes of a
+    user's function run one after the other, because the function could write to the same files in both. Compiled code,
+    and an experiment that is counted by tensors, have no second pass.
     """
     machine = hardware.this_machine()
     alone = experiment.function or experiment.arguments.compiles or experiment.is_counted_by_tensors
@@ -231,20 +230,20 @@ def side_by_side(
     processes: int = 1,
     at_once: int = 1,
 ) -> Outcome:
-    """Interleave experiments on the CPU inside one fresh subprocess, and repeat that in several; see `interleaving`.
+    """Interleave experiments on the CPU inside one fresh subprocess, and repeat this in several subprocesses; see
+    `interleaving`.
 
     The outcome's value: per process, experiment and turn, the `Seconds` of the fastest step.
 
     Args:
         turns: turns per experiment and process. In a turn an experiment runs `steps_per_turn` steps, then stops for the
             next experiment.
-        steps_per_turn: optimizer steps per turn; the fastest one represents the turn.
+        steps_per_turn: optimizer steps per turn; the fastest step represents the turn.
         timeout: time limit of all processes together, in seconds.
-        on_turn: called from time to time with the number of finished turns, those of the warm-up included; None: not
-            called.
+        on_turn: called from time to time with the number of finished turns, warm-up included; None: not called.
         processes: number of subprocesses in total.
-        at_once: number of subprocesses that run at the same time, at most one per core. They disturb each other as
-            other load on the machine would, but all recipes equally, because these are interleaved inside each process.
+        at_once: number of subprocesses that run at the same time, at most one per core. The subprocesses disturb each
+            other, but all experiments equally, because these are interleaved inside each subprocess.
     """
     taken, report = [], on_turn or (lambda number: None)
     job = functools.partial(_in_threads, experiments, turns, steps_per_turn)
@@ -332,8 +331,8 @@ def _in_what_is_left(experiment: Experiment, on_step: Callable[[int], None]) -> 
     """Perform an experiment under the time meter while other experiments wait with their memory on the same device;
     return its outcome.
 
-    It counts as out of memory as soon as torch's allocator has to release cached memory: it could continue, but more
-    slowly than alone. `on_step`: called after each step with its number.
+    The experiment counts as out of memory as soon as torch's allocator has to release cached memory, because it would
+    then run more slowly than alone. `on_step`: called after each step with its number.
     """
 
     def stepped(number: int) -> None:
@@ -348,8 +347,7 @@ def _in_what_is_left(experiment: Experiment, on_step: Callable[[int], None]) -> 
 
 
 def _fresh_each_turn(experiment: Experiment, turns: int, steps_per_turn: int) -> interleaving.Player:
-    """Run each turn of an experiment in a new process, each with a warm-up. Yield None after each turn, at the end the
-    outcome.
+    """Run each turn of an experiment in a new process with a warm-up. Yield None per turn, at the end the outcome.
 
     Args:
         turns: number of timed turns.

@@ -41,7 +41,7 @@ class Need(IntEnum):
 
 
 class Asking:
-    """Let a fresh subprocess request a quiet machine: `ask` is called with a `Need` and returns once it is granted.
+    """Let a fresh subprocess request a quiet machine: `ask(need)` returns once this `Need` is granted.
 
     `ask` is None in a rank, and outside of fresh subprocesses; `is_granted` says whether the machine is quiet now.
     """
@@ -98,8 +98,7 @@ def no_clocks() -> Iterator[None]:
 
 
 class QuietLock:
-    """Lock the machine's cores, which several lessons share, fairly: `take` waits for cores, `leave` releases them; see
-    `Need`.
+    """Lock the machine's cores, which lessons share, fairly: `take` waits for cores, `leave` releases them.
 
     There is one exception to fairness: for a while, other lessons may overtake a lesson that waits for a quiet machine,
     as long as they keep all cores busy.
@@ -159,9 +158,7 @@ class QuietLock:
         return may_pass and self._has_room(need, others + cores)
 
     def _has_room(self, need: Need, used: int) -> bool:
-        """Return whether a lesson with this need may start if `used` cores, the lesson's included, would then be in
-        use.
-        """
+        """Return whether a lesson with this need may start, given the `used` cores that would then be in use."""
         held = {held for held, _ in self._held.values()}
         if Need.MACHINE in held or (need is Need.MACHINE and held):
             return False
@@ -217,9 +214,7 @@ def is_in_course() -> bool:
 
 
 class _Lesson:
-    """Request the machine from the `QuietLock` for this process; all of its threads share the cores that the lesson
-    holds.
-    """
+    """Request the machine from the `QuietLock` for this process, all threads of which share the lesson's cores."""
 
     def __init__(self):
         self._guard = threading.Lock()

@@ -30,8 +30,8 @@ class Runner:
     Args:
         profile: "cpu", "t4" or "gpu": the default task and how long to measure; "auto" picks one for this machine.
         out: folder for the runs; empty: the user's cache folder.
-        executor: a `concurrent.futures.Executor` that performs experiments elsewhere, e.g. `sweep.Workers`; each still
-            gets a fresh subprocess there, and its run names that machine. None: experiments run here.
+        executor: a `concurrent.futures.Executor` that performs experiments elsewhere, e.g. `sweep.Workers`; each
+            experiment gets a fresh subprocess on a worker, and its run names that machine. None: this machine.
         timeout: seconds that one experiment may take; None: the profile's.
 
     Raises:
@@ -77,8 +77,8 @@ class Runner:
         Args:
             name: the run's name in tables and pictures.
             task: the model and its data; None: the runner's.
-            optimizer: function (model, training arguments) -> torch optimizer, for one that `optim` does not name;
-                None: that of `optim`.
+            optimizer: function (model, training arguments) -> torch optimizer, for one without a name in `optim`; None:
+                the optimizer that `optim` names.
             measure: "memory" (two steps under the memory meter), "time" (warm-up and `steps` steps under the time
                 meter, losses kept), or both; each takes a fresh subprocess.
             processes: ranks, started by torch's elastic launcher (gloo on CPU, nccl on CUDA).
@@ -114,8 +114,8 @@ class Runner:
     ) -> Run:
         """Run forward passes without gradients, and return their memory and speed.
 
-        A pass has `per_device_eval_batch_size` samples and counts as a step. With `max_new_tokens` it generates text.
-        Arguments and errors are those of `train`.
+        A pass has `per_device_eval_batch_size` samples and counts as a step. With `max_new_tokens` a pass generates
+        text. Arguments and errors are those of `train`.
         """
         arguments_of_kind(Runner.infer, locals())
         parsed = Arguments.of(arguments, also=Runner.infer.__annotations__)
@@ -140,9 +140,9 @@ class Runner:
                 notebook and needs no measuring code. Each entry of `measure` calls it in a fresh subprocess (memory on
                 a CPU: in two, see `memory_meter.MemoryMeter`).
             name: the run's name; None: the function's.
-            measure: as in `train`. Two more values run the function once, without a meter. "value" is for a function
-                of which you only want what it returns, e.g. the times from `interleaving.in_turns`. "none" is for one
-                that reads a clock itself or times its ranks; in a course, other lessons wait until it ends.
+            measure: as in `train`. Two more values run the function once, without a meter. "value" is for a function of
+                which you only want what it returns, e.g. the times from `interleaving.in_turns`. "none" is for a
+                function that reads a clock or times its ranks; in a course, other lessons wait until it ends.
             samples_per_step: samples per optimizer step, over all processes; needed for samples per second.
             use_cpu: whether the function uses the CPU although there is a GPU; then the CPU's memory is counted.
             task, processes, timeout: as in `train`.

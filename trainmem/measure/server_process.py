@@ -1,4 +1,4 @@
-"""Import the libraries once, fork a fresh subprocess per request and collect ended ones. This is the fork server.
+"""The fork server: import the libraries once, fork a fresh subprocess per request and collect ended subprocesses.
 
 `forkserver` starts this process with `serve`. A fork continues in `forked`. The server never touches a device, because
 its forks could not use it afterwards.
@@ -54,8 +54,7 @@ def serve_caller(control: connection.Connection, has_gpus: bool, with_bitsandbyt
 
     Args:
         control: connection to the caller, from which the requests come.
-        has_gpus: whether this machine has GPUs; then bitsandbytes is never imported here, because its import queries
-            them.
+        has_gpus: whether this machine has GPUs; then bitsandbytes, which queries them, is never imported here.
         with_bitsandbytes: import bitsandbytes after the first fork, for the next ones.
     """
     bitsandbytes = () if has_gpus else ("bitsandbytes",)

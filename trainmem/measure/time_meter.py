@@ -25,7 +25,7 @@ class TimeMeter:
     On CUDA the clock is the device's own events, so measuring does not synchronize the steps.
 
     Args:
-        warmup_steps: steps left out at the start, at least 1 (nothing marks the beginning of the first one).
+        warmup_steps: steps left out at the start, at least 1 (nothing marks the beginning of the first step).
         on_step: called after each step with its number, outside of the timed interval; it may block, as interleaved
             runs do. None: not called.
     """
@@ -74,8 +74,7 @@ class TimeMeter:
     def result(self, samples_per_step: int | None = None) -> Timing | None:
         """Return median and spread after the warm-up, in seconds; None if too few steps ran to time one.
 
-        `samples_per_step`: samples per step over all processes, from which the samples per second follow; None: not
-        known.
+        `samples_per_step`: samples per step over all processes, for samples per second; None: not known.
         """
         steps = self._steps[self.warmup_steps - 1 :]
         if not steps:
@@ -123,9 +122,7 @@ def _now():
 
 
 def _waited() -> float | None:
-    """Return the seconds for which this thread was ready to run but had no core, as Linux's scheduler counts them; None
-    elsewhere.
-    """
+    """Return the seconds that this thread was ready to run but had no core, by Linux's scheduler; None elsewhere."""
     try:
         with open("/proc/thread-self/schedstat", encoding="ascii") as file:
             return int(file.read().split()[1]) / 1e9

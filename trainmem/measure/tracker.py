@@ -63,7 +63,7 @@ class Tracker(Watcher, TorchDispatchMode):
     inference, and predictions that an evaluation keeps.
 
     Args:
-        granularity: bytes; the allocator rounds each storage up to a multiple of them.
+        granularity: bytes; the allocator rounds each storage up to a multiple of this number.
         device: type of the device whose memory is tracked, e.g. "cuda"; other storages, e.g. a batch on the host, are
             ignored.
     """
@@ -118,9 +118,7 @@ class Tracker(Watcher, TorchDispatchMode):
         return function(*args, **kwargs)
 
     def block(self, tensor: torch.Tensor) -> Block | None:
-        """Return the `Block` of the tensor's storage: its bytes, category and operation; None if the storage is not
-        tracked.
-        """
+        """Return the `Block` of the tensor's storage (bytes, category, operation); None if it is not tracked."""
         storage = self._storage(tensor)
         found = self._blocks.get(storage._cdata) if storage is not None else None
         return found[0] if found else None
@@ -239,8 +237,8 @@ class Tracker(Watcher, TorchDispatchMode):
 
 
 def counted(parameters: Iterable[torch.Tensor]) -> tuple[int, int]:
-    """Return (number of elements of all weights, number of elements of trainable weights); 4-bit parameters hold two in
-    each byte.
+    """Return (number of elements of all weights, number of elements of trainable weights); a byte of 4-bit weights
+    counts as two elements.
     """
     own = [each for each in parameters if isinstance(each, torch.nn.Parameter)]
     sizes = [math.prod(getattr(getattr(each, "quant_state", None), "shape", each.shape)) for each in own]
@@ -277,12 +275,10 @@ _WRAPPERS = ("torch._compile", "torch._dynamo")  # they wrap `__torch_dispatch__
 
 
 def _is_autograds() -> bool:
-    """Return whether autograd's engine itself calls the present operation, rather than Python code inside a backward
-    pass.
+    """Return whether autograd's engine itself calls the present operation, not Python code inside a backward pass.
 
-    Such Python code is e.g. the backward of a `Function`. The Python frame that called the tracker decides: in a thread
-    of the engine there is no such frame, and in the thread that called `backward` it is the one that started the
-    engine.
+    Such Python code is e.g. the backward of a `Function`. The Python frame that called the tracker decides: a thread of
+    the engine has no such frame, and in the thread that called `backward` the frame is the start of the engine.
     """
     frame = sys._getframe(3)  # above `watch`
     while frame and (frame.f_code.co_name == "__torch_dispatch__" or frame.f_globals["__name__"].startswith(_WRAPPERS)):
@@ -380,9 +376,7 @@ _METHODS_APART = {
 
 
 def calling(replacement: Callable, plain: Callable) -> Callable:
-    """Return a function that calls `replacement(plain, *args, **kwargs)`, where `plain` is the function that it
-    replaces.
-    """
+    """Return a function that replaces `plain` and calls `replacement(plain, *args, **kwargs)`."""
 
     @functools.wraps(plain)
     def call(*args, **kwargs):
@@ -481,8 +475,7 @@ class TrainingHooks:
                 self.tracker.phase = Phase.AFTER_BACKWARD
 
     def get_rng_state(self, plain, *args, **kwargs):
-        """Call torch's `get_rng_state`, `plain`, track the random generator's state that it returns, and return the
-        state.
+        """Return the random generator's state from `plain`, torch's `get_rng_state`, and track this tensor.
 
         No operation returns these states. Activation checkpointing keeps one per block; saving a checkpoint makes one.
         """
@@ -491,8 +484,8 @@ class TrainingHooks:
         return state
 
     def resize(self, plain, storage, *args, **kwargs):
-        """Call `plain`, which resizes a storage, and log it: FSDP2 allocates and frees gathered weights so, without an
-        operation.
+        """Call `plain`, which resizes a storage, and log it: FSDP2 allocates and frees gathered weights by resizing,
+        without an operation.
         """
         resized = plain(storage, *args, **kwargs)
         self.tracker.resized(storage)

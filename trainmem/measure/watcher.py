@@ -13,9 +13,7 @@ MARK = "perf_helpers"  # prefix of our own events among those of torch's profile
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """Hold the bytes and category of one storage, from its allocation to its free, with the operation and stream that
-    allocated it.
-    """
+    """Hold the bytes, category, operation and stream of one storage, from its allocation to its free."""
 
     bytes: int  # as the allocator rounds them
     category: str  # a `Category`; it may change: a temporary turns out to be a gradient
@@ -84,9 +82,7 @@ class Watcher:
         self.modules = Modules()
 
     def mark(self, label: str) -> None:
-        """Note the end of a phase, e.g. "forward", or another `label`, such as "start", in the logs and in torch's
-        profiler.
-        """
+        """Note the end of a phase, e.g. "forward", or another `label` ("start"), in the logs and torch's profiler."""
         self.marks.append((label, len(self.log), len(self.operations)))
         with torch._C._profiler._RecordFunctionFast(f"{MARK} mark"):
             pass  # torch's profiler records the mark too, which puts it in order with the allocations

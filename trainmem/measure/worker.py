@@ -34,9 +34,9 @@ def perform(experiment: Experiment, measure: str, on_step: Callable[[int], None]
     """Perform an experiment under one meter; always return an outcome, even if the experiment fails.
 
     Args:
-        measure: "memory" (two optimizer steps under the memory meter, three on a GPU; for compiled code the last of a
-            few), "categories" (two steps that track every tensor, see `memory_meter`), "time" (the requested steps
-            under the time meter), "none", or "value" (no meter, and reading a clock is an error).
+        measure: "memory" (two optimizer steps under the memory meter, three on a GPU; for compiled code a few steps, of
+            which the last counts), "categories" (two steps that track every tensor, see `memory_meter`), "time" (the
+            requested steps under the time meter), "none", or "value" (no meter, and reading a clock is an error).
         on_step: called after each optimizer step with its number; None: not called.
     """
     try:
@@ -107,7 +107,7 @@ def _rehearse(experiment: Experiment, folder: str, measure: str, on_step) -> Out
 def untimed(experiment: Experiment, measure: str = "time") -> Outcome:
     """Return an outcome whose times and losses are `Unknown`; the experiment does not run.
 
-    It has as many losses as the training would have steps; if `measure` is "time", also those of the warm-up steps.
+    The outcome has a loss for each step of the training and, if `measure` is "time", for each warm-up step.
     """
     unknown, arguments, losses = Unknown(NO_TIME), experiment.arguments, None
     if not experiment.function and experiment.training and arguments.get("num_train_epochs") is None:
@@ -150,8 +150,8 @@ def _plain(value: Any) -> Any:
 def _refusal(experiment: Experiment) -> str | None:
     """Return why an experiment is not started, or None if it may start.
 
-    It is refused if its weights (and gradients, if all weights are trained) exceed this machine's memory, or if the
-    batches of its DataLoader workers exceed /dev/shm: torch could then wait for a batch for ever.
+    An experiment is refused if its weights (and gradients, if all weights are trained) exceed this machine's memory, or
+    if the batches of its DataLoader workers exceed /dev/shm: torch could then wait for a batch for ever.
 
     Raises:
         Invalid: the task cannot be built, a package is missing, or the optimizer needs a GPU.
@@ -355,8 +355,8 @@ def _rank(experiment: Experiment, measure: str, on_step, folder: str, barrier, e
 def _meet_or_fail() -> None:
     """Give ranks a minute to connect for a new group, instead of the half hour that torch allows for communication.
 
-    gloo connects each rank with each other one. Rarely (seen once, of eight ranks on two cores; not in 450 more
-    launches) a connection fails, and all ranks wait silently.
+    gloo connects each pair of ranks. Rarely (seen once, of eight ranks on two cores; not in 450 more launches) a
+    connection fails, and all ranks wait silently.
     """
     from torch.distributed import distributed_c10d
 

@@ -1,7 +1,7 @@
 """Set up rehearsals: torch's CUDA build in an environment of its own, and the compiled stub CUDA runtime.
 
-Nothing is installed into the present environment. If that has torch's CUDA build (the default wheel for Linux is one),
-rehearsals use it; otherwise an environment is made in the user's cache folder.
+Nothing is installed into the present environment. If the present environment has torch's CUDA build (the default wheel
+for Linux), rehearsals use it; otherwise another environment is made in the user's cache folder.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ def compiler() -> str | None:
 
 
 def interpreter() -> Path | None:
-    """Return the path of a Python whose torch is a CUDA build: this Python, or that of the environment made by
+    """Return the path of a Python whose torch is a CUDA build: this Python, or the Python of the environment made by
     `set_up`; None if there is none.
     """
     if hardware.torch_build()[1]:
@@ -51,9 +51,7 @@ def interpreter() -> Path | None:
 
 
 def environment() -> Path:
-    """Return the folder of the environment for rehearsals; each pair of versions of Python and torch has its own
-    folder.
-    """
+    """Return the folder of the environment for rehearsals, one folder per pair of versions of Python and torch."""
     return cache() / f"python{sysconfig.get_python_version()}-torch{_torch_version()}"
 
 
@@ -94,7 +92,7 @@ def library(python: Path) -> Path:
     is missing or outdated.
 
     Raises:
-        RuntimeError: CUDA's headers are missing, or the compiler failed; the message contains the compiler's.
+        RuntimeError: CUDA's headers are missing, or the compiler failed; the message contains the compiler's message.
     """
     site = _site_packages(python)
     if not (headers := max(site.glob("nvidia/*/include/cuda_runtime_api.h"), default=None)):
@@ -184,8 +182,7 @@ def _linked(site: Path) -> set[str]:
 
 
 def _rest(linked: set[str], site: Path, header: Path) -> str:
-    """Return C++ source of the stub's functions that only return a status, which native/answers.toml gives by the
-    function's name.
+    """Return C++ source of the stub's functions that only return a status, which native/answers.toml lists.
 
     Args:
         linked: names of the functions that torch links, see `_linked`.

@@ -62,8 +62,7 @@ _KEEP_SIGN |= {"where"}
 
 
 class Values(TorchFunctionMode):
-    """Track which tensors have known values while this mode is on, in other threads too, and compute small ones on the
-    CPU.
+    """Track, in all threads, which tensors have known values while this mode is on; compute small ones on the CPU.
 
     Args:
         assumes: return assumed values instead of raising `NeedsValues`.
@@ -84,7 +83,7 @@ class Values(TorchFunctionMode):
         return getattr(self._noted(tensor), "is_known", not tensor.is_cuda)
 
     def mark(self, known: bool, *tensors: torch.Tensor) -> None:
-        """Note that all values of these tensors are known or, if `known` is False, that they are not."""
+        """Note that all values of these tensors are known or, if `known` is False, unknown."""
         for tensor in tensors:
             if self.is_known(tensor) != known:
                 self._remember(tensor).is_known = known
@@ -150,11 +149,10 @@ class Values(TorchFunctionMode):
         return made
 
     def _note_arrivals(self, function, name, args, kwargs, given, made) -> None:
-        """Fill small results on the device of a function that had no argument there, and note that their values are
-        known.
+        """Fill small results on the device of a function with all arguments on the host, and note them as known.
 
-        A result is filled if it has the shape of the only tensor argument, which it then copies, or if a function such
-        as `ones` made it from no tensor. The values of other results stay unknown. The arguments are those of
+        A result is filled if it is a copy of the only tensor argument (of the same shape), or if a function such as
+        `ones` made it from no tensor. The values of other results stay unknown. The arguments are those of
         `_note_results`.
         """
         for tensor in _tensors(made):
@@ -285,8 +283,7 @@ class Values(TorchFunctionMode):
         return torch.full((), tensor.dtype not in EXACT, dtype=tensor.dtype).expand(tensor.shape)
 
     def _choose(self, name: str, args: tuple, kwargs: dict, made: torch.Tensor) -> bool:
-        """Assume the values of a mask or of positions that were made from unknown values, so that all later reads
-        agree.
+        """Assume values of a mask or of positions that were made from unknown values, so that later reads agree.
 
         A mask is false, a position is 0; `topk` and other functions that sort return positions in order. Return False,
         without a choice, if the tensor has another type or is too large.
@@ -462,9 +459,7 @@ _LIBRARIES = {"cudnn": "cuDNN", "cufft": "cuFFT", "cusolver": "cuSOLVER", "cuspa
 
 
 def explained(error: RuntimeError) -> RuntimeError:
-    """Return a `NeedsLibrary` that names the library if `error` is the stub's refusal to act for it; otherwise return
-    `error`.
-    """
+    """Return a `NeedsLibrary` that names a CUDA library if `error` says that the stub lacks it; otherwise `error`."""
     text = str(error).lower()
     is_refusal = "not answered in a rehearsal" in text or any(f"{word} error" in text for word in _LIBRARIES)
     if not is_refusal or isinstance(error, NeedsLibrary):

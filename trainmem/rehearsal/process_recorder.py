@@ -48,8 +48,7 @@ class Uploads(PermissionError):
 
 
 class Recorder:
-    """Record the peaks of this process's devices at each change of phase, and write them into a JSON file of the
-    process.
+    """Record the peaks of this process's devices at each change of phase, in a JSON file of the process.
 
     Args:
         folder: folder for the files of all processes.
@@ -64,7 +63,7 @@ class Recorder:
         self.begin()
 
     def begin(self) -> None:
-        """Start recording with empty statistics. It is called again in a process that is forked from this one."""
+        """Start recording with empty statistics. Called again in each process that is forked from this process."""
         self.path = Path(self.folder, f"{os.getpid()}.json")
         self.phase, self.steps, self.forwards, self.backwards, self.ended = SET_UP, 0, 0, 0, False
         self.phases: dict[str, list[int]] = {}
@@ -87,15 +86,11 @@ class Recorder:
             self.write()
 
     def statistics(self, device: int) -> dict:
-        """Return torch's memory statistics of the device with this index, with the peaks since the program last reset
-        them.
-        """
+        """Return torch's memory statistics of a device, by index, with the peaks since the program last reset them."""
         return _largest(self.seen.get(device), self.read(device))
 
     def forget(self, device: int) -> None:
-        """Reset a device's peaks as the program reads them, as the program's call does on a card. The recorded peaks
-        are kept.
-        """
+        """Reset the peaks of the device with this index for the program; the recorded peaks are kept."""
         self.turn(self.phase)
         self.seen.pop(device, None)
 
@@ -160,7 +155,7 @@ def described(error: BaseException) -> dict[str, str]:
     "out of memory".
 
     If `torch.multiprocessing.spawn` raised it, its message is the traceback of another process; the kind is then read
-    from that text.
+    from the traceback.
     """
     chain, cause = [], error
     while cause is not None and cause not in chain:
@@ -199,9 +194,7 @@ def _is_below(file: str) -> bool:
 
 
 def _largest(seen: Any, new: Any) -> Any:
-    """Return `new`, an allocator's statistics, in which each peak is at least the one in `seen`, its earlier
-    statistics; `seen` may be None.
-    """
+    """Return the statistics `new` of an allocator with peaks at least as high as in `seen` (earlier ones, or None)."""
     if not isinstance(new, dict) or not seen:
         return new
     return {
@@ -243,9 +236,7 @@ def install(values, folder: str) -> None:
 
 
 def _replace(owner: Any, name: str, replacement: Callable) -> None:
-    """Replace the function `name` of `owner` by one that calls `replacement` with the original function and its
-    arguments.
-    """
+    """Replace the function `name` of `owner` by a call of `replacement` with the original function and arguments."""
     if plain := getattr(owner, name, None):
         setattr(owner, name, functools.wraps(plain)(functools.partial(replacement, plain)))
 

@@ -35,7 +35,7 @@ class ProgramRun:
     Args:
         status: "finished", "needs values", "needs a library", "out of memory" or "failed".
         code: the program's own exit code; negative for a signal.
-        card: the card on which it was rehearsed, as text.
+        card: the card on which the program was rehearsed, as text.
         processes: a dict, with the fields in `process_recorder`, for each process that used a device or failed.
         assumptions: what the rehearsal assumed, one sentence each.
     """
@@ -103,7 +103,7 @@ def read(folder: str | os.PathLike, code: int, card: Card, assumes: bool) -> Pro
 
     Args:
         code: the program's exit code; negative for a signal.
-        card: the card on which it was rehearsed.
+        card: the card on which the program was rehearsed.
         assumes: whether unknown values were assumed.
     """
     processes = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]

@@ -49,8 +49,8 @@ def rehearse(
     Args:
         what: the task to train with transformers' Trainer, or a function that takes `task`.
         on: a card or its name; None: the card that `compute_capability` and `device_memory` describe.
-        compute_capability, device_memory: compute capability, e.g. (9, 0), and memory in bytes or as "16GB"; None:
-            those of `on`.
+        compute_capability, device_memory: compute capability, e.g. (9, 0), and memory in bytes or as "16GB"; None: the
+            values of `on`.
         task: the task for the function; None: the default task of the "gpu" profile.
         processes: ranks, each on a separate device.
         inference: run forward passes without gradients instead.
@@ -182,8 +182,7 @@ def variables_of(card: Card, ledger: str) -> dict[str, str]:
 class Rehearsal(ThreadPoolExecutor):
     """Run functions on a rehearsed card, as an executor: `Lab(executor=Rehearsal(CARDS["a100"]))`.
 
-    Use it as a context manager, or call `shutdown`: that ends the process that rehearses, which also ends with this
-    process.
+    The process that rehearses ends with the executor's context, at `shutdown`, or with this process.
 
     Args:
         on: the card.
@@ -233,9 +232,7 @@ class Rehearsal(ThreadPoolExecutor):
 
 
 def serve(descriptor: int) -> None:
-    """Perform what `Rehearsal` requests through the file descriptor, in the process that rehearses, until the channel
-    closes.
-    """
+    """Perform requests of `Rehearsal` through the file descriptor, until it closes, in the process that rehearses."""
     threading.Thread(target=_end_with, args=(descriptor,), daemon=True).start()
     with connection.Connection(descriptor) as channel, contextlib.suppress(EOFError):
         while True:

@@ -1,6 +1,4 @@
-"""Replace functions in a rehearsed process, to track values and to answer questions about values that no function mode
-sees.
-"""
+"""Replace functions in a rehearsed process, to track values and to answer reads that no function mode sees."""
 
 import contextlib
 import functools
@@ -59,7 +57,7 @@ def install() -> None:
         """Compare tensors as `torch.testing.assert_close` does.
 
         Raises:
-            NeedsValues: unknown numbers, whose type torch's table does not list.
+            NeedsValues: a number is unknown; torch itself would complain about its type.
         """
         for value in tree_leaves((args, kwargs)):
             if isinstance(value, Unknown):
@@ -80,8 +78,8 @@ def install() -> None:
     any_of = torch.Tensor.any
 
     def any_outlier(tensor, *args, **kwargs):
-        """Compute `Tensor.any`, but answer False when LLM.int8 looks for outliers: it does so inside an operation,
-        which no mode sees.
+        """Compute `Tensor.any`, but answer False when LLM.int8 looks for outliers: no mode sees this call, which is
+        inside an operation.
         """
         found = any_of(tensor, *args, **kwargs)
         if tensor.is_cuda and sys._getframe(1).f_globals.get("__name__") == "bitsandbytes.backends.cuda.ops":
@@ -91,9 +89,7 @@ def install() -> None:
     is_in = torch.isin
 
     def is_in_tokens(*args, **kwargs):
-        """Compute whether a token is an end token, but answer False for assumed tokens, so that generation runs to its
-        limit.
-        """
+        """Return whether a token is an end token, but False for assumed tokens, so that generation continues."""
         found = is_in(*args, **kwargs)
         if sys._getframe(1).f_globals.get("__name__") == "transformers.generation.stopping_criteria":
             mode.answers["tokens that might end a generation, no"] += 1
@@ -107,8 +103,8 @@ def install() -> None:
     rebuild = torch._utils._rebuild_tensor
 
     def rebuilt(*args, **kwargs):
-        """Rebuild a tensor as torch does, and mark whole numbers from `torch.load(map_location="cuda")` as known,
-        because it copied them.
+        """Rebuild a tensor as torch does. Mark small tensors of whole numbers on the device as known, because
+        `torch.load(map_location="cuda")` has copied their values.
         """
         tensor = rebuild(*args, **kwargs)
         if tensor.is_cuda and tensor.dtype in EXACT and tensor.untyped_storage().nbytes() <= LARGEST:

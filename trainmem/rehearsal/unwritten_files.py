@@ -20,7 +20,7 @@ import torch
 
 
 class Files:
-    """Track the files of weights that this process saves: those written without values, and those left unchanged."""
+    """Track the files of weights that this process saves: files written without values, and files left unchanged."""
 
     def __init__(self):
         self.start = float(os.environ.get("REHEARSAL_BEGAN", "inf"))
@@ -60,7 +60,7 @@ class _Records:
     """Write torch's zip files, but with holes in place of storages whose values are unknown; `holes` counts them.
 
     Args:
-        writer: torch's own writer, which gets everything else.
+        writer: torch's own writer, which writes everything else.
         values: the `Values` that this process tracks.
     """
 
@@ -71,9 +71,7 @@ class _Records:
         return getattr(self.writer, name)
 
     def write_record(self, name: str, data: Any, size: int) -> None:
-        """Write a record of torch's zip file; if the values of `data` are unknown, write only its name and size
-        (bytes).
-        """
+        """Write a record of torch's zip file; if the values of `data` are unknown, only its name and size (bytes)."""
         if isinstance(data, torch.UntypedStorage) and self.values.is_unknown_block(data.data_ptr()):
             self.holes += 1
             return self.writer.write_record_metadata(name, size)
