@@ -106,7 +106,8 @@ def rehearsals() -> dict[str, dict]:
 
 
 def caption(data: dict, short: bool = False) -> str:
-    """Return the machine, versions and date of a record, and its profile; `short`: two versions and no profile.
+    """Return the machine, versions and date of a record, and its profile; `short`: only torch's and transformers'
+    versions, and no profile.
 
     `data`: the record, e.g. a course run.
     """
@@ -138,7 +139,8 @@ def newest(measured: dict[str, dict]) -> dict:
 
 
 def verdicts(data: dict) -> tuple[int, int, str]:
-    """Return (number of refuted claims, number of testable claims, the other verdicts in words) of a course run.
+    """Return (number of refuted claims, number of testable claims, the verdicts other than refuted in words) of a
+    course run.
 
     `data`: the content of its results.json.
     """
@@ -171,7 +173,7 @@ def finding(measured: dict[str, dict]) -> str:
 
 
 def counts(measured: dict[str, dict]) -> str:
-    """Return the scoreboard, one line per machine: how many of the claims that it could test have which verdict.
+    """Return the scoreboard, one line per machine: the number of testable claims, and of claims with each verdict.
 
     `measured`: {machine: its newest course run}.
     """
@@ -344,11 +346,11 @@ def _ten(data: dict) -> dict[str, Run]:
 
 
 def _sizes(runs: dict[str, Run], rehearsed: dict) -> str:
-    """Describe a column of measured recipes: the task, its precision, the kind of memory.
+    """Describe a column of measured recipes: the task, its precision, and whether memory is counted or the allocator's.
 
     Args:
         runs: {name: run} of the column.
-        rehearsed: the task of the rehearsed columns; another one is pointed out.
+        rehearsed: the task of the rehearsed columns; the text says if the measured task differs.
     """
     first = next(iter(runs.values()))
     task = Task.from_dict(first.task)
@@ -580,7 +582,7 @@ def page(measured: dict[str, dict], cards: dict[str, dict], suites: dict[str, di
 def main(arguments=None) -> int:
     """Record, build or check; return the exit code.
 
-    `arguments`: words of the command line; None: those of this process.
+    `arguments`: words of the command line; None: `sys.argv[1:]`.
     """
     parser = argparse.ArgumentParser(description="Keep course runs; make the tables and pictures of their results.")
     parser.add_argument("--record", type=Path, metavar="DIR", help="folder of a course run to keep")

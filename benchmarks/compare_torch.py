@@ -154,7 +154,7 @@ def stepped(kind: str, form: dict) -> list[int] | str:
     If the optimizer cannot be created or fails, return the type of the error.
 
     Args:
-        kind: the optimizer's class.
+        kind: name of the optimizer's class.
         form: its options, e.g. {"foreach": True}.
     """
     weights = [torch.zeros(size, size, device="cuda", requires_grad=True) for size in (16, 64, 300)]

@@ -76,11 +76,11 @@ def _training_dwarfs(rows: Rows) -> float:
 
 
 def _batches(rows: Rows, number: int, baseline: int) -> Ratio:
-    """Return the speed at one batch size divided by that at another, from the suite's rows of the part "batch".
+    """Return the speed at one batch size divided by the speed at a baseline size, from the part "batch".
 
     Only sizes that fit count. Raises Absent for fewer than three sizes.
 
-    `number`, `baseline`: index of the one size and of the other among the sizes.
+    `number`, `baseline`: indices of the two sizes in the list of sizes that fit.
     """
     sizes = [name for name in rows.names("batch", "batch ") if "against" not in name]
     if len(sizes) < 3:

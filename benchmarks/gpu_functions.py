@@ -25,7 +25,7 @@ def looped(model, arguments):
 
 
 def products(task: Task) -> dict[str, list[float]]:
-    """Return {precision: seconds per turn} of one large matmul, with interleaved precisions. The task is not used."""
+    """Return {precision: seconds of each run} of one large matmul in alternating precisions. The task is not used."""
     import torch
 
     from trainmem.measure.interleaving import in_turns

@@ -60,8 +60,8 @@ def _shown(row: StoredRow) -> dict[str, Any]:
 
 
 def measured(data: dict[str, Any]) -> dict[str, Any]:
-    """Return a report of the GPU suite unchanged. Raises ValueError unless it was measured on a GPU, at a GPU's
-    sizes.
+    """Return a report of the GPU suite unchanged. Raises ValueError if it was rehearsed, run without a GPU, or run at
+    tiny sizes.
     """
     machine = Machine.from_dict(data["machine"])
     if machine.rehearsed:

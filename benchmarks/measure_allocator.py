@@ -155,10 +155,10 @@ def compare(text: str, seeds: list[str], torch_version: str | None = None) -> di
     Args:
         text: the settings, as in PYTORCH_CUDA_ALLOC_CONF, for the model.
         seeds: one per trace.
-        torch_version: selects the rules of the model; None: those of the torch that runs.
+        torch_version: selects the rules of the model; None: the running torch's rules.
 
     Returns:
-        {"traces", "events", "out_of_memory", "retries": their numbers, "mismatches": the first one of each trace}.
+        {"traces", "events", "out_of_memory", "retries": their numbers, "mismatches": the first mismatch of each trace}.
     """
     import torch
 

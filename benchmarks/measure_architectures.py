@@ -272,7 +272,7 @@ def measure(cases, options):
 
 
 def task_of(path: Path, name: str, family: str) -> Task:
-    """Return the task of a class, with images of 64 pixels unless the configuration has a size of its own.
+    """Return the task of a class, with images of 64 pixels unless the configuration gives their size.
 
     Args:
         path: path of the configuration's file.

@@ -1,7 +1,8 @@
-"""Compare the rehearsal and the estimate with a real GPU, on randomly generated trainings of three kinds.
+"""Compare the rehearsal and the estimate with a real GPU, on trainings that measure_cuda.py, measure_random.py and
+measure_adapters.py generate.
 
-    python benchmarks/measure_card.py --rehearse h100     first, on any machine: rehearse and estimate them
-    python benchmarks/measure_card.py                     then, on a machine with such a GPU: measure them
+    python benchmarks/measure_card.py --rehearse h100     first, on any machine: rehearse and estimate the trainings
+    python benchmarks/measure_card.py                     then, on a machine with that GPU: measure the trainings
 
 If the requested bytes are equal but the allocated ones are not, the allocator took another free block.
 """

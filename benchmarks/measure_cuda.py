@@ -201,10 +201,12 @@ def summary(rows: list[dict]) -> dict:
 
 
 def lives(changes: Iterable[tuple[object, int, str]]) -> list[tuple[int, str]]:
-    """Return the allocations and frees of blocks: rounded bytes, negative for a free, and the place of the request.
+    """Return (rounded bytes, negative for a free; where it was requested, e.g. "trainer.py:12") per allocation and
+    free.
 
     Frees between two allocations have no order and are sorted by size. Frees after the last allocation, at the end of
-    the process, are left out. `changes` has (block, bytes, place) of each event; the bytes of a free are negative.
+    the process, are left out. `changes` has (block, bytes, where it was requested) of each event; the bytes of a free
+    are negative.
     """
     found, dead, living = [], [], {}
     for which, size, where in changes:
@@ -221,7 +223,7 @@ def lives(changes: Iterable[tuple[object, int, str]]) -> list[tuple[int, str]]:
 def difference(one: Training, most: int = 12) -> None:
     """Print the first allocations and frees in which the estimate and torch's allocator differ, if any.
 
-    `most`: how many places to print.
+    `most`: how many differences to print.
     """
     on = card(None, one.capability, MEMORY, one.processes)
     with tempfile.TemporaryDirectory() as name, rehearsing(on) as lab:

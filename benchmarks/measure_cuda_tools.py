@@ -1,5 +1,5 @@
 """Compare the estimate for CUDA with other tools, on the trainings of results/cuda.json. The reference is torch's
-allocator in their rehearsal.
+allocator in the rehearsal of each training.
 
     .venv/bin/python benchmarks/measure_cuda_tools.py --pythons PYTHON ... [--count 110] [--note TEXT]
 
@@ -66,8 +66,8 @@ def question(one: Training, folder: Path) -> dict:
 
 
 def tracked(trainings: list[Training], folder: Path) -> list[dict]:
-    """Return MemTracker's answer, as of `tools.query`, for each training, on fake tensors of a rehearsed card of its
-    compute capability.
+    """Return MemTracker's answer for each training, in the form of `tools.query`. It uses fake tensors on a rehearsed
+    card with the training's compute capability.
 
     `folder`: folder for the files with configurations.
     """

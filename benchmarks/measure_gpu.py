@@ -269,7 +269,7 @@ def _lab(options: argparse.Namespace, folder: str) -> Iterator[Lab]:
 def main(arguments: list[str] | None = None) -> int:
     """Run or list parts; return the exit code.
 
-    `arguments`: words of the command line; None: those of this process.
+    `arguments`: words of the command line; None: `sys.argv[1:]`.
     """
     start = monotonic()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])

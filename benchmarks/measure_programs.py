@@ -94,7 +94,7 @@ def row(name: str, program: dict, options: argparse.Namespace) -> dict:
 
 @contextlib.contextmanager
 def surroundings(folder: Path, paths: list[Path], variables: Named) -> Iterator[None]:
-    """Let programs run in a folder of their own in this context, with these import paths and variables, and without the
+    """Run programs in this context with a working directory, import paths and environment variables, and without the
     Hub.
 
     Args:

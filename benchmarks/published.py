@@ -63,7 +63,7 @@ def run_loop(loop: Callable, task: Task, **sizes) -> None:
 
 
 def changed(names: Sequence[str], model, arguments):
-    """Apply changes to a model. Return the optimizer that one of them made, or None: then the Trainer makes its own.
+    """Apply changes to a model. Return the optimizer that a change made; None: the Trainer makes its own.
 
     `names`: keys of `CHANGES`; `arguments`: the Trainer's `TrainingArguments`.
     """

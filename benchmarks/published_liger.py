@@ -244,24 +244,24 @@ def _normed(make: Callable, *shape: int, **options) -> None:
 
 
 def layer_norm(M: int, N: int) -> None:
-    """Run an fp32 LayerNorm of (M, N)."""
+    """Run an fp32 LayerNorm on an input of shape (M, N)."""
     _normed(lambda: nn.LayerNorm(N, eps=1e-6), M, N)
 
 
 def group_norm(M: int, C: int, H: int, each: int) -> None:
-    """Run an fp32 GroupNorm of (M, C, H) with `each` channels per group."""
+    """Run an fp32 GroupNorm on an input of shape (M, C, H) with `each` channels per group."""
     _normed(lambda: nn.GroupNorm(C // each, C, eps=1e-6), M, C, H)
 
 
 def rms_norm(M: int, H: int) -> None:
-    """Run a LlamaRMSNorm of (M, H) in bf16 with fp32 weights."""
+    """Run a LlamaRMSNorm with fp32 weights on a bf16 input of shape (M, H)."""
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
     _normed(lambda: LlamaRMSNorm(H), M, H, **BF16)
 
 
 def add_rms_norm(M: int, H: int) -> None:
-    """Run a residual added in fp32 and its RMSNorm of (M, H), both results with a gradient.
+    """Add two fp32 tensors of shape (M, H) and run an RMSNorm on the sum; both results get a gradient.
 
     Three more weights are allocated but not used.
     """

@@ -97,7 +97,7 @@ def decided(course: Path, card: Card) -> dict:
 def main(arguments=None) -> int:
     """Rehearse the cards; return the exit code.
 
-    `arguments`: words of the command line; None: those of this process.
+    `arguments`: words of the command line; None: `sys.argv[1:]`.
     """
     parser = argparse.ArgumentParser(description="Rehearse the guides' table on cards that are not here.")
     parser.add_argument("--cards", nargs="+", default=WANTED, choices=CARDS, metavar="CARD", help=", ".join(CARDS))

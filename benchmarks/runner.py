@@ -70,7 +70,7 @@ class Measurement:
     def main(self, arguments: list[str] | None = None) -> int:
         """Measure the requested rows, write the record, and return the exit code.
 
-        `arguments`: words of the command line; None: those of this process.
+        `arguments`: words of the command line; None: `sys.argv[1:]`.
         """
         options = self.parsed(arguments)
         cases, record, known = self.cases(options), {}, {}

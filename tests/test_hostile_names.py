@@ -31,8 +31,8 @@ PART = dict.fromkeys(CATEGORIES, 1)
 
 
 class Elements(HTMLParser):
-    """Collect the elements of a page's HTML with the names of their attributes in `found`, and the addresses that are
-    scripts in `scripts`.
+    """Collect the elements of a page's HTML with the names of their attributes in `found`, and the "javascript:"
+    addresses in `scripts`.
     """
 
     def __init__(self, text):

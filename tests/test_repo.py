@@ -224,7 +224,7 @@ def test_an_undeclared_import_is_reported():
 def loaded_after(statement, folder=ROOT):
     """Return the modules of `HEAVY` that a new interpreter has loaded after a statement, e.g. "import trainmem".
 
-    `folder`: the folder in which it runs.
+    `folder`: the interpreter's working directory.
     """
     code = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{statement}\n"
     code += f"import json\nprint(json.dumps([m for m in {HEAVY!r} if m in sys.modules]))"
@@ -442,7 +442,7 @@ def prose(path, text):
     """Return (docstrings, prose) of a file: the prose of a Python source is its comments and docstrings, the prose of a
     page in Markdown is the page without its code, and it has no docstrings.
 
-    `path`: of the file, which tells its kind; `text`: its content.
+    `path`: the file's path, whose suffix tells its kind; `text`: the file's content.
     """
     if path.suffix == ".md":
         return [], [re.sub(r"^```.*?^```|`[^`]*`", "", text, flags=re.M | re.S)]
@@ -456,7 +456,7 @@ def prose(path, text):
 def wording_problems(path, text):
     """Return the private words in the prose of a file, and its docstrings without a subject, one line each.
 
-    `path`, `text`: of the file, and its content.
+    `path`, `text`: the file's path and content.
     """
     docstrings, texts = prose(path, text)
     words = (found[0].lower() for each in texts for found in PRIVATE_WORDS.finditer(each))
@@ -512,7 +512,7 @@ def naming_problems(path, text):
     """Return the private identifiers of a Python source, each once, one line each: verbs in the past tense and
     pronouns.
 
-    `path`, `text`: of the file, and its content.
+    `path`, `text`: the file's path and content.
     """
     names = sorted({name for node in ast.walk(ast.parse(text)) if (name := introduced_name(node))})
     private = [name for name in names if PRIVATE_NAMES & {*name.lower().split("_")}]
@@ -547,9 +547,7 @@ def test_a_private_identifier_is_reported(text):
 
 
 def tree(page):
-    """Return the paths in a page's file tree: in each line the names before the first two blanks, below
-    their folders.
-    """
+    """Return the paths in a page's file tree, each with its folders; two blanks end the names in a line of the tree."""
     blocks = re.findall(r"^```\w*\n(.*?)^```", page, re.M | re.S)
     blocks = [block for block in blocks if re.search(r"^\W*perf_helpers/", block, re.M)]
     assert len(blocks) == 1, "the page has not exactly one fenced file tree with perf_helpers/"
@@ -901,7 +899,7 @@ def test_docstrings_comments_and_blank_lines_count_in_no_budget(tmp_path, monkey
 
 
 def named_tests(text):
-    """Return the test files that a text names, and patterns of them, e.g. tests/test_cli.py and %_exact.py."""
+    """Return the test files, and patterns of test files, that a text names, e.g. tests/test_cli.py and %_exact.py."""
     return re.findall(r"tests/[\w/]*test_\w+\.py|(?<=[ (])%\w*\.py", text)
 
 

@@ -25,7 +25,7 @@ def times(night, factor, *names, clocks=("passed", "computed")):
     Args:
         night: the step times to change, as `step_times.measure` returns them; a copy is changed.
         factor: factor on the seconds of the slower recipes.
-        names: the slower recipes; none: all.
+        names: the slower recipes (default: all).
         clocks: the clocks that show the change, keys of a recipe's row.
     """
     slower = copy.deepcopy(night)

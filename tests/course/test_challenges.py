@@ -32,7 +32,7 @@ def cells(number):
 def challenge(number, scope):
     """Run a lesson's last exercise up to its solution, and return the names in its scope as attributes.
 
-    `number`: of the lesson, e.g. "22"; `scope`: {name: value} that the cells need.
+    `number`: the lesson's number, e.g. "22"; `scope`: {name: value} that the cells need.
     """
     chosen = cells(number)[tagged(number, "exercise")[-1] : tagged(number, "solution")[-1] + 1]
     scope |= {"exercises": exercises, "plots": plots, "torch": torch}

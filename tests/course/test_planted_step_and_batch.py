@@ -331,7 +331,7 @@ DEVICES = {  # FLOP/s, bytes/s, seconds of a call, seconds between operations, s
 
 @functools.cache
 def operations():
-    """Return the rows of operations, as the lesson counts them, of a training step of each of its two models."""
+    """Return [the plain model's rows, the unseen model's]: operations of a training step, as the lesson counts them."""
     lesson = recorder("one_step", "count", one_thread=lambda: None)
     return [[lesson.Row(*row) for row in lesson.count(task, samples)] for task, samples in ((PLAIN, 4), (UNSEEN, 8))]
 

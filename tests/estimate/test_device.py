@@ -1,4 +1,4 @@
-"""Tensors on the device and the time from which they are there: tensors on the host count only once they are sent."""
+"""Which tensors are on the device, and since when: tensors on the host count only once they are sent."""
 
 import contextlib
 import os
@@ -207,7 +207,7 @@ def changes(follows_each, options, tell):
     """Trace two steps of a GPT-2 on CUDA; return (blocks, marks, emptied) of its log.
 
     `blocks` has (whether it is an allocation, bytes, label) of each event, `marks` the number of events at the end of
-    each phase, `emptied` when the cache was emptied. Each step has six micro-batches.
+    each phase, `emptied` the numbers of events before each emptying of the cache. Each step has six micro-batches.
 
     Args:
         follows_each: trace each micro-batch, instead of repeating one.

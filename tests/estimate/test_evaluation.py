@@ -45,7 +45,7 @@ CASES = {
 def compared(task, recipe, **options):
     """Train a task, and return the counted memory, after checking that the estimate equals it.
 
-    `recipe`: training arguments; `options`: those that `Lab.train` and `estimate` share, e.g. `processes`.
+    `recipe`: training arguments; `options`: arguments that `Lab.train` and `estimate` share, e.g. `processes`.
     """
     run = Lab().train("evaluated", task=task, measure=("memory",), **options, **recipe)
     assert run.ok, run.message

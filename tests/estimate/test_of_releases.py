@@ -98,7 +98,7 @@ def test_accelerate_names_the_type_in_which_fsdp_reduces_gradients():
 def in_buckets(task, **options):
     """Run three steps of DistributedDataParallel on a task, with an optimizer that has no states.
 
-    Only weights, gradients and buckets stay in memory. `options`: those of DistributedDataParallel.
+    Only weights, gradients and buckets stay in memory. `options`: arguments of DistributedDataParallel.
     """
     torch.distributed.init_process_group("gloo")
     ddp = torch.nn.parallel.DistributedDataParallel(task.build_model(), broadcast_buffers=False, **options)

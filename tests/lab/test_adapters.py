@@ -1,4 +1,4 @@
-"""Trained and frozen parts of models with adapters: models that can be built, differences between kinds,
+"""Trained and frozen parts of models with adapters: models that can be built, differences between kinds of adapters,
 and refusals.
 """
 

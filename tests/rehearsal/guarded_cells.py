@@ -53,7 +53,7 @@ def _guarded(node: ast.stmt) -> list[ast.stmt]:
 def _changed(statement: ast.stmt) -> list[str]:
     """Return the names of variables that a statement assigns, or whose elements or attributes it assigns.
 
-    If the statement is skipped, it may have begun to.
+    A statement may have assigned some of them before it was skipped.
     """
     names = set()
     for node in ast.walk(statement):

@@ -187,9 +187,7 @@ def test_what_was_free_is_given_back_where_the_training_says_so():
 
 
 def loop_that_checkpoints(task):
-    """Run one step of training on a task whose checkpoints keep the positions, which the model makes on its device, for
-    each layer.
-    """
+    """Run one step of training on a task with a checkpoint per layer; each keeps the positions made on the device."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, batch = task.build_model(attn_implementation="eager").to(device), task.batch(2, device)
     model.gradient_checkpointing_enable({"use_reentrant": False})

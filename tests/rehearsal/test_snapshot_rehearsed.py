@@ -98,7 +98,7 @@ def test_a_place_for_no_file_is_refused(tmp_path):
 
 
 def events_of_both(random_trace, performed, text, seeds):
-    """Return, per random trace, its events as torch records them, and as the model of its allocator reports them.
+    """Return, per random trace, its events as torch records them, and as our model of torch's allocator reports them.
 
     An event is (action, bytes, bytes left if there was no room).
 

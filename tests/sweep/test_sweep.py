@@ -34,8 +34,8 @@ FOUR = {
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Return a function that makes rows of sweeps take no time and return a peak; a function given to it is called with
-    each row's name first.
+    """Return a function (function to call first with each row's name) that makes rows of sweeps take no time and have a
+    peak.
     """
 
     def replace(before=lambda name: None):
