@@ -116,7 +116,7 @@ def caption(data: dict, short: bool = False) -> str:
 
 
 def picture(data: dict) -> None:
-    """Draw the peak memory of the guides' recipes in a course run into a PNG next to its record.
+    """Draw the peak memory of the guides' recipes in a course run into a PNG next to the run's record.
 
     Draw nothing if the run has no breakdown of a recipe's memory. `data`: the course run.
     """
@@ -155,7 +155,7 @@ def verdicts(data: dict) -> tuple[int, int, str]:
 
 
 def finding(measured: dict[str, dict]) -> str:
-    """Return README's first finding: how many claims the newest recorded run refutes, of those it could test.
+    """Return README's first finding: how many of the testable claims the newest recorded run refutes.
 
     `measured`: {machine: its newest course run}.
     """
@@ -219,7 +219,8 @@ def address() -> str:
 
 
 def rehearsed_recipes(cards: dict[str, dict], measured: dict[str, dict], suites: dict[str, dict]) -> str:
-    """Return a table of the guides' ten recipes: published, on rehearsed cards, on each machine, in the GPU suite.
+    """Return a table of the memory of the guides' ten recipes: published, on rehearsed cards, on each machine, in the
+    GPU suite.
 
     Args:
         cards: {card: its newest rehearsal}.
@@ -283,7 +284,7 @@ def rehearsed_counts(cards: dict[str, dict]) -> str:
 def _claims_table(columns: dict[str, list[dict]], absent: str) -> str:
     """Return a table with a row per claim that any column decides.
 
-    A row has the lesson, the claim, the guides' statement, their figure with its machine, and the verdict per column.
+    A row has the lesson, the claim, the guides' statement, the guides' figure and its machine, and verdicts.
 
     Args:
         columns: {heading: decided claims}.
@@ -313,8 +314,8 @@ def product_rates(measured: dict[str, dict]) -> str:
     """Return, in Markdown, a table of CPUs' matmul rates (GFLOP/s) in fp32, bf16 and fp16, and the speed of training in
     bf16 divided by that in fp32.
 
-    The rows are the CPUs listed in products.toml, then the CPUs of recorded course runs: their rates were measured in
-    lesson 02, their speeds in lesson 07.
+    The rows are the CPUs listed in products.toml, then the CPUs of recorded course runs, where lesson 02 measures the
+    rates and lesson 07 the speeds.
 
     `measured`: {machine: its newest course run, as in its results.json}.
     """

@@ -91,7 +91,7 @@ def suites(results: Path) -> dict[str, dict[str, Any]]:
 
 
 def beside_a_card(suites: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return tables of an H100's measurements against their rehearsal: the suite's runs, and generated trainings.
+    """Return tables that compare an H100's measurements with rehearsals: the suite's runs, and generated trainings.
 
     `suites`: {machine: its newest report of the GPU suite}.
     """

@@ -16,7 +16,7 @@ LIBRARIES = ("torch", "transformers", "accelerate", "bitsandbytes", "datasets", 
 
 
 def section(record: dict) -> str:
-    """Return the page's section about one record of `benchmarks/matrix.py` in Markdown, without its heading."""
+    """Return results/README.md's section about a record of `benchmarks/matrix.py`, without the section's heading."""
     names = ("lessons " if len(record["lessons"]) > 1 else "lesson ") + ", ".join(n[:2] for n in record["lessons"])
     head = f"{record['what'].capitalize()}: {names}, profile {record['profile']}."
     about = f"{record['machine']}, Python {record['python']}, {record['date'][:10]}."
@@ -38,8 +38,7 @@ def causes() -> list[dict]:
 
 
 def _causes(record: dict) -> list[str]:
-    """Return, as Markdown, a list of the known causes of differences in the record (results/matrix.json); empty
-    without any.
+    """Return, as Markdown, the known causes of differences in the record (results/matrix.json); empty without causes.
     """
     lines = []
     for cause in causes():

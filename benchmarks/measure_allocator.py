@@ -259,7 +259,7 @@ def after(torch, retries: int) -> tuple:
 
 
 def double_after(double: CachingAllocator, places: dict[int, int]) -> tuple:
-    """Return the same as `after` for `double`, the model, with torch's addresses. `places`: as in `answered`."""
+    """Return what `after` returns, for `double`, the model, with torch's addresses. `places`: as in `answered`."""
     states = {True: "inactive", False: "active_allocated"}
     bases = sorted((base, places[head.order] - base) for base, head in double._heads.items() if head.order in places)
 

@@ -241,7 +241,7 @@ def classes() -> dict[str, tuple[str, str]]:
 
 
 def cases(options) -> dict[str, tuple[str, str]]:
-    """Return {class: (its model type, its family)} of this run's classes and of those in the record.
+    """Return {class: (its model type, its family)} of this run's classes and of the record's classes.
 
     `options`: as in `runner.Measurement`.
     """

@@ -37,7 +37,7 @@ def name_of(_: int, row: dict) -> str:
 
 
 def cases(options) -> dict[str, tuple[str, measure_cuda.Training]]:
-    """Return {"adapters 3": (kind, training), ...} of trainings on a GPU of compute capability 9.0; those that need
+    """Return {"adapters 3": (kind, training), ...} of trainings on a GPU of compute capability 9.0; trainings that need
     torchao are left out.
 
     `options`: as in `runner.Measurement`.
@@ -70,8 +70,8 @@ def measure(cases, options) -> Iterator[tuple[str, dict]]:
 def against(rows: list[dict], prediction: str) -> dict:
     """Compare predicted with measured bytes.
 
-    Return {"trainings": their number, "equal": number of equal ones, kind of bytes: [number of equal ones, worst error
-    as a share]}.
+    Return "trainings", the number of trainings, and "equal", the number of exact predictions; also, for each of
+    `SIZES`, [number of exact predictions, worst error as a share].
 
     Args:
         rows: one per training, with its "measured" bytes.

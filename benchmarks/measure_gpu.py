@@ -229,7 +229,7 @@ def listing(suite: Suite, parts: list[str], seconds: float) -> str:
 
 
 def _chosen(names: list[str] | None) -> list[str]:
-    """Return the names of parts, given by name or number; None: all parts. Raises ValueError for an unknown one."""
+    """Return the names of parts, given by name or number; None: all parts. Raises ValueError for an unknown name."""
     numbered = {str(number): name for number, name in enumerate(PARTS, 1)}
     chosen = [numbered.get(name, name) for name in names or PARTS]
     if unknown := [name for name in chosen if name not in PARTS]:
@@ -249,7 +249,7 @@ def _check_packages() -> None:
 @contextlib.contextmanager
 def _lab(options: argparse.Namespace, folder: str) -> Iterator[Lab]:
     """Yield the lab for the script's options; a rehearsal ends with the context. Raises ValueError if this machine
-    cannot run what they request.
+    cannot run what the options request.
 
     `folder`: folder for the lab's runs.
     """

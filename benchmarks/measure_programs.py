@@ -154,7 +154,7 @@ def version_of(name: str) -> str | None:
 
 
 def inputs(folder: Path) -> None:
-    """Write texts, pairs, pictures, a tokenizer and tiny models into a folder, all from one seed."""
+    """Write texts, preference pairs, pictures, a tokenizer and tiny models into a folder, all from one seed."""
     if (folder / "complete").exists():
         return
     import pyarrow.parquet

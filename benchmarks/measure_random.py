@@ -2,7 +2,7 @@
 sizes and lengths, unpadded vocabularies, one layer or many, tied weights or not, sliding windows.
 
     python benchmarks/measure_random.py [--count 1000] [--seed 3] [--minutes 60]
-    python benchmarks/measure_random.py --shrink NUMBER [--seed 3]   # simplify training NUMBER while its estimate is wrong
+    python benchmarks/measure_random.py --shrink NUMBER [--seed 3]   # simplify training NUMBER while it is wrong
 
 Exit code 1 if an estimate differs by a byte, allocated or reserved. Shrink such a case, keep it as a test, and fix it.
 """

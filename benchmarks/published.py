@@ -128,7 +128,7 @@ def rows() -> list[Row]:
 
 
 def predict(row: Row, folder: Path) -> tuple[int, int | None]:
-    """Return the estimated bytes of a row by the rules of its versions, and by today's (None: the same).
+    """Return (estimated bytes of a row by the rules of its versions, by today's rules; None if the rules are the same).
 
     `folder`: folder for the file with the model's configuration.
     """

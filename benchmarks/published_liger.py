@@ -1,9 +1,10 @@
 """linkedin/Liger-Kernel, benchmark/scripts: the implementations in plain torch or transformers, for published.py.
 
-Each loop takes the sizes of a row of published.toml, and makes its tensors on the device that published.py chose: it is
-measured, rehearsed or traced on fake tensors. The loops rebuild everything that decides about memory: which tensors
-live when. A layer runs forward and backward several times; B, T, H, V are batch, tokens, hidden size and vocabulary.
-Modules that are allocated but not run belong to Liger's own implementation, which the scripts hold at the same time.
+Each loop takes the sizes of a row of published.toml, and makes its tensors on the device that published.py chose, so
+that the loop can be measured, rehearsed or traced. The loops rebuild everything that decides about memory: which
+tensors live when. A layer runs forward and backward several times; B, T, H, V are batch, tokens, hidden size and
+vocabulary. Modules that are allocated but not run belong to Liger's own implementation, which the scripts hold at the
+same time.
 """
 
 import contextlib

@@ -170,7 +170,7 @@ def measure(cases, options):
 
 
 def row(answers: dict, found: list[Row], left_out: str | None) -> dict:
-    """Return the row of one tool over all trainings except those of one file.
+    """Return the row of one tool over all trainings except the trainings of one file.
 
     Args:
         answers: the row of the tool that `measure` yielded; "said" has its answers.

@@ -82,7 +82,7 @@ def decided(course: Path, card: Card) -> dict:
     """Return the claims about memory that a rehearsed course decided: {"profile", "date", "versions", "claims"}.
 
     Raises:
-        ValueError: the file is damaged, or the course was not rehearsed on this card.
+        ValueError: results.json is damaged, or the course was not rehearsed on this card.
     """
     data = load_results(course)
     if not data["machine"].get("rehearsed") or data["machine"]["name"] != f"rehearsed {card.name}":

@@ -108,7 +108,7 @@ def undeclared(source, distributions, owners):
 
     A module that is not installed is assumed to be provided by a distribution of its own name.
 
-    `distributions`: names of the declared ones; `owners`: {module: names of its distributions}.
+    `distributions`: names of the declared distributions; `owners`: {module: names of its distributions}.
     """
     wanted = heads(source) - set(sys.stdlib_module_names) - {*PACKAGES}
     provided = {
@@ -324,7 +324,7 @@ def pin_problems(project, constraints):
 
 
 def as_specifier(text):
-    """Return a version specifier for the text of one, in which conda's `=3.11` means any 3.11 release."""
+    """Return the version specifier that a text means; conda's `=3.11` means any 3.11 release."""
     return SpecifierSet(re.sub(r"^=(?!=)(.+)$", r"==\1.*", text.replace(" ", "")))
 
 

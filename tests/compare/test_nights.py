@@ -32,8 +32,8 @@ def shell(monkeypatch, capsys):
 
 @pytest.fixture
 def nights(tmp_path):
-    """Return a folder with results of course runs: usual.json; larger, smaller (by a byte), broken (a lost verdict) and
-    slower; and damaged.json.
+    """Return a folder with results of course runs: usual.json; larger.json and smaller.json (by a byte); broken.json (a
+    lost verdict); slower.json; damaged.json.
     """
     usual = results(decision("a"), runs=[a_run()], paces=paces())
     kept = {

@@ -1,6 +1,4 @@
-"""The challenges of lessons 19 to 25: wrong answers that each one rejects, in addition to the mistake that the lesson
-itself tests.
-"""
+"""The challenges of lessons 19 to 25 reject wrong answers other than the mistake that the lesson itself tests."""
 
 import ast
 import copy

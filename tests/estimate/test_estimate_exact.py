@@ -131,7 +131,7 @@ _WITHOUT = {  # kinds and settings that a model of the library does not have, or
 
 
 def _of(architecture, draw):
-    """Return a draw with the settings that the architecture does not support replaced by the first one.
+    """Return a draw in which each setting that the architecture does not support becomes the first of its kind.
 
     `draw`: {kind: number of a setting in `SETTINGS[kind]`}.
     """

@@ -130,9 +130,7 @@ def test_ranks_gather_predictions():
 
 
 def trained(task):
-    """Return the number of losses that a training of a task returns. Its arguments request an evaluation, which
-    would fail.
-    """
+    """Train a task with arguments that request an evaluation, which would fail; return the number of losses."""
     import tempfile
     from unittest.mock import patch
 

@@ -1,5 +1,5 @@
 """The description of a machine whose libraries fail: an NVML that refuses every query, a missing one, a CUDA driver
-without devices. They are real shared libraries, called through the real bindings.
+without devices. The faulty libraries are real shared libraries, called through the real bindings.
 """
 
 import json

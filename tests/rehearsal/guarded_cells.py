@@ -12,7 +12,9 @@ _DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Impor
 
 
 class _NoAttributeKnown(NeedsValues, AttributeError):
-    """An error of both kinds, so that `hasattr`, and `getattr` with a default, find no attribute instead of failing."""
+    """A NeedsValues that is an AttributeError too, so that `hasattr`, and `getattr` with a default, find no attribute
+    instead of failing.
+    """
 
 
 class Unassigned(Unknown):

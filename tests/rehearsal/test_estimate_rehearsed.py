@@ -144,7 +144,7 @@ def test_cublaslts_workspace_is_its_own_or_shared_as_the_variable_says(shared, m
 @pytest.mark.nightly
 @pytest.mark.parametrize("more", [{}, {"pad_to_multiple_of": 64}, {"packed": True}], ids=str)
 def test_unequal_lengths_take_what_torchs_allocator_says(more):
-    """Compare whole sequences of steps, including the effect of blocks of one shape on the next."""
+    """Compare whole sequences of steps, including the effect of one shape's blocks on the next shape."""
     task = Task(
         "llama-2-7b", config=LLAMA | {"vocab_size": 5000}, lengths=(170, 30, 90, 12, 250, 41, 8, 260, 77), **more
     )

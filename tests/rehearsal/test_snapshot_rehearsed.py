@@ -31,8 +31,7 @@ def trace_of(file):
 def sizes(trace):
     """Return (action, bytes) of each allocation and free of a trace, in order.
 
-    An allocation and a free of 4 bytes are left out, which only the estimate has, because the Trainer sums the loss in
-    place.
+    The estimate's allocation and free of 4 bytes are left out: a rehearsed Trainer sums the loss in place.
 
     `trace`: the entries of a device in torch's snapshot.
     """

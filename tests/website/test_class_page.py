@@ -278,7 +278,7 @@ def test_one_lesson_is_shown_all_is_removed_and_a_saved_class_comes_back(page, f
 
 
 def test_a_folder_is_searched_and_the_newest_file_of_a_learner_counts(page, files, tmp_path):
-    """A journal without answers comes from a run by the command line, so it does not replace the learner's own."""
+    """A journal without answers comes from the command line, so it does not replace the learner's own journal."""
     ann = tmp_path / "class" / "ann"
     ann.mkdir(parents=True)
     for name in ("results.json", "late.json"):

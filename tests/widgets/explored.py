@@ -9,8 +9,8 @@ UNKNOWN = Timing(*[Unknown("a rehearsal")] * 5)  # as in a rehearsal
 
 
 def series(*totals):
-    """Return a timeline that has only weights, `totals` bytes at each operation. Its first two thirds are forward, the
-    others backward.
+    """Return a timeline that has only weights, `totals` bytes at each operation. The first two thirds are forward, the
+    last third is backward.
     """
     empty = {name: [0] * len(totals) for name in CATEGORIES}
     phases = ["forward" if 3 * i < 2 * len(totals) else "backward" for i in range(len(totals))]
