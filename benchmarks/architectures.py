@@ -26,8 +26,7 @@ def configuration(architecture: str, draw: random.Random) -> dict:
 
 
 def task_of(config: dict, seq_len: int | None, path: Path) -> Task:
-    """Write a configuration to the file `path`; return its model's task with `seq_len` tokens (None: `Task`'s default).
-    """
+    """Write a configuration to the file `path`; return its model's task of `seq_len` tokens (None: the default)."""
     path.write_text(json.dumps(config))
     return Task(str(path), seq_len=seq_len)
 

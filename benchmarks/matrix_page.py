@@ -38,8 +38,7 @@ def causes() -> list[dict]:
 
 
 def _causes(record: dict) -> list[str]:
-    """Return, as Markdown, the known causes of differences in the record (results/matrix.json); empty without causes.
-    """
+    """Return the known causes of differences in the record (results/matrix.json) as Markdown; empty without causes."""
     lines = []
     for cause in causes():
         if names := [id.removeprefix("rehearsal/") for id in cause["changes"] if id in changed(record)]:

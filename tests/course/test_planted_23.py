@@ -1,5 +1,4 @@
-"""Lesson 23's clinic must name faults that its own examples lack, and planted wrong measurements must change a verdict.
-"""
+"""Lesson 23's clinic must name faults that its examples lack, and planted wrong measurements must change a verdict."""
 
 import ast
 import contextlib
