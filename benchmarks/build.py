@@ -373,9 +373,9 @@ def of_suite(data: dict) -> dict:
 
 def held_against(measured: dict[str, dict]) -> list[dict]:
     """Return a row per recorded training on a GPU: its machine, name, task and arguments, and [estimated, measured]
-    memory.
+    bytes by kind.
 
-    The memory is that of "peak_bytes", "reserved_bytes", "device_used_bytes" and "breakdown" (bytes by category).
+    The kinds are "peak_bytes", "reserved_bytes", "device_used_bytes" and "breakdown" (bytes by category).
 
     `measured`: {machine: its newest course run}.
     """
@@ -480,7 +480,7 @@ def _false_alarms_of_claims() -> tuple[int, int]:
     """Return (number of pairs of recorded comparisons of a recipe with itself, number of pairs that would be called a
     change).
 
-    The rule for a change is that of a comparison of all claims about time in the ledger.
+    A pair counts as changed by the rule for comparing all of the ledger's claims about time.
     """
     report = read_record(RESULTS / "speed.json")
     number = sum(claim.decided_by == "time" for claim in load().values())

@@ -235,7 +235,7 @@ def _facts(rows: Rows) -> Iterator[str]:
 
 
 def _utilisation(rows: Rows) -> Iterator[str]:
-    """Yield a line of text with the model FLOPs utilisation of the first recipe, and one with that of the best recipe.
+    """Yield two lines of text with the model FLOPs utilisation: of the first recipe, and of the best recipe.
 
     The utilisation is a share of the rate that a large matmul reaches in the recipe's precision.
     """

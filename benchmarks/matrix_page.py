@@ -47,8 +47,8 @@ def _causes(record: dict) -> list[str]:
 
 
 def _sets(record: dict) -> str:
-    """Return a table of the record (results/matrix.json) with a column per set: libraries, lessons that ran, expected
-    claims, the rehearsal.
+    """Return a table of the record (results/matrix.json) with a column per set: libraries, lessons that ran, claims
+    with an expected verdict, the rehearsal.
     """
     sets = record["sets"]
     rows = [["", *(row["what"] for row in sets)]]

@@ -244,7 +244,7 @@ def after(torch, retries: int) -> tuple:
     """Return torch's state at the end of a trace: ([peak of allocated and of reserved bytes], retries, segments with
     blocks).
 
-    `torch`: the module; `retries`: its number of retries when the trace began.
+    `torch`: the module; `retries`: torch's number of retries when the trace began.
     """
     stats = torch._C._cuda_memoryStats(0)
     peaks = [stats[f"{name}_bytes"]["all"]["peak"] for name in ("allocated", "reserved")]

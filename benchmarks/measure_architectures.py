@@ -192,8 +192,8 @@ def _filled(fields: dict, width: int) -> dict:
 def configurations(name: str, kind: str, folder: Path):
     """Yield (form, path) of configurations of a class, which are written into a folder, the smallest first.
 
-    The forms are: narrow; less narrow; narrow with sizes for missing ones; only the number of layers reduced; only the
-    images reduced.
+    The forms are: narrow; less narrow; narrow with values for missing sizes; only the number of layers reduced; only
+    the images reduced.
 
     `name`: name of the class; `kind`: its model type.
     """

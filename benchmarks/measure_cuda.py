@@ -174,7 +174,7 @@ def summary(rows: list[dict]) -> dict:
     """Return the summary of a comparison of estimates with rehearsals.
 
     "compared" and "left_out" are numbers of trainings. "estimated" has the numbers of answered, refused and exactly
-    equal estimates, the worst error in the allocated bytes of the peak, and the median and worst error in its reserved
+    equal estimates, the worst error in the allocated bytes of the peak, and the median and worst error in the reserved
     bytes. An error is |estimated / rehearsed - 1|; it is None if no training was answered.
 
     Args:
@@ -201,12 +201,10 @@ def summary(rows: list[dict]) -> dict:
 
 
 def lives(changes: Iterable[tuple[object, int, str]]) -> list[tuple[int, str]]:
-    """Return (rounded bytes, negative for a free; where it was requested, e.g. "trainer.py:12") per allocation and
-    free.
+    """Return (rounded bytes, code that requested them) per allocation and free; the bytes of a free are negative.
 
     Frees between two allocations have no order and are sorted by size. Frees after the last allocation, at the end of
-    the process, are left out. `changes` has (block, bytes, where it was requested) of each event; the bytes of a free
-    are negative.
+    the process, are left out. `changes`: (block, bytes, code, e.g. "trainer.py:12") of each event.
     """
     found, dead, living = [], [], {}
     for which, size, where in changes:

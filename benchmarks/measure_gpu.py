@@ -201,7 +201,7 @@ def _what(row: Row) -> str:
 
 
 def _is_another(row: Row, known: Known) -> bool:
-    """Return whether the row of this name in `known`, {name: row}, was measured with other settings."""
+    """Return whether `known`, {name: row}, has a row with the name of `row`, but measured with other settings."""
     return row.name in known and known[row.name].settings != json.loads(json.dumps(row.settings()))
 
 

@@ -178,7 +178,7 @@ def estimate_of(one: Case, torch_version: str | None) -> dict:
 
 @contextlib.contextmanager
 def answering(python: str) -> Iterator:
-    """Yield a function (case, torch_version) that returns another Python's `estimate_of` the case.
+    """Yield a function (case, torch_version) that returns what `estimate_of` returns in another Python.
 
     `python`: path of that Python; its process ends with the context.
     """

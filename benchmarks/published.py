@@ -128,7 +128,7 @@ def rows() -> list[Row]:
 
 
 def predict(row: Row, folder: Path) -> tuple[int, int | None]:
-    """Return (estimated bytes of a row by the rules of its versions, by today's rules; None if the rules are the same).
+    """Return a row's estimated bytes by (its versions' rules, today's rules); None if today's rules are the same.
 
     `folder`: folder for the file with the model's configuration.
     """

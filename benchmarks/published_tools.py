@@ -59,7 +59,7 @@ def training(config: dict, length: int, capability: tuple[int, int], **arguments
 def of_lora(rank: int, config: dict) -> dict:
     """Return the fields of a `tools_pypi.Question` about LoRA on q, k, v and o.
 
-    `rank`: LoRA's; `config`: fields of the model's configuration.
+    `rank`: LoRA's rank; `config`: fields of the model's configuration.
     """
     width, layers = config["hidden_size"], config["num_hidden_layers"]
     keys = width * config["num_key_value_heads"] // config["num_attention_heads"]

@@ -115,7 +115,7 @@ def results(name):
 
 @pytest.fixture(params=EVIL.values(), ids=EVIL)
 def pages(request, tmp_path):
-    """Return {"evil", "plain": [the report, history and comparison of two course runs, paths of HTML files]}.
+    """Return {"evil": paths, "plain": paths} of HTML files: the report, history and comparison of two course runs.
 
     In the "evil" runs every text is a malicious name.
     """

@@ -1,8 +1,7 @@
 """The shape of the repository: imports in one direction, one list of dependencies, no stray paths, and pages whose
 links and names are right.
 
-Each check is a pure function that returns the problems it found; next to its test on this repository is one on bad
-input.
+Each check is a pure function that returns the problems it found, and is tested on this repository and on bad input.
 """
 
 import ast
@@ -454,7 +453,7 @@ def prose(path, text):
 
 
 def wording_problems(path, text):
-    """Return the private words in the prose of a file, and its docstrings without a subject, one line each.
+    """Return the private words in the prose of a file, and the docstrings that lack a subject, one line each.
 
     `path`, `text`: the file's path and content.
     """

@@ -2,8 +2,8 @@
 
 The time of a step is a sum: arithmetic at the rate of matmuls (matmuls with few rows are slower), other bytes at the
 rate of memory or of a cache, a constant per call of an operation, and an update that reads and writes every parameter.
-`AMD` has the rates recorded on that machine, and the model's results for it are compared with the recorded ones
-(test_simulated_machines.py).
+`AMD` has rates recorded on a real machine; test_simulated_machines.py compares the results for it with the results
+recorded there.
 """
 
 from dataclasses import dataclass

@@ -104,8 +104,8 @@ class TestTwoLaws:
     """Decide lesson 15's two claims about slow links from calculated step times: "link-matters" follows the bytes that
     are sent, "sync-often" the number of messages that a step waits for.
 
-    `bytes_of`, `stops_of`: {model or method: bytes, messages per step} of a library. Its steps take 0.03 s over the
-    fast link, longer over the slow one (by the bytes) and over the late one (mostly by the messages).
+    `bytes_of`, `stops_of`: {model or method: bytes sent, or messages waited for, per step}. A step takes 0.03 s over
+    the fast link, longer over the slow link (by the bytes) and the late link (mostly by the messages).
     """
 
     def ratios(self, bytes_of, stops_of, rate=100e6 / 8, delay=0.01):

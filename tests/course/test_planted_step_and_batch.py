@@ -63,7 +63,7 @@ def products_on(at_once, tile, aligned, tiles=True, sizes=None):
         at_once: tiles that the GPU computes at once.
         tile: (rows, columns) of a tile.
         aligned: function (size, dtype) that returns the factor on the time for a size.
-        tiles: whether the time is that of whole waves of tiles, otherwise that of the arithmetic.
+        tiles: whether whole waves of tiles determine the time; otherwise the arithmetic does.
         sizes: matmuls to use in place of the lesson's; None: the lesson's.
     """
     edge = at_once // (2048 // tile[0]) * tile[1]
