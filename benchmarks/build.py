@@ -173,7 +173,7 @@ def finding(measured: dict[str, dict]) -> str:
 
 
 def counts(measured: dict[str, dict]) -> str:
-    """Return the scoreboard, one line per machine: the number of testable claims, and of claims with each verdict.
+    """Return the scoreboard, one line per machine: the number of testable claims, and their number per verdict.
 
     `measured`: {machine: its newest course run}.
     """

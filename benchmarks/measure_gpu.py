@@ -5,7 +5,7 @@
     python benchmarks/build.py --suite build/gpu/gpu.jsonl        keep the results, and make their pages
 
 It needs perf_helpers and the libraries for training, but no notebook. A call begins no new row after its seconds are
-over, and ends at most LAST_SECONDS later. Every row is written to a file as soon as it is measured, so the same command
+over, and ends at most 100 seconds later. Every row is written to a file as soon as it is measured, so the same command
 continues, even after it was killed. Out of memory is a result; a later call tries a crashed row once more.
 Exit code 0: no requested row is left; 3: rows are left, call again; 1: it could not begin.
 

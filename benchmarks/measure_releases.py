@@ -115,7 +115,9 @@ def case(number: int, seed: int) -> Case:
 
 
 def _is_accepted(config: dict) -> bool:
-    """Return whether transformers accepts a configuration's width; some architectures need a multiple of the heads."""
+    """Return whether transformers accepts a configuration's width; some architectures need a multiple of the number of
+    heads.
+    """
     return "head_dim" not in config or not config["hidden_size"] % config["num_attention_heads"]
 
 

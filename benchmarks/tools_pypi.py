@@ -94,7 +94,7 @@ class Question:
     def named(self, *plain: str, **options: str) -> str:
         """Return a tool's name for the training's optimizer.
 
-        `plain`: optimizers whose name in the tool is the Trainer's; `options`: {the Trainer's name: the tool's name}.
+        `plain`: keys of `OPTIMIZERS` that are also the tool's names; `options`: {key of `OPTIMIZERS`: the tool's name}.
         Raises Cannot if the tool has no name.
         """
         for name, trainer_names in OPTIMIZERS.items():

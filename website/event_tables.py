@@ -208,7 +208,7 @@ def _is_contiguous(spec) -> bool:
 def powers(point: Point) -> tuple[int, ...]:
     """Return the six products by which a `Sum` multiplies its coefficients, in their order.
 
-    `point` is (b, n), micro-batch and length; the products are 1, n, n^2, b, b n and b n^2.
+    `point` is (b, n), micro-batch and length in units of 128 tokens; the products are 1, n, n^2, b, b n and b n^2.
     """
     size, length = point
     return (1, length, length**2, size, size * length, size * length**2)

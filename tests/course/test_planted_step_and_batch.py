@@ -106,7 +106,7 @@ def test_tiles_alone_are_not_taken_for_alignment(card, tile):
 
 
 def test_sizes_on_either_side_of_an_edge_would_have_been_taken_for_alignment():
-    """An earlier lesson compared 4096 with 4097 and 4104. On a card without alignment effects these sizes differ by a
+    """The lesson once compared 4096 with 4097 and 4104. On a card without alignment effects these sizes differ by a
     wave of tiles.
     """
     old = {name: (size,) * 3 + ("float16",) for name, size in {"of 64": 4096, "of 8": 4104, "odd": 4097}.items()}
