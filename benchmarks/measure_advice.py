@@ -1,5 +1,4 @@
-"""Check `advise` in rehearsals (see `trainmem.rehearsal`): the micro-batch that it proposes for a card must fit there,
-and the next larger one must not.
+"""Rehearse the micro-batch that `advise` proposes for a card, which must fit, and the next larger one, which must not.
 
     .venv-cuda/bin/python benchmarks/measure_advice.py [--count 58] [--seed 1]
 

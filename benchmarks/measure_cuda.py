@@ -1,11 +1,11 @@
-"""Compare the estimate for CUDA with torch's own allocator, over generated trainings that are rehearsed (see
-`trainmem.rehearsal`): allocated and reserved bytes, and bytes by category.
+"""Compare the estimate for CUDA with torch's own allocator in rehearsals, over generated trainings.
 
     python benchmarks/measure_cuda.py [--count 190] [--seed 2]
     python benchmarks/measure_cuda.py --difference NUMBER   # the first different allocation or free of a training
 
-Another seed gives another set. Only trainings that cannot run are left out: a model that refuses a recipe, or one whose
-forward pass needs values, which a rehearsal does not compute.
+Allocated and reserved bytes, and bytes by category, are compared. Another seed gives another set. Only trainings that
+cannot run are left out: a model that refuses a recipe, or one whose forward pass needs values, which a rehearsal does
+not compute.
 """
 
 import difflib

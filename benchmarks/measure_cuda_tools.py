@@ -1,12 +1,12 @@
-"""Compare the estimate for CUDA with other tools, on the trainings of results/cuda.json. The reference is torch's
-allocator in the rehearsal of each training.
+"""Compare the estimate for CUDA with other tools; the reference is torch's allocator in rehearsals.
 
     .venv/bin/python benchmarks/measure_cuda_tools.py --pythons PYTHON ... [--count 110] [--note TEXT]
 
-PYTHON: interpreters with tools from PyPI (listed in CONTRIBUTING.md); tools that no interpreter has are skipped. The
-note is a remark for readers of the record. Each tool answers in its own process, with the libraries imported. Two
-figures are compared with the reference: a tool's bytes of tensors with the peak of allocated bytes; and its total, with
-its additions for context, fragmentation and safety, with the peak of reserved bytes.
+The trainings are those of results/cuda.json. PYTHON: interpreters with tools from PyPI (listed in CONTRIBUTING.md);
+tools that no interpreter has are skipped. The note is a remark for readers of the record. Each tool answers in its own
+process, with the libraries imported. Two figures are compared with the reference: a tool's bytes of tensors with the
+peak of allocated bytes; and its total, with its additions for context, fragmentation and safety, with the peak of
+reserved bytes.
 """
 
 import dataclasses
