@@ -311,8 +311,8 @@ def _count(decided: list[dict]) -> str:
 
 
 def product_rates(measured: dict[str, dict]) -> str:
-    """Return, in Markdown, a table of CPUs' matmul rates (GFLOP/s) in fp32, bf16 and fp16, and the speed of training in
-    bf16 divided by that in fp32.
+    """Return, in Markdown, a table of CPUs' matmul rates (GFLOP/s) in fp32, bf16 and fp16, and of the speed of training
+    in bf16 divided by the speed in fp32.
 
     The rows are the CPUs listed in products.toml, then the CPUs of recorded course runs, where lesson 02 measures the
     rates and lesson 07 the speeds.

@@ -86,7 +86,7 @@ def declared(project, extras=True):
 
 
 def heads(source):
-    """Return the first names of all modules that a source text imports, except imports for type checkers only."""
+    """Return the first names, e.g. "torch", of the modules that a source text imports not only for type checkers."""
     found = set()
 
     def visit(node):
@@ -439,7 +439,7 @@ HEADLESS = re.compile(r"\W*What\b")  # a docstring says what to expect: "Return 
 
 def prose(path, text):
     """Return (docstrings, prose) of a file: the prose of a Python source is its comments and docstrings, the prose of a
-    page in Markdown is the page without its code, and it has no docstrings.
+    page in Markdown, which has no docstrings, is the page without its code.
 
     `path`: the file's path, whose suffix tells its kind; `text`: the file's content.
     """

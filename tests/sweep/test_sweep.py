@@ -239,9 +239,7 @@ def test_every_gpu_has_a_worker_that_sees_it_alone(monkeypatch, visible, uuids, 
 
 @pytest.fixture
 def command(tmp_path):
-    """Return a function that starts `perf-helpers sweep` on a plan, and one that lists the processes that the sweep
-    started.
-    """
+    """Return two functions: one starts `perf-helpers sweep` on a plan, one lists the processes of the sweep."""
     mark = uuid.uuid4().hex
 
     def start(plan, *words):

@@ -21,7 +21,7 @@ def series(*totals):
 def run(name, peak=None, speed=None, **changes):
     """Return a run with a peak in bytes and a speed in samples per second; None: not measured.
 
-    `name`: also its optimizer and its id; `changes`: further fields.
+    `name`: the run's name, optimizer and id; `changes`: further fields.
     """
     parts = {"weights": peak}
     memory = peak and Memory(peak, "counted", "forward", "aten.mm", "layer.1", parts, timeline=series(1, peak, 2))
