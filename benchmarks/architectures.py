@@ -26,7 +26,7 @@ def configuration(architecture: str, draw: random.Random) -> dict:
 
 
 def task_of(config: dict, seq_len: int | None, path: Path) -> Task:
-    """Write a configuration to the file `path` and return the task of its model; `seq_len` as in `Task`."""
+    """Write a configuration to the file `path`; return its model's task of `seq_len` tokens (None: the default)."""
     path.write_text(json.dumps(config))
     return Task(str(path), seq_len=seq_len)
 
@@ -76,7 +76,7 @@ def _two_stacks(draw, heads_of: tuple, layers_of: tuple, **more) -> dict:
 
     Args:
         draw: the random generator.
-        heads_of, layers_of: the names of the fields for the number of heads, and of layers.
+        heads_of, layers_of: names of the fields that get the number of heads, and the number of layers.
         more: further fields of the configuration.
     """
     heads, layers = draw.choice((4, 8)), draw.randint(2, 4)

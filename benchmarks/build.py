@@ -106,7 +106,8 @@ def rehearsals() -> dict[str, dict]:
 
 
 def caption(data: dict, short: bool = False) -> str:
-    """Return the machine, versions and date of a record, and its profile; `short`: two versions and no profile.
+    """Return the machine, versions and date of a record, and its profile; `short`: only torch's and transformers'
+    versions, and no profile.
 
     `data`: the record, e.g. a course run.
     """
@@ -115,7 +116,7 @@ def caption(data: dict, short: bool = False) -> str:
 
 
 def picture(data: dict) -> None:
-    """Draw the peak memory of the guides' recipes in a course run into a PNG next to its record.
+    """Draw the peak memory of the guides' recipes in a course run into a PNG next to the run's record.
 
     Draw nothing if the run has no breakdown of a recipe's memory. `data`: the course run.
     """
@@ -138,7 +139,8 @@ def newest(measured: dict[str, dict]) -> dict:
 
 
 def verdicts(data: dict) -> tuple[int, int, str]:
-    """Return (number of refuted claims, number of testable claims, the other verdicts in words) of a course run.
+    """Return (number of refuted claims, number of testable claims, the verdicts other than refuted in words) of a
+    course run.
 
     `data`: the content of its results.json.
     """
@@ -153,7 +155,7 @@ def verdicts(data: dict) -> tuple[int, int, str]:
 
 
 def finding(measured: dict[str, dict]) -> str:
-    """Return README's first finding: how many claims the newest recorded run refutes, of those it could test.
+    """Return README's first finding: how many of the testable claims the newest recorded run refutes.
 
     `measured`: {machine: its newest course run}.
     """
@@ -171,7 +173,7 @@ def finding(measured: dict[str, dict]) -> str:
 
 
 def counts(measured: dict[str, dict]) -> str:
-    """Return the scoreboard, one line per machine: how many of the claims that it could test have which verdict.
+    """Return the scoreboard, one line per machine: the number of testable claims, and their number per verdict.
 
     `measured`: {machine: its newest course run}.
     """
@@ -217,7 +219,8 @@ def address() -> str:
 
 
 def rehearsed_recipes(cards: dict[str, dict], measured: dict[str, dict], suites: dict[str, dict]) -> str:
-    """Return a table of the guides' ten recipes: published, on rehearsed cards, on each machine, in the GPU suite.
+    """Return a table of the memory of the guides' ten recipes: published, on rehearsed cards, on each machine, in the
+    GPU suite.
 
     Args:
         cards: {card: its newest rehearsal}.
@@ -281,7 +284,7 @@ def rehearsed_counts(cards: dict[str, dict]) -> str:
 def _claims_table(columns: dict[str, list[dict]], absent: str) -> str:
     """Return a table with a row per claim that any column decides.
 
-    A row has the lesson, the claim, the guides' statement, their figure with its machine, and the verdict per column.
+    A row has the lesson, the claim, the guides' statement, the guides' figure and its machine, and verdicts.
 
     Args:
         columns: {heading: decided claims}.
@@ -308,11 +311,11 @@ def _count(decided: list[dict]) -> str:
 
 
 def product_rates(measured: dict[str, dict]) -> str:
-    """Return, in Markdown, a table of CPUs' matmul rates (GFLOP/s) in fp32, bf16 and fp16, and the speed of training in
-    bf16 divided by that in fp32.
+    """Return, in Markdown, a table of CPUs' matmul rates (GFLOP/s) in fp32, bf16 and fp16, and of the speed of training
+    in bf16 divided by the speed in fp32.
 
-    The rows are the CPUs listed in products.toml, then the CPUs of recorded course runs: their rates were measured in
-    lesson 02, their speeds in lesson 07.
+    The rows are the CPUs listed in products.toml, then the CPUs of recorded course runs, where lesson 02 measures the
+    rates and lesson 07 the speeds.
 
     `measured`: {machine: its newest course run, as in its results.json}.
     """
@@ -344,11 +347,11 @@ def _ten(data: dict) -> dict[str, Run]:
 
 
 def _sizes(runs: dict[str, Run], rehearsed: dict) -> str:
-    """Describe a column of measured recipes: the task, its precision, the kind of memory.
+    """Describe a column of measured recipes: the task, its precision, and whether memory is counted or the allocator's.
 
     Args:
         runs: {name: run} of the column.
-        rehearsed: the task of the rehearsed columns; another one is pointed out.
+        rehearsed: the task of the rehearsed columns; the text says if the measured task differs.
     """
     first = next(iter(runs.values()))
     task = Task.from_dict(first.task)
@@ -370,9 +373,9 @@ def of_suite(data: dict) -> dict:
 
 def held_against(measured: dict[str, dict]) -> list[dict]:
     """Return a row per recorded training on a GPU: its machine, name, task and arguments, and [estimated, measured]
-    memory.
+    bytes by kind.
 
-    The memory is that of "peak_bytes", "reserved_bytes", "device_used_bytes" and "breakdown" (bytes by category).
+    The kinds are "peak_bytes", "reserved_bytes", "device_used_bytes" and "breakdown" (bytes by category).
 
     `measured`: {machine: its newest course run}.
     """
@@ -477,7 +480,7 @@ def _false_alarms_of_claims() -> tuple[int, int]:
     """Return (number of pairs of recorded comparisons of a recipe with itself, number of pairs that would be called a
     change).
 
-    The rule for a change is that of a comparison of all claims about time in the ledger.
+    A pair counts as changed by the rule for comparing all of the ledger's claims about time.
     """
     report = read_record(RESULTS / "speed.json")
     number = sum(claim.decided_by == "time" for claim in load().values())
@@ -580,7 +583,7 @@ def page(measured: dict[str, dict], cards: dict[str, dict], suites: dict[str, di
 def main(arguments=None) -> int:
     """Record, build or check; return the exit code.
 
-    `arguments`: words of the command line; None: those of this process.
+    `arguments`: words of the command line; None: `sys.argv[1:]`.
     """
     parser = argparse.ArgumentParser(description="Keep course runs; make the tables and pictures of their results.")
     parser.add_argument("--record", type=Path, metavar="DIR", help="folder of a course run to keep")

@@ -131,7 +131,7 @@ def _positions(x, count: int):
 
 
 def recorded(run: Callable) -> list[int] | str:
-    """Return the requests to torch's allocator during `run()`, see `kernel_cases.events`; or the type of its error."""
+    """Return the allocator's requests during `run()`, see `kernel_cases.events`; if it fails, the error's type."""
     torch.cuda.memory._record_memory_history(max_entries=10**6, context=None)
     results = []
     try:
@@ -154,7 +154,7 @@ def stepped(kind: str, form: dict) -> list[int] | str:
     If the optimizer cannot be created or fails, return the type of the error.
 
     Args:
-        kind: the optimizer's class.
+        kind: name of the optimizer's class.
         form: its options, e.g. {"foreach": True}.
     """
     weights = [torch.zeros(size, size, device="cuda", requires_grad=True) for size in (16, 64, 300)]

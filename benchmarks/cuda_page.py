@@ -34,7 +34,7 @@ def nearness() -> str:
 
 
 def _equal_or_off(found: dict) -> str:
-    """Describe the errors of allocated and reserved bytes.
+    """Describe the estimate's errors in allocated and in reserved bytes.
 
     `found`: a summary of results/cuda.json, as `measure_cuda.summary` returns it.
     """
@@ -66,7 +66,7 @@ def adapters() -> str:
 
 
 def ranks() -> str:
-    """Return a table of one rank of several: torch's own allocator, the estimate, and ZeRO's formulas."""
+    """Return a table of the memory of one rank of several: torch's own allocator, the estimate, and ZeRO's formulas."""
     report = read_record(RANKS)
     rows, failed, off = [], {}, 0
     for row in report["rows"]:

@@ -54,7 +54,7 @@ class Rows:
         return self.memory(part, name)["peak_bytes"]
 
     def shrunk(self, part: str, name: str, baseline: str) -> float:
-        """Return the peak of the row `name` of a part divided by that of its row `baseline`."""
+        """Return the peak of the row `name` of a part divided by the peak of the part's row `baseline`."""
         return self.peak(part, name) / self.peak(part, baseline)
 
     def faster(self, part: str, name: str, baseline: str) -> Ratio:
@@ -76,11 +76,11 @@ def _training_dwarfs(rows: Rows) -> float:
 
 
 def _batches(rows: Rows, number: int, baseline: int) -> Ratio:
-    """Return the speed at one batch size divided by that at another, from the suite's rows of the part "batch".
+    """Return the speed at one batch size divided by the speed at a baseline size, from the part "batch".
 
     Only sizes that fit count. Raises Absent for fewer than three sizes.
 
-    `number`, `baseline`: index of the one size and of the other among the sizes.
+    `number`, `baseline`: indices of the two sizes in the list of sizes that fit.
     """
     sizes = [name for name in rows.names("batch", "batch ") if "against" not in name]
     if len(sizes) < 3:
@@ -107,9 +107,9 @@ def _saves_with_batch(rows: Rows) -> float:
 
 
 def _at_ends(rows: Rows, kind: str, phase: str) -> float:
-    """Return the bytes of the category `kind` at the end of a phase under fp16, divided by those in fp32.
+    """Return the bytes of the category `kind` at the end of a phase under fp16, divided by the bytes in fp32.
 
-    Both trainings have the largest micro-batch. `rows`: the suite's.
+    Both trainings have the largest micro-batch. `rows`: the suite's rows.
     """
     half, full = (rows.memory("fp16", f"64 x 2, {name}")["phase_breakdowns"][phase] for name in ("fp16", "fp32"))
     return half[kind] / full[kind]
@@ -130,9 +130,9 @@ def _products(fast: str) -> Callable[[Rows], Ratio]:
 
 
 def _longest(rows: Rows) -> list[str]:
-    """Return the row names of SDPA and of plain attention at the longest sequence.
+    """Return [SDPA's row name, plain attention's row name] at the longest sequence.
 
-    Raises Absent if none was measured.
+    Raises Absent if no sequence was measured.
     """
     lengths = [int(name.removeprefix("eager, ")) for name in rows.names("attention", "eager, ")]
     if not lengths:

@@ -25,7 +25,7 @@ def looped(model, arguments):
 
 
 def products(task: Task) -> dict[str, list[float]]:
-    """Return {precision: seconds per turn} of one large matmul, with interleaved precisions. The task is not used."""
+    """Return {precision: seconds of each run} of one large matmul in alternating precisions. The task is not used."""
     import torch
 
     from trainmem.measure.interleaving import in_turns
@@ -70,7 +70,7 @@ def kernels(task: Task) -> dict[str, bool]:
 def forced(kernel: str, arguments: dict[str, Any], profile: Profile) -> Callable[[Task], None]:
     """Return a function of a task that trains with the Trainer, while SDPA may only use `kernel`, a key of `KERNELS`.
 
-    The training has as many steps as an interleaved comparison under this profile. `arguments`: its training arguments.
+    The training has as many steps as an interleaved comparison under this profile. `arguments`: the training arguments.
     """
     steps = profile.warmup_steps + profile.turns + 1
 

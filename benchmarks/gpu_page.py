@@ -60,8 +60,8 @@ def _shown(row: StoredRow) -> dict[str, Any]:
 
 
 def measured(data: dict[str, Any]) -> dict[str, Any]:
-    """Return a report of the GPU suite unchanged. Raises ValueError unless it was measured on a GPU, at a GPU's
-    sizes.
+    """Return a report of the GPU suite unchanged. Raises ValueError if it was rehearsed, run without a GPU, or run at
+    tiny sizes.
     """
     machine = Machine.from_dict(data["machine"])
     if machine.rehearsed:
@@ -91,7 +91,7 @@ def suites(results: Path) -> dict[str, dict[str, Any]]:
 
 
 def beside_a_card(suites: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return tables of an H100's measurements against their rehearsal: the suite's runs, and generated trainings.
+    """Return tables that compare an H100's measurements with rehearsals: the suite's runs, and generated trainings.
 
     `suites`: {machine: its newest report of the GPU suite}.
     """
@@ -235,7 +235,7 @@ def _facts(rows: Rows) -> Iterator[str]:
 
 
 def _utilisation(rows: Rows) -> Iterator[str]:
-    """Yield a line of text with the model FLOPs utilisation of the first recipe, and one with that of the best recipe.
+    """Yield two lines of text with the model FLOPs utilisation: of the first recipe, and of the best recipe.
 
     The utilisation is a share of the rate that a large matmul reaches in the recipe's precision.
     """

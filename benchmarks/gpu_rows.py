@@ -43,7 +43,7 @@ class Row:
     lacks: str = ""  # something that the row needs and this machine lacks
 
     def settings(self) -> dict[str, Any]:
-        """Return everything but machine and versions that the result depends on as {name: value of a JSON type}."""
+        """Return {name: value of a JSON type} of everything that the result depends on, except machine and versions."""
         facts = {"kind": self.kind, "task": self.task and self.task.to_dict(), "arguments": self.arguments}
         facts |= {"measure": list(self.measure), "steps": self.steps, "of": [row.settings() for row in self.of]}
         return facts | {name: getattr(self, name) and self.name for name in ("function", "optimizer")}
@@ -113,7 +113,7 @@ class Here:
         return Row(name, "question", task=task, function=function, lacks=missing)
 
     def lacking(self, arguments: Mapping[str, Any]) -> str:
-        """Return in words what training arguments need and this machine lacks; empty if nothing is missing."""
+        """Return what this machine lacks for training arguments, in words; empty if nothing is missing."""
         needs = {"fp16": "cuda", "tf32": "sm80"}
         missing = [hardware.supports(need, self.machine)[1] for name, need in needs.items() if arguments.get(name)]
         if "bnb" in arguments.get("optim", "") and not self.versions.get("bitsandbytes"):
@@ -142,7 +142,7 @@ PRECISIONS = {"fp32": {}, "fp16": recipes.HALF}
 def ten(here: Here, known: Known) -> Iterator[Row]:
     """The guides' ten recipes, and their speeds against each other.
 
-    Yield the rows of this part of the GPU suite; `known`: {name: row} of those measured already.
+    Yield this part's rows for the machine `here`; `known`: {name: row} of the measured rows.
     """
     task, rows = here.profile.task, {}
     against = {name: [] if name == "vanilla" else ["vanilla"] for name in recipes.ROWS}
@@ -161,7 +161,7 @@ def ten(here: Here, known: Known) -> Iterator[Row]:
 def batch(here: Here, known: Known) -> Iterator[Row]:
     """Memory and throughput by batch size, up to the first that does not fit.
 
-    Yield the rows of this part of the GPU suite; `known`: {name: row} of those measured already.
+    Yield this part's rows for the machine `here`; `known`: {name: row} of the measured rows.
     """
     task = here.profile.task if here.tiny else here.profile.task.replace(dataset_size=2048)
     fitting = []
@@ -182,7 +182,7 @@ def batch(here: Here, known: Known) -> Iterator[Row]:
 def fp16(here: Here, known: Known) -> Iterator[Row]:
     """The 2022 guide's table: fp16 and fp32 by micro-batch; also with two accumulation steps, which keep gradients.
 
-    Yield the rows of this part of the GPU suite; `known`: {name: row} of those measured already.
+    Yield this part's rows for the machine `here`; `known`: {name: row} of the measured rows.
     """
     task = here.profile.task if here.tiny else Task("bert-base-uncased", seq_len=128)
 
@@ -203,7 +203,7 @@ def fp16(here: Here, known: Known) -> Iterator[Row]:
 def tf32(here: Here, known: Known) -> Iterator[Row]:
     """tf32 on and off, in fp32 and under fp16; and large matmuls in each precision.
 
-    Yield the rows of this part of the GPU suite; `known`: {name: row} of those measured already.
+    Yield this part's rows for the machine `here`; `known`: {name: row} of the measured rows.
     """
     for name, arguments in PRECISIONS.items():
         baseline = here.row(name, here.profile.task, recipes.FOUR | arguments)
@@ -217,7 +217,7 @@ def tf32(here: Here, known: Known) -> Iterator[Row]:
 def bf16(here: Here, known: Known) -> Iterator[Row]:
     """bf16 on and off.
 
-    Yield the rows of this part of the GPU suite; `known`: {name: row} of those measured already.
+    Yield this part's rows for the machine `here`; `known`: {name: row} of the measured rows.
     """
     plain = here.row("fp32", here.profile.task, recipes.FOUR)
     row = here.row("bf16", here.profile.task, recipes.FOUR | {"bf16": True}, measure=BOTH)
@@ -231,7 +231,7 @@ NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 def attention(here: Here, known: Known) -> Iterator[Row]:
     """Plain attention and SDPA by length, as in lesson 11, and each SDPA kernel that can be forced.
 
-    Yield the rows of this part of the GPU suite; `known`: {name: row} of those measured already.
+    Yield this part's rows for the machine `here`; `known`: {name: row} of the measured rows.
     """
     lengths = (16, 24, 32) if here.tiny else (512, 1024, 2048)
     size = {} if here.tiny else {"num_hidden_layers": 12, "max_position_embeddings": 2048}
@@ -261,7 +261,7 @@ def attention(here: Here, known: Known) -> Iterator[Row]:
 def compiled(here: Here, known: Known) -> Iterator[Row]:
     """torch.compile on and off: steady state, and the seconds of a cold start.
 
-    Yield the rows of this part of the GPU suite; `known`: {name: row} of those measured already.
+    Yield this part's rows for the machine `here`; `known`: {name: row} of the measured rows.
     """
     facts = NO_DROPOUT | {"problem_type": "single_label_classification"}
     task = here.profile.task.replace(config=facts | ({} if here.tiny else {"num_hidden_layers": 6}))
@@ -304,7 +304,7 @@ WITHOUT = {("t5-base", "fp16"), ("mixtral", "fp16")}  # uncommon trainings: T5 o
 def estimates(here: Here, known: Known) -> Iterator[Row]:
     """Forty trainings of six models, which the estimate is compared with.
 
-    Yield the rows of this part of the GPU suite; `known`: {name: row} of those measured already.
+    Yield this part's rows for the machine `here`; `known`: {name: row} of the measured rows.
     """
     chosen = [(model, recipe) for model in MODELS for recipe in RECIPES if (model, recipe) not in WITHOUT]
     for model, recipe in chosen:
@@ -320,7 +320,7 @@ FIRST = "guides' vanilla"
 def best(here: Here, known: Known) -> Iterator[Row]:
     """Lesson 14's ladder of speed, from the guides' vanilla to the best recipe that takes no more memory.
 
-    Yield the rows of this part of the GPU suite; `known`: {name: row} of those measured already. Model FLOPs
+    Yield this part's rows for the machine `here`; `known`: {name: row} of the measured rows. Model FLOPs
     utilisation is measured for both ends. Each technique alone is also run, for the guide's own table.
     """
     climb = [here.row(FIRST, here.profile.task, GUIDES, optimizer=gpu_functions.looped)]
@@ -370,7 +370,7 @@ def _rungs(here: Here) -> Iterator[tuple[str, list[dict[str, Any]], str]]:
 def _utilisation(here: Here, known: Known, climb: list[Row]) -> Iterator[Row]:
     """Yield the rows for model FLOPs utilisation (lesson 02): the first and the best recipe, and matmul rates.
 
-    `known`: {name: row} of those measured already; `climb`: the rows of the ladder, the first recipe first.
+    `known`: {name: row} of the measured rows; `climb`: the rows of the ladder, the first recipe first.
     """
     ratios = {row.name: known[here.pair(climb[0], row).name].speed_ratio for row in climb[1:]}
     fitting = [row for row in climb if known[row.name].peak_bytes <= known[FIRST].peak_bytes]

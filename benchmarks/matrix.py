@@ -187,11 +187,11 @@ def plain(text: str) -> str:
 
 
 def run(one: LibrarySet, lessons: list[str], environments: Environments, again: bool = False) -> dict:
-    """Run the lessons and the rehearsal of a set that no earlier call has run, and return what `became` returns.
+    """Run a set's lessons and its rehearsal, unless an earlier call did; return what `became` returns.
 
     Results are kept in the set's `done.json`: {"key", "packages", "date", "ran": {lesson or REHEARSAL: results}}.
 
-    `again`: run them even if earlier results are still valid.
+    `again`: repeat what an earlier call ran.
     """
     known, jobs = done(one, environments), [*lessons, REHEARSAL]
     if known and again:
@@ -315,10 +315,9 @@ def _set(row: dict) -> dict:
 
 
 def _sizes(runs: dict[str, list[dict]]) -> dict[str, dict[str, dict]]:
-    """Return {run: {set: memory}} of every run with a memory; the names of runs are the same in all sets.
+    """Return {run: {set: memory}} of every run whose memory was measured; the names of runs are the same in all sets.
 
-    A run without a memory because it failed has its status and message instead. `runs`: {set: its runs, as in
-    results.json}.
+    A failed run has its status and message instead. `runs`: {set: its runs, as in results.json}.
     """
     found: dict[str, dict[str, dict]] = {}
     for name, rows in runs.items():
@@ -333,8 +332,9 @@ def _sizes(runs: dict[str, list[dict]]) -> dict[str, dict[str, dict]]:
 def _between(old: dict, new: dict) -> dict:
     """Return the differences between two sets.
 
-    The keys are "old" and "new" (the sets' names), "packages" ({package: versions that differ}), "changes" (those of
-    the course, as `compare` finds them) and "rehearsed" (those of the rehearsals; None unless both sets have one).
+    The keys are "old" and "new" (the sets' names), "packages" ({package: versions that differ}), "changes" (of the
+    course's results, as `compare` finds them) and "rehearsed" (of the rehearsal's results; None unless both sets have a
+    rehearsal).
 
     `old`, `new`: what `became` returned for each set.
     """
@@ -354,7 +354,7 @@ def main(arguments: list[str] | None = None, environments: Environments | None =
     """Run the sets and write the record. Return the exit code: 1 if a set, or a lesson of a set, did not run.
 
     Args:
-        arguments: words of the command line; None: those of this process.
+        arguments: words of the command line; None: `sys.argv[1:]`.
         environments: install and run the sets; None: in build/matrix.
     """
     parser = argparse.ArgumentParser(description="Run the course under several sets of libraries; record what differs.")

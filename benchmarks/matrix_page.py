@@ -16,7 +16,7 @@ LIBRARIES = ("torch", "transformers", "accelerate", "bitsandbytes", "datasets", 
 
 
 def section(record: dict) -> str:
-    """Return the page's section about one record of `benchmarks/matrix.py` in Markdown, without its heading."""
+    """Return results/README.md's section about a record of `benchmarks/matrix.py`, without the section's heading."""
     names = ("lessons " if len(record["lessons"]) > 1 else "lesson ") + ", ".join(n[:2] for n in record["lessons"])
     head = f"{record['what'].capitalize()}: {names}, profile {record['profile']}."
     about = f"{record['machine']}, Python {record['python']}, {record['date'][:10]}."
@@ -38,9 +38,7 @@ def causes() -> list[dict]:
 
 
 def _causes(record: dict) -> list[str]:
-    """Return, as Markdown, a list of the known causes of differences in the record (results/matrix.json); empty
-    without any.
-    """
+    """Return the known causes of differences in the record (results/matrix.json) as Markdown; empty without causes."""
     lines = []
     for cause in causes():
         if names := [id.removeprefix("rehearsal/") for id in cause["changes"] if id in changed(record)]:
@@ -49,8 +47,8 @@ def _causes(record: dict) -> list[str]:
 
 
 def _sets(record: dict) -> str:
-    """Return a table of the record (results/matrix.json) with a column per set: libraries, lessons that ran, expected
-    claims, the rehearsal.
+    """Return a table of the record (results/matrix.json) with a column per set: libraries, lessons that ran, claims
+    with an expected verdict, the rehearsal.
     """
     sets = record["sets"]
     rows = [["", *(row["what"] for row in sets)]]

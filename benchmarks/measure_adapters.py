@@ -1,5 +1,7 @@
-"""Compare the estimate for adapters and for 8-bit and 4-bit bases: on a CPU with the lab's counts, by category, and
-for CUDA with torch's own allocator, over generated and rehearsed trainings.
+"""Compare the estimate for adapters and quantized bases with measurements, over generated trainings.
+
+Quantized bases have 8 or 4 bits. The reference is the lab's count by category on a CPU, torch's allocator in rehearsals
+for CUDA.
 
     python benchmarks/measure_adapters.py [--count 112] [--seed 1]
 

@@ -1,11 +1,10 @@
-"""Check `advise`: rehearse the micro-batch that it says fits on a card of that size (see `trainmem.rehearsal`), and
-the next larger one, which it says does not fit.
+"""Rehearse the micro-batch that `advise` proposes for a card, which must fit, and the next larger one, which must not.
 
     .venv-cuda/bin/python benchmarks/measure_advice.py [--count 58] [--seed 1]
 
 Another seed gives another set: small models on made-up cards, and larger ones on real cards. A made-up card's memory
-and the effective batch are chosen so that only a part of the batch fits. A pair that decides nothing all the same,
-because the whole batch fits, nothing does, or the training is impossible, is kept with the reason and does not count.
+and the effective batch are chosen so that only a part of the batch fits. A pair of model and card is recorded with the
+reason, but does not count, if the whole batch fits, if not even one sample fits, or if the model cannot be trained.
 Advice and rehearsal assume the same CUDA context; its size on a real card cannot be rehearsed.
 """
 
@@ -159,8 +158,8 @@ def decide(one: Pair, folder: Path) -> dict:
 
 
 def summary(rows: list[dict]) -> dict:
-    """Return the number of decided pairs ("decided"), of those in which the advice was right ("keeps_its_word") and of
-    others ("left_out"); and the architectures, compute capabilities and micro-batches of the decided pairs.
+    """Return the numbers of decided pairs ("decided"), of pairs with right advice ("keeps_its_word") and of undecided
+    pairs ("left_out"); and the architectures, compute capabilities and micro-batches of the decided pairs.
 
     An advice is right if its micro-batch fits in the rehearsal, and the next larger one runs out of memory.
 

@@ -155,10 +155,10 @@ def compare(text: str, seeds: list[str], torch_version: str | None = None) -> di
     Args:
         text: the settings, as in PYTORCH_CUDA_ALLOC_CONF, for the model.
         seeds: one per trace.
-        torch_version: selects the rules of the model; None: those of the torch that runs.
+        torch_version: selects the rules of the model; None: the running torch's rules.
 
     Returns:
-        {"traces", "events", "out_of_memory", "retries": their numbers, "mismatches": the first one of each trace}.
+        {"traces", "events", "out_of_memory", "retries": their numbers, "mismatches": the first mismatch of each trace}.
     """
     import torch
 
@@ -244,7 +244,7 @@ def after(torch, retries: int) -> tuple:
     """Return torch's state at the end of a trace: ([peak of allocated and of reserved bytes], retries, segments with
     blocks).
 
-    `torch`: the module; `retries`: its number of retries when the trace began.
+    `torch`: the module; `retries`: torch's number of retries when the trace began.
     """
     stats = torch._C._cuda_memoryStats(0)
     peaks = [stats[f"{name}_bytes"]["all"]["peak"] for name in ("allocated", "reserved")]
@@ -259,7 +259,7 @@ def after(torch, retries: int) -> tuple:
 
 
 def double_after(double: CachingAllocator, places: dict[int, int]) -> tuple:
-    """Return the same as `after` for `double`, the model, with torch's addresses. `places`: as in `answered`."""
+    """Return what `after` returns, for `double`, the model, with torch's addresses. `places`: as in `answered`."""
     states = {True: "inactive", False: "active_allocated"}
     bases = sorted((base, places[head.order] - base) for base, head in double._heads.items() if head.order in places)
 

@@ -192,8 +192,8 @@ def _filled(fields: dict, width: int) -> dict:
 def configurations(name: str, kind: str, folder: Path):
     """Yield (form, path) of configurations of a class, which are written into a folder, the smallest first.
 
-    The forms are: narrow; less narrow; narrow with sizes for missing ones; only the number of layers reduced; only the
-    images reduced.
+    The forms are: narrow; less narrow; narrow with values for missing sizes; only the number of layers reduced; only
+    the images reduced.
 
     `name`: name of the class; `kind`: its model type.
     """
@@ -241,7 +241,7 @@ def classes() -> dict[str, tuple[str, str]]:
 
 
 def cases(options) -> dict[str, tuple[str, str]]:
-    """Return {class: (its model type, its family)} of this run's classes and of those in the record.
+    """Return {class: (its model type, its family)} of this run's classes and of the record's classes.
 
     `options`: as in `runner.Measurement`.
     """
@@ -272,7 +272,7 @@ def measure(cases, options):
 
 
 def task_of(path: Path, name: str, family: str) -> Task:
-    """Return the task of a class, with images of 64 pixels unless the configuration has a size of its own.
+    """Return the task of a class, with images of 64 pixels unless the configuration gives their size.
 
     Args:
         path: path of the configuration's file.

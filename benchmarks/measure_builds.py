@@ -24,8 +24,8 @@ STAGE = re.compile(r"make test: (\w+) took (\d+) (second|minute)s")
 
 
 def make(build: str, *targets: str) -> subprocess.CompletedProcess:
-    """Run targets of a checkout's Makefile in its own environment, without variables of this one; return the ended
-    process.
+    """Run targets of a checkout's Makefile in the checkout's environment, without this environment's variables; return
+    the ended process.
 
     `build`: folder of the checkout, or FOLDER=VENV.
     """

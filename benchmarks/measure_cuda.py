@@ -1,11 +1,11 @@
-"""Compare the estimate for CUDA with torch's own allocator, over generated trainings that are rehearsed (see
-`trainmem.rehearsal`): allocated and reserved bytes, and bytes by category.
+"""Compare the estimate for CUDA with torch's own allocator in rehearsals, over generated trainings.
 
     python benchmarks/measure_cuda.py [--count 190] [--seed 2]
     python benchmarks/measure_cuda.py --difference NUMBER   # the first different allocation or free of a training
 
-Another seed gives another set. Only trainings that cannot run are left out: a model that refuses a recipe, or one whose
-forward pass needs values, which a rehearsal does not compute.
+Allocated and reserved bytes, and bytes by category, are compared. Another seed gives another set. Only trainings that
+cannot run are left out: a model that refuses a recipe, or one whose forward pass needs values, which a rehearsal does
+not compute.
 """
 
 import difflib
@@ -174,7 +174,7 @@ def summary(rows: list[dict]) -> dict:
     """Return the summary of a comparison of estimates with rehearsals.
 
     "compared" and "left_out" are numbers of trainings. "estimated" has the numbers of answered, refused and exactly
-    equal estimates, the worst error in the allocated bytes of the peak, and the median and worst error in its reserved
+    equal estimates, the worst error in the allocated bytes of the peak, and the median and worst error in the reserved
     bytes. An error is |estimated / rehearsed - 1|; it is None if no training was answered.
 
     Args:
@@ -201,10 +201,10 @@ def summary(rows: list[dict]) -> dict:
 
 
 def lives(changes: Iterable[tuple[object, int, str]]) -> list[tuple[int, str]]:
-    """Return the allocations and frees of blocks: rounded bytes, negative for a free, and the place of the request.
+    """Return (rounded bytes, code that requested them) per allocation and free; the bytes of a free are negative.
 
     Frees between two allocations have no order and are sorted by size. Frees after the last allocation, at the end of
-    the process, are left out. `changes` has (block, bytes, place) of each event; the bytes of a free are negative.
+    the process, are left out. `changes`: (block, bytes, code, e.g. "trainer.py:12") of each event.
     """
     found, dead, living = [], [], {}
     for which, size, where in changes:
@@ -221,7 +221,7 @@ def lives(changes: Iterable[tuple[object, int, str]]) -> list[tuple[int, str]]:
 def difference(one: Training, most: int = 12) -> None:
     """Print the first allocations and frees in which the estimate and torch's allocator differ, if any.
 
-    `most`: how many places to print.
+    `most`: how many differences to print.
     """
     on = card(None, one.capability, MEMORY, one.processes)
     with tempfile.TemporaryDirectory() as name, rehearsing(on) as lab:

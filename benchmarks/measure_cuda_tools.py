@@ -1,12 +1,12 @@
-"""Compare the estimate for CUDA with other tools, on the trainings of results/cuda.json. The reference is torch's
-allocator in their rehearsal.
+"""Compare the estimate for CUDA with other tools; the reference is torch's allocator in rehearsals.
 
     .venv/bin/python benchmarks/measure_cuda_tools.py --pythons PYTHON ... [--count 110] [--note TEXT]
 
-PYTHON: interpreters with tools from PyPI (listed in CONTRIBUTING.md); tools that no interpreter has are skipped. The
-note is a remark for readers of the record. Each tool answers in its own process, with the libraries imported. Two
-figures are compared with the reference: a tool's bytes of tensors with the peak of allocated bytes; and its total, with
-its additions for context, fragmentation and safety, with the peak of reserved bytes.
+The trainings are those of results/cuda.json. PYTHON: interpreters with tools from PyPI (listed in CONTRIBUTING.md);
+tools that no interpreter has are skipped. The note is a remark for readers of the record. Each tool answers in its own
+process, with the libraries imported. Two figures are compared with the reference: a tool's bytes of tensors with the
+peak of allocated bytes; and its total, with its additions for context, fragmentation and safety, with the peak of
+reserved bytes.
 """
 
 import dataclasses
@@ -66,8 +66,8 @@ def question(one: Training, folder: Path) -> dict:
 
 
 def tracked(trainings: list[Training], folder: Path) -> list[dict]:
-    """Return MemTracker's answer, as of `tools.query`, for each training, on fake tensors of a rehearsed card of its
-    compute capability.
+    """Return MemTracker's answer for each training, in the form of `tools.query`. It uses fake tensors on a rehearsed
+    card with the training's compute capability.
 
     `folder`: folder for the files with configurations.
     """

@@ -5,7 +5,7 @@
     python benchmarks/build.py --suite build/gpu/gpu.jsonl        keep the results, and make their pages
 
 It needs perf_helpers and the libraries for training, but no notebook. A call begins no new row after its seconds are
-over, and ends at most LAST_SECONDS later. Every row is written to a file as soon as it is measured, so the same command
+over, and ends at most 100 seconds later. Every row is written to a file as soon as it is measured, so the same command
 continues, even after it was killed. Out of memory is a result; a later call tries a crashed row once more.
 Exit code 0: no requested row is left; 3: rows are left, call again; 1: it could not begin.
 
@@ -201,7 +201,7 @@ def _what(row: Row) -> str:
 
 
 def _is_another(row: Row, known: Known) -> bool:
-    """Return whether the row of this name in `known`, {name: row}, was measured with other settings."""
+    """Return whether `known`, {name: row}, has a row with the name of `row`, but measured with other settings."""
     return row.name in known and known[row.name].settings != json.loads(json.dumps(row.settings()))
 
 
@@ -229,7 +229,7 @@ def listing(suite: Suite, parts: list[str], seconds: float) -> str:
 
 
 def _chosen(names: list[str] | None) -> list[str]:
-    """Return the names of parts, given by name or number; None: all parts. Raises ValueError for an unknown one."""
+    """Return the names of parts, given by name or number; None: all parts. Raises ValueError for an unknown name."""
     numbered = {str(number): name for number, name in enumerate(PARTS, 1)}
     chosen = [numbered.get(name, name) for name in names or PARTS]
     if unknown := [name for name in chosen if name not in PARTS]:
@@ -249,7 +249,7 @@ def _check_packages() -> None:
 @contextlib.contextmanager
 def _lab(options: argparse.Namespace, folder: str) -> Iterator[Lab]:
     """Yield the lab for the script's options; a rehearsal ends with the context. Raises ValueError if this machine
-    cannot run what they request.
+    cannot run what the options request.
 
     `folder`: folder for the lab's runs.
     """
@@ -269,7 +269,7 @@ def _lab(options: argparse.Namespace, folder: str) -> Iterator[Lab]:
 def main(arguments: list[str] | None = None) -> int:
     """Run or list parts; return the exit code.
 
-    `arguments`: words of the command line; None: those of this process.
+    `arguments`: words of the command line; None: `sys.argv[1:]`.
     """
     start = monotonic()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])

@@ -5,8 +5,8 @@
 
 A simulated nightly run times a step of a few recipes, as `perf-helpers course` does. The same code is timed many times,
 every other time under other load (a process that multiplies matrices on all cores but one). Each run is compared with
-each other one: how often is anything called slower? Then runs are timed whose optimizer steps compute for 10 % or 40 %
-of a training step longer (tests/sabotage), half of them under other load: how often is that found?
+every other run: how often is anything called slower? In further runs, half of them under other load, a planted fault
+(tests/sabotage) adds 10 % or 40 % to each training step: how often is the fault found?
 """
 
 import itertools

@@ -94,7 +94,7 @@ def row(name: str, program: dict, options: argparse.Namespace) -> dict:
 
 @contextlib.contextmanager
 def surroundings(folder: Path, paths: list[Path], variables: Named) -> Iterator[None]:
-    """Let programs run in a folder of their own in this context, with these import paths and variables, and without the
+    """Run programs in this context with a working directory, import paths and environment variables, and without the
     Hub.
 
     Args:
@@ -154,7 +154,7 @@ def version_of(name: str) -> str | None:
 
 
 def inputs(folder: Path) -> None:
-    """Write texts, pairs, pictures, a tokenizer and tiny models into a folder, all from one seed."""
+    """Write texts, preference pairs, pictures, a tokenizer and tiny models into a folder, all from one seed."""
     if (folder / "complete").exists():
         return
     import pyarrow.parquet

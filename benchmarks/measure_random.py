@@ -1,10 +1,11 @@
-"""Compare the estimate for CUDA with torch's own allocator, over random configurations drawn from a seed: odd head
-sizes and lengths, unpadded vocabularies, one layer or many, tied weights or not, sliding windows.
+"""Compare the estimate for CUDA with torch's own allocator in rehearsals, over random configurations.
 
     python benchmarks/measure_random.py [--count 1000] [--seed 3] [--minutes 60]
-    python benchmarks/measure_random.py --shrink NUMBER [--seed 3]   # the simplest training that misses as that does
+    python benchmarks/measure_random.py --shrink NUMBER [--seed 3]   # simplify training NUMBER while it is wrong
 
-Exit code 1 if an estimate differs by a byte, allocated or reserved. Shrink such a case, keep it as a test, and fix it.
+Configurations have odd head sizes and lengths, unpadded vocabularies, one layer or many, tied weights or not, and
+sliding windows. Exit code 1 if an estimate differs by a byte, allocated or reserved. Shrink such a case, keep it as a
+test, and fix it.
 """
 
 import itertools

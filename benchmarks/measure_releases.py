@@ -115,7 +115,9 @@ def case(number: int, seed: int) -> Case:
 
 
 def _is_accepted(config: dict) -> bool:
-    """Return whether transformers accepts a configuration's width; some architectures need a multiple of the heads."""
+    """Return whether transformers accepts a configuration's width; some architectures need a multiple of the number of
+    heads.
+    """
     return "head_dim" not in config or not config["hidden_size"] % config["num_attention_heads"]
 
 
@@ -178,7 +180,7 @@ def estimate_of(one: Case, torch_version: str | None) -> dict:
 
 @contextlib.contextmanager
 def answering(python: str) -> Iterator:
-    """Yield a function (case, torch_version) that returns another Python's `estimate_of` the case.
+    """Yield a function (case, torch_version) that returns what `estimate_of` returns in another Python.
 
     `python`: path of that Python; its process ends with the context.
     """

@@ -3,10 +3,10 @@
     python benchmarks/measure_speed.py [--itself 200] [--turns 200] [--times 20]
 
 A recipe compared with itself has no effect: how often is one reported (1 outside the interval)? The same is asked about
-a pass that is interleaved with itself inside a function (`in_turns`). And which verdicts do the claims about speed get
-that a CPU decides, 20 times each, with the recipes and sizes of their lessons? Half of the comparisons run under other
-load: a process that multiplies matrices on all cores but one. Every ten comparisons, and each round of the claims, have
-their own fork server, as a lesson has. It takes about two hours on 2 cores.
+a pass that is interleaved with itself inside a function (`in_turns`). And each claim about speed that a CPU can decide
+is decided 20 times, with the recipes and sizes of its lesson: which verdicts does it get? Half of the comparisons run
+under other load: a process that multiplies matrices on all cores but one. Every ten comparisons, and each round of the
+claims, have their own fork server, as a lesson has. It takes about two hours on 2 cores.
 """
 
 import contextlib
@@ -111,8 +111,9 @@ def of_passes(task) -> dict:
 def compared(pairs: list) -> list[dict]:
     """Compare pairs of recipes in this process; return a row of the report for each pair.
 
-    A row has "name", "floor", "load", and [ratio, low, high] as "cpu" and "wall". A pair is [name, changes of the task,
-    arguments of the baseline, arguments of the other recipe, options of `Lab.compare`].
+    A row has "name", "floor" (the factor within which speeds count as equal), "load" (the system's load average), and
+    [ratio, low, high] as "cpu" and "wall". A pair is [name, changes of the task, arguments of the baseline, arguments
+    of the other recipe, options of `Lab.compare`].
     """
     from perf_helpers import Lab
 

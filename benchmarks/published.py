@@ -63,7 +63,7 @@ def run_loop(loop: Callable, task: Task, **sizes) -> None:
 
 
 def changed(names: Sequence[str], model, arguments):
-    """Apply changes to a model. Return the optimizer that one of them made, or None: then the Trainer makes its own.
+    """Apply changes to a model. Return the optimizer that a change made; None: the Trainer makes its own.
 
     `names`: keys of `CHANGES`; `arguments`: the Trainer's `TrainingArguments`.
     """
@@ -128,7 +128,7 @@ def rows() -> list[Row]:
 
 
 def predict(row: Row, folder: Path) -> tuple[int, int | None]:
-    """Return the estimated bytes of a row by the rules of its versions, and by today's (None: the same).
+    """Return a row's estimated bytes by (its versions' rules, today's rules); None if today's rules are the same.
 
     `folder`: folder for the file with the model's configuration.
     """

@@ -32,7 +32,7 @@ def gpt(
         fused: use AdamW's fused form, otherwise its foreach form.
         dtype: type of the weights.
         native: use torch's LayerNorm and GELU, otherwise plain operations.
-        flash: use one matmul for queries, keys and values and torch's attention, otherwise three and plain matmuls.
+        flash: use torch's attention and one matmul for q, k and v; otherwise plain attention and three matmuls.
     """
     words, length, width, heads, layers, dropped = 50257, 1024, 768, 12, 12, 0.1
 

@@ -1,9 +1,10 @@
 """linkedin/Liger-Kernel, benchmark/scripts: the implementations in plain torch or transformers, for published.py.
 
-Each loop takes the sizes of a row of published.toml, and makes its tensors on the device that published.py chose: it is
-measured, rehearsed or traced on fake tensors. The loops rebuild everything that decides about memory: which tensors
-live when. A layer runs forward and backward several times; B, T, H, V are batch, tokens, hidden size and vocabulary.
-Modules that are allocated but not run belong to Liger's own implementation, which the scripts hold at the same time.
+Each loop takes the sizes of a row of published.toml, and makes its tensors on the device that published.py chose, so
+that the loop can be measured, rehearsed or traced. The loops rebuild everything that decides about memory: which
+tensors live when. A layer runs forward and backward several times; B, T, H, V are batch, tokens, hidden size and
+vocabulary. Modules that are allocated but not run belong to Liger's own implementation, which the scripts hold at the
+same time.
 """
 
 import contextlib
@@ -244,24 +245,24 @@ def _normed(make: Callable, *shape: int, **options) -> None:
 
 
 def layer_norm(M: int, N: int) -> None:
-    """Run an fp32 LayerNorm of (M, N)."""
+    """Run an fp32 LayerNorm on an input of shape (M, N)."""
     _normed(lambda: nn.LayerNorm(N, eps=1e-6), M, N)
 
 
 def group_norm(M: int, C: int, H: int, each: int) -> None:
-    """Run an fp32 GroupNorm of (M, C, H) with `each` channels per group."""
+    """Run an fp32 GroupNorm on an input of shape (M, C, H) with `each` channels per group."""
     _normed(lambda: nn.GroupNorm(C // each, C, eps=1e-6), M, C, H)
 
 
 def rms_norm(M: int, H: int) -> None:
-    """Run a LlamaRMSNorm of (M, H) in bf16 with fp32 weights."""
+    """Run a LlamaRMSNorm with fp32 weights on a bf16 input of shape (M, H)."""
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
     _normed(lambda: LlamaRMSNorm(H), M, H, **BF16)
 
 
 def add_rms_norm(M: int, H: int) -> None:
-    """Run a residual added in fp32 and its RMSNorm of (M, H), both results with a gradient.
+    """Add two fp32 tensors of shape (M, H) and run an RMSNorm on the sum; both results get a gradient.
 
     Three more weights are allocated but not used.
     """

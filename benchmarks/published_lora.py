@@ -35,9 +35,9 @@ def train(name: str) -> dict:
     """Run a training as its source describes it, on this process's GPU if there is one; return {name: bytes}.
 
     "loaded" is the memory before the first step, "allocated" and "reserved" are the peaks of the measured step,
-    "forward", "backward" and "optimizer" those of the phases of the last step. The training has a warm-up step, a
-    measured step, and a step whose peak is reset between its phases. The output of the model lives during backward, as
-    in a loop that keeps it in a variable.
+    "forward", "backward" and "optimizer" are the peaks of these phases in the last step. The training has a warm-up
+    step, a measured step, and a step whose peak is reset between its phases. The output of the model lives during
+    backward, as in a loop that keeps it in a variable.
 
     `name`: name of the training in published_lora.toml.
     """
@@ -116,7 +116,7 @@ def predictions() -> dict[str, dict]:
 
 
 def compared(record: dict) -> list[dict]:
-    """Return how many bytes more than on the card were predicted by one torch release, per training.
+    """Return, per training, the bytes that one torch release predicted minus the bytes measured on the card.
 
     Each row is {"name": ..., "allocated": bytes, "reserved": bytes}.
 

@@ -1,6 +1,6 @@
 """Compare the estimate with peft's own comparison of adapters, which was measured on an L40S.
 
-python benchmarks/published_peft.py   with the nearest peft of that time: pip install peft==0.19.1
+python benchmarks/published_peft.py   with the nearest release of peft: pip install peft==0.19.1
 
 published_peft.toml has the facts. Another peft gives other figures for AdaLoRA, BOFT and OSF, whose code has changed.
 """

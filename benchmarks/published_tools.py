@@ -59,7 +59,7 @@ def training(config: dict, length: int, capability: tuple[int, int], **arguments
 def of_lora(rank: int, config: dict) -> dict:
     """Return the fields of a `tools_pypi.Question` about LoRA on q, k, v and o.
 
-    `rank`: LoRA's; `config`: fields of the model's configuration.
+    `rank`: LoRA's rank; `config`: fields of the model's configuration.
     """
     width, layers = config["hidden_size"], config["num_hidden_layers"]
     keys = width * config["num_key_value_heads"] // config["num_attention_heads"]
@@ -170,7 +170,7 @@ def measure(cases, options):
 
 
 def row(answers: dict, found: list[Row], left_out: str | None) -> dict:
-    """Return the row of one tool over all trainings except those of one file.
+    """Return the row of one tool over all trainings except the trainings of one file.
 
     Args:
         answers: the row of the tool that `measure` yielded; "said" has its answers.

@@ -82,7 +82,7 @@ def decided(course: Path, card: Card) -> dict:
     """Return the claims about memory that a rehearsed course decided: {"profile", "date", "versions", "claims"}.
 
     Raises:
-        ValueError: the file is damaged, or the course was not rehearsed on this card.
+        ValueError: results.json is damaged, or the course was not rehearsed on this card.
     """
     data = load_results(course)
     if not data["machine"].get("rehearsed") or data["machine"]["name"] != f"rehearsed {card.name}":
@@ -97,7 +97,7 @@ def decided(course: Path, card: Card) -> dict:
 def main(arguments=None) -> int:
     """Rehearse the cards; return the exit code.
 
-    `arguments`: words of the command line; None: those of this process.
+    `arguments`: words of the command line; None: `sys.argv[1:]`.
     """
     parser = argparse.ArgumentParser(description="Rehearse the guides' table on cards that are not here.")
     parser.add_argument("--cards", nargs="+", default=WANTED, choices=CARDS, metavar="CARD", help=", ".join(CARDS))

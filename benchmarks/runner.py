@@ -70,7 +70,7 @@ class Measurement:
     def main(self, arguments: list[str] | None = None) -> int:
         """Measure the requested rows, write the record, and return the exit code.
 
-        `arguments`: words of the command line; None: those of this process.
+        `arguments`: words of the command line; None: `sys.argv[1:]`.
         """
         options = self.parsed(arguments)
         cases, record, known = self.cases(options), {}, {}
@@ -128,7 +128,7 @@ class Measurement:
 
 @contextlib.contextmanager
 def rehearsing(card: Card, **options) -> Iterator[Lab]:
-    """Yield a lab that rehearses its experiments on a card; its files are deleted with the context.
+    """Yield a lab that rehearses its experiments on a card; its files are deleted when the context ends.
 
     `options`: further arguments of `Lab`, e.g. `timeout`.
     """
@@ -170,7 +170,7 @@ def carry_modules() -> None:
 def elsewhere(module: str, function: str, *arguments, **variables: str) -> Any:
     """Call a module's function in a new Python; return its result by way of JSON.
 
-    `arguments`: the function's; `variables`: environment variables to add.
+    `arguments`: the function's arguments; `variables`: environment variables to add.
     """
     code = f"import json, sys; from {module} import {function}; found = {function}(*json.loads(sys.argv[1]))"
     paths = os.pathsep.join(filter(None, (variables.pop("PYTHONPATH", ""), str(HERE), os.environ.get("PYTHONPATH"))))

@@ -87,15 +87,15 @@ class Question:
     def words(self, **names: str) -> dict:
         """Return the settings of the training under a tool's names: {the tool's name: value}.
 
-        `names`: {the tool's name of a setting: the name of the field here}.
+        `names`: {the tool's name of a setting: the name of the field of `Question`}.
         """
         return {option: getattr(self, attribute) for option, attribute in names.items()}
 
     def named(self, *plain: str, **options: str) -> str:
         """Return a tool's name for the training's optimizer.
 
-        `plain`: optimizers that have the same name here and in the tool; `options`: {name here: the tool's name}.
-        Raises Cannot if the tool has none.
+        `plain`: keys of `OPTIMIZERS` that are also the tool's names; `options`: {key of `OPTIMIZERS`: the tool's name}.
+        Raises Cannot if the tool has no name.
         """
         for name, trainer_names in OPTIMIZERS.items():
             if self.optimizer in trainer_names and (name in plain or name in options):
@@ -392,7 +392,7 @@ def answer(tool: Callable[[Question], Answer], question: Question) -> dict:
 
 
 def forked(tool: Callable[[Question], Answer], question: Question) -> dict:
-    """Return a tool's answer to a question, as `answer` does, from a forked process, which protects this one.
+    """Return a tool's answer, as `answer` does, from a forked process, which protects the calling process.
 
     The answer is "refused" if the process crashes or is not done after `SECONDS` seconds.
     """

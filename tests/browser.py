@@ -84,7 +84,7 @@ def served(folder: Path):
 class Server:
     """Run JupyterLab on a folder.
 
-    `home` is the folder for its settings and the learner's files, so that the user's own are not touched.
+    `home` is the folder for its settings and the learner's files, so that the user's own files are not touched.
     """
 
     def __init__(self, folder: Path, home: Path):
@@ -158,7 +158,7 @@ class Notebook:
     def command(self, name: str, **arguments) -> None:
         """Run a command of JupyterLab, e.g. "notebook:run-all-cells", as its menus do, and wait for its end.
 
-        `arguments`: those of the command.
+        `arguments`: the command's arguments.
         """
         call = "([name, given]) => window.jupyterapp.commands.execute(name, given).then(() => null)"
         self.page.evaluate(call, [name, arguments])

@@ -29,7 +29,7 @@ def run(source: Path, folder: Path) -> list[tuple[int, Exception]]:
 
     Args:
         source: path of the lesson's source.
-        folder: where its lab writes.
+        folder: where the lesson's lab writes.
 
     Returns:
         (number of the cell, what it raised) of the cells that failed.

@@ -22,7 +22,7 @@ def box(shown):
 
 
 def inside(widget, kind: type) -> list:
-    """Return the widgets of the class `kind` in a box, in order."""
+    """Return the widgets of the class `kind` in the box `widget`, in order."""
     found = [widget] if isinstance(widget, kind) else []
     return found + [each for child in getattr(widget, "children", ()) for each in inside(child, kind)]
 

@@ -38,7 +38,7 @@ def below(features: tuple[str, ...] | None) -> list[tuple[str, str]]:
     """Return the levels below that of a machine with these CPU features, as pairs (ONEDNN_MAX_CPU_ISA,
     ATEN_CPU_CAPABILITY), from the lowest on.
 
-    `features`: those of `hardware.CPU_FEATURES` that the CPU has; None: not known.
+    `features`: the names in `hardware.CPU_FEATURES` that the CPU has; None: not known.
     """
     return [tuple(level) for *level, above in LEVELS if above is None or above in (features or ())]
 

@@ -69,7 +69,7 @@ def sizes(root: Path = ROOT) -> list[tuple[str, int, int, int, int]]:
 def problems(rows: list[tuple[str, int, int, int, int]]) -> list[str]:
     """Return one line for each part that exceeds its budget or has no files.
 
-    `rows`: the columns of `sizes`.
+    `rows`: what `sizes` returned.
     """
     found = [f"{what.strip()}: {lines} lines, {most} at most" for what, lines, most, *_ in rows if lines > most]
     found += [f"{what.strip()}: {files} files, {most} at most" for what, _, _, files, most in rows if files > most]

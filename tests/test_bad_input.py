@@ -211,7 +211,7 @@ def cases(draw):
 
 
 def wrong(shell, words, names):
-    """Run a command with bad arguments; return the problems with its answer as text, empty if there is none.
+    """Run a command with bad arguments; return the problems with the command's answer as text; empty if there are none.
 
     Args:
         shell: what the fixture `shell` yields.

@@ -2,7 +2,7 @@
 
 A row names the cited place by short words that occur there (names, values, parts of links), not by sentences, so that a
 lesson can be rewritten. The check is a pure function that returns the problems it found; the test on bad input plants
-one of each kind.
+one problem of each kind.
 """
 
 import json

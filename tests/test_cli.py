@@ -152,7 +152,7 @@ def test_a_file_of_lengths_gives_its_worst_batch(tmp_path):
 
 @pytest.mark.nightly
 def test_a_name_that_is_unknown_is_not_tried_again_and_again():
-    """The Hub's address is one without a server."""
+    """In this test there is no server at the Hub's address."""
     done = run("measure", "--model", "bert-lrage", HF_ENDPOINT="http://127.0.0.1:9", HF_HUB_OFFLINE="")
     assert done.returncode == 2 and "Did you mean 'bert-large-uncased'" in done.stderr
     assert "Retry" not in done.stderr

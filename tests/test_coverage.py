@@ -1,6 +1,6 @@
 """The page that lists every statement of the four documents names existing claims only, and leaves none of them out.
 
-The check is a pure function that returns the problems it found; the test on bad input plants one of each kind.
+The check is a pure function that returns the problems it found; the test on bad input plants one problem of each kind.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""The comparison with other tools in results/cuda_tools.json agrees with its answers; and how benchmarks/tools_pypi.py
+"""The comparison in results/cuda_tools.json follows from the other tools' answers; and how benchmarks/tools_pypi.py
 calls a tool, and reports a tool that cannot answer.
 """
 

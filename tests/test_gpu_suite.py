@@ -111,9 +111,9 @@ class FakeEstimate:
 
 @pytest.fixture
 def suite(tmp_path, monkeypatch):
-    """Return a function that begins a new call of the suite; only the rows that it measures move its clock.
+    """Return a function (lab, `seconds` in which rows may begin, seconds per row) that begins a new call of the suite.
 
-    Its arguments are a lab, the `seconds` in which the call may begin rows, and the seconds that each row takes.
+    Only the measured rows advance the suite's clock.
     """
     now = [0.0]
     monkeypatch.setattr(measure_gpu, "monotonic", lambda: now[0])

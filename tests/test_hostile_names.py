@@ -31,8 +31,8 @@ PART = dict.fromkeys(CATEGORIES, 1)
 
 
 class Elements(HTMLParser):
-    """Collect the elements of a page's HTML with the names of their attributes in `found`, and the addresses that are
-    scripts in `scripts`.
+    """Collect the elements of a page's HTML with the names of their attributes in `found`, and the "javascript:"
+    addresses in `scripts`.
     """
 
     def __init__(self, text):
@@ -115,7 +115,7 @@ def results(name):
 
 @pytest.fixture(params=EVIL.values(), ids=EVIL)
 def pages(request, tmp_path):
-    """Return {"evil", "plain": [the report, history and comparison of two course runs, paths of HTML files]}.
+    """Return {"evil": paths, "plain": paths} of HTML files: the report, history and comparison of two course runs.
 
     In the "evil" runs every text is a malicious name.
     """

@@ -88,7 +88,7 @@ def written_out(scope):
 
 
 def keys(value, names, line):
-    """Return the keys of a dict expression: a literal, dict(...), a name of one, `a | b`, or either side of an `if` or
+    """Return the keys of a dict expression: a literal, dict(...), a dict's name, `a | b`, or either side of an `if` or
     an `or`.
 
     A name has the value that it was last assigned before `line`, in the innermost scope that assigns it.

@@ -55,7 +55,7 @@ def test_sets_go_from_the_oldest_to_the_newest_that_pyproject_admits(every_set):
 
 
 def declared():
-    """Return {name: requirement} of pyproject.toml's dependencies, including those of the course."""
+    """Return {name: requirement} of pyproject.toml's dependencies, including the course's dependencies."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     needed = [*project["dependencies"], *project["optional-dependencies"]["course"]]
     return {canonicalize_name(each.name): each for each in map(Requirement, needed)}

@@ -53,8 +53,8 @@ def test_figures_of_recorded_runs_are_shown_before_the_last_cell():
 
 
 def gpus_taken_unasked(text):
-    """Return the cells that would use every GPU: a Trainer of one's own without a limit, or DataParallel without a list
-    of devices.
+    """Return the cells that would use every GPU: a Trainer without a limit of GPUs, or DataParallel without a list of
+    devices.
 
     `text`: the source of a lesson.
     """

@@ -1,5 +1,5 @@
-"""The comparison with published measurements, benchmarks/published.py, follows from its facts, and its errors are as
-small as the pages say.
+"""The record of benchmarks/published.py follows from the published measurements, and the estimate's errors are as small
+as the pages say.
 """
 
 import json

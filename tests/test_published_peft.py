@@ -1,4 +1,4 @@
-"""benchmarks/published_peft.py: the record of peft's comparison follows from its facts, as close as stated."""
+"""The record of benchmarks/published_peft.py follows from the published figures, and the errors are as stated."""
 
 import json
 

@@ -239,7 +239,7 @@ def test_they_were_tried_with_the_recipes_of_their_lessons(monkeypatch):
 def course(path, rehearsed, **claim):
     """Write the results.json of a course run on an A100, with one claim and one training; return its path.
 
-    `path`: of the file; `rehearsed`: whether the run is a rehearsal; `claim`: fields of the claim to change.
+    `path`: the file's path; `rehearsed`: whether the run is a rehearsal; `claim`: fields of the claim to change.
     """
     data = recorded()["a100"]
     data["machine"] |= {"name": "rehearsed A100 80 GiB" if rehearsed else "NVIDIA A100", "rehearsed": rehearsed}

@@ -1,8 +1,7 @@
 """The shape of the repository: imports in one direction, one list of dependencies, no stray paths, and pages whose
 links and names are right.
 
-Each check is a pure function that returns the problems it found; next to its test on this repository is one on bad
-input.
+Each check is a pure function that returns the problems it found, and is tested on this repository and on bad input.
 """
 
 import ast
@@ -87,7 +86,7 @@ def declared(project, extras=True):
 
 
 def heads(source):
-    """Return the first names of all modules that a source text imports, except imports for type checkers only."""
+    """Return the first names, e.g. "torch", of the modules that a source text imports not only for type checkers."""
     found = set()
 
     def visit(node):
@@ -108,7 +107,7 @@ def undeclared(source, distributions, owners):
 
     A module that is not installed is assumed to be provided by a distribution of its own name.
 
-    `distributions`: names of the declared ones; `owners`: {module: names of its distributions}.
+    `distributions`: names of the declared distributions; `owners`: {module: names of its distributions}.
     """
     wanted = heads(source) - set(sys.stdlib_module_names) - {*PACKAGES}
     provided = {
@@ -224,7 +223,7 @@ def test_an_undeclared_import_is_reported():
 def loaded_after(statement, folder=ROOT):
     """Return the modules of `HEAVY` that a new interpreter has loaded after a statement, e.g. "import trainmem".
 
-    `folder`: the folder in which it runs.
+    `folder`: the interpreter's working directory.
     """
     code = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{statement}\n"
     code += f"import json\nprint(json.dumps([m for m in {HEAVY!r} if m in sys.modules]))"
@@ -324,7 +323,7 @@ def pin_problems(project, constraints):
 
 
 def as_specifier(text):
-    """Return a version specifier for the text of one, in which conda's `=3.11` means any 3.11 release."""
+    """Return the version specifier that a text means; conda's `=3.11` means any 3.11 release."""
     return SpecifierSet(re.sub(r"^=(?!=)(.+)$", r"==\1.*", text.replace(" ", "")))
 
 
@@ -440,9 +439,9 @@ HEADLESS = re.compile(r"\W*What\b")  # a docstring says what to expect: "Return 
 
 def prose(path, text):
     """Return (docstrings, prose) of a file: the prose of a Python source is its comments and docstrings, the prose of a
-    page in Markdown is the page without its code, and it has no docstrings.
+    page in Markdown, which has no docstrings, is the page without its code.
 
-    `path`: of the file, which tells its kind; `text`: its content.
+    `path`: the file's path, whose suffix tells its kind; `text`: the file's content.
     """
     if path.suffix == ".md":
         return [], [re.sub(r"^```.*?^```|`[^`]*`", "", text, flags=re.M | re.S)]
@@ -454,9 +453,9 @@ def prose(path, text):
 
 
 def wording_problems(path, text):
-    """Return the private words in the prose of a file, and its docstrings without a subject, one line each.
+    """Return the private words in the prose of a file, and the docstrings that lack a subject, one line each.
 
-    `path`, `text`: of the file, and its content.
+    `path`, `text`: the file's path and content.
     """
     docstrings, texts = prose(path, text)
     words = (found[0].lower() for each in texts for found in PRIVATE_WORDS.finditer(each))
@@ -512,7 +511,7 @@ def naming_problems(path, text):
     """Return the private identifiers of a Python source, each once, one line each: verbs in the past tense and
     pronouns.
 
-    `path`, `text`: of the file, and its content.
+    `path`, `text`: the file's path and content.
     """
     names = sorted({name for node in ast.walk(ast.parse(text)) if (name := introduced_name(node))})
     private = [name for name in names if PRIVATE_NAMES & {*name.lower().split("_")}]
@@ -547,9 +546,7 @@ def test_a_private_identifier_is_reported(text):
 
 
 def tree(page):
-    """Return the paths in a page's file tree: in each line the names before the first two blanks, below
-    their folders.
-    """
+    """Return the paths in a page's file tree, each with its folders; two blanks end the names in a line of the tree."""
     blocks = re.findall(r"^```\w*\n(.*?)^```", page, re.M | re.S)
     blocks = [block for block in blocks if re.search(r"^\W*perf_helpers/", block, re.M)]
     assert len(blocks) == 1, "the page has not exactly one fenced file tree with perf_helpers/"
@@ -901,7 +898,7 @@ def test_docstrings_comments_and_blank_lines_count_in_no_budget(tmp_path, monkey
 
 
 def named_tests(text):
-    """Return the test files that a text names, and patterns of them, e.g. tests/test_cli.py and %_exact.py."""
+    """Return the test files, and patterns of test files, that a text names, e.g. tests/test_cli.py and %_exact.py."""
     return re.findall(r"tests/[\w/]*test_\w+\.py|(?<=[ (])%\w*\.py", text)
 
 

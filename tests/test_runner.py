@@ -19,7 +19,7 @@ def runner(tmp_path, monkeypatch):
 def squares(runner):
     """Return a function that makes a `Measurement` whose rows are the squares of the first numbers.
 
-    Its attribute `requests` lists the numbers that were measured. A number that a test adds to its attribute `stops`
+    The function's attribute `requests` lists the measured numbers. A number that a test adds to its attribute `stops`
     interrupts the measurement, like Ctrl-C.
     """
     requested, stops = [], set()

@@ -1,4 +1,4 @@
-"""Numbers without a value, and assumed ones: how Python and its libraries treat them."""
+"""Numbers without a value, and assumed numbers: how Python and its libraries treat them."""
 
 import collections
 import json

@@ -40,7 +40,7 @@ def required(distribution: str, found: set[str] | None = None) -> set[str]:
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory):
-    """Return the Python of an environment that has only the requirements of pyproject.toml, as links into this one."""
+    """Return the Python of an environment with links to the requirements of pyproject.toml and nothing else."""
     folder = tmp_path_factory.mktemp("environment")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     python = folder / "bin" / "python"

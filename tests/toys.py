@@ -19,7 +19,7 @@ def decision(id, verdict="holds", *, expected=None, **fields):
     """Return a claim as a row of results, in the form of `claims.Decision.to_dict`.
 
     Args:
-        id: the claim's.
+        id: the claim's id.
         verdict: the claim's verdict.
         expected: the expected verdicts; None: only `verdict`.
         fields: fields of the row to change.

@@ -98,7 +98,7 @@ class Recipe(NamedTuple):
     def events(self, task: Task, points: tuple[Point, ...]) -> dict[Point, Events]:
         """Trace the training at some points, as `estimate` does, and return {point: its allocator events}.
 
-        `points`: (micro-batch, length in units of LENGTH_UNIT) of each.
+        `points`: (micro-batch, length in units of 128 tokens) of each.
         """
         device, experiments = target("cuda", KERNELS[self.kernels]), []
         for micro_batch, length in points:
@@ -121,7 +121,7 @@ def recipes_of(given: dict[str, list[str]]) -> Iterator[Recipe]:
 
 
 def room_of(task: Task) -> tuple[int, int]:
-    """Return (the largest micro-batch of a task's tables, the largest length in units of LENGTH_UNIT).
+    """Return (the largest micro-batch of a task's tables, the largest length in units of 128 tokens).
 
     The length stays below a sliding window, because longer sequences get another mask.
     """

@@ -116,9 +116,9 @@ def events_of(trace: Trace, capability: tuple[int, int]) -> Events:
 
 
 def _operations(trace: Trace) -> dict[int, tuple[Hashable, Operation]]:
-    """Return {number of a block: (number of the operation's run, operation that allocated it)}.
+    """Return {number of a block: (key of an operation's execution, the operation that allocated the block)}.
 
-    Operations before the first forward pass are not in the trace; those of the next batches are used instead.
+    Operations before the first forward pass are not in the trace; equal operations on later batches replace them.
     """
     log, begins = trace.log, trace.begins.tolist()
     born = {event: position for position, event in enumerate(log.events) if event >= 0}
@@ -208,7 +208,7 @@ def _is_contiguous(spec) -> bool:
 def powers(point: Point) -> tuple[int, ...]:
     """Return the six products by which a `Sum` multiplies its coefficients, in their order.
 
-    `point` is (b, n), micro-batch and length; the products are 1, n, n^2, b, b n and b n^2.
+    `point` is (b, n), micro-batch and length in units of 128 tokens; the products are 1, n, n^2, b, b n and b n^2.
     """
     size, length = point
     return (1, length, length**2, size, size * length, size * length**2)
@@ -244,7 +244,7 @@ def _solved(rows: list[list[int]], values: Sequence[int]) -> list[int] | None:
     """Return the integer coefficients with which one or two columns add up to the values; None if there are none.
 
     Args:
-        rows: the columns' numbers at each point, one or two per row.
+        rows: the numbers of the one or two columns, per point.
         values: the value at each point.
     """
     if len(rows[0]) == 1:

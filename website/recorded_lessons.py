@@ -25,7 +25,7 @@ INLINE_PICTURE = re.compile(INLINE + r"([A-Za-z0-9+/=\s]+)")
 
 
 def main(course: str) -> None:
-    """Store the lessons of a course run. Raises ValueError if the folder is not that of a course run."""
+    """Store the lessons of a course run. Raises ValueError if `course` is not the folder of a course run."""
     data = load_results(course)
     folder = ROOT / "results" / Machine.from_dict(data["machine"]).slug / "lessons"
     shutil.rmtree(folder, ignore_errors=True)

@@ -6,8 +6,8 @@
 
 The front page begins with a question, a lesson's picture, three findings and the two ways to start; README's other
 sections follow. Each lesson is shown as a recorded machine executed it. Each claim has a page of its own, with its
-results in recorded runs, rehearsals and the library matrix. The other pages are those of the repository. Links between
-pages become links of the site; links to other files lead to the repository if its address is known.
+results in recorded runs, rehearsals and the library matrix. The other pages are the repository's Markdown files. Links
+between pages become links of the site; links to other files lead to the repository if its address is known.
 """
 
 import argparse
@@ -214,8 +214,7 @@ class Sources:
 
 
 def toctree(names: Sequence[str], caption: str = "") -> str:
-    """Return, as Markdown, a hidden table of contents: it sets the order in the side bar and of the arrows at the end
-    of a page.
+    """Return, as Markdown, a hidden table of contents, which orders the side bar and the arrows at the end of a page.
 
     `names`: the pages; `caption`: the heading in the side bar.
     """

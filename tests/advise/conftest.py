@@ -19,7 +19,7 @@ MB = 10**6
 
 def synthetic(task, *, device="cpu", processes=1, compute_capability=None, device_memory=None, **arguments):
     """Return an estimate by a formula: weights and gradients take 100 MB each, optimizer states depend on `optim`,
-    activations on the tokens. The arguments are those of `estimate`.
+    activations on the number of tokens. The arguments are those of `estimate`.
     """
     states = {"adamw_torch_fused": 200, "adamw_bnb_8bit": 50, "adafactor": 1}.get(arguments["optim"], 0) * MB
     size, half = arguments["per_device_train_batch_size"], bool(arguments.get("bf16"))
@@ -77,7 +77,7 @@ def followed(monkeypatch):
 
 @pytest.fixture
 def attending(monkeypatch, followed):
-    """Return a function of names of attention kernels, which estimates by `synthetic` then report."""
+    """Return a function (names of attention kernels) that makes estimates by `synthetic` report these kernels."""
 
     def with_kernels(*kernels):
         def estimate(task, **options):

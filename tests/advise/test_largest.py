@@ -57,7 +57,7 @@ def precision(request):
 
 @pytest.fixture
 def ask(monkeypatch, precision):
-    """Return `advise` with the formula `needed` in place of the estimate and of shallow models."""
+    """Return `advise` with the formula `needed` in place of the estimate and of its extrapolation to more layers."""
 
     def estimate(task, *, device="cuda", device_memory=None, processes=1, compute_capability=None, **arguments):
         peak = needed(task, **arguments)

@@ -35,8 +35,8 @@ def recorded(followed, monkeypatch, tmp_path):
 
 @pytest.fixture
 def by_name(ask):
-    """Return a function of runs that gives {recipe: speed}, as `advise` finds them. 8-bit Adam is left out, because its
-    speed on a CPU was never measured.
+    """Return a function of runs that gives {recipe: relative speed}, as `advise` finds it. 8-bit Adam is left out,
+    because its speed on a CPU was never measured.
     """
     return lambda runs, memory=420: {
         recipe.name: recipe.speed

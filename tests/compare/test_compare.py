@@ -32,7 +32,7 @@ def a_run(memory=MEMORY, name="vanilla", **fields):
 def compared(old, new, **fields):
     """Return the changes between two course runs that have the same runs.
 
-    `old`, `new`: the runs of each; `fields`: replace fields of the newer course run.
+    `old`, `new`: the runs of the older and of the newer course run; `fields`: replace fields of the newer course run.
     """
     return compare(results(runs=old), results(runs=new) | fields)
 

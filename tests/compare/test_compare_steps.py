@@ -25,7 +25,7 @@ def times(night, factor, *names, clocks=("passed", "computed")):
     Args:
         night: the step times to change, as `step_times.measure` returns them; a copy is changed.
         factor: factor on the seconds of the slower recipes.
-        names: the slower recipes; none: all.
+        names: the slower recipes (default: all).
         clocks: the clocks that show the change, keys of a recipe's row.
     """
     slower = copy.deepcopy(night)
@@ -55,7 +55,7 @@ def test_one_recipe_stays_behind_when_all_others_are_faster():
 
 
 def test_the_clock_counts_that_both_runs_have():
-    """Older records time each step by two clocks, and a system may not report how long a thread waited for its core."""
+    """Older records have two clocks; one is missing if a system does not report a thread's wait for its core."""
     both, computed = times(paces(), 1.0), times(paces(), 1.0)
     for row in both["recipes"].values():
         row["computed"] = (9.0, 9.0)

@@ -1,4 +1,4 @@
-"""Course runs as lines over time: a line of bytes lists each change, a noisy line has medians."""
+"""Results of course runs over time: exact values, e.g. bytes, list each change; noisy values have medians."""
 
 import json
 

@@ -32,8 +32,8 @@ def shell(monkeypatch, capsys):
 
 @pytest.fixture
 def nights(tmp_path):
-    """Return a folder with results of course runs: usual.json; larger, smaller (by a byte), broken (a lost verdict) and
-    slower; and damaged.json.
+    """Return a folder with results of course runs: usual.json; larger.json and smaller.json (by a byte); broken.json (a
+    lost verdict); slower.json; damaged.json.
     """
     usual = results(decision("a"), runs=[a_run()], paces=paces())
     kept = {
@@ -143,7 +143,7 @@ def test_a_course_that_is_worse_than_its_baseline_fails(shell, tmp_path, monkeyp
 def test_a_course_fails_for_an_unexpected_verdict_only_if_strict(
     shell, tmp_path, monkeypatch, claims, lessons, strict, code
 ):
-    """Without --strict the exit code is 0 if every lesson ran, and the lines to report are printed."""
+    """Without --strict the exit code is 0 if every lesson ran, and unexpected verdicts are printed."""
     data = results(*claims, lessons=lessons)
     monkeypatch.setattr(comparison, "run_course", lambda *_, **__: data)
     done, _, errors = shell("course", "--out", tmp_path, "--no-speeds", *["--strict"] * strict)

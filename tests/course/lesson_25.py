@@ -15,7 +15,7 @@ MEASURES = ("\nfull = ", 'found["lora-states"]', "\nsixteen = ", "fewer_kept = "
 def functions(lab=None):
     """Return the lesson's functions, by name, in a new scope, in which a test may plant a fault.
 
-    `lab`: the lab that they use; None: they cannot train.
+    `lab`: the lab that the functions use; None: they cannot train.
     """
     text, scope = SOURCE.read_text("utf-8"), {"__name__": "planted", "lab": lab}
     setup = next(cell for cell in re.split(r"(?m)^# %%.*\n", text) if "import torch" in cell)
@@ -34,7 +34,7 @@ def measured(lab, chosen=MEASURES, replaced=()):
     Args:
         lab: the lab that trains.
         chosen: texts by which the cells to run are found.
-        replaced: pairs of texts: the old text in one of these cells, and the new one.
+        replaced: pairs (old text, new text) to replace in the cells.
     """
     lesson = functions(lab)
     text = SOURCE.read_text("utf-8")

@@ -7,6 +7,6 @@ from trainmem.records import Ratio
 def verdict(id: str, value: float | tuple[float, float] | Ratio) -> Verdict:
     """Return the ledger's verdict on a measurement, on a machine that has everything that the claim needs.
 
-    `id`: the claim; `value`: its quantity, also as an interval (low, high).
+    `id`: the claim's id; `value`: the measured value, or its interval (low, high).
     """
     return decide(load()[id], (value.low, value.high) if isinstance(value, Ratio) else value, True)

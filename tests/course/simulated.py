@@ -2,8 +2,8 @@
 
 The time of a step is a sum: arithmetic at the rate of matmuls (matmuls with few rows are slower), other bytes at the
 rate of memory or of a cache, a constant per call of an operation, and an update that reads and writes every parameter.
-`AMD` has the rates recorded on that machine, and the model's results for it are compared with the recorded ones
-(test_simulated_machines.py).
+`AMD` has rates recorded on a real machine; test_simulated_machines.py compares the results for it with the results
+recorded there.
 """
 
 from dataclasses import dataclass
@@ -280,8 +280,8 @@ def _moe_faster(cpu):
 
 
 def _half_types(cpu):
-    """Return lesson 19's speed of fp16 relative to bf16 for its Llama on a simulated CPU, and the range predicted from
-    its parts. No simulated CPU has instructions for fp16.
+    """Return lesson 19's speed of fp16 relative to bf16 for a Llama on a simulated CPU, and the range predicted from
+    parts of a step. No simulated CPU has instructions for fp16.
     """
     of_products = {"bf16": 0.055 * 97e9 / cpu.half, "fp16": 0.055 * 97e9 / (0.06 * cpu.fp32)}
     rest = 0.06 * AMD.cache / cpu.cache
@@ -342,7 +342,7 @@ WEIGHTS = 25e6  # of lesson 20's wide Llama
 def _batching(cpu):
     """Return the speed-up per token of 16 answers at once over one answer, on a simulated CPU.
 
-    The weights are read once for all answers, unless the matmuls take longer than that.
+    The weights are read once for all answers, unless the matmuls take longer than reading them.
     """
     one, many = (max(4 * WEIGHTS / cpu.memory, _products(cpu, 2 * WEIGHTS * rows, rows)) for rows in (1, 16))
     calls = 80 * cpu.call
@@ -350,9 +350,9 @@ def _batching(cpu):
 
 
 def _fewer_bits(cpu, matrices):
-    """Return (the speed of one answer with other weights relative to bf16, its predicted range) on a simulated CPU.
+    """Return (the speed of one answer with quantized weights relative to bf16, the predicted range) on a simulated CPU.
 
-    `matrices`: function (CPU, seconds with bf16) that returns the seconds with the other weights.
+    `matrices`: function (CPU, seconds with bf16) that returns the seconds with quantized weights.
     """
     half = max(2 * WEIGHTS / cpu.memory, 2 * WEIGHTS / cpu.half)
     ratio = (half + 80 * cpu.call) / (matrices(cpu, half) + 80 * cpu.call)

@@ -1,6 +1,4 @@
-"""The challenges of lessons 19 to 25: wrong answers that each one rejects, in addition to the mistake that the lesson
-itself tests.
-"""
+"""The challenges of lessons 19 to 25 reject wrong answers other than the mistake that the lesson itself tests."""
 
 import ast
 import copy
@@ -32,7 +30,7 @@ def cells(number):
 def challenge(number, scope):
     """Run a lesson's last exercise up to its solution, and return the names in its scope as attributes.
 
-    `number`: of the lesson, e.g. "22"; `scope`: {name: value} that the cells need.
+    `number`: the lesson's number, e.g. "22"; `scope`: {name: value} that the cells need.
     """
     chosen = cells(number)[tagged(number, "exercise")[-1] : tagged(number, "solution")[-1] + 1]
     scope |= {"exercises": exercises, "plots": plots, "torch": torch}

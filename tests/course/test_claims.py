@@ -229,7 +229,7 @@ class TestRehearsal:
 def finish(claims, **fields):
     """Finish the lesson after changing fields of its lab.
 
-    `claims`: the lesson's; `fields`: {name: value} of the lab.
+    `claims`: the lesson's `Claims`; `fields`: {name: value} of the lab.
     """
     vars(claims.lab).update(fields)
     claims.finish()

@@ -1,4 +1,4 @@
-"""The server of a course: its processes share one import, and each has a fork server or a module of its own."""
+"""The server of a course: its processes share one import; each process starts its own fork server, or runs a module."""
 
 import contextlib
 import itertools

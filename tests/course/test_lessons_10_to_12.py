@@ -42,7 +42,7 @@ HERE = SimpleNamespace(  # a lab that runs what it is given in this process
 def lesson(number, *names, **given):
     """Return the objects that a lesson's source defines under `names`.
 
-    `number`: of the lesson; `given`: {name: value} that the source may use, in addition to the lessons' imports.
+    `number`: the lesson's number; `given`: {name: value} that the source may use, in addition to the lessons' imports.
     """
     (path,) = SOURCES.glob(f"{number}_*.py")
     taken = [node for node in ast.parse(path.read_text("utf-8")).body if {*_defined(node)} & {*names}]

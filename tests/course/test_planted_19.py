@@ -139,9 +139,9 @@ def test_ranks_share_an_update_s_samples_and_take_each_once():
 
 
 def both(**seconds):
-    """Return two ranks' turns, the same for both: seven per name.
+    """Return two ranks' equal reports: {"turns": {name: seven repetitions}}.
 
-    `seconds`: {name: (wall-clock, CPU seconds) of a turn}.
+    `seconds`: {name: (wall-clock, CPU seconds) of each repetition}.
     """
     return [{"turns": {name: [clocks] * 7 for name, clocks in seconds.items()}}] * 2
 

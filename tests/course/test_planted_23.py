@@ -1,6 +1,4 @@
-"""Lesson 23: its clinic must name faults that the lesson does not have, and planted wrong measurements must change the
-verdict.
-"""
+"""Lesson 23's clinic must name faults that its examples lack, and planted wrong measurements must change a verdict."""
 
 import ast
 import contextlib
@@ -265,7 +263,7 @@ class TestVerdicts:
 
 
 class TestFragments:
-    """Test the claim about fragmentation without a GPU: the estimate models the allocator's rules."""
+    """Decide the claim "oom-fragments" by the estimate: it holds, and is refuted if settings have no effect."""
 
     @pytest.fixture
     def rest(self, lesson):

@@ -19,9 +19,9 @@ def driver(temperatures=None, margins=None, **more):
     """Return a stub of `hardware.nvml`'s query function, which takes the name of a pynvml function and its arguments.
 
     Args:
-        temperatures: thresholds in °C by their number.
-        margins: margins by field number, as newer drivers report them.
-        more: further answers, by the name of the function.
+        temperatures: {number of a threshold: °C}, as older drivers report them.
+        margins: {number of a field: threshold as a margin in °C}, as newer drivers report them.
+        more: further answers, {name of the pynvml function: answer}.
     """
 
     def ask(query, _, *what):

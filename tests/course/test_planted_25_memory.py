@@ -145,7 +145,8 @@ class Wrapped:
 
 @functools.cache
 def trained(key, fault, optimizer, wrapped):
-    """Return the name and the measured memory (bytes) of a training with a fault; each is measured once for all tests.
+    """Return the name and the measured memory (bytes) of a training with a fault; each training is measured once for
+    all tests.
 
     Args:
         key: the task and the training arguments as text, for the cache.

@@ -54,7 +54,7 @@ def lab(tmp_path):
 
 
 class TestSameGradients:
-    """Lesson 16 compares gradients, because AdamW's update does not depend on their scale."""
+    """Lesson 16's comparison of gradients finds sums that are not divided; the losses, by AdamW, hardly change."""
 
     def value(self, lab, ranks, stage, plant=None):
         cells = ("class Traffic", "class Row", "class Part", "def train(", "def finish(")
@@ -104,8 +104,8 @@ class TestTwoLaws:
     """Decide lesson 15's two claims about slow links from calculated step times: "link-matters" follows the bytes that
     are sent, "sync-often" the number of messages that a step waits for.
 
-    `bytes_of`, `stops_of`: {model or method: bytes, messages per step} of a library. Its steps take 0.03 s over the
-    fast link, longer over the slow one (by the bytes) and over the late one (mostly by the messages).
+    `bytes_of`, `stops_of`: {model or method: bytes sent, or messages waited for, per step}. A step takes 0.03 s over
+    the fast link, longer over the slow link (by the bytes) and the late link (mostly by the messages).
     """
 
     def ratios(self, bytes_of, stops_of, rate=100e6 / 8, delay=0.01):

@@ -1,7 +1,7 @@
-"""Plant a mistake that a learner or a library could make in lessons 17 and 18: the verdict of its claim must change.
+"""Plant a mistake that a learner or a library could make in lessons 17 and 18: a claim's verdict must change.
 
-The cells are taken from the lessons' sources; a mistake is planted in the text of a cell, or replaces one of its
-functions. No whole lesson is run.
+The cells are taken from the lessons' sources; a mistake is planted in the text of a cell, or as a wrong function. No
+whole lesson is run.
 """
 
 import ast

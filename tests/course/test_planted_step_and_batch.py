@@ -63,7 +63,7 @@ def products_on(at_once, tile, aligned, tiles=True, sizes=None):
         at_once: tiles that the GPU computes at once.
         tile: (rows, columns) of a tile.
         aligned: function (size, dtype) that returns the factor on the time for a size.
-        tiles: whether the time is that of whole waves of tiles, otherwise that of the arithmetic.
+        tiles: whether whole waves of tiles determine the time; otherwise the arithmetic does.
         sizes: matmuls to use in place of the lesson's; None: the lesson's.
     """
     edge = at_once // (2048 // tile[0]) * tile[1]
@@ -106,7 +106,7 @@ def test_tiles_alone_are_not_taken_for_alignment(card, tile):
 
 
 def test_sizes_on_either_side_of_an_edge_would_have_been_taken_for_alignment():
-    """An earlier lesson compared 4096 with 4097 and 4104. On a card without alignment effects these sizes differ by a
+    """The lesson once compared 4096 with 4097 and 4104. On a card without alignment effects these sizes differ by a
     wave of tiles.
     """
     old = {name: (size,) * 3 + ("float16",) for name, size in {"of 64": 4096, "of 8": 4104, "odd": 4097}.items()}
@@ -331,7 +331,7 @@ DEVICES = {  # FLOP/s, bytes/s, seconds of a call, seconds between operations, s
 
 @functools.cache
 def operations():
-    """Return the rows of operations, as the lesson counts them, of a training step of each of its two models."""
+    """Return [the plain model's rows, the unseen model's]: operations of a training step, as the lesson counts them."""
     lesson = recorder("one_step", "count", one_thread=lambda: None)
     return [[lesson.Row(*row) for row in lesson.count(task, samples)] for task, samples in ((PLAIN, 4), (UNSEEN, 8))]
 

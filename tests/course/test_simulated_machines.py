@@ -53,9 +53,9 @@ def test_what_is_measured_rightly_is_expected_on_every_cpu(claims, id, cpu):
 
 
 def wrong(id, right):
-    """Yield (mistake, measurement) for measurements that a mistake would give in place of the right one.
+    """Yield (mistake, measurement) for measurements that a mistake would give in place of the right measurement.
 
-    `id`: the claim; `right`: its right measurement, a Ratio.
+    `id`: the claim; `right`: the claim's right measurement, a Ratio.
     """
     claim, floor = LEDGER[id], right.high / right.value
     yield "three times as much", within(3 * right.value, floor)

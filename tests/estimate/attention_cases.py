@@ -2,7 +2,7 @@
 
 `attention_choices.json` has a letter for each call, by release and compute capability, as torch's CUDA builds choose in
 rehearsals: "c" cuDNN, "f" flash, "e" memory-efficient, "m" math, "-" if torch refuses the call. `python
-tests/rehearsal/test_attention_rehearsed.py` writes those of the installed release.
+tests/rehearsal/test_attention_rehearsed.py` writes the letters for the installed release.
 """
 
 import contextlib

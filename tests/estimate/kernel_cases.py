@@ -1,7 +1,7 @@
 """Operations whose memory has a rule of its own in `kernels`.
 
 `kernels.json` has the requests of torch's CUDA builds to their allocator at compute capability 8.0 (rehearsed): the
-bytes of a block, or ~n if the n-th block is freed, by the first release that requests this. `python
+bytes of a block, or ~n if the n-th block is freed, listed under the first release with these requests. `python
 tests/rehearsal/test_kernels_rehearsed.py` adds the requests that the installed release changed.
 """
 
@@ -16,9 +16,9 @@ F16, BF16, F32, I64, I32 = torch.float16, torch.bfloat16, torch.float32, torch.i
 
 
 def ordered(events):
-    """Return events, as of the function `events`, with consecutive frees sorted by the numbers of their blocks.
+    """Return events with consecutive frees sorted by the numbers of the freed blocks.
 
-    The order of these frees makes no difference to an allocator.
+    Their order makes no difference to an allocator. `events`: in the form that the function `events` returns.
     """
     found, freed = [], []
     for event in [*events, 0]:

@@ -24,7 +24,7 @@ RECORD = Path(__file__).parents[2] / "results" / "allocator.json"
 
 
 def filled(text="", *sizes_mib, **options):
-    """Return an allocator with these settings and blocks of the given MiB, whose keys are 0, 1, 2, ...
+    """Return an allocator with the settings `text` and blocks of the given MiB, whose keys are 0, 1, 2, ...
 
     `text`: as in PYTORCH_CUDA_ALLOC_CONF; `options`: further arguments of `CachingAllocator`.
     """

@@ -32,7 +32,7 @@ def training(task=TINY, **given):
 def traces(monkeypatch, *questions):
     """Return how many of some questions are traced if a new command asks each of them.
 
-    `questions`: the arguments of each.
+    `questions`: the arguments of each question, as a tuple.
     """
     count = [0]
 

@@ -47,9 +47,7 @@ class Seen(TorchDispatchMode):
 
 
 def saved(tensor):
-    """Return {name: bytes} of the storages that autograd saves for the operation that made a tensor, its inputs
-    included.
-    """
+    """Return {name: bytes} of the storages that autograd saved for the operation that made a tensor."""
     node = tensor.grad_fn
     names = [name for name in dir(node) if name.startswith("_saved_")]
     values = {name.removeprefix("_saved_"): getattr(node, name) for name in names}

@@ -1,4 +1,4 @@
-"""Tensors on the device and the time from which they are there: tensors on the host count only once they are sent."""
+"""Which tensors are on the device, and since when: tensors on the host count only once they are sent."""
 
 import contextlib
 import os
@@ -58,7 +58,7 @@ def test_buffers_that_are_parts_of_one_tensor_are_copied_each_by_itself(tracker)
 
 @pytest.mark.parametrize("place", [Placement.HOST, Placement.DEVICE])
 def test_the_layout_of_matrices_is_that_of_cusolver_on_the_device_and_of_lapack_on_the_host(tracker, place):
-    """By rows, a slice of `Vh` is contiguous and keeps the whole matrix; by columns it is copied."""
+    """A slice of `Vh` stored by rows is contiguous and keeps the whole matrix; a slice by columns is copied."""
     tracker.weights = Placement.DEVICE
     with tracker.emulated(), tracker, patch.object(tracker, "_forced", place):
         matrix = torch.empty(8, 12)
@@ -150,7 +150,7 @@ def test_large_states_of_a_paged_optimizer_lie_elsewhere():
 def of_gradients(function, tell=None):
     """Return the device's allocations and frees while a function of a linear layer runs forward and backward.
 
-    Their form is that of `kernel_cases.events`; blocks of at most 5,000 bytes are left out.
+    The form is as in `kernel_cases.events`; blocks of at most 5,000 bytes are left out.
 
     `function`: called with fake tensors: input (8, 4, 64), weight (32, 64) and bias (32,). `tell` is not used.
     """
@@ -207,7 +207,7 @@ def changes(follows_each, options, tell):
     """Trace two steps of a GPT-2 on CUDA; return (blocks, marks, emptied) of its log.
 
     `blocks` has (whether it is an allocation, bytes, label) of each event, `marks` the number of events at the end of
-    each phase, `emptied` when the cache was emptied. Each step has six micro-batches.
+    each phase, `emptied` the numbers of events before each emptying of the cache. Each step has six micro-batches.
 
     Args:
         follows_each: trace each micro-batch, instead of repeating one.
@@ -283,7 +283,7 @@ def test_the_logarithm_of_a_sigmoid_keeps_its_input_alone():
 
 @pytest.fixture
 def trl(monkeypatch):
-    """Install a stub of the part of TRL 1.16 in which its loss differs between a GPU and a CPU without Triton."""
+    """Install a stub of the part of TRL 1.16 whose loss differs between a GPU and a CPU without Triton."""
     kernels, utils = (types.ModuleType(name) for name in ("trl.kernels.chunked_logprob", "trl.trainer.utils"))
     utils._use_triton = kernels._use_triton = lambda device: device.type == "cuda"
     utils._supports_trl_loss_kernel = lambda logits: logits.is_cuda

@@ -131,7 +131,7 @@ _WITHOUT = {  # kinds and settings that a model of the library does not have, or
 
 
 def _of(architecture, draw):
-    """Return a draw with the settings that the architecture does not support replaced by the first one.
+    """Return a draw in which each setting that the architecture does not support becomes the first of its kind.
 
     `draw`: {kind: number of a setting in `SETTINGS[kind]`}.
     """
@@ -147,7 +147,7 @@ def _together(draw):
 def generated(count, seed=0):
     """Return `count` pairs (architecture, {kind: number of a setting}), drawn from a seed; the architectures alternate.
 
-    Of many random recipes, the one with the most pairs of settings that have not occurred yet is taken each time.
+    Each recipe is the one among many random recipes with the most pairs of settings that have not occurred yet.
     """
     rng, seen, pairs = random.Random(seed), set(), []
     for architecture in itertools.islice(itertools.cycle(ARCHITECTURES), count):

@@ -45,7 +45,7 @@ CASES = {
 def compared(task, recipe, **options):
     """Train a task, and return the counted memory, after checking that the estimate equals it.
 
-    `recipe`: training arguments; `options`: those that `Lab.train` and `estimate` share, e.g. `processes`.
+    `recipe`: training arguments; `options`: arguments that `Lab.train` and `estimate` share, e.g. `processes`.
     """
     run = Lab().train("evaluated", task=task, measure=("memory",), **options, **recipe)
     assert run.ok, run.message
@@ -130,9 +130,7 @@ def test_ranks_gather_predictions():
 
 
 def trained(task):
-    """Return the number of losses that a training of a task returns. Its arguments request an evaluation, which
-    would fail.
-    """
+    """Train a task with arguments that request an evaluation, which would fail; return the number of losses."""
     import tempfile
     from unittest.mock import patch
 

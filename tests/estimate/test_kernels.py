@@ -41,7 +41,7 @@ CHANGED = [each for each in RELEASES if any(each in case for case in SEEN.values
 
 @pytest.fixture(scope="module", params=CHANGED)
 def recorded_and_traced(request):
-    """Return two dicts {case: its requests}: those recorded of one torch release, and those traced by its rules."""
+    """Return two dicts {case: requests}: one recorded under a torch release, one traced by that release's rules."""
     seen = {}
     for name, case in SEEN.items():
         for since, events in case.items():

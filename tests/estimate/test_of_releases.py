@@ -98,7 +98,7 @@ def test_accelerate_names_the_type_in_which_fsdp_reduces_gradients():
 def in_buckets(task, **options):
     """Run three steps of DistributedDataParallel on a task, with an optimizer that has no states.
 
-    Only weights, gradients and buckets stay in memory. `options`: those of DistributedDataParallel.
+    Only weights, gradients and buckets stay in memory. `options`: arguments of DistributedDataParallel.
     """
     torch.distributed.init_process_group("gloo")
     ddp = torch.nn.parallel.DistributedDataParallel(task.build_model(), broadcast_buffers=False, **options)
@@ -127,8 +127,8 @@ def test_buckets_of_ddp_are_a_set_of_gradients_unless_they_are_views_or_freed(la
 
 @pytest.mark.nightly
 def test_model_flops_do_not_depend_on_what_the_counter_knows_of_attention(monkeypatch):
-    """Since torch 2.15 FlopCounterMode counts the fused attention of a CPU, which was 0 before. `model_flops` must not
-    count it twice.
+    """Since torch 2.15 FlopCounterMode counts the fused attention of a CPU, whose count was 0 before. `model_flops`
+    must not count it twice.
     """
     task = Task("llama-3-8b", seq_len=16, config={**SMALL, "head_dim": 16})
     requested, batch = roofline.model_flops(task), task.batch(1)

@@ -96,7 +96,7 @@ def machine(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def ended(monkeypatch):
-    """End the processes in which operations were run after each test."""
+    """After each test, end the processes that ran operations."""
     runners, kind = [], operator_workspaces.Runner
     monkeypatch.setattr(operator_workspaces, "Runner", lambda: runners.append(kind()) or runners[-1])
     yield

@@ -1,4 +1,4 @@
-"""Trained and frozen parts of models with adapters: models that can be built, differences between kinds,
+"""Trained and frozen parts of models with adapters: models that can be built, differences between kinds of adapters,
 and refusals.
 """
 
@@ -247,7 +247,7 @@ KEEPS += [(LLAMA, {"r": 4}, True), (Task("t5-small", seq_len=8, config={"num_lay
 
 @pytest.fixture
 def old_peft(monkeypatch):
-    """Pretend that peft 0.21.2 and transformers 5.24 are installed, which needs a newer peft."""
+    """Pretend that peft 0.21.2 is installed beside transformers 5.24, which needs a newer peft."""
     import peft
     import transformers
     from transformers.integrations import peft as integration

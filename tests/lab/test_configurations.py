@@ -301,7 +301,7 @@ def test_a_folder_saved_in_4_bits_is_loaded_in_4_bits(lab, quantized_folder):
     ids=str,
 )
 def test_lora_on_a_folder_saved_quantized_is_exact(lab, quantized_folder, bits, given):
-    """The memory equals that of the whole model with the same quantization_config."""
+    """A configuration without quantization takes the same memory if quantization_config is an argument."""
     folder = quantized_folder(bits)
     task, given = Task(str(folder), seq_len=16), LORA | given
     run, reported = lab.train("t", task=task, measure=("memory",), **given), estimate(task, device="cpu", **given)

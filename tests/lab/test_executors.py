@@ -1,4 +1,4 @@
-"""Executors: a run names the machine on which it ran, and an experiment that ends there is reported."""
+"""Executors: a run names the machine on which it ran, and reports if that machine's process ended."""
 
 from concurrent.futures import BrokenExecutor, Future, ThreadPoolExecutor
 

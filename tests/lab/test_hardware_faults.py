@@ -1,5 +1,5 @@
 """The description of a machine whose libraries fail: an NVML that refuses every query, a missing one, a CUDA driver
-without devices. They are real shared libraries, called through the real bindings.
+without devices. The faulty libraries are real shared libraries, called through the real bindings.
 """
 
 import json
@@ -38,8 +38,8 @@ def described(**environment):
 
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory):
-    """Return a function (code of all functions, {name: code} of some) that compiles an NVML whose functions return
-    these error codes, and a CUDA driver without devices; it returns the environment variables to use them.
+    """Return a function (error code of all functions, {name: error code} of some) that compiles an NVML whose functions
+    return these error codes, and a CUDA driver without devices; it returns the environment variables to use them.
     """
     compiler = shutil.which("cc") or shutil.which("gcc")
     pynvml = pytest.importorskip("pynvml")

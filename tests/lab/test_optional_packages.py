@@ -1,6 +1,4 @@
-"""Packages in folders of their own can be imported once they are offered; otherwise a message says how to
-install them.
-"""
+"""Packages in folders of their own can be imported after `offer`; otherwise a message says how to install them."""
 
 import sys
 

@@ -84,7 +84,7 @@ def test_one_rank_traced_is_what_ranks_count(lab, counted, reshard):
 def given_back_by_another_thread(tell, ranks):
     """Run three steps in which another thread frees 4 MB; return (bytes at the end of a step, peak in bytes).
 
-    `ranks`: with more than one, memory is counted by tensors. `tell` is not used.
+    `ranks`: number of ranks; with more than one, memory is counted by tensors. `tell` is not used.
     """
     import threading
 

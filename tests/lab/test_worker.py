@@ -1,5 +1,5 @@
-"""The worker: refusals before an experiment starts, and several ranks, of which a run names the one that failed and
-why.
+"""The worker: refusals before an experiment starts; and runs of several ranks, which name the rank that failed and the
+reason.
 """
 
 import os
@@ -89,7 +89,7 @@ def test_each_rank_keeps_its_memory_and_its_value(lab):
 
 @pytest.mark.nightly
 def test_one_process_and_two_take_turns(lab):
-    """The function has more steps than the comparison has turns."""
+    """The function has more steps than the comparison times."""
     one = lab.train("one", task=TINY, measure=("time",), per_device_train_batch_size=2)
 
     def loop(task):

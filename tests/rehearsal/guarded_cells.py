@@ -12,7 +12,9 @@ _DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Impor
 
 
 class _NoAttributeKnown(NeedsValues, AttributeError):
-    """An error of both kinds, so that `hasattr`, and `getattr` with a default, find no attribute instead of failing."""
+    """A NeedsValues that is an AttributeError too, so that `hasattr`, and `getattr` with a default, find no attribute
+    instead of failing.
+    """
 
 
 class Unassigned(Unknown):
@@ -53,7 +55,7 @@ def _guarded(node: ast.stmt) -> list[ast.stmt]:
 def _changed(statement: ast.stmt) -> list[str]:
     """Return the names of variables that a statement assigns, or whose elements or attributes it assigns.
 
-    If the statement is skipped, it may have begun to.
+    A statement may have assigned some of them before it was skipped.
     """
     names = set()
     for node in ast.walk(statement):

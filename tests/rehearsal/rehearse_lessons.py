@@ -48,7 +48,7 @@ MACHINES = (
 
 @contextlib.contextmanager
 def guarded(on: Card) -> Iterator[tuple[Path, dict[str, str]]]:
-    """Yield the Python and the environment of a rehearsal on a card, in which kernels guard their cells."""
+    """Yield (Python, {environment variable: value}) of a rehearsal on a card, in which kernels guard their cells."""
     with command(on) as (python, environment), tempfile.TemporaryDirectory() as folder:
         startup = Path(folder, "profile_default", "startup", "guard.py")  # IPython runs it in each kernel
         startup.parent.mkdir(parents=True)

@@ -31,8 +31,7 @@ def trace_of(file):
 def sizes(trace):
     """Return (action, bytes) of each allocation and free of a trace, in order.
 
-    An allocation and a free of 4 bytes are left out, which only the estimate has, because the Trainer sums the loss in
-    place.
+    The estimate's allocation and free of 4 bytes are left out: a rehearsed Trainer sums the loss in place.
 
     `trace`: the entries of a device in torch's snapshot.
     """
@@ -98,7 +97,7 @@ def test_a_place_for_no_file_is_refused(tmp_path):
 
 
 def events_of_both(random_trace, performed, text, seeds):
-    """Return, per random trace, its events as torch records them, and as the model of its allocator reports them.
+    """Return, per random trace, its events as torch records them, and as our model of torch's allocator reports them.
 
     An event is (action, bytes, bytes left if there was no room).
 

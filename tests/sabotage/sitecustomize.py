@@ -4,8 +4,8 @@
 "refused_estimate": no training can be traced on fake tensors, as with an untested library.
 "ignored_checkpointing": a transformers that accepts gradient checkpointing and silently does nothing about it.
 "fp32_states": a bitsandbytes whose 8-bit optimizers keep their states in fp32.
-"summed_gradients": a Trainer that counts the labels of one micro-batch as those of the whole accumulation.
-"slow_step": each optimizer step computes longer, by the share of a training step in SLOWER.
+"summed_gradients": a Trainer that takes the labels of one micro-batch for all labels of the accumulation.
+"slow_step": each optimizer step computes longer, by the share of a training step in the variable SLOWER.
 "sleeping_step": each optimizer step waits longer, by the same share.
 "leaked_activation": a BERT whose forward passes each leave an activation behind.
 "plain_attention": a torch whose fused attention is plain arithmetic.

@@ -34,8 +34,8 @@ FOUR = {
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Return a function that makes rows of sweeps take no time and return a peak; a function given to it is called with
-    each row's name first.
+    """Return a function (function to call first with each row's name) that makes rows of sweeps take no time and have a
+    peak.
     """
 
     def replace(before=lambda name: None):
@@ -239,9 +239,7 @@ def test_every_gpu_has_a_worker_that_sees_it_alone(monkeypatch, visible, uuids, 
 
 @pytest.fixture
 def command(tmp_path):
-    """Return a function that starts `perf-helpers sweep` on a plan, and one that lists the processes that the sweep
-    started.
-    """
+    """Return two functions: one starts `perf-helpers sweep` on a plan, one lists the processes of the sweep."""
     mark = uuid.uuid4().hex
 
     def start(plan, *words):

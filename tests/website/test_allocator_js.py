@@ -26,7 +26,7 @@ KINDS = [*itertools.product((False, True), (None, 1024 * MIB, 10**9))]  # expand
 
 
 def counted(events, expandable, capacity):
-    """Return, after each event, [allocated bytes, reserved bytes, peak of reserved bytes, -1 if there was no room or
+    """Return, after each event, [allocated bytes, reserved bytes, peak of reserved bytes, -1 if there was no room, else
     0].
 
     Args:

@@ -2,7 +2,7 @@
 
 The tables of a small model are made here, like those of the site. The site's own tables are tested nightly:
 
-CHOICES=1000 python -m pytest -m nightly -s tests/website/test_calculator.py    more choices than 300
+CHOICES=1000 python -m pytest -m nightly -s tests/website/test_calculator.py    1000 choices instead of 300
 """
 
 import gzip

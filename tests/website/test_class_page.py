@@ -41,7 +41,7 @@ def write_journal(path, number):
     """Write a learner's journal of two lessons; some learners do not guess, guess late or twice, or are wrong by powers
     of ten.
 
-    `path`: of the file; `number`: the learner's number.
+    `path`: the file's path; `number`: the learner's number.
     """
     chance, store = random.Random(number), Store(path.with_name("runs.jsonl"))
     for lesson, key, unit, measured in ((LESSON, "peak", "%", 60.0), (OTHER, "largest", "MB", 1983.0)):
@@ -66,7 +66,7 @@ def write_journal(path, number):
 def write_results(path, number, patch):
     """Write the results.json of a run of one lesson; the learner's number determines machine and verdicts.
 
-    `path`: of the file; `number`: the learner's number; `patch`: the MonkeyPatch that replaces the run.
+    `path`: the file's path; `number`: the learner's number; `patch`: the MonkeyPatch that replaces the run.
     """
     verdicts = Verdict.HOLDS, [*Verdict][number % 3], Verdict.NOT_TESTABLE if number else Verdict.HOLDS
     plain = dict.fromkeys(("interval", "missing", "predicted", "predicted_from"))
@@ -278,7 +278,7 @@ def test_one_lesson_is_shown_all_is_removed_and_a_saved_class_comes_back(page, f
 
 
 def test_a_folder_is_searched_and_the_newest_file_of_a_learner_counts(page, files, tmp_path):
-    """A journal without answers comes from a run by the command line, so it does not replace the learner's own."""
+    """A journal without answers comes from the command line, so it does not replace the learner's own journal."""
     ann = tmp_path / "class" / "ann"
     ann.mkdir(parents=True)
     for name in ("results.json", "late.json"):

@@ -1,4 +1,4 @@
-"""The workspaces that the page calculates for kernels, and its events of a table, compared with the package's."""
+"""The workspaces of kernels, and the events of a table, as the calculator's page and as the package calculates them."""
 
 import json
 import math

@@ -47,7 +47,7 @@ def compare(model, key, chance):
 
     Args:
         model: a model of the calculator.
-        key: names its recipe, as in the table's file name.
+        key: the recipe's part of the table's file name.
         chance: the random generator.
     """
     recipe, about = Recipe(*key.split(".")), INDEX["models"][model]

@@ -9,8 +9,8 @@ UNKNOWN = Timing(*[Unknown("a rehearsal")] * 5)  # as in a rehearsal
 
 
 def series(*totals):
-    """Return a timeline that has only weights, `totals` bytes at each operation. Its first two thirds are forward, the
-    others backward.
+    """Return a timeline that has only weights, `totals` bytes at each operation. The first two thirds are forward, the
+    last third is backward.
     """
     empty = {name: [0] * len(totals) for name in CATEGORIES}
     phases = ["forward" if 3 * i < 2 * len(totals) else "backward" for i in range(len(totals))]
@@ -21,7 +21,7 @@ def series(*totals):
 def run(name, peak=None, speed=None, **changes):
     """Return a run with a peak in bytes and a speed in samples per second; None: not measured.
 
-    `name`: also its optimizer and its id; `changes`: further fields.
+    `name`: the run's name, optimizer and id; `changes`: further fields.
     """
     parts = {"weights": peak}
     memory = peak and Memory(peak, "counted", "forward", "aten.mm", "layer.1", parts, timeline=series(1, peak, 2))

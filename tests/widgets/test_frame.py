@@ -1,5 +1,5 @@
-"""The contract of widgets: one element per place, and no error of a callback is lost. Run under ipywidgets 8, and under
-7.7.1, which Colab has.
+"""The contract of widgets: a cell that runs again closes its old element, and no error of a callback is lost. Run under
+ipywidgets 8, and under 7.7.1, which Colab has.
 """
 
 import os

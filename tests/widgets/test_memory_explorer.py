@@ -112,8 +112,8 @@ def test_on_a_cpu_there_is_no_fp16():
 
 @pytest.fixture
 def traced(monkeypatch):
-    """Return the list of micro-batches that were estimated, in order. A stub replaces the estimate: its peak in MB is
-    the micro-batch, and it refuses a micro-batch of 32.
+    """Return the list of micro-batches that were estimated, in order. A stub replaces the estimate: the peak in MB
+    equals the micro-batch, and a micro-batch of 32 is refused.
     """
     requested = []
 
