@@ -66,7 +66,7 @@ def measure(
 
     Every other option is passed on as a training argument of transformers.
     Examples: --bf16, --per_device_train_batch_size 4, --gradient_checkpointing True, --optim adafactor.
-    Exit code 0: it trained. 1: the training failed. 2: an argument is wrong.
+    Exit code 0: the training ran to its end. 1: the training failed. 2: an argument is wrong.
     """
     given = training_arguments(context, context.args)
     task = Task(model, seq_len, dataset_size, architecture, **task_fields(context))
@@ -330,7 +330,7 @@ def advise(
     """List the training arguments that fit a memory, the fastest first.
 
     Also prints why other recipes were left out.
-    If nothing fits, it prints by how much, and which changes would help; the exit code is 0 then, too.
+    If nothing fits, it prints by how much, and which changes would help. Its exit code is also 0 then.
     """
     from trainmem import advise as advise_package
     from trainmem.estimate import answers
