@@ -1,5 +1,7 @@
-"""Run a measuring script: it declares a `Measurement`, which reads its options, measures row by row, and writes the
-record. An interrupted measurement continues."""
+"""Run a measuring script, which declares a `Measurement`: its options, its rows and its record.
+
+An interrupted measurement continues.
+"""
 
 import argparse
 import contextlib

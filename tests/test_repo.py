@@ -486,6 +486,14 @@ def test_private_words_and_docstrings_without_a_subject_are_reported(name, text)
     assert wording_problems(Path("a.md"), "`told` is a name.\n```\ntold = 1\n```\n") == []
 
 
+def test_the_first_line_of_a_scripts_docstring_which_is_its_help_is_a_sentence():
+    firsts = {
+        path: ast.get_docstring(ast.parse((ROOT / path).read_text("utf-8"))).splitlines()[0]
+        for path in some((path for path in repository_files() if path.match("benchmarks/*.py")), "scripts")
+    }
+    assert {path: line for path, line in firsts.items() if not line.endswith(".")} == {}
+
+
 IN_FIELD_TERMS = (*PACKAGES, "notebooks/src", "benchmarks", "tests")  # folders whose identifiers are checked
 PRIVATE_NAMES = {  # pronouns and verbs in the past tense
     *("told", "said", "asked", "foretold", "foreseen", "mended", "born", "stands", "stood", "heard", "spoke"),
