@@ -37,7 +37,9 @@ def lesson(page: Page) -> bytes:
     page.add_style_tag(content=PLAIN)
     guess = page.locator("form.guess").first
     guess.locator("input[type=number]").fill("100")
-    before = seen(page, page.locator("section", has=guess).last, 280)
+    section = page.locator("section", has=guess).last
+    top, field = section.bounding_box()["y"], guess.bounding_box()
+    before = seen(page, section, round(field["y"] + field["height"] - top) + 32)
     guess.locator("button").click()
     return stacked(before, seen(page, page.locator("details.reveal").first, 312))
 
