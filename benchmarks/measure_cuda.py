@@ -201,10 +201,16 @@ def summary(rows: list[dict]) -> dict:
 
 
 def lives(changes: Iterable[tuple[object, int, str]]) -> list[tuple[int, str]]:
-    """Return (rounded bytes, code that requested them) per allocation and free; the bytes of a free are negative.
+    """Return (bytes as the allocator rounds them, code that allocated them) per allocation and free, in order.
 
-    Frees between two allocations have no order and are sorted by size. Frees after the last allocation, at the end of
-    the process, are left out. `changes`: (block, bytes, code, e.g. "trainer.py:12") of each event.
+    The bytes of a free are negative. Frees between two allocations have no order and are sorted by size. Frees after
+    the last allocation, at the end of the process, are left out, and so are frees of blocks without an allocation in
+    `changes`.
+
+    Args:
+        changes: (block, bytes, code) of each event. The block is its address or another key. The bytes are positive for
+            an allocation; for a free they are negative, and only the sign is used. The code is e.g. "trainer.py:12";
+            that of a free is not used.
     """
     found, dead, living = [], [], {}
     for which, size, where in changes:

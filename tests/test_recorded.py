@@ -1,6 +1,6 @@
-"""The comparison of the estimate with recorded GPU runs (benchmarks/build.py), here with runs of known errors.
+"""The comparison of the estimate with recorded GPU runs (benchmarks/build.py), on runs made up with known errors.
 
-And benchmarks/rehearse.py: what it records of a rehearsed course; no rehearsed number is shown as measured.
+Also, what benchmarks/rehearse.py records of a rehearsed course: no rehearsed number is shown as measured.
 """
 
 import dataclasses

@@ -1,8 +1,9 @@
 """The server of a course run: it imports the libraries once, and the processes of lessons are forked from it.
 
-Each section below names the process in which its functions run. The course starts the server (`shared`). A process that
-runs experiments gets a fork of the server as its own fork server (`forkserver` requests it). On Linux, the papermill
-and the kernel of a lesson are forks too (`python_module`). Each has a keeper, a process that waits for its end.
+Each section below names the process in which its functions run. The course starts the server (`shared`). Each
+process that runs experiments requests a fork of the server through the module `forkserver`; that fork then forks the
+experiments. On Linux, the papermill and the kernel of a lesson are forks too (`python_module`). Each of these two has a
+keeper, a process that waits for its end.
 """
 
 import atexit

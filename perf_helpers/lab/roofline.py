@@ -47,7 +47,7 @@ class Ceilings:
 
 
 def ceilings(dtype: str = "float32", device: str | None = None) -> Ceilings:
-    """Measure the matmul rate and the copy rate in this process, with torch's current threads.
+    """Measure the matmul rate (FLOP/s) and the copy rate (bytes/s) in this process, with torch's current threads.
 
     Call it in a fresh subprocess (`Lab.run`). The fastest of several tries counts. With one CPU thread the clock is CPU
     time, which other load disturbs least; otherwise it is the wall clock.

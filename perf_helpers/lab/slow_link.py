@@ -87,7 +87,7 @@ def link(megabits_per_second: float | None = None, delay_seconds: float | None =
 
 @functools.cache
 def missing() -> str | None:
-    """Return in words what is missing to make a link here; None if a trial link could be made."""
+    """Return why no simulated network link can be made on this machine; None if a trial link could be made."""
     try:
         with link(100):
             return None

@@ -51,11 +51,13 @@ def timeline(steps: Timeline, top: float, index: int, title: str) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Draw a table of text as HTML; a row whose first cell is a category has the category's colour.
+    """Draw a table of text as HTML.
+
+    A row whose first text is a category of memory in `plots.PALETTE`, e.g. "weights", gets a mark of that colour.
 
     Args:
         header: the title of each column.
-        rows: a text per column.
+        rows: for each row, a text per column.
     """
     return _draw("table", header=header, rows=rows)
 

@@ -19,12 +19,14 @@ class Scaled(torch.nn.Module):
 
 
 def made(steps, tell=None, **options):
-    """Return the number of elements of each flat tensor that a rank of two makes: first at the start, then in each
-    step.
+    """Return the sizes of the flat tensors that DistributedDataParallel makes in one of two ranks, as lists.
+
+    The first list is for the wrapper's construction, and each further one for a step. A size is a number of elements.
+    Tensors of one element are left out.
 
     Args:
-        steps: names of the steps; a step "accumulate" sends no gradients.
-        tell: not used.
+        steps: names of the steps: "accumulate" runs under `no_sync`, any other name sends gradients.
+        tell: not used; `processes.call` passes it.
         options: options of DistributedDataParallel.
     """
     found = []

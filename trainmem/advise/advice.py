@@ -206,8 +206,10 @@ def advise(
 
     A recipe chooses checkpointing, precision and optimizer, and takes the largest micro-batch that then fits. The
     attention kernel is the library's choice, unless `must` sets it. The advice's `notes` report the kernel, compiled
-    code, and sizes that should be padded. A recipe is left out if it has every cost of another recipe that fits with
-    the whole batch, and further costs.
+    code, and sizes that should be padded.
+
+    A technique may cost time, precision or convergence. A recipe that has all the costs of a better-ranked one that
+    fits, and more, is returned only if its micro-batch is larger, or if its precision differs and its speed is unknown.
 
     On a CPU the counted peak is compared with `memory`, without the interpreter and its libraries. On CUDA the
     training's allocations and frees are replayed on the caching allocator of a card with that memory, minus the context

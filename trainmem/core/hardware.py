@@ -287,14 +287,15 @@ def _in_nvml(gpu: Gpu, ask) -> tuple[str, Any]:
 
 
 def hidden(value: str | None, shown: int) -> str | None:
-    """Return a text that says which GPUs CUDA_VISIBLE_DEVICES hides, or None if it hides none.
+    """Return a text that names the entry at which CUDA stops reading CUDA_VISIBLE_DEVICES, and how many GPUs are left.
 
-    The first invalid entry ends the list; a repeated entry hides all GPUs (CUDA Programming Guide, environment
-    variables).
+    Return None if the variable is not set, or if CUDA shows a GPU for each entry. The first invalid entry ends the
+    list; a repeated entry hides all GPUs (CUDA Programming Guide, environment variables). GPUs that the variable does
+    not list are not reported.
 
     Args:
         value: value of CUDA_VISIBLE_DEVICES; None: it is not set.
-        shown: number of GPUs that CUDA shows.
+        shown: number of GPUs that CUDA shows under this value.
     """
     entries = (value or "").split(",")
     if value is None or shown >= len(entries):

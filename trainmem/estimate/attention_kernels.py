@@ -31,8 +31,12 @@ Step = torch.Tensor | int | Free  # a result, bytes of a buffer held until the o
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """Hold the properties of a GPU that kernels depend on: compute capability, streaming multiprocessors, rules of the
-    modelled torch release.
+    """Hold what the memory of a GPU's kernels depends on.
+
+    Args:
+        capability: compute capability, e.g. (9, 0).
+        processors: number and size of the streaming multiprocessors.
+        rules: how the modelled torch release differs from others, e.g. in sharing cuBLAS workspaces.
     """
 
     capability: tuple[int, int]

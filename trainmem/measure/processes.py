@@ -189,13 +189,13 @@ def _next_event(process: CleanProcess, on_step: Callable[[int], Any] | None = No
 
 @contextlib.contextmanager
 def _quiet(event: int = quiet.Need.MACHINE) -> Iterator[None]:
-    """Hold the part of the machine that a process needs, while it is timed in this context.
+    """Wait until a process may be timed, and keep other lessons from disturbing it in this context.
 
-    The seconds spent waiting for the machine do not count against the limit of `within`.
+    The seconds of waiting are added to the time limit of `within`.
 
     Args:
-        event: the last event of the process, as `_next_event` returns it. A `quiet.Need` says what the process needs;
-            the number of a step after which it stopped means that it needs the whole machine.
+        event: what `_next_event` returned for the process: its `quiet.Need`, or the number of the step after which it
+            stopped. For a step, the process gets the whole machine.
     """
     start = time.monotonic()
     with quiet.experiment(event if isinstance(event, quiet.Need) else quiet.Need.MACHINE):

@@ -257,10 +257,15 @@ class Values(TorchFunctionMode):
         raise NeedsValues(WHY)
 
     def _answer(self, function, name, args, kwargs):
-        """Return the assumed result of a function that reads an unknown value, and count the assumption; called only
-        with `assumes`.
+        """Return the assumed result of a function that reads an unknown value, and count the assumption in `answers`.
 
-        `function`, `args`, `kwargs`: the function and its arguments; `name`: its name, e.g. "item".
+        Comparisons of tensors give False; other functions read 1 for floating-point values, and 0 or False for others.
+        Call it only if this object was made with `assumes=True`.
+
+        Args:
+            function: the torch function that reads, e.g. `torch.Tensor.item`.
+            name: its name, e.g. "item".
+            args, kwargs: its arguments; the first is a tensor.
         """
         tensor, is_float = args[0], args[0].dtype not in EXACT
         if name in _COMPARES:
