@@ -53,7 +53,7 @@ class Entry(Record):
 
 
 class Journal(Store):
-    """Append a learner's entries (`Entry`) to a file of JSON lines, and read them, in the same way as other `Store`s."""
+    """Append a learner's entries (`Entry`) to a file of JSON lines, and read them, as other `Store`s do."""
 
     def __init__(self, path: str | PathLike):
         super().__init__(path, Entry)
