@@ -1,4 +1,4 @@
-"""The record of the estimate for CUDA compared with torch's own allocator: results/cuda.json."""
+"""Check results/cuda.json, which compares the estimate for CUDA with torch's own allocator."""
 
 import json
 import sys

@@ -111,9 +111,10 @@ class FakeEstimate:
 
 @pytest.fixture
 def suite(tmp_path, monkeypatch):
-    """Return a function (lab, `seconds` in which rows may begin, seconds per row) that begins a new call of the suite.
+    """Return a function that makes a `Suite` with a simulated clock; all of its suites continue the same file of rows.
 
-    Only the measured rows advance the suite's clock.
+    Its arguments: the lab (None: a new `RecordingLab`), the seconds after which no row begins, and the seconds by which
+    each measured row advances the clock, which nothing else does.
     """
     now = [0.0]
     monkeypatch.setattr(measure_gpu, "monotonic", lambda: now[0])

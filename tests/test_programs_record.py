@@ -1,4 +1,4 @@
-"""The record of other projects' programs in a rehearsal: results/programs.json."""
+"""Check results/programs.json, the record of other projects' programs in a rehearsal."""
 
 import json
 from pathlib import Path

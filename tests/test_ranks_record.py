@@ -1,4 +1,4 @@
-"""The record of one rank of several GPUs: results/ranks.json."""
+"""Check results/ranks.json: the memory of a rank of 2 or 4 rehearsed GPUs, next to the estimate and ZeRO's formulas."""
 
 import json
 from pathlib import Path

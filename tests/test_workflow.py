@@ -133,7 +133,7 @@ def test_the_script_and_every_step_are_shell():
 
 
 class Box:
-    """A repository in a temporary folder, with stubs of make and perf-helpers, in which a nightly run does nothing.
+    """Hold a temporary folder with benchmarks/nightly.sh, in which make and perf-helpers are stubs that run no lesson.
 
     The file `calls` lists the calls of the stubs.
     """

@@ -181,7 +181,10 @@ def is_beyond_noise(old: float, old_interval: Sequence, new: float, new_interval
 
 
 def _lessons(lessons: list[tuple[dict, dict]]) -> Iterator[Change]:
-    """Yield a change per lesson whose status differs; `lessons` has (old entry, new entry) in results.json of each."""
+    """Yield a change for each lesson whose status differs between the two course runs.
+
+    `lessons`: (old entry, new entry) per lesson, from the "lessons" of the course runs' results.json.
+    """
     for previous, lesson in lessons:
         name, now, was = lesson["name"], lesson["status"], previous["status"]
         if was != now:

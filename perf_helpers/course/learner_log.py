@@ -53,7 +53,7 @@ class Entry(Record):
 
 
 class Journal(Store):
-    """The entries in a file of JSON lines, appended and read like a lab's runs."""
+    """Append a learner's entries (`Entry`) to a file of JSON lines, and read them, as other `Store`s do."""
 
     def __init__(self, path: str | PathLike):
         super().__init__(path, Entry)
@@ -126,7 +126,7 @@ class Scored:
     guess: float
     measured: float
     estimate: float | None  # None if the lesson has no estimate
-    error: float  # of the guess, see `off`
+    error: float  # of the guess, as a share of the measured value, see `off`
     date: str  # when the measurement was revealed
 
 

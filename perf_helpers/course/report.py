@@ -113,8 +113,8 @@ def change_cases(changes: Sequence[dict[str, Any]], fail_on: Iterable[str]) -> l
 def junit(date: str, cases: Sequence[Case]) -> str:
     """Return test cases as JUnit XML, without characters that XML forbids.
 
-    `date`: date of the course run, as ISO 8601; `cases`: (group, name, seconds, None or "failure", "error" or
-    "skipped", text) of each.
+    `date`: date of the course run, as ISO 8601; `cases`: a tuple (group, name, seconds, outcome,
+    message) per test case; the outcome is "failure", "error" or "skipped", None if the case is ok.
     """
     count = Counter(outcome for *_, outcome, _ in cases)
     return _NO_XML.sub("", template("course/junit.xml.j2").render(date=date, cases=cases, count=count))

@@ -245,10 +245,14 @@ def _rows(tables: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _combinations(grid: dict[str, Any], taken: set[str]) -> list[tuple[str, dict[str, Any]]]:
-    """Return (name, changed settings) for every combination of the grid's values; the last setting varies fastest.
+    """Return (name, {setting: value}) for every combination of the grid's values; the last setting varies fastest.
 
-    `grid`: {setting: list of its values}; checked values replace them. `taken`: settings that other tables of the plan
-    set. Raises ValueError for a setting that the grid cannot have, an invalid value, or more than `MOST_ROWS` rows.
+    Args:
+        grid: {setting: list of its values}; it is changed: each list is replaced by its checked and converted values.
+        taken: names of settings that other tables of the plan set, which the grid must not repeat.
+
+    Raises:
+        ValueError: a setting that the grid cannot have, an invalid value, or more than `MOST_ROWS` combinations.
     """
     for name, values in grid.items():
         if name == "config":

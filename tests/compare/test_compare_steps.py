@@ -55,7 +55,11 @@ def test_one_recipe_stays_behind_when_all_others_are_faster():
 
 
 def test_the_clock_counts_that_both_runs_have():
-    """Older records have two clocks; one is missing if a system does not report a thread's wait for its core."""
+    """Compare the wall clock less waiting ("passed") if both runs have it, otherwise the CPU time ("computed").
+
+    A newer run has only one of the two, "computed" if its system does not report how long a thread waits for a core;
+    older records have both.
+    """
     both, computed = times(paces(), 1.0), times(paces(), 1.0)
     for row in both["recipes"].values():
         row["computed"] = (9.0, 9.0)

@@ -12,13 +12,16 @@ _STEP = 8  # tokens: lengths are tried in multiples of it
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Hold a change to the smallest recipe: its text, the bytes needed after it, and whether the recipe then fits."""
+    """Hold a change to the smallest recipe: its text, the bytes needed after it, and whether the recipe then fits.
+
+    If no length or no number of devices suffices, `text` says so, and which bytes `needed_bytes` has instead.
+    """
 
     name: str  # "fewer tokens", "sharding" or "offload"
     text: str  # what exactly to change
     fits: bool
-    needed_bytes: int  # on one device after the change; if no size of it suffices, after the largest
-    assumption: str = ""  # behind `needed_bytes` if these are calculated, not estimated
+    needed_bytes: int  # on one device after the change
+    assumption: str = ""  # what the calculation of `needed_bytes` assumes; empty if they were estimated
 
 
 def helpful_changes(search: RecipeSearch, smallest: Candidate) -> tuple[Change, ...]:

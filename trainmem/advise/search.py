@@ -331,7 +331,7 @@ class RecipeSearch:
         """Trace the memory of several recipes as a function of the number of layers, in parallel, so that later calls
         of `line_of` find it.
 
-        `pairs`: (task, recipe) of each.
+        `pairs`: (task, recipe), one per trace.
         """
         with ThreadPoolExecutor(self.at_once) as pool:
             for task, candidate in pairs:

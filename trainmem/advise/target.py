@@ -19,7 +19,7 @@ class Target:
     context_bytes: int  # kept for the CUDA context
     margin_bytes: int  # kept free for what an estimate cannot predict
     notes: tuple[str, ...]  # assumptions about the device, one sentence each
-    kept: str  # one sentence: what is compared with the memory, and what is kept free
+    kept: str  # for the advice's notes: what the bytes under "needs" include, and what takes additional memory
 
     @property
     def room_bytes(self) -> int:
@@ -70,12 +70,14 @@ def find(
 
 
 def _kept(given: int | float | str | None, kind: str, processes: int) -> tuple[int, str]:
-    """Return (bytes kept for the CUDA context, a sentence about what is compared with the memory).
+    """Return (bytes kept for the CUDA context, a text for the advice's notes).
+
+    The text says what the bytes in the advice's column "needs" include, and what takes additional memory.
 
     Args:
-        given: the user's `context_memory`; None: the default.
-        kind: "cpu" or "cuda".
-        processes: number of ranks.
+        given: the user's `context_memory`, bytes or a text such as "500MB"; None: the default.
+        kind: "cpu" or "cuda"; a CPU keeps 0 bytes.
+        processes: number of ranks; if there are several on GPUs, the text mentions NCCL's buffers.
 
     Raises:
         ValueError: `given` is not a number of bytes, or is given although `kind` is "cpu", which has no CUDA context.

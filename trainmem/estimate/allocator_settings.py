@@ -266,7 +266,7 @@ def newest() -> str:
 
 
 def is_tested(rules: Release) -> bool:
-    """Return whether `rules.torch` is a known release; if not, `rules` is a copy of the newest known release's."""
+    """Return whether `rules.torch` is a release with known rules; otherwise its rules are the newest known ones."""
     return rules.torch in RELEASES
 
 

@@ -112,8 +112,8 @@ class Kernels:
         return self._gpu.capability[0] in (9, 10) and tensor.dtype is torch.bfloat16
 
     def _grouped(self, made, first, second, offsets=None, *_, **__):
-        """Return the memory requests (results in `made`, bytes of buffers) of `_grouped_mm`: sizes, strides and
-        pointers of each group, and a workspace per multiprocessor (cuda/GroupMM.cu).
+        """Return the memory requests (the given results `made`, and bytes of buffers) of `_grouped_mm`: sizes, strides
+        and pointers of each group, and a workspace per multiprocessor (cuda/GroupMM.cu).
         """
         if not self._has_grouped_kernel(first):
             return made
@@ -148,8 +148,8 @@ class Kernels:
     # ---- sorts, and operations that sort
 
     def _embedding_backward(self, made, gradient, indices, weights, padding, scale_by_frequency, *_, **__):
-        """Return the memory requests (results in `made`, bytes of buffers) of `embedding_dense_backward`: the indices
-        are sorted, and runs of up to 10 equal indices are summed.
+        """Return the memory requests (the given results `made`, and bytes of buffers) of `embedding_dense_backward`:
+        the indices are sorted, and runs of up to 10 equal indices are summed.
 
         The sums of runs are kept in fp32 until all sums of one index are added. If there are few rows and each row
         occurs often, the sums are added to fp32 rows at once. Without `scale_by_frequency`, at most 3072 indices are
@@ -173,16 +173,21 @@ class Kernels:
         return [*copies, *ordered, *made, *unique, *parts]
 
     def _index(self, made, tensor, indices, *_, **__):
-        """Return the memory requests (results in `made`, bytes of buffers) of `index`, an indexing by tensors: 32-bit
-        indices are copied to 64 bits first (TensorAdvancedIndexing.cpp: make_info).
+        """Return the memory requests (the given results `made`, and bytes of buffers) of `index`, an indexing by
+        tensors: 32-bit indices are copied to 64 bits first (TensorAdvancedIndexing.cpp: make_info).
         """
         narrow = [index for index in indices if index is not None and index.dtype is torch.int32]
         return [*(index.numel() * WORD for index in narrow), *made]
 
     def _put(self, made, tensor, indices, values, accumulate=False, unsafe=False, *_, **__):
-        """Return the memory requests (results in `made`, bytes of buffers) of `index_put`: the smallest and the largest
-        index are compared with the bounds, then the values are sorted by index and added (cuda/Indexing.cu:
-        index_put_with_sort_kernel).
+        """Return the memory requests (the given results `made`, and bytes of buffers) of `index_put`.
+
+        If it accumulates, the smallest and the largest index are compared with the bounds, then the values are sorted
+        by index and added (cuda/Indexing.cu: index_put_with_sort_kernel). Otherwise only the result is requested.
+
+        Args:
+            tensor, indices, values, accumulate: as in `index_put`.
+            unsafe: whether the bounds are not checked.
         """
         positions = [index for index in indices if index is not None]
         if not accumulate or not positions or positions[0].dtype not in (torch.int64, torch.int32):
@@ -217,8 +222,8 @@ class Kernels:
         return [*made, count * WORD, self._sort_bytes(count, 1 << (8 * key - 2), key)]
 
     def _scan(self, made, tensor, dim, *_, **__):
-        """Return the memory requests (results in `made`, bytes of buffers) of `cumsum`: the input is cast first if the
-        result has another type.
+        """Return the memory requests (the given results `made`, and bytes of buffers) of `cumsum`: the input is cast
+        first if the result has another type.
 
         There is no cast when experts are counted, because transformers counts in floats on CPUs and in int32 on GPUs
         (transformers/integrations/moe.py).
@@ -231,9 +236,9 @@ class Kernels:
         return [*made, *cast, *copy, *([scan_bytes(tensor.numel(), *tile)] if is_one else [])]
 
     def _safe_softmax(self, made, tensor, dim, *_, **__):
-        """Return the memory requests (results in `made`, bytes of buffers) of `_safe_softmax`, which gives 0 in rows
-        that are masked completely: masks of the elements and of the masked rows, and the zero that is written into
-        these rows (native/SoftMax.cpp).
+        """Return the memory requests (the given results `made`, and bytes of buffers) of `_safe_softmax`, which gives 0
+        in rows that are masked completely: masks of the elements and of the masked rows, and the zero that is written
+        into these rows (native/SoftMax.cpp).
         """
         return [*made, tensor.numel(), tensor.numel() // tensor.shape[dim], made[0].element_size()]
 
@@ -255,48 +260,48 @@ class Kernels:
     # ---- others
 
     def _where(self, made, condition, *values, **__):
-        """Return the memory requests (results in `made`, bytes of buffers) of `where`: numbers are copied to the device
-        first (native/TensorCompare.cpp: where_self_out).
+        """Return the memory requests (the given results `made`, and bytes of buffers) of `where`: numbers are copied to
+        the device first (native/TensorCompare.cpp: where_self_out).
         """
         on_host = [not torch.is_tensor(each) or not (each.dim() or self._is_on_device(each)) for each in values]
         return [*[made[0].element_size()] * sum(on_host), *made]
 
     def _masked_scatter(self, made, tensor, *_, **__):
-        """Return the memory requests (results in `made`, bytes of buffers) of `masked_scatter`: the elements that the
-        mask selects are numbered (cuda/IndexKernel.cu: masked_scatter_kernel).
+        """Return the memory requests (the given results `made`, and bytes of buffers) of `masked_scatter`: the elements
+        that the mask selects are numbered (cuda/IndexKernel.cu: masked_scatter_kernel).
         """
         return [*made, WORD * tensor.numel(), scan_bytes(tensor.numel())]
 
     def _softmax_backward(self, made, gradient, output, *_, **__):
-        """Return the memory requests (results in `made`, bytes of buffers) of `_softmax_backward_data`: the product of
-        gradient and output (cuda/SoftMax.cu: softmax_backward_cuda_out).
+        """Return the memory requests (the given results `made`, and bytes of buffers) of `_softmax_backward_data`: the
+        product of gradient and output (cuda/SoftMax.cu: softmax_backward_cuda_out).
         """
         copies = [*contiguous_copy(gradient), *contiguous_copy(output)]
         return [*made, *copies, gradient.numel() * gradient.element_size()]
 
     def _isinf(self, made, tensor, *_, **__):
-        """Return the memory requests (results in `made`, bytes of buffers) of `isinf`: the absolute values are computed
-        in a buffer first.
+        """Return the memory requests (the given results `made`, and bytes of buffers) of `isinf`: the absolute values
+        are computed in a buffer first.
         """
         return [tensor.numel() * tensor.element_size(), *made, Free(0)]
 
     def _group_norm(self, made, tensor, weight, bias, size, channels, *_, **__):
-        """Return the memory requests (results in `made`, bytes of buffers) of `native_group_norm`: mean and deviation
-        in fp32, and a factor and a shift per sample and channel (cuda/group_norm_kernel.cu).
+        """Return the memory requests (the given results `made`, and bytes of buffers) of `native_group_norm`: mean and
+        deviation in fp32, and a factor and a shift per sample and channel (cuda/group_norm_kernel.cu).
         """
         wide = [2 * made[1].nbytes] * 2 if made[1].dtype in HALF else []
         return [*made, *wide, *([4 * size * channels] * 2 if weight is not None else [])]
 
     def _group_norm_backward(self, made, gradient, tensor, mean, deviation, weight, size, channels, _, groups, *__):
-        """Return the memory requests (results in `made`, bytes of buffers) of `native_group_norm_backward`: sums per
-        sample and channel, and per sample and group (cuda/group_norm_kernel.cu).
+        """Return the memory requests (the given results `made`, and bytes of buffers) of `native_group_norm_backward`:
+        sums per sample and channel, and per sample and group (cuda/group_norm_kernel.cu).
         """
         each, group = 4 * size * channels, 4 * size * groups
         return [*made, each, each, group, group, each]
 
     def _roll(self, made, tensor, shifts, dims=(), *_, **__):
-        """Return the memory requests (results in `made`, bytes of buffers) of `roll`: one dimension is rolled after the
-        other (TensorTransformations.h: roll_common).
+        """Return the memory requests (the given results `made`, and bytes of buffers) of `roll`: one dimension is
+        rolled after the other (TensorTransformations.h: roll_common).
         """
         steps: list[Step] = contiguous_copy(tensor)
         for _ in dims[1:]:
@@ -310,8 +315,8 @@ class Kernels:
     def _convolution_backward(
         self, made, gradient, tensor, weight, biases, stride, padding, dilation, transposed, extra, groups, wanted, **__
     ):
-        """Return the memory requests (results in `made`, bytes of buffers) of `convolution_backward`, for the gradients
-        of images, weights and bias.
+        """Return the memory requests (the given results `made`, and bytes of buffers) of `convolution_backward`, for
+        the gradients of images, weights and bias.
 
         torch's own depthwise kernel makes the weights' gradient first (native/Convolution.cpp: convolution_backward).
         """
@@ -336,8 +341,8 @@ class Kernels:
         return [*steps, bias, *shared]
 
     def _norms(self, made, tensors, *_, **__):
-        """Return the memory requests (results in `made`, bytes of buffers) of `_foreach_norm`: a partial norm for each
-        chunk of 65,536 elements (cuda/ForeachReduceOp.cu).
+        """Return the memory requests (the given results `made`, and bytes of buffers) of `_foreach_norm`: a partial
+        norm for each chunk of 65,536 elements (cuda/ForeachReduceOp.cu).
 
         Before torch 2.15, each tensor has as many partial norms as the largest tensor; since then offsets of the
         tensors that are not empty are needed instead.
@@ -351,21 +356,21 @@ class Kernels:
         return made[::-1]
 
     def _ctc_loss(self, made, scores, *_, **__):
-        """Return the memory requests (results in `made`, bytes of buffers) of `_ctc_loss`: the lengths of inputs and
-        targets and the offsets of targets are copied to the device (cuda/LossCTC.cu).
+        """Return the memory requests (the given results `made`, and bytes of buffers) of `_ctc_loss`: the lengths of
+        inputs and targets and the offsets of targets are copied to the device (cuda/LossCTC.cu).
         """
         return [*[WORD * scores.shape[1]] * 3, *made[::-1]]
 
     def _ctc_loss_backward(self, made, gradient, scores, targets, inputs, lengths, loss, alignments, *_, **__):
-        """Return the memory requests (results in `made`, bytes of buffers) of `_ctc_loss_backward`: the copies of
-        `_ctc_loss`, and the alignments' probabilities, from the end backwards.
+        """Return the memory requests (the given results `made`, and bytes of buffers) of `_ctc_loss_backward`: the
+        copies of `_ctc_loss`, and the alignments' probabilities, from the end backwards.
         """
         return [*[WORD * scores.shape[1]] * 3, alignments.nbytes, *made]
 
 
 def _product_of_quanto(made, tensor, codes, scales) -> list[Step]:
-    """Return the memory requests (results in `made`, bytes of buffers) of quanto's 8-bit matmul: the codes are scaled
-    (and first cast if they are floats), then multiplied (optimum-quanto 0.2.7, qbytes_mm.py).
+    """Return the memory requests (the given results `made`, and bytes of buffers) of quanto's 8-bit matmul: the codes
+    are scaled (and first cast if they are floats), then multiplied (optimum-quanto 0.2.7, qbytes_mm.py).
     """
     whole = codes.numel() * scales.itemsize
     cast = [] if tensor.dtype is scales.dtype else [tensor.numel() * scales.itemsize]

@@ -214,10 +214,12 @@ def smaller(operation: Operation, limit: int) -> list[Operation]:
 def resized(operation: Operation, factors: dict[int, int]) -> Operation:
     """Return a smaller form of an operation, so that running it takes less memory and time.
 
-    The bytes of its results shrink as the bytes of its arguments do or, if no argument shrinks, by all factors.
+    The results are not traced again: their bytes (`made_bytes`) are scaled by the same ratio as the bytes of all tensor
+    arguments together. If no tensor argument shrinks, they are divided by the product of all factors.
 
     Args:
-        factors: {length: factor}; each dimension of this length is divided by the factor.
+        operation: the operation; it is not changed.
+        factors: {length: factor}; each dimension of this length, and each number equal to it, is divided by the factor.
     """
     part = dataclasses.replace(operation, leaves=tuple(_resized(leaf, factors) for leaf in operation.leaves))
     read, left = (sum(spec.bytes for spec in each.specs) for each in (operation, part))

@@ -37,8 +37,8 @@ def filled(function, args: tuple, result: FakeTensor) -> FakeTensor:
 
 
 def _add(made, dense, other, *_, **__) -> list[Step]:
-    """Return the memory requests (results in `made`, bytes of buffers) of dense + sparse: both are cast to a common
-    type, and each element needs one index (cuda/SparseCUDATensorMath.cu: add_out_dense_sparse_cuda).
+    """Return the memory requests (the given results `made`, and bytes of buffers) of dense + sparse: both are cast to a
+    common type, and each element needs one index (cuda/SparseCUDATensorMath.cu: add_out_dense_sparse_cuda).
     """
     if not other.is_sparse:
         return made
@@ -48,8 +48,8 @@ def _add(made, dense, other, *_, **__) -> list[Step]:
 
 
 def _coalesce(made, tensor) -> list[Step]:
-    """Return the memory requests (results in `made`, bytes of buffers) of `coalesce`: a copy of the positions is
-    sorted, then the distinct positions are found (cuda/SparseCUDATensor.cu: _coalesce_sparse_cuda).
+    """Return the memory requests (the given results `made`, and bytes of buffers) of `coalesce`: a copy of the
+    positions is sorted, then the distinct positions are found (cuda/SparseCUDATensor.cu: _coalesce_sparse_cuda).
     """
     each = WORD * tensor._nnz()
     sort = 2 * next_multiple(each, CUB_BYTES) + next_multiple(WORD * (1 + -(-tensor._nnz() // 4352)), CUB_BYTES) + 255
@@ -59,8 +59,8 @@ def _coalesce(made, tensor) -> list[Step]:
 
 
 def _mask(made, tensor, mask) -> list[Step]:
-    """Return the memory requests (results in `made`, bytes of buffers) of `sparse_mask`: a dense tensor is multiplied
-    by a mask of ones; in a sparse tensor the mask's positions are looked up (native/sparse/SparseTensor.cpp:
+    """Return the memory requests (the given results `made`, and bytes of buffers) of `sparse_mask`: a dense tensor is
+    multiplied by a mask of ones; in a sparse tensor the mask's positions are looked up (native/sparse/SparseTensor.cpp:
     sparse_mask, SparseBinaryOpIntersectionCommon.h).
     """
     (result,), each = made, WORD * mask._nnz()
@@ -70,8 +70,8 @@ def _mask(made, tensor, mask) -> list[Step]:
 
 
 def _transpose(made, tensor) -> list[Step]:
-    """Return the memory requests (results in `made`, bytes of buffers) of a transposition: two rows of positions change
-    places by way of a third (native/sparse/SparseTensorMath.cpp: transpose).
+    """Return the memory requests (the given results `made`, and bytes of buffers) of a transposition: two rows of
+    positions change places by way of a third (native/sparse/SparseTensorMath.cpp: transpose).
     """
     if not tensor.is_sparse:
         return made

@@ -214,7 +214,11 @@ def is_in_course() -> bool:
 
 
 class _Lesson:
-    """Request the machine from the `QuietLock` for this process, all threads of which share the lesson's cores."""
+    """Let this process's experiments wait until the course's `QuietLock` grants the part of the machine that they need.
+
+    To the lock, all threads of a lesson's process are one lesson: it grants the largest need of the experiments that
+    are under way in these threads. Outside a course no experiment waits.
+    """
 
     def __init__(self):
         self._guard = threading.Lock()

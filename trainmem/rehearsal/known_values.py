@@ -149,11 +149,16 @@ class Values(TorchFunctionMode):
         return made
 
     def _note_arrivals(self, function, name, args, kwargs, given, made) -> None:
-        """Fill small results on the device of a function with all arguments on the host, and note them as known.
+        """Compute the small device tensors that a function made from arguments on the host, and note them as known.
 
-        A result is filled if it is a copy of the only tensor argument (of the same shape), or if a function such as
-        `ones` made it from no tensor. The values of other results stay unknown. The arguments are those of
-        `_note_results`.
+        A result is computed if the call has one tensor argument, of the same shape (the call copies it to the device),
+        or if a function such as `ones` made it without a tensor argument. The values of other results stay unknown.
+
+        Args:
+            function, args, kwargs: the function that was called, and its arguments.
+            name: the function's name, e.g. "to".
+            given: the tensors among the arguments, all on the host.
+            made: what the function returned.
         """
         for tensor in _tensors(made):
             copied = len(given) == 1 and given[0].shape == tensor.shape
