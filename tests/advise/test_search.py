@@ -211,3 +211,11 @@ def test_a_shorter_sequence_is_the_longest_that_fits(ask):
     advice = ask(task=Task("bert-tiny", seq_len=256), memory=1163 * MB, must=fixed)
     change = next(change for change in advice.changes if change.name == "fewer tokens")
     assert change.text.startswith("seq_len=120 instead of 256") and change.needed_bytes == 1160 * MB
+
+
+def test_where_no_length_fits_the_bytes_are_those_of_the_shortest_that_the_task_can_have(ask, monkeypatch):
+    monkeypatch.setattr(Task, "shortest", lambda _: 33)  # e.g. 31 tokens of an image and two more
+    change = next(
+        change for change in ask(memory=150 * MB, effective_batch=64).changes if change.name == "fewer tokens"
+    )
+    assert change.text == "no length fits; the bytes are those of 40 tokens"

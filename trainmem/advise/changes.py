@@ -48,7 +48,7 @@ def _shorter(search: RecipeSearch, smallest: Candidate) -> Change | None:
     length, needed = search.furthest(smallest, lengths, lambda length: task.replace(seq_len=length), task.length() // 2)
     text = f"seq_len={length} instead of {task.length()}, the longest multiple of {_STEP} that fits"
     if not length:
-        text = f"no length fits; the bytes are those of {_STEP} tokens"
+        text = f"no length fits; the bytes are those of {lengths[0]} tokens"
     return Change("fewer tokens", text, bool(length), needed)
 
 
