@@ -1,6 +1,8 @@
 """Tasks: any model that transformers can build, with matching data; and the choice of a profile for a machine."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -280,3 +282,11 @@ def test_lengths_that_are_none_are_refused():
     with pytest.raises(ValueError, match="lengths=0: give a whole number"):
         Task("gpt2", lengths=(3, 0))
     assert Task("gpt2").collator() is None, "the Trainer's own"
+
+
+def test_what_the_advisor_asks_of_a_text_model_imports_no_model_code():
+    """The import takes a second, and brings torch's compiler, whose library prints warnings when a command ends."""
+    code = "from trainmem.core.task import Task; import sys; task = Task('bert-large')\n"
+    code += "print(task.family(), task.weights().dtype, task.length(), 'torch._dynamo' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["sequence", "classification", "float32", "512", "False"]

@@ -217,14 +217,7 @@ class Task(Record):
         """
         import transformers
 
-        config = config or self.build_config()
-        name = self.architecture or next(iter(config.architectures or []), None)
-        known = families.of_classes()
-        if not self.architecture and (objective := self.loss_objective):
-            if name is None or known.get(name) != "sequence classification" or objective != "preference":
-                name = families.usual_class(config, objective)
-        elif not self.architecture and (name is None or families.is_bare(name)) and name not in known:
-            name = families.usual_class(config)
+        name, known = self._class_name(config or self.build_config()), families.of_classes()
         found = getattr(transformers, name, None)
         if found is None:
             raise ValueError(
@@ -234,6 +227,18 @@ class Task(Record):
             raise ValueError(_NO_DATA.format(name=name, families=", ".join(families.FAMILIES)))
         return found
 
+    def _class_name(self, config) -> str:
+        """Return the name of the class that `model_class` returns, without importing the model's code; `config`: the
+        task's configuration. Raises ValueError: no class of this model type can be trained with the objective.
+        """
+        name, known = self.architecture or next(iter(config.architectures or []), None), families.of_classes()
+        if not self.architecture and (objective := self.loss_objective):
+            if name is None or known.get(name) != "sequence classification" or objective != "preference":
+                name = families.usual_class(config, objective)
+        elif not self.architecture and (name is None or families.is_bare(name)) and name not in known:
+            name = families.usual_class(config)
+        return name
+
     def family(self) -> str:
         """Return which data the model takes, e.g. "causal": one of `families.FAMILIES` or `families.OBJECTIVES`.
 
@@ -242,9 +247,8 @@ class Task(Record):
         """
         if self.loss_objective:
             return self.loss_objective
-        name = self.model_class().__name__
-        family = families.of_classes().get(name)
-        if family is None:
+        family = families.of_classes().get(name := self._class_name(self.build_config()))
+        if family is None and self.model_class():  # which raises the error if there is no such class
             raise ValueError(_NO_DATA.format(name=name, families=", ".join(families.FAMILIES)))
         return "causal" if family == "image-text" and self.image_size == 0 else family
 
@@ -292,6 +296,8 @@ class Task(Record):
         class is for that part.
         """
         config = self.build_config()
+        if not config.sub_configs:  # asking for the class would import the model's code, and torch's compiler
+            return config
         wanted = self.model_class(config).config_class
         parts = (getattr(config, name, None) for name in config.sub_configs)
         part = None if isinstance(config, wanted) else next((each for each in parts if isinstance(each, wanted)), None)
