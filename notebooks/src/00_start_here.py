@@ -69,7 +69,7 @@ rows = [[f"{signs[found.level]} {found.level}", found.subject, found.text, found
 plots.Table(["", "about", "what was found", "what to do"], rows, caption=lab.machine.name)
 
 # %% [markdown]
-# An experiment should take seconds on every machine, and a model that keeps a CPU busy is too small to show anything on a large card. So the sizes come in three **profiles**. `auto` picks `gpu` if the GPU has at least 20 GB of memory, `t4` if it has less, as Colab's T4 has, and `cpu` if torch can use no GPU.
+# An experiment should take seconds on every machine, and a model that keeps a CPU busy is too small to show anything on a large card. So the sizes come in three **profiles**. `auto` picks `gpu` if the GPU has at least 20 GB of memory, `t4` if it has less, as Colab's T4 has, and `cpu` if torch can use no GPU. (Where a later cell says `lab.sized(512, 64)`, read 512: the second value is for quick tests of the course itself.)
 
 # %%
 rows = []
