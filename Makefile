@@ -115,9 +115,7 @@ ifeq ($(LESSONS),all)
 endif
 
 # The next COUNT classes of transformers' registries, another set each day: the estimate against the count, kept in results/.
-# The losses of detection models need scipy.
-architectures: $(STAMP)
-	@test -d $(SCIPY) || $(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --target $(SCIPY) scipy==1.17.1
+architectures: build/scipy
 	PYTHONPATH=$(SCIPY) $(BIN)/python benchmarks/measure_architectures.py --count $(or $(COUNT),60)
 
 # Compare the estimate with torch's allocator on random configurations for an hour, on another set each day. A miss fails.
@@ -144,22 +142,26 @@ build/ipywidgets7: $(STAMP)
 DEEPSPEED_PARTS := wheel setuptools hjson py-cpuinfo msgpack einops ninja pydantic pydantic-core annotated-types typing-inspection
 OF_PYTHON = $(shell $(BIN)/python -c "import sys; print('%d.%d' % sys.version_info[:2])")
 DEEPSPEED = build/deepspeed-$(OF_PYTHON)
-SCIPY = build/scipy-$(OF_PYTHON)
 build/deepspeed: $(STAMP)
 	@test -f $(DEEPSPEED)/.stamp || { rm -rf $(DEEPSPEED); $(BIN)/python -m pip install -q --disable-pip-version-check --no-deps \
 		--target $(DEEPSPEED) -c constraints.txt $(DEEPSPEED_PARTS) && \
 		PYTHONPATH=$(DEEPSPEED) DS_ACCELERATOR=cpu $(BIN)/python -m pip install -q --disable-pip-version-check --no-deps \
 		--no-build-isolation --no-cache-dir --target $(DEEPSPEED) -c constraints.txt deepspeed && touch $(DEEPSPEED)/.stamp; }
+# $(call apart,folder,packages): install packages without their dependencies in a folder, unless it has them.
+apart = @test -f $(1)/.stamp || { rm -rf $(1); $(BIN)/python -m pip install -q --disable-pip-version-check --no-deps \
+	--target $(1) -c constraints.txt $(2) && touch $(1)/.stamp; }
 # For lesson 22; what it needs besides is there.
 OPTUNA = build/optuna-$(OF_PYTHON)
 build/optuna: $(STAMP)
-	@test -f $(OPTUNA)/.stamp || { rm -rf $(OPTUNA); $(BIN)/python -m pip install -q --disable-pip-version-check --no-deps \
-		--target $(OPTUNA) -c constraints.txt optuna alembic SQLAlchemy colorlog Mako && touch $(OPTUNA)/.stamp; }
+	$(call apart,$(OPTUNA),optuna alembic SQLAlchemy colorlog Mako)
 # For lesson 25: where it is installed, each training of the Trainer imports it, and bitsandbytes with it.
 PEFT = build/peft-$(OF_PYTHON)
 build/peft: $(STAMP)
-	@test -f $(PEFT)/.stamp || { rm -rf $(PEFT); $(BIN)/python -m pip install -q --disable-pip-version-check --no-deps \
-		--target $(PEFT) -c constraints.txt peft && touch $(PEFT)/.stamp; }
+	$(call apart,$(PEFT),peft)
+# For the losses of detection models in `make architectures`.
+SCIPY = build/scipy-$(OF_PYTHON)
+build/scipy: $(STAMP)
+	$(call apart,$(SCIPY),scipy==1.17.1)
 extras: $(STAMP)
 	@$(MAKE) --no-print-directory build/deepspeed || echo "DeepSpeed could not be built: lesson 16 goes on without it." >&2
 	@$(MAKE) --no-print-directory build/optuna || echo "optuna could not be installed: lesson 22 goes on without it." >&2
@@ -174,5 +176,5 @@ $(STAMP): pyproject.toml constraints.txt $(FRESH)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt $(TORCH) -e ".[course,dev]"
 	@echo "$(CURDIR)" > $(STAMP)
 
-.PHONY: setup extras build/deepspeed build/optuna build/peft help course record site lab lessons check test nightly test-all levels rehearsed rehearse architectures random matrix wheel gpu fresh
+.PHONY: setup extras build/deepspeed build/optuna build/peft build/scipy help course record site lab lessons check test nightly test-all levels rehearsed rehearse architectures random matrix wheel gpu fresh
 fresh: ;

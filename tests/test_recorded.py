@@ -123,7 +123,6 @@ def copied(build, tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.daily(1)
 @pytest.mark.parametrize("stale", ["README.md", "docs/estimate.md", "docs/rehearsal.md", "results/README.md"])
 @pytest.mark.nightly
 def test_a_stale_page_is_named_and_building_makes_it_again(build, stale, copied, capsys):

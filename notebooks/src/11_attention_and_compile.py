@@ -584,7 +584,7 @@ if not on_cpu:
 cache = tempfile.TemporaryDirectory(prefix="inductor-")  # new at each run of this cell, so that a cold start is cold
 folder = cache.name
 processes = [lab.run(trained, task=compiled_task, measure=("none",)).value]
-if lab.sized(False, True):
+if lab.sized(False, True):  # a quick test compiles once
     processes *= 3
 elif on_cpu:  # two at once, on one core each
     processes += [rank["value"] for rank in lab.run(trained, task=compiled_task, measure=("none",), processes=2).ranks]

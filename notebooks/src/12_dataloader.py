@@ -149,7 +149,7 @@ def fed(ways, steps=8, skip=3, turns=1):
     def job(task):
         step, samples, own = stepper(task)
         each = {name: lambda way=way: follow(way(samples, own), step, steps, skip) for name, way in ways.items()}
-        return [{name: seen() for name, seen in each.items()} for _ in range(min(turns, lab.sized(turns, 3)))]
+        return [{name: seen() for name, seen in each.items()} for _ in range(lab.sized(turns, min(turns, 3)))]
 
     return lab.run(job, task=small, measure=("none",)).value
 

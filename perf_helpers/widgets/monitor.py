@@ -171,7 +171,7 @@ def _host_reader() -> Callable[[], Figures]:
         found = set(process.children(recursive=True))
         for pid in SERVER.forks():
             with suppress(psutil.Error, OSError):
-                found |= {psutil.Process(pid), *psutil.Process(pid).children(recursive=True)}
+                found |= {fork := psutil.Process(pid), *fork.children(recursive=True)}
         total = 0
         for child in found:
             with suppress(psutil.Error, OSError):  # it has ended meanwhile

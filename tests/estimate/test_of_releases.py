@@ -112,7 +112,6 @@ def in_buckets(task, **options):
 LAZY = pytest.param({"lazy_bucket_allocation": True}, 2, marks=pytest.mark.skipif(not SINCE_2_15, reason="torch 2.15"))
 
 
-@pytest.mark.daily(1)
 @pytest.mark.parametrize(("options", "sets"), [({}, 3), ({"gradient_as_bucket_view": True}, 2), LAZY], ids=str)
 @pytest.mark.nightly
 def test_buckets_of_ddp_are_a_set_of_gradients_unless_they_are_views_or_freed(lab, options, sets):

@@ -84,7 +84,6 @@ def test_on_a_gpu_a_stage_keeps_its_share_and_a_copy_of_it(offered):
         assert any("DeepSpeed" in text for text in reported.assumptions)
 
 
-@pytest.mark.daily(1)
 @needs_deepspeed
 @pytest.mark.parametrize("name", ["offload_optimizer", "offload_param"])
 @pytest.mark.nightly

@@ -102,7 +102,6 @@ def test_the_estimate_is_what_is_counted(lab, given):
     assert found.trainable_parameters == memory.trainable_parameters < memory.parameters
 
 
-@pytest.mark.daily(1)
 @needs_peft
 @pytest.mark.parametrize("kind", ["AdamW", "Adam8bit"])
 @pytest.mark.nightly

@@ -359,7 +359,6 @@ def test_a_training_in_bf16_weights_takes_half_the_bytes(tmp_path, lab):
     assert whole["weights"] - halves["weights"] == 2 * task.parameters(), "of a table of angles nothing changes"
 
 
-@pytest.mark.daily(1)
 @pytest.mark.parametrize(("dtype", "reason"), [("bfloat16", "bfloat16"), ("float16", "FP16")])
 @pytest.mark.nightly
 def test_fp16_on_weights_of_16_bits_is_reported_as_the_training_s_failure(tmp_path, dtype, reason):
