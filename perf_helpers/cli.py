@@ -145,7 +145,7 @@ def history(
     out: Annotated[Path, typer.Option(help="HTML page to write.")] = Path("build/history.html"),
     json_output: Json = False,
 ) -> None:
-    """Plot many runs of the course over time. Each change of bytes is marked; noisy values have their medians."""
+    """Plot many runs of the course over time: mark each change of exact values, and show medians of noisy values."""
     from perf_helpers.compare import history as module
 
     histories = module.write(folder, out)

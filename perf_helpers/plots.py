@@ -1,6 +1,6 @@
 """Pictures of runs, with one palette and one order of categories; each picture function returns its Axes.
 
-The colours are Okabe and Ito's, which colour-blind readers can distinguish; dashes, markers and labels repeat them.
+The colours are Okabe and Ito's, which colour-blind readers can distinguish; dashes, markers and labels say the same.
 These pictures are drawn with matplotlib, so that a lesson can save them and draw into them. Pictures that are redrawn
 while a slider moves are HTML (`perf_helpers.widgets.svg`), with the same palette, units, words and `Timeline`.
 """
@@ -92,7 +92,7 @@ class Timeline:
 
     Args:
         series: lists of equal length by name, as in `Memory.timeline`: bytes per category, and the phase, operation and
-            module. An index, as in the methods, is a place in these lists: one of about 200 parts of the step.
+            module. The lists have an element for each of about 200 parts of the step; methods take its index.
     """
 
     def __init__(self, series: Mapping[str, Sequence]):
@@ -119,7 +119,7 @@ class Timeline:
         return phase + (f", {operation}" if operation else "") + (f" of {module}" if module else "")
 
     def text(self, index: int) -> str:
-        """Describe an index in words: the total, then phase, operation and module, then the bytes by category."""
+        """Describe the part of the step at an index: total bytes, phase, operation and module, bytes by category."""
         return f"{bytes_text(self.totals[index])} in {self.where_text(index)}: {parts_text(self.parts(index))}"
 
     def phase_ranges(self) -> list[tuple[str, int, int]]:
@@ -232,7 +232,7 @@ def losses(
     """Draw one loss curve per group: the median over its seeds as a line, and the range over its seeds as a band.
 
     Args:
-        groups: {label: the losses of each seed, one per optimizer step}; longer seeds are cut to the shortest.
+        groups: {label: for each seed its losses, one per optimizer step}; all are cut to the group's shortest list.
         ax, title: the axes to draw into (None: new ones), and the text above them.
     """
     import numpy as np

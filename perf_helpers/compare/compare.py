@@ -2,8 +2,8 @@
 
 Memory is counted (on a CPU) or reported by torch's allocator (on CUDA). It has no noise: the same code takes the same
 bytes, so every change counts. Memory that the system reports is not compared. A value with an interval has changed if
-the two runs differ by more than the noise of both (`is_beyond_noise`), a step time if they differ by more than the
-factor LEAST plus FAR times the noise; equal code differed by less at different times (results/README.md, "Nights").
+the two runs differ by more than the noise of both (`is_beyond_noise`). A step time has changed if |log(new / old)| is
+above log(LEAST) plus a multiple of the noise; equal code on different days stayed below (results/README.md, "Nights").
 """
 
 import json
@@ -99,7 +99,7 @@ def run_nightly(
     """Run the course and compare it with an earlier run; return its results, and the changes for the worse.
 
     Args:
-        out, options: as in `run_course`.
+        out, options: the folder for the results, and further arguments of `run_course`.
         baseline: results.json or folder of the earlier run; None: no comparison.
         fail_on: the axes ("memory", "verdict", "speed") on which a change for the worse counts.
         speeds: also time a step of a few recipes, so that `compare` can compare speeds of different days.
@@ -121,8 +121,8 @@ def run_nightly(
 def compare(old: dict | str | Path, new: dict | str | Path) -> Changes:
     """Compare two course runs: list changed verdicts and bytes, and values and speeds that changed beyond their noise.
 
-    Only lessons that ran in both are compared, and only claims whose quantity is the same. If the hardware or the
-    profile differs, bytes and seconds are not compared; claims are, because they are ratios.
+    Only lessons that ran in both are compared; a claim's values are compared only if both runs measured the same
+    quantity. If the hardware or the profile differs, bytes and seconds are not compared; claims are still compared.
 
     Args:
         old, new: the content of a results.json, its path, or the path of its folder.
@@ -166,9 +166,9 @@ def compare(old: dict | str | Path, new: dict | str | Path) -> Changes:
 def is_beyond_noise(old: float, old_interval: Sequence, new: float, new_interval: Sequence, number: int) -> bool:
     """Return whether a value has changed by more than the noise of both measurements.
 
-    Among many values that are compared, some differ by chance. The limit, in standard deviations, therefore grows with
-    their number (Bonferroni's correction): of all comparisons of two runs of equal code, a share of FALSE_ALARMS
-    reports any change.
+    Among many compared values, some differ by chance. The limit, in standard deviations, therefore grows with their
+    number (Bonferroni's correction). If two course runs have equal code, the probability that any change is reported is
+    at most FALSE_ALARMS.
 
     Args:
         old, new: the value in each run.
@@ -193,9 +193,9 @@ def _lessons(lessons: list[tuple[dict, dict]]) -> Iterator[Change]:
 
 
 def _claims(old: list[dict], new: list[dict], judged: bool) -> Iterator[Change]:
-    """Yield changed verdicts and values of all claims of either run; `old`, `new`: the claims as in results.json.
+    """Yield a change for each claim that appeared, disappeared, or has another verdict, quantity or value.
 
-    `judged`: whether to say of a changed value if it is for the worse.
+    `old`, `new`: the claims as in results.json; `judged`: whether each changed value also says if it is worse.
     """
     number = sum(bool(claim.get("interval")) for claim in new)
     before, after = ({claim["id"]: claim for claim in claims} for claims in (old, new))
@@ -218,13 +218,13 @@ def _claims(old: list[dict], new: list[dict], judged: bool) -> Iterator[Change]:
 
 
 def _verdict_is_worse(old: dict, new: dict) -> bool | None:
-    """Return whether a claim's changed verdict is worse; None: neither better nor worse.
+    """Return True if a claim's new verdict is worse than its old verdict, False if it is better, None if neither.
 
-    If one verdict is "not testable here", the claim is worse if the new one is unexpected, otherwise neither. If both
-    are decided, the lower one is worse (`_RANK` orders them). But a claim about time is neither if both are expected,
-    because noise may be the cause.
+    If one verdict is "not testable here": True if the new verdict is unexpected, otherwise None. If both verdicts are
+    decided, `_RANK` orders them. But the result is None for a claim about time if both verdicts are expected, because
+    noise may be the cause.
 
-    `old`, `new`: the claim in each run, as in its results.json.
+    `old`, `new`: the claim's entry in the results.json of each run.
     """
     if Verdict.NOT_TESTABLE in (old["verdict"], new["verdict"]):
         return (not new["as_expected"]) or None
@@ -238,7 +238,7 @@ def _verdict_is_worse(old: dict, new: dict) -> bool | None:
 def _value_is_worse(old: dict, new: dict) -> bool | None:
     """Return whether a claim's value changed for the worse: a throughput fell, or a peak grew.
 
-    Return None for any other quantity, of which neither more nor less is better. `old`, `new`: as in results.json.
+    Return None for any other quantity. `old`, `new`: the claim's entry in the results.json of each run.
     """
     up = _MORE_IS_BETTER.get((new.get("quantity") or "").partition(" ")[0])
     if up is None or not (is_measured(old["value"]) and is_measured(new["value"])):
@@ -249,7 +249,8 @@ def _value_is_worse(old: dict, new: dict) -> bool | None:
 def _moved(before: dict, after: dict, number: int) -> bool:
     """Return whether a claim's value differs between two course runs by more than rounding and noise.
 
-    `before`, `after`: the claim in both results.json; `number`: how many claims with an interval are compared.
+    `before`, `after`: the claim's entry in each results.json; `number`: how many claims with an interval are compared;
+    the more there are, the larger a difference must be.
     """
     a, b = before["value"], after["value"]
     if a is None or b is None:
@@ -261,7 +262,7 @@ def _moved(before: dict, after: dict, number: int) -> bool:
 
 
 def _pairs(old: list[dict], new: list[dict], lessons: list[str]) -> Iterator[tuple[str, Run, Run]]:
-    """Yield (lesson/name, old run, new run) of each run of these lessons that both course runs have.
+    """Yield (key, old run, new run) for each run of these lessons that both course runs have; `keyed` makes the keys.
 
     `old`, `new`: the runs of each course run, as in its results.json.
     """
@@ -272,9 +273,9 @@ def _pairs(old: list[dict], new: list[dict], lessons: list[str]) -> Iterator[tup
 
 
 def keyed(runs: list[dict]) -> Iterator[tuple[str, dict]]:
-    """Yield (key, run) with keys that are equal in all course runs: "lesson/name", and a number if names repeat.
+    """Yield (key, run) for each run; the key is "lesson/name", and the same run has the same key in every course run.
 
-    `runs`: the runs of one course run, as in its results.json.
+    A name that repeats in a lesson gets a number: " (2)". `runs`: the runs of one course run, as in its results.json.
     """
     seen = Counter()
     for run in runs:
@@ -284,7 +285,7 @@ def keyed(runs: list[dict]) -> Iterator[tuple[str, dict]]:
 
 
 def _runs(pairs: list[tuple[str, Run, Run]]) -> Iterator[Change]:
-    """Yield a change per run whose status differs, e.g. from ok to out of memory; `pairs`: see `_pairs`."""
+    """Yield a change per run whose status differs, e.g. ok and out of memory; `pairs`: (key, old run, new run) each."""
     for id, a, b in pairs:
         if a.status != b.status:
             worse = not b.ok if a.ok or b.ok else None
@@ -313,7 +314,7 @@ def _is_larger(old: Memory, new: Memory) -> bool | None:
 def _bytes_that_moved(old: Memory, new: Memory) -> str:
     """Describe the differences between the old and the new memory of a run; empty if there is none.
 
-    It covers the peak by category, its operation, reserved memory, and memory after each phase, where a leak shows.
+    The text covers the peak by category, the operation at the peak, reserved memory, and memory after each phase.
     """
     parts = [_total("peak", old.peak_bytes, new.peak_bytes, old.breakdown, new.breakdown)]
     operation, previous = (_operation_at_the_peak(memory) for memory in (new, old))
@@ -398,7 +399,7 @@ def _change(kind, axis, id, lesson, old, new, worse, reason: str = "", text: str
 def _notes(old: dict, new: dict, pairs: list[tuple[str, Run, Run]], rewritten: list[str]) -> list[str]:
     """Return lines on what was compared and what could not be.
 
-    `old`, `new`: {lesson: entry in results.json}; `pairs`: see `_pairs`; `rewritten`: lessons whose code differs.
+    `old`, `new`: {lesson: entry in results.json}; `pairs`: (key, old run, new run) each; `rewritten`: changed lessons.
     """
     lines = [f"{len(old.keys() & new.keys())} lessons ran in both, with {len(pairs)} runs of the same name"]
     for lessons, others, when in ((old, new, "old"), (new, old, "new")):

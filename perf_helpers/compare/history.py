@@ -33,7 +33,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A course run whose exact value differs from the run before: both values, and what else differs."""
+    """A change of a value without noise from one course run to the next: both values, and what else differs."""
 
     date: str
     before: float
@@ -59,7 +59,7 @@ class Line:
 
     @property
     def shift(self) -> float:
-        """Return |median - median before| / |median before| of a noisy line; 0 if there is no median before."""
+        """Return |median - median_before| / |median_before| of a noisy line; 0 if there is no `median_before`."""
         return abs(self.median - self.median_before) / abs(self.median_before) if self.median_before else 0.0
 
 
@@ -74,12 +74,12 @@ class History:
 
     @property
     def changed(self) -> list[Line]:
-        """Return the lines without noise (bytes, or values without an interval) that changed, the latest first."""
+        """Return the lines without noise (bytes, or values without an interval) that changed; latest change first."""
         return sorted((line for line in self.lines if line.changes), key=lambda x: x.changes[-1].date, reverse=True)
 
     @property
     def noisy(self) -> list[Line]:
-        """Return the lines with noise (step times, or values with an interval), the largest shift of a median first."""
+        """Return the lines with noise (step times, or values with an interval), the largest `shift` first."""
         return sorted((line for line in self.lines if line.median is not None), key=lambda x: x.shift, reverse=True)
 
     @property
@@ -111,7 +111,7 @@ def read(folder: str | Path) -> tuple[list[History], list[str]]:
 
 
 def write(folder: str | Path, page: str | Path) -> list[History]:
-    """Write the HTML page of all histories below a folder to `page`, and return the histories.
+    """Write the histories of all course runs below a folder to the HTML file `page`, and return the histories.
 
     Raises:
         ValueError: there are no results below the folder.
@@ -160,9 +160,10 @@ def _figures(data: dict) -> Iterator[tuple[tuple[str, str, str], Point]]:
 
 
 def _line(kind: str, id: str, unit: str, points: list[Point], runs: dict[str, dict]) -> Line:
-    """Return a line with its changes, or with its medians if it is noisy.
+    """Return the `Line` of one value over all course runs: with its changes, or with its medians if it is noisy.
 
-    `kind`, `id`, `unit`: see `_figures`; `points`: of all runs, in order; `runs`: {date: content of results.json}.
+    `kind`, `id`, `unit`: as in `Line`; `points`: the value in each run, in order; `runs`: {date: content of
+    results.json}.
     """
     if kind == "speed" or any(point.interval for point in points):
         latest, before = points[-RUNS_PER_MEDIAN:], points[-2 * RUNS_PER_MEDIAN : -RUNS_PER_MEDIAN]
@@ -182,9 +183,8 @@ def _median(points: list[Point]) -> float:
 
 
 def sketch(line: Line, dates: Iterable[str]) -> dict[str, Any]:
-    """Return a line's picture in pixels: {"width", "height", "points": [(x, y)], "marks": [x of each change]}.
-
-    `dates`: dates of all course runs in the history, in order; they are the x axis.
+    """Return what draws a line, in pixels: {"width", "height", "points": [(x, y) of each value], "marks": [x of each
+    change]}. `dates`: dates of all course runs in the history, in order; they are the x axis.
     """
     width, height = 260, 40
     places = {date: number for number, date in enumerate(dates)}

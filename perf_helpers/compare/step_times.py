@@ -1,8 +1,8 @@
 """Time a step of a few fixed recipes, so that course runs of different days can be compared.
 
 Other load on the machine differs from day to day. On a CPU, each step therefore runs on one thread, and the fastest
-step of each of several processes counts. Its time is the wall-clock time less the time in which its thread waited for a
-core: other load does not change it, but a step that sleeps or waits for data still shows. If the system does not report
+step of each of several processes counts. A step's time is its wall-clock time less the time in which its thread waited
+for a core: other load does not change it, but it includes sleeping and waiting for data. If the system does not report
 the waiting time, CPU time is used instead. On a GPU the times come from CUDA events.
 """
 
@@ -58,8 +58,8 @@ def measure(task: Task) -> dict[str, Any]:
     recipes alternate, so that other load affects all of them alike.
 
     Returns:
-        {"task", "threads", "recipes": {name: {"arguments", "passed", "computed", "message"}}}. "passed" or "computed"
-        (see `CLOCKS`) has the seconds of the fastest step of each process; if both are empty, "message" says why.
+        {"task", "threads", "recipes": {name: {"arguments", "passed", "computed", "message"}}}. "passed" (wall clock) or
+        "computed" (CPU time) lists the seconds of each process's fastest step; if both are empty, "message" says why.
     """
     machine = hardware.this_machine()
     on_cpu = machine.kind == "cpu"
@@ -80,13 +80,12 @@ def measure(task: Task) -> dict[str, Any]:
 
 
 def keep(row: dict[str, Any], outcome: Outcome, on_cpu: bool) -> None:
-    """Add the fastest step of one more process to a recipe's row, in seconds. A recipe that failed once keeps no
-    seconds.
+    """Add the seconds of one more process's fastest step to a recipe's row; a failed process leaves only its message.
 
     Args:
         row: the recipe's entry in the result of `measure`; it is changed.
         outcome: outcome of the process that timed the steps.
-        on_cpu: whether the time that its thread waited for a core is subtracted.
+        on_cpu: whether the steps ran on a CPU; then the time in which their thread waited for a core is subtracted.
     """
     if not row["message"] and outcome.ok:
         timing, waited = outcome.timing, outcome.timing.all_waited_seconds
@@ -104,15 +103,15 @@ def keep(row: dict[str, Any], outcome: Outcome, on_cpu: bool) -> None:
 
 
 def is_settled(row: dict[str, Any]) -> bool:
-    """Return whether no further process is needed for a recipe's row: two agree on the fastest step, or one failed."""
+    """Return whether a recipe needs no further process: two agree on the fastest step (`SEEN_TWICE`), or one failed."""
     pairs = (sorted(row[clock])[:2] for clock in CLOCKS if row[clock])
     return bool(row["message"]) or all(len(pair) > 1 and pair[1] <= pair[0] * SEEN_TWICE for pair in pairs)
 
 
 def common_seconds(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[list[float], list[float]]]:
-    """Return {recipe: (old seconds, new seconds)} by the first clock that both course runs have.
+    """Return {recipe: (old, new)}: the seconds of each process's fastest step in the two course runs.
 
-    Recipes that one of the two lacks, or trained with other arguments, are left out.
+    Both are by the first of `CLOCKS` that both runs have; a recipe without one, or with other arguments, is left out.
     """
     found = {}
     for name, now in new["recipes"].items():

@@ -4,8 +4,8 @@ The ledger (claims.toml) lists the claims. A lesson measures the number that dec
 `Claims.check`. A decision displays itself in a notebook (claims.html.j2) and in a terminal, with the same words.
 
 A claim that does not hold is a finding, not an error. A strict run fails if a verdict is not one that the ledger
-expects, or if a claim was not checked. In a rehearsal (see `Machine.rehearsed`) only memory is that of the rehearsed
-machine, so only claims about memory are decided, and their verdicts are marked.
+expects, or if a claim was not checked. In a rehearsal (see `Machine.rehearsed`) only memory is measured as on the
+rehearsed machine. Therefore only claims about memory are decided then, and their verdicts are marked "(rehearsed)".
 """
 
 import json
@@ -83,7 +83,7 @@ class Decision:
         return " · ".join(filter(None, (claim.reason, claim.since and f"since: {claim.since}", claim.thread)))
 
     def to_dict(self) -> dict:
-        """Return the decision as a row of a lesson's or a course's results, with JSON's types only."""
+        """Return the decision as a "claims" entry of a lesson's or course's results, with JSON's types only."""
         row = {name: getattr(self, name) for name in ("lesson", "id", "verdict", "expected", "as_expected", "value")}
         row |= {name: getattr(self, name) for name in ("interval", "note", "rehearsed", "predicted", "predicted_from")}
         row |= {"says": self.claim.says, "quantity": self.claim.quantity, "threshold": self.claim.threshold_text()}
@@ -91,7 +91,7 @@ class Decision:
         return json.loads(json.dumps(row))
 
     def headline(self) -> str:
-        """Return the verdict with its sign; if it is unexpected, also what was expected."""
+        """Return the verdict after its sign, e.g. "✓ holds"; if the verdict is unexpected, also the expected ones."""
         words = f"{SIGNS[self.verdict]} {self.verdict}"
         if self.rehearsed and self.verdict is not Verdict.NOT_TESTABLE:
             words += " (rehearsed)"
@@ -104,16 +104,16 @@ class Decision:
         return number_text(self.value) + (f" ({interval_text(self.interval)})" if self.interval else "")
 
     def guide_text(self) -> str:
-        """Return the guides' figure with its source and hardware; without one, "no figure" with the source."""
+        """Return the figure that the guides give for the claim, or "no figure", with its source and hardware."""
         guide = self.claim.guide
         value = [] if guide.value is None else [number_text(guide.value)]
         figure = ": ".join([*value, guide.text or "no figure"])
         return f"{figure} ({'; '.join(filter(None, (guide.source, guide.hardware)))})"
 
     def rows(self) -> list[tuple[str, str]]:
-        """Return the lines below the statement as (name, text).
+        """Return the lines to show below the claim's statement as (name, text), e.g. ("measured", "0.58").
 
-        The reason is left out if the claim holds as expected, or was not tested.
+        The line "why" (why the claim does not hold) is left out if the claim holds as expected or was not tested.
         """
         tested, quantity = self.verdict is not Verdict.NOT_TESTABLE, self.claim.quantity
         finding = tested and not (self.verdict is Verdict.HOLDS and self.as_expected)
@@ -187,8 +187,8 @@ class Claims:
         """Decide a claim of the ledger from a measured value, and return the decision, which a notebook displays.
 
         A later check of the same claim replaces the decision. The verdict depends on the value alone. A verdict is
-        expected if the ledger lists it for this kind of machine. A `predicted` claim is as expected if value and
-        prediction agree within their intervals.
+        expected if the ledger lists it for this kind of machine. If the ledger has `predicted` for the claim, the
+        verdict is expected if value and prediction agree within their intervals.
 
         Args:
             id: id of the claim in the ledger.
@@ -243,7 +243,7 @@ class Claims:
         Raises:
             ValueError: results are to be written, but the lab has no lesson name for the file.
             NotReproduced: the lab is strict, and a verdict is unexpected, a claim of the lesson was not checked, a
-                claim of another lesson was, or none was. The file is written before.
+                claim of another lesson was checked, or no claim was checked. The file is written before the error.
         """
         from IPython.display import display
 
@@ -277,7 +277,7 @@ class Claims:
 
 
 def _measurement(id: str, value: float | Ratio | None) -> tuple[float | None, tuple[float, ...] | None, str | None]:
-    """Return the value that was passed to a check as (number, interval, why it is unknown); each may be None.
+    """Return (number, its interval, why the number is unknown) of a value passed to `Claims.check`; each may be None.
 
     Raises ValueError, with the claim's `id`, if the value is not a number or its interval is reversed.
     """
@@ -296,7 +296,7 @@ def _measurement(id: str, value: float | Ratio | None) -> tuple[float | None, tu
 
 
 def _prediction(claim: Claim, predicted: tuple[float, float] | Ratio | None, measured: bool) -> tuple:
-    """Return the prediction as ((low, high) or None, why it is unknown or None).
+    """Return ((low, high) of a claim's prediction, why the prediction is unknown); each may be None.
 
     Raises:
         ValueError: `predicted` is not a range; or there is a prediction, but the ledger asks for none; or the ledger

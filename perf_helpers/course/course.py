@@ -134,7 +134,7 @@ def _terminated_as_interrupted() -> Iterator[None]:
 def _at_once() -> int:
     """Return how many lessons this machine runs in parallel: one, unless it is a CPU with two cores or more.
 
-    There it is two more than cores, because lessons wait for each other, but at most four, and each needs 4 GiB.
+    Such a CPU runs four, because lessons wait for each other; fewer if there are not 4 GiB of free memory for each.
     """
     machine = hardware.describe()
     if machine.kind != "cpu" or (machine.cpu_cores or 1) < 2:

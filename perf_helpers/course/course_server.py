@@ -1,9 +1,9 @@
 """The server of a course run: it imports the libraries once, and the processes of lessons are forked from it.
 
-Each section below names the process in which its functions run. The course starts the server (`shared`). Each
-process that runs experiments requests a fork of the server through the module `forkserver`; that fork then forks the
-experiments. On Linux, the papermill and the kernel of a lesson are forks too (`python_module`). Each of these two has a
-keeper, a process that waits for its end.
+Each section below names the process in which its functions run. The course starts the server (`shared`). Each process
+that runs experiments requests a fork of the server for itself, through the module `forkserver`; from that fork its
+experiments are forked. On Linux, the papermill and the kernel of a lesson are forks of the server too
+(`python_module`). Each of these two has a keeper, a process that waits for its end.
 """
 
 import atexit
@@ -30,7 +30,7 @@ def shared(preload: Iterable[str] = (), environment: Mapping[str, str] | None = 
     """Start a server that imports the libraries once for all processes of a course run; end it with the context.
 
     Args:
-        preload: further modules that the server imports.
+        preload: modules that the server imports in addition to `forkserver.PRELOAD`.
         environment: environment variables that affect these imports.
 
     Yields:
@@ -51,13 +51,13 @@ def shared(preload: Iterable[str] = (), environment: Mapping[str, str] | None = 
 def python_module(
     name: str, arguments: list[str], environment: Mapping[str, str], output: int, folder: str
 ) -> "subprocess.Popen | ForkedModule":
-    """Start `python -m name` in a session of its own: as a fork of the course's server if the environment names one.
+    """Start `python -m name` in a session of its own: as a fork of the course's server if `environment` names one.
 
     A fork has the libraries imported already, and ends with this process.
 
     Args:
         name, arguments: the module and its command-line arguments.
-        environment: all environment variables of the new process.
+        environment: all environment variables of the new process; one may be the server's address (see `shared`).
         output: descriptor of the file for standard output and standard error.
         folder: the working directory.
     """
@@ -72,9 +72,9 @@ def python_module(
 
 
 class ForkedModule:
-    """A module that runs in a fork of the course's server, with those methods of `subprocess.Popen` that are used.
+    """A module that runs in a fork of the course's server, with the methods of `subprocess.Popen` that the course uses.
 
-    `control` is the connection to the keeper of the fork, which sends the exit code.
+    `control`: connection to the module's keeper, the process that sends the exit code; `pid`: the module's process id.
     """
 
     stdin = stdout = stderr = None
@@ -127,7 +127,7 @@ def serve(descriptor: int, preload: Iterable[str]) -> NoReturn:
 
     Args:
         descriptor: the listening socket.
-        preload: further modules to import.
+        preload: the modules to import before the first fork.
     """
     forked.die_with_parent()
     has_gpus = server_process.import_libraries(preload)
@@ -142,9 +142,9 @@ def serve(descriptor: int, preload: Iterable[str]) -> NoReturn:
 
 
 def _serve_one(joined: connection.Connection, has_gpus: bool) -> NoReturn:
-    """Run a fork server or the keeper of a module, as the first message of `joined` requests (see `serve`).
+    """Run a fork server, or the keeper of a module, as the first message from the connection `joined` requests.
 
-    This is the first function of a fork and never returns. `has_gpus`: for a fork server, whether there are GPUs.
+    A keeper (`_keep`) forks the module and waits for its end. `has_gpus`: for a fork server, whether there are GPUs.
     """
     try:
         os.setsid()
@@ -165,7 +165,8 @@ def _serve_one(joined: connection.Connection, has_gpus: bool) -> NoReturn:
 def _keep(joined: connection.Connection, output: int, *module) -> NoReturn:
     """Fork a module, wait for its end, end all processes that it leaves behind, and send its exit code to the caller.
 
-    If the caller closes the connection `joined`, the module is killed. Other arguments: those of `_be_module`.
+    If the caller closes the connection `joined`, the module is killed. `output`: descriptor of the module's output;
+    `module`: its name, command-line arguments, environment and working directory, as `_be_module` takes them.
     """
     forked.adopt_orphans()
     if (pid := os.fork()) == 0:

@@ -64,7 +64,7 @@ class Journal(Store):
 
 
 def of(lab: Lab) -> Journal:
-    """Return the journal next to the lab's runs: in the user's cache folder, or in `lab.out`."""
+    """Return the journal next to the lab's runs: in `lab.out` or, if that is empty, in the user's cache folder."""
     return Journal(lab.store.path.with_name("journal.jsonl"))
 
 
@@ -99,9 +99,9 @@ def choice(entries: Sequence[Entry], lesson: str, key: str) -> str | None:
 
 
 def counted_guess(entries: Sequence[Entry], lesson: str, key: str) -> float | None:
-    """Return the latest guess under this key of a lesson that was committed before the first reveal of the measurement.
+    """Return the latest guess under the key `key` of a lesson, of those committed before the measurement was revealed.
 
-    Return None if there is none. `entries`: the journal's.
+    Return None if there is no such guess. `entries`: all entries of the journal, in order.
     """
     before = takewhile(lambda entry: entry.about != ("revealed", lesson, key), entries)
     return guess([*before], lesson, key)
@@ -147,7 +147,7 @@ def history(entries: Sequence[Entry]) -> list[Scored]:
 
 @dataclass(slots=True)
 class Progress:
-    """The learner's progress in one lesson: verdicts, errors of guesses, and outcomes of exercises and questions."""
+    """A learner's progress in one lesson: its verdicts, how far guesses were off, and the exercises and questions."""
 
     finished: str | None = None  # the date on which it last ran to its end
     claims: dict[str, str] = field(default_factory=dict)  # {claim id: verdict} of that run

@@ -30,7 +30,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Guide:
-    """The guides' figure for a claim, and its source."""
+    """The figure that a guide (e.g. a page of transformers' documentation) gives for a claim, and the guide's name."""
 
     source: str
     value: float | None = None  # in the unit of the claim's quantity; None if the guides give no figure
@@ -83,7 +83,7 @@ class Claim:
         return self.expected.get(profile, expected) if kind == "cuda" and profile in GPU_PROFILES else expected
 
     def threshold_text(self) -> str:
-        """Return the rule in words, e.g. "below 0.9; 1 is no effect"; empty for a text claim."""
+        """Return the rule that decides the claim, in words: "below 0.9; 1 is no effect"; empty for a text claim."""
         if not self.direction:
             return ""
         if self.direction == "between":
@@ -115,8 +115,8 @@ def _claim(table: dict) -> Claim:
 def decide(claim: Claim, value: float | tuple[float, float] | None, machine_supports: bool) -> Verdict:
     """Return the verdict on one measured value.
 
-    A value inside the claim's window holds; a value between the window and `no_effect` is smaller than promised; any
-    other value is refuted. An interval whose values get different verdicts is "too small to tell".
+    The claim holds if the value is inside `claim.window()`. It is "smaller than promised" if the value is between the
+    window and `claim.no_effect`, otherwise refuted; "too small to tell" if parts of an interval get different verdicts.
 
     Args:
         value: a number or an interval (low, high), in the unit of `claim.quantity`; None only for a claim that is not

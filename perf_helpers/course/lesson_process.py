@@ -145,7 +145,7 @@ def widget_errors(notebook: dict[str, Any]) -> list[str]:
 def _parameters(notebook) -> set[str]:
     """Return the names that the cell tagged "parameters" assigns; empty unless there is exactly one such cell.
 
-    They are checked because papermill ignores a parameter that the notebook does not assign, and exits with 0.
+    The caller needs these names because papermill ignores a parameter that the notebook does not assign, and exits 0.
     """
     cells = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
     try:

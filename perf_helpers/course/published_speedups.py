@@ -1,6 +1,6 @@
-"""Speed ratios for `advise`: those recorded on the machine most like this one, or the guides' figures.
+"""Speed ratios for `advise`: from a course run on the machine most like this one, or from the guides in the ledger.
 
-Recorded ratios are read from `results/`. An installed wheel has no such folder, so only the guides' figures remain.
+Course runs are read from `results/`. An installed wheel has no such folder, so only the guides' figures remain.
 """
 
 from pathlib import Path
@@ -16,10 +16,10 @@ _WITHOUT_INTERVAL = 1.1  # a figure that was published without an interval is as
 
 
 def published(machine: Machine | None, kind: str, capability: tuple[int, int]) -> dict[str, tuple[Ratio, str]]:
-    """Return {claim id: (ratio, its source in words)} for each claim whose ratio a course run has recorded.
+    """Return {claim id: (ratio, its source in words)} for each claim that a recorded course run has measured.
 
-    The recorded run is that of `nearest_recorded`. For "cuda", a claim without a recorded ratio gets the guides'
-    figure, if they give one.
+    The recorded course run is that of `nearest_recorded`.
+    For "cuda", a claim without a measured ratio gets the figure of its guide, if the guide gives figure and hardware.
 
     Args:
         machine: the machine that has the device; None: it is not known, and the compute capability alone decides which

@@ -1,9 +1,9 @@
 """Read results.json, the machine-readable result of a course run, and check it.
 
-Its keys are "schema", "date", "machine", "versions", "profile", "strict", "lessons", "claims" and "runs". `NEEDED`
-lists the least fields of a lesson and of a claim; a claim is what `claims.Decision.to_dict` returns. A run is what
-`Run.to_dict` returns, with "lesson" added; `Run.from_dict` reads it. A nightly run (`perf_helpers.compare`) adds
-"paces", "fail_on" and "baseline".
+Its keys are "schema", "date", "machine", "versions", "profile", "strict", "lessons", "claims" and "runs". A claim is a
+result of `claims.Decision.to_dict`. A run is a result of `Run.to_dict` with "lesson" added; `Run.from_dict` reads it.
+`NEEDED` lists the fields that each lesson and claim must have. A nightly run (`perf_helpers.compare`) adds "paces" (the
+result of `step_times.measure_here`), "fail_on" and "baseline".
 """
 
 import json
@@ -54,7 +54,7 @@ def recorded(folder: str | Path) -> dict[str, dict[str, Any]]:
 def course_runs(folder: str | Path) -> list[dict[str, Any]]:
     """Return every measured course run in a folder, by machine, the oldest first. Rehearsed runs are left out.
 
-    Files are <machine>/<date>.json; each run gets its path as "file". Raises ValueError for a file of another kind.
+    Files are <machine>/<date>.json; each run gets its path as "file". Raises ValueError if one is not a course run.
     """
     found = (load_results(path) | {"file": path} for path in sorted(Path(folder).glob("*/*.json")))
     return [data for data in found if not data["machine"].get("rehearsed")]
@@ -128,6 +128,6 @@ def interval_text(ends: Sequence[float]) -> str:
 
 
 def measured_text(claim: dict[str, Any]) -> str:
-    """Return a claim's value as text, with its interval unless it is a point: "0.58 [0.55, 0.61]", "not measured"."""
+    """Return a claim's value as text, with its interval if it has one: "0.58 [0.55, 0.61]", "0.58", "not measured"."""
     low, high = claim.get("interval") or (None, None)
     return number_text(claim["value"]) + (f" [{number_text(low)}, {number_text(high)}]" if low != high else "")

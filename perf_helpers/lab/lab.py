@@ -1,4 +1,4 @@
-"""The lab of a lesson: a runner that also compares its runs, and calls estimates without failing if they fail."""
+"""The lab of a lesson: a runner that also compares its runs, and calls estimates without raising their errors."""
 
 import contextlib
 import os
@@ -75,12 +75,12 @@ class Lab(Runner):
         """Compare runs of this lab with a baseline: peak memory exactly, speed by interleaved (A/B) runs.
 
         On a CPU all runs, and the baseline a second time, alternate step by step inside one subprocess, on one thread;
-        this is repeated in several subprocesses. The speed ratio is the median of all pairs, in CPU seconds. Its
-        interval is a bootstrap over processes and pairs, widened to the noise floor: how much the baseline differed
-        from itself, at least a factor of 1.05. `wall_ratio` is the same ratio in wall-clock seconds. On GPUs, and with
-        several ranks, each of the two runs has its own process, the wall clock decides, and the floor is the runs'
-        `noise_floor`. A failed comparison does not raise here: its ratios are unknown and hold the reason. Code that
-        branches on such a ratio raises `trainmem.unknown.RunFailed`.
+        this is repeated in several subprocesses. In each turn a run is compared with the mean of the two baselines. The
+        speed ratio is the median over all turns, in CPU seconds. Its interval is a bootstrap over processes and turns,
+        widened to how much the baseline differed from itself, at least a factor of 1.05. `wall_ratio` is the same ratio
+        in wall-clock seconds. On GPUs, and with several ranks, each run has a process of its own, the speed ratio is in
+        wall-clock seconds, and its interval is widened to `noise_floor`. A failed comparison does not raise: its ratios
+        are unknown and hold the reason. Code that branches on such a ratio raises `trainmem.unknown.RunFailed`.
 
         Args:
             baseline: the run that the others are compared with.
@@ -119,14 +119,14 @@ class Lab(Runner):
         return found if len(others) > 1 else found[0]
 
     def noise_floor(self, *runs: Run) -> float:
-        """Return the factor within which two of these runs count as equally fast; without runs, this machine's."""
+        """Return the factor within which two of these runs (none: two runs on this machine) count as equally fast."""
         return NOISE_FLOOR["cpu" if self._on_cpu(*runs) else "cuda"]
 
     def ratio(self, pairs: Sequence[float], *runs: Run) -> Ratio:
-        """Return the median of interleaved pairs' ratios with a bootstrap interval, widened to `noise_floor(*runs)`.
+        """Return the median of `pairs` with a bootstrap interval that is at least as wide as `noise_floor(*runs)`.
 
-        `pairs`: the speed ratio of each pair; `runs`: the compared runs. If a pair is unknown, the ratio is unknown
-        too. Raises ValueError for fewer than 3 pairs.
+        `pairs`: speed ratios, each of two interleaved measurements; `runs`: the compared runs. If one of the ratios is
+        unknown, the result is unknown too. Raises ValueError for fewer than 3 ratios.
         """
         return Ratio.of_pairs(pairs, self.noise_floor(*runs))
 
@@ -161,11 +161,11 @@ class Lab(Runner):
             return None
 
     def sized(self, usual: Any, smallest: Any) -> Any:
-        """Return `smallest` under the profile "tiny", under which a lesson only has to run, otherwise `usual`."""
+        """Return `smallest` if the profile is "tiny" (which only tests that a lesson runs), otherwise `usual`."""
         return smallest if self.profile.name == TINY.name else usual
 
     def quiet(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which a notebook may time code itself: other lessons of the same course run wait."""
+        """Return a context in which a notebook may time code itself: the course's other lessons wait for its end."""
         return quiet.experiment(quiet.Need.MACHINE)
 
     def __getitem__(self, name: str) -> Run:
@@ -178,9 +178,10 @@ class Lab(Runner):
     def _speeds(
         self, baseline: Run, others: Sequence[Run], turns: int, steps_per_turn: int, timeout: float | None
     ) -> list["_Speed"]:
-        """Measure the speed of each other run against the baseline, all interleaved; return one `_Speed` per other run.
+        """Interleave the baseline and `others`, and return for each of `others` its `_Speed` against the baseline.
 
-        The arguments are those of `compare`. If the runs cannot be interleaved, print why, and return unknown ratios.
+        If interleaving fails, print why and return unknown ratios. Numbers: `turns` per run, `steps_per_turn` optimizer
+        steps, `timeout` in seconds for all runs together (None: the lab's, times the number of other runs).
         """
         if not others or (self.machine.rehearsed and self._has_rehearsed_turns):
             return [_Speed(Ratio.unknown(NO_TIME))] * len(others)
@@ -200,11 +201,11 @@ class Lab(Runner):
         return [self._speed_apart(baseline, *each, seconds[0]) for each in zip(others, seconds[1:], strict=True)]
 
     def _interleaved(self, name: str, runs: list[Run], turns: int, steps_per_turn: int, timeout: float) -> Outcome:
-        """Time several runs in turns, and return an outcome whose value is value[process][run][turn], a `Seconds` each.
+        """Time several runs in turns; return an outcome, in whose value value[process][run][turn] is a `Seconds`.
 
-        On a CPU several processes run the turns, each run in a thread. There the first run (the baseline) takes part a
-        second time, as the last one: the difference between both shows the noise. On a GPU, and with several ranks,
-        each run has a process of its own, and the value has one entry for all of them together.
+        On a CPU several processes run the turns, each run in a thread. The first run (the baseline) then takes part
+        twice, also as the last one: the difference between both shows the noise. On a GPU, and with several ranks, each
+        run has a process of its own; `process` is then always 0.
 
         Each run has `turns` turns over all processes together. A turn has `steps_per_turn` optimizer steps, of which
         the fastest counts. `timeout` limits all turns together, in seconds. The progress bar is called `name`.
@@ -241,7 +242,7 @@ class Lab(Runner):
     def _speed_inside_one(self, baseline: Run, run: Run, triples: list[list[list[Seconds]]]) -> "_Speed":
         """Return the speed of a run that was interleaved with the baseline inside each of several processes.
 
-        `triples`: per process, the `Seconds` of each turn of the baseline, of the run, and of the baseline again.
+        `triples`: per process three lists, with the `Seconds` of each turn: baseline, run, and baseline again.
         """
         samples = self._samples_ratio(baseline, run)
         ratios = [Ratio.of_turns(triples, clock, LEAST_FLOOR, samples) for clock in (CPU, WALL)]
@@ -249,7 +250,7 @@ class Lab(Runner):
         return _Speed(*ratios, (_fastest(first, CPU), _fastest(second, CPU)))
 
     def _speed_apart(self, baseline: Run, run: Run, of_run: list[Seconds], of_baseline: list[Seconds]) -> "_Speed":
-        """Return a run's speed from the `Seconds` of its turns and of the baseline's, each in its own process."""
+        """Return a run's speed if run and baseline have a process each; the lists hold the `Seconds` of each turn."""
         samples = self._samples_ratio(baseline, run)
         pairs = [a[WALL] / b[WALL] * samples for a, b in zip(of_baseline, of_run, strict=True)]
         fastest = _fastest([of_baseline], WALL), _fastest([of_run], WALL)
@@ -261,14 +262,14 @@ class Lab(Runner):
         return samples[0] / samples[1] if all(samples) else 1.0
 
     def _is_inside_one(self, *runs: Run) -> bool:
-        """Return whether a comparison interleaves these runs inside one process: on a CPU with one rank each."""
+        """Return whether `compare` interleaves these runs inside one process: if they have one rank each, on a CPU."""
         return self._on_cpu(*runs) and not self.machine.rehearsed and max(run.processes for run in runs) == 1
 
     @property
     def _error(self) -> type[RuntimeError]:
-        """Return the exception class of a ratio that is unknown because a run failed.
+        """Return the class of the exception that code raises if it uses a ratio that is unknown after a failed run.
 
-        In a rehearsal it is NeedsValues, so that statements that need the ratio are skipped.
+        In a rehearsal this is NeedsValues, so that statements that need the ratio are skipped.
         """
         return NeedsValues if self.machine.rehearsed else RunFailed
 
@@ -284,7 +285,7 @@ class Lab(Runner):
 
 @dataclass(frozen=True, slots=True)
 class _Speed:
-    """The speed of a run against the baseline; the fields are those of `Comparison`."""
+    """The speed of a run against the baseline; `Comparison` explains the fields (`ratio` is its `speed_ratio`)."""
 
     ratio: Ratio
     wall_ratio: Ratio | None = None

@@ -1,7 +1,7 @@
 """Measure a device's two speed limits, count a model's FLOPs, and predict the gain of 16-bit matmuls from them.
 
-The roofline model says how long an operation takes at least: the longer of its arithmetic at the device's matmul rate
-and its bytes at the memory's rate. Source: Williams, Waterman and Patterson, "Roofline: an insightful visual
+The roofline model says how long an operation takes at least: the longer of two times, its FLOPs / the device's matmul
+rate and its moved bytes / the memory's rate. Source: Williams, Waterman and Patterson, "Roofline: an insightful visual
 performance model for multicore architectures", CACM 52(4), 2009.
 """
 
@@ -38,7 +38,7 @@ class Ceilings:
 
     @property
     def ridge(self) -> float:
-        """Return the FLOPs per byte at which both limits meet; an operation with fewer is bound by bandwidth."""
+        """Return the FLOPs per byte at which both limits are equal; below it, bandwidth limits an operation."""
         return self.flops_per_second / self.bytes_per_second
 
     def seconds(self, flops: float, moved_bytes: float) -> float:
@@ -90,15 +90,15 @@ class Products:
 
     @property
     def usable(self) -> bool:
-        """Return whether a training in 16 bits is worth a try; True if the ratio is unknown.
+        """Return whether a training in 16 bits is worth a try; True if `ratio` is unknown.
 
-        Emulated matmuls take about ten times as long as fp32 ones.
+        It is not worth a try if the device emulates 16-bit matmuls: they then take about ten times as long as in fp32.
         """
         return not self.ratio.known or self.ratio.value > 0.2
 
     @property
     def step_speed(self) -> tuple[float, float]:
-        """Return (least, greatest) factor by which mixed precision changes the speed of the step.
+        """Return (least, greatest) speed of a training step in mixed precision, relative to fp32.
 
         Matmuls speed up by `ratio`; the time of all other work changes by a factor in `OTHER_WORK`. Source: Amdahl's
         law, "Validity of the single processor approach", AFIPS 1967.
@@ -111,9 +111,9 @@ class Products:
 
     @property
     def half_speed(self) -> tuple[float, float]:
-        """Return (least, greatest) speed of a model wholly in 16 bits, relative to mixed precision.
+        """Return (least, greatest) speed of a training step wholly in 16 bits, relative to mixed precision.
 
-        The matmuls of both are equally fast, so only the other work of the step can change.
+        Matmuls are equally fast in both; the time of all other work changes by a factor in `OTHER_WORK`.
         """
         if not self.ratio.known:
             return self.ratio.low, self.ratio.high
@@ -132,8 +132,8 @@ class Products:
 def products(lab, dtype: str, task: Task, batch_size: int, use_cpu: bool = False) -> Products:
     """Measure the matmul rates in `dtype` and fp32, and the fp32 training step of a task, in three fresh subprocesses.
 
-    On a CPU one thread computes. The matmuls are the three of a feed-forward layer in training: on a CPU that emulates
-    16 bits, a matmul with a transposed left or right matrix can be five times as fast as the plain one.
+    On a CPU one thread computes. The matmuls are the three of a feed-forward layer in training (one forward, two
+    backward), because emulated 16-bit matmuls can be five times as fast with a transposed left or right matrix.
 
     Args:
         lab: runs the subprocesses.

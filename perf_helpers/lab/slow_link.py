@@ -1,9 +1,9 @@
 """Simulate two hosts on one machine, with a link of a chosen speed and delay between them.
 
 Each host is a Linux network namespace. The link is a pair of virtual Ethernet devices with a token bucket at each end.
-For a delay, a thread of this process holds frames back in a third namespace, because few kernels have netem. A
-namespace lives as long as a process in it: here a `cat` that reads from this process and therefore ends with it. The
-namespaces have no names, so nothing has to be removed afterwards.
+If the link has a delay, a thread of this process holds each frame back in a third namespace, because few kernels have
+netem. A namespace exists while a process runs in it: here a `cat`, which reads from this process and ends when this
+process ends. The namespaces have no names, so nothing has to be removed afterwards.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ def link(megabits_per_second: float | None = None, delay_seconds: float | None =
 
     Args:
         megabits_per_second: speed in each direction, in 10^6 bits per second; None: as fast as the machine can copy.
-        delay_seconds: least delay of each frame, however many frames are under way; None: no delay.
+        delay_seconds: least delay of each frame, whatever the traffic; None: no delay.
 
     Raises:
         Unavailable: the machine is not Linux, the user is not root, or util-linux or iproute2 is missing.
@@ -130,9 +130,9 @@ def _namespace() -> Iterator[int]:
 
 
 def _hold_back(middle, delay):
-    """Forward each frame from one host to the other after `delay` seconds, until the hosts and their devices end.
+    """Forward each frame between the two hosts after `delay` seconds, until the hosts' network devices are gone.
 
-    `middle`: id of the process whose namespace has both devices.
+    `middle`: id of a process in the third namespace, which has the other end of each host's device.
     """
     with open(f"/proc/{middle}/ns/net") as namespace:
         _enter(namespace.fileno())  # moves only this thread

@@ -41,7 +41,7 @@ _ROUND_SECONDS = 0.3  # between two queries of the list of workers
 
 
 class Killed(BrokenExecutor):
-    """Two workers were killed while they ran a call; `attempts` has the fields of `records.Run.attempts`."""
+    """Two workers in a row were killed while they ran the same call; `attempts`: both, as in `records.Run.attempts`."""
 
     def __init__(self, message: str, attempts: tuple[dict[str, Any], ...]):
         super().__init__(message)
@@ -105,7 +105,7 @@ class Workers(Executor):
         return [(worker.machine, worker.versions) for worker in [*self._workers.values()]]
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Refuse further calls; with `cancel_futures` end those that run; wait for their end unless `wait` is False."""
+        """Refuse further calls; if `cancel_futures`, end the running calls; if `wait`, return when all calls ended."""
         self._closed = True
         if self._client.loop.asyncio_loop.is_running():  # otherwise the client was closed, which ended all calls
             ended = self._begin(self._stop(cancel_futures))
@@ -127,7 +127,7 @@ class Workers(Executor):
         self._watching.cancel()
 
     async def _watch(self) -> None:
-        """Keep `_workers` up to date; if that fails, let every call fail with the same error."""
+        """Keep `_workers`, the usable workers, up to date; if that fails, let every call fail with the same error."""
         alone_since = time.monotonic()
         try:
             while True:
@@ -144,9 +144,7 @@ class Workers(Executor):
             self._wake()
 
     async def _look(self) -> None:
-        """Remove workers that left and add those that came. Raises ValueError if there are workers, but all of them are
-        unusable.
-        """
+        """Remove workers that left, add new ones; raise ValueError if there are workers, but none of them is usable."""
         connected = set(await self._ask(self._client.nthreads))
         for worker in [worker for address, worker in self._workers.items() if address not in connected]:
             await self._gone(worker)
@@ -279,7 +277,7 @@ def connected(
     Args:
         scheduler: address, e.g. "tcp://192.0.2.1:8786"; empty: start workers on this machine.
         workers: number of workers on this machine (default: one per GPU, or one if there is no GPU).
-        patience, tell: as in `Workers`.
+        patience, tell: seconds to wait while there is no worker; function to call with each line of text for people.
 
     Raises:
         ValueError: Dask is missing, no scheduler answers at that address, or there are fewer GPUs than workers.
@@ -351,13 +349,13 @@ _attended: set[str] = set()  # the calls that this process runs now
 def dask_setup(worker) -> None:
     """Ignore Ctrl-C in a worker of this machine; Dask calls this function when the worker starts.
 
-    A terminal sends Ctrl-C to workers too, but the process that started a worker ends it after its calls.
+    A terminal sends Ctrl-C to workers too. They must outlive it: their parent process ends its calls, then the workers.
     """
     signal.signal(signal.SIGINT, lambda *_: None)
 
 
 def introduce(dask_worker) -> _Worker:
-    """Return this worker's description of itself, and start its fork server; Dask passes its object, `dask_worker`."""
+    """Start the fork server of the worker that runs this, and describe the worker; Dask passes its `dask_worker`."""
     without_dasks_settings()
     SERVER.start()
     return _Worker(
@@ -419,7 +417,7 @@ def _on_its_part(experiment: Experiment, sharing: int) -> Experiment:
 
 
 async def end(number: str) -> None:
-    """End the processes of the call `number`, also any that it still starts, unless this worker runs another call."""
+    """End all processes of the call `number`, again and again until it ends; do nothing if another call runs here."""
     while _attended == {number}:
         SERVER.end_forks()
         await asyncio.sleep(0.1)

@@ -44,7 +44,7 @@ class Plan:
 
     @classmethod
     def read(cls, path: str | PathLike) -> "Plan":
-        """Read a plan from a TOML file with the tables that `of` describes.
+        """Read a plan from a TOML file; `Plan.of` lists its tables.
 
         Raises:
             ValueError: the file cannot be read, is not TOML, or is not a plan; the message begins with its name.
@@ -95,7 +95,7 @@ class Sweep:
 
     @property
     def ok(self) -> bool:
-        """Return whether every row trained."""
+        """Return whether the training of every row ended without an error."""
         return all(run.ok for run in self.runs)
 
     def table(self) -> plots.Table:
@@ -193,10 +193,10 @@ def _outcomes(lab: Lab, plan: Plan, experiments: dict[int, Experiment]) -> Itera
 
 
 def _known(lab: Lab, plan: Plan, experiments: list[Experiment]) -> dict[int, Run]:
-    """Return {number of a row: the latest run in the lab's store that has its measurements}.
+    """Return {number of a row: latest run in the lab's store with this row's training and the plan's measurements}.
 
     Only runs on machines and versions that are available now count. A run with the row's name is preferred.
-    `experiments`: the experiment of each row of the plan.
+    `experiments`: the experiment of each row of the plan. A row without such a run is left out.
     """
     places_here = getattr(lab.executor, "seen", lambda: [(lab.machine, lab.versions)])()
     current = {(machine.name, _decisive_versions(versions)) for machine, versions in places_here}
@@ -272,7 +272,7 @@ def _combinations(grid: dict[str, Any], taken: set[str]) -> list[tuple[str, dict
 
 
 def _listed(rows: list[Mapping[str, Any]]) -> Iterable[tuple[str, dict[str, Any]]]:
-    """Yield (name, changes) of each row under [[rows]]; raise ValueError, naming the row, for an invalid one."""
+    """Yield (name, {setting: value}) of each row under [[rows]]; raise ValueError, naming the row, if it is invalid."""
     for number, row in enumerate(rows, start=1):
         place, changes = f"[[rows]] {number}", {name: value for name, value in row.items() if name != "name"}
         changes = {name: _value(place, name, value) for name, value in changes.items()}
@@ -289,8 +289,8 @@ def _name(changes: Mapping[str, Any]) -> str:
 def _value(place: str, name: str, value: Any, in_task: bool = True) -> Any:
     """Check a value of a plan and return it. A training argument given as text is converted by transformers' parser.
 
-    `place`: the value's table, for messages. `name`: a training argument or, if `in_task`, a field of the task. Raises
-    ValueError for an unknown name, or a value that the setting does not accept.
+    `place`: the table of the plan that has the value, for messages. `name`: a training argument or, if `in_task`, a
+    field of the task. Raises ValueError for an unknown name, or a value that the training argument does not accept.
     """
     if name in TASK_FIELDS:
         if in_task and name != "config":

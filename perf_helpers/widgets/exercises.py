@@ -1,8 +1,8 @@
 """Questions, exercises and challenges: a learner's answer, the feedback on it, and the progress so far.
 
-No answer of a learner stops Run All. A failed measurement does not stop it either: an answer that needs it is neither
-right nor wrong. An author's mistake does stop it, e.g. a check that raises without an answer, or a question whose right
-answer is not among its options.
+No answer of a learner stops Run All. Nor does a failed measurement: an answer that needs the measurement is neither
+right nor wrong. An author's mistake stops Run All, e.g. a check that raises without an answer, or a question whose
+right answer is not among its options.
 """
 
 import html
@@ -71,7 +71,7 @@ def right(text: str) -> Feedback:
 
 
 def not_measured(reason: str) -> Feedback:
-    """Return feedback, with the text `reason`, on an answer whose reference is unknown; the journal skips it."""
+    """Return feedback on an answer that cannot be judged, because of `reason`; the journal does not keep the answer."""
     return Feedback("not measured", reason)
 
 
@@ -151,8 +151,7 @@ def prove(check: Callable[[Any], Feedback], *, solution: Any, mistake: Any) -> F
     """Prove that a lesson's check accepts its solution and rejects a plausible mistake; return the feedback to show.
 
     The proof runs with the lesson, but the learner's journal keeps nothing of it, and the feedback on the solution is
-    folded. If the check needs a value that is unknown on this machine, its feedback is "not measured", and nothing is
-    proved.
+    folded. If the check needs a value that is unknown on this machine, return "not measured"; then nothing is proved.
 
     Args:
         check: takes an answer (None: not attempted) and returns its feedback.
@@ -183,8 +182,8 @@ def check(lab: Lab, key: str, judge: Callable[[Any], Feedback], answer: Any) -> 
 
     Args:
         key: names the exercise within the lesson.
-        judge: takes the answer (None: not attempted) and returns its feedback, as for `prove`. If it raises, the answer
-            is wrong and the feedback has the error. On None the error is the author's and is raised here.
+        judge: takes the answer (None: not attempted) and returns its feedback. If it raises on an answer, the answer is
+            wrong and the feedback has the error. If it raises on None, the author made a mistake: the error is raised.
         answer: the learner's answer; None: not attempted.
 
     Raises:
@@ -203,7 +202,7 @@ def check(lab: Lab, key: str, judge: Callable[[Any], Feedback], answer: Any) -> 
 
 
 def _judgement(judge: Callable[[Any], Feedback], answer: Any) -> Feedback:
-    """Return `judge`'s feedback on an answer; "not measured" if it needs an unknown value or a failed run."""
+    """Return `judge`'s feedback on an answer; "not measured" if `judge` needs an unknown value or a failed run."""
     try:
         return judge(answer)
     except (NeedsValues, RunFailed) as reason:
@@ -211,7 +210,7 @@ def _judgement(judge: Callable[[Any], Feedback], answer: Any) -> Feedback:
 
 
 def _keep(lab: Lab, kind: str, key: str, **content) -> None:
-    """Pass an outcome to `learner_log.keep`, unless it is "not measured" or the author's (see `prove`)."""
+    """Keep an outcome in the learner's journal, unless its status is "not measured" or `prove` tests the exercise."""
     if not _is_author.get() and content.get("status") != "not measured":
         learner_log.keep(lab, kind, key, **content)
 
@@ -260,13 +259,13 @@ def challenge(
 ) -> Feedback:
     """Train with the learner's own recipe in a fresh subprocess, compare the result with a target, and return feedback.
 
-    The journal keeps a recipe that meets the target. A recipe that was tried before is not run again. If a target is
-    unknown, because its measurement failed, no recipe is judged.
+    The journal keeps a recipe that meets the target. A recipe that was tried before is not run again. If the target is
+    unknown, because the measurement that sets it failed, no recipe is judged.
 
     Args:
         key: names the challenge within the lesson.
         answer: the recipe, a dict of training arguments (as for `lab.train`); None: not attempted.
-        baseline: a run of `lab.train` in this lab. The recipe trains its task and must keep its effective batch.
+        baseline: a run of `lab.train` in this lab; the recipe gets its task and must have its effective batch.
         limit_bytes: the largest peak that is allowed; None: any.
         at_least_speed: least samples per second, as a share of the baseline's, measured by `lab.compare`; None: any. A
             recipe fails only if the whole interval of its speed is below this share, so that noise cannot be the cause.
@@ -299,7 +298,7 @@ def challenge(
 
 
 def _recipe_problem(answer: Any, baseline: Run) -> str | None:
-    """Return why a recipe is refused without a run, or None.
+    """Return why the recipe `answer` is refused before it is run; None if it can be run.
 
     `answer` must be a dict of training arguments that keeps the effective batch and training length of `baseline`.
     """
@@ -322,9 +321,9 @@ def _recipe_problem(answer: Any, baseline: Run) -> str | None:
 def _measured_feedback(
     lab: Lab, key: str, recipe: dict[str, Any], baseline: Run, limit_bytes: float | None, at_least_speed: float | None
 ) -> Feedback:
-    """Run a recipe, keep it in the journal if it meets the target, and return the feedback.
+    """Run a recipe (training arguments), keep it in the journal if it meets the target, and return the feedback.
 
-    `recipe`: training arguments, see `answer` of `challenge`. The other arguments are those of `challenge`.
+    `key`: the challenge; `limit_bytes`: largest peak; `at_least_speed`: least speed / speed of `baseline`; None: any.
     """
     name, same = f"your {key}", replace(baseline, arguments=recipe).experiment
     before = (run for run in lab.runs if run.ok and run.memory and run.name == name and run.experiment == same)
@@ -380,7 +379,7 @@ def progress(lab: Lab) -> plots.Table:
 
 
 def _cells(lesson: learner_log.Progress | None) -> list[str]:
-    """Return a lesson's cells in the progress table, after its name; None: the journal has no entry of the lesson."""
+    """Return the cells of a lesson's row in the progress table, except its name; None: a lesson not in the journal."""
     if lesson is None:
         return ["not begun", "", "", "", ""]
     decided = sum(verdict != "not testable here" for verdict in lesson.claims.values())

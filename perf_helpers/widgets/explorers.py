@@ -1,6 +1,6 @@
 """Explorers: pictures of memory and speed that change with their controls, each in a module of its own.
 
-`explore` makes one of a function in a lesson that draws a picture.
+A lesson turns its own function that draws a picture into an explorer with `explore`.
 
 The contract of an explorer, in addition to that of `frame`:
 

@@ -5,8 +5,8 @@
 - An element is shown in three forms at once: widgets for a front end, HTML for a static page, and text for a terminal:
   `place`.
 - No error of a callback is lost: an Output widget, which is part of the element, captures everything that a callback
-  displays, prints or raises (`observe`, `Output.capture`). The notebook stores its state, where the course run finds
-  the error. Outside IPython the error is raised in the code that changed the widget.
+  displays, prints or raises (`observe`, `Output.capture`). The notebook stores the Output widget's state, in which the
+  course run finds the error. Outside IPython the error is raised in the code that changed the widget.
 - An element is never wider than its cell: `WHOLE_WIDTH`, `html_box`.
 """
 
@@ -37,7 +37,7 @@ def place(
     """Display widgets below each other; a static page shows `static` (HTML) instead, and a terminal `plain` (text).
 
     Args:
-        key: the place, unique within this kernel; an element that is already there is closed.
+        key: the place, unique within this kernel; if an element was displayed there before, that element is closed.
         parts: the widgets, from top to bottom.
         at_end: called before these widgets are closed, e.g. to end a thread.
     """

@@ -21,7 +21,7 @@ def predict(lab: Lab, key: str, question: str, unit: str, low: float, high: floa
     """Ask for a guess before an experiment: show a slider, a linked number field, and a button that commits the guess.
 
     The journal keeps the guess, and running the cell again shows it. Without a front end, only the question is shown. A
-    guess that is committed after the call of `revealed` is kept too, but does not count.
+    guess that is committed after `revealed` has shown the measured value is kept too, but does not count.
 
     Args:
         key: names the question within the lesson.

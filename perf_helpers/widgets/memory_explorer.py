@@ -119,11 +119,11 @@ def estimate_at(
 
 
 class _MemoryExplorer:
-    """The controls, the picture, and the estimate at each visited position.
+    """The controls, the picture, and an estimate for each position (one value of every control) that was visited.
 
-    The front end's thread moves the controls and draws. If a position has no estimate yet, one other thread traces it
-    and then draws. That thread reads the position just before it traces, so positions that were only passed on the way
-    are not traced.
+    The front end's thread moves the controls and draws. If a position has no estimate yet, one other thread makes the
+    estimate and then draws. That thread reads the position just before it starts, so positions that were only passed on
+    the way get no estimate.
 
     `task`: the model to start with; `start`: {name of a control: its first value}; `first`: the estimate there;
     `compute_capability`: the GPU's (None: the estimate's default).
@@ -151,7 +151,7 @@ class _MemoryExplorer:
         self._draw()
 
     def close(self) -> None:
-        """Let the thread end after the position that it is tracing."""
+        """Let the thread that makes the estimates end after its current estimate."""
         self._closed = True
         self._wake.set()
 
@@ -186,7 +186,7 @@ class _MemoryExplorer:
             self._output.outputs = (*self._output.outputs, {"output_type": "error"} | output)
 
     def _traced(self, position: Position) -> MemoryEstimate | str:
-        """Return the estimate of a position, (name, value) of each visible control, or the message of its error."""
+        """Return the estimate for a position of the controls; if `estimate_at` fails, return the error's message."""
         try:
             return estimate_at(self._task, dict(position), self._capability)
         except ValueError as error:
@@ -223,9 +223,9 @@ class _MemoryExplorer:
 
 
 def _start(task: Task, of: str, device: str, micro_batch: int) -> dict[str, Any]:
-    """Return {name of a control: its first value} of a "training" or "inference" (`of`), without techniques.
+    """Return {name of a control: its first value}; no technique is switched on.
 
-    The weights have the type in which the model loads. `micro_batch` is in samples.
+    The weights have the type in which the model loads. `of`: "training" or "inference"; `micro_batch`: samples.
     """
     dtype = task.weights().dtype
     return {

@@ -38,7 +38,7 @@ class Monitor:
     end of the block.
 
     Args:
-        interval_seconds: pause before each sample. A block that ends before the first pause does has no sample.
+        interval_seconds: pause before each sample; if the block takes less time than this, there is no sample.
 
     Raises:
         ValueError: an interval out of range.

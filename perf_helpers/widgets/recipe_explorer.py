@@ -21,8 +21,8 @@ from trainmem.texts import bytes_text, number_text
 def recipes(lab: Lab) -> None:
     """Show memory against throughput for all runs and estimates so far, with the arguments of the selected one.
 
-    A run without a speed or a memory is drawn outside the corresponding axis. Throughputs of different days are never
-    in one picture; a menu offers the earlier runs of this machine by day.
+    A run without a measured speed is drawn below the plot, a run without a measured memory on its left. Throughputs of
+    different days are never in one picture; a menu offers the earlier runs of this machine by day.
 
     Raises:
         ValueError: nothing is measured so far. If a run failed, RunFailed is raised instead.
@@ -70,7 +70,7 @@ def recipes(lab: Lab) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recipe(svg.Point):
-    """A run or an estimate as a point of the picture, with the arguments and the task to train it again."""
+    """A run or an estimate as a point of the explorer's picture, with its training arguments and its task."""
 
     arguments: dict[str, Any]  # training arguments
     task: str  # in words
@@ -92,11 +92,11 @@ class Recipe(svg.Point):
 
 
 def _groups(lab: Lab) -> dict[str, list[Recipe]]:
-    """Return {label: recipes that one picture may show}: those of one task and one session or day.
+    """Return {label of a group: its recipes}; a group has recipes of one model, from this notebook or from one day.
 
-    The group of this lab's task comes first. In a group the smallest recipe comes first, and those without a measured
-    memory last. Of two recipes with the same name, kind and arguments, the later one is kept. Runs with neither memory
-    nor speed are left out.
+    The group of this lab's task comes first. In a group, recipes are ordered by peak memory, the smallest first; those
+    without a measured memory come last. If two recipes have the same name, kind and arguments, the later one is kept.
+    Runs without arguments, and runs with neither memory nor speed, are left out.
     """
     session, machine = {run.id for run in lab.runs}, lab.machine
     here = [run for run in lab.runs if run.ok]
@@ -120,7 +120,7 @@ def _size(recipe: Recipe) -> float:
 
 
 def _table(recipes: Sequence[Recipe]) -> plots.Table:
-    """Return the table of recipes that replaces the picture where there is no front end."""
+    """Return the table of recipes that replaces the picture if there is no front end for widgets."""
     best, rows = svg.best_of_both(recipes), []
     for recipe in recipes:
         arguments = ", ".join(f"{name}={value!r}" for name, value in recipe.arguments.items())

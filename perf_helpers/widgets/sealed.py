@@ -30,13 +30,13 @@ def opened(cell: str) -> str:
 
 
 def load_ipython_extension(shell) -> None:
-    """Let an IPython shell run sealed cells from now on; `%load_ext perf_helpers.widgets.sealed` calls this."""
+    """Let an IPython shell run sealed (encoded) cells from now on; `%load_ext perf_helpers.widgets.sealed` calls it."""
     shell.input_transformers_cleanup.append(lambda lines: opened("".join(lines)).splitlines(keepends=True))
     shell.events.register("post_run_cell", _show)
 
 
 def _show(result) -> None:
-    """Show the folded source of a sealed solution or code cell after the learner ran it; `result` is IPython's."""
+    """Show the folded source of a sealed solution or code cell that was run; `result`: IPython's `ExecutionResult`."""
     from IPython.display import display
 
     head, _, _ = result.info.raw_cell.partition("\n")

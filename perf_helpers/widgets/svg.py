@@ -89,7 +89,7 @@ class Point:
 
 
 def best_of_both(points: Sequence[Point]) -> list[Point]:
-    """Return the points that no other point beats in both memory and speed (the Pareto front), the smallest first.
+    """Return the points that no other point beats in both memory and speed (the Pareto front), least memory first.
 
     Points without a measured memory or speed are ignored.
     """
@@ -170,6 +170,6 @@ def _draw(picture: str, **facts) -> str:
 
 @functools.cache
 def _markup():
-    """Return the macros of drawings.html.j2, with the names of this module that they use."""
+    """Return the Jinja macros of drawings.html.j2, with the constants and functions that they use passed in."""
     given = {"PALETTE": PALETTE, "SERIES": SERIES, "SIGNS": _SIGNS}
     return template("widgets/drawings.html.j2").make_module(given | {"ticks": _ticks, "bytes_unit": bytes_unit})

@@ -11,7 +11,7 @@ from trainmem.texts import bytes_text
 
 
 def timeline(*runs: Run | MemoryEstimate) -> None:
-    """Show live memory by category through one step, with a slider over its operations and a second run below.
+    """Show live memory by category through a step of one or two runs, one below the other; a slider selects a moment.
 
     Args:
         runs: the runs on offer, measured with measure="memory"; the first two are shown.

@@ -40,7 +40,7 @@ _FROM_VOCABULARY = {"causal", "masked", "sequence to sequence", "image-text", "s
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Hold training arguments that fit: estimated and needed bytes, costs, and speed / speed of the fastest recipe."""
+    """Hold training arguments that fit, with estimated bytes, needed bytes, costs, and speed / the fastest's speed."""
 
     name: str  # techniques, micro-batch x accumulation: "checkpointing, AdamW, 4 x 2"
     arguments: dict[str, Any]  # training arguments
@@ -150,9 +150,9 @@ class Advice(Shown):
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """Hold the predicted and the measured (or rehearsed) peak of an advice's first recipe, in bytes, and the run.
+    """Hold the predicted and the measured (or rehearsed) peak of an advice's first recipe, in bytes.
 
-    `run.memory.kind` names the kind of both peaks.
+    `run` is the training that was measured or rehearsed; `run.memory.kind` names the kind of both peaks.
     """
 
     recipe: Recipe
@@ -208,8 +208,9 @@ def advise(
     attention kernel is the library's choice, unless `must` sets it. The advice's `notes` report the kernel, compiled
     code, and sizes that should be padded.
 
-    A technique may cost time, precision or convergence. A recipe that has all the costs of a better-ranked one that
-    fits, and more, is returned only if its micro-batch is larger, or if its precision differs and its speed is unknown.
+    A technique may cost time, precision or convergence. If a recipe has all the costs of a better-ranked recipe that
+    fits, and more costs, it is returned only if its micro-batch is larger, or its precision differs and its speed is
+    unknown.
 
     On a CPU the counted peak is compared with `memory`, without the interpreter and its libraries. On CUDA the
     training's allocations and frees are replayed on the caching allocator of a card with that memory, minus the context
@@ -313,10 +314,10 @@ def advise(
 
 
 def _of_saved_quantized(task: Task, must: Mapping[str, Any]) -> tuple[dict[str, Any], Weights, tuple[str, ...]]:
-    """Return (the arguments to keep, the type of the weights, notes).
+    """Return (training arguments of every recipe, type of the model's weights, notes for the user).
 
-    The arguments to keep are `must`. If the task's model was saved quantized, LoRA is added with a note, because only
-    adapters can be trained on it.
+    The training arguments are `must`. If the task's model was saved quantized, LoRA is added with a note, because only
+    adapters can be trained on such a model.
     """
     fixed = Arguments.of(must)
     weights = task.weights(fixed.get("dtype"), fixed.quantization)
@@ -334,7 +335,8 @@ def _base(task: Task, weights: Weights, largest: str | None) -> dict[str, Any]:
 
     Args:
         weights: the type in which the task's model loads.
-        largest: as in `advise`. With "model", {} is returned only if all presets of the model type load in float32.
+        largest: "model" (the search compares presets of the model type, so {} is returned only if all of them load in
+            float32), "sequence" or None.
     """
     kind = task.build_config().model_type
     of_presets = {preset.get("dtype") for preset in PRESETS.values() if preset["model_type"] == kind}
@@ -350,7 +352,7 @@ def verify(advice: Advice, runner: Runner | None = None) -> Verification:
 
     Args:
         advice: what `advise` returned.
-        runner: trains, on its machine; None: a new one. A rehearsal does not use it.
+        runner: trains the recipe, perhaps on another machine; None: a new `Runner`. A rehearsal does not use it.
 
     Raises:
         ValueError: the advice has no recipe, or is for a device that this machine neither has nor can rehearse.
@@ -383,8 +385,9 @@ def _has_device(machine: hardware.Machine, advice: Advice) -> bool:
 
 
 def _with_enough_data(task: Task, effective_batch: int) -> Task:
-    """Return a copy of the task with data for two updates of `effective_batch` samples, because an epoch's last
-    micro-batches may be smaller.
+    """Return a copy of the task with data for at least two updates of `effective_batch` samples.
+
+    With less data, micro-batches could be smaller than the recipe's, because the last ones of an epoch may be.
     """
     return task.replace(dataset_size=max(task.dataset_size, 2 * effective_batch))
 

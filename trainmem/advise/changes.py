@@ -14,7 +14,8 @@ _STEP = 8  # tokens: lengths are tried in multiples of it
 class Change:
     """Hold a change to the smallest recipe: its text, the bytes needed after it, and whether the recipe then fits.
 
-    If no length or no number of devices suffices, `text` says so, and which bytes `needed_bytes` has instead.
+    If no sequence length, or no number of devices, makes the recipe fit, `text` says so. Then `needed_bytes` are those
+    of the shortest length, or those that cannot be divided among devices.
     """
 
     name: str  # "fewer tokens", "sharding" or "offload"
@@ -25,9 +26,7 @@ class Change:
 
 
 def helpful_changes(search: RecipeSearch, smallest: Candidate) -> tuple[Change, ...]:
-    """Return changes that would reduce the memory of the smallest recipe; changes with which it would fit come first.
-    Nothing is trained.
-    """
+    """Return changes that would reduce the memory of the smallest recipe; those with which it would fit come first."""
     estimated = search.estimates[smallest]
     # Bytes by category at the peak and at the end of each phase, and the bytes needed in addition to live ones.
     breakdowns = [estimated.memory.breakdown, *(estimated.memory.phase_breakdowns or {}).values()]
@@ -57,8 +56,8 @@ def _sharded(search: RecipeSearch, size: int, breakdowns: list[dict[str, int]], 
 
     Args:
         size: the recipe's micro-batch, in samples.
-        breakdowns: bytes by category of the recipe, one dict per moment of a step.
-        on_top: bytes beyond these categories, e.g. of the CUDA context.
+        breakdowns: {category: live bytes} of the recipe, at the peak and at the end of each phase of a step.
+        on_top: bytes that the recipe needs in addition to live bytes, e.g. for the CUDA context.
     """
     assumption = (
         "Sharding: only weights, gradients and optimizer states are divided by the number of devices; the layer "
@@ -85,7 +84,8 @@ def _offloaded(limit: int, breakdowns: list[dict[str, int]], on_top: int, on_gpu
 
     Args:
         limit: bytes that the recipe may need.
-        breakdowns, on_top: as in `_sharded`.
+        breakdowns: {category: live bytes} of the recipe, at the peak and at the end of each phase of a step.
+        on_top: bytes that the recipe needs in addition to live bytes, e.g. for the CUDA context.
         on_gpu: name sizes in GiB, as for GPUs, instead of GB.
     """
     states = max(parts["optimizer_states"] for parts in breakdowns)

@@ -19,16 +19,17 @@ Found = tuple[RecipeSearch, Candidate, bool, str]  # a search for the task found
 
 
 def largest(search: RecipeSearch, what: str) -> Found:
-    """Find the largest similar preset that fits, or the longest sequence.
+    """Find the largest preset of the task's model type, or the longest sequence, that fits a memory.
 
-    Return (a search for the task found, its recipe, whether that recipe fits, a note for the user).
+    Return (the search for the found task, its recipe with the least memory, whether that recipe fits, a note for the
+    user). If nothing fits, the found task is the smallest one.
 
     Args:
-        search: the search for the recipes of the preset, or of the model, to start from.
+        search: the search for the recipes of the task to start from.
         what: "model" or "sequence" (`LARGEST`).
 
     Raises:
-        ValueError: no preset is similar, or the model takes no sequences.
+        ValueError: no preset has the model type and enough positions, or the model takes no sequences.
     """
     return _model(search) if what == "model" else _sequence(search)
 
@@ -79,7 +80,7 @@ def _sequence(search: RecipeSearch) -> Found:
 
 
 def _alike(task: Task) -> Sequence[Task]:
-    """Return copies of the task, one per preset of its model type that has enough positions for its sequences.
+    """Return copies of the task, one per preset with the task's model type and enough positions for its sequences.
 
     Raises:
         ValueError: there is no such preset.
@@ -96,7 +97,9 @@ def _alike(task: Task) -> Sequence[Task]:
 
 
 def _leanest(search: RecipeSearch) -> Candidate:
-    """Return the recipe that needs the least memory: smallest micro-batch, adapters and checkpointing if allowed."""
+    """Return the recipe that needs the least memory: with the smallest micro-batch and, if allowed, with adapters and
+    with checkpointing.
+    """
     left = search.choices.candidates
     for technique in (*known.ADAPTERS, known.CHECKPOINTING):
         left = [each for each in left if technique in each.techniques] or left

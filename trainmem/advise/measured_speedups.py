@@ -23,7 +23,7 @@ _SILENT = {"max_steps", "num_train_epochs", "seed", "learning_rate", "lr_schedul
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """Hold how much faster a technique or micro-batch makes a training than the plain choice: ratio and source.
+    """Hold a technique's or micro-batch's speed ratio (speed with it / speed with the plain choice), and its source.
 
     The plain choice is the same recipe without the technique, or with a larger micro-batch at the same effective batch.
     """
@@ -34,7 +34,7 @@ class Factor:
 
     @property
     def significant(self) -> float:
-        """The ratio to multiply a speed with; 1 if the ratio is unknown, or if the interval of the ratio contains 1."""
+        """The ratio to multiply a speed with; 1 if the ratio is unknown, or if its confidence interval contains 1."""
         return self.ratio.value if self.ratio and not self.ratio.low <= 1 <= self.ratio.high else 1.0
 
     def __str__(self) -> str:
@@ -52,7 +52,8 @@ Published = Callable[[Machine | None, str, tuple[int, int]], Mapping[str, tuple[
 class Evidence:
     """Look up how much faster techniques, smaller micro-batches and torch.compile make a task's training, as `Factor`s.
 
-    Only runs on this machine count. Runs of other models count only if the task's model has no pairs of runs.
+    A factor is calculated from pairs of runs on this machine that differ only in the technique or the micro-batch.
+    Pairs of other models count only if the task's model has no such pairs.
 
     Args:
         machine: this machine, on which runs count.
@@ -79,7 +80,7 @@ class Evidence:
         self._of_claims = published(machine if here else None, kind, capability) if published else {}
 
     def of_technique(self, technique: Technique) -> Factor:
-        """Return how much faster a technique makes a training than the plain choice."""
+        """Return how much faster a training is with a technique than without it."""
 
         def has_it(given: dict[str, Any]) -> bool | None:
             values = {name: given[name] for name in technique.arguments if name in given}
@@ -163,11 +164,11 @@ class Evidence:
         return pairs.get(self._task.model) or list(itertools.chain(*pairs.values()))
 
     def _published(self, name: str, claim: str | None) -> Factor:
-        """Return the factor that was published for a claim, or one without a ratio if nothing was published.
+        """Return the published speed factor of a technique; its ratio is None if nothing was published.
 
         Args:
             name: the factor's name, for tables.
-            claim: id of the claim; None: no claim is about this choice.
+            claim: id of the claim about the technique's speed; None: there is no such claim.
         """
         return Factor(name, *self._of_claims.get(claim, (None, "not measured")))
 

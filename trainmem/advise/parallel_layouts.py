@@ -1,4 +1,4 @@
-"""Choose a layout on several cards by the guides' decision tree over replicas and shards, with traced memory.
+"""Choose replicas or shards for a training on several cards, by traced memory and Hugging Face's decision tree.
 
 Covers DDP, FSDP2 and ZeRO 1 to 3. Bytes per rank come from the estimate, bytes sent from the formulas of ring
 algorithms. If no layout fits, the answer names the tree's next branch (offload, or splitting the layers) and the
@@ -95,13 +95,13 @@ def parallelism(
     compute_capability: tuple[int, int] | None = None,
     **arguments,
 ) -> Parallelism:
-    """Choose the layout of a training on several cards by the guides' decision tree, with the bytes behind it.
+    """Choose the layout of a training on several cards by a decision tree; return it with the bytes that decided.
 
-    The tree: if each card can hold a replica, use DDP. Otherwise shard the model, if necessary with checkpointing. The
-    first layout that fits is chosen, in the order DDP, FSDP, HSDP (on several hosts), FSDP with weights gathered once;
-    with DeepSpeed in the order DDP, ZeRO 1, 2, 3. If none fits, the answer says whether more cards or offload would
-    help, or whether layers must be split (tensor parallelism, pipeline stages), because not even the largest layer fits
-    a card with its activations.
+    The tree of Hugging Face's guides: if each card can hold a replica, use DDP. Otherwise shard the model, if necessary
+    with checkpointing. The first layout that fits is chosen, in the order DDP, FSDP, HSDP (on several hosts), FSDP with
+    weights gathered once; with DeepSpeed in the order DDP, ZeRO 1, 2, 3. If none fits, the answer says whether more
+    cards or offload would help, or whether layers must be split (tensor parallelism, pipeline stages), because not even
+    the largest layer fits a card with its activations.
 
     Args:
         task: the model and its data.
@@ -168,7 +168,7 @@ def parallelism(
 
 @dataclass(frozen=True, slots=True)
 class _Cluster:
-    """Trace the layouts of a training on given cards and hosts."""
+    """Trace the memory of a training under each layout (DDP, FSDP ...) on given cards and hosts."""
 
     task: Task
     cards: int
@@ -184,7 +184,7 @@ class _Cluster:
         A layout that cannot be traced is noted in `left_out`. `suffix` is added to the names of the layouts.
 
         Raises:
-            ValueError: the training with a replica on each card cannot be traced.
+            ValueError: the first layout, with a replica on each card, cannot be traced.
         """
         context, whole = context_bytes(self.capability or DEFAULT_CAPABILITY) or CONTEXT_BYTES, None
         target = {"device": "cuda", "compute_capability": self.capability}

@@ -1,7 +1,7 @@
 """Search for recipes that fit: combine techniques, order them, and find the largest micro-batch of each recipe.
 
-Each check takes an estimate, and every recipe that is proposed was estimated itself. Other cores start the estimates
-that are probably needed next.
+The memory of every proposed recipe was estimated. During the search, several threads estimate at once, so that the
+estimates that are probably needed next are ready.
 """
 
 import contextvars
@@ -63,7 +63,8 @@ class Choices:
 
     Args:
         samples: samples per optimizer update and process.
-        must, avoid, may: as in `advise`.
+        must: training arguments that every recipe has.
+        avoid, may: names of techniques that no recipe may have, and of `ON_DEMAND` techniques that recipes may have.
         native: the lower precisions for which the device has instructions.
         base: arguments of every recipe unless a technique sets them, e.g. {"dtype": "float32"}; None: none.
 
@@ -109,7 +110,7 @@ def native_precisions(machine: hardware.Machine, kind: str, capability: tuple[in
     """Return the lower precisions for which the device has instructions.
 
     Args:
-        machine: the machine whose CPU counts if `kind` is "cpu".
+        machine: the machine that has the CPU, if `kind` is "cpu"; otherwise not used.
         kind: "cpu" or "cuda".
         capability: compute capability of the GPU.
     """
@@ -120,12 +121,12 @@ def native_precisions(machine: hardware.Machine, kind: str, capability: tuple[in
 
 
 def _named(argument: str, given: Iterable[str], spelt: Iterable[Iterable[str]]) -> set[str]:
-    """Return the names that the user typed in an argument, as techniques spell them.
+    """Return the names in `given`, spelt as the techniques spell them; the user may type capitals or not.
 
     Args:
-        argument: name of the argument, for messages.
+        argument: name of the argument that has the names, for messages.
         given: the names that the user typed.
-        spelt: the names of each technique.
+        spelt: for each technique, its allowed names.
 
     Raises:
         ValueError: an unknown name.
@@ -146,8 +147,8 @@ def _answers(
     Techniques in `ON_DEMAND` are allowed only by `must` or `may`.
 
     Args:
-        fixed: the training arguments in `must`.
-        avoided, offered: the names in `avoid` and in `may`.
+        fixed: training arguments that every recipe has (`must`).
+        avoided, offered: names that no technique of a recipe may have (`avoid`), and `ON_DEMAND` names in `may`.
         native: the lower precisions for which the device has instructions.
 
     Raises:
@@ -176,8 +177,8 @@ def _micro_batches(samples: int, fixed: Mapping[str, Any], avoided: set[str]) ->
 
     Args:
         samples: samples per optimizer update and process.
-        fixed: the training arguments in `must`.
-        avoided: the names in `avoid`.
+        fixed: training arguments that every recipe has (`must`).
+        avoided: names that no technique of a recipe may have (`avoid`).
 
     Raises:
         ValueError: sizes in `must` do not divide `samples`, or contradict `avoid`.
@@ -218,7 +219,7 @@ class Ranking:
         }
 
     def key(self, candidate: Candidate) -> tuple[int, float, int, int]:
-        """Return a recipe's sort key: (unmeasured techniques, -speed, techniques with a cost, -micro-batch)."""
+        """Return a sort key: (number of unmeasured techniques, -speed, number of costly techniques, -micro-batch)."""
         costs = len(candidate.costly)
         return self.unknown(candidate), -self.speed(candidate), costs, -candidate.micro_batch
 
@@ -227,22 +228,22 @@ class Ranking:
         return sum(self._factors[each].ratio is None for each in candidate.techniques if each in self._factors)
 
     def speed(self, candidate: Candidate) -> float:
-        """Return a recipe's expected speed, divided by the speed of the recipe of plain choices.
+        """Return a recipe's expected speed, relative to a recipe of plain choices with the largest micro-batch.
 
-        The speed is the product of the factors of techniques and micro-batch; a factor within the noise counts as 1.
+        The speed is the product of the recipe's `factors`; a factor within the noise counts as 1.
         """
         return math.prod(factor.significant for factor in self.factors(candidate))
 
     def factors(self, candidate: Candidate) -> list[Factor]:
-        """Return the factors of a recipe's techniques and micro-batch."""
+        """Return the speed factors of a recipe's techniques and of its micro-batch, without those that have none."""
         keys = (*candidate.techniques, candidate.micro_batch)
         return [self._factors[each] for each in keys if each in self._factors]
 
     def only_adds_costs(self, candidate: Candidate, other: Candidate) -> bool:
-        """Return whether a recipe has all the costs of a better-ranked recipe, and more, so that only a larger
-        micro-batch could make it worthwhile.
+        """Return whether `candidate` has all the costly techniques of a better-ranked recipe, and more of them, so that
+        only a larger micro-batch could make it worthwhile.
 
-        Return False if the recipes differ in precision and `candidate`, whose speed is unknown, may be faster.
+        Return False if the recipes differ in precision and the speed of `candidate` is unknown: it may be faster.
 
         Args:
             candidate: the recipe that may be left out.
@@ -280,10 +281,11 @@ class RecipeSearch:
     def find(self, most: int) -> list[Candidate]:
         """Return the best recipes that fit, at most `most`, the best first.
 
-        Combinations are tried in the order of their rank if all fitted; some that only add costs are skipped.
+        Each combination of techniques is tried, in the order of the ranks with the largest micro-batch, until `most`
+        fit. Combinations that only add costs to a fitting recipe are skipped, unless their micro-batch is larger.
 
         Raises:
-            ValueError: no estimate could be made; the message is the first estimate's.
+            ValueError: every estimate failed; the message is that of the first one.
         """
         fitting: list[Candidate] = []
         failures: list[ValueError] = []
@@ -350,8 +352,8 @@ class RecipeSearch:
         return needed
 
     def _copy_for_thread(self) -> "RecipeSearch":
-        """Return a copy for another thread, with empty notes, assumptions and estimates; the cache `ask` is shared, so
-        nothing is estimated twice.
+        """Return a copy for another thread, with empty notes, assumptions and estimates. The copy uses the same `ask`,
+        which keeps all answers, so nothing is estimated twice.
         """
         return dataclasses.replace(self, estimates={}, too_large={}, notes=[], assumptions={}, _states={**self._states})
 
@@ -360,8 +362,8 @@ class RecipeSearch:
         return self.ask(self.line, task, self.choices.arguments(candidate)) if layers_of(task) else None
 
     def about(self, task: Task, candidate: Candidate) -> tuple[int, int] | None:
-        """Return (live bytes, most reserved bytes) of a deep model, both with the CUDA context, extrapolated from two
-        shallow models.
+        """Return (peak of live bytes, upper estimate of reserved bytes) of a deep model, extrapolated from two shallow
+        models. Both include the CUDA context.
 
         Return None for a model that is not deep.
         """
@@ -394,7 +396,7 @@ class RecipeSearch:
         """Return a lower limit for a recipe's memory: the bytes of its weights, gradients and optimizer states, plus
         the CUDA context.
 
-        Return -inf if no recipe with these states was estimated.
+        Return -inf if no recipe with the same weights, gradients and optimizer states was estimated yet.
         """
         return self._states.get(_of_states(candidate), -math.inf) + self.context
 
@@ -410,7 +412,7 @@ class RecipeSearch:
         """Return the bytes that the device must have according to an estimate: reserved bytes (on a CPU live bytes),
         plus the CUDA context.
 
-        The bytes exceed the limit if and only if the estimate says that the card is too small.
+        The result is above `limit` if and only if the estimate says that the training does not fit the card.
         """
         return max(estimated.memory.reserved_bytes or 0, estimated.peak_bytes) + self.context
 
@@ -446,7 +448,7 @@ class RecipeSearch:
             return exact[size]
 
         def about(size: int) -> tuple[int, int]:
-            """Return (live bytes, most reserved bytes) of the task of this size; approximate for a deep model."""
+            """Return (peak of live bytes, upper estimate of reserved bytes) for a size; exact for shallow models."""
             return self.about(task_of(size), candidate) or (needed(size), needed(size))
 
         def fits_exactly(size: int) -> bool:
@@ -473,7 +475,8 @@ class RecipeSearch:
         Args:
             candidate: the recipe; its own micro-batch is ignored.
             fitting: the recipes that fit.
-            found: {techniques without the optimizer: largest micro-batch of a similar recipe}, where the search starts.
+            found: {techniques except the optimizer: largest micro-batch of a recipe with these techniques}; the search
+                starts from the micro-batch of the candidate's own techniques, if it is known.
         """
 
         def of(size: int) -> Candidate:
@@ -507,7 +510,7 @@ def ahead(pool: ThreadPoolExecutor, ask: Callable, *arguments) -> Future:
 class Once:
     """Answer each question once, even if several threads ask it: one thread computes, the other threads wait.
 
-    A call takes (ask, task, arguments) and returns `ask(task, **arguments)`, or raises the error of this call.
+    A call takes (ask, task, arguments) and returns `ask(task, **arguments)`. If this raises, each such call raises.
 
     Args:
         bar: a tqdm bar that counts the answered questions.
@@ -541,8 +544,8 @@ def largest_that_fits(sizes: Sequence[int], fits: Callable[[int], bool], first: 
     Args:
         sizes: the sizes to choose from, ascending.
         fits: function of a size; if a size fits, all smaller sizes fit.
-        first: a guess, e.g. the size that fits in a similar case. It is tried first, then the next larger size, or the
-            smallest size if none is larger, because often no size fits.
+        first: a guess, e.g. the size that fits in a similar case. It is tried first. If it fits, the next larger size
+            is tried. If `first` is the largest size and does not fit, the smallest is tried, as often no size fits.
     """
     low, high = 0, len(sizes)  # sizes below index `low` fit; those from `high` on are too large
     index = bisect_left(sizes, first)
