@@ -285,7 +285,7 @@ def keyed(runs: list[dict]) -> Iterator[tuple[str, dict]]:
 
 
 def _runs(pairs: list[tuple[str, Run, Run]]) -> Iterator[Change]:
-    """Yield a change per run whose status differs, e.g. ok and out of memory; `pairs`: (key, old run, new run) each."""
+    """Yield a change per run whose status differs, e.g. from ok to killed; `pairs`: (key, old run, new run) each."""
     for id, a, b in pairs:
         if a.status != b.status:
             worse = not b.ok if a.ok or b.ok else None

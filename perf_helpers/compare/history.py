@@ -162,8 +162,7 @@ def _figures(data: dict) -> Iterator[tuple[tuple[str, str, str], Point]]:
 def _line(kind: str, id: str, unit: str, points: list[Point], runs: dict[str, dict]) -> Line:
     """Return the `Line` of one value over all course runs: with its changes, or with its medians if it is noisy.
 
-    `kind`, `id`, `unit`: as in `Line`; `points`: the value in each run, in order; `runs`: {date: content of
-    results.json}.
+    `kind`, `id`, `unit`: as in `Line`; `points`: its values in order; `runs`: {date: content of results.json}.
     """
     if kind == "speed" or any(point.interval for point in points):
         latest, before = points[-RUNS_PER_MEDIAN:], points[-2 * RUNS_PER_MEDIAN : -RUNS_PER_MEDIAN]
@@ -183,8 +182,9 @@ def _median(points: list[Point]) -> float:
 
 
 def sketch(line: Line, dates: Iterable[str]) -> dict[str, Any]:
-    """Return what draws a line, in pixels: {"width", "height", "points": [(x, y) of each value], "marks": [x of each
-    change]}. `dates`: dates of all course runs in the history, in order; they are the x axis.
+    """Return the picture of a line in pixels: {"width", "height", "points": [(x, y)], "marks": [x of each change]}.
+
+    A point is a value of the line. `dates`: dates of all course runs in the history, in order; they are the x axis.
     """
     width, height = 260, 40
     places = {date: number for number, date in enumerate(dates)}

@@ -91,7 +91,7 @@ class Decision:
         return json.loads(json.dumps(row))
 
     def headline(self) -> str:
-        """Return the verdict after its sign, e.g. "✓ holds"; if the verdict is unexpected, also the expected ones."""
+        """Return the verdict with its sign, e.g. "✓ holds"; if the verdict is unexpected, also what was expected."""
         words = f"{SIGNS[self.verdict]} {self.verdict}"
         if self.rehearsed and self.verdict is not Verdict.NOT_TESTABLE:
             words += " (rehearsed)"

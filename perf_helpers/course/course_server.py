@@ -57,7 +57,7 @@ def python_module(
 
     Args:
         name, arguments: the module and its command-line arguments.
-        environment: all environment variables of the new process; one may be the server's address (see `shared`).
+        environment: all environment variables of the new process; one may have the server's address (see `shared`).
         output: descriptor of the file for standard output and standard error.
         folder: the working directory.
     """

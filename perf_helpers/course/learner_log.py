@@ -99,7 +99,7 @@ def choice(entries: Sequence[Entry], lesson: str, key: str) -> str | None:
 
 
 def counted_guess(entries: Sequence[Entry], lesson: str, key: str) -> float | None:
-    """Return the latest guess under the key `key` of a lesson, of those committed before the measurement was revealed.
+    """Return the latest guess for a lesson's question `key` that was committed before the measurement was revealed.
 
     Return None if there is no such guess. `entries`: all entries of the journal, in order.
     """
@@ -147,7 +147,7 @@ def history(entries: Sequence[Entry]) -> list[Scored]:
 
 @dataclass(slots=True)
 class Progress:
-    """A learner's progress in one lesson: its verdicts, how far guesses were off, and the exercises and questions."""
+    """A learner's progress in one lesson: verdicts, how far guesses were off, outcomes of exercises and questions."""
 
     finished: str | None = None  # the date on which it last ran to its end
     claims: dict[str, str] = field(default_factory=dict)  # {claim id: verdict} of that run

@@ -128,6 +128,6 @@ def interval_text(ends: Sequence[float]) -> str:
 
 
 def measured_text(claim: dict[str, Any]) -> str:
-    """Return a claim's value as text, with its interval if it has one: "0.58 [0.55, 0.61]", "0.58", "not measured"."""
+    """Return a claim's value as text, with its interval unless both ends are equal: "0.58 [0.55, 0.61]", "1343"."""
     low, high = claim.get("interval") or (None, None)
     return number_text(claim["value"]) + (f" [{number_text(low)}, {number_text(high)}]" if low != high else "")

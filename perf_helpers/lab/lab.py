@@ -75,9 +75,9 @@ class Lab(Runner):
         """Compare runs of this lab with a baseline: peak memory exactly, speed by interleaved (A/B) runs.
 
         On a CPU all runs, and the baseline a second time, alternate step by step inside one subprocess, on one thread;
-        this is repeated in several subprocesses. In each turn a run is compared with the mean of the two baselines. The
-        speed ratio is the median over all turns, in CPU seconds. Its interval is a bootstrap over processes and turns,
-        widened to how much the baseline differed from itself, at least a factor of 1.05. `wall_ratio` is the same ratio
+        this is repeated in several subprocesses. Each turn of a run is compared with the mean of the baseline's two
+        turns. The speed ratio is the median over all turns, in CPU seconds. Its interval is a bootstrap over processes
+        and turns, widened to how much the baseline differed from itself (at least 1.05). `wall_ratio` is the same ratio
         in wall-clock seconds. On GPUs, and with several ranks, each run has a process of its own, the speed ratio is in
         wall-clock seconds, and its interval is widened to `noise_floor`. A failed comparison does not raise: its ratios
         are unknown and hold the reason. Code that branches on such a ratio raises `trainmem.unknown.RunFailed`.
@@ -165,7 +165,7 @@ class Lab(Runner):
         return smallest if self.profile.name == TINY.name else usual
 
     def quiet(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which a notebook may time code itself: the course's other lessons wait for its end."""
+        """Return a context in which a notebook may time code itself; meanwhile, the course's other lessons wait."""
         return quiet.experiment(quiet.Need.MACHINE)
 
     def __getitem__(self, name: str) -> Run:
@@ -180,8 +180,8 @@ class Lab(Runner):
     ) -> list["_Speed"]:
         """Interleave the baseline and `others`, and return for each of `others` its `_Speed` against the baseline.
 
-        If interleaving fails, print why and return unknown ratios. Numbers: `turns` per run, `steps_per_turn` optimizer
-        steps, `timeout` in seconds for all runs together (None: the lab's, times the number of other runs).
+        If that fails, print why, and return unknown ratios. `turns`: turns per run; `steps_per_turn`: optimizer steps
+        in each; `timeout`: seconds for all runs together (None: the lab's, times the number of `others`).
         """
         if not others or (self.machine.rehearsed and self._has_rehearsed_turns):
             return [_Speed(Ratio.unknown(NO_TIME))] * len(others)

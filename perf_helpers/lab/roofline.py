@@ -92,7 +92,7 @@ class Products:
     def usable(self) -> bool:
         """Return whether a training in 16 bits is worth a try; True if `ratio` is unknown.
 
-        It is not worth a try if the device emulates 16-bit matmuls: they then take about ten times as long as in fp32.
+        It is not if 16-bit matmuls are less than a fifth as fast as in fp32; emulated ones take ten times as long.
         """
         return not self.ratio.known or self.ratio.value > 0.2
 

@@ -105,7 +105,7 @@ class Workers(Executor):
         return [(worker.machine, worker.versions) for worker in [*self._workers.values()]]
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Refuse further calls; if `cancel_futures`, end the running calls; if `wait`, return when all calls ended."""
+        """Refuse further calls. If `cancel_futures`, end the running calls. If `wait`, return when all calls ended."""
         self._closed = True
         if self._client.loop.asyncio_loop.is_running():  # otherwise the client was closed, which ended all calls
             ended = self._begin(self._stop(cancel_futures))
@@ -349,7 +349,7 @@ _attended: set[str] = set()  # the calls that this process runs now
 def dask_setup(worker) -> None:
     """Ignore Ctrl-C in a worker of this machine; Dask calls this function when the worker starts.
 
-    A terminal sends Ctrl-C to workers too. They must outlive it: their parent process ends its calls, then the workers.
+    A terminal sends Ctrl-C to workers too, but they must run until the process that started them has ended their calls.
     """
     signal.signal(signal.SIGINT, lambda *_: None)
 
@@ -417,7 +417,7 @@ def _on_its_part(experiment: Experiment, sharing: int) -> Experiment:
 
 
 async def end(number: str) -> None:
-    """End all processes of the call `number`, again and again until it ends; do nothing if another call runs here."""
+    """End all processes of the call `number`, also those it still starts, unless this worker runs another call too."""
     while _attended == {number}:
         SERVER.end_forks()
         await asyncio.sleep(0.1)

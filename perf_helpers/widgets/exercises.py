@@ -265,7 +265,7 @@ def challenge(
     Args:
         key: names the challenge within the lesson.
         answer: the recipe, a dict of training arguments (as for `lab.train`); None: not attempted.
-        baseline: a run of `lab.train` in this lab; the recipe gets its task and must have its effective batch.
+        baseline: a run of `lab.train` in this lab; recipes train the same task and must have the same effective batch.
         limit_bytes: the largest peak that is allowed; None: any.
         at_least_speed: least samples per second, as a share of the baseline's, measured by `lab.compare`; None: any. A
             recipe fails only if the whole interval of its speed is below this share, so that noise cannot be the cause.

@@ -40,7 +40,7 @@ _FROM_VOCABULARY = {"causal", "masked", "sequence to sequence", "image-text", "s
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Hold training arguments that fit, with estimated bytes, needed bytes, costs, and speed / the fastest's speed."""
+    """Hold training arguments that fit: bytes (estimated, needed), costs, and speed relative to the fastest recipe."""
 
     name: str  # techniques, micro-batch x accumulation: "checkpointing, AdamW, 4 x 2"
     arguments: dict[str, Any]  # training arguments
@@ -209,8 +209,7 @@ def advise(
     code, and sizes that should be padded.
 
     A technique may cost time, precision or convergence. If a recipe has all the costs of a better-ranked recipe that
-    fits, and more costs, it is returned only if its micro-batch is larger, or its precision differs and its speed is
-    unknown.
+    fits, and more, it is returned only if its micro-batch is larger, or its precision differs and its speed is unknown.
 
     On a CPU the counted peak is compared with `memory`, without the interpreter and its libraries. On CUDA the
     training's allocations and frees are replayed on the caching allocator of a card with that memory, minus the context
@@ -335,8 +334,8 @@ def _base(task: Task, weights: Weights, largest: str | None) -> dict[str, Any]:
 
     Args:
         weights: the type in which the task's model loads.
-        largest: "model" (the search compares presets of the model type, so {} is returned only if all of them load in
-            float32), "sequence" or None.
+        largest: what `advise` maximizes. With "model", several presets are tried, so {} is returned only if all presets
+            of the model type load in float32.
     """
     kind = task.build_config().model_type
     of_presets = {preset.get("dtype") for preset in PRESETS.values() if preset["model_type"] == kind}

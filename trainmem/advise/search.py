@@ -1,7 +1,7 @@
 """Search for recipes that fit: combine techniques, order them, and find the largest micro-batch of each recipe.
 
-The memory of every proposed recipe was estimated. During the search, several threads estimate at once, so that the
-estimates that are probably needed next are ready.
+Whether a recipe fits is decided by estimating its memory, and no recipe is proposed without an estimate of its own.
+Other threads start the estimates that are probably needed next.
 """
 
 import contextvars
@@ -121,7 +121,7 @@ def native_precisions(machine: hardware.Machine, kind: str, capability: tuple[in
 
 
 def _named(argument: str, given: Iterable[str], spelt: Iterable[Iterable[str]]) -> set[str]:
-    """Return the names in `given`, spelt as the techniques spell them; the user may type capitals or not.
+    """Return the names in `given` in the spelling of the techniques; the user need not type capitals.
 
     Args:
         argument: name of the argument that has the names, for messages.
@@ -281,8 +281,8 @@ class RecipeSearch:
     def find(self, most: int) -> list[Candidate]:
         """Return the best recipes that fit, at most `most`, the best first.
 
-        Each combination of techniques is tried, in the order of the ranks with the largest micro-batch, until `most`
-        fit. Combinations that only add costs to a fitting recipe are skipped, unless their micro-batch is larger.
+        Combinations of techniques are tried until `most` fit, in the order that they have with the largest micro-batch.
+        A combination that only adds costs to a recipe that fits is returned only with a larger micro-batch than that.
 
         Raises:
             ValueError: every estimate failed; the message is that of the first one.
@@ -448,7 +448,7 @@ class RecipeSearch:
             return exact[size]
 
         def about(size: int) -> tuple[int, int]:
-            """Return (peak of live bytes, upper estimate of reserved bytes) for a size; exact for shallow models."""
+            """Return (live bytes, upper estimate of reserved bytes) at a size; exact if the model is not deep."""
             return self.about(task_of(size), candidate) or (needed(size), needed(size))
 
         def fits_exactly(size: int) -> bool:
@@ -510,7 +510,8 @@ def ahead(pool: ThreadPoolExecutor, ask: Callable, *arguments) -> Future:
 class Once:
     """Answer each question once, even if several threads ask it: one thread computes, the other threads wait.
 
-    A call takes (ask, task, arguments) and returns `ask(task, **arguments)`. If this raises, each such call raises.
+    A call takes (ask, task, arguments) and returns `ask(task, **arguments)`. If that raised an error, every call with
+    equal (ask, task, arguments) raises the same error.
 
     Args:
         bar: a tqdm bar that counts the answered questions.
