@@ -83,8 +83,9 @@ class Changes:
         return template("compare/changes.html.j2").module.page(self).strip() + "\n"
 
     def to_junit(self, fail_on: Iterable[str]) -> str:
-        """Return the comparison as JUnit XML for CI. A change for the worse fails if its axis ("memory", "verdict",
-        "speed") is in `fail_on`.
+        """Return the comparison as JUnit XML for CI, in which changes for the worse fail.
+
+        `fail_on`: the axes ("memory", "verdict", "speed") on which such a change fails.
         """
         return report.junit(self.new, report.change_cases(self.changes, fail_on))
 

@@ -455,10 +455,10 @@ def _compiling(evidence: Evidence) -> str:
 
 
 def _padding(search: RecipeSearch, best: Candidate, multiple: int) -> list[str]:
-    """Return notes on a vocabulary that is no multiple of `multiple`, and a sequence length that is no multiple of 8,
-    because a GPU's matrix units need such sizes.
+    """Return notes on a vocabulary that is no multiple of `multiple`, and a sequence length that is no multiple of 8.
 
-    `best`: the recipe whose peak the first note compares with the peak after padding.
+    A GPU's matrix units need such multiples. `best`: the recipe whose peak the first note compares with the peak after
+    padding.
     """
     task, lines = search.task, []
     if task.family() in _FROM_VOCABULARY and (padded := task.with_padded_vocabulary(multiple)) != task:

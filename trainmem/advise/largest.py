@@ -97,8 +97,9 @@ def _alike(task: Task) -> Sequence[Task]:
 
 
 def _leanest(search: RecipeSearch) -> Candidate:
-    """Return the recipe that needs the least memory: with the smallest micro-batch and, if allowed, with adapters and
-    with checkpointing.
+    """Return the recipe that needs the least memory.
+
+    It has the smallest micro-batch and, if these are allowed, adapters and checkpointing.
     """
     left = search.choices.candidates
     for technique in (*known.ADAPTERS, known.CHECKPOINTING):

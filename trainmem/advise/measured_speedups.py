@@ -90,9 +90,9 @@ class Evidence:
         return measured or self._published(technique.name, technique.claims.get(self._kind))
 
     def of_micro_batch(self, size: int, largest: int) -> Factor:
-        """Return how much faster a training is with micro-batches of `size` samples than with larger micro-batches, at
-        an equal effective batch.
+        """Return how much faster a training is with a micro-batch of `size` samples than with a larger micro-batch.
 
+        The effective batch is equal in both.
         The factor comes from runs on this machine. Without such runs it is the published factor if `size` is 1 and
         `largest`, the largest micro-batch to compare with, is at least 4. Otherwise the factor has no ratio.
         """

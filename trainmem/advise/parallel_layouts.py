@@ -56,9 +56,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Parallelism(Shown):
-    """Hold what `parallelism` returns: the layout that the decision tree ends at, with bytes per rank, and every layout
-    that was traced; shown as a table.
-    """
+    """Hold what `parallelism` returns, shown as a table: the chosen layout, its bytes per rank, all traced layouts."""
 
     task: Task
     cards: int

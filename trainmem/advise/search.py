@@ -141,8 +141,7 @@ def _named(argument: str, given: Iterable[str], spelt: Iterable[Iterable[str]]) 
 def _answers(
     fixed: Mapping[str, Any], avoided: set[str], native: set[Technique], offered: set[str]
 ) -> list[list[Technique | None]]:
-    """Return, for each choice that a recipe makes (e.g. the optimizer), the techniques that are allowed; None stands
-    for the plain choice.
+    """Return the allowed techniques for each choice that a recipe makes (e.g. the optimizer); None: the plain choice.
 
     Techniques in `ON_DEMAND` are allowed only by `must` or `may`.
 
@@ -240,10 +239,10 @@ class Ranking:
         return [self._factors[each] for each in keys if each in self._factors]
 
     def only_adds_costs(self, candidate: Candidate, other: Candidate) -> bool:
-        """Return whether `candidate` has all the costly techniques of a better-ranked recipe, and more of them, so that
-        only a larger micro-batch could make it worthwhile.
+        """Return whether `candidate` has all the costly techniques of a better-ranked recipe, and more of them.
 
-        Return False if the recipes differ in precision and the speed of `candidate` is unknown: it may be faster.
+        Only a larger micro-batch could then make it worthwhile. Return False if the recipes differ in precision and the
+        speed of `candidate` is unknown, because it may be faster.
 
         Args:
             candidate: the recipe that may be left out.
@@ -330,10 +329,9 @@ class RecipeSearch:
         return least
 
     def trace_ahead(self, pairs: Iterable[tuple[Task, Candidate]]) -> None:
-        """Trace the memory of several recipes as a function of the number of layers, in parallel, so that later calls
-        of `line_of` find it.
+        """Trace the memory of several recipes as a function of the number of layers, in parallel.
 
-        `pairs`: (task, recipe), one per trace.
+        Later calls of `line_of` find the results. `pairs`: (task, recipe), one per trace.
         """
         with ThreadPoolExecutor(self.at_once) as pool:
             for task, candidate in pairs:
@@ -352,8 +350,9 @@ class RecipeSearch:
         return needed
 
     def _copy_for_thread(self) -> "RecipeSearch":
-        """Return a copy for another thread, with empty notes, assumptions and estimates. The copy uses the same `ask`,
-        which keeps all answers, so nothing is estimated twice.
+        """Return a copy for another thread, with empty notes, assumptions and estimates.
+
+        The copy uses the same `ask`, which keeps all answers, so that nothing is estimated twice.
         """
         return dataclasses.replace(self, estimates={}, too_large={}, notes=[], assumptions={}, _states={**self._states})
 
@@ -362,10 +361,9 @@ class RecipeSearch:
         return self.ask(self.line, task, self.choices.arguments(candidate)) if layers_of(task) else None
 
     def about(self, task: Task, candidate: Candidate) -> tuple[int, int] | None:
-        """Return (peak of live bytes, upper estimate of reserved bytes) of a deep model, extrapolated from two shallow
-        models. Both include the CUDA context.
+        """Return (peak of live bytes, upper estimate of reserved bytes) of a deep model, with the CUDA context.
 
-        Return None for a model that is not deep.
+        Both are extrapolated from two shallow models. Return None for a model that is not deep.
         """
         if (line := self.line_of(task, candidate)) is None:
             return None
@@ -378,8 +376,9 @@ class RecipeSearch:
         return about[1] if about else self.needed(candidate)
 
     def fits(self, candidate: Candidate) -> bool:
-        """Return whether a recipe fits. A deep model is extrapolated from shallow models, and estimated only if the
-        extrapolation leaves doubt.
+        """Return whether a recipe fits.
+
+        A deep model's memory is extrapolated from shallow models, and estimated only if the extrapolation leaves doubt.
         """
         is_open = candidate not in self.estimates and self._known_states(candidate) <= self.limit
         if is_open and (line := self.line_of(self.task, candidate)):
@@ -393,8 +392,7 @@ class RecipeSearch:
         return self.needed(candidate) <= self.limit
 
     def _known_states(self, candidate: Candidate) -> float:
-        """Return a lower limit for a recipe's memory: the bytes of its weights, gradients and optimizer states, plus
-        the CUDA context.
+        """Return the least bytes of a recipe: those of its weights, gradients, optimizer states and the CUDA context.
 
         Return -inf if no recipe with the same weights, gradients and optimizer states was estimated yet.
         """
@@ -409,16 +407,17 @@ class RecipeSearch:
         return self.estimates[candidate]
 
     def needed_by(self, estimated: MemoryEstimate) -> int:
-        """Return the bytes that the device must have according to an estimate: reserved bytes (on a CPU live bytes),
-        plus the CUDA context.
+        """Return the bytes that the device must have according to an estimate, with the CUDA context.
 
-        The result is above `limit` if and only if the estimate says that the training does not fit the card.
+        They are the reserved bytes, on a CPU the live bytes. They exceed `limit` if and only if the estimate says that
+        the training does not fit the device.
         """
         return max(estimated.memory.reserved_bytes or 0, estimated.peak_bytes) + self.context
 
     def estimate(self, task: Task, arguments: Mapping[str, Any]) -> MemoryEstimate:
-        """Return the estimate of a task's memory with these training arguments; count it in `count`, and keep its
-        assumptions and notes.
+        """Return the estimate of a task's memory with these training arguments.
+
+        It is counted in `count`, and its assumptions and notes are kept.
         """
         self.count += 1
         estimated = self.ask(self.predict, task, arguments)
@@ -501,8 +500,9 @@ class RecipeSearch:
 
 
 def ahead(pool: ThreadPoolExecutor, ask: Callable, *arguments) -> Future:
-    """Start `ask(*arguments)` in a thread of a pool, under the caller's context variables, e.g. the time limit, and
-    return its future.
+    """Start `ask(*arguments)` in a thread of a pool, and return its future.
+
+    The thread gets the caller's context variables, e.g. the time limit.
     """
     return pool.submit(contextvars.copy_context().run, ask, *arguments)
 
