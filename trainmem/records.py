@@ -50,7 +50,7 @@ TENSOR_CATEGORIES = CATEGORIES[:-1]
 
 
 class Phase(StrEnum):
-    """Name the phases of a training; `tracker.TrainingHooks` finds out where each phase begins and ends."""
+    """Name the phases of a training; `tracker.TrainingHooks` detects the beginning and the end of each phase."""
 
     SETUP = "setup"  # before the first forward
     BEFORE = "before"  # between a step and the next forward: data are loaded

@@ -213,8 +213,8 @@ class FakeTracker(Tracker):
         """Log a batch once more without running it; return new fake tensors like those that were live after the batch.
 
         The live tensors are the loss and the new gradients of a micro-batch, or the predictions of an evaluation's
-        batch. Return None if the batch cannot be repeated: memory other than these tensors and a thread's workspaces
-        stayed allocated after it, it freed memory of earlier operations, or one of the weights has a gradient already.
+        batch. Return None if the batch cannot be repeated: it left memory allocated besides these tensors and a
+        thread's workspaces, it freed memory of earlier operations, or one of the weights has a gradient already.
 
         Args:
             span: (start, end, live tensors). Start and end are each (length of the log, number of operations), before

@@ -139,8 +139,8 @@ def _reporting(channel: connection.Connection) -> Callable[[int], None]:
 
 
 def _stopping(channel: connection.Connection, warmup_steps: int, steps_per_turn: int) -> Callable[[int], None]:
-    """Return a function to call with each finished step's number. At the end of a turn it sends the caller a message,
-    and waits for the caller's "go".
+    """Return a function to call with each finished step's number. At the end of a turn this function sends the caller a
+    message, and waits for the caller's "go".
 
     A turn is the steps between two stops: the first turn ends after `warmup_steps`, each later turn after
     `steps_per_turn` more steps. The caller is the process at the other end of the channel.

@@ -92,7 +92,8 @@ class ForkServer:
         Args:
             descriptors: file descriptors of the subprocess's channel, standard output and standard error.
             folder: folder for the subprocess's files.
-            job: the pickled job; if its bytes name bitsandbytes, a server without GPUs imports bitsandbytes first.
+            job: the pickled job; if its bytes name bitsandbytes, the server imports this package before the fork,
+                unless the machine has GPUs.
         """
         with self._lock:
             try:

@@ -134,8 +134,8 @@ def play(
 ) -> Outcome:
     """Run players (interleaved trainings) alternately, a few steps each, and return an outcome with their times.
 
-    The outcome's value has, per player and turn, the `Seconds` of the fastest step. If a player fails, `play` returns
-    that player's outcome.
+    The outcome's value is a nested list: value[player][turn] is the `Seconds` of the turn's fastest step. If a player
+    fails, `play` returns that player's outcome.
 
     Args:
         names: names of the players, for messages.

@@ -196,8 +196,8 @@ def _quiet(event: int = quiet.Need.MACHINE) -> Iterator[None]:
     The seconds of waiting are added to the time limit of `within`.
 
     Args:
-        event: the part of the machine that the process requested, or the number of the step after which it stopped. A
-            process that stopped after a step gets the whole machine.
+        event: the part of the machine that the process requested, or the number of the step after which the process
+            stopped. After a step, the process gets the whole machine.
     """
     start = time.monotonic()
     with quiet.experiment(event if isinstance(event, quiet.Need) else quiet.Need.MACHINE):
@@ -294,7 +294,7 @@ def alternate(
     """Interleave experiments, each in a fresh subprocess that stops while another one runs.
 
     If the experiments do not fit on the device together, each turn has a fresh process. The outcome's value is a nested
-    list: value[0][experiment][turn] is the `Seconds` of the turn's fastest step; compare the wall-clock part of them.
+    list: value[0][experiment][turn] is the `Seconds` of the turn's fastest step. Use only their wall-clock part.
 
     Args:
         turns: turns per experiment.

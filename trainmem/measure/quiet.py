@@ -43,8 +43,8 @@ class Need(IntEnum):
 class Asking:
     """Let a fresh subprocess request a quiet machine: `ask(need)` returns once this `Need` is granted.
 
-    `ask` is None where a quiet machine cannot be requested: in a rank, and outside of fresh subprocesses. `is_granted`
-    says whether the machine is quiet now.
+    `ask` is None in a rank and outside of fresh subprocesses, because these cannot request a quiet machine.
+    `is_granted` says whether the machine is quiet now.
     """
 
     def __init__(self):

@@ -117,7 +117,8 @@ class Runner:
         A pass has `per_device_eval_batch_size` samples and counts as a step.
 
         Args:
-            name, task, timeout: the run's name; the model and its data; seconds per experiment. None: the runner's.
+            name: the run's name in tables and pictures.
+            task, timeout: the model and its data; seconds per experiment. None: the runner's.
             measure: "memory", "time", or both; each takes a fresh subprocess.
             arguments: names of `transformers.TrainingArguments`, plus `attn_implementation`, `dtype`, and
                 `max_new_tokens`, with which a pass generates text.

@@ -61,7 +61,7 @@ class TimeMeter:
                 meter.stepped()
 
     def stepped(self) -> None:
-        """Record the end of a step. The hook on optimizers calls this method; in inference it is called per pass."""
+        """Record the end of a step; called by the hook on optimizers, and in inference after each forward pass."""
         end = _now(), time.process_time(), _waited()
         if self._begin:
             self._steps.append((self._begin, end))

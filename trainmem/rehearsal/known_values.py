@@ -316,7 +316,8 @@ class Values(TorchFunctionMode):
         return True
 
     def _sized_by_values(self, function, args, kwargs, given):
-        """Return a function's result whose size depends on values: computed on the CPU and moved to the device.
+        """Call a function whose result has a size that depends on values: compute the result on the CPU, move it to the
+        device and return it.
 
         Args:
             function, args, kwargs: the function that was called, e.g. `torch.unique`, and its arguments.

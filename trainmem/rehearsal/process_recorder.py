@@ -6,7 +6,7 @@ Each process with a device writes a JSON file, at each change of phase and at it
     devices, steps           number of devices that it uses; optimizer updates so far
     phases                   {phase: [allocated, reserved]}, the peaks in bytes on the fullest device
     ended, error             whether it came to its end; the error that ended it: {kind, message, line}
-    answers, compiled        {kind: how often an unknown value was assumed}; functions that torch.compile got
+    answers, compiled        {kind: how often an unknown value was assumed}; functions passed to torch.compile
     saved, kept              files of weights without values; existing files that were not overwritten
 
 These peaks count from the first use of the device, even if the program resets its statistics. The program itself reads
