@@ -1,4 +1,4 @@
-"""List techniques that save memory, with training arguments, cost, and the claim that measures the speed."""
+"""List techniques that save memory, each with its training arguments, its cost, and the claim about its speed."""
 
 from dataclasses import dataclass, field
 from typing import Any

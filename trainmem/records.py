@@ -50,7 +50,7 @@ TENSOR_CATEGORIES = CATEGORIES[:-1]
 
 
 class Phase(StrEnum):
-    """Name the phases of a training, as the hooks of modules, of `backward` and of the optimizer's step find them."""
+    """Name the phases of a training; `tracker.TrainingHooks` detects the beginning and the end of each phase."""
 
     SETUP = "setup"  # before the first forward
     BEFORE = "before"  # between a step and the next forward: data are loaded
@@ -80,14 +80,15 @@ BEGIN = "begin "  # prefix of the mark at the beginning of such a phase; the mar
 
 
 def is_end(label: str) -> bool:
-    """Return whether a mark's label is the end of a phase of a training step, e.g. "forward", and not e.g. "start"."""
+    """Return whether a label marks the end of a phase of a step: True for e.g. "forward", False for e.g. "start"."""
     return label != "start" and label not in APART and not label.startswith(BEGIN)
 
 
 def stretches(labels: Iterable[str]) -> Iterator[tuple[Phase, int, int]]:
-    """Yield each phase outside of the steps (`APART`), as (phase, index of its first mark, index of its last mark).
+    """Yield each phase outside of the steps (`APART`) as (phase, index of the mark at its beginning, index of the mark
+    at its end).
 
-    `labels`: labels of all marks of a training, in order.
+    `labels`: labels of all marks (recorded beginnings and ends of phases) of a training, in order.
     """
     begin = 0
     for number, label in enumerate(labels):
@@ -98,7 +99,7 @@ def stretches(labels: Iterable[str]) -> Iterator[tuple[Phase, int, int]]:
 
 
 class Record:
-    """Base of dataclasses stored as JSON: `to_dict` writes one, `from_dict` reads one, also from another version."""
+    """Base of dataclasses stored as JSON: `to_dict` writes a record, `from_dict` reads one, of any package version."""
 
     __slots__ = ()
 
@@ -141,7 +142,7 @@ def _read(kind: Any, value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Memory(Record):
-    """Hold an experiment's memory in bytes: the peak, its place, and breakdowns by category; None: not measured."""
+    """Hold an experiment's memory in bytes: the peak, its location, and breakdowns by category; None: not measured."""
 
     peak_bytes: int  # counted from the first forward pass on
     # "counted" (CPU: live bytes, from the allocator's own events), "allocated" (CUDA: what torch's caching allocator
@@ -166,10 +167,10 @@ class Memory(Record):
     rss_bytes: int | None = None  # peak resident memory of the process: information only
 
     def explained(self, categories: "Memory") -> "Memory":
-        """Return this memory with the breakdowns of `categories`, a second pass that tracked all tensors.
+        """Return a copy of this memory with breakdowns by category.
 
-        Bytes of this memory's total beyond the tensors of the second pass count as operator workspace, so the
-        categories sum to the total.
+        `categories`: the memory of a second run of the experiment, which tracked all tensors; the breakdowns come from
+        it. This memory's total minus those tensors counts as operator workspace, so the categories sum to the total.
         """
         if categories.breakdown is None:
             return self
@@ -224,8 +225,8 @@ _FAILED = {
 class Run(Record):
     """Hold an experiment's result: arguments, task, status, memory in bytes, times in seconds, losses, machine.
 
-    A figure that was not requested is None. A figure that is missing because the run failed is false, and any use of it
-    raises `trainmem.unknown.RunFailed` with the run's `failure`.
+    A figure that was not requested is None. A figure that is missing because the run failed counts as False in `if`;
+    any other use of it raises `trainmem.unknown.RunFailed` with the run's `failure`.
     """
 
     name: str  # shown in tables and pictures
@@ -325,8 +326,8 @@ class Ratio(Record):
 
     @classmethod
     def of_pairs(cls, pairs: Sequence[float], floor: float) -> "Ratio":
-        """Return the ratio of interleaved pairs of measurements: their median, with a bootstrap interval (95 %) widened
-        to the noise floor. If a pair is unknown, so is the ratio.
+        """Return the median ratio of interleaved pairs of measurements, with a bootstrap interval (95 %), widened to
+        the noise floor. If a pair's ratio is unknown, the result is unknown.
 
         Args:
             pairs: the ratio of each pair, at least 3.
@@ -344,13 +345,14 @@ class Ratio(Record):
 
     @classmethod
     def of_processes(cls, groups: Sequence[Sequence[float]], floor: float) -> "Ratio":
-        """Return the ratio of pairs of measurements from several processes, equally many from each process.
+        """Return the median ratio of pairs of measurements from several processes, equally many from each, with a
+        bootstrap interval (95 %) that is widened to the noise floor.
 
         Pairs of one process share its conditions, so the bootstrap draws processes first, then pairs of these.
 
         Args:
-            groups: the ratios of the pairs of each process.
-            floor: as in `of_pairs`.
+            groups: for each process, the ratios of its pairs.
+            floor: the factor within which two speeds count as equal.
         """
         import numpy as np
 
@@ -371,7 +373,8 @@ class Ratio(Record):
         several processes. The first recipe runs twice; how much it differs from itself is the noise floor.
 
         Args:
-            taken: (wall-clock seconds, CPU seconds) per process, per recipe (first, second, first again) and per turn.
+            taken: taken[process][recipe][turn] is (wall-clock seconds, CPU seconds); the recipes are first, second,
+                first again.
             clock: the time to use, `WALL` or `CPU`.
             least_floor: lower limit of the noise floor.
             per_sample: samples per step of the second recipe / samples per step of the first.

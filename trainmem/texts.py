@@ -64,7 +64,8 @@ def phase_text(phase: str | None) -> str:
 def bytes_unit(largest: float, binary: bool = False) -> tuple[float, str]:
     """Return (bytes of the unit, name of the unit) for an axis of bytes that ends at `largest`, e.g. (1e6, "MB").
 
-    A larger unit is used from twice its size on, so that the axis has several whole numbers. `binary`: use GiB to KiB.
+    Units above kB are used only if `largest` is at least two of them, so that the axis has several whole numbers.
+    `binary`: use GiB, MiB or KiB.
     """
     large, middle, small = ("GiB", "MiB", "KiB") if binary else ("GB", "MB", "kB")
     unit = large if largest >= 2 * _UNITS[large] else middle if largest >= 2 * _UNITS[middle] else small
@@ -84,7 +85,7 @@ def seconds_text(seconds: float | None) -> str:
 def name_text(category: str) -> str:
     """Return a category as in a legend: "optimizer states" for "optimizer_states".
 
-    Records keep the older name `inside_operations` of the operator workspace.
+    "inside_operations", the older name that records use, gives "operator workspace".
     """
     return "operator workspace" if category == "inside_operations" else category.replace("_", " ")
 
@@ -135,7 +136,9 @@ def shown(value: Any) -> str:
 
 
 def install_text(package: str, need: str) -> str:
-    """Return how to install a package, by its name for pip, that transformers needs for `need`, e.g. "optim='lomo'"."""
+    """Return a text that says how to install `package` (a name for pip) because transformers needs it for `need`, e.g.
+    "optim='lomo'".
+    """
     return f"Install {package}: pip install {package}. transformers needs it for {need}"
 
 
@@ -210,7 +213,7 @@ _CLASSES = {int: Integral, float: Real, dict: Mapping, list: Sequence, tuple: Se
 
 
 def of_kind(name: str, value: Any, kind: Any) -> None:
-    """Raise ValueError, with a text of what to give, if a value does not match an annotation.
+    """Raise ValueError if a value does not match an annotation; the message says what to give instead.
 
     The parts of a tuple of fixed length are checked, too. A bool is not a number, a text is not a list, and NaN matches
     nothing.

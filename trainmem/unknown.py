@@ -1,4 +1,5 @@
-"""Placeholders for figures that are not known: `Unknown`, a number without a value, and `Missing`, of a failed run.
+"""Define placeholders for figures that are not known: `Unknown`, a number without a value, and `Missing`, a figure that
+a failed run lacks.
 
 Both have the reason as `why`. Neither can decide a verdict: code that needs the value gets an error with the reason.
 (`Assumed` is for a rehearsed program that has to reach its end: it answers by fixed rules instead of raising.)
@@ -7,7 +8,7 @@ Both have the reason as `why`. Neither can decide a verdict: code that needs the
 |----------------------------------------|----------------------------|-------------------|
 | shown as                               | "unknown"                  | "not measured"    |
 | in a file                              | null                       | null              |
-| to libraries                           | NaN                        | raises            |
+| as a float, for a library              | NaN                        | raises            |
 | arithmetic, `round(value, digits)`     | is unknown again           | raises            |
 | `if value`                             | raises                     | is false          |
 | `<`, `==`, `int(value)`                | raises                     | raises            |
@@ -82,7 +83,7 @@ class Unknown(_WithoutValue, float):
     __hash__ = object.__hash__
 
     def __ne__(self, other) -> bool:
-        """Return True if `other` is this very object, as `json` tests NaN by `x != x`; otherwise raise `error`."""
+        """Return True if `other` is this same object, because `json` finds NaN by `x != x`; otherwise raise `error`."""
         return other is self or self._refuse()
 
     def _unknown_again(self, *_) -> "Unknown":
@@ -97,12 +98,13 @@ class Unknown(_WithoutValue, float):
 
 
 class Assumed(float):
-    """Stand for a number that a rehearsal assumes for an unknown one: 1 to libraries and in files, shown as "assumed".
+    """Stand for a number whose value a rehearsal does not know. Libraries and files get the number 1; a print shows
+    "assumed".
 
     Arithmetic gives an assumed number again, and every comparison with a number is false.
 
     Args:
-        answers: a Counter of assumed answers by their kind, which counts each comparison; None: a new one.
+        answers: Counter {kind of answer: how often it was assumed}, to which each comparison adds 1; None: a new one.
     """
 
     __slots__ = ("answers",)
@@ -141,7 +143,8 @@ class Assumed(float):
 
 
 class Missing(_WithoutValue):
-    """Stand for a figure of a failed run; it is false, so that `if run.memory` and `run.value or {}` work.
+    """Stand for a figure that a failed run lacks. It counts as False, so that `if run.memory` and `run.value or {}`
+    work.
 
     Args:
         why: which run failed, how, and what to do about it.

@@ -1,7 +1,8 @@
 """Trace a training on fake tensors: log each allocation and free of a storage, without the memory.
 
 The code that runs is the measured code, including transformers' Trainer: the data are real, and every tensor that
-depends on a weight is fake. No tensor shows operator workspaces: see `operator_workspaces`.
+depends on a weight is fake. Workspaces inside operators are no tensors, so the trace lacks them: see
+`operator_workspaces`.
 
 Call `follow` only in a fresh subprocess that trains nothing afterwards: it installs hooks and replaces functions.
 """
@@ -209,17 +210,16 @@ class FakeTracker(Tracker):
         return module
 
     def repeated(self, span: tuple) -> list[FakeTensor] | None:
-        """Log a batch once more without running it; return new fake tensors like the ones it left behind.
+        """Log a batch once more without running it; return new fake tensors like those that were live after the batch.
 
-        The batch is a micro-batch, which leaves its loss and new gradients behind, or a batch of an evaluation, which
-        leaves its predictions. Return None if it cannot be repeated: it left further blocks behind (workspaces, which a
-        thread keeps, do not count), it freed blocks that earlier operations had allocated, or one of the weights has a
-        gradient already.
+        The live tensors are the loss and the new gradients of a micro-batch, or the predictions of an evaluation's
+        batch. Return None if the batch cannot be repeated: it left memory allocated besides these tensors and a
+        thread's workspaces, it freed memory of earlier operations, or one of the weights has a gradient already.
 
         Args:
-            span: ((length of the log, number of operations) before the batch, the same two numbers after it, the
-                tensors that it left behind). Each tensor is (the weight that it is the gradient of, or None; its
-                `Spec`; its block).
+            span: (start, end, live tensors). Start and end are each (length of the log, number of operations), before
+                and after the batch. Each live tensor is described by (the weight whose gradient it is, or None; its
+                `Spec`; its `Block`).
         """
         (start, first), (end, last), left = span
         entries, kept = self.log[start:end], {id(block) for *_, block in left}
@@ -256,7 +256,10 @@ class FakeTracker(Tracker):
 
     @contextlib.contextmanager
     def collating(self) -> Iterator[None]:
-        """Set `collates` in this context, while a data loader gathers a batch, whose data are real and on the host."""
+        """Make data loaders set the flag `collates` while they gather a batch, in this context.
+
+        The tensors of a batch are real and on the host.
+        """
 
         def noticed(plain):
             def gather(*args, **options):
@@ -286,8 +289,8 @@ class FakeTracker(Tracker):
         return mask.numel()
 
     def _is_computed(self, function, args, kwargs, tensors: list[torch.Tensor]) -> bool:
-        """Return whether to compute an operation without fake tensors. Small operations are computed, so that data,
-        positions and orders have the right values for code that reads them.
+        """Return whether to compute an operation without fake tensors. Small operations are computed, so that code that
+        reads their results gets the right values, e.g. of data, position ids and sort orders.
 
         Args:
             function, args, kwargs: the operator and its arguments.
@@ -371,8 +374,8 @@ class FakeTracker(Tracker):
 def _alignments(log_probabilities, _, __, lengths) -> tuple:
     """Return fake tensors like the results of CTC's loss: a loss per sequence, and the probabilities of alignments.
 
-    An alignment has 2 x the longest transcript + 1 states. `lengths`, the transcripts' lengths, are data, so their
-    values are known.
+    An alignment has 2 x the longest transcript + 1 states. `lengths`: the transcripts' lengths, a real tensor, because
+    it comes from the data.
     """
     steps, batch, _ = log_probabilities.shape
     with _disable_current_modes():
@@ -381,7 +384,7 @@ def _alignments(log_probabilities, _, __, lengths) -> tuple:
 
 
 class Routing(Enum):
-    """Name an assumed choice of experts by tokens, in place of the choice that values would decide."""
+    """Name an assumption about which experts each token goes to; the real choice depends on unknown values."""
 
     BALANCED = "balanced"  # each expert gets equally many tokens
     ONE_SIDED = "one-sided"  # all tokens choose the same experts
@@ -474,7 +477,8 @@ def recorded(tracker: FakeTracker) -> Log:
 
 
 def _shared(operations: Iterable[tuple[Operation, int]]) -> Iterator[Operation]:
-    """Yield each operation with the bytes of its results set; equal operations share one object, to save memory.
+    """Yield each operation with `made_bytes`, the bytes of its results, filled in. Equal operations are yielded as one
+    shared object, to save memory.
 
     Args:
         operations: pairs of an operation and the bytes of its results.

@@ -94,15 +94,14 @@ class Operation:
 
     @property
     def lengths(self) -> list[int]:
-        """The lengths of the dimensions of the operation's tensors, and its whole numbers, which may be lengths too."""
+        """The lengths of the dimensions of the operation's tensors, and its whole numbers (they may be lengths too)."""
         shapes = (leaf.shape if type(leaf) in (Spec, SparseSpec) else (leaf,) for leaf in self.leaves)
         return [length for shape in shapes for length in shape if type(length) is int]
 
 
 def flat(args: Sequence, kwargs: dict[str, Any]) -> tuple[list, Structure]:
-    """Return an operator's arguments as one list, and the structure by which `nested` restores them.
-
-    Lists among the arguments must not contain lists.
+    """Return (all values among an operator's arguments as one list, the structure from which `nested` restores the
+    arguments). Lists among the arguments must not contain lists.
     """
     leaves, lengths = [], []
     for value in itertools.chain(args, kwargs.values()):
@@ -113,7 +112,10 @@ def flat(args: Sequence, kwargs: dict[str, Any]) -> tuple[list, Structure]:
 
 
 def nested(leaves: Iterable, structure: Structure) -> tuple[list, dict[str, Any]]:
-    """Return (positional arguments, named arguments) from what `flat` returned."""
+    """Return (positional arguments, named arguments) of a call; this undoes `flat`.
+
+    `leaves`: the flat list of values; `structure`: how the values are grouped; both as `flat` returned them.
+    """
     count, names, lengths = structure
     rest = iter(leaves)
     values = [next(rest) if length < 0 else list(itertools.islice(rest, length)) for length in lengths]
@@ -157,9 +159,9 @@ def highest(totals: np.ndarray, begins: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Hold one training as arrays of bytes over its operations (axis 0) and `records.TENSOR_CATEGORIES` (axis 1).
+    """Hold one traced training, from the first forward pass on: its operations and the live bytes at each of them.
 
-    An operation's index is its position in this trace, which begins with the first forward pass.
+    In the arrays, axis 0 is the operations and axis 1 is `records.TENSOR_CATEGORIES`.
     """
 
     operations: list[Operation]

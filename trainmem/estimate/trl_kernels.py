@@ -1,7 +1,7 @@
-"""Run TRL's loss as on a GPU, where Triton kernels fold tiles of logits.
+"""Run TRL's loss as on a GPU, where Triton kernels reduce the logits tile by tile.
 
-These kernels request no memory, so nothing is launched (TRL 1.16: kernels/chunked_logprob.py). The matmuls around them
-are torch's own, and are traced.
+These kernels allocate no memory, so the trace skips them (TRL 1.16: kernels/chunked_logprob.py). The matmuls around
+them are torch's own, and are traced.
 """
 
 import contextlib

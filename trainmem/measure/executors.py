@@ -48,7 +48,8 @@ def outcome_of(future: "Future[Outcome]") -> Outcome:
 def perform(number: str, function: Callable[..., Outcome], *arguments) -> Outcome:
     """Call `function` with `arguments`, and return its outcome with the machine and the package versions added.
 
-    On a Dask worker also add the attempt: its worker, times and status. `number` is not used, see `submit`.
+    On a Dask worker also add a record of this call: worker, start and end times, status. `number` only makes each call
+    unique for Dask.
     """
     start = now("milliseconds")
     outcome = function(*arguments)
@@ -65,8 +66,8 @@ def measured(
     """Yield the outcome of an experiment after each meter, with all earlier figures, until a meter fails.
 
     Args:
-        meters: "memory", "time", "none" or "value" (see `Lab.run`), each in a fresh subprocess. In a course, other
-            lessons wait while something is timed.
+        meters: names of meters, each used in a fresh subprocess: "memory", "time", or, for no meter, "none" (the code
+            may read a clock) or "value" (it may not). In a course, other lessons wait while something is timed.
         timeout: seconds per meter.
         on_step: called with the number of a finished step, at most a few times a second; None: not called.
     """

@@ -48,9 +48,9 @@ class Assignment:
 
 
 def be_clean_process(channel: int, output: int, errors: int) -> NoReturn:
-    """Perform the job that comes through the channel, as the first function of a fork; never return.
+    """Perform the job that arrives through the channel, in a newly forked process, and end the process.
 
-    The arguments are descriptors: of the channel, and of the files for standard output and standard error.
+    The arguments are file descriptors: of the channel, and of the files for standard output and standard error.
     """
     code = 1
     try:
@@ -117,8 +117,8 @@ def own_folder() -> str | None:
 
 
 def _ask_for_a_quiet_machine(channel: connection.Connection, need: quiet.Need) -> None:
-    """Send the caller the part of the machine that this process needs, and wait until it is granted. `Need.SHARE` is
-    granted without waiting.
+    """Send the caller the part of the machine that this process needs, and wait until the caller grants this part. For
+    `Need.SHARE` there is no wait.
     """
     channel.send(("quiet", need))
     if need:
@@ -139,10 +139,11 @@ def _reporting(channel: connection.Connection) -> Callable[[int], None]:
 
 
 def _stopping(channel: connection.Connection, warmup_steps: int, steps_per_turn: int) -> Callable[[int], None]:
-    """Return a function of a step's number that tells the caller when a turn ends, and waits for the caller's "go".
+    """Return a function to call with each finished step's number. At the end of a turn this function sends the caller a
+    message, and waits for the caller's "go".
 
-    A turn is a number of steps between two stops: the first turn ends after `warmup_steps`, each later turn after
-    `steps_per_turn` more steps.
+    A turn is the steps between two stops: the first turn ends after `warmup_steps`, each later turn after
+    `steps_per_turn` more steps. The caller is the process at the other end of the channel.
     """
 
     def on_step(number: int) -> None:

@@ -62,7 +62,7 @@ Job = Callable[[Callable[[int], None]], Any]  # runs in the fresh subprocess; it
 class ForkServer:
     """Fork fresh subprocesses from one server: started on first use, replaced if it was killed, ended with the caller.
 
-    A fork of the caller starts another server. `preload`: names of the modules that a server imports.
+    If the caller forks, its child process starts a server of its own. `preload`: modules that a server imports.
     """
 
     def __init__(self, preload: Sequence[str]):
@@ -74,8 +74,8 @@ class ForkServer:
     def start(self, with_bitsandbytes: bool = False) -> None:
         """Start a server, without waiting for it, unless a usable one is running.
 
-        A server that was started before `optional_packages.offer` is replaced, because its libraries did not find the
-        package. The fresh subprocesses of the old server continue.
+        A server that was started before the last call of `optional_packages.offer` is replaced, because its libraries
+        did not find the package that this call offers. The fresh subprocesses of the old server continue.
 
         Args:
             with_bitsandbytes: import bitsandbytes after the first fork, because later jobs will need it.
@@ -87,12 +87,13 @@ class ForkServer:
             self.running = _RunningServer(self._preload, with_bitsandbytes)
 
     def fork(self, descriptors: list[int], folder: str, job: bytes) -> "tuple[_RunningServer, int]":
-        """Fork a fresh subprocess; return (the server that forked it, its process id).
+        """Fork a fresh subprocess; return (the server that forked it, the subprocess's process id).
 
         Args:
             descriptors: file descriptors of the subprocess's channel, standard output and standard error.
             folder: folder for the subprocess's files.
-            job: the pickled job; if it names bitsandbytes, the fork has imported bitsandbytes.
+            job: the pickled job; if its bytes name bitsandbytes, the server imports this package before the fork,
+                unless the machine has GPUs.
         """
         with self._lock:
             try:
@@ -128,9 +129,10 @@ class ForkServer:
 
 
 class _RunningServer:
-    """Start one server, or fork the course's server, and talk to it through a connection.
+    """Start one server, and send it requests through a connection. In a course the new server is a fork of the course's
+    server, unless packages were offered (`optional_packages.offer`).
 
-    `preload`, `with_bitsandbytes`: what the server imports, as in `ForkServer`.
+    `preload`: modules that the server imports; `with_bitsandbytes`: import bitsandbytes, too, after the first fork.
     """
 
     def __init__(self, preload: Sequence[str], with_bitsandbytes: bool):
@@ -231,7 +233,9 @@ def start_interpreter(
 
 
 def connected_course(environment: Mapping[str, str]) -> connection.Connection | None:
-    """Return a connection to the server of a whole course that `environment` names; None if it names none."""
+    """Return a connection to a course's server, whose address is in the variables `environment`; None if there is no
+    address, or no server answers at it.
+    """
     with contextlib.suppress(OSError):
         if address := environment.get(forked.COURSE_SERVER):
             return connection.Client(address, "AF_UNIX")
@@ -257,7 +261,8 @@ class CleanProcess(contextlib.AbstractContextManager):
         job: the function to run; sent by cloudpickle.
         turn: (warm-up steps, steps per turn): stop after each turn until `go`; None: never stop.
         measured: whether a meter is active. `SERVER.measuring` shows this, so that other work can wait.
-        shares_cores: whether the process computes on its lesson's share of the cores, if the lesson shares the machine.
+        shares_cores: in a course, limit the process's threads to its lesson's share of the cores, unless the lesson has
+            the machine for itself.
     """
 
     def __init__(
@@ -292,7 +297,7 @@ class CleanProcess(contextlib.AbstractContextManager):
 
         The messages are ("step", number), ("turn", number), ("quiet", a `quiet.Need`) and ("result", value that the job
         returned). After "turn" and "quiet" the process waits for `go`. If the job raised, or the process ended without
-        a result, the value is an `Outcome` that says so.
+        a result, the message is ("result", an `Outcome` that describes the failure).
 
         Args:
             timeout: seconds to wait; None: no limit.

@@ -2,7 +2,7 @@
 
 `in_turns` is for the parts of a lesson (an operation, an update, a pass), inside a function that `Lab.run` performs.
 `Lab.compare` compares whole trainings. Each training is a player; the players run alternately, as threads of one
-process (here) or as processes (`processes`). A turn is the steps that a player runs until the next player.
+process (here) or as processes (`processes`). A turn is the steps that one player runs before the next player continues.
 
 Two processes of the same code differ by some 10 % in CPU time, because of where their memory is and what the system
 gives them, and no number of turns removes that. Inside one process all players share these conditions (and one memory
@@ -40,9 +40,8 @@ Seconds = tuple[float, float]  # wall-clock seconds, CPU seconds of the process
 def in_turns(works: Sequence[Callable[[], object]], turns: int = 8) -> list[list[Seconds]]:
     """Call several functions alternately, each `turns` times, and return the seconds of each call.
 
-    The order changes from turn to turn. A first, untimed turn warms up. If this process has used CUDA, the current
-    device times each call, and both values of a call are the device's seconds. On a CPU, set the number of threads
-    first: other load disturbs one thread the least.
+    The order changes from turn to turn. A first, untimed turn warms up. On a CPU, set the number of threads first:
+    other load disturbs one thread the least.
 
     `Ratio.of_turns` takes the results for [a, b, a] from several processes: it returns b's speed relative to a's, with
     the difference between the two a's as the noise floor.
@@ -52,7 +51,8 @@ def in_turns(works: Sequence[Callable[[], object]], turns: int = 8) -> list[list
         turns: timed calls of each function.
 
     Returns:
-        For each function, a list with (wall-clock seconds, CPU seconds of this process) of each timed call.
+        For each function, a list with (wall-clock seconds, CPU seconds of this process) of each timed call. If this
+        process has used CUDA, both numbers are the seconds that the current device measured for the call.
 
     Raises:
         ValueError: no function, or turns below 1.
@@ -91,9 +91,10 @@ def _ended_children() -> object:
 
 
 def _order(count: int, turns: int) -> Iterator[int]:
-    """Return the indexes of players in the order of turns; the order of players varies from round to round.
+    """Return the indexes of the players in the order of their turns. In each round every player has one turn; the order
+    varies from round to round.
 
-    A few players get all permutations, more players a fixed random selection.
+    Up to three players get all permutations, more players a fixed random selection.
 
     Args:
         count: number of players.
@@ -133,12 +134,12 @@ def play(
 ) -> Outcome:
     """Run players (interleaved trainings) alternately, a few steps each, and return an outcome with their times.
 
-    The outcome's value has, per player and turn, the `Seconds` of the fastest step. If a player fails, `play` returns
-    that player's outcome.
+    The outcome's value is a nested list: value[player][turn] is the `Seconds` of the turn's fastest step. If a player
+    fails, `play` returns that player's outcome.
 
     Args:
         names: names of the players, for messages.
-        players: iterators: each `next` runs one turn, and returns the outcome after the last turn.
+        players: iterators: each `next` runs the warm-up or a turn and returns None, or the outcome if the player ended.
         turns: timed turns per player.
         steps_per_turn: steps in a turn.
         on_turn: called after each turn with the number of finished turns, the warm-up included.
@@ -166,8 +167,8 @@ class ThreadPlayer(threading.Thread):
     stop.
 
     Args:
-        perform: performs the experiment and returns its outcome; must call its argument with the number of each
-            finished step.
+        perform: function that performs the experiment and returns its outcome. Its argument is a function, which it
+            must call with the number of each finished step.
         stops: the numbers of the steps after which to stop.
     """
 
@@ -199,7 +200,10 @@ class ThreadPlayer(threading.Thread):
 
 @contextlib.contextmanager
 def _put_away() -> Iterator[None]:
-    """Empty accelerate's process-wide state in this context, then restore it, because each player has such a state."""
+    """Empty accelerate's process-wide state in this context, then restore it.
+
+    Each of the trainings that take turns in this process needs its own such state.
+    """
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     with contextlib.ExitStack() as stack:

@@ -39,8 +39,9 @@ class MemoryMeter:
         categories: track every tensor, for the breakdown. The total of such a run is too high on a CPU. Therefore take
             the total from a run without categories; `Memory.explained` joins the two.
         on_cpu: whether the experiment uses the CPU although there is a GPU.
-        by_tensors: on a CPU, count tensors plus each operation's workspace, in one run with categories. Use it for
-            several ranks and for a data loader with workers, whose allocations the profiler does not see in full.
+        by_tensors: on a CPU, take tensors plus each operation's workspace as the total, so that one run gives the total
+            and the breakdown, whatever `categories` is. Use it for several ranks and for a data loader with workers,
+            whose allocations the profiler does not see in full.
         compiling_steps: for compiled code, how many steps at its beginning do not count; there is no breakdown then.
             None: the code is not compiled.
     """
@@ -88,8 +89,8 @@ class MemoryMeter:
         return self._stack.__exit__(*error)
 
     def result(self) -> Memory | None:
-        """Return the memory in bytes; breakdowns are None without `categories`. Return None if compiled code ended
-        within its compiling steps."""
+        """Return the memory in bytes; its breakdowns are None if the meter was made without `categories`. Return None
+        for compiled code of which no compiling step has ended."""
         tracker = self._tracker
         if self._compiling_steps is not None and all(label != "start" for label, *_ in tracker.marks):
             return None
@@ -149,7 +150,9 @@ def _seen_from_outside(watcher: Watcher, compiling_steps: int) -> Iterator[dict[
 
 @dataclass(slots=True)
 class _Account:
-    """Hold the totals of an allocator during a training, in bytes: the peak, and the totals at marks and operations."""
+    """Hold an allocator's totals during a training, in bytes: the peak, the total at each mark (where a phase begins or
+    ends), and the highest total during each operation.
+    """
 
     peak_bytes: int
     peak_operation: int  # index of the operation in which it occurred; -1: before the first one
@@ -180,8 +183,8 @@ def _apart(tracker: Watcher, at_marks: list[int], highest: Callable) -> dict[str
     above their start.
 
     Args:
-        tracker: the tracker, which has the marks.
-        at_marks: the total in bytes at each mark.
+        tracker: the watcher of the training; its `marks` say where phases begin and end.
+        at_marks: live bytes at each of these marks.
         highest: function of the indexes of two marks that returns (the peak between them in bytes, index of the
             operation at the peak).
     """
@@ -223,7 +226,10 @@ def running(changes: list[_Change]) -> tuple[list[int], list[int]]:
 
 
 def _replayed(profile: torch.profiler.profile, tracker: Watcher) -> _Account:
-    """Return the account of the CPU allocator, from its events in the profiler, at the tracker's marks."""
+    """Return the CPU allocator's totals, computed from the allocations and frees that the profiler recorded.
+
+    `tracker`: the watcher of the training, whose `marks` say where phases begin and end.
+    """
     changes, marked = events(profile)
     times, totals = running(changes)
     begins, mark_times = ([ran.begin for ran in marked[name]] for name in ("op", "mark"))
@@ -248,10 +254,10 @@ def _replayed(profile: torch.profiler.profile, tracker: Watcher) -> _Account:
 
 
 def _replayed_by_tensors(profile: torch.profiler.profile, tracker: "_CpuTracker") -> _Account:
-    """Return the account of tensors, in the order of the tracker's log, plus each operation's workspace.
+    """Return the totals of live tensors, computed from the tracker's log, plus each operation's workspace.
 
-    The workspace of an operation is the highest total of the allocator during it, in the profiler, minus the total at
-    its end. gloo's own memory is left out: its threads free their buffers at irregular times.
+    An operation's workspace is the allocator's highest total while the operation runs minus its total when the
+    operation ends, both from the profiler. gloo's own memory is left out: its threads free buffers at irregular times.
     """
     changes, marked = events(profile)
     operations = marked["op"]
@@ -302,8 +308,8 @@ class _CpuTracker(Tracker):
 
 
 def _wait_for_gloo() -> None:
-    """Wait until gloo's threads sleep: after its work a thread still holds the tensors, for a moment or until a busy
-    machine lets it run again."""
+    """Wait until gloo's threads sleep, at most some 0.1 s. After its work a thread still holds the tensors until it has
+    run once more, which takes long on a busy machine."""
     for _ in range(100):
         time.sleep(0.001)
         if not any(map(_is_gloo_at_work, Path("/proc/self/task").glob("*/stat"))):  # there are none except on Linux
@@ -311,7 +317,7 @@ def _wait_for_gloo() -> None:
 
 
 def _is_gloo_at_work(thread: Path) -> bool:
-    """Return whether a thread is gloo's and does not sleep; a thread that has just ended does not count."""
+    """Return whether a thread, given by its stat file in /proc, is gloo's and does not sleep; False if it has ended."""
     with contextlib.suppress(OSError):
         stat = thread.read_text()
         return "(pt_gloo" in stat and ") S" not in stat and ") D" not in stat
@@ -319,7 +325,9 @@ def _is_gloo_at_work(thread: Path) -> bool:
 
 
 class _CudaWatcher(Watcher):
-    """Watch a training, and read the CUDA allocator's total and peak at each mark, and peaks outside the steps."""
+    """Watch a training, and read the CUDA allocator's total at each mark (where a phase begins or ends), its peak, and
+    its peak in each phase outside of the steps.
+    """
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -393,9 +401,8 @@ def _recorded(file: str):
 
 
 def _timeline(tracker: Tracker, at_operations: list[int]) -> dict[str, Any] | None:
-    """Return the last recorded step in the form of `series`; None if it has fewer than two entries.
-
-    `at_operations`: the highest total in bytes during each operation that the tracker saw.
+    """Return the timeline of the last recorded step, see `records.Memory.timeline`; None if it has fewer than two
+    entries. `at_operations`: the highest total in bytes during each operation that the tracker saw.
     """
     ends = [operations for label, _, operations in tracker.marks if label == "step"]
     first, last = (ends[-2] if len(ends) > 1 else 0), (ends[-1] if ends else len(tracker.operations))

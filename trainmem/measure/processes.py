@@ -35,7 +35,7 @@ def within(seconds: float) -> Iterator[None]:
 
 
 def seconds_left() -> float:
-    """Return the seconds that are left of `within`; infinity outside of it."""
+    """Return the seconds that remain of the time limit set by `within`; infinity outside of that context."""
     return max(0.0, _limit.get()[0] - time.monotonic())
 
 
@@ -69,12 +69,12 @@ def _once(step: int) -> tuple[int, int]:
 def account(experiment: Experiment, timeout: float = 600, on_step: Callable[[int], None] | None = None) -> Outcome:
     """Return the outcome of an experiment with its memory and the breakdown by category.
 
-    If one pass cannot measure both, a second pass tracks every tensor. On a CPU with enough cores both passes run at
-    the same time, which changes no count.
+    If one run cannot measure both, a second run tracks every tensor. On a CPU with enough cores both runs are at the
+    same time, which changes no count.
 
     Args:
-        timeout: seconds for both passes together.
-        on_step: as in `execute`.
+        timeout: seconds for both runs together.
+        on_step: called with the number of a finished step, at most a few times a second; None: not called.
     """
     if quiet.is_untimed() and not experiment.arguments.compiles:  # the smallest sizes: only the breakdown is looked at
         return execute(experiment, "categories", timeout, on_step)
@@ -89,18 +89,20 @@ def account(experiment: Experiment, timeout: float = 600, on_step: Callable[[int
 
 
 def _explained(first: Outcome, second: Outcome) -> Outcome:
-    """Return the outcome of the `first` pass with the breakdown of the `second` pass added, for each rank too."""
+    """Return the outcome of an experiment's first run, with the breakdown by category that its second run measured; the
+    outcome of each rank gets its breakdown, too.
+    """
     ranks = [_explained(*pair) for pair in zip(first.ranks, second.ranks, strict=True)]
     memory = first.memory.explained(second.memory) if first.memory and second.memory else first.memory
     return first.replace(memory=memory, ranks=tuple(ranks))
 
 
 def _may_be_paired(experiment: Experiment) -> bool:
-    """Return whether the two passes of `account` over an experiment may run at the same time.
+    """Return whether `account` may measure an experiment's memory and breakdown in two runs at the same time.
 
-    Both passes need a CPU with several cores, outside of a course, whose other lessons use these cores. The passes of a
-    user's function run one after the other, because the function could write to the same files in both. Compiled code,
-    and an experiment that is counted by tensors, have no second pass.
+    It may on a CPU with several cores, but not in a course, because other lessons use these cores. A user's function is
+    not run twice at the same time, because both runs could write to the same files. Compiled code, and an experiment
+    that is counted by tensors, have no second run.
     """
     machine = hardware.this_machine()
     alone = experiment.function or experiment.arguments.compiles or experiment.is_counted_by_tensors
@@ -129,7 +131,7 @@ def call(function: Callable, *arguments, timeout: float, on_percent: Callable[[i
 
 
 class Failed(RuntimeError):
-    """Raised if a function returned nothing from its fresh subprocess; `outcome` says why."""
+    """Raised if no result of a function arrived from its fresh subprocess; `outcome` says why."""
 
     def __init__(self, outcome: Outcome):
         super().__init__(outcome.message)
@@ -144,8 +146,8 @@ def _ended(process: CleanProcess, on_step: Callable[[int], Any] | None = None) -
     """Wait until a process has ended or its time is over; return its outcome with what it printed.
 
     The process gets the machine for itself when it requests that; a process that is interleaved with others gets the
-    machine after its warm-up. If several ranks are stopped early, the outcome's message says in which line each rank
-    was; after Ctrl-C, a note on the exception says so.
+    machine after its warm-up. If several ranks run out of time, the outcome's message says in which line each rank was;
+    after Ctrl-C, a note on the KeyboardInterrupt says this.
 
     `on_step`: called with the number of a finished step; None: not called.
     """
@@ -194,8 +196,8 @@ def _quiet(event: int = quiet.Need.MACHINE) -> Iterator[None]:
     The seconds of waiting are added to the time limit of `within`.
 
     Args:
-        event: what `_next_event` returned for the process: its `quiet.Need`, or the number of the step after which it
-            stopped. For a step, the process gets the whole machine.
+        event: the part of the machine that the process requested, or the number of the step after which the process
+            stopped. After a step, the process gets the whole machine.
     """
     start = time.monotonic()
     with quiet.experiment(event if isinstance(event, quiet.Need) else quiet.Need.MACHINE):
@@ -207,7 +209,8 @@ def _quiet(event: int = quiet.Need.MACHINE) -> Iterator[None]:
 def _wait(process: CleanProcess) -> Outcome | None:
     """Wait until a process stops after its next steps and return None, or return its outcome if it ended instead.
 
-    The caller already holds the machine, so the process's requests for it are granted at once.
+    The caller already has the part of the machine that the process needs, so each request of the process for it is
+    granted at once.
     """
     while isinstance(event := _next_event(process), quiet.Need):
         if event:
@@ -233,7 +236,7 @@ def side_by_side(
     """Interleave experiments on the CPU inside one fresh subprocess, and repeat this in several subprocesses; see
     `interleaving`.
 
-    The outcome's value: per process, experiment and turn, the `Seconds` of the fastest step.
+    The outcome's value is a nested list: value[process][experiment][turn] is the `Seconds` of the turn's fastest step.
 
     Args:
         turns: turns per experiment and process. In a turn an experiment runs `steps_per_turn` steps, then stops for the
@@ -288,10 +291,16 @@ def alternate(
     timeout: float = 600,
     on_turn: Callable[[int], Any] | None = None,
 ) -> Outcome:
-    """Interleave experiments, each in a fresh subprocess that stops while another one runs. Use the wall-clock times.
+    """Interleave experiments, each in a fresh subprocess that stops while another one runs.
 
-    If the experiments do not fit on the device together, each turn has a fresh process. Arguments and the outcome's
-    value are those of `side_by_side` with one process.
+    If the experiments do not fit on the device together, each turn has a fresh process. The outcome's value is a nested
+    list: value[0][experiment][turn] is the `Seconds` of the turn's fastest step. Use only their wall-clock part.
+
+    Args:
+        turns: turns per experiment.
+        steps_per_turn: optimizer steps per turn.
+        timeout: time limit of all experiments together, in seconds.
+        on_turn: called after each turn with the number of finished turns, warm-up included; None: not called.
     """
     names, report = [experiment.name for experiment in experiments], on_turn or (lambda number: None)
     with within(timeout):

@@ -1,11 +1,11 @@
 """Keep the machine quiet for code that reads a clock, in a course that runs several lessons at once.
 
 A lesson shares the machine with other lessons until it times something; then it requests the part of the machine that
-it needs (`Need`). `Lab.compare`, `interleaving.in_turns` and the time meter request it after their warm-up (`timing`).
-A function that is run with measure="none" gets it before its first line. Between two of its experiments, a lesson
-yields to lessons that wait for a quiet machine. Experiments that share the machine also share its cores: threads that
-wait for a core would slow down both experiments. The lock is in the course's process (`served`); a lesson reaches it by
-a socket. Outside a course `experiment` is a no-op.
+it needs (`Need`). `Lab.compare`, `interleaving.in_turns` and the time meter do so after their warm-up (`timing`). For a
+function that is run with measure="none", the lesson does so before the function starts. Between two of its experiments,
+a lesson yields to lessons that wait for a quiet machine. Experiments that run at the same time each use only a part of
+the cores, because threads that wait for a core would slow down all of them. The lock is in the course's process
+(`served`); a lesson reaches the lock by a socket. Outside a course the context `experiment` does nothing.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ _READERS = ("__main__", "trainmem.measure.interleaving")  # modules with a learn
 
 
 class Need(IntEnum):
-    """Name the part of the machine that an experiment needs for itself: a share, one core, or the whole machine."""
+    """Name the part of the machine that an experiment needs for itself: none (others may run), one core, or all."""
 
     SHARE = 0  # nothing is timed: any number of lessons may run at the same time
     CORE = 1  # one thread is timed: it has a core for itself, and others compute on the rest
@@ -43,7 +43,8 @@ class Need(IntEnum):
 class Asking:
     """Let a fresh subprocess request a quiet machine: `ask(need)` returns once this `Need` is granted.
 
-    `ask` is None in a rank, and outside of fresh subprocesses; `is_granted` says whether the machine is quiet now.
+    `ask` is None in a rank and outside of fresh subprocesses, because these cannot request a quiet machine.
+    `is_granted` says whether the machine is quiet now.
     """
 
     def __init__(self):
@@ -98,10 +99,10 @@ def no_clocks() -> Iterator[None]:
 
 
 class QuietLock:
-    """Lock the machine's cores, which lessons share, fairly: `take` waits for cores, `leave` releases them.
+    """Divide the machine's cores among lessons: `take` waits for cores and takes them, `leave` releases them.
 
-    There is one exception to fairness: for a while, other lessons may overtake a lesson that waits for a quiet machine,
-    as long as they keep all cores busy.
+    Lessons get cores in the order in which they wait. There is one exception: for a while, other lessons may overtake a
+    lesson that waits for a quiet machine, as long as they keep all cores busy.
 
     Args:
         cores: number of cores.
@@ -118,8 +119,8 @@ class QuietLock:
         self.waited_seconds: Counter[str] = Counter()  # for which each lesson waited for others
 
     def take(self, lesson: str, need: Need, cores: int = 1) -> None:
-        """Release the cores that a lesson holds, then wait until it gets what it needs. If `leave` is called for the
-        lesson meanwhile, it gets nothing.
+        """Release the cores that a lesson has, then wait until the lesson gets the cores that it needs. If `leave` is
+        called for the lesson meanwhile, the lesson gets no cores.
 
         Args:
             lesson: name of the lesson.
@@ -139,7 +140,7 @@ class QuietLock:
                 self._changed.notify_all()
 
     def leave(self, lesson: str) -> None:
-        """Release the cores of a lesson, and let `take` return without cores if the lesson is waiting in it."""
+        """Release the cores of a lesson. A call of `take` that still waits for this lesson returns without cores."""
         with self._changed:
             self._queue = {number: entry for number, entry in self._queue.items() if entry[0] != lesson}
             self._release(lesson)
@@ -190,7 +191,7 @@ def short_folder() -> Iterator[str]:
 
 @contextlib.contextmanager
 def served(lock: QuietLock) -> Iterator[str]:
-    """Serve a lock to other processes in this context; yield the address of its socket, for `entry`."""
+    """Serve a lock to other processes in this context; yield the address of its socket, an argument of `entry`."""
     with short_folder() as folder, connection.Listener(os.path.join(folder, "quiet"), "AF_UNIX") as listener:
 
         def accept() -> None:
@@ -216,8 +217,8 @@ def is_in_course() -> bool:
 class _Lesson:
     """Let this process's experiments wait until the course's `QuietLock` grants the part of the machine that they need.
 
-    To the lock, all threads of a lesson's process are one lesson: it grants the largest need of the experiments that
-    are under way in these threads. Outside a course no experiment waits.
+    The lock does not distinguish the threads of a lesson's process: it grants the largest need among the experiments
+    that run in these threads. Outside a course no experiment waits.
     """
 
     def __init__(self):
@@ -227,7 +228,7 @@ class _Lesson:
 
     @contextlib.contextmanager
     def experiment(self, need: Need, cores: int = 1) -> Iterator[None]:
-        """Perform an experiment in this context, at the same time as other lessons if its need allows that.
+        """Wait until an experiment may run, and keep the part of the machine that it needs reserved in this context.
 
         Args:
             need: the part of the machine that the experiment needs for itself.
@@ -270,7 +271,7 @@ threads = _LESSON.threads
 
 
 def is_untimed() -> bool:
-    """Return whether this process belongs to a lesson at the smallest sizes, where times mean nothing."""
+    """Return whether this process belongs to a lesson with the smallest model sizes, where times mean nothing."""
     return UNTIMED in os.environ
 
 

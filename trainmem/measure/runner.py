@@ -28,7 +28,7 @@ class Runner:
     """Measure experiments, each in a fresh subprocess, and keep their runs: `train`, `infer` or `run` a function.
 
     Args:
-        profile: "cpu", "t4" or "gpu": the default task and how long to measure; "auto" picks one for this machine.
+        profile: "cpu", "t4" or "gpu": sets the default task and how long to measure; "auto" picks one for this machine.
         out: folder for the runs; empty: the user's cache folder.
         executor: a `concurrent.futures.Executor` that performs experiments elsewhere, e.g. `sweep.Workers`; each
             experiment gets a fresh subprocess on a worker, and its run names that machine. None: this machine.
@@ -114,8 +114,18 @@ class Runner:
     ) -> Run:
         """Run forward passes without gradients, and return their memory and speed.
 
-        A pass has `per_device_eval_batch_size` samples and counts as a step. With `max_new_tokens` a pass generates
-        text. Arguments and errors are those of `train`.
+        A pass has `per_device_eval_batch_size` samples and counts as a step.
+
+        Args:
+            name: the run's name in tables and pictures.
+            task, timeout: the model and its data; seconds per experiment. None: the runner's.
+            measure: "memory", "time", or both; each takes a fresh subprocess.
+            arguments: names of `transformers.TrainingArguments`, plus `attn_implementation`, `dtype`, and
+                `max_new_tokens`, with which a pass generates text.
+
+        Raises:
+            ValueError: an unknown argument or a value out of range. A failure while the experiment runs is not raised:
+                see the run's `status`.
         """
         arguments_of_kind(Runner.infer, locals())
         parsed = Arguments.of(arguments, also=Runner.infer.__annotations__)
@@ -137,12 +147,12 @@ class Runner:
 
         Args:
             function: takes the task and returns a value that JSON can hold (`run.value`). It may be defined in a
-                notebook and needs no measuring code. Each entry of `measure` calls it in a fresh subprocess (memory on
-                a CPU: in two, see `memory_meter.MemoryMeter`).
+                notebook and needs no measuring code. It is called once for each entry of `measure`, in a fresh
+                subprocess (for "memory" on a CPU: in two, see `memory_meter.MemoryMeter`).
             name: the run's name; None: the function's.
-            measure: as in `train`. Two more values run the function once, without a meter. "value" is for a function of
-                which you only want what it returns, e.g. the times from `interleaving.in_turns`. "none" is for a
-                function that reads a clock or times its ranks; in a course, other lessons wait until it ends.
+            measure: "memory", "time", or both; or, to run the function without a meter, "value" or "none". "value" is
+                for a function of which you only want the result, e.g. the times from `interleaving.in_turns`. "none" is
+                for a function that reads a clock or times its ranks; in a course, other lessons wait until it ends.
             samples_per_step: samples per optimizer step, over all processes; needed for samples per second.
             use_cpu: whether the function uses the CPU although there is a GPU; then the CPU's memory is counted.
             task, processes, timeout: as in `train`.

@@ -26,7 +26,7 @@ def serve(descriptor: int, preload: Iterable[str], with_bitsandbytes: bool) -> N
     Args:
         descriptor: file descriptor of the channel to that process.
         preload: names of the modules to import.
-        with_bitsandbytes: as in `serve_caller`.
+        with_bitsandbytes: import bitsandbytes after the first fork, for the next ones.
     """
     has_gpus = import_libraries(preload)
     serve_caller(connection.Connection(descriptor), has_gpus, with_bitsandbytes)
@@ -89,7 +89,7 @@ def serve_caller(control: connection.Connection, has_gpus: bool, with_bitsandbyt
 
 
 def _fork_clean_process(control: connection.Connection) -> int:
-    """Receive the descriptors of a fresh subprocess from the caller and fork it; return its process id."""
+    """Fork a fresh subprocess that uses three file descriptors, which the caller sends; return its process id."""
     descriptors = [reduction.recv_handle(control) for _ in range(3)]
     pid = os.fork()
     if pid == 0:

@@ -61,7 +61,7 @@ class TimeMeter:
                 meter.stepped()
 
     def stepped(self) -> None:
-        """Record the end of a step: called by the hook, or after a forward pass if there is no optimizer."""
+        """Record the end of a step; called by the hook on optimizers, and in inference after each forward pass."""
         end = _now(), time.process_time(), _waited()
         if self._begin:
             self._steps.append((self._begin, end))

@@ -82,8 +82,8 @@ class Tracker(Watcher, TorchDispatchMode):
     def watch(self, function, types, args, kwargs):
         """Run an operation, track the storages of its results, and return the results.
 
-        In backward, an operation that autograd would do in place without a tracker is done in place (`_in_place`). The
-        arguments are those of `__torch_dispatch__`.
+        Autograd does some operations in place if nothing is tracked, e.g. sums of gradients; in backward they are done
+        in place here, too (`_in_place`). The arguments are those of `__torch_dispatch__`.
         """
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a tensor made of tensors: it runs operations on those, which are tracked
@@ -103,9 +103,9 @@ class Tracker(Watcher, TorchDispatchMode):
         return result
 
     def _track_scaling_number(self):
-        """Track the tensor that autograd makes of `number` in `tensor * number` and keeps for backward.
+        """Track the tensor that autograd keeps for backward after the product of a tensor and a Python number.
 
-        No operation returns that tensor, so the tracker does not see it otherwise.
+        Autograd makes this tensor from the number. No operation returns it, so it must be tracked here.
         """
         if self._scaled is None:
             return
@@ -180,8 +180,8 @@ class Tracker(Watcher, TorchDispatchMode):
     def moment(self) -> Phase:
         """The phase by which a storage gets its category.
 
-        It is the present phase, except in an evaluation: inside a module an evaluation counts as forward, between
-        modules as the time before a forward.
+        It is the present phase, except in an evaluation: a storage that is allocated inside a module then counts as
+        allocated in the forward phase, and a storage that is allocated between modules as allocated before a forward.
         """
         if self.phase != Phase.EVALUATION:
             return self.phase
@@ -277,8 +277,9 @@ _WRAPPERS = ("torch._compile", "torch._dynamo")  # they wrap `__torch_dispatch__
 def _is_autograds() -> bool:
     """Return whether autograd's engine itself calls the present operation, not Python code inside a backward pass.
 
-    Such Python code is e.g. the backward of a `Function`. The Python frame that called the tracker decides: a thread of
-    the engine has no such frame, and in the thread that called `backward` the frame is the start of the engine.
+    Such Python code is e.g. the backward of a `Function`. The Python frame that called the tracker decides. The engine
+    called the operation if there is no frame (in a thread of the engine), or if the frame is the function that starts
+    the engine (in the thread that called `backward`).
     """
     frame = sys._getframe(3)  # above `watch`
     while frame and (frame.f_code.co_name == "__torch_dispatch__" or frame.f_globals["__name__"].startswith(_WRAPPERS)):
@@ -290,10 +291,9 @@ def _in_place(function, target: Any, other: Any) -> bool:
     """Return whether autograd would do this operation in place if the training were not tracked.
 
     Autograd does so if it holds the only reference to `target` (`InputBuffer::accumulate`, and the formulas that check
-    `areAnyTensorSubclassLike`, in torch's csrc/autograd), but never while a dispatch mode is on: the tracked training
-    would have one tensor more. An operation that Python code calls during backward is left as it is.
-
-    `function` is a key of `_IN_PLACE`, `target` and `other` are its first two arguments.
+    `areAnyTensorSubclassLike`, in torch's csrc/autograd), but never while a dispatch mode is on. A tracker is such a
+    mode, so the tracked training would have one tensor more. An operation that Python code calls during backward is
+    left as it is. `function` is a key of `_IN_PLACE`, `target` and `other` are its first two arguments.
     """
     if torch.is_grad_enabled() or not isinstance(target, torch.Tensor) or not _is_autograds():
         return False
@@ -388,8 +388,8 @@ def calling(replacement: Callable, plain: Callable) -> Callable:
 class TrainingHooks:
     """Find a training's phases, weights, gradients and optimizer states, and report them to a watcher.
 
-    Some methods are hooks that torch calls. The other methods replace a function of torch or transformers, which they
-    get as `plain` and call.
+    Some methods are hooks that torch calls. Each other public method replaces a function of torch or transformers; the
+    method gets the original function as `plain`, and calls it.
 
     `tracker`: the watcher that gets the reports. A `Watcher` keeps the phases only; a `Tracker` also keeps categories.
     """
@@ -477,7 +477,8 @@ class TrainingHooks:
     def get_rng_state(self, plain, *args, **kwargs):
         """Return the random generator's state from `plain`, torch's `get_rng_state`, and track this tensor.
 
-        No operation returns these states. Activation checkpointing keeps one per block; saving a checkpoint makes one.
+        No operation returns this tensor, so it must be tracked here. Activation checkpointing keeps one such tensor per
+        checkpointed block, and saving the training's checkpoint makes one.
         """
         state = plain(*args, **kwargs)
         self.tracker.track_unlisted(state, "get_rng_state")

@@ -22,9 +22,10 @@ class Block:
 
 
 class Modules:
-    """Find the module of an operation, by name; in backward, the module whose forward made the autograd node.
+    """Find the name of the module to which the present operation belongs.
 
-    Autograd numbers its nodes in order, so a module's nodes have the numbers between its entry and the next one.
+    In backward this is the module whose forward made the autograd node. Autograd numbers its nodes in order, and this
+    class notes the current number whenever a module's forward begins or ends, so a node's number identifies the module.
     """
 
     def __init__(self):
@@ -72,7 +73,9 @@ class Modules:
 
 
 class Watcher:
-    """Mark the ends of a training's phases, which changes no allocation; `Tracker`, a subclass, also tracks tensors."""
+    """Note where a training's phases end; this does not change what the training allocates. The subclass `Tracker` also
+    tracks tensors.
+    """
 
     def __init__(self):
         self.phase = Phase.SETUP
@@ -88,7 +91,7 @@ class Watcher:
             pass  # torch's profiler records the mark too, which puts it in order with the allocations
 
     def tag(self, tensor: Any, category: str, keep: tuple[str, ...] = ()) -> None:
-        """Set the category of a tensor, or of nested tensors, except for blocks whose category is in `keep`.
+        """Set the category of a tensor, or of nested tensors, unless a tensor's present category is in `keep`.
 
         A watcher does nothing in this method, because it tracks no tensors; `Tracker` overrides it.
         """

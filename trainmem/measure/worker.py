@@ -85,13 +85,14 @@ def _perform(experiment: Experiment, measure: str, on_step) -> Outcome:
 
 
 def _rehearse(experiment: Experiment, folder: str, measure: str, on_step) -> Outcome:
-    """Perform an experiment in a rehearsal without the memory meter; return an outcome with unknown times and losses.
+    """Perform an experiment in a rehearsal, without a memory meter; its outcome has `Unknown` times and losses.
 
     A training by the Trainer runs at most two steps.
 
     Args:
         folder: the Trainer's output folder.
-        measure, on_step: as in `perform`.
+        measure: the meter that was requested, e.g. "time"; only for "time" the outcome has times.
+        on_step: called after each step with its number; None: not called.
     """
     from trainmem.measure import time_meter
 
@@ -211,7 +212,8 @@ def threads_of(experiment: Experiment) -> int | None:
 def _launch(experiment: Experiment, measure: str, on_step: Callable[[int], None] | None) -> Outcome:
     """Perform an experiment on its ranks and return rank 0's outcome.
 
-    Ranks that fail to connect to each other are launched once more. `measure` and `on_step`: as in `perform`.
+    Ranks that fail to connect to each other are launched once more. `measure`: name of the meter, e.g. "time";
+    `on_step`: called after each optimizer step with its number; None: not called.
     """
     outcome = _launch_once(experiment, measure, on_step)
     return _launch_once(experiment, measure, on_step) if _NEVER_MET in outcome.message else outcome
@@ -220,7 +222,8 @@ def _launch(experiment: Experiment, measure: str, on_step: Callable[[int], None]
 def _launch_once(experiment: Experiment, measure: str, on_step: Callable[[int], None] | None) -> Outcome:
     """Perform an experiment on its ranks once, under torch's elastic launcher; return rank 0's outcome.
 
-    If a rank failed, return the outcome of the first rank that did. `measure` and `on_step`: as in `perform`.
+    If a rank failed, return the outcome of the first rank that did. `measure`: name of the meter, e.g. "time";
+    `on_step`: called after each optimizer step with its number; None: not called.
     """
     import multiprocessing
 
@@ -306,12 +309,14 @@ def _rank(experiment: Experiment, measure: str, on_step, folder: str, barrier, e
 
     A rank that fails reports why and exits with an error, so that the launcher ends the other ranks instead of leaving
     them in a collective. The launcher reports the first rank that ends, which should be the one at fault: a rank that
-    merely lost its connection waits a moment. In interleaved runs, all ranks of a run stop and continue together.
+    merely lost its connection waits a moment.
 
     Args:
-        measure, on_step: as in `perform`.
+        measure: name of the meter, e.g. "time".
+        on_step: called by rank 0 after each step with its number; None: not called. If it has the attribute
+            `takes_turns`, it may block, to let an interleaved experiment run.
         folder: folder for the rank's files; the launcher removes it.
-        barrier: where the ranks of an interleaved run wait for each other after each turn.
+        barrier: where all ranks wait before and after such a call, so that they stop and continue together.
         ends: queue that gets {rank: the outcome with which it failed, or None if it ended normally}.
     """
     import torch
@@ -353,10 +358,10 @@ def _rank(experiment: Experiment, measure: str, on_step, folder: str, barrier, e
 
 
 def _meet_or_fail() -> None:
-    """Give ranks a minute to connect for a new group, instead of the half hour that torch allows for communication.
+    """Make a new gloo group raise RuntimeError if its ranks have not connected after a minute.
 
     gloo connects each pair of ranks. Rarely (seen once, of eight ranks on two cores; not in 450 more launches) a
-    connection fails, and all ranks wait silently.
+    connection fails, and all ranks wait silently, for the half hour that torch allows for communication.
     """
     from torch.distributed import distributed_c10d
 

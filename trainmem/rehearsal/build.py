@@ -128,8 +128,9 @@ def library(python: Path) -> Path:
 
 
 def doubts(python: Path, folder: Path) -> str:
-    """Return sentences that say what may be wrong in a rehearsal by the torch of the Python `python` with the stub in
-    `folder`; "" if nothing may be wrong.
+    """Return sentences that say what may be wrong in a rehearsal; "" if nothing is in doubt.
+
+    `python`: the Python whose torch is rehearsed; `folder`: folder of the stub CUDA runtime, see `library`.
     """
     version = re.search(
         r"__version__ = ['\"](.+?)['\"]", (_site_packages(python) / "torch" / "version.py").read_text()
@@ -145,8 +146,8 @@ def doubts(python: Path, folder: Path) -> str:
 
 
 def unanswered(linked: set[str]) -> list[str]:
-    """Return the names in `linked`, functions of CUDA, that may copy or allocate memory, but that the stub neither
-    defines nor lists as harmless.
+    """Return those names in `linked` (CUDA functions) that may copy or allocate memory, but that the stub neither
+    defines nor lists in native/answers.toml.
     """
     answered = _written() | {*" ".join(_answers()["named"].values()).split()}
     return sorted(name for name in linked - answered if _MOVES.match(name) and name not in _answers()["harmless"])
@@ -182,12 +183,15 @@ def _linked(site: Path) -> set[str]:
 
 
 def _rest(linked: set[str], site: Path, header: Path) -> str:
-    """Return C++ source of the stub's functions that only return a status, which native/answers.toml lists.
+    """Return the C++ source of the stub's functions that do nothing but return a status.
+
+    native/answers.toml has the statuses; most names of functions come from the arguments.
 
     Args:
-        linked: names of the functions that torch links, see `_linked`.
-        site: folder of the installed packages, for the functions that torch looks up while it runs.
-        header: cuda.h, for the functions of the driver.
+        linked: names of the CUDA functions that torch and bitsandbytes link, see `_linked`.
+        site: folder of the installed packages; torch's library in it has the names of the NVML functions that torch
+            looks up while it runs.
+        header: path of cuda.h, which declares the functions of the driver.
     """
     table, answers = _answers(), {}
     for start, code in table["linked"].items():
@@ -214,8 +218,8 @@ def _architectures(python: Path) -> str:
 
 
 def _packages() -> list[str]:
-    """Return this environment's packages as pip's requirements, pinned; torch with "===", which pip matches with the
-    CUDA build only.
+    """Return this environment's packages as pip's requirements, pinned. torch is pinned with "===" and without a suffix
+    such as "+cpu", which matches only the CUDA build.
     """
     found = {each.name: hardware.version_of(each.name) for each in releases.requirements() if each.name != "torch"}
     return [f"torch==={_torch_version()}", *(f"{name}=={version}" for name, version in found.items() if version)]

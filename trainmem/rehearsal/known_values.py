@@ -3,8 +3,8 @@
 Device memory is host memory in a rehearsal. A small tensor of whole numbers or booleans that is made from known values
 is therefore really computed: by the same operation on the CPU, in the memory of the device's tensor. Masks, positions,
 labels, counts and lengths are then right, and code that depends on them takes the same branches as on a device.
-Floating-point values are unknown, except in small tensors that the host has written, and the sign of a norm. The one
-assumption: a test for NaN or infinity finds none.
+Floating-point values are unknown, with two exceptions: small tensors that the host has written are known, and so is the
+sign of a norm (not negative). The one assumption: a test for NaN or infinity finds none.
 
 Code that reads an unknown value as a float gets an `Unknown`; other reads raise `NeedsValues`. With
 `Values(assumes=True)` they return a value instead, so that a program reaches its end: floating-point numbers are 1,
@@ -211,10 +211,11 @@ class Values(TorchFunctionMode):
             self.mark(False, *_tensors((args[:1], kwargs.get("out"))))
 
     def _broadcast(self, tensor: torch.Tensor, src: int | None, group, group_src: int | None) -> None:
-        """Send small whole numbers to the group's other ranks through the group's key-value store.
+        """Send the values of a small tensor of whole numbers or booleans from the sending rank to the group's other
+        ranks, through a key-value store.
 
         The stub of NCCL leaves each rank's own values in place, but DeepSpeed checks whether all ranks have the same
-        values. The arguments are those of `torch.distributed.broadcast`.
+        values. The arguments are those of `torch.distributed.broadcast`; `src` or `group_src` is the sending rank.
         """
         group = group or torch.distributed.group.WORLD
         if tensor.dtype not in EXACT or tensor.numel() > LARGEST_SENT or group.rank() < 0:
@@ -264,8 +265,8 @@ class Values(TorchFunctionMode):
     def _answer(self, function, name, args, kwargs):
         """Return the assumed result of a function that reads an unknown value, and count the assumption in `answers`.
 
-        Comparisons of tensors give False; other functions read 1 for floating-point values, and 0 or False for others.
-        Call it only if this object was made with `assumes=True`.
+        A comparison of tensors returns False. Other functions read 1 from a floating-point tensor, 0 from a tensor of
+        whole numbers, and False from a mask. Call it only if this object was made with `assumes=True`.
 
         Args:
             function: the torch function that reads, e.g. `torch.Tensor.item`.
@@ -315,12 +316,15 @@ class Values(TorchFunctionMode):
         return True
 
     def _sized_by_values(self, function, args, kwargs, given):
-        """Return the result of a function whose size depends on values: computed on the CPU and moved to the device.
+        """Call a function whose result has a size that depends on values: compute the result on the CPU, move it to the
+        device and return it.
 
-        The arguments are those of `_note_results`.
+        Args:
+            function, args, kwargs: the function that was called, e.g. `torch.unique`, and its arguments.
+            given: the tensors among the arguments.
 
         Raises:
-            NeedsValues: the values are unknown, and no values are assumed.
+            NeedsValues: the values are unknown, and this object was made without `assumes=True`.
         """
         if all(map(self.is_known, given)):
             device = next(tensor.device for tensor in given if tensor.is_cuda)
@@ -342,10 +346,11 @@ class Values(TorchFunctionMode):
         return tree_map_only(torch.Tensor, lambda tensor: self._arrive(tensor, device), made)
 
     def positions(self, mask: torch.Tensor) -> torch.Tensor:
-        """Return the result of `aten.nonzero` on the device. Every indexing by a mask calls it, in autograd too.
+        """Return the positions of a mask's True elements, as `aten.nonzero` on the device. Every indexing by a mask
+        calls it, in autograd too.
 
         Raises:
-            NeedsValues: the values of the mask are unknown, and no values are assumed.
+            NeedsValues: the values of the mask are unknown, and this object was made without `assumes=True`.
         """
         if not self.is_known(mask):
             if not self.assumes:
@@ -362,8 +367,9 @@ class Values(TorchFunctionMode):
         return on_device
 
     def fill(self, tensor: torch.Tensor, value: torch.Tensor | bool) -> None:
-        """Write `value`, known values of the tensor's shape or one for all elements, into the memory of a tensor, and
-        note that they are known.
+        """Write known values into the memory of a tensor, and note that they are known.
+
+        `value`: a tensor of the same shape, or one value for all elements.
         """
         with _out_of_sight():
             memory_of(tensor).copy_(torch.as_tensor(value))
@@ -469,7 +475,7 @@ _LIBRARIES = {"cudnn": "cuDNN", "cufft": "cuFFT", "cusolver": "cuSOLVER", "cuspa
 
 
 def explained(error: RuntimeError) -> RuntimeError:
-    """Return a `NeedsLibrary` that names a CUDA library if `error` says that the stub lacks it; otherwise `error`."""
+    """Return a `NeedsLibrary` that names a CUDA library if `error` means that the stub lacks it; otherwise `error`."""
     text = str(error).lower()
     is_refusal = "not answered in a rehearsal" in text or any(f"{word} error" in text for word in _LIBRARIES)
     if not is_refusal or isinstance(error, NeedsLibrary):

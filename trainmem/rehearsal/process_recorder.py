@@ -1,4 +1,4 @@
-"""Record a rehearsed program from inside its processes: its memory by phase, and how it ends. Also refuse uploads.
+"""Record a rehearsed program from inside its processes: its memory by phase, and how it ends. Also make uploads fail.
 
 Each process with a device writes a JSON file, at each change of phase and at its end. `program_report` reads it:
 
@@ -6,7 +6,7 @@ Each process with a device writes a JSON file, at each change of phase and at it
     devices, steps           number of devices that it uses; optimizer updates so far
     phases                   {phase: [allocated, reserved]}, the peaks in bytes on the fullest device
     ended, error             whether it came to its end; the error that ended it: {kind, message, line}
-    answers, compiled        counts of assumed answers; the functions that torch.compile was called with
+    answers, compiled        {kind: how often an unknown value was assumed}; functions passed to torch.compile
     saved, kept              files of weights without values; existing files that were not overwritten
 
 These peaks count from the first use of the device, even if the program resets its statistics. The program itself reads
@@ -52,7 +52,7 @@ class Recorder:
 
     Args:
         folder: folder for the files of all processes.
-        values: the `Values` that this process tracks, with the counts of assumed answers.
+        values: the process's `Values`, which counts how often an unknown value was assumed.
     """
 
     def __init__(self, folder: str, values):
@@ -86,11 +86,11 @@ class Recorder:
             self.write()
 
     def statistics(self, device: int) -> dict:
-        """Return torch's memory statistics of a device, by index, with the peaks since the program last reset them."""
+        """Return torch's memory statistics of the device with this index; peaks count from the program's last reset."""
         return _largest(self.seen.get(device), self.read(device))
 
     def forget(self, device: int) -> None:
-        """Reset the peaks of the device with this index for the program; the recorded peaks are kept."""
+        """Reset the peaks that the program sees for the device with this index; the recorded peaks are kept."""
         self.turn(self.phase)
         self.seen.pop(device, None)
 
@@ -194,7 +194,7 @@ def _is_below(file: str) -> bool:
 
 
 def _largest(seen: Any, new: Any) -> Any:
-    """Return the statistics `new` of an allocator with peaks at least as high as in `seen` (earlier ones, or None)."""
+    """Return the allocator's statistics `new`, with each peak raised to that in `seen` (earlier statistics or None)."""
     if not isinstance(new, dict) or not seen:
         return new
     return {

@@ -99,7 +99,7 @@ def peaks_text(peaks: list[int]) -> str:
 def read(folder: str | os.PathLike, code: int, card: Card, assumes: bool) -> ProgramRun:
     """Return how a rehearsed program ended and what memory its processes took, from the files in `folder`.
 
-    Remove the files of weights without values that the program saved.
+    Also delete the weight files that the program saved in the rehearsal, if they have no values.
 
     Args:
         code: the program's exit code; negative for a signal.

@@ -130,7 +130,8 @@ def run(words: list[str], on: Card, *, assumes: bool = False, output: int | None
 
 @contextlib.contextmanager
 def command(on: Card) -> Iterator[tuple[Path, dict[str, str]]]:
-    """Yield (path of the Python that rehearses, environment variables that give any program the card `on`).
+    """Yield (path of a Python for rehearsals, environment variables). A program with these variables sees the simulated
+    card `on`.
 
     The variables are valid inside this context.
 
@@ -232,7 +233,7 @@ class Rehearsal(ThreadPoolExecutor):
 
 
 def serve(descriptor: int) -> None:
-    """Perform requests of `Rehearsal` through the file descriptor, until it closes, in the process that rehearses."""
+    """Run the process that rehearses: perform requests of `Rehearsal` from the file descriptor until it closes."""
     threading.Thread(target=_end_with, args=(descriptor,), daemon=True).start()
     with connection.Connection(descriptor) as channel, contextlib.suppress(EOFError):
         while True:

@@ -1,4 +1,4 @@
-"""Replace functions in a rehearsed process, to track values and to answer reads that no function mode sees."""
+"""Replace functions in a rehearsed process, to track values, and to answer reads that a function mode does not see."""
 
 import contextlib
 import functools
@@ -21,7 +21,8 @@ from trainmem.unknown import NeedsValues, Unknown
 def install() -> None:
     """Track values in this process from now on, in all its threads and in autograd's.
 
-    torch calls it once it is imported, as the entry point of a backend (inside/perf_helpers_rehearsal.dist-info).
+    torch calls this function at the end of `import torch`, because it is declared as the entry point of a backend
+    (inside/perf_helpers_rehearsal.dist-info).
     """
     mode, assert_close = Values(assumes="REHEARSAL_ASSUMES" in os.environ), torch.testing.assert_close
 
@@ -46,8 +47,9 @@ def install() -> None:
         return run
 
     def finite(name: str, answer: bool) -> Callable:
-        """Return a replacement of `math.<name>` that returns `answer` for unknown numbers, which count as finite like
-        unknown tensors.
+        """Return a replacement of `math.<name>`, e.g. `math.isnan`, that returns `answer` for an unknown number.
+
+        Unknown numbers are assumed to be finite, as the values of unknown tensors are.
         """
         plain = getattr(math, name)
         return functools.wraps(plain)(lambda number: answer if isinstance(number, Unknown) else plain(number))
@@ -57,7 +59,7 @@ def install() -> None:
         """Compare tensors as `torch.testing.assert_close` does.
 
         Raises:
-            NeedsValues: a number is unknown; torch itself would complain about its type.
+            NeedsValues: a number is unknown. (torch's own error would be about the number's type.)
         """
         for value in tree_leaves((args, kwargs)):
             if isinstance(value, Unknown):
@@ -78,8 +80,9 @@ def install() -> None:
     any_of = torch.Tensor.any
 
     def any_outlier(tensor, *args, **kwargs):
-        """Compute `Tensor.any`, but answer False when LLM.int8 looks for outliers: no mode sees this call, which is
-        inside an operation.
+        """Compute `Tensor.any`, but answer False if bitsandbytes' LLM.int8 looks for outliers.
+
+        A function mode does not see this call, because it happens inside an operation.
         """
         found = any_of(tensor, *args, **kwargs)
         if tensor.is_cuda and sys._getframe(1).f_globals.get("__name__") == "bitsandbytes.backends.cuda.ops":
@@ -89,7 +92,7 @@ def install() -> None:
     is_in = torch.isin
 
     def is_in_tokens(*args, **kwargs):
-        """Return whether a token is an end token, but False for assumed tokens, so that generation continues."""
+        """Compute `torch.isin`, but answer False if transformers looks for end tokens, so that generation continues."""
         found = is_in(*args, **kwargs)
         if sys._getframe(1).f_globals.get("__name__") == "transformers.generation.stopping_criteria":
             mode.answers["tokens that might end a generation, no"] += 1
@@ -103,8 +106,9 @@ def install() -> None:
     rebuild = torch._utils._rebuild_tensor
 
     def rebuilt(*args, **kwargs):
-        """Rebuild a tensor as torch does. Mark small tensors of whole numbers on the device as known, because
-        `torch.load(map_location="cuda")` has copied their values.
+        """Rebuild a tensor from a file as torch does. Mark small tensors of whole numbers on the device as known.
+
+        `torch.load(map_location="cuda")` has copied their values to the device.
         """
         tensor = rebuild(*args, **kwargs)
         if tensor.is_cuda and tensor.dtype in EXACT and tensor.untyped_storage().nbytes() <= LARGEST:

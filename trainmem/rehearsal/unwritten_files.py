@@ -1,4 +1,4 @@
-"""Let rehearsed programs save files of weights, which get their names, shapes and sizes, but no values.
+"""Let rehearsed programs save files of weights with the weights' names, shapes and sizes, but without their values.
 
 A rehearsal has no values to write. Such a file is a hole on the disk that reads as zeros, so that the program can load
 it again; `program_report` removes it at the end. A file that existed before the rehearsal is left unchanged. A file
@@ -127,7 +127,7 @@ def install(files: Files, values) -> None:
 
 
 def write_header(tensors: dict, filename: str | os.PathLike, metadata: dict | None) -> None:
-    """Write a safetensors file with a header, and a hole in place of its tensors.
+    """Write a safetensors file that has a header, and a hole (no disk space, read as zeros) in place of its tensors.
 
     Args:
         tensors: {name: object with the tensor's `dtype`, `shape` and `data_len` (bytes)}.
