@@ -189,8 +189,8 @@ def row(answers: dict, found: list[Row], left_out: str | None) -> dict:
 
 
 def conclude(answers: list[dict], options) -> dict:
-    """Return the summary for the record: "table" has a row per tool, "pairs" the answers of all tools for each
-    training.
+    """Return the summary for the record: "table" has one row per tool, "pairs" has one row per training with the
+    answers of all tools.
 
     `answers`: the rows that `measure` yielded; `options`: as in `runner.Measurement`.
     """
