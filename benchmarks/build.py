@@ -480,8 +480,8 @@ def _nights() -> str:
 def _false_alarms_of_claims() -> tuple[int, int]:
     """Return (number of pairs of recorded speed comparisons, number of those pairs that would be reported as a change).
 
-    Each comparison is of a recipe with itself, so every reported change is a false alarm. A change is reported if
-    `is_beyond_noise` returns True with the number of all claims about time in the ledger.
+    Each comparison is of a recipe with itself, so every reported change is a false alarm. A change is reported if two
+    speed ratios differ by more than `is_beyond_noise` admits when all claims about time are compared at once.
     """
     report = read_record(RESULTS / "speed.json")
     number = sum(claim.decided_by == "time" for claim in load().values())

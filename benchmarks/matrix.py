@@ -312,7 +312,7 @@ def record(rows: list[dict], lessons: list[str], note: str = "") -> dict:
 
 
 def _set(row: dict) -> dict:
-    """Return the part of a library set's entry (`row`, see `became`) for "sets" in the record: all but measurements."""
+    """Return a library set's row of "sets" in the record: its entry (`row`, see `became`) without measurements."""
     entry = {name: row[name] for name in ("name", "what", "status", "message", "not_rehearsed", "date", "packages")}
     lessons = row["course"]["lessons"] if row["course"] else []
     return entry | {"lessons": {x["name"]: {"status": x["status"], "message": plain(x["message"])} for x in lessons}}

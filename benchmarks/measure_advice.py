@@ -117,10 +117,11 @@ def card_and_batch(one: Pair, task: Task) -> tuple[Card, int]:
 
 
 def decide(one: Pair, folder: Path) -> dict:
-    """Rehearse the micro-batch that `advise` calls best for a model and a card, and the next larger one; return a record.
+    """Rehearse the micro-batch that `advise` calls best for a model and a card, and the next larger one.
 
-    Its keys include "recipe" (the advised one), "best" and "next" (the two rehearsals), and "keeps_its_word": whether
-    the best micro-batch fits and the next does not. If this cannot be decided, "left_out" has the reason instead.
+    Return a record. Its keys include "recipe" (the advised recipe's name), "best" and "next" (the two rehearsals), and
+    "keeps_its_word": whether the best micro-batch fits and the next does not. If this cannot be decided, "left_out" has
+    the reason instead.
 
     `folder`: folder for the file with the model's configuration.
     """

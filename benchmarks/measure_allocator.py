@@ -250,7 +250,7 @@ def answered(double: CachingAllocator, event: Event, places: dict[int, int], add
 def after(torch, retries: int) -> tuple:
     """Return torch's state at the end of a trace: ([peak of allocated bytes, of reserved bytes], retries, segments).
 
-    A segment is (address, bytes, "small" or "large", whether it is expandable, [(address, bytes, state) of each block]).
+    A segment is (address, bytes, "small" or "large", whether it is expandable, [(address, bytes, state) of a block]).
 
     `torch`: the module; `retries`: torch's number of retries when the trace began.
     """

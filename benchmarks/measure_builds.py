@@ -66,7 +66,7 @@ def measure(runs, options):
 def of_course(build: str, command: str) -> dict:
     """Return the fields of a row about the last `make course`: versions, seconds per lesson, failed lessons, verdicts.
 
-    If `command` is not "course", return {}. `build`: the checkout's FOLDER, or FOLDER=VENV with its virtual environment.
+    If `command` is not "course", return {}. `build`: the checkout's FOLDER, or FOLDER=VENV with a virtual environment.
     """
     if command != "course":
         return {}

@@ -4,10 +4,10 @@
     python benchmarks/measure_gpu.py --part ten [--seconds 470]   run one part, by name or number (default: all)
     python benchmarks/build.py --suite build/gpu/gpu.jsonl        keep the results, and make their pages
 
-It needs perf_helpers and the libraries for training, but no notebook. A row is one measurement. A call begins no new row
-after --seconds, and ends at most 100 seconds later. Every row is written to a file once it is measured, so the same command
-continues, even after it was killed. Out of memory is a result; a later call tries a crashed row once more.
-Exit code 0: no requested row is left; 3: rows are left, call again; 1: it could not begin.
+It needs perf_helpers and the libraries for training, but no notebook. A row is one measurement. A call begins no new
+row after --seconds, and ends at most 100 seconds later. Every row is written to a file as soon as it is measured, so
+the same command continues, even after it was killed. Out of memory is a result; a later call tries a crashed row once
+more. Exit code 0: no requested row is left; 3: rows are left, call again; 1: it could not begin.
 
     python benchmarks/measure_gpu.py --tiny                       test everything on a CPU, at meaningless sizes
     python benchmarks/measure_gpu.py --tiny --rehearse a100       rehearse memory on a machine without such a card
@@ -89,7 +89,7 @@ class Suite:
         return next((row for row in self.left(part) if (part, row.name) not in self._tried), None)
 
     def _do(self, part: str, row: Row) -> None:
-        """Measure one row of a part, and store the result; if the row is stopped because this call ends, store nothing."""
+        """Measure one row of a part and store the result, unless the row is stopped because this call ends."""
         start = monotonic()
         seconds = max(1.0, min(ROW_SECONDS, self.ends + LAST_SECONDS - start))
         with processes.within(seconds):

@@ -5,7 +5,7 @@
 
 A simulated nightly run times a step of a few recipes, as `perf-helpers course` does. The same code is timed many times,
 every second time under other load (a process that multiplies matrices on all cores but one). Each run is compared with
-every other run: how often is any recipe reported as slower? In further runs, half of them under other load, a planted fault
+every other run: how often is a recipe reported as slower? In more runs, half of them under other load, a planted fault
 (tests/sabotage) adds 10 % or 40 % to each training step: how often is the fault found?
 """
 

@@ -52,7 +52,7 @@ def configuration(kind: str, draw: random.Random) -> dict:
 
 
 def random_training(number: int, seed: int) -> Training:
-    """Return training `number` of the series that `seed` generates; successive trainings rotate through `KINDS`."""
+    """Return training `number` of the series that `seed` generates; successive ones rotate through model types."""
     draw = random.Random(f"stranger {seed} {number}")
     kind = [*KINDS][number % len(KINDS)]
     config = configuration(kind, draw)

@@ -76,7 +76,10 @@ class Case(Training):
 
 
 def case(number: int, seed: int) -> Case:
-    """Return case `number` of the series that `seed` generates; successive cases rotate through kinds and capabilities."""
+    """Return case `number` of the series that `seed` generates.
+
+    Successive cases rotate through the kinds; after each round of kinds, the compute capability changes.
+    """
     draw = random.Random(f"releases {seed} {number}")
     kind = KINDS[number % len(KINDS)]
     if kind in ("T5", "images"):
@@ -182,7 +185,7 @@ def estimate_of(one: Case, torch_version: str | None) -> dict:
 def answering(python: str) -> Iterator:
     """Yield a function (case, torch_version) that estimates a case in a process of another Python.
 
-    It returns {"allocated", "reserved": bytes} or {"refused": reason}. `python`: path of the other Python, whose process
+    It returns {"allocated", "reserved": bytes} or {"refused": reason}. `python`: path of the other Python; its process
     ends when the context ends.
     """
     command = [python, __file__, ANSWER]

@@ -2,12 +2,12 @@
 
     python benchmarks/measure_speed.py [--itself 200] [--turns 200] [--times 20]
 
-If a recipe is compared with itself, how often is an effect reported, i.e. how often does the interval of the speed ratio
-exclude 1? How often if a forward and backward pass is interleaved with itself inside one function (`in_turns`)? And which
-verdicts does each claim about speed that a CPU can decide get in 20 repetitions with its lesson's recipes and sizes?
-Half of the comparisons run under other load: a process that multiplies matrices on all cores but one. Every ten
-comparisons, and each round of the claims, have their own fork server, as a lesson has. It takes about two hours on
-2 cores.
+If a recipe is compared with itself, how often is an effect reported (how often does the interval of the speed ratio
+exclude 1)? How often if a forward and backward pass is interleaved with itself inside a function (`in_turns`)? Also,
+some claims about speed (see `CLAIMS`) are decided 20 times, with the recipes and sizes of their lessons: which verdicts
+do they get? Half of the comparisons run under other load: a process that multiplies matrices on all cores but one.
+Every ten comparisons, and each round of the claims, have their own fork server, as a lesson has. All takes about two
+hours on 2 cores.
 """
 
 import contextlib
@@ -69,7 +69,7 @@ def other_load(wanted: bool):
 
 
 def by_parts() -> dict:
-    """Run lesson 08's cells that measure `cost`, and return it as a row of the report for the claim "adafactor-cost"."""
+    """Run lesson 08's cells that measure `cost`, and return a row of the report for the claim "adafactor-cost"."""
     import jupytext
 
     notebook = jupytext.read(RESULTS.parent / "notebooks/src/08_adafactor.py")
