@@ -1,7 +1,7 @@
 """Keep recorded course runs, and make their pictures, results/README.md and the tables of the pages in docs/.
 
 python benchmarks/build.py --record build/course    keep a course run as results/<machine>/<date>.json, then build
-python benchmarks/build.py --suite FILE             keep a report of the GPU suite (measure_gpu.py), then as --estimates
+python benchmarks/build.py --suite FILE             keep a report of measure_gpu.py (GPU suite); go on like --estimates
 python benchmarks/build.py --estimates              compare the estimate with the recorded GPU runs, then build
 python benchmarks/build.py                          build from the newest run of each machine
 python benchmarks/build.py --check                  write nothing; exit code 1 if a page is not up to date
@@ -139,10 +139,10 @@ def newest(measured: dict[str, dict]) -> dict:
 
 
 def verdicts(data: dict) -> tuple[int, int, str]:
-    """Return (number of refuted claims, number of testable claims, the verdicts other than refuted in words) of a
+    """Return (number of refuted claims, number of testable claims, text with the number of each other verdict) of a
     course run.
 
-    `data`: the content of its results.json.
+    `data`: the content of the run's results.json.
     """
     number = Counter(claim["verdict"] for claim in decided_again(data["claims"]))
     apart = number.pop(Verdict.NOT_TESTABLE, 0)
@@ -363,17 +363,18 @@ def _sizes(runs: dict[str, Run], rehearsed: dict) -> str:
 
 
 def of_suite(data: dict) -> dict:
-    """Return the trainings of a GPU suite's report that the estimate is compared with, in the form of a course run.
+    """Return a GPU suite's measured trainings, with which the estimate is compared, as {"machine", "runs"} like a
+    course run.
 
-    `data`: the report, as in results/<machine>/gpu.
+    `data`: the suite's report, a file of results/<machine>/gpu.
     """
     rows = [row for row in data["rows"] if row["part"] == "estimate" and row["status"] == "ok"]
     return {"machine": data["machine"], "runs": [run for row in rows for run in row["runs"]]}
 
 
 def held_against(measured: dict[str, dict]) -> list[dict]:
-    """Return a row per recorded training on a GPU: its machine, name, task and arguments, and [estimated, measured]
-    bytes by kind.
+    """Return one row per recorded training on a GPU: "machine", "name", "task", "arguments", and [estimated, measured]
+    bytes of four kinds.
 
     The kinds are "peak_bytes", "reserved_bytes", "device_used_bytes" and "breakdown" (bytes by category).
 
@@ -398,9 +399,9 @@ def held_against(measured: dict[str, dict]) -> list[dict]:
 
 
 def error_table(rows: list[dict]) -> str:
-    """Return a table of the estimate's errors on GPUs: median, 95th percentile and worst, as shares.
+    """Return a table of the estimate's errors on GPUs: median, 95th percentile and worst, as fractions.
 
-    `rows`: what `held_against` returned.
+    `rows`: one per training, with [estimated, measured] bytes of each kind; `held_against` makes them.
     """
     if not rows:
         return "On a GPU: not yet checked. Memory rehearsed by torch's own allocator; speed not measured."
@@ -477,10 +478,10 @@ def _nights() -> str:
 
 
 def _false_alarms_of_claims() -> tuple[int, int]:
-    """Return (number of pairs of recorded comparisons of a recipe with itself, number of pairs that would be called a
-    change).
+    """Return (number of pairs of recorded speed comparisons, number of those pairs that would be reported as a change).
 
-    A pair counts as changed by the rule for comparing all of the ledger's claims about time.
+    Each comparison is of a recipe with itself, so every reported change is a false alarm. A change is reported if two
+    speed ratios differ by more than `is_beyond_noise` admits when all claims about time are compared at once.
     """
     report = read_record(RESULTS / "speed.json")
     number = sum(claim.decided_by == "time" for claim in load().values())
@@ -500,7 +501,7 @@ def gpu_suites(suites: dict[str, dict], cards: dict[str, dict]) -> str:
 
 
 def written(measured: dict[str, dict], cards: dict[str, dict], suites: dict[str, dict]) -> dict[Path, str]:
-    """Return {page: its text} of the pages that people write, with new blocks between the markers.
+    """Return {page: its text} of the pages that people write, with the tables between markers brought up to date.
 
     Args:
         measured: {machine: its newest course run}.
@@ -535,7 +536,10 @@ def written(measured: dict[str, dict], cards: dict[str, dict], suites: dict[str,
 def page(measured: dict[str, dict], cards: dict[str, dict], suites: dict[str, dict]) -> str:
     """Return the text of results/README.md: every table, with the machine, versions and date of its numbers.
 
-    The arguments are those of `written`.
+    Args:
+        measured: {machine: its newest course run}.
+        cards: {card: its newest rehearsal}.
+        suites: {machine: its newest report of the GPU suite}.
     """
     pictures = {name: data["file"].with_suffix(".png") for name, data in measured.items()}
     parts = [
@@ -581,7 +585,7 @@ def page(measured: dict[str, dict], cards: dict[str, dict], suites: dict[str, di
 
 
 def main(arguments=None) -> int:
-    """Record, build or check; return the exit code.
+    """Keep measurements, build the pages, or check that they are up to date; return the exit code.
 
     `arguments`: words of the command line; None: `sys.argv[1:]`.
     """

@@ -4,7 +4,8 @@
 
 Each PYTHON has the CUDA build of one release. It rehearses the operations below with their backward pass, the cases of
 tests/estimate/kernel_cases.py, and the kernel that scaled_dot_product_attention selects for each call of
-tests/estimate/attention_cases.py. The script prints each difference: bytes of a block, or ~n if the n-th is freed.
+tests/estimate/attention_cases.py. The script prints each difference. A request is printed as the bytes of an
+allocation, or as ~n if the n-th allocated block is freed.
 
 Exit code 1 if anything differs: then the estimate needs a rule for the newer release, see docs/releases.md.
 """
@@ -131,7 +132,10 @@ def _positions(x, count: int):
 
 
 def recorded(run: Callable) -> list[int] | str:
-    """Return the allocator's requests during `run()`, see `kernel_cases.events`; if it fails, the error's type."""
+    """Return the requests to the allocator during `run()`; if `run` fails, return the type of the error.
+
+    A request is the bytes of an allocation, or ~n if block n is freed, see `kernel_cases.events`.
+    """
     torch.cuda.memory._record_memory_history(max_entries=10**6, context=None)
     results = []
     try:
@@ -149,9 +153,10 @@ def recorded(run: Callable) -> list[int] | str:
 
 
 def stepped(kind: str, form: dict) -> list[int] | str:
-    """Return the allocator's requests during two steps of one of torch's optimizers, see `kernel_cases.events`.
+    """Return the requests to the allocator during two steps of one of torch's optimizers.
 
-    If the optimizer cannot be created or fails, return the type of the error.
+    A request is the bytes of an allocation, or ~n if block n is freed. If the optimizer cannot be created or fails,
+    return the type of the error.
 
     Args:
         kind: name of the optimizer's class.
@@ -168,10 +173,11 @@ def stepped(kind: str, form: dict) -> list[int] | str:
 
 
 def requests() -> dict[str, list[int] | str]:
-    """Return {name of a case: requests to the allocator} in a rehearsal.
+    """Return {name of a case: list of its requests to the allocator} in a rehearsal.
 
-    Requests are bytes, and ~n for the free of block n, see `kernel_cases.events`. A case that fails has the type of its
-    error instead. A call of attention has the letter of the kernel that torch selects, see `attention_cases.LETTERS`.
+    A request is the bytes of an allocation, or ~n if block n is freed, see `kernel_cases.events`. If a case fails, its
+    value is the type of the error. For a call of attention, the value is the letter of the kernel that torch selects,
+    see `attention_cases.LETTERS`.
     """
     kernel_cases.place = "cuda"
     kernel_cases.warmed_up()
@@ -204,7 +210,7 @@ def requests() -> dict[str, list[int] | str]:
 
 
 def ask(capability: str) -> None:
-    """Rehearse a GPU of a compute capability, e.g. "9.0", and print what `requests` returns there, as JSON."""
+    """Rehearse a GPU of a compute capability, e.g. "9.0", and print the result of `requests` there as JSON."""
     folder = str(HERE)
 
     def work(_):  # runs in the process of the rehearsal
@@ -233,7 +239,9 @@ def answered(python: str, capability: str) -> dict:
 def differences(old: dict, new: dict) -> dict[str, tuple]:
     """Return {name: (requests of the old release, requests of the new release)} of the cases in which they differ.
 
-    The requests are None if a release has no such case. `old`, `new`: what `requests` returned under each release.
+    The requests are None if a release has no such case.
+
+    `old`, `new`: {name of a case: its requests to the allocator} under each release.
     """
     names = [*old, *(name for name in new if name not in old)]
     return {name: (old.get(name), new.get(name)) for name in names if old.get(name) != new.get(name)}

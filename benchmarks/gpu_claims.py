@@ -146,9 +146,9 @@ def _fused_kernels(rows: Rows) -> float:
 
 
 def _before(rows: Rows, name: str) -> str:
-    """Return the name of the recipe one rung below the recipe `name` in lesson 14's ladder of speed.
+    """Return the name of the recipe that precedes the recipe `name` in lesson 14's ladder of speed.
 
-    Raises Absent if the two were not compared.
+    Raises Absent if the two recipes were not compared.
     """
     pairs = [pair for pair in rows.names("best", f"{name} against ") if not pair.endswith(FIRST)]
     if not pairs:

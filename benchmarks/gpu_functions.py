@@ -68,9 +68,10 @@ def kernels(task: Task) -> dict[str, bool]:
 
 
 def forced(kernel: str, arguments: dict[str, Any], profile: Profile) -> Callable[[Task], None]:
-    """Return a function of a task that trains with the Trainer, while SDPA may only use `kernel`, a key of `KERNELS`.
+    """Return a function that trains a task with the Trainer, while SDPA may only use `kernel`, a key of `KERNELS`.
 
-    The training has as many steps as an interleaved comparison under this profile. `arguments`: the training arguments.
+    The function trains as many steps as the profile gives to a run of an interleaved comparison. `arguments`: the
+    training arguments.
     """
     steps = profile.warmup_steps + profile.turns + 1
 

@@ -60,8 +60,10 @@ def _shown(row: StoredRow) -> dict[str, Any]:
 
 
 def measured(data: dict[str, Any]) -> dict[str, Any]:
-    """Return a report of the GPU suite unchanged. Raises ValueError if it was rehearsed, run without a GPU, or run at
-    tiny sizes.
+    """Return a report of the GPU suite unchanged.
+
+    Raises:
+        ValueError: the report was rehearsed, run without a GPU, or run at tiny sizes.
     """
     machine = Machine.from_dict(data["machine"])
     if machine.rehearsed:
@@ -74,7 +76,10 @@ def measured(data: dict[str, Any]) -> dict[str, Any]:
 def keep(rows: Path, results: Path) -> Path:
     """Store a file of the suite's rows as results/<machine>/gpu/<date>.json, and return that path.
 
-    `rows`: the file; `results`: the folder results/. Raises ValueError like `content` and `measured`.
+    `rows`: the file; `results`: the folder results/.
+
+    Raises:
+        ValueError: the file has no rows, or its rows were rehearsed, run without a GPU, or run at tiny sizes.
     """
     data = measured(content(Store(rows, StoredRow).read()))
     target = results / Machine.from_dict(data["machine"]).slug / "gpu" / f"{data['date'][:10]}.json"
@@ -85,7 +90,8 @@ def keep(rows: Path, results: Path) -> Path:
 def suites(results: Path) -> dict[str, dict[str, Any]]:
     """Return {machine's folder: its newest report of the GPU suite} in the folder results/.
 
-    Raises ValueError like `measured`.
+    Raises:
+        ValueError: a report was rehearsed, run without a GPU, or run at tiny sizes.
     """
     return {path.parents[1].name: measured(read_record(path)) for path in sorted(results.glob("*/gpu/*.json"))}
 
@@ -170,8 +176,8 @@ def section(name: str, data: Mapping[str, Any], cards: Mapping[str, dict]) -> st
 def _part(part: str, rows: Rows, alike: Mapping[str, Mapping[str, dict]]) -> str:
     """Return a table with a row per run of a part: memory, speed, and interleaved comparisons with their intervals.
 
-    The guides' recipes also have the guide's megabytes, and the rehearsed memory of similar cards. The text is empty if
-    the part has no run.
+    In the part "ten", each recipe also has the guide's megabytes, and its memory in rehearsals of similar cards. The
+    text is empty if the part has no run.
 
     `alike`: {card: {recipe: rehearsed row}}, see `_alike`.
     """
@@ -222,7 +228,7 @@ def _alike(rows: Rows, data: Mapping[str, Any], cards: Mapping[str, dict]) -> di
 
 
 def _facts(rows: Rows) -> Iterator[str]:
-    """Yield a line of text for each result of a function in the suite's rows: rates, kernels, cold starts."""
+    """Yield a line of text for each row of a function, not of a training: matmuls, attention kernels, cold starts."""
     answers = {key: row["value"] for key, row in rows.items() if row["status"] == "ok" and row["value"] is not None}
     if found := answers.get(("tf32", "products")):
         fastest = {name: min(seconds) for name, seconds in found.items()}

@@ -182,7 +182,8 @@ def batch(here: Here, known: Known) -> Iterator[Row]:
 def fp16(here: Here, known: Known) -> Iterator[Row]:
     """The 2022 guide's table: fp16 and fp32 by micro-batch; also with two accumulation steps, which keep gradients.
 
-    Yield this part's rows for the machine `here`; `known`: {name: row} of the measured rows.
+    Yield this part's rows for the machine `here`; `known`: {name: row} of the measured rows. With two accumulation
+    steps, the gradients of the first micro-batch stay in memory during the second.
     """
     task = here.profile.task if here.tiny else Task("bert-base-uncased", seq_len=128)
 
@@ -320,8 +321,8 @@ FIRST = "guides' vanilla"
 def best(here: Here, known: Known) -> Iterator[Row]:
     """Lesson 14's ladder of speed, from the guides' vanilla to the best recipe that takes no more memory.
 
-    Yield this part's rows for the machine `here`; `known`: {name: row} of the measured rows. Model FLOPs
-    utilisation is measured for both ends. Each technique alone is also run, for the guide's own table.
+    Yield this part's rows for the machine `here`; `known`: {name: row} of the measured rows. Model FLOPs utilisation
+    is measured for the first and the best recipe. Each technique alone is also run, for the guide's own table.
     """
     climb = [here.row(FIRST, here.profile.task, GUIDES, optimizer=gpu_functions.looped)]
     yield climb[0]
@@ -352,10 +353,10 @@ GUIDES = recipes.FOUR | {"attn_implementation": "eager"}
 
 
 def _rungs(here: Here) -> Iterator[tuple[str, list[dict[str, Any]], str]]:
-    """Yield the rungs of lesson 14's ladder of speed: (name, choices of added training arguments, what `here` lacks for
-    them).
+    """Yield each rung of lesson 14's ladder of speed: (name, alternatives of training arguments that it adds, text).
 
-    If there are several choices, the last that fits is taken.
+    The text names the packages or hardware that the machine `here` lacks for the rung; it is empty if it lacks none. If
+    there are several alternatives, the last that fits in memory is taken.
     """
     native = "" if here.machine.kind == "cuda" or here.machine.native_bf16 else "needs a CPU with bf16 instructions"
     yield "+ tf32", [{"tf32": True}], here.lacking({"tf32": True})
@@ -370,7 +371,7 @@ def _rungs(here: Here) -> Iterator[tuple[str, list[dict[str, Any]], str]]:
 def _utilisation(here: Here, known: Known, climb: list[Row]) -> Iterator[Row]:
     """Yield the rows for model FLOPs utilisation (lesson 02): the first and the best recipe, and matmul rates.
 
-    `known`: {name: row} of the measured rows; `climb`: the rows of the ladder, the first recipe first.
+    `known`: {name: row} of the measured rows; `climb`: the rows of lesson 14's ladder of speed, from the first recipe.
     """
     ratios = {row.name: known[here.pair(climb[0], row).name].speed_ratio for row in climb[1:]}
     fitting = [row for row in climb if known[row.name].peak_bytes <= known[FIRST].peak_bytes]

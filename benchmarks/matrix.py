@@ -72,8 +72,9 @@ class LibrarySet:
 
 
 def library_sets() -> list[LibrarySet]:
-    """Return the library sets of matrix.toml, the oldest first. pip refuses versions that pyproject.toml does not
-    admit.
+    """Return the library sets of matrix.toml, the oldest first.
+
+    Versions are not checked here: at installation pip refuses those that pyproject.toml does not admit.
     """
     rows = tomllib.loads(SETS.read_text(encoding="utf-8"))["set"]
     return [LibrarySet(**row | {"packages": tuple(row["packages"])}) for row in rows]
@@ -98,7 +99,7 @@ class Environments:
         self.folder = folder
 
     def install(self, one: LibrarySet) -> None:
-        """Make the set's environment, unless there is one with the same requirements.
+        """Make the environment of a library set, unless there is one with the same requirements.
 
         Raises:
             NotInstalled: pip refused.
@@ -145,7 +146,7 @@ class Environments:
             raise ValueError(f"the course ended with exit code {done.returncode}: {error}") from None
 
     def rehearsal(self, one: LibrarySet) -> dict:
-        """Return the results of matrix_rehearsal.py for the set; if it fails, {"not_rehearsed": reason}."""
+        """Return the results of matrix_rehearsal.py with a library set; if it fails, {"not_rehearsed": reason}."""
         out = self.folder / one.name / "rehearsal.json"
         out.unlink(missing_ok=True)
         done = self._run(one, [self.python(one), HERE / "matrix_rehearsal.py", out])
@@ -161,8 +162,10 @@ class Environments:
         return subprocess.run(command, capture_output=True, text=True, env=self._variables(one), **options)
 
     def _variables(self, one: LibrarySet) -> dict[str, str]:
-        """Return {name: value} of the environment variables for a set's processes: each set has its own code, and its
-        own cache of runs and operations.
+        """Return {name: value} of the environment variables for a library set's processes.
+
+        Without PYTHONPATH they import only packages of the set's environment; PERF_HELPERS_HOME is the set's own cache
+        of runs and operations.
         """
         environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
         return environment | {"PERF_HELPERS_HOME": str(self.folder / one.name / "home")}
@@ -187,11 +190,12 @@ def plain(text: str) -> str:
 
 
 def run(one: LibrarySet, lessons: list[str], environments: Environments, again: bool = False) -> dict:
-    """Run a set's lessons and its rehearsal, unless an earlier call did; return what `became` returns.
+    """Run lessons and the rehearsal with a library set, unless an earlier call did; return the set's results.
 
-    Results are kept in the set's `done.json`: {"key", "packages", "date", "ran": {lesson or REHEARSAL: results}}.
+    `became` lists the keys of these results. The set's `done.json` keeps what ran, so that an interrupted call can
+    continue: {"key": from `state`, "packages", "date", "ran": {lesson or REHEARSAL: results}}.
 
-    `again`: repeat what an earlier call ran.
+    `again`: repeat lessons and rehearsal even if an earlier call ran them.
     """
     known, jobs = done(one, environments), [*lessons, REHEARSAL]
     if known and again:
@@ -217,11 +221,11 @@ def run(one: LibrarySet, lessons: list[str], environments: Environments, again: 
 
 
 def became(one: LibrarySet, lessons: list[str], known: dict, status: str = "ok", message: str = "") -> dict:
-    """Return the result of a set of libraries, an entry of the record.
+    """Return the entry of a library set: its description, its versions, and the results of its lessons and rehearsal.
 
-    Its keys are "name" and "what" (the set's), "status" and "message" (as given), "packages" ({package: installed
-    version}), "date" (when the set ran), and "course" and "rehearsal" (results as in results.json, or None). If
-    "rehearsal" is None, "not_rehearsed" has the reason.
+    The keys are "name" and "what" (name and description of the set), "status" and "message" (as given), "packages"
+    ({package: installed version}), "date" (when the set ran), and "course" and "rehearsal" (results as in results.json,
+    or None). If "rehearsal" is None, "not_rehearsed" has the reason.
 
     Args:
         one: the set.
@@ -270,13 +274,13 @@ def say(text: str) -> None:
 
 
 def record(rows: list[dict], lessons: list[str], note: str = "") -> dict:
-    """Return the content of results/matrix.json from the results of the sets.
+    """Return the content of results/matrix.json from the entries of all library sets.
 
     It has the versions, lessons and claims of each set, the memory of runs that differ, the rehearsed bytes, and the
-    differences between each set and the next that ran.
+    differences between each set and the next set whose lessons ran.
 
     Args:
-        rows: what `became` returned for each set.
+        rows: the entry of each library set, see `became`.
         lessons: names of the lessons that were run.
         note: a remark for readers of the record.
     """
@@ -308,16 +312,16 @@ def record(rows: list[dict], lessons: list[str], note: str = "") -> dict:
 
 
 def _set(row: dict) -> dict:
-    """Return a set's entry in the record, without its measurements; `row` is what `became` returned."""
+    """Return a library set's row of "sets" in the record: its entry (`row`, see `became`) without measurements."""
     entry = {name: row[name] for name in ("name", "what", "status", "message", "not_rehearsed", "date", "packages")}
     lessons = row["course"]["lessons"] if row["course"] else []
     return entry | {"lessons": {x["name"]: {"status": x["status"], "message": plain(x["message"])} for x in lessons}}
 
 
 def _sizes(runs: dict[str, list[dict]]) -> dict[str, dict[str, dict]]:
-    """Return {run: {set: memory}} of every run whose memory was measured; the names of runs are the same in all sets.
+    """Return {run: {library set: memory}} of all runs whose memory was measured; run names are the same in all sets.
 
-    A failed run has its status and message instead. `runs`: {set: its runs, as in results.json}.
+    A failed run has its status and message instead. `runs`: {library set: its runs, as in results.json}.
     """
     found: dict[str, dict[str, dict]] = {}
     for name, rows in runs.items():
@@ -330,13 +334,13 @@ def _sizes(runs: dict[str, list[dict]]) -> dict[str, dict[str, dict]]:
 
 
 def _between(old: dict, new: dict) -> dict:
-    """Return the differences between two sets.
+    """Return the differences between two library sets.
 
-    The keys are "old" and "new" (the sets' names), "packages" ({package: versions that differ}), "changes" (of the
-    course's results, as `compare` finds them) and "rehearsed" (of the rehearsal's results; None unless both sets have a
-    rehearsal).
+    The keys are "old" and "new" (the sets' names), "packages" ({package: [old version, new version]} if they differ),
+    "changes" (differences of the lessons' results, found by `perf_helpers.compare.compare`) and "rehearsed"
+    (differences of the rehearsals' results; None unless both sets have a rehearsal).
 
-    `old`, `new`: what `became` returned for each set.
+    `old`, `new`: the entries of the two sets, see `became`.
     """
     names = sorted(old["packages"].keys() | new["packages"].keys())
     pairs = {name: [row["packages"].get(name) for row in (old, new)] for name in names}
@@ -351,11 +355,11 @@ def _between(old: dict, new: dict) -> dict:
 
 
 def main(arguments: list[str] | None = None, environments: Environments | None = None) -> int:
-    """Run the sets and write the record. Return the exit code: 1 if a set, or a lesson of a set, did not run.
+    """Run the library sets and write the record. Return the exit code: 1 if a set, or a lesson of a set, did not run.
 
     Args:
         arguments: words of the command line; None: `sys.argv[1:]`.
-        environments: install and run the sets; None: in build/matrix.
+        environments: the object that installs and runs the sets; None: one that works in the folder build/matrix.
     """
     parser = argparse.ArgumentParser(description="Run the course under several sets of libraries; record what differs.")
     known = library_sets()

@@ -1,6 +1,7 @@
 """Make the section of results/README.md about the library matrix, from results/matrix.json.
 
-Each difference is listed with the two sets of libraries between which it occurred.
+A library set is a set of library versions. Each difference is listed with the two successive library sets that it
+separates.
 """
 
 import re
@@ -25,7 +26,7 @@ def section(record: dict) -> str:
 
 
 def changed(record: dict) -> set[str]:
-    """Return the ids of everything that differs between two sets: claims, runs, lessons, rehearsed trainings.
+    """Return the ids of claims, runs, lessons and rehearsed trainings that differ between two successive library sets.
 
     `record`: the content of results/matrix.json.
     """
@@ -47,8 +48,10 @@ def _causes(record: dict) -> list[str]:
 
 
 def _sets(record: dict) -> str:
-    """Return a table of the record (results/matrix.json) with a column per set: libraries, lessons that ran, claims
-    with an expected verdict, the rehearsal.
+    """Return a table with a column per library set of the record (results/matrix.json).
+
+    Its lines: versions of libraries, number of lessons that ran, number of claims with an expected verdict, number of
+    trainings whose rehearsal succeeded, date.
     """
     sets = record["sets"]
     rows = [["", *(row["what"] for row in sets)]]
@@ -100,8 +103,10 @@ def _trouble(record: dict) -> list[str]:
 
 
 def _claims(record: dict) -> str:
-    """Return a table of the claims in the record (results/matrix.json) that differ between two sets beyond their noise,
-    and the number of the other claims.
+    """Return the number of claims that are the same in all library sets, and a table of the other claims.
+
+    A claim is the same if its verdict is equal and its value differs by no more than noise. `record`: the content of
+    results/matrix.json.
     """
     moved = changed(record) & record["claims"].keys()
     ledger, same = load(), len(record["claims"]) - len(moved)
@@ -122,8 +127,8 @@ def _claims(record: dict) -> str:
 
 
 def _memory(record: dict) -> str:
-    """Return a table of the record's runs (results/matrix.json) whose bytes differ between two sets: bytes by category,
-    and the operation at the peak.
+    """Return a table of the record's runs (results/matrix.json) whose memory differs between two library sets: bytes by
+    category, and the operation at the peak.
     """
     compared, moved = record["runs"], _moved(record, "changes")
     if not moved:
@@ -135,8 +140,8 @@ def _memory(record: dict) -> str:
 
 
 def _rehearsed(record: dict) -> str:
-    """Return tables of the record's rehearsed trainings (results/matrix.json): allocated and reserved bytes in each
-    set, and the differences.
+    """Return tables of the record's rehearsed trainings (results/matrix.json): allocated and reserved MiB with each
+    library set, and the differences between successive sets.
     """
     if not record["rehearsed"]:
         return "Rehearsed: no set has torch's CUDA build, or none could be rehearsed."
@@ -153,11 +158,12 @@ def _rehearsed(record: dict) -> str:
 
 
 def _moved(record: dict, which: str) -> list[list[str]]:
-    """Return rows [set, next set, run, difference] for every change of memory, or of whether a run fits.
+    """Return rows [library set, next library set, runs, difference] for the runs whose memory or status changed.
 
-    Runs with the same difference share a row, without their sizes and peak operations, which the record has.
+    Runs with the same difference are joined in one row. A joined row omits the sizes and the operations at the peak;
+    the record has them.
 
-    `record`: the content of results/matrix.json; `which`: "changes" (of the course) or "rehearsed".
+    `record`: the content of results/matrix.json; `which`: "changes" (of the lessons) or "rehearsed".
     """
     groups: dict[tuple[str, ...], list[tuple[str, str]]] = {}
     for pair in record["between"]:

@@ -53,7 +53,7 @@ OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "paged_adamw_8bit", "adamw_bnb
 
 
 def training(number: int, seed: int, on_cpu: bool) -> Training:
-    """Return training `number` of the set that a seed generates; architectures take turns.
+    """Return training `number` of the series that `seed` generates; successive trainings rotate through architectures.
 
     `on_cpu`: draw sizes and precisions for a CPU.
     """

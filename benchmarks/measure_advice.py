@@ -58,10 +58,10 @@ class Pair:
 
 
 def pair(number: int, seed: int) -> Pair:
-    """Return pair `number` of the set that a seed generates: a model and a card.
+    """Return pair `number` of the series that `seed` generates: a model and a card.
 
-    Every fourth model is large and gets a real card. The others are small and get a made-up card. Architectures and
-    cards take turns.
+    Every fourth model is large and gets a real card. The others are small and get a made-up card. Successive pairs
+    rotate through the architectures and the real cards.
     """
     draw = random.Random(f"{seed} {number}")
     turn, kind = divmod(number, 4)
@@ -79,19 +79,20 @@ def pair(number: int, seed: int) -> Pair:
 
 
 class Undecided(Exception):
-    """The rehearsal of a pair cannot decide whether the advice is right; the message says why."""
+    """Rehearsals cannot decide whether the advice for a model and a card is right; the message says why."""
 
 
 def card_and_batch(one: Pair, task: Task) -> tuple[Card, int]:
-    """Return the pair's card, and an effective batch of which only a part fits on it.
+    """For a model and a card (a `Pair`), return the card and an effective batch that is too large for one micro-batch.
 
-    A made-up card gets up to a tenth more memory than one micro-batch needs. This micro-batch is so large that its peak
-    is not in the optimizer update. For a real card, a line through two estimates predicts how many samples fit.
+    A made-up card gets 0 to 10 % more memory than a chosen micro-batch needs. That micro-batch is large enough for the
+    peak to be in forward or backward, not in the optimizer update. For a real card, a line through two estimates
+    predicts how many samples fit.
 
     `task`: the pair's model as a task.
 
     Raises:
-        Undecided: too many samples fit, or none.
+        Undecided: too many samples fit on the real card, or none.
     """
     draw = random.Random(one.number)
     precision = {} if {"fp16", "dtype"} & one.must.keys() else {"bf16" if one.capability >= (8, 0) else "fp16": True}
@@ -116,10 +117,11 @@ def card_and_batch(one: Pair, task: Task) -> tuple[Card, int]:
 
 
 def decide(one: Pair, folder: Path) -> dict:
-    """Return the record of a pair: its recipe, and the rehearsals of the best micro-batch ("best") and of the next
-    larger one ("next").
+    """Rehearse the micro-batch that `advise` calls best for a model and a card, and the next larger one.
 
-    "keeps_its_word" is whether the best fits and the next does not; an undecided pair has the reason in "left_out".
+    Return a record. Its keys include "recipe" (the advised recipe's name), "best" and "next" (the two rehearsals), and
+    "keeps_its_word": whether the best micro-batch fits and the next does not. If this cannot be decided, "left_out" has
+    the reason instead.
 
     `folder`: folder for the file with the model's configuration.
     """
@@ -158,12 +160,13 @@ def decide(one: Pair, folder: Path) -> dict:
 
 
 def summary(rows: list[dict]) -> dict:
-    """Return the numbers of decided pairs ("decided"), of pairs with right advice ("keeps_its_word") and of undecided
-    pairs ("left_out"); and the architectures, compute capabilities and micro-batches of the decided pairs.
+    """Count the pairs of a model and a card: decided ones ("decided"), those with right advice ("keeps_its_word") and
+    undecided ones ("left_out").
 
-    An advice is right if its micro-batch fits in the rehearsal, and the next larger one runs out of memory.
+    The advice is right if its micro-batch fits in the rehearsal, and the next larger one runs out of memory. Further
+    keys: architectures, compute capabilities, micro-batches and estimates per advice of the decided pairs.
 
-    `rows`: what `decide` returned for each pair.
+    `rows`: one record per pair, see `decide`.
     """
     decided = [row for row in rows if "keeps_its_word" in row]
     return {

@@ -87,8 +87,8 @@ def of_a_training(chance: random.Random, live_bytes: float) -> list[Event]:
 
     Args:
         chance: the random generator.
-        live_bytes: bytes that weights, gradients, states and batch share; the batch takes 0.3 to 1.5 times the bytes
-            that the other three leave.
+        live_bytes: bytes for weights, gradients, states and activations. The activations of the largest batch need 0.3
+            to 1.5 times the bytes that the other three leave.
     """
     hidden, layers, words = (
         chance.choice([128, 256, 384, 768]),
@@ -192,12 +192,15 @@ def compare(text: str, seeds: list[str], torch_version: str | None = None) -> di
 
 
 def performed(torch, live: dict, event: Event) -> tuple:
-    """Perform an event by torch; return (allocated, reserved, requested bytes, small segments, large segments, whether
-    there was no room, address of the new block).
+    """Let torch perform an event (allocate, free or empty the cache), and return its statistics after the event.
 
     Args:
         torch: the module.
-        live: {key: tensor} of the blocks in use, which is updated.
+        live: {number of a block: its tensor} of the allocated blocks; it is updated.
+
+    Returns:
+        (allocated bytes, reserved bytes, requested bytes, number of small segments, number of large segments, whether
+        torch ran out of memory, address of the new block or 0).
     """
     full, address = False, 0
     if event is None:
@@ -216,11 +219,15 @@ def performed(torch, live: dict, event: Event) -> tuple:
 
 
 def answered(double: CachingAllocator, event: Event, places: dict[int, int], address_of_block: int) -> tuple:
-    """Perform an event on `double`, the model of the allocator, and return a tuple as `performed` does.
+    """Let the model `double` of the allocator perform an event (allocate, free or empty the cache).
 
     Args:
         places: {number of a segment of the model: its address in torch}, known from its first block; it is updated.
         address_of_block: torch's address of the new block.
+
+    Returns:
+        (allocated bytes, reserved bytes, requested bytes, number of small segments, number of large segments, whether
+        the model ran out of memory, address of the new block in torch or 0).
     """
     full, address = False, 0
     if event is None:
@@ -241,8 +248,9 @@ def answered(double: CachingAllocator, event: Event, places: dict[int, int], add
 
 
 def after(torch, retries: int) -> tuple:
-    """Return torch's state at the end of a trace: ([peak of allocated and of reserved bytes], retries, segments with
-    blocks).
+    """Return torch's state at the end of a trace: ([peak of allocated bytes, of reserved bytes], retries, segments).
+
+    A segment is (address, bytes, "small" or "large", whether it is expandable, [(address, bytes, state) of a block]).
 
     `torch`: the module; `retries`: torch's number of retries when the trace began.
     """
@@ -259,7 +267,12 @@ def after(torch, retries: int) -> tuple:
 
 
 def double_after(double: CachingAllocator, places: dict[int, int]) -> tuple:
-    """Return what `after` returns, for `double`, the model, with torch's addresses. `places`: as in `answered`."""
+    """Return the state of the allocator's model `double` at the end of a trace, with torch's addresses, to compare.
+
+    The result has the form of `after`: ([peak of allocated bytes, of reserved bytes], retries, segments).
+
+    `places`: {number of a segment of the model: its address in torch}.
+    """
     states = {True: "inactive", False: "active_allocated"}
     bases = sorted((base, places[head.order] - base) for base, head in double._heads.items() if head.order in places)
 

@@ -2,9 +2,9 @@
 
     python benchmarks/measure_architectures.py [--count 40] [--first -1]
 
-A run measures the next `count` classes after number `first` (-1: by the date, so that nightly runs cover different
-classes) and keeps the record's other rows. A class is left out, with the reason, if no shrunk form of it can be
-trained.
+A run measures `count` classes, beginning with class number `first` (-1: the date determines the first class, so that
+successive nights measure different classes), and keeps the record's other rows. A class is left out, with the reason,
+if no shrunk form of it can be trained.
 """
 
 import functools

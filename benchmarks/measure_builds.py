@@ -66,7 +66,7 @@ def measure(runs, options):
 def of_course(build: str, command: str) -> dict:
     """Return the fields of a row about the last `make course`: versions, seconds per lesson, failed lessons, verdicts.
 
-    For another command than "course" return {}. `build`: folder of the checkout, or FOLDER=VENV.
+    If `command` is not "course", return {}. `build`: the checkout's FOLDER, or FOLDER=VENV with a virtual environment.
     """
     if command != "course":
         return {}

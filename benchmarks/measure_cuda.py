@@ -86,7 +86,7 @@ class Training(Record):
 
 
 def training(number: int, seed: int) -> Training:
-    """Return training `number` of the set that a seed generates; architectures take turns."""
+    """Return training `number` of the series that `seed` generates; successive ones rotate through architectures."""
     draw = random.Random(f"{seed} {number}")
     architecture = [*ARCHITECTURES][number % len(ARCHITECTURES)]
     config = configuration(architecture, draw)

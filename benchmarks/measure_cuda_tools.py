@@ -105,8 +105,9 @@ def of_pypi(tool: str, pythons: list[str], path: Path) -> dict | None:
 def row(name: str, version: str, replies: list[dict], rows: list[dict]) -> dict:
     """Return the row of one tool over all trainings.
 
-    It has the fields of `tools.row`, the tool's error on dense decoders alone, because many tools claim no more, and
-    the error of the tool's total against the reserved bytes.
+    It has the fields of `tools.row`, whose errors compare the tool's bytes with allocated bytes. It also has the error
+    on dense decoders only ("..._decoders"), because many tools claim to support only these, and the error of the tool's
+    total compared with reserved bytes ("..._reserved").
 
     Args:
         name, version: name and version of the tool.
@@ -161,8 +162,8 @@ def measure(cases, options):
 
 
 def conclude(answers: list[dict], options) -> dict:
-    """Return the summary for the record: "table" has a row per tool, "pairs" the answers of all tools for each
-    training.
+    """Return the summary for the record: "table" has one row per tool, "pairs" has one row per training with the
+    answers of all tools.
 
     `answers`: the rows that `measure` yielded; `options`: as in `runner.Measurement`.
     """

@@ -61,8 +61,8 @@ def ask(lab: Lab, name: str, task: Task, arguments: dict) -> dict:
 
 
 def cases(options) -> dict:
-    """Return {name: (model, recipe)} of the trainings. A large model has no recipe, because only the cost of its answer
-    is measured.
+    """Return {name: (model, recipe)} of the trainings. The recipe of a large model is None, because only the time and
+    memory that its estimate takes are measured.
 
     `options`: as in `runner.Measurement`.
     """

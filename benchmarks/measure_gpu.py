@@ -4,13 +4,13 @@
     python benchmarks/measure_gpu.py --part ten [--seconds 470]   run one part, by name or number (default: all)
     python benchmarks/build.py --suite build/gpu/gpu.jsonl        keep the results, and make their pages
 
-It needs perf_helpers and the libraries for training, but no notebook. A call begins no new row after its seconds are
-over, and ends at most 100 seconds later. Every row is written to a file as soon as it is measured, so the same command
-continues, even after it was killed. Out of memory is a result; a later call tries a crashed row once more.
-Exit code 0: no requested row is left; 3: rows are left, call again; 1: it could not begin.
+It needs perf_helpers and the libraries for training, but no notebook. A row is one measurement. A call begins no new
+row after --seconds, and ends at most 100 seconds later. Every row is written to a file as soon as it is measured, so
+the same command continues, even after it was killed. Out of memory is a result; a later call tries a crashed row once
+more. Exit code 0: no requested row is left; 3: rows are left, call again; 1: it could not begin.
 
     python benchmarks/measure_gpu.py --tiny                       test everything on a CPU, at meaningless sizes
-    python benchmarks/measure_gpu.py --tiny --rehearse a100       rehearse the memory for a card that is not here
+    python benchmarks/measure_gpu.py --tiny --rehearse a100       rehearse memory on a machine without such a card
 """
 
 import argparse
@@ -49,7 +49,7 @@ class Suite:
     """The rows of the suite on one machine, and the file that keeps them.
 
     Args:
-        lab: has the profile, and in a rehearsal the executor.
+        lab: runs the rows; it has the profile (number of steps and turns), and in a rehearsal the rehearsing executor.
         file: JSON lines; rows of other machines, versions or profiles in it are ignored.
         ends: the time, by `monotonic`, after which no row begins.
     """
@@ -75,7 +75,7 @@ class Suite:
         return known
 
     def left(self, part: str) -> list[Row]:
-        """Return the rows of a part that are still to be measured, as far as they are known yet."""
+        """Return the rows of a part that are still to be measured, except rows that depend on results still missing."""
         known = self.known(part)
         return [row for row in PARTS[part](self.here, known) if row.name not in known]
 
@@ -89,7 +89,7 @@ class Suite:
         return next((row for row in self.left(part) if (part, row.name) not in self._tried), None)
 
     def _do(self, part: str, row: Row) -> None:
-        """Measure one row of a part within this call's time, and store it unless the time cut it off."""
+        """Measure one row of a part and store the result, unless the row is stopped because this call ends."""
         start = monotonic()
         seconds = max(1.0, min(ROW_SECONDS, self.ends + LAST_SECONDS - start))
         with processes.within(seconds):
@@ -140,8 +140,8 @@ class Suite:
     def _pair(self, row: Row) -> dict[str, Any]:
         """Interleave the two runs of a row, and return {"status", "runs", "speed_ratio", "wall_ratio"}.
 
-        A run that only an earlier process performed is performed again, without timing, because `Lab.compare` takes
-        runs of its own lab only. If a run or the comparison failed, there is a "message" instead of ratios.
+        A run that is known only from an earlier process is first repeated without timing, because `Lab.compare` takes
+        only runs of its own lab. If a run or the comparison failed, there is a "message" instead of ratios.
         """
         pair = [self._runs.get(_what(one)) or self._performed(one, ("memory",)) for one in row.of]
         runs = tuple(map(kept_of, pair))
@@ -172,8 +172,8 @@ def setup_of(machine: Machine, versions: dict[str, str | None], profile: str) ->
 
 
 def kept_of(run: Run) -> dict[str, Any]:
-    """Return the record of a run, by the names of `OF_A_RUN`, without timelines of its memory and without the seconds
-    of each step.
+    """Return {field: value} of a run for the fields that `OF_A_RUN` names, without the timeline of its memory and
+    without the seconds of each step.
     """
     listing = run.to_dict()
     if listing["memory"]:

@@ -4,8 +4,8 @@
     python benchmarks/measure_nights.py --rows      count again with today's rule
 
 A simulated nightly run times a step of a few recipes, as `perf-helpers course` does. The same code is timed many times,
-every other time under other load (a process that multiplies matrices on all cores but one). Each run is compared with
-every other run: how often is anything called slower? In further runs, half of them under other load, a planted fault
+every second time under other load (a process that multiplies matrices on all cores but one). Each run is compared with
+every other run: how often is a recipe reported as slower? In more runs, half of them under other load, a planted fault
 (tests/sabotage) adds 10 % or 40 % to each training step: how often is the fault found?
 """
 
@@ -23,8 +23,8 @@ SLOWER = (0.1, 0.4)  # slow-downs, as shares of a step
 
 
 def cases(options) -> dict:
-    """Return {name: (whether there is other load, share of a step by which each step is slower)} of simulated nightly
-    runs.
+    """Return {name: (whether another process loads the machine, slowdown)} of simulated nightly runs; a slowdown of 0.1
+    makes each step 10 % longer.
 
     `options`: as in `runner.Measurement`.
     """

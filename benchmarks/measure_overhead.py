@@ -1,4 +1,4 @@
-"""Measure the cost of the time meter: interleave trainings with the meter and kept losses, and trainings without both.
+"""Measure the cost of the time meter and of keeping losses: interleave trainings with both and trainings with neither.
 
     python benchmarks/measure_overhead.py [--rounds 9] [--steps 20]
 

@@ -52,7 +52,7 @@ def configuration(kind: str, draw: random.Random) -> dict:
 
 
 def random_training(number: int, seed: int) -> Training:
-    """Return training `number` of the set that a seed generates; the model types of `KINDS` take turns."""
+    """Return training `number` of the series that `seed` generates; successive ones rotate through model types."""
     draw = random.Random(f"stranger {seed} {number}")
     kind = [*KINDS][number % len(KINDS)]
     config = configuration(kind, draw)
@@ -69,8 +69,13 @@ def random_training(number: int, seed: int) -> Training:
 def compare(lab: Lab, one: Training, folder: Path) -> dict:
     """Return the record of a training, which is estimated while it is rehearsed.
 
-    If the estimate is wrong, "missed" has the differences in bytes, allocated and reserved. The arguments are those of
-    `measure_cuda.compare`.
+    If the estimate is wrong, "missed" has the differences of allocated and reserved bytes, or {"refused": reason}. If
+    the training cannot be rehearsed, "left_out" has the reason.
+
+    Args:
+        lab: rehearses on a card of the training's compute capability.
+        one: the training.
+        folder: folder for the file with the model's configuration.
     """
     row = one.to_dict()
     with tempfile.TemporaryDirectory() as own, ThreadPoolExecutor(1) as beside:  # both write the configuration
@@ -125,7 +130,9 @@ def cases(options) -> dict[str, Training]:
 
 
 def measure(cases, options):
-    """Compare trainings until the time is over, and yield (number, row) of each; cards take turns.
+    """Compare estimate and rehearsal of trainings until the time is over; yield (number, row) for each training.
+
+    In every block of 90 trainings, one card after the other rehearses the trainings of its compute capability.
 
     `cases`, `options`: as in `runner.Measurement`.
     """

@@ -28,8 +28,8 @@ HALF = {"bf16": True, "gradient_checkpointing": True}
 
 
 def zero(stage: int, **more) -> dict:
-    """Return the training arguments of a ZeRO stage, with torch's optimizer and small buckets, because large ones hide
-    the shards.
+    """Return the training arguments of a ZeRO stage, with torch's optimizer and with small buckets: large buckets take
+    so much memory that the effect of sharding would not be seen.
 
     `more`: further fields of DeepSpeed's "zero_optimization".
     """

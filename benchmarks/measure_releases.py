@@ -55,7 +55,7 @@ ANSWER = "--answer"  # the option for a Python that only estimates
 
 @dataclass(frozen=True)
 class Case(Training):
-    """A generated training, or inference, of one of `KINDS`, in which torch releases differ."""
+    """A generated training or inference of one of `KINDS`, the kinds whose memory depends on the torch release."""
 
     kind: str = ""
     training: bool = True
@@ -76,7 +76,10 @@ class Case(Training):
 
 
 def case(number: int, seed: int) -> Case:
-    """Return case `number` of the set that a seed generates; kinds and compute capabilities take turns."""
+    """Return case `number` of the series that `seed` generates.
+
+    Successive cases rotate through the kinds; after each round of kinds, the compute capability changes.
+    """
     draw = random.Random(f"releases {seed} {number}")
     kind = KINDS[number % len(KINDS)]
     if kind in ("T5", "images"):
@@ -180,9 +183,10 @@ def estimate_of(one: Case, torch_version: str | None) -> dict:
 
 @contextlib.contextmanager
 def answering(python: str) -> Iterator:
-    """Yield a function (case, torch_version) that returns what `estimate_of` returns in another Python.
+    """Yield a function (case, torch_version) that estimates a case in a process of another Python.
 
-    `python`: path of that Python; its process ends with the context.
+    It returns {"allocated", "reserved": bytes} or {"refused": reason}. `python`: path of the other Python; its process
+    ends when the context ends.
     """
     command = [python, __file__, ANSWER]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as process:

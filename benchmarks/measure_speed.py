@@ -2,11 +2,12 @@
 
     python benchmarks/measure_speed.py [--itself 200] [--turns 200] [--times 20]
 
-A recipe compared with itself has no effect: how often is one reported (1 outside the interval)? The same is asked about
-a pass that is interleaved with itself inside a function (`in_turns`). And each claim about speed that a CPU can decide
-is decided 20 times, with the recipes and sizes of its lesson: which verdicts does it get? Half of the comparisons run
-under other load: a process that multiplies matrices on all cores but one. Every ten comparisons, and each round of the
-claims, have their own fork server, as a lesson has. It takes about two hours on 2 cores.
+If a recipe is compared with itself, how often is an effect reported (how often does the interval of the speed ratio
+exclude 1)? How often if a forward and backward pass is interleaved with itself inside a function (`in_turns`)? Also,
+some claims about speed (see `CLAIMS`) are decided 20 times, with the recipes and sizes of their lessons: which verdicts
+do they get? Half of the comparisons run under other load: a process that multiplies matrices on all cores but one.
+Every ten comparisons, and each round of the claims, have their own fork server, as a lesson has. All takes about two
+hours on 2 cores.
 """
 
 import contextlib
@@ -55,7 +56,7 @@ while True:
 
 @contextlib.contextmanager
 def other_load(wanted: bool):
-    """Keep all cores but one, and their caches, busy by another process in this context, if `wanted`."""
+    """If `wanted`, let another process keep all cores but one, and their caches, busy while the context is open."""
     if not wanted:
         yield
         return
@@ -68,7 +69,7 @@ def other_load(wanted: bool):
 
 
 def by_parts() -> dict:
-    """Return a row of the report for the claim "adafactor-cost": run lesson 08's own cells and read their `cost`."""
+    """Run lesson 08's cells that measure `cost`, and return a row of the report for the claim "adafactor-cost"."""
     import jupytext
 
     notebook = jupytext.read(RESULTS.parent / "notebooks/src/08_adafactor.py")
@@ -85,7 +86,7 @@ def by_parts() -> dict:
 def passes_in_turns(task) -> list:
     """Time three interleaved copies of the same forward and backward pass of a task, on one thread.
 
-    Return what `in_turns` returns.
+    Return, for each copy, a list of (wall-clock seconds, CPU seconds) of its eight turns.
     """
     import torch
 
@@ -97,7 +98,10 @@ def passes_in_turns(task) -> list:
 
 
 def of_passes(task) -> dict:
-    """Return a row of the report, see `compared`, for passes of a task that are interleaved in three processes."""
+    """Compare a forward and backward pass of a task with itself, interleaved in each of three processes.
+
+    Return a row of the report, see `compared`.
+    """
     from perf_helpers import Lab
     from trainmem.records import CPU, WALL, Ratio
 
@@ -109,11 +113,14 @@ def of_passes(task) -> dict:
 
 
 def compared(pairs: list) -> list[dict]:
-    """Compare pairs of recipes in this process; return a row of the report for each pair.
+    """Compare the speed of pairs of recipes in this process; return a row of the report for each pair.
 
     A row has "name", "floor" (the factor within which speeds count as equal), "load" (the system's load average), and
-    [ratio, low, high] as "cpu" and "wall". A pair is [name, changes of the task, arguments of the baseline, arguments
-    of the other recipe, options of `Lab.compare`].
+    "cpu" and "wall": [speed ratio, low, high] by CPU time and by wall-clock time. For the claims, a row for
+    "adafactor-cost" is added.
+
+    `pairs`: each [name, changes of the task, training arguments of the baseline, training arguments of the other
+    recipe, options of `Lab.compare`].
     """
     from perf_helpers import Lab
 
@@ -137,8 +144,9 @@ def is_effect(ratio: list[float]) -> bool:
 
 
 def cases(options) -> dict:
-    """Return {name: (comparisons of one process, whether they run under other load)}; a comparison is a pair of
-    `compared`, or a claim.
+    """Return {name: (list of comparisons that one process makes, whether another process loads the machine)}.
+
+    A comparison is a pair of recipes in the form of `compared`: a recipe and itself, or the two recipes of a claim.
 
     `options`: as in `runner.Measurement`.
     """

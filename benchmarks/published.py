@@ -6,7 +6,8 @@ python benchmarks/published.py --rehearse        also rehearse each row with tor
 python benchmarks/build.py                       the table in results/README.md
 
 published.toml has facts only: source, date, GPU, versions, set-up, quantity, figure, and the loop or changed training
-that predicts the row; this code is in a file per source. Rows are kept even if the estimate is far off.
+that predicts the row. The code of each source's loops or changes is in one file, published_*.py. Rows are kept even if
+the estimate is far off.
 
 If the rehearsal gives the published figure and the estimate does not, the estimate is wrong. If the rehearsal agrees
 with the estimate, versions or set-up differ. A row that cannot be compared like for like has a reason.
@@ -54,7 +55,7 @@ CHANGES = functions(published_fms, published_guide)
 
 
 def run_loop(loop: Callable, task: Task, **sizes) -> None:
-    """Run a rebuilt loop, with its tensors on the GPU if the process has one.
+    """Run a training loop that was rebuilt after its source, with its tensors on the GPU if the process has one.
 
     `sizes`: the loop's arguments; the task is not used.
     """
@@ -91,8 +92,10 @@ class Row:
 
     @property
     def question(self) -> dict[str, Any]:
-        """Return {name: value} of the arguments that `estimate` and a lab share: a custom loop, or a training with
-        its changes.
+        """Return {name: value} of the arguments that describe the row's training, for `estimate` and for a lab.
+
+        They are either a custom loop ("function"), or training arguments and, if the model is changed, an "optimizer"
+        that applies the changes.
         """
         if loop := self.facts.get("loop"):
             return {"function": functools.partial(run_loop, LOOPS[loop], **self.given)}
@@ -128,9 +131,9 @@ def rows() -> list[Row]:
 
 
 def predict(row: Row, folder: Path) -> tuple[int, int | None]:
-    """Return a row's estimated bytes by (its versions' rules, today's rules); None if today's rules are the same.
+    """Return a row's estimated bytes by two sets of rules: (of the versions that the source used, of today's versions).
 
-    `folder`: folder for the file with the model's configuration.
+    The second is None if the rules are the same. `folder`: folder for the file with the model's configuration.
     """
     quantity, capability = QUANTITIES[row.facts["quantity"]], row.card.capability
     ask = functools.partial(estimate, row.task(folder), device="cuda", compute_capability=capability, timeout=900)
@@ -142,7 +145,7 @@ def predict(row: Row, folder: Path) -> tuple[int, int | None]:
 
 
 def rehearse(found: list[Row], folder: Path) -> dict[str, float | None]:
-    """Return {name of a row: MiB by torch's own allocator}; None for a row whose rehearsal failed.
+    """Return {name of a row: peak MiB that torch's own allocator reports}; the value is None if the rehearsal failed.
 
     `found`: the rows; `folder`: folder for the files with configurations.
 
@@ -162,10 +165,11 @@ def rehearse(found: list[Row], folder: Path) -> dict[str, float | None]:
 
 
 def row_of(row: Row, predictions: tuple[int, int | None]) -> dict[str, Any]:
-    """Return a row for the JSON: facts, "published" and "predicted" figure in MiB, "error" as a share of the published
-    figure.
+    """Return a row for published.json: the source's facts, "published" and "predicted" in MiB, and "error".
 
-    `predictions`: what `predict` returned.
+    "error" is predicted / published - 1; "older_rules_add" is the MiB that the rules of older versions add, or None.
+
+    `predictions`: bytes by the rules of the source's versions, and by today's rules (None if they are the same).
     """
     predicted, today = predictions
     return {
@@ -180,10 +184,11 @@ def row_of(row: Row, predictions: tuple[int, int | None]) -> dict[str, Any]:
 
 
 def summary(made: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Summarize the errors of like-for-like rows, in total ("all") and by kind: number, median, 95th percentile and
-    worst.
+    """Return number, median, 95th percentile and worst of the absolute errors of rows that are compared like for like.
 
-    `made`: what `row_of` returned for each row.
+    The result has one entry for all such rows ("all"), and one for each kind of row, e.g. "layer" or "training".
+
+    `made`: the rows, see `row_of`.
     """
     errors: dict[str, list[float]] = {"all": []}
     for row in (row for row in made if row["like_for_like"]):

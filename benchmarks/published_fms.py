@@ -15,8 +15,8 @@ def lora(model, arguments) -> None:
     """Add PEFT's LoRA of rank 16 with dropout 0.1 to the model's projections of attention; adapters are always in fp32.
 
     As in peft 0.13 (`autocast_adapter_dtype`): weights are frozen, the adapter's input is cast to fp32, and its result
-    is added to the layer's. The embedding's result requires a gradient, because a checkpoint needs an input that does.
-    `arguments` are not used.
+    is added to the layer's. The embedding's result is made to require a gradient, because gradient checkpointing needs
+    an input that requires a gradient. `arguments` are not used.
     """
 
     class Adapted(torch.nn.Module):

@@ -76,9 +76,9 @@ def kept_input_of_softmax(model, arguments) -> None:
 
 
 def gelu_in_fp32(model, arguments) -> None:
-    """Let autocast run a model's GELU in fp32, as before torch 1.10 (pytorch PR 59639): its input is kept in 32 bits.
+    """Let autocast run a model's GELU in fp32, as before torch 1.10 (pytorch PR 59639).
 
-    `arguments` are not used.
+    The input of the GELU, which is kept for backward, then has 32 bits. `arguments` are not used.
     """
     for module in model.modules():
         if type(module).__name__ == "GELUActivation":

@@ -1,8 +1,8 @@
 """linkedin/Liger-Kernel, benchmark/scripts: the implementations in plain torch or transformers, for published.py.
 
 Each loop takes the sizes of a row of published.toml, and makes its tensors on the device that published.py chose, so
-that the loop can be measured, rehearsed or traced. The loops rebuild everything that decides about memory: which
-tensors live when. A layer runs forward and backward several times; B, T, H, V are batch, tokens, hidden size and
+that the loop can be measured, rehearsed or traced. The loops rebuild all that determines memory: when each tensor is
+allocated and freed. A layer runs forward and backward several times; B, T, H, V are batch, tokens, hidden size and
 vocabulary. Modules that are allocated but not run belong to Liger's own implementation, which the scripts hold at the
 same time.
 """
@@ -21,8 +21,8 @@ GRADIENT = {"requires_grad": True}
 
 @contextlib.contextmanager
 def made_in(dtype: torch.dtype) -> Iterator[None]:
-    """Give modules that are made in this context the type `dtype` from the start: fake weights cannot be replaced
-    later.
+    """Create modules with the type `dtype` while this context is open; the weights of a module that was made with fake
+    tensors cannot be converted later.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

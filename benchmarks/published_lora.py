@@ -3,7 +3,8 @@
 python benchmarks/published_lora.py   run it with a Python that has the CUDA build of the release
 python benchmarks/build.py            the table in results/README.md
 
-It needs peft. published_lora.toml has the facts. Each prediction was committed before it was compared with the card.
+It needs peft. published_lora.toml has the facts. Each prediction was committed before it was compared with
+the measurement on the T4.
 """
 
 import contextlib

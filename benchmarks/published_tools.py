@@ -3,8 +3,9 @@
     .venv/bin/python benchmarks/published_tools.py --pythons PYTHON ...   # as measure_cuda_tools.py; needs peft
 
 The trainings are those of published.toml, published_lora.toml and published_preflight.toml. A tool's bytes of tensors
-are compared with allocated bytes; its total, less the context if the tool names it, with reserved bytes. The estimates
-of published.toml are in published.json; for the other two files the estimate traces the loop that the source describes.
+are compared with allocated bytes. A tool's total is compared with reserved bytes; if the tool reports the size of the
+CUDA context, this size is subtracted from the total. The estimates of published.toml are in published.json; for the
+other two files the estimate traces the loop that the source describes.
 """
 
 import functools
@@ -40,7 +41,7 @@ T4, A100 = (7, 5), (8, 0)
 
 @dataclass(frozen=True)
 class Row:
-    """A training that others measured on a real card, with the measured bytes, and the question for the tools."""
+    """A training that others measured on a real card: its measured bytes, and the description that each tool gets."""
 
     name: str
     file: str  # the file with its facts
@@ -135,8 +136,8 @@ def preflight_loop(kind: str, size: int, length: int, task) -> None:
 def own_answers(tool: str, row: Row) -> dict:
     """Return this project's answer for a training: the recorded one, otherwise the estimate for the training's loop.
 
-    A recorded answer has bytes only, by the names in `FIGURES`; an estimate has the fields of `tools.estimated`. A
-    rehearsal without a record is {"refused": "not rehearsed"}.
+    A recorded answer has bytes only, by the names in `FIGURES`; an estimate has the fields of `tools.estimated`. If a
+    rehearsal is requested and none is recorded, return {"refused": "not rehearsed"}.
 
     Args:
         tool: "rehearsal", or the name of the estimate, "this estimate".
@@ -149,7 +150,7 @@ def own_answers(tool: str, row: Row) -> dict:
 
 
 def measure(cases, options):
-    """Yield (tool, row) per tool; a row has "tool", "version" and "said", the tool's answers in the trainings' order.
+    """Yield (tool, row) per tool; a row has "tool", "version" and "said": the tool's answer to each training, in order.
 
     `cases`, `options`: as in `runner.Measurement`.
     """
@@ -170,12 +171,12 @@ def measure(cases, options):
 
 
 def row(answers: dict, found: list[Row], left_out: str | None) -> dict:
-    """Return the row of one tool over all trainings except the trainings of one file.
+    """Return one tool's row of the table: its errors over all trainings except those from the file `left_out`.
 
     Args:
-        answers: the row of the tool that `measure` yielded; "said" has its answers.
+        answers: the tool's row, see `measure`; "said" has the tool's answers.
         found: the trainings, in the order of the answers.
-        left_out: the file; None: every training counts.
+        left_out: name of the file; None: every training counts.
     """
     summary = {"tool": answers["tool"], "version": answers["version"], "left_out": left_out}
     for figure, what in FIGURES.items():
@@ -189,8 +190,8 @@ def row(answers: dict, found: list[Row], left_out: str | None) -> dict:
 
 
 def conclude(answers: list[dict], options) -> dict:
-    """Return the summary for the record: "table" has a row per tool, "pairs" the answers of all tools for each
-    training.
+    """Return the summary for the record: "table" has one row per tool, "pairs" has one row per training with the
+    answers of all tools.
 
     `answers`: the rows that `measure` yielded; `options`: as in `runner.Measurement`.
     """

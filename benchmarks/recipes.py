@@ -10,7 +10,10 @@ ADAFACTOR, ADAM_8BIT = {"optim": "adafactor"}, {"optim": "adamw_bnb_8bit"}
 
 
 def loop(task: Task) -> None:
-    """Run the guide's last row on a task: a custom loop with Accelerate and every technique; two optimizer steps."""
+    """Train a task by the last recipe of the guide's table: a custom loop with Accelerate and all of the techniques.
+
+    The loop makes two optimizer steps.
+    """
     import bitsandbytes
     import torch
     from accelerate import Accelerator

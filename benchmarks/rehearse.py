@@ -29,13 +29,12 @@ TASK = Task("bert-large-uncased", seq_len=512, dataset_size=512)
 
 
 def record(card: Card, course: Path | None = None) -> Path:
-    """Rehearse the ten rows on a card, write its file and return its path; if a rehearsed course is given, add its
-    claims.
+    """Rehearse the guides' ten recipes on a card, write results/rehearsed/<card>/<date>.json and return its path.
 
-    `course`: folder of the course run.
+    `course`: folder of a course run that was rehearsed on the card; its claims are added to the file.
 
     Raises:
-        RuntimeError: this machine cannot rehearse, or a row failed for another reason than memory.
+        RuntimeError: this machine cannot rehearse, or a recipe failed for another reason than memory.
         ValueError: the course is damaged, or was not rehearsed on that card.
     """
     rows = []
@@ -67,7 +66,7 @@ def record(card: Card, course: Path | None = None) -> Path:
 
 def _row(run: Run) -> dict:
     """Return the record of a run: its name, arguments, status and message, and "peak_bytes", "reserved_bytes",
-    "peak_phase" and "breakdown", each None if it did not fit.
+    "peak_phase" and "breakdown", which are None if the run did not fit in memory.
 
     Raises RuntimeError for any failure but out of memory.
     """

@@ -53,7 +53,7 @@ class Measurement:
         rows: the key of the rows in the record; "" if it has none.
         name_of: returns a row's name from (index, row) (default: its "number", otherwise its index).
         line: returns a line about a row for the terminal (default: the whole row).
-        rehearsed: record the versions of the environment that rehearses.
+        rehearsed: whether to record the versions in the environment in which rehearsals run.
         packages: further packages whose versions are recorded.
     """
 
@@ -114,7 +114,7 @@ class Measurement:
     def measured(self, cases: Named, options: argparse.Namespace) -> dict[str, dict]:
         """Measure cases, and return {name: row}; each row is stored at once, so that a later call can continue.
 
-        `cases`: {name: case}; `options`: the script's options.
+        `cases`: {name of a row: the case that `measure` measures for it}; `options`: the script's options.
         """
         carry_modules()
         given = {name: value for name, value in vars(options).items() if name not in ("rows", "out")}
@@ -145,7 +145,7 @@ def now() -> str:
 def stamp(rehearsed: bool = False) -> dict:
     """Return {"machine", "versions", "date"} for a record.
 
-    `rehearsed`: also record the versions of the environment that rehearses.
+    `rehearsed`: return the versions in the environment in which rehearsals run, not those of this process.
     """
     versions = hardware.versions()
     if rehearsed:

@@ -30,7 +30,7 @@ def accelerate_estimate(task, arguments: dict) -> int:
 
 
 def zero2(parameters: int) -> int:
-    """Return DeepSpeed's figure for a model with `parameters` parameters on one GPU with ZeRO stage 2, in bytes."""
+    """Return the GPU bytes that DeepSpeed predicts for a model with `parameters` parameters: one GPU, ZeRO 2."""
     from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
 
     return estimate_zero2_model_states_mem_needs(parameters, 1, 1, cpu_offload=False)[1]
@@ -109,9 +109,10 @@ def query(lab, tool: Callable, *arguments) -> dict:
 
 
 def estimated(ask: Callable) -> dict:
-    """Return the same fields as `query` for the estimate, and "total_bytes", its reserved bytes.
+    """Return this project's estimate in the form of a tool's answer, see `query`, or {"refused": reason}.
 
-    `ask`: function that returns the `MemoryEstimate`.
+    "bytes" has the estimated allocated bytes, "total_bytes" the reserved ones. `ask`: function that returns the
+    `MemoryEstimate`.
     """
     try:
         found = ask()

@@ -43,7 +43,7 @@ RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"
 def violations(page, within: str = "html", apart: tuple[tuple[str, str], ...] = ()) -> list[str]:
     """Return axe-core's findings in a part of a page, one line each.
 
-    The test is skipped if the package is missing, except in CI.
+    The test is skipped if the package axe-playwright-python is missing, except in CI.
 
     Args:
         page: the browser page.
@@ -143,7 +143,7 @@ class Notebook:
     """A notebook that is open in a browser page, with an idle kernel.
 
     Args:
-        server: the JupyterLab that has it.
+        server: the JupyterLab server whose folder has the notebook.
         page: the browser page that opens it.
         name: path of the notebook in the server's folder.
     """

@@ -19,7 +19,8 @@ matplotlib.use("Agg")  # here only: a kernel that inherited MPLBACKEND would sho
 def pytest_collection_modifyitems(items):
     """Add the markers that follow from a test's fixtures and folder; pytest passes the tests as `items`.
 
-    Mark cases beyond `daily(n)` as nightly. Folders whose tests take long come first.
+    The first n cases of a test with the marker `daily(n)` run every day; its other cases are marked as nightly. Folders
+    whose tests take long come first.
     """
     items.sort(key=lambda item: item.path.parent.name not in ("rehearsal", "estimate", "lab", "advise"))
     cases = Counter()
@@ -45,9 +46,9 @@ def shown(monkeypatch):
 
 
 def _copied(module, **changes):
-    """Return a copy of a module in which the names in `changes` have other values.
+    """Return a copy of a library's module in which the names in `changes` have other values.
 
-    Only our module gets the copy, in place of a library's module, so other threads see the original.
+    The caller puts the copy into one module of this project only, so other threads still use the original.
     """
     twin = types.ModuleType(module.__name__)
     vars(twin).update(vars(module), **changes)

@@ -60,8 +60,9 @@ def native(machine):
 
 @pytest.fixture
 def followed(monkeypatch):
-    """Replace the estimate by `synthetic`, leave out recorded runs, and return the list of training arguments
-    requested so far.
+    """Replace the estimate by `synthetic`, leave out recorded runs, and return a list of the requested estimates.
+
+    Each estimate adds its arguments to the list.
     """
     requests = []
 
@@ -98,7 +99,7 @@ def ask(task, machine, followed):
 
 @pytest.fixture
 def timed(task, machine):
-    """Return a function (samples per second, minute, arguments) that makes a run; the minute counts from midnight."""
+    """Return a function (samples per second, minute after midnight, training arguments) that makes a run of `task`."""
 
     def made(speed, minute, **arguments):
         return Run(

@@ -264,7 +264,7 @@ def test_what_is_to_be_pasted_is_python_that_transformers_takes(ask, tmp_path):
 
 @pytest.fixture
 def plain(machine, home, monkeypatch):
-    """Let the command line run on `machine`."""
+    """Let the command line find the fixture `machine` as the machine that it runs on."""
     monkeypatch.setattr(hardware, "describe", lambda: machine)
 
 

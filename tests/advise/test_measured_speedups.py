@@ -1,5 +1,5 @@
 """Speeds for the advisor: measured here, otherwise on the nearest recorded machine, otherwise from the guides; and the
-ranking that follows.
+order of the recipes by these speeds.
 """
 
 import dataclasses
@@ -18,8 +18,9 @@ MB = 10**6
 
 @pytest.fixture
 def recorded(followed, monkeypatch, tmp_path):
-    """Let one recorded CPU be the nearest machine, whatever CPU runs the tests; return {claim id: value measured
-    there}.
+    """Let the advisor take one recorded CPU as the nearest machine, on whatever CPU the tests run.
+
+    Return {claim id: value measured on the recorded CPU}.
     """
     folder = tmp_path / "intel-xeon-2-cores"
     shutil.copytree(Path(__file__).resolve().parents[2] / "results/intel-xeon-2-cores", folder)

@@ -1,5 +1,5 @@
-"""The decision tree over layouts: its bytes equal those of the estimate and of ring algorithms, and each branch is
-taken.
+"""The decision tree over layouts: its memory equals the estimate's, its communicated bytes equal those of ring
+algorithms, and each branch is taken.
 """
 
 import sys
@@ -230,8 +230,8 @@ def test_practitioners_would_do_the_same(name, task, question, choice):
 
 @pytest.mark.nightly
 def test_stacked_experts_are_not_divided_by_more_ranks_than_there_are_experts():
-    """FSDP2 shards the first dimension, which for stacked experts is their number. For more ranks torchtitan uses
-    expert parallelism.
+    """FSDP2 shards the first dimension of a tensor. In stacked experts, the size of this dimension is the number of
+    experts. If there are more ranks than experts, torchtitan uses expert parallelism.
     """
     experts = {"num_hidden_layers": 2, "hidden_size": 512, "intermediate_size": 1024, "vocab_size": 2000}
     task = Task("mixtral", seq_len=32, config=experts | {"num_attention_heads": 8, "num_key_value_heads": 8})

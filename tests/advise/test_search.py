@@ -34,8 +34,8 @@ def test_every_recipe_takes_the_largest_micro_batch_that_fits(ask, followed, for
 
 
 def test_one_micro_batch_may_fit_where_several_do_not(ask):
-    """With several micro-batches, gradients of 100 MB are in memory during the next forward, whose activations take 8
-    MB per sample.
+    """With several micro-batches, the gradients of one (100 MB) stay in memory during the forward pass of the next,
+    whose activations take 8 MB per sample.
     """
     advice = ask(memory=404 * MB, effective_batch=4, must={"optim": "adamw_torch_fused"}, avoid=["checkpointing"])
     assert [recipe.arguments["gradient_accumulation_steps"] for recipe in advice.recipes] == [1]

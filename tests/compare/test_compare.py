@@ -30,9 +30,9 @@ def a_run(memory=MEMORY, name="vanilla", **fields):
 
 
 def compared(old, new, **fields):
-    """Return the changes between two course runs that have the same runs.
+    """Return the changes that `compare` reports between two course runs.
 
-    `old`, `new`: the runs of the older and of the newer course run; `fields`: replace fields of the newer course run.
+    `old`, `new`: the runs in the older and in the newer course run; `fields`: replace fields of the newer course run.
     """
     return compare(results(runs=old), results(runs=new) | fields)
 

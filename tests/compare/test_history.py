@@ -1,4 +1,4 @@
-"""Results of course runs over time: exact values, e.g. bytes, list each change; noisy values have medians."""
+"""Results of course runs over time: exact values, e.g. bytes, show each change; noisy values, e.g. seconds, medians."""
 
 import json
 

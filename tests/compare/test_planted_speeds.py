@@ -1,7 +1,7 @@
 """Steps that a planted regression makes longer are reported by the comparison with the previous nightly run.
 
-These tests measure time, so nothing else may run at the same time: under load the steps without the regression were
-once the slower ones.
+These tests measure time, so nothing else may run at the same time: once, under other load, the steps without the
+regression were slower than those with it.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Step times of a few recipes: processes are added until two of them agree on the fastest step."""
+"""Step times of a few recipes: each is timed in more processes until two agree on the seconds of the fastest step."""
 
 import pytest
 
@@ -28,7 +28,9 @@ def test_the_fastest_step_counts_and_a_thread_that_had_no_core_did_not_take_that
 
 
 def test_a_step_takes_no_less_than_half_of_what_it_computes():
-    """With two dozen programs on two cores, the system reported a longer waiting time than the step took."""
+    """The time of a step, less its waiting for a core, is at least half of the step's CPU time: next to two dozen other
+    programs on two cores, the system once reported more waiting than the whole step took.
+    """
     assert kept(an_outcome(waited=(0.35, 0.45))) == ([0.05], [], "")
 
 

@@ -41,7 +41,7 @@ def machine(monkeypatch):
 
 @pytest.fixture
 def claims(machine, tmp_path):
-    """Return the `Claims` of lesson 12 on `machine`; a test may change the lab."""
+    """Return the `Claims` of lesson 12 on `machine`; a test may change `claims.lab`."""
     lab = {"lesson": "12_dataloader", "profile": SimpleNamespace(name="cpu"), "strict": False, "runs": []}
     lab |= {"machine": machine, "versions": {"torch": "2.13.0"}, "out": str(tmp_path / "out")}
     return Claims(SimpleNamespace(**lab, store=SimpleNamespace(path=tmp_path / "kept/runs.jsonl")))

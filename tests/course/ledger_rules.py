@@ -62,8 +62,8 @@ def _check_statement(table: dict, need: Need) -> None:
 
 
 def _check_names(given: dict, kind: type, texts: list[str], prefix: str, need: Need) -> None:
-    """Check that each field of `given` is a field of the record `kind`, and that each field named in `texts` is a text
-    that is not empty.
+    """Check that each field of `given` is a field of the dataclass `kind`, and that each field named in `texts` is a
+    text that is not empty.
 
     `prefix`: comes before a field's name in messages, e.g. "guide."; `need`: raises, see `_check_claim`.
     """
@@ -75,8 +75,8 @@ def _check_names(given: dict, kind: type, texts: list[str], prefix: str, need: N
 
 
 def _check_rule(table: dict, need: Need) -> None:
-    """Check that a direction has the threshold fields that it needs and no others, and that each machine that can
-    decide the claim has verdicts.
+    """Check that a claim has the threshold fields that its direction ("above", "below", "between" or "equal") needs and
+    no others, and expected verdicts for each kind of machine that can decide the claim.
 
     `table`: the claim's TOML table; `need`: raises unless a condition is met, see `_check_claim`.
     """

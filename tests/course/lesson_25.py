@@ -29,7 +29,7 @@ def functions(lab=None):
 
 
 def measured(lab, chosen=MEASURES, replaced=()):
-    """Return {claim id: memory result} of the lesson's cells, without their pictures.
+    """Run the lesson's cells without their pictures, and return {claim id: the memory that the cells measured}.
 
     Args:
         lab: the lab that trains.

@@ -1,9 +1,9 @@
 """Simulate CPUs with different speeds, and calculate the result of each timed claim of the course on them.
 
-The time of a step is a sum: arithmetic at the rate of matmuls (matmuls with few rows are slower), other bytes at the
-rate of memory or of a cache, a constant per call of an operation, and an update that reads and writes every parameter.
-`AMD` has rates recorded on a real machine; test_simulated_machines.py compares the results for it with the results
-recorded there.
+The time of a step is a sum: matmuls at a rate in FLOP/s (matmuls with few rows are slower), the bytes of all other
+operations at the rate of memory or of a cache, a constant per call of an operation, and an update that reads and writes
+every parameter. `AMD` has the rates of a real machine; test_simulated_machines.py compares the simulated results with
+those recorded on that machine.
 """
 
 from dataclasses import dataclass
@@ -122,7 +122,8 @@ def step(
 
 
 def products_of(cpu: Cpu, samples: int, tokens: int, layers: int = 4, vocabulary: int = 8000) -> Products:
-    """Return the result that `roofline.products` would have on a simulated CPU in bf16, for a BERT.
+    """Return the rates and shares of matmuls that `roofline.products` would measure for a BERT in bf16 on a simulated
+    CPU.
 
     Args:
         samples, tokens: the batch, and the tokens per sample.
@@ -139,8 +140,9 @@ def within(value: float, floor: float = CLOCK) -> Ratio:
 
 
 def _by_parts(value: float) -> tuple[float, float]:
-    """Return the range that lesson 05 predicts from passes and updates, timed separately: 20 % around the ratio
-    `value`.
+    """Return the range that lesson 05 predicts for a ratio of two speeds: (`value` / 1.2, `value` * 1.2).
+
+    The lesson calculates `value` from passes and updates that it timed separately.
     """
     return value / 1.2, value * 1.2
 
@@ -328,8 +330,9 @@ def _detector(cpu, modules=32, tensors=2.7, looks=11):
 
 
 def _adapters(cpu):
-    """Return the speed-up by adapters on a simulated CPU: no gradients of weights, almost no update, and four adapters
-    of about ten calls each.
+    """Return the speed of training with adapters, relative to training all weights, on a simulated CPU.
+
+    Adapters save the gradients of weights and almost all of the update; four adapters add about ten calls each.
     """
     products, other, calls = forward(cpu, 8, 64, 2)
     frozen = 2 * products + 2.7 * other + 2.2 * calls + 4 * 10 * cpu.call

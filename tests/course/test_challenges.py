@@ -1,4 +1,4 @@
-"""The challenges of lessons 19 to 25 reject wrong answers other than the mistake that the lesson itself tests."""
+"""The challenges of lessons 19 to 25 reject further wrong answers, besides the one that the lesson itself tests."""
 
 import ast
 import copy
@@ -173,8 +173,8 @@ def test_21_a_private_mapping_a_frozen_weight_and_another_checkpoint_are_refused
 
 @pytest.fixture
 def choosing(tmp_path):
-    """Return lesson 22's challenge with a known loss: after one epoch the best learning rate is ten times as high as
-    after four.
+    """Return lesson 22's challenge with a formula for the loss instead of trainings: after one epoch the best learning
+    rate is ten times as high as after four.
     """
     scope = lesson_22.functions(tmp_path).scope
     scope["train"] = lambda seed, learning_rate, num_train_epochs=4: (learning_rate, num_train_epochs)

@@ -185,7 +185,7 @@ class TestCheck:
 
 @pytest.fixture
 def rehearsal(claims):
-    """Let the claims see a rehearsed GPU."""
+    """Let `claims` find that their machine is a rehearsed GPU."""
     claims.lab.machine.features |= {"cuda", "sm80"}
     claims.lab.machine.rehearsed = True
 
@@ -237,7 +237,7 @@ def finish(claims, **fields):
 
 @pytest.fixture
 def passed(claims):
-    """Decide each claim of lesson 12 with the verdict that the ledger expects."""
+    """Check every claim of lesson 12 in `claims`, each with a value that gets a verdict that the ledger expects."""
     claims.check("workers-help", Ratio(2.0, 1.5, 2.6))
     claims.check("workers-not-beyond", 0.9)
     claims.check("pinned-memory")

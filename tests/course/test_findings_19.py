@@ -1,4 +1,4 @@
-"""Lesson 19's findings in libraries: these tests fail as soon as a release fixes or moves one."""
+"""Lesson 19's findings in libraries: these tests fail as soon as a release fixes a finding or moves its code."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Lesson 20's findings in libraries: these tests fail as soon as a release fixes or moves one."""
+"""Lesson 20's findings in libraries: these tests fail as soon as a release fixes a finding or moves its code."""
 
 import pytest
 import torch

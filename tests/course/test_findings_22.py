@@ -1,4 +1,4 @@
-"""Lesson 22's findings in transformers' search: these tests fail as soon as a release fixes or moves one."""
+"""Lesson 22's findings in transformers' search: these tests fail once a release fixes a finding or moves its code."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Lesson 24's findings in libraries: these tests fail as soon as a release fixes or moves one."""
+"""Lesson 24's findings in libraries: these tests fail as soon as a release fixes a finding or moves its code."""
 
 import importlib.util
 from pathlib import Path

@@ -466,10 +466,10 @@ MEASURED = [claim.id for claim in LEDGER.values() if claim.where != "text"]
 
 
 def rejected(rows):
-    """Return the ids of claims whose rule contradicts the guides: a true value does not hold, or a false one is not
-    refuted.
+    """Return the ids of claims whose rule contradicts the guides.
 
-    Another test checks that every claim has such values. `rows`: {id: claim}.
+    A rule does so if a value for which the claim is true does not get "holds", or if a value for which the claim is
+    false does not get "refuted". Another test checks that every claim has both values. `rows`: {id: claim}.
     """
     true = FIGURES | TRUE
     return [
@@ -482,7 +482,7 @@ def rejected(rows):
 
 
 def reversed_(claim):
-    """Return the claim with its rule reversed: below instead of above, or a range that was moved away."""
+    """Return the claim with its rule reversed: below instead of above, or a range that is moved off the true value."""
     if claim.direction in ("below", "above"):
         return replace(claim, direction={"below": "above", "above": "below"}[claim.direction], no_effect=None)
     if claim.direction == "between":

@@ -239,8 +239,8 @@ def test_a_fused_update_that_is_no_faster_is_noticed(fused, expected):
 
 @pytest.mark.parametrize(("steps", "expected"), [(3, HOLDS), (12, REFUTED), (30, REFUTED)])
 def test_workers_beyond_four_help_where_four_do_not_keep_up(steps, expected):
-    """By the lesson's model, 4 workers keep up with a reader that takes 3 steps per batch, but not with a
-    slower one.
+    """By the lesson's model, 4 workers keep up if reading a batch takes as long as 3 training steps, but not if reading
+    takes longer.
     """
     taken = lesson("12", "simulate", "total")
     four, sixteen = (taken.total(taken.simulate(steps, count, batches=200)[300:], "wait", "train") for count in (4, 16))

@@ -14,8 +14,8 @@ LEDGER = {id: claim for id, claim in ledger.load().items() if claim.where != "te
 
 
 def promised(claim):
-    """Return a value of a claim's quantity for which the claim is true: the guides' figure, otherwise a value well
-    inside the window.
+    """Return a value of a claim's quantity for which the claim is true: the guides' figure if there is one, otherwise a
+    value well inside the range that the claim allows.
     """
     if claim.guide.value is not None:
         return claim.guide.value
@@ -87,7 +87,7 @@ def test_a_check_gives_the_verdict_that_its_measurement_deserves(claims, machine
 
 @pytest.mark.parametrize("id", LEDGER)
 def test_a_wrong_measurement_fails_a_strict_run(id):
-    """On each kind of machine, at least one mutant of a claim gets an unexpected verdict."""
+    """On each kind of machine, at least one wrong measurement of the claim gets an unexpected verdict."""
     given = {verdict for _, _, verdict in mutants(LEDGER[id])}
     for kind, expected in LEDGER[id].expected.items():
         assert given - set(expected), f"{id} on {kind}: whatever is measured would be expected"

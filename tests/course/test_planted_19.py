@@ -139,7 +139,7 @@ def test_ranks_share_an_update_s_samples_and_take_each_once():
 
 
 def both(**seconds):
-    """Return two ranks' equal reports: {"turns": {name: seven repetitions}}.
+    """Return two ranks' equal reports: {"turns": {name: [(wall-clock, CPU seconds) of each of seven repetitions]}}.
 
     `seconds`: {name: (wall-clock, CPU seconds) of each repetition}.
     """

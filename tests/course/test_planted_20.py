@@ -99,7 +99,7 @@ def test_a_device_that_is_allowed_compiles(lesson, allowed, expected):
 
 @pytest.fixture
 def learnt(lesson):
-    """Return the fixture `lesson`, lesson 20's functions, after its model was trained for 60 steps."""
+    """Train the model of lesson 20 for 60 steps, and return the fixture `lesson` (the lesson's functions)."""
     optimizer = torch.optim.AdamW(lesson.model.parameters(), lr=4e-3)
     for seed in range(60):
         batch = lesson.text(16, 32, seed)

@@ -1,4 +1,6 @@
-"""Lesson 23's clinic must name faults that its examples lack, and planted wrong measurements must change a verdict."""
+"""Lesson 23's clinic must also name faults that are not among its examples, and planted wrong measurements must change
+a verdict.
+"""
 
 import ast
 import contextlib
@@ -263,12 +265,13 @@ class TestVerdicts:
 
 
 class TestFragments:
-    """Decide the claim "oom-fragments" by the estimate: it holds, and is refuted if settings have no effect."""
+    """Decide the claim "oom-fragments" by the estimate: it holds, but is refuted if the settings have no effect."""
 
     @pytest.fixture
     def rest(self, lesson):
-        """Return a function of allocator settings: the bytes reserved beyond the peak of tensors, as the lesson
-        calculates them without a GPU.
+        """Return a function that takes allocator settings and returns the reserved bytes minus the peak of tensors.
+
+        The lesson estimates both, as on a machine without a GPU.
         """
         lesson.scope["lab"] = SimpleNamespace(machine=SimpleNamespace(kind="cpu"))
 

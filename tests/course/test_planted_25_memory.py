@@ -152,7 +152,7 @@ def trained(key, fault, optimizer, wrapped):
         key: the task and the training arguments as text, for the cache.
         fault: called in the fresh subprocess, before it trains; None: nothing.
         optimizer: the experiment's own optimizer, for the cache; None: the Trainer's.
-        wrapped: the `Wrapped` experiment.
+        wrapped: the experiment in which the fault is planted, in a `Wrapped` that the cache ignores.
     """
     experiment = wrapped.value
 

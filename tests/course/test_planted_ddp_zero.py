@@ -54,7 +54,10 @@ def lab(tmp_path):
 
 
 class TestSameGradients:
-    """Lesson 16's comparison of gradients finds sums that are not divided; the losses, by AdamW, hardly change."""
+    """Lesson 16 finds gradients that are summed over ranks but not divided by their number, by comparing gradients.
+
+    The losses would not show the fault, because with AdamW they hardly depend on the scale of gradients.
+    """
 
     def value(self, lab, ranks, stage, plant=None):
         cells = ("class Traffic", "class Row", "class Part", "def train(", "def finish(")
@@ -101,11 +104,11 @@ class TestWhatDdpSends:
 
 
 class TestTwoLaws:
-    """Decide lesson 15's two claims about slow links from calculated step times: "link-matters" follows the bytes that
-    are sent, "sync-often" the number of messages that a step waits for.
+    """Decide lesson 15's two claims about slow links from calculated step times.
 
-    `bytes_of`, `stops_of`: {model or method: bytes sent, or messages waited for, per step}. A step takes 0.03 s over
-    the fast link, longer over the slow link (by the bytes) and the late link (mostly by the messages).
+    "link-matters" depends on the bytes that a step sends, "sync-often" on the number of messages that a step waits for:
+    `bytes_of` and `stops_of` are {model or method: that number}. A step takes 0.03 s over the fast link. The slow link
+    adds time in proportion to the bytes; the late link, which has a long delay, adds time mostly per message.
     """
 
     def ratios(self, bytes_of, stops_of, rate=100e6 / 8, delay=0.01):
