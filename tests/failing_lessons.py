@@ -83,10 +83,10 @@ def _assigned(text: str, line: int) -> set[str]:
 
 
 def problems(failed: list[tuple[int, Exception]]) -> list[str]:
-    """Return one line per error that neither says how a run failed nor is a NameError because of an earlier failed
-    cell.
+    """Return one line for each unexpected error in a lesson. An error is expected if it says how a run failed, or if it
+    is about a name or a run that is missing because an earlier cell failed.
 
-    `failed`: what `run` returned.
+    `failed`: [(number of the cell, its exception)], as `run` returns it.
     """
     return [f"cell {number}: {type(error).__name__}: {error}" for number, error in failed if not _is_expected(error)]
 

@@ -28,7 +28,7 @@ def inside(widget, kind: type) -> list:
 
 
 def latest(shown, kind: type) -> list:
-    """Return the widgets of the class `kind` in the last box, in order; there must be at least one.
+    """Return the widgets of the class `kind` in the last displayed `Box`, in order; there must be at least one.
 
     `shown`: the list of displayed objects.
     """

@@ -1,4 +1,4 @@
-"""Run tests and lessons with lower CPU instruction sets than this machine's, as other machines have them.
+"""Run tests and lessons as on machines whose CPUs have fewer instructions than this machine's.
 
     python tests/levels.py                 tests that depend on a CPU's instructions; lessons 07 and 14, strictly
     python tests/levels.py --all           at every level, not only the lowest and the one that most machines have
@@ -44,10 +44,10 @@ def below(features: tuple[str, ...] | None) -> list[tuple[str, str]]:
 
 
 def usual(every: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return two of the levels `every`: the lowest, and AVX2, which most machines have, or the highest if AVX2 is not
-    among them.
+    """Return two of the levels `every`: the lowest, and AVX2, which most machines have. If AVX2 is not among them,
+    return the highest instead.
 
-    `every`: levels as pairs, from the lowest on, see `below`.
+    `every`: levels of CPU instructions, lowest first, each a pair (ONEDNN_MAX_CPU_ISA, ATEN_CPU_CAPABILITY).
     """
     return [every[0], MOST if MOST in every else every[-1]]
 

@@ -1,4 +1,4 @@
-"""Machines for tests, an NVML for their GPUs, a task that takes no time, and the result of its run."""
+"""Machines for tests, an NVML for their GPUs, a task that takes no time, and the result of a run of this task."""
 
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace

@@ -52,9 +52,9 @@ def facts(text: str, claim_ids: set[str]) -> dict[str, set[str]]:
 
 
 def differences(old: str, new: str, claim_ids: set[str]) -> list[tuple[str, str, str]]:
-    """Return (version that has it, kind, fact) for each fact that only the old or only the new text has.
+    """Return ("old" or "new", kind, fact) for each fact that only this text has, and not the other one.
 
-    `old`, `new`: the texts; `claim_ids`: as in `facts`.
+    `old`, `new`: the texts; `claim_ids`: ids of the claims; each occurrence of an id is a fact.
     """
     before, after = facts(old, claim_ids), facts(new, claim_ids)
     found = [("old", kind, fact) for kind in before for fact in sorted(before[kind] - after[kind])]

@@ -49,13 +49,14 @@ def code_lines(source: str) -> int:
 
 
 def lines_of(path: Path) -> int:
-    """Return the number of lines of a file that count for its budget."""
+    """Return the number of lines of a file that count towards the limit of its part of the repository."""
     text = path.read_text("utf-8")
     return code_lines(text) if path.suffix == ".py" else len(text.splitlines())
 
 
 def sizes(root: Path = ROOT) -> list[tuple[str, int, int, int, int]]:
-    """Return (part, its lines, most lines, its files, most files) for each part of the repository.
+    """Return (part, its number of lines, lines allowed, its number of files, files allowed) for each part of the
+    repository.
 
     `root`: the repository's folder.
     """
@@ -67,9 +68,10 @@ def sizes(root: Path = ROOT) -> list[tuple[str, int, int, int, int]]:
 
 
 def problems(rows: list[tuple[str, int, int, int, int]]) -> list[str]:
-    """Return one line for each part that exceeds its budget or has no files.
+    """Return one line for each part that exceeds its limit or has no files.
 
-    `rows`: what `sizes` returned.
+    `rows`: (part, its number of lines, lines allowed, its number of files, files allowed) of each part, as `sizes`
+    returns them.
     """
     found = [f"{what.strip()}: {lines} lines, {most} at most" for what, lines, most, *_ in rows if lines > most]
     found += [f"{what.strip()}: {files} files, {most} at most" for what, _, _, files, most in rows if files > most]

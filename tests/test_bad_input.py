@@ -382,7 +382,9 @@ def test_a_value_of_another_kind_is_refused_by_name(shell, what):
 
 
 def test_every_training_argument_knows_its_kind():
-    """Values that do not match the library's own types are refused; arguments that accept anything are listed here."""
+    """Values that do not match the types of transformers' training arguments are refused; arguments that accept any
+    value are listed in `free`.
+    """
     found, free = {}, {"parallelism_config", "trackio_static_space_id", "local_rank"}
     for name in sorted(arguments.known() - free):
         for value in (object(), b"x", float("nan"), 10**400, 10**5000):

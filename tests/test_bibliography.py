@@ -1,6 +1,6 @@
 """The bibliography has a dated source for each fact that lessons and ledger cite, and no source that is not cited.
 
-A row names the cited place by short words that occur there (names, values, parts of links), not by sentences, so that a
+A row quotes a few words that occur at the cited place (names, values, parts of links) instead of sentences, so that a
 lesson can be rewritten. The check is a pure function that returns the problems it found; the test on bad input plants
 one problem of each kind.
 """
@@ -31,7 +31,13 @@ def texts():
 
 
 def entries(page):
-    """Yield (lesson, words, places, source, date) of each row of the tables in the text of the bibliography's page."""
+    """Yield (lesson, words, places, source, date) for each row of the tables in the bibliography's text.
+
+    lesson: its number, e.g. "05".
+    words: short texts that occur at the cited places.
+    places: e.g. "lesson", or the id of a claim in the ledger.
+    source, date: the cited source and its date, as Markdown.
+    """
     for section in re.split(r"^## ", page, flags=re.M)[1:]:
         for row in re.findall(r"^\| (.*) \|$", section, re.M)[1:]:  # the first is the table's head
             words, places, source, date, _ = row.split(" | ")
@@ -39,9 +45,9 @@ def entries(page):
 
 
 def is_phrase(word, sources):
-    """Return whether a quoted text of the page has more than three words and is not the ledger's name of a source.
+    """Return whether a quoted text of the page has more than three words and is not a source's name in the ledger.
 
-    `sources`: the ledger's names.
+    `sources`: the sources' names in the ledger.
     """
     return word not in sources and sum(bool(re.search("[A-Za-z]{2}", part)) for part in word.split()) > 3
 

@@ -152,7 +152,7 @@ def test_a_file_of_lengths_gives_its_worst_batch(tmp_path):
 
 @pytest.mark.nightly
 def test_a_name_that_is_unknown_is_not_tried_again_and_again():
-    """In this test there is no server at the Hub's address."""
+    """No server answers at the Hub's address in this test, so the command must fail after the first attempt."""
     done = run("measure", "--model", "bert-lrage", HF_ENDPOINT="http://127.0.0.1:9", HF_HUB_OFFLINE="")
     assert done.returncode == 2 and "Did you mean 'bert-large-uncased'" in done.stderr
     assert "Retry" not in done.stderr
@@ -201,7 +201,9 @@ def test_doctor_prints_the_same_as_text_and_as_json():
 
 @pytest.mark.parametrize(("words", "is_offered"), [(["--may", "QLoRA"], True), (["--may=lora"], True), ([], False)])
 def test_a_server_that_is_to_have_peft_is_offered_it_before_it_starts(words, is_offered, monkeypatch):
-    """A server without peft would be replaced by one with it, and importing the libraries again takes seconds."""
+    """If the command's options need peft, the fork server must have peft before it starts. Otherwise a second server
+    with peft would replace it, and import the libraries again, which takes seconds.
+    """
     calls = []
     monkeypatch.setattr(cli.optional_packages, "offer", calls.append)
     monkeypatch.setattr(cli.SERVER, "start", lambda **options: calls.append(options))

@@ -1,4 +1,5 @@
-"""The page that lists every statement of the four documents names existing claims only, and leaves none of them out.
+"""The page that lists every statement of the four documents names only claims that exist, and names every claim of
+these documents.
 
 The check is a pure function that returns the problems it found; the test on bad input plants one problem of each kind.
 """
@@ -18,7 +19,8 @@ ROWS = {"2022 index": 23, "2022 guide": 165, "2024 index": 25, "2023 guide": 157
 
 
 def sections(page):
-    """Return {document: its rows} of the page's tables; a row is (statement, claims, remark).
+    """Return {document: its rows} of the page's tables; a row is (statement of the document, ids of the claims that
+    decide it, remark).
 
     `page`: the page's text.
     """

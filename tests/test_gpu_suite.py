@@ -114,7 +114,7 @@ def suite(tmp_path, monkeypatch):
     """Return a function that makes a `Suite` with a simulated clock; all of its suites continue the same file of rows.
 
     Its arguments: the lab (None: a new `RecordingLab`), the seconds after which no row begins, and the seconds by which
-    each measured row advances the clock, which nothing else does.
+    each measured row advances the clock; nothing else advances it.
     """
     now = [0.0]
     monkeypatch.setattr(measure_gpu, "monotonic", lambda: now[0])

@@ -162,7 +162,9 @@ def test_a_browser_runs_no_script_of_a_name_not_even_one_that_was_not_escaped(pa
 
 
 def test_results_whose_lesson_is_called_like_a_path_are_refused(tmp_path):
-    """Otherwise the lesson's page would be written to that path."""
+    """A lesson's name like "../out" is refused; otherwise the lesson's page would be written to the path that the name
+    gives.
+    """
     data = results("x") | {"lessons": [{"name": "../out", "status": "ok", "seconds": 1.0, "message": ""}]}
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "results.json").write_text(json.dumps(data))

@@ -1,4 +1,6 @@
-"""Dry runs of pip: beside the libraries that Colab has installed, and with the files of our environments."""
+"""Dry runs of pip: installing the package where Colab's libraries are already installed, and from the files of our
+environments.
+"""
 
 import json
 import subprocess
@@ -45,7 +47,9 @@ def test_installed_packages_are_left_as_they_are(tmp_path):
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["environment.yml", "binder/environment.yml"])
 def test_the_part_of_an_environment_that_is_pip_s_resolves_and_leaves_it_too(name, tmp_path):
-    """conda calls pip in this way: with a file of requirements, in the folder of the environment's file."""
+    """conda installs the pip part of an environment in this way: it calls pip with a file of requirements, in the
+    folder of the environment's file.
+    """
     *_, last = yaml.safe_load((ROOT / name).read_text())["dependencies"]
     (tmp_path / "requirements.txt").write_text("\n".join(last["pip"]))
     found = would_install(tmp_path, (ROOT / name).parent, "-r", tmp_path / "requirements.txt", **PREINSTALLED)

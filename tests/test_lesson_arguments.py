@@ -66,7 +66,10 @@ def own_parameters(function):
 
 
 def written_out(scope):
-    """Return {name: [(line, the expression assigned there, or None if it cannot be read)]} of a scope's syntax tree."""
+    """Return all assignments in a scope: {name: [(line, assigned expression, or None if it cannot be read)]}.
+
+    `scope`: the scope's syntax tree.
+    """
     parameters = [arg for arg in ast.walk(scope.args) if isinstance(arg, ast.arg)] if hasattr(scope, "args") else []
     found = {arg.arg: [(scope.lineno, None)] for arg in parameters}
     for node in within(scope):
@@ -88,8 +91,8 @@ def written_out(scope):
 
 
 def keys(value, names, line):
-    """Return the keys of a dict expression: a literal, dict(...), a dict's name, `a | b`, or either side of an `if` or
-    an `or`.
+    """Return the keys of a dict expression: a literal, dict(...), a dict's name, `a | b`, or an `if` or `or` (the keys
+    of both sides).
 
     A name has the value that it was last assigned before `line`, in the innermost scope that assigns it.
 

@@ -1,5 +1,6 @@
-"""Run every lesson by papermill with the network cut off. Daily it runs at the smallest sizes, and must run and decide
-its claims; nightly it runs at this machine's sizes under strict, and its verdicts must be the expected ones.
+"""Run every lesson by papermill with the network cut off. Daily, each lesson runs at the smallest sizes, and must run
+and decide its claims. Nightly, it runs at this machine's sizes in strict mode, and its verdicts must be the expected
+ones.
 """
 
 import json
@@ -39,8 +40,8 @@ def _sabotage(monkeypatch, way):
 
 
 def _offline(out, **options):
-    """Run the course into the folder `out` without the network; return its results, with the attempts to use the
-    network.
+    """Run the course into the folder `out` without the network; return its results, with a field "attempts": the
+    attempts to use the network, as text.
 
     `options`: further arguments of `run_course`.
     """
@@ -81,7 +82,8 @@ def test_every_cell_of_the_lesson_runs_and_every_claim_is_decided(smallest, name
 
 
 def test_claims_about_memory_have_the_verdicts_that_they_had(smallest):
-    """An inverted quotient, or the bytes of another run, changes a verdict.
+    """A mistake in a lesson, e.g. an inverted quotient or the bytes of another run, changes a verdict, so this test
+    fails.
 
     For a claim that is new, or whose verdict has changed for a good reason, copy the verdict from
     build/smallest/results.json to smallest_verdicts.json.

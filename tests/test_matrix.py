@@ -62,7 +62,9 @@ def declared():
 
 
 def lower_bounds(ranges):
-    """Return {dependency: the lowest version that its range admits}; `ranges` is what `declared` returned."""
+    """Return {dependency: the lowest version that its range admits}; `ranges` is {dependency: its requirement}, as
+    `declared` returns it.
+    """
     bounds = {
         name: [s.version for s in requested.specifier if s.operator == ">="] for name, requested in ranges.items()
     }
@@ -116,8 +118,9 @@ def rehearsed(size):
 
 
 class Made:
-    """Environments in which nothing is installed: each library set has given results, and `calls` and `ran` record
-    the calls.
+    """A stub of `Environments`: nothing is installed, and each library set gives the results in `found`.
+
+    `calls` lists the names of the sets that were installed, and `ran` the (name of the set, lesson) that were run.
     """
 
     def __init__(self, matrix, folder):
@@ -358,7 +361,9 @@ def test_an_environment_is_made_again_when_its_list_changes_and_brought_up_to_da
 
 @pytest.mark.nightly
 def test_pip_in_an_environment_of_its_own_says_why_it_cannot(matrix, tmp_path, monkeypatch):
-    """This is the only environment that is really made here: without an index, pip has nothing to install."""
+    """Only this test makes a real environment. Without an index, pip has nothing to install, and the error gives pip's
+    reason.
+    """
     for name, value in {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": "/dev/null"}.items():
         monkeypatch.setenv(name, value)
     environments = matrix.Environments(tmp_path)

@@ -1,4 +1,4 @@
-"""The benchmark of the commands runs the code of the build that it names."""
+"""The benchmark of the commands runs the code in the folder of the build that it is given."""
 
 from scripts import script
 

@@ -104,7 +104,9 @@ HINT = '# %% jupyter={"source_hidden": true}\nexercises.hint("the cause", "the r
 
 
 def sealed_cells(text):
-    """Return [(kind, plain source)] of the sealed cells of a notebook; `text` is the content of its file."""
+    """Return [(kind, decoded source)] of the sealed cells in a notebook, which hide e.g. a solution; `text` is the
+    content of the notebook's file.
+    """
     cells = [cell for cell in nbformat.reads(text, as_version=4).cells if cell.source.startswith(sealed.MAGIC)]
     for cell in cells:
         assert cell.metadata["jupyter"]["source_hidden"] and cell.metadata["cellView"] == "form", "folded too"
@@ -251,7 +253,7 @@ def test_check_names_what_is_stale_missing_orphaned_or_out_of_shape(folder, caps
 
 
 def never_shown(text):
-    """Return the cells whose `widgets.revealed` is not the last statement, so that its result is not shown.
+    """Return the cells that call `widgets.revealed` before their last statement, so that its result is not shown.
 
     `text`: the source of a lesson.
     """

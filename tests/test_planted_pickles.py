@@ -92,7 +92,7 @@ def test_stores_and_caches_leave_a_pickle_alone(planted):
 
 
 def calls(path):
-    """Yield (library, options) of each call in a module that loads a serialized object; `path` is the module's file."""
+    """Yield (library, {option: value}) of each call that loads a serialized object, in the module file `path`."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("load", "loads"):
             library = ast.unparse(node.func.value)

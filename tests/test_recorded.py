@@ -48,8 +48,8 @@ def rehearse():
 
 
 def recorded(kind="cuda", **changes):
-    """Return {machine: its course run}: a GPU and a training that allocated 1 % more than estimated, and reserved 2 %
-    more.
+    """Return {machine: its course run} of one machine with a GPU. The run has one training, which allocated 1 % more
+    and reserved 2 % more than estimated.
 
     `kind`: "cuda" or "cpu", for the machine; `changes`: fields of the run to change.
     """
@@ -222,7 +222,9 @@ def test_claims_about_speed_are_decided_the_same_way_again_and_again(id):
 
 
 def test_they_were_tried_with_the_recipes_of_their_lessons(monkeypatch):
-    """A recorded run has each recipe of `CLAIMS` in benchmarks/measure_speed.py, in the lesson of its claim."""
+    """For each claim in `CLAIMS` of benchmarks/measure_speed.py, the recorded courses have a run with each of its
+    recipes, in the lesson that the claim belongs to.
+    """
     runs = [run for data in results.recorded(RESULTS).values() for run in data["runs"] if data["date"] > "2026-11-22"]
     for id, (changes, *recipes, _) in script("measure_speed", monkeypatch).CLAIMS.items():
         task = choose_profile("cpu").task.replace(**changes).to_dict()

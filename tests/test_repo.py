@@ -86,7 +86,9 @@ def declared(project, extras=True):
 
 
 def heads(source):
-    """Return the first names, e.g. "torch", of the modules that a source text imports not only for type checkers."""
+    """Return the top-level names, e.g. "torch", of the modules that a source text imports; imports for type checkers
+    only are left out.
+    """
     found = set()
 
     def visit(node):
@@ -453,7 +455,8 @@ def prose(path, text):
 
 
 def wording_problems(path, text):
-    """Return the private words in the prose of a file, and the docstrings that lack a subject, one line each.
+    """Return one line for each private word in the prose of a file (`PRIVATE_WORDS`), and for each docstring that
+    begins with "What" instead of a verb.
 
     `path`, `text`: the file's path and content.
     """
@@ -516,8 +519,8 @@ def introduced_name(node):
 
 
 def naming_problems(path, text):
-    """Return the private identifiers of a Python source, each once, one line each: verbs in the past tense and
-    pronouns.
+    """Return one line for each private identifier of a Python source that contains a past-tense verb or a pronoun; each
+    identifier once.
 
     `path`, `text`: the file's path and content.
     """
@@ -554,7 +557,10 @@ def test_a_private_identifier_is_reported(text):
 
 
 def tree(page):
-    """Return the paths in a page's file tree, each with its folders; two blanks end the names in a line of the tree."""
+    """Return the full path of every entry in a page's file tree.
+
+    In a line of the tree, a remark follows the names, after at least two blanks or " #".
+    """
     blocks = re.findall(r"^```\w*\n(.*?)^```", page, re.M | re.S)
     blocks = [block for block in blocks if re.search(r"^\W*perf_helpers/", block, re.M)]
     assert len(blocks) == 1, "the page has not exactly one fenced file tree with perf_helpers/"

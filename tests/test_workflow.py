@@ -58,7 +58,7 @@ def commands(text):
 
 
 def problems(words):
-    """Return the reason why a command would be refused; "" if it would be accepted.
+    """Return why make or the command line would refuse a command; "" if it would be accepted.
 
     `words`: the command, of make or perf-helpers.
     """

@@ -74,7 +74,7 @@ _OF_TABLES = ("torch", "transformers", "accelerate", "bitsandbytes", "peft")
 
 class Recipe(NamedTuple):
     """The recipe of a calculator's table: one choice for each of `QUESTIONS`, e.g. the precision, and the attention
-    kernels (a key of `KERNELS`).
+    kernels that the GPU selects, named by a key of `KERNELS`.
     """
 
     method: str
@@ -136,8 +136,9 @@ def table_of(task: Task, recipe: Recipe, before: dict[Recipe, tuple]) -> dict[st
     A micro-batch of 1 may need a part of its own, because some tensors of one sample need no copy.
 
     Args:
-        before: {recipe: (events, table)} of the previous recipe; this recipe replaces it. A recipe that differs only in
-            its kernels, and has the same events at two points, gets the same table.
+        before: {the last recipe for which a table was made: (its events, its table)}. A recipe gets this table if it
+            differs only in its kernels and has the same events for two micro-batches of one length. Otherwise it gets a
+            new table and replaces the entry of this dict.
 
     Raises:
         Unfit: no table reproduces the traces.

@@ -38,9 +38,7 @@ class Unfit(ValueError):
 
 
 class Program(NamedTuple):
-    """The kernel that allocates a block and needs a workspace while it runs: the rule for its bytes, and the rule's
-    numbers.
-    """
+    """The rule for the workspace of a kernel that allocates a block: the rule's name, constants and numbers."""
 
     rule: str
     constants: tuple[Any, ...]
@@ -58,7 +56,9 @@ class Events:
 
     @property
     def order(self) -> tuple:
-        """Return everything of a trace that must be the same at each point (micro-batch and length)."""
+        """Return the parts of a trace that must not change with the micro-batch and the length, e.g. the order of its
+        events.
+        """
         kinds = [(label, program and (*program[:2], len(program.numbers))) for _, label, program in self.blocks]
         return self.events, self.marks, self.emptied, kinds
 
@@ -69,12 +69,12 @@ class Events:
 
 
 def events_of(trace: Trace, capability: tuple[int, int]) -> Events:
-    """Return the events of a trace, without the workspace events that a program replaces.
+    """Return the events of a trace, without the events of workspaces whose bytes a rule (`Program`) calculates instead.
 
     `capability`: compute capability of the traced GPU.
 
     Raises:
-        Unfit: a program calculates other blocks than the trace has.
+        Unfit: a rule calculates other blocks than the trace has.
     """
     log, found = trace.log, Events()
     if any(label.stream for _, label in log.blocks):
@@ -118,7 +118,8 @@ def events_of(trace: Trace, capability: tuple[int, int]) -> Events:
 def _operations(trace: Trace) -> dict[int, tuple[Hashable, Operation]]:
     """Return {number of a block: (key of an operation's execution, the operation that allocated the block)}.
 
-    Operations before the first forward pass are not in the trace; equal operations on later batches replace them.
+    A trace has no operations for blocks allocated before its first forward pass. For these, an equal operation on a
+    later batch is used.
     """
     log, begins = trace.log, trace.begins.tolist()
     born = {event: position for position, event in enumerate(log.events) if event >= 0}
@@ -138,7 +139,7 @@ def _operations(trace: Trace) -> dict[int, tuple[Hashable, Operation]]:
 
 
 def _program(operation: Operation | None, label: Label) -> Program | None:
-    """Return the program that calculates a block's bytes, if they are not a sum of powers; otherwise None.
+    """Return the rule (`Program`) for the workspace of the kernel that allocated a block; None if no rule is needed.
 
     `operation`: the operation that allocated the block, None if it is not known; `label`: the block's label in the
     trace.
@@ -171,9 +172,10 @@ def _program(operation: Operation | None, label: Label) -> Program | None:
 
 
 def _taken(program: Program | None, capability: tuple[int, int]) -> list[int]:
-    """Return the bytes of each block that a program allocates in addition to its result; [] for None.
+    """Return the bytes of each workspace block that a kernel allocates in addition to its result, as its `program`
+    calculates them.
 
-    `capability`: compute capability of the GPU.
+    `program`: the kernel's rule, None: no workspace; `capability`: compute capability of the GPU.
     """
     if program is None:
         return []
@@ -244,7 +246,7 @@ def _solved(rows: list[list[int]], values: Sequence[int]) -> list[int] | None:
     """Return the integer coefficients with which one or two columns add up to the values; None if there are none.
 
     Args:
-        rows: the numbers of the one or two columns, per point.
+        rows: one per traced point (micro-batch, length): the numbers of the one or two columns there.
         values: the value at each point.
     """
     if len(rows[0]) == 1:
@@ -264,7 +266,7 @@ def _solved(rows: list[list[int]], values: Sequence[int]) -> list[int] | None:
 
 
 def table(traced: dict[Point, Events]) -> dict[str, Any]:
-    """Return the table that `events.js` reads, from {point: its events}.
+    """Return the table that `events.js` reads, from {(micro-batch, length in units): the events of its trace}.
 
     Raises:
         Unfit: the events differ in more than sizes, or a size is not a sum of powers.
@@ -321,7 +323,7 @@ def _tokens(events: list[int], kinds: list[int]) -> tuple[list[int], list[int]]:
 
     Args:
         events: n for the allocation of block n, ~n for its free.
-        kinds: the class of each block.
+        kinds: the class of each block; blocks with the same label, sizes and rule at all points are in one class.
     """
     living: dict[int, list[int]] = collections.defaultdict(list)
     tokens, ranks = [], []

@@ -31,7 +31,7 @@ def page(
     Args:
         notebook: an executed lesson; it is changed.
         head: Markdown to put below the title.
-        elsewhere: {claim id: HTML to put after its decision}.
+        elsewhere: {claim id: HTML to put after the place where the lesson decides the claim}.
         pictures: folder for the lesson's inline pictures, which become files named by their content.
     """
     for cell in notebook.cells:
@@ -57,8 +57,8 @@ def page(
 
 
 def _file_of(encoded: str, folder: Path) -> str:
-    """Write a picture, base64 text, into a folder unless it is there; return its address relative to the folder's
-    parent.
+    """Write a picture, given as base64 text, to a file in a folder if the file does not exist yet; return the file's
+    address relative to the folder's parent.
     """
     content = base64.b64decode(encoded)
     folder.mkdir(parents=True, exist_ok=True)

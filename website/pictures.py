@@ -30,8 +30,9 @@ PLAIN = ".bd-header, .bd-sidebar-primary, .bd-sidebar-secondary, .bd-header-arti
 
 
 def lesson(page: Page) -> bytes:
-    """Return a PNG of a guess before it is committed, with the revealed measurement below; `page`: a browser page
-    for the site.
+    """Return a PNG of two screenshots: a guess before it is committed, and below it the revealed measurement.
+
+    `page`: a browser page for the site.
     """
     page.goto(f"{HOST}notebooks/01_anatomy_of_memory.html")
     page.add_style_tag(content=PLAIN)

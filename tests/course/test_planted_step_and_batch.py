@@ -32,7 +32,8 @@ TILES = [(256, 128), (128, 256), (128, 128), (256, 192), (192, 128), (128, 96)]
 
 
 def taken_from(lesson, *names, **given):
-    """Return objects that a lesson defines at its top level under `names`, executed in order.
+    """Execute the top-level statements of a lesson that define `names`, in order; return the defined objects in a
+    namespace.
 
     `lesson`: the lesson's name; `given`: {name: value} that the lesson's code may use.
     """
@@ -60,10 +61,10 @@ def products_on(at_once, tile, aligned, tiles=True, sizes=None):
     """Return {claim id: the lesson's verdict} on matmuls of a GPU whose times follow a formula.
 
     Args:
-        at_once: tiles that the GPU computes at once.
+        at_once: number of tiles that the GPU computes at once (one wave).
         tile: (rows, columns) of a tile.
         aligned: function (size, dtype) that returns the factor on the time for a size.
-        tiles: whether whole waves of tiles determine the time; otherwise the arithmetic does.
+        tiles: True: a matmul's time depends on its whole waves of tiles; False: on its FLOPs.
         sizes: matmuls to use in place of the lesson's; None: the lesson's.
     """
     edge = at_once // (2048 // tile[0]) * tile[1]
@@ -106,8 +107,8 @@ def test_tiles_alone_are_not_taken_for_alignment(card, tile):
 
 
 def test_sizes_on_either_side_of_an_edge_would_have_been_taken_for_alignment():
-    """The lesson once compared 4096 with 4097 and 4104. On a card without alignment effects these sizes differ by a
-    wave of tiles.
+    """The lesson once compared 4096 with 4097 and 4104. The larger sizes need one more wave of tiles, so they take
+    longer even on a card without alignment effects, and the claims about alignment would hold.
     """
     old = {name: (size,) * 3 + ("float16",) for name, size in {"of 64": 4096, "of 8": 4104, "odd": 4097}.items()}
     beside = {"of 8": (4096,) * 3 + ("float16",)}
@@ -294,8 +295,8 @@ def test_products_are_awkward_in_backward_where_a_library_is_slow_at_them():
 
 
 def test_copies_do_not_decide_the_order_of_the_groups():
-    """Copies move many bytes and compute nothing, so they do not change the order of the groups of operations. Norms
-    that are plain sums give no order.
+    """Copies move many bytes and compute nothing, so the order of the groups by FLOPs per byte ignores them. If a norm
+    has as few FLOPs per byte as an addition, the claim about this order is refuted.
     """
     row = recorder().Row
     step = [
@@ -331,18 +332,22 @@ DEVICES = {  # FLOP/s, bytes/s, seconds of a call, seconds between operations, s
 
 @functools.cache
 def operations():
-    """Return [the plain model's rows, the unseen model's]: operations of a training step, as the lesson counts them."""
+    """Return two lists with the operations of a training step, as the lesson counts them: one for the plain model, one
+    for the model that the learner has not seen before.
+    """
     lesson = recorder("one_step", "count", one_thread=lambda: None)
     return [[lesson.Row(*row) for row in lesson.count(task, samples)] for task, samples in ((PLAIN, 4), (UNSEEN, 8))]
 
 
 class Challenge:
-    """Lesson 02's challenge on a device whose seconds are a formula.
+    """Run lesson 02's challenge on a device whose seconds are a formula.
 
     Args:
         device: a key of `DEVICES`.
-        slower: factor on all seconds since the lesson measured its reference.
-        disturbed: factors on the unseen model's seconds, one per measurement.
+        slower: factor on every time that the lesson measures after its reference, e.g. 1.2 if the device has slowed
+            down.
+        disturbed: factors on the measured step times of the model that the learner must predict, one per measurement;
+            the last one repeats.
     """
 
     def __init__(self, device, slower=1.0, disturbed=(1.0,)):

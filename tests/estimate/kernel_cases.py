@@ -2,7 +2,8 @@
 
 `kernels.json` has the requests of torch's CUDA builds to their allocator at compute capability 8.0 (rehearsed): the
 bytes of a block, or ~n if the n-th block is freed, listed under the first release with these requests. `python
-tests/rehearsal/test_kernels_rehearsed.py` adds the requests that the installed release changed.
+tests/rehearsal/test_kernels_rehearsed.py` runs the operations under the installed release, and adds the requests that
+differ from those of the release before.
 """
 
 import functools
@@ -31,7 +32,7 @@ def ordered(events):
 
 
 def events(changes):
-    """Return bytes for an allocation, and ~n for the free of the n-th block.
+    """Return a list of events: bytes for each allocation, ~n for each free of the n-th allocated block.
 
     Frees of blocks that were allocated before the first event are left out.
 

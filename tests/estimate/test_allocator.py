@@ -1,7 +1,8 @@
-"""The caching allocator's segments compared with segments counted by hand; and the known workspaces and contexts.
+"""The caching allocator's segments compared with segments counted by hand; also known sizes of workspaces and CUDA
+contexts.
 
-`benchmarks/measure_allocator.py` compares the model with torch's own allocator in rehearsals; this file checks its
-record.
+`benchmarks/measure_allocator.py` compares the model with torch's own allocator in rehearsals; this file only checks the
+results that it recorded.
 """
 
 import importlib.metadata
@@ -52,7 +53,10 @@ def reserved(*sizes):
 
 
 def reserved_after(log):
-    """Return the reserved bytes after a series of (key, bytes, +1 for an allocation or -1 for a free) of blocks."""
+    """Return the reserved bytes after a series of events.
+
+    `log`: (key of a block, bytes, +1 for an allocation or -1 for a free) of each event.
+    """
     memory = CachingAllocator()
     for key, size, sign in log:
         if sign > 0:
@@ -159,8 +163,9 @@ TIES = {"2.10": "a", "2.11": "a", "2.12": "b", "2.13": "c", "2.14": "c", "2.15":
 
 @pytest.mark.parametrize("torch_version", allocator_settings.RELEASES)
 def test_of_equal_blocks_each_release_takes_its_own(torch_version):
-    """There are three free blocks of 4 MiB: `a` in the youngest segment, which has the lowest address; `b`, the
-    earliest Block object; and `c` in the oldest segment, which was split again since.
+    """Releases of torch choose differently between three free blocks of 4 MiB: `a` in the youngest segment, which has
+    the lowest address; `b`, whose Block object is the oldest; and `c` in the oldest segment, whose Block object is
+    young, because the segment was split again (`TIES`).
     """
     memory = filled("", 4, 16, 4, 16, 4, 16, rules=release(torch_version))
     addresses = {"c": address(memory, 0), "b": address(memory, 2), "a": address(memory, 4)}
@@ -176,8 +181,9 @@ def test_of_equal_blocks_each_release_takes_its_own(torch_version):
 
 
 def test_where_the_lowest_address_is_taken_the_same_training_reserves_more():
-    """A block that stays in the older segment prevents a merge, so this choice between equal blocks takes one more
-    segment.
+    """Torch 2.11 takes the free block with the lowest address, which is in the younger segment. The blocks of that
+    segment then cannot merge, so a later large request needs one more segment. Torch 2.13 takes the equal block in the
+    older segment.
     """
     reserved = {}
     for torch_version in ("2.11", "2.13"):
@@ -262,7 +268,9 @@ RULES_OF_2_15 = replace(release("2.14"), torch="2.15")
 
 @pytest.mark.parametrize(("torch_version", "in_vain"), [("2.13", True), ("2.15", False)])
 def test_of_what_no_expandable_segment_holds_only_older_torches_take_one(torch_version, in_vain):
-    """A segment has 9/8 of the device's bytes as addresses. Since torch 2.15 a larger request fails at once."""
+    """An expandable segment reserves addresses for 9/8 of the device's memory. A larger request fails in every release:
+    before torch 2.15, after a new segment was made for it; since then, at once, without a new segment.
+    """
     rules = replace(release("2.13"), torch=torch_version)
     memory = filled("expandable_segments:True", capacity=100 * MIB, rules=rules)
     with pytest.raises(OutOfMemory):

@@ -1,4 +1,6 @@
-"""Stored answers equal traced ones, only commands use them, and any change that may affect an answer invalidates it."""
+"""Stored answers equal traced ones, only the command line uses them, and any change that may affect an answer
+invalidates it.
+"""
 
 import json
 import os
@@ -30,7 +32,8 @@ def training(task=TINY, **given):
 
 
 def traces(monkeypatch, *questions):
-    """Return how many of some questions are traced if a new command asks each of them.
+    """Ask each question in a new command; return for how many questions the training was traced, because no stored
+    answer was found.
 
     `questions`: the arguments of each question, as a tuple.
     """

@@ -15,7 +15,7 @@ F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
 
 class Casts(TorchDispatchMode):
-    """Count casts into another type in `count`."""
+    """Count in the attribute `count` how often `aten._to_copy` runs, i.e. tensors are cast to another type."""
 
     def __init__(self):
         super().__init__()
@@ -106,7 +106,7 @@ def test_a_trainer_with_fp16_autocasts():
 
 
 def test_who_queries_autocast_gets_cudas_answer():
-    """peft's layers over quantized weights query autocast, and cast their input if it is off."""
+    """peft's layers over quantized weights query autocast; if autocast is off, they cast their input."""
     own = torch.is_autocast_enabled
     with cuda.emulated():
         assert not torch.is_autocast_enabled() and torch.get_autocast_dtype("cuda") is F16

@@ -18,8 +18,8 @@ F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
 
 class Seen(TorchDispatchMode):
-    """Record the operators that ran in `names`, and the bytes of fake storages that were alive at the end of each in
-    `at_end`.
+    """Record the operators that run: `names` lists them in order, and `at_end` is {operator: bytes of the fake storages
+    that are alive after its last run}.
     """
 
     def __init__(self):

@@ -1,4 +1,4 @@
-"""Which tensors are on the device, and since when: tensors on the host count only once they are sent."""
+"""Which tensors are on the device, and from when on: a tensor on the host counts only after it is sent there."""
 
 import contextlib
 import os
@@ -58,7 +58,9 @@ def test_buffers_that_are_parts_of_one_tensor_are_copied_each_by_itself(tracker)
 
 @pytest.mark.parametrize("place", [Placement.HOST, Placement.DEVICE])
 def test_the_layout_of_matrices_is_that_of_cusolver_on_the_device_and_of_lapack_on_the_host(tracker, place):
-    """A slice of `Vh` stored by rows is contiguous and keeps the whole matrix; a slice by columns is copied."""
+    """If `Vh` is stored by rows, a slice of its rows is contiguous, so the slice keeps the whole matrix alive. If `Vh`
+    is stored by columns, `contiguous` copies the slice.
+    """
     tracker.weights = Placement.DEVICE
     with tracker.emulated(), tracker, patch.object(tracker, "_forced", place):
         matrix = torch.empty(8, 12)
@@ -127,8 +129,10 @@ def test_a_tensor_of_tensors_is_traced_by_what_it_is_made_of(tracker):
 
 
 def paged(tell):
-    """Return the bytes on the device, and the elements, of a paged optimizer's states for a large and a small weight.
-    `tell` is not used.
+    """Return ([bytes of each block on the device], [elements of each state]) of a paged optimizer's states for a large
+    and a small weight. The large one has no block on the device.
+
+    `tell`: not used; `processes.call` passes it.
     """
     from bitsandbytes.optim.optimizer import Optimizer8bit
 
@@ -148,11 +152,14 @@ def test_large_states_of_a_paged_optimizer_lie_elsewhere():
 
 
 def of_gradients(function, tell=None):
-    """Return the device's allocations and frees while a function of a linear layer runs forward and backward.
+    """Return the device's allocations and frees while `function` runs forward and backward, in the form of
+    `kernel_cases.events`: bytes for an allocation, ~n for the free of the n-th block.
 
-    The form is as in `kernel_cases.events`; blocks of at most 5,000 bytes are left out.
+    Blocks of at most 5,000 bytes or at least 1,000,000 bytes are left out.
 
-    `function`: called with fake tensors: input (8, 4, 64), weight (32, 64) and bias (32,). `tell` is not used.
+    Args:
+        function: called with the fake tensors of a linear layer: input (8, 4, 64), weight (32, 64) and bias (32,).
+        tell: not used; `processes.call` passes it.
     """
     tracker = DeviceTracker((8, 0))
     with cuda.emulated(), tracker, tracker.emulated():
@@ -204,15 +211,17 @@ def test_the_two_bounds_of_a_clamp_are_joined_in_place():
 
 
 def changes(follows_each, options, tell):
-    """Trace two steps of a GPT-2 on CUDA; return (blocks, marks, emptied) of its log.
+    """Trace two steps of a GPT-2 on CUDA, each of six micro-batches unless `options` sets their number; return (blocks,
+    marks, emptied).
 
-    `blocks` has (whether it is an allocation, bytes, label) of each event, `marks` the number of events at the end of
-    each phase, `emptied` the numbers of events before each emptying of the cache. Each step has six micro-batches.
+    blocks: (whether it is an allocation, bytes, label) of each event of the trace.
+    marks: {"start" of the first forward, or the last end of a phase: number of events before it}.
+    emptied: for each time that the cache is emptied, the number of events before it.
 
     Args:
-        follows_each: trace each micro-batch, instead of repeating one.
+        follows_each: trace each micro-batch, instead of repeating the trace of one.
         options: further training arguments.
-        tell: not used.
+        tell: not used; `processes.call` passes it.
     """
     from trainmem.estimate import trace
 
@@ -254,8 +263,8 @@ class Numbers(torch.utils.data.Dataset):
 
 
 def padded(samples):
-    """Return samples (1-D tensors of ids) padded to one length as by TRL's collators: on the device that the samples
-    are on.
+    """Return samples (1-D tensors of ids) padded to one length as by TRL's collators; the result is on the samples'
+    device.
     """
     whole = torch.full((len(samples), 6), -100, dtype=torch.int64, device=samples[0].device)
     for row, sample in zip(whole, samples, strict=True):

@@ -131,7 +131,7 @@ _WITHOUT = {  # kinds and settings that a model of the library does not have, or
 
 
 def _of(architecture, draw):
-    """Return a draw in which each setting that the architecture does not support becomes the first of its kind.
+    """Return a draw in which setting 0 of a kind replaces each setting that the architecture does not support.
 
     `draw`: {kind: number of a setting in `SETTINGS[kind]`}.
     """
@@ -140,14 +140,19 @@ def _of(architecture, draw):
 
 
 def _together(draw):
-    """Return the set of all pairs ((kind, number), (kind, number)) of settings in a draw, see `_of`."""
+    """Return all combinations of two settings in a draw, as a set of ((kind, number), (kind, number)).
+
+    `draw`: {kind: number of a setting in `SETTINGS[kind]`}.
+    """
     return set(itertools.combinations(sorted(draw.items()), 2))
 
 
 def generated(count, seed=0):
-    """Return `count` pairs (architecture, {kind: number of a setting}), drawn from a seed; the architectures alternate.
+    """Return `count` pairs (architecture, draw), drawn from a seed; a draw is {kind: number of a setting in
+    `SETTINGS[kind]`}.
 
-    Each recipe is the one among many random recipes with the most pairs of settings that have not occurred yet.
+    The architectures alternate. Each draw is the one among 300 random draws with the most combinations of two settings
+    that no earlier draw has.
     """
     rng, seen, pairs = random.Random(seed), set(), []
     for architecture in itertools.islice(itertools.cycle(ARCHITECTURES), count):
@@ -244,9 +249,11 @@ def configurations(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def both(request, configurations, tmp_path_factory):
-    """Yield a function ((architecture, settings), whether it trains) that returns (the lab's count, the estimate).
+    """Yield a function that returns (the memory that the lab counts, the estimated memory) of a training or an
+    inference.
 
-    All pairs that tests will request are started at once, one per core at a time.
+    The function's arguments: the pair (architecture, arguments of the training), and `training`: True for a training,
+    False for an inference. The runs of all tests are started in advance, one per core at a time.
     """
     lab = Lab("cpu", out=tmp_path_factory.mktemp("lab"))
 

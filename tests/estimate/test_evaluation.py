@@ -130,7 +130,9 @@ def test_ranks_gather_predictions():
 
 
 def trained(task):
-    """Train a task with arguments that request an evaluation, which would fail; return the number of losses."""
+    """Train a task with arguments that request an evaluation; return the number of losses. An evaluation would fail
+    here, so the training must skip it.
+    """
     import tempfile
     from unittest.mock import patch
 

@@ -1,5 +1,5 @@
-"""Explanations of the difference between two recipes: sums are exact, prices are differences of estimates, and warnings
-describe the model.
+"""Explanations of the difference between two recipes: the listed parts add up exactly, the change of the peak by each
+argument is a difference of estimates, and warnings are about the right model, e.g. experts that stay unquantized.
 """
 
 import json

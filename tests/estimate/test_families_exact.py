@@ -162,7 +162,11 @@ CASES = {
 
 @pytest.fixture
 def both(tmp_path):
-    """Return a function (fields, class, fields of the task) that returns (count, estimate) of a training on the CPU."""
+    """Return a function that trains a model on the CPU and returns (the memory that the lab counts, its `estimate`).
+
+    The function's arguments: the fields of the model's configuration, the name of its class, {field: value} of the
+    task, and training arguments.
+    """
 
     def compare(fields, architecture, about, **given):
         path = tmp_path / "config.json"

@@ -1,5 +1,5 @@
-"""Inference that generates text: the key value cache, compared with a formula and with a plain `generate`; and
-refusals.
+"""Inference that generates text: its key value cache, compared with a formula and with a plain `generate`; also the
+requests that are refused.
 """
 
 import sys

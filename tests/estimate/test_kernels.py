@@ -14,13 +14,14 @@ from trainmem.measure import processes
 
 
 def requests(names, capability, torch_version=None, tell=None):
-    """Return {case: its requests, as `kernel_cases.events` has them} of the traced cases; call it in a fresh process.
+    """Return {case: its requests, in the form of `kernel_cases.events`} of the traced cases; call it in a fresh
+    process.
 
     Args:
         names: names of the cases.
         capability: compute capability of the GPU.
         torch_version: the release whose rules are used; None: the installed one.
-        tell: not used.
+        tell: not used; `processes.call` passes it.
     """
     found = {}
     for name in names:

@@ -24,9 +24,10 @@ def zero(stage, **more):
 
 @pytest.fixture
 def offered(monkeypatch, tmp_path):
-    """Make DeepSpeed importable in one test only, because every training of later tests would import it.
+    """Make DeepSpeed importable in one test only; otherwise every training of later tests would import it.
 
-    Also leave the lock of a killed compilation, for which the next compilation of DeepSpeed's sums would wait forever.
+    Also leave the lock file of a killed compilation, for which the next compilation of DeepSpeed's shared-memory
+    collectives would wait forever.
     """
     (tmp_path / "deepspeed_shm_comm").mkdir()
     (tmp_path / "deepspeed_shm_comm" / "lock").touch()

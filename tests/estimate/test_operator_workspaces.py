@@ -17,7 +17,7 @@ def dense(*shape, dtype=F32):
 
 
 def operation(name, *leaves, made=0):
-    """Return an `Operation` without lists among its arguments.
+    """Return an `Operation` whose arguments are all single values, not lists.
 
     Args:
         name: name of the operator, e.g. "aten.mm.default".
@@ -82,8 +82,8 @@ class Recorded:
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Return a function that replaces the runner of operations by a `Recorded`, made from its arguments, and returns
-    the `Recorded`.
+    """Return a function that replaces the runner of operations by a `Recorded`, and returns this `Recorded`. The
+    function's arguments are those of `Recorded`.
     """
 
     def made(hides, **speed):
@@ -124,7 +124,10 @@ def test_what_a_machine_with_amx_hides_at_sizes_that_were_measured_is_what_is_es
 
 @pytest.mark.parametrize("table, build", [(ADDMM, addmm), (MM, mm)], ids=["addmm", "mm"])
 def test_sizes_that_lie_on_no_line_are_measured_or_assumed_and_never_negative(machine, table, build):
-    """The workspaces at the three smaller sizes of a large matmul are drawn from the table at random."""
+    """A large matmul's workspace is estimated from three smaller matmuls. Here their workspaces are random values of
+    `table`, which lie on no line. So the large matmul is measured on a fast machine; on a slow one its workspace is
+    assumed to be the largest share of the bytes.
+    """
     rng, figures = random.Random(0), list(table.values())
     large = build(4096, 4096, 4096)
     for _ in range(50):
@@ -163,7 +166,9 @@ def test_three_sizes_on_a_line_are_traced_to_its_own(machine):
 
 
 def test_what_grows_with_only_some_of_the_lengths_that_were_cut_is_no_line(machine):
-    """Rows and columns are both cut, but the workspace depends on the rows only."""
+    """The smaller forms of the operation have fewer rows and columns, but its workspace depends on the number of rows
+    only. So the workspaces of the smaller forms lie on no line, and the whole operation is measured.
+    """
     large = operation("aten._softmax.default", dense(5000, 2048), 1, False, made=5000 * 2048 * 4)
     assert smaller(large, 2**24)[0].leaves[0].shape == (1250, 1024)
     seen = machine(lambda one: one.leaves[0].shape[0] * 8)
@@ -251,8 +256,8 @@ def test_an_operation_that_ends_its_process_is_unknown_and_the_others_are_measur
 
 @pytest.mark.nightly
 def test_heads_that_are_shared_may_be_cut_to_what_no_kernel_takes():
-    """Grouped queries may be cut so that there are fewer query heads than key heads, for which torch's kernel divides
-    by zero.
+    """A smaller form of an attention with grouped queries may have fewer query heads than key heads; torch's kernel
+    divides by zero for these.
     """
     query, key = dense(8, 32, 512, 128), dense(8, 8, 512, 128)
     leaves = query, key, key, 0.0, True

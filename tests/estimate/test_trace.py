@@ -253,7 +253,9 @@ def test_how_many_a_mask_chooses_is_not_guessed(tracker):
 
 
 def test_detection_assumes_that_an_unknown_mask_chooses_all(tracker):
-    """The loss of D-FINE needs this: it counts the boxes in range, and compares the outputs of its layers."""
+    """The loss of D-FINE needs this: the loss counts the boxes in range, and compares the outputs of the model's
+    layers.
+    """
     tracker.checks_hold = True
     numbers, others = fake(4, 6), fake(4, 6)
     known = numbers[torch.arange(24).view(4, 6) < 5]

@@ -65,7 +65,9 @@ def test_quantized_bytes_are_codes_and_their_constants(lab, given, bits, blocks)
 
 @needs_peft
 def test_double_quantization_saves_what_its_paper_says(lab):
-    """The scale of each 64 weights takes one byte instead of four, plus a second scale for each 256 of these scales."""
+    """The scale of each 64 weights takes one byte instead of four. In addition, each 256 of these scales have a scale
+    of four bytes.
+    """
     once, twice = (
         trained(lab, quantization_config=NF4 | {"bnb_4bit_use_double_quant": double}, peft={"r": 4}).breakdown
         for double in (False, True)

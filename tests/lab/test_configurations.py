@@ -246,8 +246,10 @@ def lab(tmp_path_factory):
 
 
 def kept_by(model):
-    """Return the bytes of a model's weights and of the constants beside quantized ones, counted without this project's
-    code, each storage once.
+    """Return the bytes of a model's weights, including the constants that quantized weights need; each storage counts
+    once.
+
+    The count uses none of this project's code.
     """
     import torch
 
@@ -301,7 +303,9 @@ def test_a_folder_saved_in_4_bits_is_loaded_in_4_bits(lab, quantized_folder):
     ids=str,
 )
 def test_lora_on_a_folder_saved_quantized_is_exact(lab, quantized_folder, bits, given):
-    """A configuration without quantization takes the same memory if quantization_config is an argument."""
+    """Two models take the same memory: one in a folder saved quantized, and one whose configuration has no
+    quantization, if quantization_config is an argument.
+    """
     folder = quantized_folder(bits)
     task, given = Task(str(folder), seq_len=16), LORA | given
     run, reported = lab.train("t", task=task, measure=("memory",), **given), estimate(task, device="cpu", **given)
@@ -388,7 +392,9 @@ def test_a_model_is_refused_by_the_bytes_of_its_own_type(tmp_path, monkeypatch):
 
 @pytest.mark.nightly
 def test_recipes_of_a_model_in_bf16_say_the_type_that_they_mean(tmp_path):
-    """Techniques are described and compared for weights in float32, and the technique "bf16" keeps them in float32."""
+    """A recipe for a model saved in bf16 must name the type of its weights: techniques are compared with weights in
+    float32, and the technique "bf16" keeps the weights in float32.
+    """
     task = Task(str(saved(tmp_path, "bfloat16")), seq_len=16)
     advice = advise.advise(task, effective_batch=2, memory="8GB", device="cpu", most=99)
     types = {recipe.arguments["dtype"] for recipe in advice.recipes}

@@ -54,8 +54,8 @@ WAYS = {
 
 @pytest.fixture(scope="module")
 def failed(lab):
-    """Return a function of a key of `WAYS`: it returns the run that fails in this way; each run is made once for all
-    tests.
+    """Return a function that takes a key of `WAYS` (a way to fail) and returns a run that failed in this way. Each run
+    is made once for all tests.
     """
     runs = {}
 

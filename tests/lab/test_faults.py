@@ -67,8 +67,8 @@ def numbers(lab):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """Yield (a lab whose fork server has this module's environment variable, `MARK`; the `numbers` of an undisturbed
-    training in it).
+    """Yield (lab, the `numbers` of an undisturbed training in this lab). The lab's fork server has this module's
+    environment variable, `MARK`.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(*MARK.split("="))
@@ -282,8 +282,8 @@ def test_children_end_with_the_experiment_whatever_session_they_are_in_and_howev
 
 
 def test_the_children_of_an_experiment_that_goes_on_are_not_ended_with_another_one(lab):
-    """Children whose parents have ended, which belong to the experiment only because it adopts them, are not ended
-    either.
+    """When an experiment ends, the children of another, running experiment stay. This holds even for children whose own
+    parents have ended and which the running experiment has adopted.
     """
     from trainmem.measure.forkserver import CleanProcess
 

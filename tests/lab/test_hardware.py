@@ -264,9 +264,11 @@ def test_a_list_that_ends_early_is_reported_and_the_rest_is_used(use, monkeypatc
 
 
 def run_driver_script(monkeypatch, capsys, cu_init=0):
-    """Run the child process's script in this process, with a stub of libcuda that has an H200 and a T4, fastest first.
+    """Run in this process the script that normally asks the CUDA driver in a child process; return the script's JSON
+    output as an object.
 
-    Return what the script prints, parsed. `cu_init`: error code that cuInit returns; `monkeypatch`, `capsys`: pytest's.
+    A stub of libcuda has an H200 and a T4, fastest first. `cu_init`: error code that cuInit returns; `monkeypatch`,
+    `capsys`: pytest's.
     """
     gpus = [(b"NVIDIA H200", 0xBB, 9, 0), (b"Tesla T4", 0xAA, 7, 5)]
 

@@ -38,8 +38,10 @@ def described(**environment):
 
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory):
-    """Return a function (error code of all functions, {name: error code} of some) that compiles an NVML whose functions
-    return these error codes, and a CUDA driver without devices; it returns the environment variables to use them.
+    """Return a function that compiles two stub libraries: an NVML, and a CUDA driver without devices.
+
+    The function's arguments: the error code that every NVML function returns, and {name of an NVML function: its error
+    code} for exceptions. It returns the environment variables with which a process uses the stubs.
     """
     compiler = shutil.which("cc") or shutil.which("gcc")
     pynvml = pytest.importorskip("pynvml")

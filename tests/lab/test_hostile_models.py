@@ -19,7 +19,9 @@ BERT |= {"num_hidden_layers": 1, "intermediate_size": 64, "vocab_size": 100}
 
 @pytest.fixture(autouse=True)
 def offline_in_a_small_memory(monkeypatch):
-    """Limit this process's memory, so that allocating a size from the file fails, and cut off the network."""
+    """Limit this process's memory, so that allocating as much as a hostile model file demands fails; also cut off the
+    network.
+    """
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     limits = resource.getrlimit(resource.RLIMIT_DATA)
     Task("bert-tiny").build_model(device="meta")  # what is imported once is none of theirs

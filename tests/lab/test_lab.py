@@ -184,8 +184,8 @@ def test_a_comparison_whose_turns_fail_is_unknown_and_says_why(lab, monkeypatch,
 
 @pytest.fixture
 def with_gpus(tmp_path):
-    """Return a function (number of GPUs) that returns a lab on a machine with pretended GPUs, and the list of its
-    requests.
+    """Return a function that takes a number of GPUs and returns (lab on a machine with that many pretended GPUs, list
+    of its requests).
 
     A request is what the lab would have sent to subprocesses, which are not started.
     """
@@ -209,9 +209,10 @@ def with_gpus(tmp_path):
 
 
 def turns_taken(lab, requests, *runs):
-    """Compare runs, and return what was interleaved: (name of the function that interleaves, threads of each run), ...
+    """Compare runs; return, for each interleaving, (name of the function that interleaved the runs, each run's number
+    of threads, ...).
 
-    `requests`: the list that `with_gpus` returned with the lab; `runs`: the baseline, then the others.
+    `requests`: the list that `with_gpus` returned with the lab; `runs`: the baseline, then the other runs.
     """
     requests.clear()
     lab.compare(*runs, turns=3)

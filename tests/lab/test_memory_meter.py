@@ -178,7 +178,9 @@ def test_a_function_of_the_users_is_counted_to_the_byte(lab):
 
 
 def test_memory_that_no_operation_made_is_counted_inside_operations(lab):
-    """Under a tracker autograd does less in place, so the total must come from a pass without one."""
+    """While a memory tracker is active, autograd computes fewer results in place. The total must therefore come from a
+    pass without a tracker.
+    """
 
     def train(held):
         def loop(task):
@@ -277,7 +279,9 @@ def test_memory_takes_two_steps_however_long_the_training_is(lab):
 
 @pytest.mark.parametrize("reentrant", [None, False, True])
 def test_an_operation_is_reported_with_its_module(lab, reentrant):
-    """In backward, the module is the one whose forward made the node, or whose forward a checkpoint repeats."""
+    """In backward, an operation is reported with the module whose forward pass made the operation's autograd node, or
+    whose forward pass a checkpoint repeats.
+    """
 
     def train(_):
         import torch

@@ -1,4 +1,6 @@
-"""Code that measures time has the machine to itself while a course runs several lessons at once."""
+"""While a course runs several lessons at once, code that measures time waits until no other lesson uses the part of the
+machine that this code needs.
+"""
 
 import itertools
 import os
@@ -35,7 +37,7 @@ def until(condition):
 
 @pytest.fixture
 def lock(monkeypatch):
-    """Return a lock in which no lesson may overtake another."""
+    """Return a `QuietLock` in which no lesson may overtake one that waits for a quiet machine."""
     monkeypatch.setattr(quiet, "PASSED_SECONDS", 0)
     return quiet.QuietLock()
 

@@ -180,7 +180,9 @@ class TestProducts:
         return Lab("cpu", out=tmp_path)
 
     def test_rates_and_shares_come_from_the_turns(self, lab, monkeypatch):
-        """Planted seconds in each of three processes: 2 for fp32, 1 for bf16, 8 for a step."""
+        """In each of three processes, the clock gives planted times: 2 s for the fp32 matmuls, 1 s for the bf16
+        matmuls, 8 s for a training step. The rates and shares must follow from these.
+        """
         turns = [[(9.0, seconds)] * 4 for seconds in (2.0, 1.0, 2.0, 8.0)]
         monkeypatch.setattr(Lab, "run", lambda *_, **__: replace(RUN, value=turns))
         flops = 3 * 2 * (4 * 24) * 64 * (4 * 64)  # of a feed-forward layer: four samples of 24 tokens, 64 wide

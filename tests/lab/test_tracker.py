@@ -82,9 +82,11 @@ def test_one_rank_traced_is_what_ranks_count(lab, counted, reshard):
 
 
 def given_back_by_another_thread(tell, ranks):
-    """Run three steps in which another thread frees 4 MB; return (bytes at the end of a step, peak in bytes).
+    """Run three steps in which another thread frees 4 MB; return the memory that the meter reports: (bytes at the end
+    of a step, peak in bytes).
 
-    `ranks`: number of ranks; with more than one, memory is counted by tensors. `tell` is not used.
+    `ranks`: number of ranks; with more than one, memory is counted by tensors. `tell`: not used; `processes.call`
+    passes it.
     """
     import threading
 
@@ -132,7 +134,12 @@ def test_a_storage_that_is_resized_counts_with_its_size():
 
 def test_a_storage_gets_its_category_from_the_phase_and_then_from_what_it_is_for():
     def categories(tell):
-        """Return {number of elements of a storage: (category at its allocation, last category)}."""
+        """Train a layer for one step under a `Tracker`; return (categories at allocation, last categories).
+
+        The first is {number of elements of a storage: its category when it was allocated}. The second is the list of
+        the last categories of the weights, gradients, optimizer states, inputs and output. `tell`: not used;
+        `processes.call` passes it.
+        """
         import torch
 
         from trainmem.measure.tracker import Tracker, watched

@@ -89,7 +89,7 @@ def test_each_rank_keeps_its_memory_and_its_value(lab):
 
 @pytest.mark.nightly
 def test_one_process_and_two_take_turns(lab):
-    """The function has more steps than the comparison times."""
+    """The function has nine steps, more than a comparison of three turns measures."""
     one = lab.train("one", task=TINY, measure=("time",), per_device_train_batch_size=2)
 
     def loop(task):

@@ -72,8 +72,8 @@ def test_a_name_that_is_gone_is_found_out():
 
 
 def test_every_operator_that_the_package_names_exists():
-    """Operators are written `aten.name` or `torch.ops.aten.name`, and include private ones. Each is looked up when its
-    module is imported.
+    """Operators are written `aten.name` or `torch.ops.aten.name`, and include private ones. Each operator is looked up
+    when the package's module that names the operator is imported.
     """
     chains = {
         ast.unparse(node) for tree in SOURCES.values() for node in ast.walk(tree) if isinstance(node, ast.Attribute)
@@ -154,7 +154,8 @@ def test_a_replacement_that_loses_arguments_is_found_out(text, fine):
 
 
 def used(tree):
-    """Yield the names of other libraries that a module replaces, and the private names of other libraries that it uses.
+    """Yield the names in other libraries that a module replaces with its own functions, and the private names of other
+    libraries that it uses.
 
     `tree`: the module's syntax tree.
     """

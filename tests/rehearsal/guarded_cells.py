@@ -29,8 +29,8 @@ class Unassigned(Unknown):
 
 
 class Guard(ast.NodeTransformer):
-    """Put each statement of a cell into a `with __rehearsed__` block (see `install`), which skips it if it needs
-    values.
+    """Put each statement of a cell into a `with __rehearsed__` block (see `install`). The block skips a statement that
+    needs a tensor's values, which a rehearsal does not have.
     """
 
     def visit_Module(self, module: ast.Module) -> ast.Module:

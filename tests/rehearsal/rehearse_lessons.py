@@ -48,7 +48,9 @@ MACHINES = (
 
 @contextlib.contextmanager
 def guarded(on: Card) -> Iterator[tuple[Path, dict[str, str]]]:
-    """Yield (Python, {environment variable: value}) of a rehearsal on a card, in which kernels guard their cells."""
+    """Yield (path of the Python, {environment variable: value}) for a rehearsal on a card; kernels started with these
+    skip statements that need values.
+    """
     with command(on) as (python, environment), tempfile.TemporaryDirectory() as folder:
         startup = Path(folder, "profile_default", "startup", "guard.py")  # IPython runs it in each kernel
         startup.parent.mkdir(parents=True)
@@ -79,9 +81,10 @@ def rehearse_lessons(wanted: str, out: Path) -> list[str]:
 
 
 def _rehearsed(machine: Machine, wanted: str, folder: Path) -> list[str]:
-    """Run lessons on one machine, and return one line for each problem.
+    """Run lessons on one machine; return one line for each problem.
 
-    `wanted`: as in `rehearse_lessons`; `folder`: as `perf-helpers course` leaves it.
+    `wanted`: "all", "core", or the lessons' numbers ("05,06"); `folder`: the course writes its results and notebooks to
+    it.
     """
     lessons = machine.core if wanted == "core" else wanted.split(",")
     lessons = machine.lessons if wanted == "all" else [x for x in lessons if x in (machine.lessons or lessons)]

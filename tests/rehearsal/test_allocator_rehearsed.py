@@ -62,7 +62,9 @@ def test_a_double_with_another_rule_is_found_out(measure, monkeypatch):
 
 @pytest.mark.nightly
 def test_the_rules_of_another_release_are_found_out(measure):
-    """Free blocks of equal size are frequent enough in the traces that the rules of another release give mismatches."""
+    """The traces often have several free blocks of equal size, between which releases choose differently. So a model
+    with another release's rules must give mismatches.
+    """
     here, seeds = release(), [f"test-{number}" for number in range(40)]
     others = {each.ties: name for name, each in RELEASES.items() if each.ties != here.ties}
     with Rehearsal(measure.ROOM) as stage:
@@ -93,8 +95,8 @@ def test_a_reserve_of_expandable_segments_is_counted_as_torch_counts_it(measure,
 
 
 def of_environment():
-    """Return the MiB that torch reserves for 2 MiB: the value of large_segment_size_mb in PYTORCH_CUDA_ALLOC_CONF,
-    or 20.
+    """Return how many MiB torch reserves when a tensor of 2 MiB is made: the value of large_segment_size_mb in
+    PYTORCH_CUDA_ALLOC_CONF, or 20.
     """
     import torch
 

@@ -22,9 +22,10 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def chosen_by_torch(count: int, seed: int):
-    """Return a function for a rehearsal's process that returns a letter per random call, see `attention_cases`.
+    """Return a function that runs in a rehearsal's process and returns one letter per random attention call: the kernel
+    that torch selects, see `attention_cases`.
 
-    `count`, `seed`: how many calls are drawn, and from which seed.
+    `count`: number of calls; `seed`: the seed from which the calls are drawn.
     """
 
     def work(_):

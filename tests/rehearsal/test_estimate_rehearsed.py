@@ -52,7 +52,9 @@ QWEN3 |= {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 8000
 @pytest.mark.nightly
 @pytest.mark.parametrize("capability", [(7, 5), (9, 0)], ids=str)
 def test_a_training_has_one_peak_however_it_is_requested(capability, tmp_path):
-    """The meter must not raise the peak: without it, plain attention of fp32 grouped queries adds its mask in place."""
+    """The peak must be equal with and without a memory meter. Without a meter, plain attention of fp32 grouped queries
+    adds its mask in place; the meter must not change this.
+    """
     arguments = {"per_device_train_batch_size": 4, "optim": "adafactor"}
     one = measure_cuda.Training(0, "Qwen3", QWEN3, 192, arguments, capability, 1)
     with Rehearsal(card(None, capability, measure_cuda.MEMORY)) as stage:
@@ -144,7 +146,9 @@ def test_cublaslts_workspace_is_its_own_or_shared_as_the_variable_says(shared, m
 @pytest.mark.nightly
 @pytest.mark.parametrize("more", [{}, {"pad_to_multiple_of": 64}, {"packed": True}], ids=str)
 def test_unequal_lengths_take_what_torchs_allocator_says(more):
-    """Compare whole sequences of steps, including the effect of one shape's blocks on the next shape."""
+    """Compare whole sequences of steps, including blocks left free by a batch of one shape that a batch of the next
+    shape reuses.
+    """
     task = Task(
         "llama-2-7b", config=LLAMA | {"vocab_size": 5000}, lengths=(170, 30, 90, 12, 250, 41, 8, 260, 77), **more
     )
@@ -187,7 +191,9 @@ def test_what_was_free_is_given_back_where_the_training_says_so():
 
 
 def loop_that_checkpoints(task):
-    """Run one step of training on a task with a checkpoint per layer, which keeps positions made on the device."""
+    """Run one training step on a task, with each layer checkpointed. A checkpoint keeps the layer's inputs, including
+    position ids that the model makes on the device.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, batch = task.build_model(attn_implementation="eager").to(device), task.batch(2, device)
     model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -26,7 +26,8 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def torch_requests(names):
-    """Return a function for a fresh process of a rehearsal that returns {case: requests to torch's allocator}.
+    """Return a function to run in a fresh process of a rehearsal; it returns {case: events in torch's allocator, in the
+    form of `kernel_cases.events`}.
 
     `names`: names of the cases, see `kernel_cases`.
     """

@@ -407,9 +407,7 @@ def test_small_whole_numbers_reach_the_other_ranks():
 
 
 def exchanged(task):
-    """Return {collective: its result on this rank}, after all ranks have contributed the same numbers. The task is
-    not used.
-    """
+    """Return {collective: its result on this rank}; every rank contributes the same numbers. The task is not used."""
     import torch
     import torch.distributed as dist
 

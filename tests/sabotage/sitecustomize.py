@@ -5,8 +5,8 @@
 "ignored_checkpointing": a transformers that accepts gradient checkpointing and silently does nothing about it.
 "fp32_states": a bitsandbytes whose 8-bit optimizers keep their states in fp32.
 "summed_gradients": a Trainer that takes the labels of one micro-batch for all labels of the accumulation.
-"slow_step": each optimizer step computes longer, by the share of a training step in the variable SLOWER.
-"sleeping_step": each optimizer step waits longer, by the same share.
+"slow_step": after each optimizer step, code computes for SLOWER (an environment variable) times a training step's time.
+"sleeping_step": after each optimizer step, the process sleeps for the same time.
 "leaked_activation": a BERT whose forward passes each leave an activation behind.
 "plain_attention": a torch whose fused attention is plain arithmetic.
 "copied_batches": a DataLoader that keeps a copy of each batch beside it.

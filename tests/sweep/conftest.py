@@ -25,8 +25,8 @@ def client(cluster):
 
 @pytest.fixture
 def elsewhere(client):
-    """Yield a function of addresses of workers (default: all workers): these workers then report another machine and
-    another torch version.
+    """Yield a function that takes addresses of workers (default: all workers) and makes these workers report another
+    machine and another torch version.
     """
     requested = []
 

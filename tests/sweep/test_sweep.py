@@ -34,8 +34,9 @@ FOUR = {
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Return a function (function to call first with each row's name) that makes rows of sweeps take no time and have a
-    peak.
+    """Return a function that replaces the training of a sweep's rows by a stub, which takes no time and returns a peak.
+
+    The function's argument is called with each row's name before the stub returns.
     """
 
     def replace(before=lambda name: None):

@@ -118,7 +118,9 @@ def address(tmp_path_factory):
 
 @pytest.fixture
 def page(chromium, address):
-    """Yield the class's page in a browser, without files; any later request or error of the page fails the test."""
+    """Yield the class's page in a browser, before any file is loaded; any later request or error of the page fails the
+    test.
+    """
     context = chromium.new_context(viewport={"width": 1280, "height": 900})
     page, faults = context.new_page(), []
     page.goto(address)
@@ -278,7 +280,9 @@ def test_one_lesson_is_shown_all_is_removed_and_a_saved_class_comes_back(page, f
 
 
 def test_a_folder_is_searched_and_the_newest_file_of_a_learner_counts(page, files, tmp_path):
-    """A journal without answers comes from the command line, so it does not replace the learner's own journal."""
+    """A newer journal without answers does not replace the learner's journal, because the command line writes such
+    journals.
+    """
     ann = tmp_path / "class" / "ann"
     ann.mkdir(parents=True)
     for name in ("results.json", "late.json"):

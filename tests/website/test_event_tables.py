@@ -66,7 +66,8 @@ def test_points_whose_events_differ_make_no_table():
 
 @pytest.mark.skipif(not shutil.which("node"), reason="no node: apt-get install nodejs")
 def test_where_what_is_free_is_given_back_the_page_does_so():
-    """While a 4-bit model is loaded, the segments of its 16-bit weights are returned to the device before the training
+    """The page's allocator, like the package's, returns free segments to the device where the trace empties the cache.
+    This happens while a 4-bit model is loaded: the segments of its 16-bit weights are returned before the training
     needs memory.
     """
     size, kept = 30 * 2**20, 10 * 2**20

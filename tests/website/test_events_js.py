@@ -1,4 +1,6 @@
-"""The workspaces of kernels, and the events of a table, as the calculator's page and as the package calculates them."""
+"""The workspaces of kernels, and the allocations and frees of a calculator's table, as the calculator's page and as the
+package calculates them.
+"""
 
 import json
 import math

@@ -43,11 +43,11 @@ def test_the_index_names_every_table_and_knows_the_cards():
 
 
 def compare(model, key, chance):
-    """Compare a table of the site with the estimate, at a random point and on a random card.
+    """Compare a table of the site with the estimate, for a random micro-batch and length, and on a random card.
 
     Args:
         model: a model of the calculator.
-        key: the recipe's part of the table's file name.
+        key: the recipe's key, as in the table's file name.
         chance: the random generator.
     """
     recipe, about = Recipe(*key.split(".")), INDEX["models"][model]

@@ -85,8 +85,10 @@ def gpu(monkeypatch):
 
 @pytest.fixture
 def script(monkeypatch):
-    """Return a function that makes the monitor read the given figures, {name: value} per sample (an exception is raised
-    instead), and returns an event that is set afterwards.
+    """Return a function that gives the monitor the figures of its next samples, and returns an event that is set after
+    the last sample.
+
+    The function's arguments: one per sample, {name: value} or an exception to raise. The event is a threading.Event.
     """
 
     def install(*figures):

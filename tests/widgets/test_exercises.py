@@ -18,8 +18,8 @@ TASK = Task("bert-tiny", seq_len=32)
 
 
 class FakeLab:
-    """A lab whose runs have the peak that `peaks` gives for their micro-batch, and whose comparisons have the speed
-    `ratio`.
+    """A lab whose runs have the peak that `peaks` gives for their micro-batch, and whose comparisons all return the
+    speed ratio `ratio`.
 
     `folder`: folder for the file of runs.
     """
@@ -134,8 +134,9 @@ def test_a_check_is_held_against_its_solution_and_a_mistake():
 
 
 class Folds(HTMLParser):
-    """Find out how deeply each text of the HTML `shown` is folded, in `texts`; the summary of a fold counts as
-    outside of it.
+    """Find out how deeply each text of the HTML `shown` is folded: `texts` is {text: number of folds that contain it}.
+
+    The summary of a fold counts as outside of the fold.
     """
 
     def __init__(self, shown):

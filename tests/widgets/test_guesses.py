@@ -1,4 +1,6 @@
-"""Guesses: values are entered, the button is clicked, cells are run again; and the outputs without a front end."""
+"""Guesses: values are entered, the button is clicked, cells are run again; also, outputs if no front end shows the
+widgets.
+"""
 
 import html
 import re

@@ -47,7 +47,9 @@ def is_grey(shown):
 
 
 def sizes(found):
-    """Return an estimate's memory without its timeline, which may be sampled at different operations of equal size."""
+    """Return an estimate's memory without its timeline: two equal estimates may sample the timeline at different
+    operations.
+    """
     return dataclasses.replace(found.memory, timeline=None)
 
 
@@ -130,7 +132,9 @@ def traced(monkeypatch):
 
 
 def picture(size):
-    """Return the HTML of the picture of the micro-batch `size` by the stub estimate, see `traced`."""
+    """Return the HTML of the memory picture for the micro-batch `size`; its figures come from the stub estimate, see
+    `traced`.
+    """
     return svg.bar("Peak", {"weights": size * 10**6}, SIZES | {"this machine": 30_000_000})
 
 

@@ -197,7 +197,9 @@ CELLS = [
 
 @pytest.fixture(scope="module")
 def cells():
-    """Return the outputs of each cell of `CELLS`, run in a kernel as the course runs one; some cells are run twice."""
+    """Return the outputs of each cell of `CELLS`, run in a kernel that is started as the course starts its kernels;
+    some cells are run twice.
+    """
     import nbformat
     from jupyter_client.channels import AsyncZMQSocketChannel
     from nbclient import NotebookClient

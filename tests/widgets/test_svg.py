@@ -40,7 +40,7 @@ def test_the_best_of_both_are_beaten_by_nothing_and_not_by_the_unknown():
 
 def strips(picture):
     """Return (texts and titles of the points in the strips beside the plot, texts and titles of the points in all other
-    boxes).
+    boxes). The strips have the recipes without a measured speed or memory.
 
     `picture`: the HTML of `svg.scatter`.
     """
