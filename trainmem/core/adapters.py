@@ -1,8 +1,8 @@
 """Adapters and quantization for a task's model: peft's adapters, and weights in few bits.
 
 Adapters are described by peft's configurations and built by `get_peft_model`. Quantization is described by a
-`quantization_config` and performed by transformers' quantizers for bitsandbytes, torchao and optimum-quanto. The only
-difference from real use: the weights are random, not loaded from a file.
+`quantization_config` and performed by transformers' quantizers for bitsandbytes, torchao and optimum-quanto. Only one
+thing differs from real use: the weights are random, not loaded from a file.
 """
 
 import contextlib

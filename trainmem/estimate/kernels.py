@@ -99,8 +99,7 @@ class Kernels:
         return function.overloadpacket in _PRODUCTS or function.namespace == "transformers"  # experts one by one
 
     def workspaces(self, function, args: Sequence, kwargs: dict) -> list[tuple[str, int]]:
-        """Return (name, bytes) of each cuBLAS or cuBLASLt workspace that an operation requests; [] if it has no matmul.
-        """
+        """Return (name, bytes) of each workspace that cuBLAS or cuBLASLt requests; [] if the operation is no matmul."""
         if not self.multiplies(function, args, kwargs):
             return []
         rules = self._gpu.rules
