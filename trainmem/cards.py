@@ -106,7 +106,7 @@ def check_capability(capability: tuple[int, int]) -> None:
 
 
 def named(name: str) -> Card:
-    """Return the card of a name as people, torch or nvidia-smi write it. Raises ValueError for an unknown name."""
+    """Return the card called `name`, as people, torch or nvidia-smi spell it; raise ValueError for an unknown name."""
     of_kind("card", name, str)
     key = _BY_NAME.get(_plain(name))
     if key is None:

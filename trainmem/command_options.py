@@ -74,7 +74,7 @@ Capability = Annotated[str | None, typer.Option(help="Compute capability of the 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Invocation:
-    """Hold, as typer's `obj`, a command's inputs besides its options: the user's words and published speed ratios."""
+    """Hold a command's inputs that are not options, as typer's `obj`: the user's words and published speed ratios."""
 
     words: list[str] = dataclasses.field(default_factory=list)  # the command line as the user typed it
     published: "Published | None" = None  # speed ratios for `advise`

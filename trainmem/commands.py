@@ -254,7 +254,7 @@ def rehearse(
 
     To rehearse a command of yours, put it after `--`: perf-helpers rehearse --card t4 -- python train.py
     When it ends, even by an error, the peaks of each process are printed to standard error.
-    Exit code 0: it finished. 3: it needed a value, or a library that the stub does not have; see --assume.
+    Exit code 0: the program finished. 3: it needed a tensor's value, or a library that the stub lacks; see --assume.
     4: it ran out of memory. Otherwise: the program's own exit code.
     """
     from trainmem import rehearsal

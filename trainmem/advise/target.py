@@ -23,7 +23,7 @@ class Target:
 
     @property
     def room_bytes(self) -> int:
-        """Bytes that a training and the CUDA context may take: the device's memory minus the margin."""
+        """Bytes that a training and the CUDA context may take together: the device's memory minus `margin_bytes`."""
         return self.memory_bytes - self.margin_bytes
 
     @property
@@ -47,7 +47,10 @@ def find(
         machine: this machine.
         memory_bytes: bytes of the device's memory.
         named: compute capability of the GPU that the user named; None: the user named none.
-        device, context_memory, margin, processes: as in `advise`.
+        device: "cpu" or "cuda"; None: chosen by `named`, `machine` and `memory_bytes`.
+        context_memory: bytes to keep for the CUDA context, or a text such as "450MiB"; None: the usual size.
+        margin: fraction of the memory to keep free.
+        processes: number of ranks, one device each.
 
     Raises:
         ValueError: an unknown device, an invalid context memory, or a margin outside 0 to 1.

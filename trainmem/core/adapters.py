@@ -1,8 +1,8 @@
 """Adapters and quantization for a task's model: peft's adapters, and weights in few bits.
 
 Adapters are described by peft's configurations and built by `get_peft_model`. Quantization is described by a
-`quantization_config` and performed by transformers' quantizers for bitsandbytes, torchao and optimum-quanto. Only the
-weights are random instead of loaded from a file.
+`quantization_config` and performed by transformers' quantizers for bitsandbytes, torchao and optimum-quanto. Only one
+thing differs from real use: the weights are random, not loaded from a file.
 """
 
 import contextlib
@@ -112,8 +112,9 @@ def of_method(settings: Mapping[str, Any], where: str, methods: Iterable[str] = 
 
 
 def saved_quantization(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the fields of a config.json's quantization_config, without fields that the installed transformers does not
-    know, which `from_pretrained` ignores too.
+    """Return those fields of a config.json's quantization_config that the installed transformers knows.
+
+    Other fields are left out, because `from_pretrained` ignores them too.
 
     `where`: the origin of the quantization_config, for the message, e.g. a model's name.
 
@@ -179,7 +180,7 @@ def _config_of(settings: Mapping[str, Any]):
     """Return the configuration object of torchao or quanto for the fields `settings` of a quantization_config.
 
     Raises:
-        ValueError: as `quantized`.
+        ValueError: an unknown field, a value that transformers rejects, or a missing package.
     """
     import transformers
 
@@ -205,7 +206,7 @@ def _by_bitsandbytes(model, settings: Mapping[str, Any], device: Any):
     `settings`: fields of a `BitsAndBytesConfig`.
 
     Raises:
-        ValueError: as `quantized`, or `settings` request neither 8 nor 4 bits.
+        ValueError: an unknown field, a value that transformers rejects, or a request for neither 8 nor 4 bits.
     """
     import bitsandbytes
     import torch
@@ -246,7 +247,7 @@ def _by_bitsandbytes(model, settings: Mapping[str, Any], device: Any):
 def _boundaries(kind: str, device: Any) -> None:
     """Fill bitsandbytes' cache of quantization boundaries before the meters start.
 
-    On a CPU bitsandbytes makes this cache at its first quantization, so that its memory would otherwise count.
+    Otherwise the meters would count this cache, which bitsandbytes fills at its first quantization on a CPU.
 
     `kind`: the 4-bit type, "nf4" or "fp4".
     """
@@ -267,8 +268,10 @@ def as_python(settings: Mapping[str, Any]) -> str:
 
 
 def is_prepared(given: Mapping[str, Any], quantization: Mapping[str, Any]) -> bool:
-    """Return whether `prepare_model_for_kbit_training` prepares a quantized model: by default before adapters are
-    added, but not for quanto, whose weights peft's function cannot cast.
+    """Return whether peft's function `prepare_model_for_kbit_training` is to prepare a quantized model for training.
+
+    The training's argument of that name decides. If it is not given, the function is used when adapters are added, but
+    not for quanto, whose weights the function cannot cast.
 
     Args:
         given: the training's arguments "peft" and "prepare_model_for_kbit_training", if any.

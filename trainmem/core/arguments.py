@@ -212,7 +212,7 @@ class Arguments:
         return Arguments(kept | changes)
 
     def without(self, *names: str) -> "Arguments":
-        """Return a copy without the arguments of these names, spelled as the user typed them."""
+        """Return a copy without the arguments in `names`; a name must be spelled as the user spelled the argument."""
         return Arguments({name: value for name, value in self.given.items() if name not in names})
 
     def build(self, output_dir: str):
@@ -247,7 +247,10 @@ class Arguments:
 
 @functools.cache
 def _declared() -> type:
-    """Return the installed `TrainingArguments`, or a dataclass with its fields, read from the source."""
+    """Return a dataclass with the fields of the installed `TrainingArguments`, read from its source code.
+
+    If the source code cannot be read in this way, import `TrainingArguments` and return the class itself.
+    """
     try:
         return _read()
     except Exception:  # a release whose source is written in another way: import it
@@ -278,8 +281,9 @@ def _read() -> type:
 
 
 class _Names(dict):
-    """Map a name in an annotation of `TrainingArguments` to a type: an enum that the caller has stored, a type of
-    Python, otherwise `Any`.
+    """Map each name in the type annotations of `TrainingArguments` to a type, so that the annotations can be evaluated.
+
+    A name means the enum that the caller stored under it, otherwise a type of Python, otherwise `Any`.
     """
 
     def __missing__(self, name: str) -> Any:
@@ -313,7 +317,7 @@ def known() -> frozenset[str]:
 
 @functools.cache
 def _kernels() -> list[str]:
-    """Return the names of the attention kernels that are part of the installed library, e.g. "sdpa"."""
+    """Return the names of the attention kernels that are part of the installed transformers, e.g. "sdpa"."""
     names = []
     if "transformers.modeling_utils" not in sys.modules:  # its import takes seconds, its source a quarter of one
         with contextlib.suppress(Exception):  # a release whose source is written in another way
@@ -351,7 +355,7 @@ def check_names(names: Iterable[str], *, also: Iterable[str] = ()) -> None:
 def parse(words: list[str], also: Iterable[str] = ()) -> Arguments:
     """Parse command-line words into `Arguments` as transformers' own parser does, e.g. `--bf16` or `--bf16 True`.
 
-    `also`: as in `check_names`.
+    `also`: further names that the error message may suggest in place of an unknown name, e.g. the command's options.
 
     Raises:
         ValueError: a word that is not a training argument, or a value that an argument does not accept.

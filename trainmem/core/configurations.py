@@ -62,8 +62,9 @@ def _check_sizes(where: str, fields: Mapping[str, Any]) -> None:
 
 
 def merged(fields: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration's `fields` updated with `own`. Nested parts such as text_config are updated field by
-    field, not replaced.
+    """Return a configuration's `fields` with those in `own` added, or put in place of fields with the same name.
+
+    Nested parts such as text_config are merged field by field, not replaced.
     """
     names = [name for name, value in own.items() if _are_parts(name, fields.get(name), value)]
     return {**fields, **own, **{name: merged(fields[name], own[name]) for name in names}}

@@ -1,6 +1,6 @@
 """Run one evaluation, and save once, after the last step of a training that is measured or estimated.
 
-The Trainer's own methods evaluate, save and load. Estimates and rehearsals have no values: see `unknown_values`.
+The Trainer's own methods evaluate, save and load. Fake tensors have no values: see `unknown_values`.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ def never(arguments: Arguments) -> Arguments:
 
 
 def metrics(arguments: Arguments) -> Callable | None:
-    """Return a `compute_metrics` for the Trainer, which then keeps predictions; None if only the loss is computed.
+    """Return a `compute_metrics`, with which the Trainer keeps all predictions; None if only the loss is computed.
 
     Metrics are computed if `prediction_loss_only` is False or another argument needs them.
     """
@@ -57,7 +57,8 @@ def metrics(arguments: Arguments) -> Callable | None:
 def unknown_values(on_cpu: bool) -> Iterator[None]:
     """Give the Trainer arrays without values or memory, but with the right shapes, in place of the predictions' arrays.
 
-    `on_cpu`: let each array keep its tensor alive, because numpy shares the memory of a tensor on the CPU.
+    `on_cpu`: whether the predictions are on the CPU. Each array then keeps its tensor alive, because a numpy array
+    shares a CPU tensor's memory.
     """
     from transformers import trainer_pt_utils
 

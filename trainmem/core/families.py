@@ -96,7 +96,7 @@ OF_SPECIAL_LENGTH = {*_IMAGE_TOKENS, *_OF_SAMPLES}  # types whose sequence lengt
 def of_classes() -> dict[str, str]:
     """Return {class name: family} for each class of transformers for which a task can generate training data.
 
-    A family is a key of `FAMILIES`, e.g. {"GPT2LMHeadModel": "causal"}.
+    An entry is e.g. {"GPT2LMHeadModel": "causal"}. The families are the keys of `FAMILIES`.
     """
     from transformers.models.auto import modeling_auto
 
@@ -226,7 +226,7 @@ def image_tokens(config, image_size: int | None) -> int:
 def frames(config, seconds: float) -> int:
     """Return the number of output frames of a speech model's convolutions over `seconds` of audio.
 
-    CTC's loss needs at least one frame per token.
+    A transcript may have at most this many tokens, because the CTC loss needs one frame per token.
     """
     count = int(seconds * _SAMPLING_RATE)
     for kernel, stride in zip(config.conv_kernel, config.conv_stride, strict=True):
@@ -410,7 +410,10 @@ def bytes_of(columns: Any) -> int:
 
 
 def listed(examples: list[dict], names: Iterable[str]) -> dict[str, Any]:
-    """Return a batch: columns in `names` as lists, as detection expects labels, other columns stacked to tensors."""
+    """Return a batch: {column: list of tensors if `names` has the column, otherwise one stacked tensor}.
+
+    Models for object detection expect their labels as a list.
+    """
     import torch
 
     columns = {name: [example[name] for example in examples] for name in examples[0]}

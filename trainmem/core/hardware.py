@@ -278,7 +278,7 @@ def _in_nvml(gpu: Gpu, ask) -> tuple[str, Any]:
     """Return (UUID, NVML handle) of a GPU, or of the MIG slice that CUDA shows as a GPU; the handle is None if NVML
     does not know the GPU.
 
-    `ask`: queries NVML, see `nvml`.
+    `ask`: the function that queries NVML, which `nvml` yields.
     """
     for uuid in (gpu.uuid, f"MIG-{gpu.uuid[4:]}"):
         if handle := ask("nvmlDeviceGetHandleByUUID", uuid):

@@ -24,8 +24,8 @@ OPTIMIZERS = tomllib.loads(Path(__file__).with_name("optimizers.toml").read_text
 
 
 def offer(package: str) -> str | None:
-    """Let this process, and the fresh subprocesses that it starts afterwards, import a package from the folder that
-    `make` made for it.
+    """Let this process, and fresh subprocesses that it starts later, import a package that `make` installed in a
+    folder.
 
     A package that is installed as usual is left alone. The lab's fork server is replaced, because libraries look for
     optional packages when they are imported.
@@ -51,7 +51,7 @@ def offered() -> list[str]:
 def imported_by_trainings() -> list[str]:
     """Return the names of modules that a fork server imports once, so that its forks need not.
 
-    The modules belong to packages that `offer` added to this process, and every training imports them.
+    Every training imports these modules. They belong to packages whose folders `offer` added to the import path.
     """
     packages = [Path(folder).name.partition("-")[0] for folder in offered()]
     return [module for package in packages for module in _IMPORTED_BY_TRAININGS.get(package, ())]
@@ -67,11 +67,11 @@ def missing(package: str) -> str | None:
 
 
 def about_optimizer(optim: str, table: str) -> list[Any]:
-    """Return the values that a table of `OPTIMIZERS` has for the optimizer `optim`; [] if it has none.
+    """Return the entries in one table of `OPTIMIZERS` whose patterns match the optimizer `optim`; [] if none matches.
 
     Args:
-        optim: the optimizer's name, as in `TrainingArguments`; it is matched against the table's patterns.
-        table: the name of the table, e.g. "packages" or "needs_gpu".
+        optim: the optimizer's name, as in `TrainingArguments`.
+        table: the table's name, e.g. "packages" (entries: [import name, name for pip]) or "needs_gpu" (entries: texts).
     """
     return [value for pattern, value in OPTIMIZERS[table].items() if fnmatch(optim, pattern)]
 
@@ -95,7 +95,7 @@ def needs_gpu(optim: str) -> str | None:
 
 
 def import_peft() -> None:
-    """Import peft, as the Trainer does, but hide bitsandbytes from it, whose import takes long."""
+    """Import peft, as the Trainer does, but hide bitsandbytes from peft, because bitsandbytes takes long to import."""
     if not importlib.util.find_spec("peft"):
         return
     hidden, sys.modules["bitsandbytes"] = sys.modules.pop("bitsandbytes", None), None

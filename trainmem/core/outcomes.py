@@ -80,7 +80,8 @@ def failed(error: BaseException) -> Outcome:
 def _where(error: BaseException) -> str:
     """Return the place of an exception as text in brackets, e.g. " (line 3 of train)"; "" if it has no traceback.
 
-    The place is the user's innermost line if there is one, named by its function, because a cell's file is a number.
+    The place is the user's innermost line if there is one. This line is named by its function, not by its file, because
+    the file name of a notebook's cell is only a number.
     """
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
@@ -102,7 +103,8 @@ def died(code: int | None, kills_before: float = float("inf")) -> Outcome:
 
     Args:
         code: the process's exit code, negative for a signal; None: the process ended with its parent.
-        kills_before: what `oom_kills` returned when the process began; by default, no kill counts as a lack of memory.
+        kills_before: the number that `oom_kills` returned when the process began. If the number has grown since then, a
+            SIGKILL counts as "out of memory". By default it never does.
     """
     if code is None:
         return Outcome("killed", "the process ended because its parent process did")

@@ -25,7 +25,7 @@ _LONGEST_LINE = 80  # characters of a line that is quoted
 
 
 def answer_signals(folder: str, rank: int) -> None:
-    """Let this process answer `query`: on a signal it writes the stacks of its threads to a file in `folder`.
+    """Let this process write the stacks of its threads to a file in `folder` whenever `query` sends a signal.
 
     `rank`: this process's rank, which names the file. The signal handler stays for the rest of the process.
     """

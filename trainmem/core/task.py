@@ -36,8 +36,8 @@ class Task(Record):
         seq_len: tokens per sequence, including the tokens of an image; ignored by models that take only images. None:
             512, or the model's limit if that is less.
         dataset_size: sequences in the generated data set.
-        architecture: class of transformers, for a configuration that names none or for another head; None: the class
-            that the configuration names.
+        architecture: name of the model's class in transformers, if the configuration names no class, or to use another
+            head. None: the class that the configuration names.
         config: fields of the configuration to replace, e.g. {"num_hidden_layers": 2}.
         data: "random" tokens, as in the guides, or "learnable": a rule that a small model learns in about a hundred
             steps (classification: does a marker token occur; language models: the second half repeats the first).
@@ -107,7 +107,10 @@ class Task(Record):
         return {name: content[name] for name in content if name not in left_out}
 
     def identity(self) -> str:
-        """Return text that is equal for equal tasks, including the configuration file's text, which a user may edit."""
+        """Return a text that is equal for equal tasks, and differs after a change of the model's local files.
+
+        The text includes the configuration file's content and the times at which the weights' files were changed.
+        """
         if (file := self._file()) is None:
             return repr(self)
         # The files of the weights may decide the type.
@@ -124,7 +127,7 @@ class Task(Record):
         return False
 
     def _cached_file(self) -> Path | None:
-        """Return the configuration file of a name on the Hub in transformers' cache; None if it is not cached."""
+        """Return the cached configuration file of a model on the Hub; None for other models, or if it is not cached."""
         if _ALIASES.get(self.model, self.model) in PRESETS:
             return None
         from transformers.utils.hub import try_to_load_from_cache
@@ -174,7 +177,10 @@ class Task(Record):
 
     @property
     def loss_objective(self) -> str:
-        """The loss to train with: `objective`, otherwise the preset's; "" for the loss of the model's class."""
+        """The loss to train with, e.g. "contrastive"; "" for the loss of the model's own class.
+
+        This is `objective`, or otherwise the preset's if no `architecture` is given.
+        """
         preset = PRESETS.get(_ALIASES.get(self.model, self.model), {})
         return self.objective or (preset.get("objective", "") if not self.architecture else "")
 
@@ -292,8 +298,8 @@ class Task(Record):
         return configurations.dtype_of_files(cached.parent) if (cached := self._cached_file()) else None
 
     def _config_of_class(self):
-        """Return the configuration that the class to train takes: of a composite configuration only a part, if the
-        class is for that part.
+        """Return the configuration that the class to train takes: the whole model's, or one part's, e.g. the text
+        model's.
         """
         config = self.build_config()
         if not config.sub_configs:  # asking for the class would import the model's code, and torch's compiler
@@ -447,7 +453,8 @@ class Task(Record):
     def batch(self, size: int, device: Any = "cpu") -> dict[str, Any]:
         """Return `size` examples as one batch on `device`, {column: tensor}.
 
-        Token ids have the shape (size, seq_len). A column that `arrays` returns as a list stays a list of tensors.
+        Token ids have the shape (size, seq_len). If `arrays` returns a column as a list, the column is a list of
+        tensors.
         """
         import torch
 
@@ -483,9 +490,7 @@ def _padded(examples: list[dict], multiple: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Profile:
-    """Hold the sizes that a kind of machine can hold: a task, its micro-batch in samples, and how many steps to measure
-    on that machine.
-    """
+    """Hold sizes that a kind of machine can run: a task, its micro-batch in samples, and how many steps to measure."""
 
     name: str
     task: Task

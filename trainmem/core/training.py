@@ -79,7 +79,10 @@ class Experiment:
 
     @property
     def metered_steps(self) -> int:
-        """Optimizer steps, or passes, in the memory meter and the estimate: two, or more for the task's `lengths`."""
+        """Number of optimizer steps, or of passes in inference, that the memory meter and the estimate cover.
+
+        The number is two; with the task's `lengths`, it is at least two and enough for all samples.
+        """
         unequal = self.training and not self.function and self.task.lengths
         return max(2, -(-len(self.task.lengths) // self.samples_per_step)) if unequal else 2
 
@@ -98,7 +101,7 @@ class Experiment:
         """Whether to count the memory by tensors, because other threads or processes pass memory to this process at
         irregular times.
 
-        See `memory_meter.MemoryMeter`: several ranks, workers of a data loader, and DeepSpeed.
+        This is so with several ranks, DataLoader workers, or DeepSpeed (see `memory_meter.MemoryMeter`).
         """
         # DeepSpeed communicates even with one rank.
         return self.processes > 1 or any(map(self.arguments.get, ("dataloader_num_workers", "deepspeed")))
@@ -284,7 +287,7 @@ def _check_room(task: Task, new: int) -> None:
 def _write(model, prompts, *, max_new_tokens: int, **options) -> None:
     """Call `generate` with greedy or beam search for exactly `max_new_tokens` tokens.
 
-    No computed value ends the search, so it can be traced on fake tensors. A static cache is not compiled.
+    No computed value ends the search, so the search can be traced on fake tensors. `generate` compiles nothing.
 
     Args:
         model: a model that can generate; its settings for generation are changed.

@@ -1,7 +1,7 @@
 """Predict peak memory without training: trace a step on fake tensors and count the live bytes.
 
-Covers the CPU to the byte, and CUDA with its differences modelled. Not covered: time, and anything that depends on the
-values of tensors.
+Covers the CPU, exact to the byte, and CUDA, whose differences from the CPU are modelled. Not covered: time, and
+anything that depends on the values of tensors.
 """
 
 from trainmem.estimate.api import estimate, estimates_so_far

@@ -166,8 +166,9 @@ class Addresses:
 
 
 class Segment(NamedTuple):
-    """Hold contiguous memory taken from the device, with its blocks: a segment, or one contiguously mapped run of an
-    expandable segment.
+    """Hold one contiguous range of memory taken from the device, and its blocks.
+
+    The range is a whole segment, or one contiguously mapped part of an expandable segment.
     """
 
     address: int
@@ -205,10 +206,10 @@ class CachingAllocator:
     free_block, release_available_cached_blocks, release_cached_blocks and the expandable segments.
     `benchmarks/measure_allocator.py` compares every count and every block with torch's own.
 
-    Releases of torch differ in which of several free blocks of one size they take. Between two expandable segments the
-    address always decides, and then the result depends on where the driver puts segments. This class puts each segment
-    below all earlier segments or in the highest gap, as Linux does, and as seen on a real T4
-    (docs/upstream/lora-on-a-t4.md).
+    Releases of torch differ in which of several free blocks of one size they take. If these blocks are in different
+    expandable segments, every release decides by their addresses, and the result depends on where the driver puts
+    segments. This class puts each segment below all earlier segments or in the highest gap, as Linux does, and as seen
+    on a real T4 (docs/upstream/lora-on-a-t4.md).
 
     Args:
         settings: the options of PYTORCH_CUDA_ALLOC_CONF, as torch reads them at its start; None: the defaults.
@@ -396,7 +397,8 @@ class CachingAllocator:
         """Release cached blocks of `pool` until `size` bytes have been freed; return whether that succeeded (torch:
         release_available_cached_blocks).
 
-        A block that is too large to be split is released alone if it suffices; otherwise several are, largest first.
+        Only blocks of at least max_split_size_mb are released: the smallest one of at least `size` bytes, or, if no
+        single block is large enough, several, largest first. With expandable segments nothing is released.
         """
         if self._expands:
             return False

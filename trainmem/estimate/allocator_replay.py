@@ -105,7 +105,7 @@ def replayed(log: Log, settings: str = "", capacity: int | None = None, rules: R
 
 
 def _played(log: Log, allocator: CachingAllocator) -> Iterator[Label]:
-    """Perform the log's events on an allocator. Yield the label of each event's block before the event is performed.
+    """Perform the log's events on an allocator; before each event, yield the label of the block that it concerns.
 
     Raises:
         OutOfMemory: there is no room.
@@ -140,8 +140,10 @@ def save(file: Path, *of) -> None:
     """Write a memory snapshot to `file`, pickled as torch does it, for torch's viewer.
 
     Args:
-        of: the arguments of `snapshot`, whose errors are raised here too: the log, and optionally settings, capacity
-            and rules.
+        of: the arguments of `snapshot`: the log, and optionally settings, capacity and rules.
+
+    Raises:
+        ValueError: torch has no such option in the settings.
     """
     file.write_bytes(pickle.dumps(snapshot(*of), protocol=_PROTOCOL))
 
@@ -149,7 +151,16 @@ def save(file: Path, *of) -> None:
 def snapshot(log: Log, settings: str = "", capacity: int | None = None, rules: Release | None = None) -> dict[str, Any]:
     """Return the allocator's history and final state in the form of `torch.cuda.memory._snapshot()`.
 
-    If memory runs out, the history ends with an entry "oom", as in torch. Arguments and errors are those of `replayed`.
+    If memory runs out, the history ends with an entry "oom", as in torch.
+
+    Args:
+        log: the training's allocations and frees.
+        settings: the value of PYTORCH_CUDA_ALLOC_CONF.
+        capacity: bytes that the card has for segments; None: no limit.
+        rules: the rules of a torch release, see `allocator_settings.release`; None: the installed release.
+
+    Raises:
+        ValueError: torch has no such option in `settings`.
     """
     trace: list[dict[str, Any]] = []
     frames = functools.cache(_frames)  # one list for all blocks of a label keeps the file small

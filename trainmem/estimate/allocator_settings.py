@@ -235,7 +235,8 @@ def release(torch_version: str | None = None) -> Release:
     """Return the rules of a torch release such as "2.11" or "2.11.0+cu130"; None: of the installed release.
 
     Like torch, obey TORCH_CUBLASLT_UNIFIED_WORKSPACE and, since 2.15, TORCH_CUBLAS_WORKSPACE_CACHE (1 or 0). For a
-    release newer than all known releases return the newest known rules under its name (see `is_tested`), and warn once.
+    release newer than all known releases, return the newest known rules, with that release as their `torch` (see
+    `is_tested`), and warn once.
 
     Raises:
         ValueError: the text names no release, or a release older than all known releases.

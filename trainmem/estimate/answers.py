@@ -92,7 +92,7 @@ def remembered(function: Callable, arguments: Sequence, ask: Callable[[], Any]) 
 
 
 def _question(arguments: Sequence) -> list[str] | None:
-    """Return the arguments as a list of texts, with each named file's time of change and a task's configuration.
+    """Return the arguments as texts, with the time of change of each file that they name and the identity of each task.
 
     Return None if the answer depends on something that has no name, e.g. a user's function, or a model on the Hub.
     """

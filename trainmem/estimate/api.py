@@ -65,8 +65,8 @@ def estimate(
             `allocator_settings.RELEASES`); everything else is as in the installed torch. None: the installed release.
             For a release newer than all known releases the newest rules are used, with a warning.
         training: False: forward passes without gradients on `per_device_eval_batch_size` samples.
-        optimizer: function (model, training arguments) -> torch optimizer, for one without a name in `optim`; None: the
-            optimizer that `optim` names.
+        optimizer: function (model, training arguments) -> torch optimizer, for an optimizer that `optim` cannot name;
+            None: the optimizer that `optim` names.
         function: a training loop of your own that takes the task, as in `Lab.run`; None: the Trainer's.
         processes: ranks of a data-parallel training; the figures describe one rank.
         snapshot: a file to write a memory snapshot to, for torch's viewer (https://docs.pytorch.org/memory_viz); on
@@ -133,7 +133,11 @@ def target(
     torch_version: str | None = None,
     card: str | None = None,
 ) -> Device:
-    """Return the device whose memory is to be estimated; arguments and errors are those of `estimate`."""
+    """Return the device whose memory is to be estimated; the arguments mean the same as in `estimate`.
+
+    Raises:
+        ValueError: an unknown card, device, torch release or allocator setting, or a value out of range.
+    """
     arguments_of_kind(target, locals())
     if card is not None:
         known = cards.named(card)

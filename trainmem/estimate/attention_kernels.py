@@ -70,8 +70,9 @@ def efficient_forward(gpu: Gpu, made, query, key, value, *_, **__):
 def efficient_backward(gpu: Gpu, made, gradient, query, key, value, bias, *rest, **__):
     """Return the memory requests of memory-efficient attention's backward, in order: results, and bytes of buffers.
 
-    First come the row sums, then tiles of dQ in fp32 with a header of 16 bytes each; for wide heads in 16 bits also dK
-    and dV in fp32. In fp32 a matmul comes before the tiles. The size of a tile depends on the GPU's shared memory
+    The first buffer holds the row sums of gradient times output; for inputs in fp32, this product needs a buffer of its
+    own, which comes first. The last buffer holds dQ in fp32 in tiles, each with a header of 16 bytes; for wide heads in
+    16 bits it also holds dK and dV in fp32. The size of a tile depends on the GPU's shared memory
     (mem_eff_attention/kernel_backward.h). `made`: the results on fake tensors.
     """
     batch, heads, length, head = query.shape
@@ -119,7 +120,7 @@ def flash_forward(gpu: Gpu, made, query, key, value, dropout_p=0.0, *_, **__):
 def flash_backward(gpu: Gpu, made, gradient, query, key, value, out, *_, **__):
     """Return the memory requests of flash attention's backward, in order: results, and bytes of buffers.
 
-    The buffers are fp32 sums of dQ and of each row; for grouped queries also dK and dV for each query head
+    The buffers hold one fp32 sum per row, then dQ in fp32; for grouped queries also dK and dV for each query head
     (flash_attn/flash_api.cpp: mha_bwd). `made`: the results on fake tensors.
     """
     batch, heads, length, head = query.shape
@@ -139,20 +140,21 @@ def cudnn_forward(gpu: Gpu, made, *_, **__):
 
 
 def cudnn_backward(gpu: Gpu, made, gradient, query, key, value, out, *_, **__):
-    """Return the memory requests of cuDNN attention's backward, in order: results, and bytes of fp32 sums of dQ and of
-    each row.
+    """Return the memory requests of cuDNN attention's backward, in order: results, and bytes of one buffer.
 
-    On compute capability 10, heads of width 256 need no sums of dQ. Source: NVIDIA/cudnn-frontend,
-    scaled_dot_product_flash_attention.h: get_fe_workspace_size_node. `made`: the results on fake tensors.
+    The buffer holds dQ and one sum per row, in fp32; on compute capability 10 and for heads of width 256, it holds no
+    dQ. Source: NVIDIA/cudnn-frontend, scaled_dot_product_flash_attention.h: get_fe_workspace_size_node. `made`: the
+    results on fake tensors.
     """
     rows, of_queries = 4 * query[..., 0].numel(), 4 * query.numel()
     return [*made, rows if gpu.capability[0] == 10 and query.shape[-1] == 256 else of_queries + rows]
 
 
 def _parts(blocks: int, places: int, most: int) -> int:
-    """Return the number of parts into which flash attention splits the keys.
+    """Return the number of parts into which flash attention splits the keys; 1 if no split is needed.
 
-    The number is the smallest that fills the last wave of blocks nearly as well as any other number.
+    The number is the smallest with which the waves of blocks are at least 85% as full as with the best number. A wave
+    is the blocks that run at once.
 
     Args:
         blocks: number of blocks without a split.

@@ -33,7 +33,7 @@ def emulated(library: torch.library.Library) -> Iterator[None]:
     """Make `torch.autocast("cpu")` follow CUDA's rules in this context, and make a Trainer with fp16=True use autocast.
 
     Args:
-        library: a library of "aten" that is open for implementations, and that the caller closes after this context.
+        library: a `Library("aten", "IMPL")`, which receives the rules. The caller destroys it after this context.
     """
     registered = torch._C._dispatch_get_registrations_for_dispatch_key
     own = [[name for name in registered(key) if name.startswith("aten::")] for key in ("AutocastCUDA", "AutocastCPU")]
@@ -108,7 +108,7 @@ class _Casts:
 def _is_cast(leaf: Any) -> bool:
     """Return whether autocast casts the argument `leaf`: a tensor on the device, in floating point of at most 32 bits.
 
-    A real (not fake) tensor without dimensions is a number on the host.
+    A real (not fake) tensor without dimensions counts as a number on the host, and is not cast.
     """
     if not isinstance(leaf, torch.Tensor) or not (isinstance(leaf, FakeTensor) or leaf.dim()):
         return False
@@ -116,7 +116,7 @@ def _is_cast(leaf: Any) -> bool:
 
 
 def _ruled(rule, name, *args, **kwargs):
-    """Run an operator, with autocast off, on the arguments that `rule` returns for it; return the operator's result."""
+    """Run the operator `name` with autocast off, on arguments that `rule` has converted, and return its result."""
     function = overload(_NORMS.get(name, name))
     below = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
     with torch._C._ExcludeDispatchKeyGuard(below):
@@ -140,7 +140,10 @@ def _fp32_result(name, args, kwargs) -> Arguments:
 
 
 def _fp32_norm(name, args, kwargs) -> Arguments:
-    """Return the arguments of a norm's overload that takes the result's type, with fp32 as that type; see `_NORMS`."""
+    """Return the arguments for that overload of a norm which takes the result's type (see `_NORMS`): fp32 is this type.
+
+    If autocast does not cast the first argument, the type is that argument's own. This is a rule of `_Casts.rules`.
+    """
     defaults = [argument.default_value for argument in overload(name)._schema.arguments]
     dtype = torch.float32 if _is_cast(args[0]) else args[0].dtype
     return (*args, *defaults[len(args) :]), kwargs | {"dtype": dtype}
@@ -160,8 +163,9 @@ def _no_rule(name, *_):
 
 
 def _fp16_trainings_autocast() -> contextlib.AbstractContextManager:
-    """Return a context in which accelerate, and so the Trainer, uses autocast and scales the loss under fp16=True, as
-    otherwise only on a GPU.
+    """Return a context in which accelerate, and so the Trainer, uses autocast and scales the loss under fp16=True.
+
+    Outside this context, accelerate does so only on a GPU.
     """
     from accelerate import Accelerator
 

@@ -28,7 +28,8 @@ _MADE = " "  # stands for a tensor that the operation made, in place of an input
 def few_batches(tracker: "FakeTracker") -> contextlib.AbstractContextManager:
     """Return a context in which at most two batches of each shape are traced in an evaluation.
 
-    A later batch repeats the second batch of its shape in the tracker's log; the Trainer keeps all predictions.
+    For each later batch, the tracker's log repeats the second batch of its shape. The repetitions have predictions of
+    their own, because the Trainer keeps all predictions.
     """
     from transformers import Trainer
 
@@ -134,8 +135,8 @@ def peaks(marks: list[tuple[str, int, int]], totals: np.ndarray, begins: np.ndar
     Args:
         marks: (label, log entries so far, operations so far) of each mark of the tracker, see `Watcher.marks`.
         totals: (entries + 1,): live bytes before the first entry of the tracker's log and after each entry.
-        begins: (operations + 1,): the number of log entries before each operation of the trace, and last the number of
-            all entries.
+        begins: (operations + 1,): element i is the number of log entries before operation i of the trace, and the last
+            element is the number of all entries.
         first: how many operations the tracker saw before the trace's first one.
     """
     found = []

@@ -1,8 +1,8 @@
 """Make a training on fake CPU tensors take CUDA's decisions, for an estimate that needs no GPU.
 
 On fake "cpu" tensors torch would choose the CPU's attention kernel, dropout and autocast lists. `emulated` makes it
-choose CUDA's, as in torch's sources. `allocator` models the memory that no tensor shows. Each difference has a name;
-the estimate lists it as an assumption with its source (`cuda.toml`).
+choose CUDA's, as in torch's sources. `allocator` models the memory that no tensor shows. Each difference between CUDA
+and the CPU has a name, and the estimate lists the difference as an assumption with its source (`cuda.toml`).
 """
 
 import contextlib

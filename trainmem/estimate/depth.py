@@ -1,7 +1,7 @@
 """Predict a deep model's memory from two shallow models, as the first step of the advisor's search.
 
-At each place of a training, such as the backward pass of the first layer's norm, the live bytes are a straight line
-over the number of layers. The highest line is the peak. The result is not an estimate: it tells the search which
+At each place of a training, such as the backward pass of the first layer's norm, the live bytes grow linearly with the
+number of layers. The place with the most bytes is the peak. The result is not an estimate: it tells the search which
 settings to trace with all layers (`tests/estimate/test_depth.py` shows how close the result is).
 """
 
@@ -47,7 +47,7 @@ def parameters(tasks: Sequence[Task]) -> list[int]:
     """Return the number of parameters of each task's model, counted in a fresh subprocess.
 
     Raises:
-        ValueError: as `estimate` does.
+        ValueError: a model cannot be built, or counting fails or takes more than 300 seconds.
     """
     return ask(_parameters, [*tasks], model=tasks[0].model, timeout=300)
 
@@ -65,7 +65,7 @@ class Line:
     states: tuple[int, int]  # most bytes of weights, gradients and optimizer states together
 
     def at(self, layers: int) -> tuple[int, int]:
-        """Return approximate (peak of live bytes, reserved bytes, perhaps too many) for `layers` layers."""
+        """Return approximate (peak of live bytes, reserved bytes) for `layers` layers; the second may be too high."""
         few, more = self.places
         peak = max(_beyond((few[place], more[place]), layers) for place in few.keys() & more.keys())
         beside = [held - max(places.values()) for held, places in zip(self.reserved, self.places, strict=True)]
@@ -85,11 +85,12 @@ def line(task: Task, *, processes: int = 1, timeout: float = 300, **options) -> 
     """Return the memory of a training as a function of the number of layers; the task's number of layers is ignored.
 
     Args:
-        processes, timeout: as in `estimate`.
+        processes: ranks of a data-parallel training.
+        timeout: time limit of both traces together, in seconds.
         options: `device` and `compute_capability` as in `estimate`, and training arguments.
 
     Raises:
-        ValueError: as `estimate` does.
+        ValueError: an unknown argument, a value out of range, a model that cannot be traced, or no result in time.
     """
     target_device = target(options.pop("device", None), options.pop("compute_capability", None))
     for name, usual in (("gradient_accumulation_steps", 1), ("max_steps", 2)):
@@ -104,9 +105,10 @@ def line(task: Task, *, processes: int = 1, timeout: float = 300, **options) -> 
 def _shallow(
     experiments: list[Experiment], device: Device, probe: "Probe", tell: Tell
 ) -> list[tuple[Places, int, int]]:
-    """Trace the shallow trainings; return (most bytes per place, peak or reserved bytes, bytes of states) of each.
+    """Trace the shallow trainings; return the fields of `Line` for each: (places, reserved bytes, bytes of states).
 
-    These are the fields of `Line`. Call it through `fresh_process.with_probe`.
+    Places are {place: most bytes}, see `_places`. On a CPU, the reserved bytes are the peak of live bytes. States are
+    weights, gradients and optimizer states. Call it through `fresh_process.with_probe`.
 
     Args:
         experiments: the training with each number of layers.
@@ -129,8 +131,9 @@ def _shallow(
 def _places(trace: Trace, totals: "np.ndarray", layers: int) -> Places:
     """Return a training's places: {(phase, operation, module without its layer's number): most bytes alive}.
 
-    The first and the last layer have places of their own; all layers between them share their places. Operations
-    outside all modules are skipped, except the optimizer's and an evaluation's, because depth may change when they run.
+    The layer's number is replaced by "first", "last", or for all layers between them by "between". Operations outside
+    all modules are left out, because the number of layers may change when they run; only the optimizer's and an
+    evaluation's are kept.
 
     Args:
         totals: (operations,): bytes alive during each operation.

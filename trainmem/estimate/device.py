@@ -56,7 +56,7 @@ class NotSent(Exception):
 
 
 class DeviceTracker(FakeTracker):
-    """Track which tensors are on a GPU, and log its allocations and frees in the order of CUDA's kernels.
+    """Track which tensors are on a GPU, and log the GPU's allocations and frees in the order in which CUDA makes them.
 
     Args:
         capability: the GPU's compute capability, e.g. (9, 0).
@@ -93,9 +93,9 @@ class DeviceTracker(FakeTracker):
         self._workspaces: set[tuple[bool, str]] = set()  # (whether it is that of autograd's thread, its name)
 
     def emulated(self, optim: str = "") -> contextlib.AbstractContextManager:
-        """Return a context in which code that sends a tensor or a module to a GPU places it there.
+        """Return a context in which code can send tensors and modules to a GPU that the machine need not have.
 
-        `optim`: the name of the Trainer's optimizer.
+        The tracker then regards them as being on the GPU. `optim`: the name of the Trainer's optimizer.
         """
         stack = contextlib.ExitStack()
         if self._is_function:
@@ -143,8 +143,9 @@ class DeviceTracker(FakeTracker):
             return plain(*args, **kwargs)
 
     def _add_adapters(self, plain, *args, **kwargs):
-        """Let peft's function `plain` add adapters on the device of the base model's weights. Only a quantized base
-        model is on the GPU at this time.
+        """Let peft's function `plain` add adapters on the device of the base model's weights.
+
+        A quantized base model is on the GPU at this time; other base models are still on the host.
         """
         with patch.object(self, "_adapter_base", self.weights):
             return plain(*args, **kwargs)
@@ -240,7 +241,8 @@ class DeviceTracker(FakeTracker):
         """Log that autograd copies the gradient of an overwritten view into a new gradient of the view's base, and
         frees the view's gradient.
 
-        AsStridedBackward0 does this. Under a dispatch mode autograd replays the view instead, without a copy.
+        In a real training AsStridedBackward0 makes this copy. In a trace, which is a dispatch mode, autograd replays
+        the view instead and copies nothing, so the copy must be logged here.
         """
         storage = self._storage(gradient)
         if storage is None or storage._cdata not in self._blocks or torch.is_grad_enabled():
@@ -326,7 +328,8 @@ class DeviceTracker(FakeTracker):
 def _send_8bit(plain, weight, *args, **kwargs):
     """Return a quantized `Int8Params` unchanged, and send any other weight by `plain`, the replaced `to`.
 
-    peft sends weights to the CPU, where fake weights seem to be already, and `to` would lose the layer's scales.
+    peft calls `to` for each quantized weight that is on the CPU. Fake weights always seem to be there, even if they
+    represent weights on a GPU; and `to` would lose the scales of an 8-bit layer.
     """
     return weight if weight.data.dtype is torch.int8 else plain(weight, *args, **kwargs)
 
@@ -340,7 +343,7 @@ def _matmul_8bit(tensor, weight, out=None, state=None, threshold=0.0, bias=None,
 
 
 class _DeviceArguments(TorchFunctionMode):
-    """Place tensors as `device=` arguments and calls of `to` request it."""
+    """Put each tensor on the device that a `device=` argument or a call of `to` or `cuda` requests."""
 
     def __init__(self, tracker: DeviceTracker):
         super().__init__()

@@ -66,9 +66,9 @@ class Explanation:
         return {str(name): (a[name], b[name]) for name in a if a[name] or b[name]}
 
     def by_tensor(self, count: int = _ROWS) -> list[tuple[Tensor, tuple[int, int]]]:
-        """Return ((category, module, operation, line of code), (bytes in A, bytes in B)) of the first `count` tensors.
+        """Return ((category, module, operation, line of code), (bytes in A, bytes in B)) of `count` tensors.
 
-        All later tensors are summed in one last entry.
+        These tensors differ most between A and B. All other tensors are summed in one last entry.
         """
         every, rest = [*self.tensors.items()][:count], [*self.tensors.values()][count:]
         others = ("others", f"{len(rest)} more", "", ""), (sum(a for a, _ in rest), sum(b for _, b in rest))
@@ -124,12 +124,13 @@ def explain(
         task: the model and its data.
         a, b: all training arguments of each recipe, as in `estimate`. The arguments are changed from A to B one by one,
             in the order of `b`, then the arguments that only A has.
-        processes, timeout: as in `estimate`. There is one estimate of A, one after each change, and, if there are few
-            changes, one of each change alone.
+        processes: ranks of a data-parallel training.
+        timeout: time limit of each estimate in seconds. Estimates are made of A, after each change, and, if there are
+            few changes, of A with each change alone.
         where: card, device, compute_capability, device_memory, allocator_settings, as in `estimate`.
 
     Raises:
-        ValueError: A and B do not differ; or as `estimate` does.
+        ValueError: A and B do not differ, or `estimate` rejects one of them.
     """
     arguments_of_kind(explain, locals())
     given, target_device = (Arguments.of(a), Arguments.of(b)), api.target(**where)
@@ -151,7 +152,10 @@ def explain(
     order = sorted(pairs, key=lambda each: (-abs(pairs[each][1] - pairs[each][0]), -pairs[each][0], each))
 
     def peak(switched: Iterable[str]) -> int | None:
-        """Return the peak in bytes of A with the arguments in `switched` as in B; None if that recipe is not valid."""
+        """Return the peak in bytes of recipe A with recipe B's values of the arguments in `switched`.
+
+        Return None if that mixture of A and B is not a valid recipe.
+        """
         mixed = {name: value for name, value in a.items() if name not in switched}
         mixed |= {name: b[name] for name in switched if name in b}
         with contextlib.suppress(ValueError):
@@ -163,16 +167,17 @@ def explain(
 
 
 def _priced(names: list[str], peak: Any, ends: tuple[int, int]) -> dict[str, tuple[int, int | None]]:
-    """Return `Explanation.switches`: {argument: (peak bytes added after earlier arguments, peak bytes added alone)}.
+    """Return {argument: (its bytes after all earlier arguments, its bytes alone)}: by how much it raises the peak.
 
-    Arguments change from A's to B's values. The second number is None if it is unknown. An argument that is not valid
+    Each argument changes from recipe A's value to recipe B's. For the first number all earlier arguments have changed
+    already; for the second number no other argument changes, and None means unknown. An argument that is not valid
     without the next argument shares an entry with it: "argument, next".
 
     Args:
         names: the arguments in which A and B differ, in order.
-        peak: function of some of `names` that returns the peak of A with these arguments as in B, in bytes; None if
-            this recipe is not valid.
-        ends: the peaks of A and B in bytes.
+        peak: function that takes some of `names`, and returns the peak in bytes of A with B's values of these
+            arguments, or None if this recipe is not valid.
+        ends: (peak of A, peak of B) in bytes.
     """
     found, before, waiting = [], ends[0], []
     for number, name in enumerate(names, 1):
@@ -192,8 +197,11 @@ def _priced(names: list[str], peak: Any, ends: tuple[int, int]) -> dict[str, tup
 def _explained(experiment: Experiment, device: Device, probe: Any, tell: Tell):
     """Return (estimate, {tensor: bytes at the peak}, warnings) of one recipe.
 
-    Call it through `fresh_process.with_probe`, which passes `probe` and `tell`. A tensor is (category, module,
-    operation, line).
+    A tensor is (category, module, operation, line of code). Call it through `fresh_process.with_probe`.
+
+    Args:
+        probe: measures operator workspaces.
+        tell: called with the percentage of the work that is done.
     """
     from trainmem.estimate import trace
     from trainmem.measure.tracker import WEIGHTS
@@ -258,12 +266,12 @@ def _peak_warnings(experiment: Experiment, made: MemoryEstimate, sizes: Counter)
 
 
 def _witnessed(follow: Callable, experiment: Experiment, tracker: Any):
-    """Run `follow`, which is `trace.follow`, with a `Witness`, and return its trace with `witnessed` added.
+    """Run `follow`, which is `trace.follow`, with a `Witness`; return its trace with the attribute `witnessed` added.
 
-    `witnessed` is ((module, line) of each block, number of log entries at the end of each operation, warnings).
+    `witnessed` is ([(module, line of code) of each block], [number of log entries at each operation's end], warnings).
 
     Raises:
-        Invalid: as `trace.follow`, or no parameter gets a gradient.
+        Invalid: the experiment cannot be built or traced, or no parameter gets a gradient.
     """
     from torch.nn.modules.module import register_module_forward_pre_hook
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -289,8 +297,9 @@ def _witnessed(follow: Callable, experiment: Experiment, tracker: Any):
 
 
 class Witness:
-    """Observe a tracker that traces a training: for each block of memory, note the line of code and the parameter or
-    module; warn about the model.
+    """Observe a tracker that traces a training: find the line of code and the parameter or module of each memory block.
+
+    `warnings` returns unexpected properties of the model, e.g. linear layers that are not quantized.
 
     `tracker`: the `FakeTracker`, or `DeviceTracker`, of the training.
     """
@@ -372,7 +381,7 @@ class Witness:
         return name.replace(".base_layer", "").replace(".default", "")
 
     def warnings(self, experiment: Experiment) -> tuple[str, ...]:
-        """Return warnings about the model as it was built, each with its evidence."""
+        """Return unexpected properties of the traced model, one text each, with the names and bytes of the weights."""
         import torch
 
         weights, found = dict(self._model.named_parameters()), []
@@ -419,8 +428,9 @@ class Witness:
 
 
 def _line(frame: Any) -> str:
-    """Return the innermost line outside the libraries, from `frame` outwards, as file:line; "" if all code up to the
-    caller of the model is a library's.
+    """Return the innermost line of code that is not a library's, as file:line, in `frame` or its callers.
+
+    Return "" if all code up to the caller of the model is a library's.
     """
     while frame is not None and not (file := _shown(frame.f_code.co_filename)).startswith(_CALLERS):
         if not _is_library(file):

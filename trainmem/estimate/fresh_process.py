@@ -19,7 +19,10 @@ def ask(
     timeout: float,
     on_percent: Tell | None = None,
 ) -> Any:
-    """Return `function(*arguments, probe, tell)`, called in a fresh subprocess; commands may get a stored answer.
+    """Call `function(*arguments, probe, tell)` in a fresh subprocess, and return its result.
+
+    `probe` measures operator workspaces; `tell` takes the percentage of the work that is done. In a command, the result
+    may be the stored answer to an earlier, equal question (see `answers`).
 
     Args:
         function: the function to call, e.g. `peak_memory.estimate_experiment`.

@@ -62,9 +62,10 @@ def replacements(tracker: "DeviceTracker", optim: str) -> Iterator[tuple[Any, st
 
 
 def _update_32bit(plain, optimizer: str, gradient, weight, *args, max_unorm: float = 0.0, **options):
-    """Update a weight by `plain`, bitsandbytes' 32-bit update, as on a GPU; `max_unorm` needs the weight's norm first.
+    """Update a weight by `plain`, bitsandbytes' 32-bit update, with the memory that the update takes on a GPU.
 
-    The arguments after `plain` are those of bitsandbytes' update; `optimizer` is the name of an optimizer, e.g. "adam".
+    If `max_unorm` is above 0, the weight's norm is computed first. The arguments after `plain` are those of
+    bitsandbytes' update; `optimizer` is the name of an optimizer, e.g. "adam".
 
     Raises:
         Invalid: bitsandbytes has no kernel for this optimizer with gradients in bfloat16.

@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 
 class Kernels:
-    """List the memory requests of an operation's kernels, by `program`, on a GPU of one compute capability.
+    """List the memory requests that an operation's kernels make on a GPU of one compute capability: see `program`.
 
     Args:
         capability: the GPU's compute capability, e.g. (9, 0).
@@ -99,7 +99,7 @@ class Kernels:
         return function.overloadpacket in _PRODUCTS or function.namespace == "transformers"  # experts one by one
 
     def workspaces(self, function, args: Sequence, kwargs: dict) -> list[tuple[str, int]]:
-        """Return (name, bytes) of each cuBLAS or cuBLASLt workspace that an operation requests; [] for no matmul."""
+        """Return (name, bytes) of each workspace that cuBLAS or cuBLASLt requests; [] if the operation is no matmul."""
         if not self.multiplies(function, args, kwargs):
             return []
         rules = self._gpu.rules
@@ -112,8 +112,9 @@ class Kernels:
         return self._gpu.capability[0] in (9, 10) and tensor.dtype is torch.bfloat16
 
     def _grouped(self, made, first, second, offsets=None, *_, **__):
-        """Return the memory requests (the given results `made`, and bytes of buffers) of `_grouped_mm`: sizes, strides
-        and pointers of each group, and a workspace per multiprocessor (cuda/GroupMM.cu).
+        """Return the memory requests of `_grouped_mm`, in order: the results (`made`), and bytes of buffers.
+
+        The buffers hold each group's sizes, strides and pointers, and a workspace per multiprocessor (cuda/GroupMM.cu).
         """
         if not self._has_grouped_kernel(first):
             return made
@@ -121,7 +122,7 @@ class Kernels:
         return [*made, 60 * groups, self._gpu.processors.count * (512 if self._gpu.capability[0] == 9 else 5376)]
 
     def on_host(self, function, args: Sequence, result) -> list[torch.Tensor]:
-        """Return the results that are on the host: the seed and offset of memory-efficient attention's dropout."""
+        """Return the tensors in `result` that are on the host: seed and offset of efficient attention's dropout."""
         if function is not aten._scaled_dot_product_efficient_attention.default:
             return []
         dropout = args[5] if len(args) > 5 else 0.0
@@ -131,8 +132,9 @@ class Kernels:
         return [*made, *self._reduction(max(4, made[0].element_size()), made[0], tensor, dim)]
 
     def _reduction(self, bytes_each: int, made, tensor, dim=None, keepdim=False, *_, dtype=None, **__) -> list[Step]:
-        """Return the bytes of each buffer of a reduction: a copy of integers in the result's type, then partial results
-        if several blocks of threads share a result. The result is left out.
+        """Return the bytes of each buffer that a reduction needs besides its result.
+
+        The buffers hold a copy of integers in the result's type, and partial results if several blocks share a result.
 
         `bytes_each`: bytes of one accumulated number, see `_REDUCTIONS`.
         """
@@ -148,12 +150,12 @@ class Kernels:
     # ---- sorts, and operations that sort
 
     def _embedding_backward(self, made, gradient, indices, weights, padding, scale_by_frequency, *_, **__):
-        """Return the memory requests (the given results `made`, and bytes of buffers) of `embedding_dense_backward`:
-        the indices are sorted, and runs of up to 10 equal indices are summed.
+        """Return the memory requests of `embedding_dense_backward`, in order: results (`made`), and bytes of buffers.
 
-        The sums of runs are kept in fp32 until all sums of one index are added. If there are few rows and each row
-        occurs often, the sums are added to fp32 rows at once. Without `scale_by_frequency`, at most 3072 indices are
-        neither sorted nor summed in this way. Source: cuda/Embedding.cu, EmbeddingBackwardKernel.cu.
+        The indices are sorted, unless there are at most 3072 and no `scale_by_frequency`. The gradients of up to 10
+        equal indices are then added to one partial sum in fp32, which is kept until all partial sums of one index are
+        added. If there are few rows and each row occurs often, partial sums are not kept, but added to the rows in fp32
+        at once. Source: cuda/Embedding.cu, EmbeddingBackwardKernel.cu.
         """
         count, width = indices.numel(), gradient.shape[-1]
         copies = [*contiguous_copy(gradient), *contiguous_copy(indices)]
@@ -173,14 +175,15 @@ class Kernels:
         return [*copies, *ordered, *made, *unique, *parts]
 
     def _index(self, made, tensor, indices, *_, **__):
-        """Return the memory requests (the given results `made`, and bytes of buffers) of `index`, an indexing by
-        tensors: 32-bit indices are copied to 64 bits first (TensorAdvancedIndexing.cpp: make_info).
+        """Return the memory requests of `index`, an indexing by tensors: bytes of buffers, then the result (`made`).
+
+        Indices in 32 bits are first copied to 64 bits, each to a buffer (TensorAdvancedIndexing.cpp: make_info).
         """
         narrow = [index for index in indices if index is not None and index.dtype is torch.int32]
         return [*(index.numel() * WORD for index in narrow), *made]
 
     def _put(self, made, tensor, indices, values, accumulate=False, unsafe=False, *_, **__):
-        """Return the memory requests (the given results `made`, and bytes of buffers) of `index_put`.
+        """Return the memory requests of `index_put`, in order: the result (`made`), and bytes of buffers.
 
         If it accumulates, the smallest and the largest index are compared with the bounds, then the values are sorted
         by index and added (cuda/Indexing.cu: index_put_with_sort_kernel). Otherwise only the result is requested.
@@ -203,8 +206,9 @@ class Kernels:
         return [*made, *checks, *place, *contiguous_copy(values), each, each, each, sort]
 
     def _bounds(self, index: torch.Tensor) -> list[Step]:
-        """Return the memory requests (bytes of buffers, and frees of buffers) of a check that an index is within
-        bounds: the smallest and the largest index are found in one pass, then compared with the bounds.
+        """Return the memory requests, bytes and frees of buffers, of a check that an index is within bounds.
+
+        The smallest and the largest number are found in one pass, then compared with the bounds.
 
         `index`: whole numbers, on the device, of any shape.
         """
@@ -222,11 +226,11 @@ class Kernels:
         return [*made, count * WORD, self._sort_bytes(count, 1 << (8 * key - 2), key)]
 
     def _scan(self, made, tensor, dim, *_, **__):
-        """Return the memory requests (the given results `made`, and bytes of buffers) of `cumsum`: the input is cast
-        first if the result has another type.
+        """Return the memory requests of `cumsum`, in order: the result (`made`), and bytes of buffers.
 
-        There is no cast when experts are counted, because transformers counts in floats on CPUs and in int32 on GPUs
-        (transformers/integrations/moe.py).
+        If the input has another type than the result, a buffer holds the input's cast. No cast is listed for a count of
+        tokens per expert: on a CPU, where the trace runs, transformers counts in floats, but on a GPU in int32, which
+        needs no cast (transformers/integrations/moe.py).
         """
         dtype, counted = made[0].dtype, made[0].dtype is torch.int32 and tensor.dtype is torch.float32
         cast = [] if counted or tensor.dtype is dtype else [tensor.numel() * dtype.itemsize]
@@ -236,20 +240,20 @@ class Kernels:
         return [*made, *cast, *copy, *([scan_bytes(tensor.numel(), *tile)] if is_one else [])]
 
     def _safe_softmax(self, made, tensor, dim, *_, **__):
-        """Return the memory requests (the given results `made`, and bytes of buffers) of `_safe_softmax`, which gives 0
-        in rows that are masked completely: masks of the elements and of the masked rows, and the zero that is written
-        into these rows (native/SoftMax.cpp).
+        """Return the memory requests of `_safe_softmax`, which gives 0 in rows that are masked completely.
+
+        After the result (`made`) come masks of elements and of rows, and the zero to write (native/SoftMax.cpp).
         """
         return [*made, tensor.numel(), tensor.numel() // tensor.shape[dim], made[0].element_size()]
 
     def _sort_bytes(self, count: int, largest: int, key: int = WORD) -> int:
-        """Return the bytes of a radix sort of `count` keys with positions.
+        """Return the bytes of the buffer in which CUB sorts `count` keys, together with their positions, by radix sort.
 
         The bytes are the bins of each pass over 8 bits, each block's progress, and for more than one pass a second set
         of keys and positions (NVIDIA/cccl, cub/device/dispatch/dispatch_radix_sort.cuh).
 
         Args:
-            largest: a number above all keys.
+            largest: a number that is larger than all keys.
             key: bytes of a key.
         """
         passes = -(-max(largest - 1, 1).bit_length() // 8)
@@ -260,48 +264,53 @@ class Kernels:
     # ---- others
 
     def _where(self, made, condition, *values, **__):
-        """Return the memory requests (the given results `made`, and bytes of buffers) of `where`: numbers are copied to
-        the device first (native/TensorCompare.cpp: where_self_out).
+        """Return the memory requests of `where`, in order: bytes of buffers, then the result (`made`).
+
+        Each number on the host is copied to a buffer first (native/TensorCompare.cpp: where_self_out).
         """
         on_host = [not torch.is_tensor(each) or not (each.dim() or self._is_on_device(each)) for each in values]
         return [*[made[0].element_size()] * sum(on_host), *made]
 
     def _masked_scatter(self, made, tensor, *_, **__):
-        """Return the memory requests (the given results `made`, and bytes of buffers) of `masked_scatter`: the elements
-        that the mask selects are numbered (cuda/IndexKernel.cu: masked_scatter_kernel).
+        """Return the memory requests of `masked_scatter`, in order: the result (`made`), and bytes of buffers.
+
+        The buffers hold a running count of selected elements (cuda/IndexKernel.cu: masked_scatter_kernel).
         """
         return [*made, WORD * tensor.numel(), scan_bytes(tensor.numel())]
 
     def _softmax_backward(self, made, gradient, output, *_, **__):
-        """Return the memory requests (the given results `made`, and bytes of buffers) of `_softmax_backward_data`: the
-        product of gradient and output (cuda/SoftMax.cu: softmax_backward_cuda_out).
+        """Return the memory requests of `_softmax_backward_data`, in order: the result (`made`), and bytes of buffers.
+
+        The last buffer holds the product of gradient and output (cuda/SoftMax.cu: softmax_backward_cuda_out).
         """
         copies = [*contiguous_copy(gradient), *contiguous_copy(output)]
         return [*made, *copies, gradient.numel() * gradient.element_size()]
 
     def _isinf(self, made, tensor, *_, **__):
-        """Return the memory requests (the given results `made`, and bytes of buffers) of `isinf`: the absolute values
-        are computed in a buffer first.
-        """
+        """Return the memory requests of `isinf`: a buffer for the absolute values, the result (`made`), and a free."""
         return [tensor.numel() * tensor.element_size(), *made, Free(0)]
 
     def _group_norm(self, made, tensor, weight, bias, size, channels, *_, **__):
-        """Return the memory requests (the given results `made`, and bytes of buffers) of `native_group_norm`: mean and
-        deviation in fp32, and a factor and a shift per sample and channel (cuda/group_norm_kernel.cu).
+        """Return the memory requests of `native_group_norm`, in order: the results (`made`), and bytes of buffers.
+
+        The buffers hold mean and deviation in fp32 if these results have 16 bits, and, if there are weights, a factor
+        and a shift per sample and channel (cuda/group_norm_kernel.cu).
         """
         wide = [2 * made[1].nbytes] * 2 if made[1].dtype in HALF else []
         return [*made, *wide, *([4 * size * channels] * 2 if weight is not None else [])]
 
     def _group_norm_backward(self, made, gradient, tensor, mean, deviation, weight, size, channels, _, groups, *__):
-        """Return the memory requests (the given results `made`, and bytes of buffers) of `native_group_norm_backward`:
-        sums per sample and channel, and per sample and group (cuda/group_norm_kernel.cu).
+        """Return the memory requests of `native_group_norm_backward`, in order: results (`made`), and bytes of buffers.
+
+        The buffers hold sums per sample and channel, and per sample and group (cuda/group_norm_kernel.cu).
         """
         each, group = 4 * size * channels, 4 * size * groups
         return [*made, each, each, group, group, each]
 
     def _roll(self, made, tensor, shifts, dims=(), *_, **__):
-        """Return the memory requests (the given results `made`, and bytes of buffers) of `roll`: one dimension is
-        rolled after the other (TensorTransformations.h: roll_common).
+        """Return the memory requests of `roll`, in order: bytes and frees of buffers, then the result (`made`).
+
+        One dimension is rolled after the other, each but the last into a buffer (TensorTransformations.h: roll_common).
         """
         steps: list[Step] = contiguous_copy(tensor)
         for _ in dims[1:]:
@@ -315,10 +324,10 @@ class Kernels:
     def _convolution_backward(
         self, made, gradient, tensor, weight, biases, stride, padding, dilation, transposed, extra, groups, wanted, **__
     ):
-        """Return the memory requests (the given results `made`, and bytes of buffers) of `convolution_backward`, for
-        the gradients of images, weights and bias.
+        """Return the memory requests of `convolution_backward`, in order: results (`made`), and buffers.
 
-        torch's own depthwise kernel makes the weights' gradient first (native/Convolution.cpp: convolution_backward).
+        The results are the gradients of images, weights and bias. torch's own depthwise kernel makes the weights'
+        gradient first (native/Convolution.cpp: convolution_backward).
         """
         layout = _layout_of_convolution(tensor, weight)
         rest = iter(made)
@@ -341,11 +350,11 @@ class Kernels:
         return [*steps, bias, *shared]
 
     def _norms(self, made, tensors, *_, **__):
-        """Return the memory requests (the given results `made`, and bytes of buffers) of `_foreach_norm`: a partial
-        norm for each chunk of 65,536 elements (cuda/ForeachReduceOp.cu).
+        """Return the memory requests of `_foreach_norm`, in order: bytes of buffers, then the results (`made`).
 
-        Before torch 2.15, each tensor has as many partial norms as the largest tensor; since then offsets of the
-        tensors that are not empty are needed instead.
+        A buffer holds a partial norm for each chunk of 65,536 elements of a tensor (cuda/ForeachReduceOp.cu). Before
+        torch 2.15, each tensor gets as many partial norms as the largest tensor needs. From 2.15 on, each tensor gets
+        only its own, and another buffer holds the offset of each tensor that is not empty.
         """
         chunks = [-(-tensor.numel() // 65536) for tensor in tensors]
         if self._gpu.rules.compacts_norms:
@@ -356,21 +365,27 @@ class Kernels:
         return made[::-1]
 
     def _ctc_loss(self, made, scores, *_, **__):
-        """Return the memory requests (the given results `made`, and bytes of buffers) of `_ctc_loss`: the lengths of
-        inputs and targets and the offsets of targets are copied to the device (cuda/LossCTC.cu).
+        """Return the memory requests of `_ctc_loss`, in order: bytes of buffers, then the results (`made`).
+
+        The buffers hold the inputs' and targets' lengths and the targets' offsets, copied from the host
+        (cuda/LossCTC.cu).
         """
         return [*[WORD * scores.shape[1]] * 3, *made[::-1]]
 
     def _ctc_loss_backward(self, made, gradient, scores, targets, inputs, lengths, loss, alignments, *_, **__):
-        """Return the memory requests (the given results `made`, and bytes of buffers) of `_ctc_loss_backward`: the
-        copies of `_ctc_loss`, and the alignments' probabilities, from the end backwards.
+        """Return the memory requests of `_ctc_loss_backward`, in order: bytes of buffers, then the result (`made`).
+
+        The buffers are those of `_ctc_loss`, and the alignments' probabilities, computed from the last step to the
+        first.
         """
         return [*[WORD * scores.shape[1]] * 3, alignments.nbytes, *made]
 
 
 def _product_of_quanto(made, tensor, codes, scales) -> list[Step]:
-    """Return the memory requests (the given results `made`, and bytes of buffers) of quanto's 8-bit matmul: the codes
-    are scaled (and first cast if they are floats), then multiplied (optimum-quanto 0.2.7, qbytes_mm.py).
+    """Return the memory requests of quanto's 8-bit matmul, in order: bytes of buffers, then the result (`made`).
+
+    The codes, which are the weights in 8 bits, are multiplied by their scales in a buffer. Codes in floating point are
+    cast in another buffer before (optimum-quanto 0.2.7, qbytes_mm.py).
     """
     whole = codes.numel() * scales.itemsize
     cast = [] if tensor.dtype is scales.dtype else [tensor.numel() * scales.itemsize]
@@ -380,7 +395,7 @@ def _product_of_quanto(made, tensor, codes, scales) -> list[Step]:
 def _is_lt(function, args, kwargs) -> bool:
     """Return whether cuBLASLt, not cuBLAS, runs the matmul.
 
-    cuBLASLt runs matmuls that add a bias with one number per column or, in 16 bits, a matrix (native/cuda/Blas.cpp:
+    cuBLASLt runs matmuls that add a bias: one number per column or, in 16 bits, also a matrix (native/cuda/Blas.cpp:
     isInputCompliesAddmmCudaLt).
     """
     if function.namespace == "bitsandbytes":  # weights of 4 bits are dequantized for `linear`

@@ -1,7 +1,7 @@
-"""Find the worst batch of a data set from its samples' lengths: the step with the peak, and the sizes that fit a card.
+"""Find the step of a data set's epoch with the highest peak, and the batch sizes and lengths that fit a card.
 
-The batches come from the Trainer's own loader, in a fresh subprocess. A step is traced with the exact lengths of its
-samples, padded or packed (`Task.lengths`), between the steps before and after it.
+The batches come from the Trainer's own loader, in a fresh subprocess. A step is traced together with the step before it
+and the step after it. The lengths of the samples are exact, and batches are padded or packed (`Task.lengths`).
 """
 
 import bisect
@@ -35,7 +35,7 @@ def read(file: str | os.PathLike) -> tuple[int, ...]:
     """Return the lengths, in tokens, in a text file; they are separated by blanks, commas or line ends.
 
     Raises:
-        ValueError: as `checked`, or the file cannot be read.
+        ValueError: the file cannot be read or has no lengths, or a length is not a whole number from 1 to `LONGEST`.
     """
     with reading(file, "text", "a text file"):
         text = Path(file).read_text(encoding="utf-8")
@@ -63,8 +63,9 @@ def checked(values: Iterable, name: str = "lengths") -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class WorstBatch:
-    """Hold the step with the highest peak in a training's first epoch, its estimate, and the memory of packed batches
-    and of other batch sizes and lengths.
+    """Hold the step with the highest peak in a training's first epoch, and its estimate.
+
+    Also hold the estimate if batches are packed, and the largest batch size and length that fit a card.
     """
 
     lengths: tuple[int, ...]  # tokens in each sample
@@ -141,13 +142,14 @@ def worst_batch(
 
     Args:
         task: the model, or its name.
-        lengths: tokens in each sample, in a form that `checked` accepts.
+        lengths: tokens in each sample, as whole numbers or their texts; or rows of token ids, e.g. a column of
+            `datasets`.
         pad_to_multiple_of: tokens; the longest sample of a batch is padded to a multiple of this number.
         card: a GPU model of `cards.CARDS`, e.g. "t4"; None: the result does not say what fits.
         device, compute_capability, timeout, arguments: as in `estimate`, for one process.
 
     Raises:
-        ValueError: as `estimate` does; or there are no lengths, or a length exceeds the model's positions.
+        ValueError: `estimate` rejects an argument, there are no lengths, or a length exceeds the model's positions.
     """
     lengths, task = checked(lengths), Task(task) if isinstance(task, str) else task
     task, given = task.replace(pad_to_multiple_of=pad_to_multiple_of), Arguments.of(arguments)
@@ -178,8 +180,8 @@ def worst_batch(
 
         Only two candidates are traced: the step with the largest micro-batch, and the step with the largest micro-batch
         that is not the first of its step. The second candidate may peak higher, because gradients exist from the second
-        micro-batch on. If several steps have such a micro-batch, the tokens of the step and the next one decide,
-        because a batch is fetched ahead.
+        micro-batch on. If several steps have an equally large micro-batch, the candidate is the step that has the most
+        tokens together with the step after it, because a batch is fetched ahead.
 
         Args:
             sizes: tokens in each micro-batch of each step, padding included.
@@ -204,15 +206,16 @@ def worst_batch(
     unit = pad_to_multiple_of if pad_to_multiple_of > 1 else 8  # of the largest length, in tokens
 
     def largest(most: int, rows: int = 0, width: int = 0) -> tuple[int, Fits]:
-        """Return the largest batch that fits the card, as a number of samples or of units of length, and its `Fits`.
+        """Find the largest batch that fits the card; return (number, its `Fits`), or (0, the `Fits` of 1) if none fits.
 
-        A unit has `pad_to_multiple_of` tokens, or 8. If not even 1 fits, return (0, the `Fits` of 1). Three equal steps
-        are traced, in which all samples but the first of a batch are one token shorter, so that there is padding.
+        With `width`, the number counts samples. With `rows`, it counts units of length; a unit is `pad_to_multiple_of`
+        tokens, or 8 if that is 1. Three equal steps are traced, in which all samples but the first of a batch are one
+        token shorter, so that there is padding.
 
         Args:
             most: the largest number to try.
-            rows: samples in a batch, to search their length; 0: search the number of samples.
-            width: tokens per sample, to search the number of samples; 0: search the length.
+            rows: samples in a batch, if their length is searched; otherwise 0.
+            width: tokens per sample, if the number of samples is searched; otherwise 0.
         """
 
         def ask(number: int) -> Fits:
@@ -230,10 +233,11 @@ def worst_batch(
 def _around(steps: Steps, number: int, lengths: tuple[int, ...]) -> list[int]:
     """Return the lengths of all samples of step `number`, and of the steps before and after it, as one list in order.
 
-    The first step of an epoch is traced as a second step, because in later epochs the optimizer's states exist.
+    If it is the first step of the epoch, the second step also takes the place before it, because in later epochs the
+    optimizer's states already exist. With fewer than three steps, that place stays empty.
 
     Args:
-        steps: the numbers of the samples, by step and micro-batch.
+        steps: for each step, for each of its micro-batches, the numbers of its samples in the data set.
         lengths: tokens of each sample of the data set, by its number.
     """
     before = steps[number - 1] if number else steps[1] if len(steps) > 2 else []

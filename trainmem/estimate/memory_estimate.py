@@ -97,8 +97,8 @@ class MemoryEstimate:
     def fits(self, card: str | cards.Card) -> Fits:
         """Return whether the training fits a card and leaves `cards.MARGIN` of its memory free.
 
-        The answer is unknown if the training fits only without the margin, or if the card has another compute
-        capability than the estimate's, on which attention kernels and workspaces depend.
+        The answer is unknown if the training fits only without the margin, or if the estimate was made for another
+        compute capability than the card's, because attention kernels and workspaces depend on the compute capability.
 
         Args:
             card: a card, or its name in `cards.CARDS`.

@@ -44,8 +44,9 @@ class Replica(torch.nn.parallel.DistributedDataParallel):
     """Allocate what DistributedDataParallel allocates on rank 0, without other processes
     (torch/nn/parallel/distributed.py).
 
-    It allocates the buffers of broadcasts at the start and, for the module's buffers, before each forward pass; the
-    reducer's buckets, which are a second set of gradients; and the reducer's map of used parameters.
+    At the start it allocates flat copies of the module's parameters and buffers, to broadcast them, and before each
+    forward pass flat copies of the module's buffers. It holds the reducer's buckets, which are a second set of
+    gradients, and with `find_unused_parameters` the reducer's map of used parameters.
     """
 
     def __init__(self, module, *_, find_unused_parameters=False, broadcast_buffers=True, **__):
@@ -92,9 +93,10 @@ class Replica(torch.nn.parallel.DistributedDataParallel):
 
 
 def _send(tensors: list[torch.Tensor]) -> None:
-    """Allocate rank 0's broadcast buffers: flat copies of the tensors, two at a time.
+    """Allocate one flat copy after the other of tensors that rank 0 broadcasts, and keep only the last two copies.
 
-    A tensor that is alone in its bucket is sent without a copy (csrc/distributed/c10d/comm.cpp: broadcast_coalesced).
+    The tensors are grouped into buckets, and each bucket is one copy. A tensor that is alone in its bucket is sent
+    without a copy (csrc/distributed/c10d/comm.cpp: broadcast_coalesced).
     """
     sent: list[torch.Tensor | None] = []
     for bucket in _bucketed(tensors, [250 << 20], shares_one=True):
@@ -123,7 +125,7 @@ def _bucketed(
 
 @contextlib.contextmanager
 def fsdp_enabled(send: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Make accelerate apply the Trainer's `fsdp` in this context, as it does only on GPUs.
+    """Make accelerate apply the Trainer's `fsdp` in this context; outside it, accelerate does so only on GPUs.
 
     `send` is called with each tensor that FSDP2 sends to the device before it is sharded.
     """
@@ -179,7 +181,7 @@ def deepspeed_on_a_card(config: dict | str, empty_cache: Callable[[], None]) -> 
         empty_cache: called whenever DeepSpeed empties the allocator's cache.
 
     Raises:
-        Invalid: the configuration offloads to the host, which a trace cannot tell from the device.
+        Invalid: the configuration offloads to the host, whose memory a trace cannot distinguish from the GPU's.
     """
     words = config if isinstance(config, dict) else json.loads(Path(config).read_text(encoding="utf-8"))
     for name in ("offload_optimizer", "offload_param"):

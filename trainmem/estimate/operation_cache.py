@@ -30,7 +30,7 @@ class OperationCache:
     """Cache what operations return on fake tensors, by their arguments.
 
     Computing these results takes most of the time of a trace, and the results depend only on the arguments. A result is
-    kept if it can be rebuilt from a `Spec`, a `View`, or several `Spec`s.
+    kept if it can be rebuilt from `Spec`s (shape, strides, type), or from a `View` of the first argument.
 
     Args:
         known: {key of an operation and its arguments: how to rebuild the result}; may have other entries too, e.g. the
@@ -165,7 +165,8 @@ def operation_of(function, args, leaves: list, structure: Structure) -> Operatio
 
     Args:
         function, args: the operator, and its positional arguments.
-        leaves, structure: all of its arguments, as `trace_records.flat` returns them.
+        leaves: all arguments, positional and named, as one list; see `trace_records.flat`.
+        structure: how the leaves are grouped into arguments, which `trace_records.flat` returns too.
     """
     kept = [
         (sparse_spec(leaf) if leaf.is_sparse else Spec(tuple(leaf.shape), leaf.stride(), leaf.dtype))
@@ -180,7 +181,9 @@ def operation_of(function, args, leaves: list, structure: Structure) -> Operatio
 
 
 def by_position(function, args: tuple, selected: Callable[[torch.Tensor], int] | None = None) -> tuple[Callable, tuple]:
-    """Return (operation, arguments) with positions in place of masks, as in kernels; `masked_select` becomes `index`.
+    """Return (operation, arguments) with each boolean mask replaced by the positions that it selects, as kernels do.
+
+    The operation stays the same, but `masked_select` becomes `index`.
 
     Args:
         function: `aten.masked_select`, or an operation whose second argument is a list of indices, e.g. `aten.index`.
@@ -211,15 +214,15 @@ def _state(mode: FakeTensorMode) -> dict[str, Any]:
 
 
 def uniform_value(operation: Operation, leaves: list, any_known: bool) -> float | int | bool | None:
-    """Return the value that all elements of an operation's result have, or None if it is unknown.
+    """Return the value that all elements of an operation's result have; None if it is unknown, or if they differ.
 
-    Tensors count as finite: isnan(x) is False everywhere. Otherwise the value is known if the elements of each tensor
-    among the arguments are known to be equal; the operation is then computed on one element.
+    Tensors are assumed to be finite, so isnan(x) is False everywhere. Operations of `_UNIFORM_OPERATIONS` are computed
+    on one element if, for each tensor among the arguments, all elements are known to be equal.
 
     Args:
         operation: the call as an `Operation`.
         leaves: the operation's arguments as one list, see `trace_records.flat`.
-        any_known: whether the elements of any tensor among the arguments are known to be equal.
+        any_known: whether there is a tensor among the arguments whose elements are known to be equal.
     """
     name = operation.name
     if name in _RESULT_IF_FINITE:

@@ -57,7 +57,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Hidden:
-    """Hold an operation's bytes of workspace at its own size, and whether it was measured, extrapolated or assumed."""
+    """Hold an operation's workspace bytes at full size, and whether these were measured, extrapolated or assumed."""
 
     bytes: int | None  # None if the operation cannot be run by itself
     how: str  # "measured" at its own size, on a "line" through three smaller ones, "assumed", or "unknown"
@@ -195,10 +195,10 @@ def _is_sizeless(operation: Operation) -> bool:
 
 
 def smaller(operation: Operation, limit: int) -> list[Operation]:
-    """Return the operation at three sizes of at most `limit` bytes, largest first; [] if no length can be reduced.
+    """Return the operation at three smaller sizes of at most `limit` bytes, largest first; [] if that is impossible.
 
-    The same lengths are reduced in all three. If a workspace grows with only some of these lengths, the three points
-    are not on a line.
+    The same lengths are reduced for all three sizes. If a workspace grows with only some of these lengths, the three
+    workspaces are not on a straight line, and `line` does not extrapolate them.
     """
     factors: dict[int, int] = {}  # {length: what it is divided by}
     while (cut := resized(operation, factors)).bytes > limit:
@@ -219,7 +219,8 @@ def resized(operation: Operation, factors: dict[int, int]) -> Operation:
 
     Args:
         operation: the operation; it is not changed.
-        factors: {length: factor}; each dimension of this length, and each number equal to it, is divided by the factor.
+        factors: {length: factor}; each dimension, and each whole number among the arguments, that equals the length is
+            divided by the factor.
     """
     part = dataclasses.replace(operation, leaves=tuple(_resized(leaf, factors) for leaf in operation.leaves))
     read, left = (sum(spec.bytes for spec in each.specs) for each in (operation, part))
@@ -260,7 +261,10 @@ class _Tried:
     warm: Seen | None = None  # a second run at the largest of these sizes
 
     def conclusion(self) -> Hidden | None:
-        """Return the workspace at the operation's own size, or None if the first runs do not determine it."""
+        """Return the operation's workspace at its full size; None if the first runs are not enough to determine it.
+
+        It is measured if the operation ran at full size, otherwise extrapolated on a line through three smaller sizes.
+        """
         if len(self.group) == 1:  # at its own size, or size does not matter
             return Hidden(self.seen[0].bytes, "measured") if self.seen[0] else _UNKNOWN
         if not self.group or None in self.seen:
@@ -274,13 +278,16 @@ class _Tried:
         return None if end is None else Hidden(end, "line")
 
     def assumption(self) -> Hidden:
-        """Return an assumption: the largest workspace / operands at smaller sizes, times the bytes of the operands."""
+        """Return an assumed workspace for full size, from the largest ratio of workspace to operands at smaller sizes.
+
+        The ratio is multiplied by the bytes of the operands. If no run succeeded, the workspace is unknown.
+        """
         pairs = zip(self.group, self.seen, strict=True)
         shares = [seen.bytes / cut.bytes for cut, seen in pairs if seen and cut.bytes]
         return Hidden(round(max(shares) * self.operation.bytes), "assumed") if shares else _UNKNOWN
 
     def expected_seconds(self) -> float:
-        """Return the expected seconds of a run at the operation's own size, from an earlier run or an assumed speed."""
+        """Return the seconds that a run at full size is expected to take, from an earlier run or an assumed speed."""
         if not self.warm:
             return self.operation.bytes / _SLOW_BYTES_A_SECOND
         return self.warm.seconds * (self.operation.bytes / max(self.group[0].bytes, 1)) ** _GROWTH
@@ -316,11 +323,11 @@ class Runner:
         self._pool: ProcessPoolExecutor | None = None
 
     def __call__(self, operations: list[Operation], threads: int) -> list[Seen | None]:
-        """Run operations on zeros in the fork; return workspace (bytes) and time (seconds) of each, in the same order.
+        """Run operations on zeros in a fork of this process; return the workspace's bytes and the seconds of each.
 
-        The result is None for an operation that raises on zeros or crashes the fork. A crash is possible because
-        `resized` may reduce a length to 0, by which a kernel then divides. After a crash the other operations run again
-        in new forks.
+        The results have the order of `operations`. A result is None if the operation raises on zeros or crashes the
+        fork. A crash is possible because `resized` may reduce a length to 0, by which a kernel then divides. After a
+        crash the other operations run again in new forks.
 
         `threads`: number of threads that torch uses.
         """

@@ -103,11 +103,11 @@ def trace_all(experiments: Sequence[Experiment], device: Device, probe: "Probe",
 
     Args:
         device: the device whose memory is estimated.
-        probe: measures operator workspaces on a CPU; `probe.known` caches results of operations for all.
+        probe: measures operator workspaces on a CPU; `probe.known` collects results of operations for all experiments.
         tell: called with the percentage done, which is 80 after the last trace.
 
     Raises:
-        Invalid: as `estimate_experiment`.
+        Invalid: an experiment cannot be built, or one of its operations cannot be traced.
     """
     plain, settings = [_as_traced(each, device) for each in experiments], {"device": device, "known": probe.known}
     traces, run = [], map
@@ -185,13 +185,13 @@ def _trace_one(experiment: Experiment) -> tuple[Trace, dict[tuple, Any]]:
 def trace_of(experiment: Experiment, device: Device, known: dict[tuple, Any] | None = None) -> Trace:
     """Return the trace of an experiment. Call it in a fresh subprocess, because it replaces parts of torch.
 
-    If values decide which experts of a mixture the tokens choose, balanced routing is traced, and one-sided routing as
-    `Trace.one_sided`.
+    If values decide which experts of a mixture the tokens choose, the trace assumes balanced routing. Its `one_sided`
+    is then a second trace, which assumes that all tokens choose the same experts.
 
     `known`: results of operations in earlier traces, as in `OperationCache`; new ones are added. None: there are none.
 
     Raises:
-        Invalid: as `trace.follow`.
+        Invalid: the experiment cannot be built, or the result of an operation depends on values.
     """
     from trainmem.estimate.trace import DependsOnValues, Routing
 
@@ -217,7 +217,7 @@ def _traced(
 ) -> Trace:
     """Return the trace of an experiment with a given `routing` of tokens to experts (None: by values).
 
-    `known`: as in `trace_of`.
+    `known`: results of operations in earlier traces; new ones are added. None: there are none.
     """
     from trainmem.estimate import trace
     from trainmem.estimate.operation_cache import OperationCache
@@ -242,10 +242,9 @@ def _traced(
 
 
 def _with_totals(experiment: Experiment, trace: Trace, device: Device, probe: "Probe") -> TracedExperiment:
-    """Return the trace with the total bytes during each operation, which on a CPU include operator workspaces, and with
-    its assumptions.
+    """Return the trace with its assumptions and the total bytes during each operation.
 
-    `probe`: measures operator workspaces.
+    On a CPU the totals include operator workspaces, which `probe` measures.
     """
     assumptions = _rank_assumptions(experiment.arguments, device.kind == "cuda") if experiment.processes > 1 else []
     if experiment.training and not experiment.function and _drops_layers(experiment.task.build_config().to_dict()):
@@ -324,11 +323,10 @@ _TAKEN = {
 
 
 def _with_workspaces(trace: Trace, probe: "Probe") -> tuple[np.ndarray, list[str]]:
-    """Return (array (operations,) of the highest total bytes during each operation, with workspace; the assumptions
-    about workspaces).
+    """Return (highest total bytes during each operation, an array (operations,); assumptions about workspaces).
 
-    Operations with one signature have one workspace, so each signature is measured once. The time for measuring is
-    limited, so signatures that run when most bytes are live come first.
+    The totals include operator workspaces. Operations with one signature have one workspace, so each signature is
+    measured once. The time for measuring is limited, so signatures that run when most bytes are live come first.
     """
     from trainmem.estimate.operator_workspaces import assumptions
 

@@ -1,7 +1,7 @@
 """Calculate the memory that a reduction takes on a GPU when several blocks of threads share one result.
 
 The rules are those of torch 2.13 (ATen/native/cuda/Reduce.cuh: setReduceConfig), applied to sizes and strides. Every
-wheel contains that header, so that a newer torch can be compared.
+torch wheel contains that header, so the rules of a newer torch can be compared.
 """
 
 import math
@@ -88,7 +88,7 @@ def scratch_bytes(
 
 
 def _joined(dims: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return `dims`, (size, stride in elements) by dimension, the smallest stride first, with neighbours merged.
+    """Return `dims`, each (size, stride in elements), smallest stride first; contiguous neighbours are merged.
 
     Dimensions of size 1 are left out.
     """

@@ -31,7 +31,8 @@ _REPEATED = 32  # micro-batches of a step that are repeated on a GPU; later ones
 def matched() -> Iterator[None]:
     """Let detection models match objects with queries on fake tensors, in this context.
 
-    Values would decide which pairs match, but not how many do: the first pairs are taken.
+    Values would decide which object matches which query, but not how many pairs there are. Therefore the first objects
+    are matched with the first queries.
     """
 
     def assigned(plain, cost, *args, **kwargs):
@@ -97,10 +98,9 @@ def fake_parameters() -> Iterator[None]:
         return made
 
     def copied(weight, memo):
-        """Return a copy of a bitsandbytes weight, which DoRA reads. bitsandbytes' own copy would begin with an empty
-        tensor that is not fake.
+        """Return a copy of a bitsandbytes weight, as DoRA makes one to read the weight.
 
-        `memo`: as in `__deepcopy__`.
+        bitsandbytes' own `__deepcopy__` would begin with an empty tensor that is not fake. `memo` is not used.
         """
         names = ("blocksize", "compress_statistics", "quant_type", "quant_storage", "bnb_quantized", "module")
         kept = {name: getattr(weight, name) for name in names}
@@ -122,7 +122,7 @@ def _plain_type(value) -> type:
 
 
 def fake_module_to(tracker: "FakeTracker") -> Callable:
-    """Return a replacement of `Module.to` that changes fake weights in place, because they cannot be exchanged."""
+    """Return a replacement of `Module.to` that casts fake weights in place, because torch cannot replace them."""
 
     def to(module, *args, **options):
         device, dtype, *_ = torch._C._nn._parse_to(*args, **options)
@@ -137,8 +137,8 @@ def fake_module_to(tracker: "FakeTracker") -> Callable:
 def few_micro_batches(tracker: "FakeTracker", alike: bool) -> contextlib.AbstractContextManager:
     """Return a context in which only the first two and the last of a step's micro-batches are traced.
 
-    Micro-batches between these are not traced. For a GPU, the log repeats the second micro-batch in place of the first
-    few, because each may change the allocator's free blocks.
+    Micro-batches between these are not traced. For a GPU, the log repeats the second micro-batch for each of the first
+    few that are left out, because each may change the allocator's free blocks.
 
     Args:
         alike: whether the micro-batches of a step are equal, except that the first one makes the gradients. The last

@@ -1,7 +1,7 @@
 """Sparse tensors (COO) in a trace: the results of their operations, and what CUDA's kernels request for them.
 
-A sparse tensor has no storage of its own: its bytes are the bytes of its indices and values. Positions count as
-distinct, as in peft's SHiRA and FRoD, so that no elements are summed up.
+A sparse tensor has no storage of its own: its bytes are the bytes of its indices and values. No position is assumed to
+occur twice (none does in peft's SHiRA and FRoD), so coalescing sums up no elements.
 """
 
 from collections.abc import Callable
@@ -37,8 +37,10 @@ def filled(function, args: tuple, result: FakeTensor) -> FakeTensor:
 
 
 def _add(made, dense, other, *_, **__) -> list[Step]:
-    """Return the memory requests (the given results `made`, and bytes of buffers) of dense + sparse: both are cast to a
-    common type, and each element needs one index (cuda/SparseCUDATensorMath.cu: add_out_dense_sparse_cuda).
+    """Return the memory requests of dense + sparse, in order: the result (`made`), and bytes of buffers.
+
+    The buffers are casts of both tensors to a common type, and one index per stored element, unless the sparse tensor
+    is coalesced (cuda/SparseCUDATensorMath.cu: add_out_dense_sparse_cuda).
     """
     if not other.is_sparse:
         return made
@@ -48,8 +50,10 @@ def _add(made, dense, other, *_, **__) -> list[Step]:
 
 
 def _coalesce(made, tensor) -> list[Step]:
-    """Return the memory requests (the given results `made`, and bytes of buffers) of `coalesce`: a copy of the
-    positions is sorted, then the distinct positions are found (cuda/SparseCUDATensor.cu: _coalesce_sparse_cuda).
+    """Return the memory requests of `coalesce`, in order: bytes of buffers, then the result's tensors (`made`).
+
+    A copy of the positions is sorted, then the distinct positions are found (cuda/SparseCUDATensor.cu:
+    _coalesce_sparse_cuda).
     """
     each = WORD * tensor._nnz()
     sort = 2 * next_multiple(each, CUB_BYTES) + next_multiple(WORD * (1 + -(-tensor._nnz() // 4352)), CUB_BYTES) + 255
@@ -59,9 +63,11 @@ def _coalesce(made, tensor) -> list[Step]:
 
 
 def _mask(made, tensor, mask) -> list[Step]:
-    """Return the memory requests (the given results `made`, and bytes of buffers) of `sparse_mask`: a dense tensor is
-    multiplied by a mask of ones; in a sparse tensor the mask's positions are looked up (native/sparse/SparseTensor.cpp:
-    sparse_mask, SparseBinaryOpIntersectionCommon.h).
+    """Return the memory requests of `sparse_mask`, in order: bytes of buffers, then the result (`made`).
+
+    For a dense tensor the buffers hold a mask of ones, by which the tensor is multiplied. For a sparse tensor the
+    buffers serve to find the mask's positions in the tensor (native/sparse/SparseTensor.cpp: sparse_mask,
+    SparseBinaryOpIntersectionCommon.h).
     """
     (result,), each = made, WORD * mask._nnz()
     if not tensor.is_sparse:
@@ -70,8 +76,9 @@ def _mask(made, tensor, mask) -> list[Step]:
 
 
 def _transpose(made, tensor) -> list[Step]:
-    """Return the memory requests (the given results `made`, and bytes of buffers) of a transposition: two rows of
-    positions change places by way of a third (native/sparse/SparseTensorMath.cpp: transpose).
+    """Return the memory requests of a transposition, in order: the result's tensors (`made`), and bytes of a buffer.
+
+    The buffer serves to swap two rows of indices (native/sparse/SparseTensorMath.cpp: transpose).
     """
     if not tensor.is_sparse:
         return made
