@@ -298,6 +298,8 @@ def add_alternative_texts() -> None:
         from matplotlib.figure import Figure
 
         Figure._repr_html_ = image_html  # matplotlib's notebook backend removes formatters registered with the shell
+        # The backend's own PNG would be a second copy, without the text, and take as long to draw.
+        sys.modules["IPython"].get_ipython().config.InlineBackend.figure_formats = []
 
 
 def picture_html(ax: Axes, text: str) -> str:
@@ -315,6 +317,10 @@ def image_html(figure: Figure, text: str = "") -> str:
     Args:
         text: the alternative text (default: `words(figure)`).
     """
+    import matplotlib.pyplot as plt
+
+    if plt.get_backend().endswith("inline"):
+        plt.uninstall_repl_displayhook()  # it draws each figure after its cell once more, which nothing shows here
     file = io.BytesIO()
     figure.savefig(file, format="png", bbox_inches="tight")
     png = base64.b64encode(file.getvalue()).decode()

@@ -6,7 +6,8 @@ import nbformat
 
 PARAMETERS = 'profile = "auto"\nstrict = False\nout = ""'
 PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
-SHOW = f"import base64, IPython.display as d\nd.display(d.Image(base64.b64decode('{PNG}')))"
+SHOW = f"""import IPython.display as d
+d.display(d.HTML('<img style="display:block" alt="a &lt;plot&gt;" src="data:image/png;base64,{PNG}">'))"""
 ORPHAN = """import os, pathlib, subprocess, sys, tempfile
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
 pathlib.Path(out, "orphan.pid").write_text(str(child.pid))

@@ -6,6 +6,7 @@ The pages are made from results.json and the executed notebooks only, so they ca
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ from trainmem.records import write_whole
 MOST_BYTES = 5_000_000  # limit of index.html, which is mailed and archived
 # A test case of junit.xml: class, name, seconds, outcome ("failure", "error", "skipped" or None), message.
 Case = tuple[str, str, float, str | None, str]
+_FIGURE = re.compile(
+    r'<img [^>]*alt="(?P<alt>[^"]*)" src="data:image/png;base64,(?P<png>[^"]+)">'
+)  # `plots.image_html`
 # Characters that XML forbids but a terminal's output may contain: colour codes and control characters.
 _NO_XML = re.compile(r"\x1b\[[0-9;]*m|[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
@@ -59,23 +63,22 @@ def lesson_page(directory: Path, name: str) -> dict[str, Any]:
     import nbformat
     from nbconvert import HTMLExporter
 
-    title, heading, pictures = "", name, []
     try:
         notebook = nbformat.read(directory / f"{name}.ipynb", as_version=4)
-        for cell in notebook.cells:
-            if cell.cell_type == "markdown" and (headings := re.findall(r"^#+ +(.+)$", cell.source, re.MULTILINE)):
-                heading, title = headings[-1], title or headings[0]
-            for data in (output.get("data", {}) for output in cell.get("outputs", [])):
-                if "text/html" in data:  # a static page shows the HTML, because widgets do not work there
-                    data.pop("application/vnd.jupyter.widget-view+json", None)
-                if png := data.get("image/png"):
-                    pictures.append((png.replace("\n", ""), f"Picture of lesson {name}: {heading}"))
+        text = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+        title = (re.findall(r"^#+ +(.+)$", text, re.MULTILINE) or [name])[0]
+        shown = [output.get("data", {}) for cell in notebook.cells for output in cell.get("outputs", [])]
+        for data in shown:
+            if "text/html" in data:  # a static page shows the HTML, because widgets do not work there
+                data.pop("application/vnd.jupyter.widget-view+json", None)
+        figures = filter(None, (_FIGURE.fullmatch(data.get("text/html", "")) for data in shown))
+        pictures = [(figure["png"], unescape(figure["alt"])) for figure in figures]
         layout = Path(__file__).with_name("lesson.html.j2").read_text(encoding="utf-8")
         html, _ = HTMLExporter(raw_template=layout).from_notebook_node(notebook, {"metadata": {"name": name}})
     except (OSError, ValueError, LookupError, AttributeError):  # missing, or cut off when the lesson was killed
         return {"title": name, "page": None, "pictures": []}
     write_whole(directory / f"{name}.html", html)
-    return {"title": title or name, "page": f"{name}.html", "pictures": pictures}
+    return {"title": title, "page": f"{name}.html", "pictures": pictures}
 
 
 def _cases(data: dict[str, Any]) -> list[Case]:

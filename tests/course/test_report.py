@@ -7,9 +7,11 @@ from collections import Counter
 from xml.etree import ElementTree
 
 import nbformat
+from matplotlib.figure import Figure
 from toys import PNG, STATUS
 
-from perf_helpers.course.report import report
+from perf_helpers import plots
+from perf_helpers.course.report import lesson_page, report
 
 
 def test_junit_has_a_case_for_each_lesson_and_claim(ran):
@@ -32,9 +34,18 @@ def test_the_page_shows_each_claim_and_needs_no_other_file(ran):
         row = page.split(f'id="{claim["id"]}"')[1].split("</tr>")[0]
         assert claim["verdict"] in row and ("unexpected" in row) == (not claim["as_expected"])
     assert "divides by &lt;tokens&gt;" in page and "V100" in page and "0.45 to 0.55" in page
-    assert f"base64,{PNG}" in page and 'alt="Picture of lesson 08_ok' in page and 'href="08_ok.html"' in page
+    assert f"base64,{PNG}" in page and 'alt="a &lt;plot&gt;"' in page and 'href="08_ok.html"' in page
     assert "<script" not in page and not re.search("https?:", page)
     assert 'http-equiv="Content-Security-Policy" content="default-src \'none\'; style-src' in page.split("<style>")[0]
+
+
+def test_the_page_shows_a_figure_with_its_alternative_text(ran, tmp_path):
+    shown = plots.image_html(Figure(), "peak < 2 GB")
+    executed = nbformat.read(ran[1] / "08_ok.ipynb", as_version=4)
+    executed.cells[-1].outputs = [nbformat.v4.new_output("display_data", {"text/html": shown})]
+    nbformat.write(executed, tmp_path / "08_ok.ipynb")
+    pictures = lesson_page(tmp_path, "08_ok")["pictures"]
+    assert pictures[-1] == (shown.split("base64,")[1].split('"')[0], "peak < 2 GB")
 
 
 def test_each_sign_on_the_page_is_one_that_it_has(ran, tmp_path):
