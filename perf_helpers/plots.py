@@ -1,6 +1,6 @@
 """Pictures of runs, with one palette and one order of categories; each picture function returns its Axes.
 
-The colours are Okabe and Ito's, which colour-blind readers can distinguish; dashes, markers and labels say the same.
+The colours are Okabe and Ito's, which colour-blind readers can distinguish; dashes, markers and labels differ too.
 These pictures are drawn with matplotlib, so that a lesson can save them and draw into them. Pictures that are redrawn
 while a slider moves are HTML (`perf_helpers.widgets.svg`), with the same palette, units, words and `Timeline`.
 """
@@ -79,9 +79,9 @@ def memory(runs: Sequence[Run], ax: Axes | None = None, title: str = "Peak memor
 
 
 def no_data_error(runs: Iterable[Run], otherwise: str) -> RunFailed | ValueError:
-    """Return the exception for runs without the data of a picture.
+    """Return the exception to raise if none of the runs has the data that a picture needs.
 
-    It is RunFailed with the first failure among the runs; if none failed, ValueError with the text `otherwise`.
+    It is RunFailed with the first failure among the runs; if no run failed, ValueError with the text `otherwise`.
     """
     failed = next((run.failure for run in runs if not run.ok), None)
     return RunFailed(failed) if failed else ValueError(otherwise)
@@ -91,8 +91,8 @@ class Timeline:
     """Live bytes by category through one training step, as numbers and in words; every picture of a step uses it.
 
     Args:
-        series: lists of equal length by name, as in `Memory.timeline`: bytes per category, and the phase, operation and
-            module. The lists have an element for each of about 200 parts of the step; methods take its index.
+        series: {name: list}, as in `Memory.timeline`: the bytes of each category, the phase, operation and module. The
+            lists have an element for each of about 200 moments of the step; methods take a moment's number.
     """
 
     def __init__(self, series: Mapping[str, Sequence]):
@@ -106,20 +106,20 @@ class Timeline:
         return len(self.phases)
 
     def parts(self, index: int) -> dict[str, int]:
-        """Return {category: bytes} at an index."""
+        """Return {category: live bytes} at moment `index` of the step."""
         return {category: self.series[category][index] for category in CATEGORIES if category in self.series}
 
     def where(self, index: int) -> dict[str, str]:
-        """Return the names of what runs at an index, {"phase": ..., "operation": ..., "module": ...}; "" if unknown."""
+        """Return the names {"phase": ..., "operation": ..., "module": ...} at moment `index`; "" for unknown names."""
         return {name: self.series[name][index] for name in ("phase", "operation", "module")}
 
     def where_text(self, index: int) -> str:
-        """Return phase, operation and module at an index in words, e.g. "backward, aten.mm of layer.1"."""
+        """Return phase, operation and module at moment `index` as text, e.g. "backward, aten.mm of layer.1"."""
         phase, operation, module = self.where(index).values()
         return phase + (f", {operation}" if operation else "") + (f" of {module}" if module else "")
 
     def text(self, index: int) -> str:
-        """Describe the part of the step at an index: total bytes, phase, operation and module, bytes by category."""
+        """Describe moment `index` of the step: total bytes, phase, operation, module and bytes by category."""
         return f"{bytes_text(self.totals[index])} in {self.where_text(index)}: {parts_text(self.parts(index))}"
 
     def phase_ranges(self) -> list[tuple[str, int, int]]:
@@ -128,7 +128,7 @@ class Timeline:
         return [(self.phases[first], first, end) for first, end in itertools.pairwise([0, *edges, len(self)])]
 
     def shown(self, highest_bytes: float | None = None) -> list[str]:
-        """Return the categories thick enough to be seen in a picture `highest_bytes` high (None: the step's peak)."""
+        """Return the categories that are thick enough to see if the axis ends at `highest_bytes` (None: the peak)."""
         least = _TOO_THIN * (highest_bytes or self.highest_bytes)
         return [category for category in CATEGORIES if max(self.series.get(category, [0])) > least]
 
@@ -333,7 +333,7 @@ def _axes(
 ) -> Axes:
     """Set title and labels on `ax`; if it is None, make new axes first.
 
-    A new figure is `size` inches large, or high enough for `rows` horizontal bars.
+    A new figure is `size` (width, height) inches large; if `rows` is not 0, it instead fits `rows` horizontal bars.
     """
     if ax is None:
         import matplotlib.pyplot as plt

@@ -3,7 +3,7 @@
 Memory is counted (on a CPU) or reported by torch's allocator (on CUDA). It has no noise: the same code takes the same
 bytes, so every change counts. Memory that the system reports is not compared. A value with an interval has changed if
 the two runs differ by more than the noise of both (`is_beyond_noise`). A step time has changed if |log(new / old)| is
-above log(LEAST) plus a multiple of the noise; equal code on different days stayed below (results/README.md, "Nights").
+above log(LEAST) plus a multiple of the noise (results/README.md, "Nights").
 """
 
 import json
@@ -29,7 +29,7 @@ from trainmem.unknown import is_measured
 ROUNDING = 0.001  # relative; a smaller difference is a changed rounding in a library
 FALSE_ALARMS = 0.01  # share of comparisons of equal code with a false alarm, if the intervals are right
 LEAST = {"one": 1.15, "all": 1.08}  # least factor of a changed step time: of one recipe, of all recipes together
-FAR = 3.0  # multiples of the noise that are added to it
+FAR = 3.0  # multiples of the noise that are added to it; runs of equal code on different days stayed below
 MANY = 3  # least number of recipes for a statement about all of them together
 _AXIS = {"memory": "memory", "time": "speed"}  # {what decides a claim: the axis of its value}
 IDENTITY = ("name", "kind", "cpu_model", "cpu_cores", "gpus")  # bytes and times of machines that differ here differ too
@@ -64,7 +64,7 @@ class Changes:
     changes: list[Change]
 
     def worse(self, axes: Iterable[str] = AXES) -> list[Change]:
-        """Return the changes for the worse on the given axes, of "memory", "verdict" and "speed"."""
+        """Return the changes for the worse on `axes`, a selection from "memory", "verdict" and "speed"."""
         return [change for change in self.changes if change["worse"] and change["axis"] in axes]
 
     def to_dict(self) -> dict[str, Any]:
@@ -196,7 +196,7 @@ def _lessons(lessons: list[tuple[dict, dict]]) -> Iterator[Change]:
 def _claims(old: list[dict], new: list[dict], judged: bool) -> Iterator[Change]:
     """Yield a change for each claim that appeared, disappeared, or has another verdict, quantity or value.
 
-    `old`, `new`: the claims as in results.json; `judged`: whether each changed value also says if it is worse.
+    `old`, `new`: the claims, as in results.json; if `judged` is False, no changed value is called better or worse.
     """
     number = sum(bool(claim.get("interval")) for claim in new)
     before, after = ({claim["id"]: claim for claim in claims} for claims in (old, new))
@@ -221,9 +221,9 @@ def _claims(old: list[dict], new: list[dict], judged: bool) -> Iterator[Change]:
 def _verdict_is_worse(old: dict, new: dict) -> bool | None:
     """Return True if a claim's new verdict is worse than its old verdict, False if it is better, None if neither.
 
-    If one verdict is "not testable here": True if the new verdict is unexpected, otherwise None. If both verdicts are
-    decided, `_RANK` orders them. But the result is None for a claim about time if both verdicts are expected, because
-    noise may be the cause.
+    If one verdict is "not testable here": True if the new verdict is unexpected, otherwise None. `_RANK` orders all
+    other verdicts, from "refuted" to "holds". But the result is None for a claim about time if both verdicts are
+    expected, because noise may be the cause.
 
     `old`, `new`: the claim's entry in the results.json of each run.
     """
@@ -263,9 +263,9 @@ def _moved(before: dict, after: dict, number: int) -> bool:
 
 
 def _pairs(old: list[dict], new: list[dict], lessons: list[str]) -> Iterator[tuple[str, Run, Run]]:
-    """Yield (key, old run, new run) for each run of these lessons that both course runs have; `keyed` makes the keys.
+    """Yield ("lesson/name", old run, new run) for each run of these lessons that both course runs have.
 
-    `old`, `new`: the runs of each course run, as in its results.json.
+    `old`, `new`: the runs of each course run, as in its results.json; `lessons`: names of the lessons.
     """
     before = dict(keyed(old))
     for id, row in keyed(new):
@@ -274,7 +274,7 @@ def _pairs(old: list[dict], new: list[dict], lessons: list[str]) -> Iterator[tup
 
 
 def keyed(runs: list[dict]) -> Iterator[tuple[str, dict]]:
-    """Yield (key, run) for each run; the key is "lesson/name", and the same run has the same key in every course run.
+    """Yield ("lesson/name", run) for each run of one course run, under which other course runs have the same run.
 
     A name that repeats in a lesson gets a number: " (2)". `runs`: the runs of one course run, as in its results.json.
     """
@@ -286,7 +286,7 @@ def keyed(runs: list[dict]) -> Iterator[tuple[str, dict]]:
 
 
 def _runs(pairs: list[tuple[str, Run, Run]]) -> Iterator[Change]:
-    """Yield a change per run whose status differs, e.g. from ok to killed; `pairs`: (key, old run, new run) each."""
+    """Yield a change per run whose status differs, e.g. from ok to killed; `pairs`: result of `_pairs`."""
     for id, a, b in pairs:
         if a.status != b.status:
             worse = not b.ok if a.ok or b.ok else None
@@ -331,7 +331,7 @@ def _bytes_that_moved(old: Memory, new: Memory) -> str:
 def _total(name: str, old: int | None, new: int | None, before: dict | None = None, after: dict | None = None) -> str:
     """Describe a changed total with the categories that changed, the largest change first; empty if none changed.
 
-    `name` is for the text. `old`, `new`: bytes in each run; `before`, `after`: {category: bytes}; None: not measured.
+    `name`: the total's, e.g. "peak"; `old`, `new`: its bytes in each run; `before`, `after`: {category: bytes}.
     """
     moved = {key: after.get(key, 0) - before.get(key, 0) for key in {**before, **after}} if before and after else {}
     largest = sorted((key for key in moved if moved[key]), key=lambda key: -abs(moved[key]))
@@ -383,9 +383,9 @@ def compare_steps(old: dict[str, Any] | None, new: dict[str, Any] | None) -> tup
 
 
 def _noise_of_steps(night: Iterable[Sequence[float]]) -> float:
-    """Return the mean, over all recipes, of log(second fastest / fastest process) in one run's step times.
+    """Return the noise of one course run: the mean over its recipes of log(second smallest / smallest step time).
 
-    `night`: for each recipe, the seconds of the fastest step of each process.
+    `night`: for each recipe, a list with one step time per process, in seconds: that of the process's fastest step.
     """
     pairs = (sorted(seconds)[:2] for seconds in night)
     return statistics.fmean(math.log(pair[-1] / pair[0]) for pair in pairs)
@@ -400,7 +400,7 @@ def _change(kind, axis, id, lesson, old, new, worse, reason: str = "", text: str
 def _notes(old: dict, new: dict, pairs: list[tuple[str, Run, Run]], rewritten: list[str]) -> list[str]:
     """Return lines on what was compared and what could not be.
 
-    `old`, `new`: {lesson: entry in results.json}; `pairs`: (key, old run, new run) each; `rewritten`: changed lessons.
+    `old`, `new`: {lesson: its entry}; `pairs`: (name, old run, new run) per run; `rewritten`: lessons with new code.
     """
     lines = [f"{len(old.keys() & new.keys())} lessons ran in both, with {len(pairs)} runs of the same name"]
     for lessons, others, when in ((old, new, "old"), (new, old, "new")):

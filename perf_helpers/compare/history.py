@@ -43,10 +43,10 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Hold one value over all course runs that have it, e.g. the value that a claim was decided on.
+    """Hold one quantity over time: its value in each course run, e.g. a claim's value or the peak of a lesson's run.
 
-    A line without noise (bytes, or values without an interval) has the changes between consecutive runs. A noisy line
-    (seconds, or values with an interval) has medians instead.
+    Bytes, and values without an interval, are exact: the line lists each change from one course run to the next.
+    Seconds, and values with an interval, are noisy: the line has medians of its values over several course runs.
     """
 
     kind: str  # "claim", "memory" or "speed"
@@ -59,13 +59,13 @@ class Line:
 
     @property
     def shift(self) -> float:
-        """Return |median - median_before| / |median_before| of a noisy line; 0 if there is no `median_before`."""
+        """Return |median of the latest 5 values / median of the 5 before - 1|; 0 if the line is exact or too short."""
         return abs(self.median - self.median_before) / abs(self.median_before) if self.median_before else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """The lines (claims, memory and step times over time) of all course runs on one machine under one profile."""
+    """Hold a `Line` for each claim, memory and step time over all course runs on one machine under one profile."""
 
     machine: str
     profile: str
@@ -74,22 +74,22 @@ class History:
 
     @property
     def changed(self) -> list[Line]:
-        """Return the lines without noise (bytes, or values without an interval) that changed; latest change first."""
+        """Return the lines of exact quantities (bytes, values without interval) that changed; latest change first."""
         return sorted((line for line in self.lines if line.changes), key=lambda x: x.changes[-1].date, reverse=True)
 
     @property
     def noisy(self) -> list[Line]:
-        """Return the lines with noise (step times, or values with an interval), the largest `shift` first."""
+        """Return the lines of noisy quantities (step times, values with an interval), the largest `shift` first."""
         return sorted((line for line in self.lines if line.median is not None), key=lambda x: x.shift, reverse=True)
 
     @property
     def steady(self) -> list[Line]:
-        """Return the lines without noise (bytes, or values without an interval) that never changed."""
+        """Return the lines of exact quantities (bytes, values without interval) that never changed."""
         return [line for line in self.lines if not line.changes and line.median is None]
 
 
 def read(folder: str | Path) -> tuple[list[History], list[str]]:
-    """Return one history per machine and profile of the results below a folder, and a message per unreadable file.
+    """Read the results below a folder; return (a history per machine and profile, a message per unreadable file).
 
     Raises:
         ValueError: there are no results below the folder.
@@ -162,7 +162,7 @@ def _figures(data: dict) -> Iterator[tuple[tuple[str, str, str], Point]]:
 def _line(kind: str, id: str, unit: str, points: list[Point], runs: dict[str, dict]) -> Line:
     """Return the `Line` of one value over all course runs: with its changes, or with its medians if it is noisy.
 
-    `kind`, `id`, `unit`: as in `Line`; `points`: its values in order; `runs`: {date: content of results.json}.
+    `kind`: "claim", "memory" or "speed"; `id`, `unit`: of the value; `runs`: {date: content of results.json}.
     """
     if kind == "speed" or any(point.interval for point in points):
         latest, before = points[-RUNS_PER_MEDIAN:], points[-2 * RUNS_PER_MEDIAN : -RUNS_PER_MEDIAN]

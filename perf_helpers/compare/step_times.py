@@ -2,8 +2,8 @@
 
 Other load on the machine differs from day to day. On a CPU, each step therefore runs on one thread, and the fastest
 step of each of several processes counts. A step's time is its wall-clock time less the time in which its thread waited
-for a core: other load does not change it, but it includes sleeping and waiting for data. If the system does not report
-the waiting time, CPU time is used instead. On a GPU the times come from CUDA events.
+for a core. Other load does not change this time; sleeping and waiting for data are part of it. If the system does not
+report the time of waiting for a core, CPU time is used instead. On a GPU the times come from CUDA events.
 """
 
 import operator
@@ -39,9 +39,9 @@ CLOCKS = ("passed", "computed")  # wall clock less waiting, and CPU time; the fi
 
 
 def measure_here(profile: str) -> dict[str, Any] | None:
-    """Run `measure` with the task for this machine and profile; return None in a rehearsal, which has no times.
+    """Time every recipe on this machine, and return the result of `measure`; None in a rehearsal, which has no times.
 
-    On a CPU the model is small: among many short steps, at least one is not disturbed by other load.
+    They train the profile's model on a GPU, a tiny one on a CPU: of many short steps, other load spares at least one.
     """
     machine = hardware.this_machine()
     if machine.rehearsed:
@@ -58,8 +58,9 @@ def measure(task: Task) -> dict[str, Any]:
     recipes alternate, so that other load affects all of them alike.
 
     Returns:
-        {"task", "threads", "recipes": {name: {"arguments", "passed", "computed", "message"}}}. "passed" (wall clock) or
-        "computed" (CPU time) lists the seconds of each process's fastest step; if both are empty, "message" says why.
+        {"task", "threads", "recipes": {name: {"arguments", "passed", "computed", "message"}}}. "passed" lists
+        the wall-clock seconds of each process's fastest step, less the time of waiting for a core. If that time is
+        unknown, "computed" lists CPU seconds instead. If the recipe failed, both are [], and "message" says why.
     """
     machine = hardware.this_machine()
     on_cpu = machine.kind == "cpu"
@@ -80,7 +81,7 @@ def measure(task: Task) -> dict[str, Any]:
 
 
 def keep(row: dict[str, Any], outcome: Outcome, on_cpu: bool) -> None:
-    """Add the seconds of one more process's fastest step to a recipe's row; a failed process leaves only its message.
+    """Add the time of a process's fastest step to its recipe's row; if the process failed, leave only its message.
 
     Args:
         row: the recipe's entry in the result of `measure`; it is changed.
@@ -103,15 +104,16 @@ def keep(row: dict[str, Any], outcome: Outcome, on_cpu: bool) -> None:
 
 
 def is_settled(row: dict[str, Any]) -> bool:
-    """Return whether a recipe needs no further process: two agree on the fastest step (`SEEN_TWICE`), or one failed."""
+    """Return whether a recipe's times (`row`) are final: two processes agree on the fastest step, or one failed."""
     pairs = (sorted(row[clock])[:2] for clock in CLOCKS if row[clock])
     return bool(row["message"]) or all(len(pair) > 1 and pair[1] <= pair[0] * SEEN_TWICE for pair in pairs)
 
 
 def common_seconds(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[list[float], list[float]]]:
-    """Return {recipe: (old, new)}: the seconds of each process's fastest step in the two course runs.
+    """Return {recipe: (old, new)}: two lists, with the seconds of each process's fastest step in the two course runs.
 
-    Both are by the first of `CLOCKS` that both runs have; a recipe without one, or with other arguments, is left out.
+    Both lists are read from the same clock, the first of `CLOCKS` that has times in both course runs. A recipe is left
+    out if there is no such clock, or if the recipe's arguments differ.
     """
     found = {}
     for name, now in new["recipes"].items():

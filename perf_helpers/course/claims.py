@@ -62,7 +62,7 @@ class Decision:
 
     @property
     def expected(self) -> tuple[Verdict, ...]:
-        """Return the verdicts that the ledger expects on this machine and profile; empty if a prediction decides."""
+        """Return the verdicts that the ledger expects on this machine and profile; empty if it asks to predict."""
         return self.claim.expected_on(self.kind, self.profile)
 
     @property
@@ -139,7 +139,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Scoreboard:
-    """Every decision of a lesson, and the problems that make a strict lesson fail."""
+    """Hold the decision on each claim that a lesson checked, and the problems for which a strict lab fails."""
 
     title: str
     decisions: Sequence[Decision]
@@ -194,14 +194,14 @@ class Claims:
             id: id of the claim in the ledger.
             value: the claim's quantity, a number or a Ratio (value, low, high). If it is unknown, e.g. because a run
                 failed, the claim is "not testable here".
-            predicted: (low, high) of the quantity, calculated from other measurements of this run; for claims that the
-                ledger calls `predicted` only. An unknown Ratio predicts nothing.
+            predicted: (low, high) of the quantity, calculated from other measurements of this run; only for a claim
+                with `predicted` in the ledger. An unknown Ratio predicts nothing.
             missing: what this machine lacks to measure the claim, e.g. "needs root to shape a link".
             note: any remark for the reader.
 
         Raises:
             ValueError: the id is unknown; the claim can be measured here but has no value; the value is not a number;
-                or the ledger needs a prediction and there is none.
+                `predicted` is given, but not in the ledger; or it is in the ledger, but not given.
         """
         ledger, machine = load(), self.lab.machine
         if id not in ledger:
@@ -299,8 +299,8 @@ def _prediction(claim: Claim, predicted: tuple[float, float] | Ratio | None, mea
     """Return ((low, high) of a claim's prediction, why the prediction is unknown); each may be None.
 
     Raises:
-        ValueError: `predicted` is not a range; or there is a prediction, but the ledger asks for none; or the ledger
-            asks for one and the claim was `measured`, but there is none.
+        ValueError: `predicted` is not a range; `predicted` is given, but the ledger asks for no prediction; or the
+            ledger asks for a prediction, the claim was `measured`, and `predicted` is None.
     """
     if not claim.predicted:
         if predicted is not None:

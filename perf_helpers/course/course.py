@@ -72,9 +72,9 @@ def run_course(
     pages: dict[str, dict[str, Any]] = {}  # {lesson: its page of the report}, made when the lesson has ended
 
     def run_one(number: int, source: Path, environment: dict[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Run one lesson; return its entry in results.json, and the content of the JSON file that it wrote.
+        """Run one lesson; return (its entry in results.json, content of the JSON file that the lesson wrote).
 
-        `number`: its place in this run, for the progress; `environment`: variables in addition to this process's.
+        `number`: place of the lesson in this course run; `environment`: variables in addition to this process's.
         """
         lock.take(source.stem, quiet.Need.SHARE, threads)
         notify(f"[{number:2}/{len(sources)}] {source.stem} ...")
@@ -134,7 +134,7 @@ def _terminated_as_interrupted() -> Iterator[None]:
 def _at_once() -> int:
     """Return how many lessons this machine runs in parallel: one, unless it is a CPU with two cores or more.
 
-    Such a CPU runs four, because lessons wait for each other; fewer if there are not 4 GiB of free memory for each.
+    Such a CPU runs four, because lessons often wait while another is timed; fewer if 4 GiB of memory each are not free.
     """
     machine = hardware.describe()
     if machine.kind != "cpu" or (machine.cpu_cores or 1) < 2:

@@ -1,8 +1,8 @@
 """The server of a course run: it imports the libraries once, and the processes of lessons are forked from it.
 
-Each section below names the process in which its functions run. The course starts the server (`shared`). Each process
-that runs experiments requests a fork of the server for itself, through the module `forkserver`; from that fork its
-experiments are forked. On Linux, the papermill and the kernel of a lesson are forks of the server too
+Each section below names the process in which its functions run. The course starts the server (`shared`). A process
+that runs experiments requests, through the module `forkserver`, one fork of the server; its experiments are forks of
+that fork. On Linux, the papermill and the kernel of a lesson are forks of the server too
 (`python_module`). Each of these two has a keeper, a process that waits for its end.
 """
 
@@ -57,7 +57,7 @@ def python_module(
 
     Args:
         name, arguments: the module and its command-line arguments.
-        environment: all environment variables of the new process; one may have the server's address (see `shared`).
+        environment: all environment variables of the new process; they may include the server's address (see `shared`).
         output: descriptor of the file for standard output and standard error.
         folder: the working directory.
     """
@@ -142,9 +142,9 @@ def serve(descriptor: int, preload: Iterable[str]) -> NoReturn:
 
 
 def _serve_one(joined: connection.Connection, has_gpus: bool) -> NoReturn:
-    """Run a fork server, or the keeper of a module, as the first message from the connection `joined` requests.
+    """Become a fork server or a module's keeper, as the first message from the connection `joined` requests.
 
-    A keeper (`_keep`) forks the module and waits for its end. `has_gpus`: for a fork server, whether there are GPUs.
+    A keeper (`_keep`) runs a Python module in a fork, and sends its exit code. `has_gpus`: whether there are GPUs.
     """
     try:
         os.setsid()
@@ -163,7 +163,7 @@ def _serve_one(joined: connection.Connection, has_gpus: bool) -> NoReturn:
 
 
 def _keep(joined: connection.Connection, output: int, *module) -> NoReturn:
-    """Fork a module, wait for its end, end all processes that it leaves behind, and send its exit code to the caller.
+    """Run a module in a fork, wait for its end, end all processes that it leaves behind, and send its exit code.
 
     If the caller closes the connection `joined`, the module is killed. `output`: descriptor of the module's output;
     `module`: its name, command-line arguments, environment and working directory, as `_be_module` takes them.

@@ -64,7 +64,7 @@ class Journal(Store):
 
 
 def of(lab: Lab) -> Journal:
-    """Return the journal next to the lab's runs: in `lab.out` or, if that is empty, in the user's cache folder."""
+    """Return the journal next to the lab's runs, in the folder `lab.out` (if it is "": in the user's cache folder)."""
     return Journal(lab.store.path.with_name("journal.jsonl"))
 
 
@@ -89,12 +89,12 @@ def keep(lab: Lab, kind: str, key: str = "", **content) -> None:
 
 
 def guess(entries: Sequence[Entry], lesson: str, key: str) -> float | None:
-    """Return the latest guess in `entries` under this key of a lesson, in the guess's unit; None if there is none."""
+    """Return the latest guess in `entries` for question `key` of a lesson, in its unit; None if there is none."""
     return _latest(entries, ("guess", lesson, key), "guess")
 
 
 def choice(entries: Sequence[Entry], lesson: str, key: str) -> str | None:
-    """Return the learner's last choice in the question with this key of a lesson; None if there is none."""
+    """Return the option that the learner chose last in question `key` of a lesson; None if the learner chose none."""
     return _latest(entries, ("question", lesson, key), "choice")
 
 
@@ -118,7 +118,7 @@ def off(guess: float, measured: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A guess that counted, next to the measured value and the estimate, with its error."""
+    """Hold a guess from before the measurement was revealed, the measured value, the estimate and the guess's error."""
 
     lesson: str
     key: str
@@ -131,7 +131,7 @@ class Scored:
 
 
 def history(entries: Sequence[Entry]) -> list[Scored]:
-    """Return every guess that counted, once per question, in the order in which the measurements were revealed."""
+    """Return the last guess on each question before its measurement was revealed; the earliest revealed first."""
     first: dict[tuple, Entry] = {}
     for entry in entries:
         if entry.kind == "revealed":

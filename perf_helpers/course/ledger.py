@@ -77,7 +77,7 @@ class Claim:
     def expected_on(self, kind: str, profile: str) -> tuple[Verdict, ...]:
         """Return the expected verdicts on a kind of machine ("cpu" or "cuda") at the sizes of a profile.
 
-        The tuple is empty if the quantity is predicted and the ledger lists no verdict.
+        If the ledger lists none: () for a claim whose quantity is predicted, otherwise (NOT_TESTABLE,).
         """
         expected = self.expected.get(kind, () if self.predicted else (Verdict.NOT_TESTABLE,))
         return self.expected.get(profile, expected) if kind == "cuda" and profile in GPU_PROFILES else expected
@@ -113,10 +113,10 @@ def _claim(table: dict) -> Claim:
 
 
 def decide(claim: Claim, value: float | tuple[float, float] | None, machine_supports: bool) -> Verdict:
-    """Return the verdict on one measured value.
+    """Return the verdict on one measured value: the claim holds if the value is inside `claim.window()`.
 
-    The claim holds if the value is inside `claim.window()`. It is "smaller than promised" if the value is between the
-    window and `claim.no_effect`, otherwise refuted; "too small to tell" if parts of an interval get different verdicts.
+    A value between the window and `claim.no_effect` is "smaller than promised", any other is refuted. An interval is
+    "too small to tell" if its ends get different verdicts, or if it extends beyond both ends of the window.
 
     Args:
         value: a number or an interval (low, high), in the unit of `claim.quantity`; None only for a claim that is not

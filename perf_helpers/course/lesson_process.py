@@ -107,7 +107,7 @@ def judge(name: str, folder: Path, code: int | None, timeout: float = 0) -> Judg
 
     Args:
         code: papermill's exit code; None if it was killed.
-        timeout: seconds after which it was killed, for the message.
+        timeout: the time limit, in seconds, after which papermill was killed; only the message uses it.
     """
     record, trouble = _record(name, folder / f"{name}.json")
     try:
@@ -262,7 +262,7 @@ def _record(name: str, path: Path) -> tuple[dict[str, Any], str]:
 
 
 def _running(cells: list[Cell]) -> Cell | None:
-    """Return the cell that was running when papermill last wrote the notebook (when a cell began), or None."""
+    """Return the cell that papermill marked as running when it last wrote the notebook; None if there is none."""
     return next((cell for cell in cells if cell["metadata"].get("papermill", {}).get("status") == "running"), None)
 
 

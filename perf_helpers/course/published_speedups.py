@@ -16,10 +16,9 @@ _WITHOUT_INTERVAL = 1.1  # a figure that was published without an interval is as
 
 
 def published(machine: Machine | None, kind: str, capability: tuple[int, int]) -> dict[str, tuple[Ratio, str]]:
-    """Return {claim id: (ratio, its source in words)} for each claim that a recorded course run has measured.
+    """Return {claim id: (ratio, its source in words)} for each claim measured in the run of `nearest_recorded`.
 
-    The recorded course run is that of `nearest_recorded`.
-    For "cuda", a claim without a measured ratio gets the figure of its guide, if the guide gives figure and hardware.
+    For "cuda", a claim that was not measured has the figure of its guide, if the guide names the figure's hardware.
 
     Args:
         machine: the machine that has the device; None: it is not known, and the compute capability alone decides which

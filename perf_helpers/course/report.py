@@ -32,7 +32,7 @@ def report(directory: str | Path, pages: Mapping[str, dict[str, Any]] | None = N
 
     Args:
         directory: folder with results.json and the executed notebooks.
-        pages: {lesson: what `lesson_page` returned} of pages that have been made already; None: no page has.
+        pages: {lesson: result of `lesson_page`} for the pages that exist already; None: no page exists.
 
     Raises:
         ValueError: results.json is missing or damaged.
@@ -96,11 +96,11 @@ def _cases(data: dict[str, Any]) -> list[Case]:
 
 
 def change_cases(changes: Sequence[dict[str, Any]], fail_on: Iterable[str]) -> list[Case]:
-    """Return the test cases of a comparison: one per axis ("memory", "verdict", "speed"), and one per change on it.
+    """Return the test cases of a comparison: one per axis ("memory", "verdict", "speed") and one per change.
 
     Args:
         changes: dictionaries with the fields of `compare.Change`.
-        fail_on: the axes on which a change for the worse fails.
+        fail_on: the axes on which a change for the worse fails, together with the test case of its axis.
     """
     cases = []
     for axis in AXES:

@@ -2,8 +2,8 @@
 
 Its keys are "schema", "date", "machine", "versions", "profile", "strict", "lessons", "claims" and "runs". A claim is a
 result of `claims.Decision.to_dict`. A run is a result of `Run.to_dict` with "lesson" added; `Run.from_dict` reads it.
-`NEEDED` lists the fields that each lesson and claim must have. A nightly run (`perf_helpers.compare`) adds "paces" (the
-result of `step_times.measure_here`), "fail_on" and "baseline".
+`NEEDED` lists the fields that each lesson and claim must have. A nightly run (`perf_helpers.compare`) adds "paces" (by
+`step_times.measure_here`), "fail_on" (axes on which getting worse fails), "baseline" (changes since an earlier run).
 """
 
 import json
@@ -52,9 +52,9 @@ def recorded(folder: str | Path) -> dict[str, dict[str, Any]]:
 
 
 def course_runs(folder: str | Path) -> list[dict[str, Any]]:
-    """Return every measured course run in a folder, by machine, the oldest first. Rehearsed runs are left out.
+    """Return every measured course run in a folder, by machine and then by date; rehearsed runs are left out.
 
-    Files are <machine>/<date>.json; each run gets its path as "file". Raises ValueError if one is not a course run.
+    Files are <machine>/<date>.json; each run gets its path as "file". Raises ValueError for a file of another kind.
     """
     found = (load_results(path) | {"file": path} for path in sorted(Path(folder).glob("*/*.json")))
     return [data for data in found if not data["machine"].get("rehearsed")]
@@ -75,7 +75,7 @@ def decided_again(claims: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def failures(data: dict[str, Any]) -> list[str]:
-    """Return one line per failed lesson of a results.json, and one if no claim was decided; verdicts do not matter."""
+    """Return a line per lesson of a results.json whose status is not "ok", and one more if no claim was testable."""
     lines = [f"{x['name']} {x['status']}: {x['message']}" for x in data["lessons"] if x["status"] != "ok"]
     undecided = all(claim["verdict"] == Verdict.NOT_TESTABLE for claim in data["claims"])
     return [*lines, "no claim was decided"] if undecided else lines
@@ -87,7 +87,7 @@ def problems(data: dict[str, Any]) -> list[str]:
 
 
 def to_send(data: dict[str, Any]) -> list[str]:
-    """Return machine, versions and verdicts as lines to report to the authors; [] if no verdict is unexpected."""
+    """Return machine, versions and verdicts as lines to report to the authors; [] if all verdicts are as expected."""
     lines, machine, versions = unexpected(data["claims"]), data["machine"], data["versions"]
     if not lines:
         return []

@@ -222,7 +222,7 @@ def _about_packages(installed: dict[str, str | None]) -> Iterator[Finding]:
 def _about_torch(version: str, oldest: list[str]) -> Finding:
     """Return a finding that says whether this project was tested with this torch version.
 
-    `oldest`: a list with the oldest version that the project's dependencies admit; [] if it is not known.
+    `oldest`: a list with the oldest torch version that the project's dependencies admit; [] if it is not known.
     """
     tested = f"{' '.join([*oldest, 'to']) if oldest else 'up to'} {NEWEST_TORCH}"
     other = "To estimate CUDA memory of another release: `perf-helpers estimate --torch RELEASE`."

@@ -1,4 +1,4 @@
-"""The lab of a lesson: a runner that also compares its runs, and calls estimates without raising their errors."""
+"""The lab of a lesson: a runner that also compares its runs, and whose failed estimates do not stop the lesson."""
 
 import contextlib
 import os
@@ -77,10 +77,10 @@ class Lab(Runner):
         On a CPU all runs, and the baseline a second time, alternate step by step inside one subprocess, on one thread;
         this is repeated in several subprocesses. Each turn of a run is compared with the mean of the baseline's two
         turns. The speed ratio is the median over all turns, in CPU seconds. Its interval is a bootstrap over processes
-        and turns, widened to how much the baseline differed from itself (at least 1.05). `wall_ratio` is the same ratio
-        in wall-clock seconds. On GPUs, and with several ranks, each run has a process of its own, the speed ratio is in
-        wall-clock seconds, and its interval is widened to `noise_floor`. A failed comparison does not raise: its ratios
-        are unknown and hold the reason. Code that branches on such a ratio raises `trainmem.unknown.RunFailed`.
+        and turns, at least from ratio / f to ratio * f; f is 1.05 or, if larger, how much the baseline's two turns
+        differ. `wall_ratio` is the same ratio in wall-clock seconds. On GPUs, and with several ranks, each run has a
+        process of its own, the ratio is in wall-clock seconds, and f is `noise_floor`. If a comparison fails, its
+        ratios are unknown and hold the reason; code that branches on them raises `trainmem.unknown.RunFailed`.
 
         Args:
             baseline: the run that the others are compared with.
@@ -119,7 +119,7 @@ class Lab(Runner):
         return found if len(others) > 1 else found[0]
 
     def noise_floor(self, *runs: Run) -> float:
-        """Return the factor within which two of these runs (none: two runs on this machine) count as equally fast."""
+        """Return the factor within which two of `runs` count as equally fast; without `runs`, any two runs here."""
         return NOISE_FLOOR["cpu" if self._on_cpu(*runs) else "cuda"]
 
     def ratio(self, pairs: Sequence[float], *runs: Run) -> Ratio:
@@ -178,10 +178,10 @@ class Lab(Runner):
     def _speeds(
         self, baseline: Run, others: Sequence[Run], turns: int, steps_per_turn: int, timeout: float | None
     ) -> list["_Speed"]:
-        """Interleave the baseline and `others`, and return for each of `others` its `_Speed` against the baseline.
+        """Interleave the baseline and `others`; return the `_Speed` of each of `others` against the baseline.
 
         If that fails, print why, and return unknown ratios. `turns`: turns per run; `steps_per_turn`: optimizer steps
-        in each; `timeout`: seconds for all runs together (None: the lab's, times the number of `others`).
+        in each; `timeout`: seconds for all runs together (None: the lab's timeout times the number of `others`).
         """
         if not others or (self.machine.rehearsed and self._has_rehearsed_turns):
             return [_Speed(Ratio.unknown(NO_TIME))] * len(others)
@@ -201,7 +201,7 @@ class Lab(Runner):
         return [self._speed_apart(baseline, *each, seconds[0]) for each in zip(others, seconds[1:], strict=True)]
 
     def _interleaved(self, name: str, runs: list[Run], turns: int, steps_per_turn: int, timeout: float) -> Outcome:
-        """Time several runs in turns; return an outcome, in whose value value[process][run][turn] is a `Seconds`.
+        """Time runs in turns; return an `Outcome` whose `value[process][run][turn]` is a `Seconds` (wall, CPU).
 
         On a CPU several processes run the turns, each run in a thread. The first run (the baseline) then takes part
         twice, also as the last one: the difference between both shows the noise. On a GPU, and with several ranks, each
@@ -231,7 +231,7 @@ class Lab(Runner):
         return outcome.replace(value=taken * (PROCESSES // count) if inside_one else taken)
 
     def _players(self, runs: list[Run]) -> list[Experiment]:
-        """Return the experiments of runs, without a limit on steps or epochs; on a CPU, with one thread."""
+        """Return the experiments of `runs`, changed for timing: no limit on steps or epochs, one thread on a CPU."""
         changes: dict[str, Any] = {"threads": 1 if self._on_cpu(*runs) else None}
         if self.machine.rehearsed:
             changes["warmup_steps"] = 1
@@ -240,9 +240,9 @@ class Lab(Runner):
         return [each.replace(arguments=given, **changes) for each, given in zip(experiments, endless, strict=True)]
 
     def _speed_inside_one(self, baseline: Run, run: Run, triples: list[list[list[Seconds]]]) -> "_Speed":
-        """Return the speed of a run that was interleaved with the baseline inside each of several processes.
+        """Return the speed of `run` against `baseline`, which alternated inside each of several processes.
 
-        `triples`: per process three lists, with the `Seconds` of each turn: baseline, run, and baseline again.
+        `triples`: per process three lists (baseline, run, baseline again) of the `Seconds` of each turn (some steps).
         """
         samples = self._samples_ratio(baseline, run)
         ratios = [Ratio.of_turns(triples, clock, LEAST_FLOOR, samples) for clock in (CPU, WALL)]
@@ -250,7 +250,7 @@ class Lab(Runner):
         return _Speed(*ratios, (_fastest(first, CPU), _fastest(second, CPU)))
 
     def _speed_apart(self, baseline: Run, run: Run, of_run: list[Seconds], of_baseline: list[Seconds]) -> "_Speed":
-        """Return a run's speed if run and baseline have a process each; the lists hold the `Seconds` of each turn."""
+        """Return the speed of `run` against `baseline`, each in its own process, from the `Seconds` of their turns."""
         samples = self._samples_ratio(baseline, run)
         pairs = [a[WALL] / b[WALL] * samples for a, b in zip(of_baseline, of_run, strict=True)]
         fastest = _fastest([of_baseline], WALL), _fastest([of_run], WALL)
@@ -276,8 +276,8 @@ class Lab(Runner):
     def _on_cpu(self, *runs: Run) -> bool:
         """Return whether one of these runs computed on the CPU.
 
-        On a machine with a GPU a run computes on the CPU under `use_cpu`, and if there are fewer GPUs than ranks, which
-        then communicate by gloo. A function that leaves its GPU idle is not recognized.
+        With a GPU, a run computes on the CPU in two cases: `use_cpu` is set, or the run has more ranks than there are
+        GPUs (the ranks then use gloo). A function that leaves its GPU idle is not recognized.
         """
         gpus = max(1, len(self.machine.gpus)) if self.machine.kind == "cuda" else 0
         return not gpus or any(run.arguments.get("use_cpu") or run.processes > gpus for run in runs)
@@ -295,6 +295,6 @@ class _Speed:
 def _fastest(processes: Sequence[list[Seconds]], clock: int) -> float:
     """Return the seconds of the fastest turn of a run, over all of its processes; unknown in a rehearsal.
 
-    `processes`: the `Seconds` of each turn, per process; `clock`: which of the two seconds counts, WALL or CPU.
+    `processes`: the `Seconds` of each turn, per process; `clock`: the time to compare, WALL or CPU.
     """
     return min((turn[clock] for turns in processes for turn in turns), key=float)

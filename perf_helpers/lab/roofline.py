@@ -92,7 +92,7 @@ class Products:
     def usable(self) -> bool:
         """Return whether a training in 16 bits is worth a try; True if `ratio` is unknown.
 
-        It is not if 16-bit matmuls are less than a fifth as fast as in fp32; emulated ones take ten times as long.
+        It is not if 16-bit matmuls run below a fifth of the fp32 speed. Emulated 16-bit matmuls run at a tenth of it.
         """
         return not self.ratio.known or self.ratio.value > 0.2
 
@@ -100,8 +100,8 @@ class Products:
     def step_speed(self) -> tuple[float, float]:
         """Return (least, greatest) speed of a training step in mixed precision, relative to fp32.
 
-        Matmuls speed up by `ratio`; the time of all other work changes by a factor in `OTHER_WORK`. Source: Amdahl's
-        law, "Validity of the single processor approach", AFIPS 1967.
+        Matmuls become `ratio` times as fast; all other work takes 0.5 to 2 times as long (`OTHER_WORK`). Source:
+        Amdahl's law, "Validity of the single processor approach", AFIPS 1967.
         """
         rates = self.ratio.low, self.ratio.high
         if not self.ratio.known:
@@ -113,7 +113,7 @@ class Products:
     def half_speed(self) -> tuple[float, float]:
         """Return (least, greatest) speed of a training step wholly in 16 bits, relative to mixed precision.
 
-        Matmuls are equally fast in both; the time of all other work changes by a factor in `OTHER_WORK`.
+        Matmuls take equally long in both; all other work takes 0.5 to 2 times as long in 16 bits (`OTHER_WORK`).
         """
         if not self.ratio.known:
             return self.ratio.low, self.ratio.high
@@ -132,8 +132,8 @@ class Products:
 def products(lab, dtype: str, task: Task, batch_size: int, use_cpu: bool = False) -> Products:
     """Measure the matmul rates in `dtype` and fp32, and the fp32 training step of a task, in three fresh subprocesses.
 
-    On a CPU one thread computes. The matmuls are the three of a feed-forward layer in training (one forward, two
-    backward), because emulated 16-bit matmuls can be five times as fast with a transposed left or right matrix.
+    On a CPU one thread computes. All three matmuls of a feed-forward layer in training are timed (one forward, two
+    backward): the speed of an emulated 16-bit matmul depends, up to fivefold, on which of its matrices is transposed.
 
     Args:
         lab: runs the subprocesses.

@@ -1,6 +1,6 @@
 """Run a training for every combination of a grid of arguments, on one or several workers.
 
-Covers the plan and its file, Dask's workers as an executor for any lab, and the sweep, which sends a plan's rows there.
+Covers the plan and its file, the sweep, which runs each row of a plan, and Dask's workers, an executor for any lab.
 Not covered: how one row is measured and stored (`perf_helpers.lab`).
 """
 

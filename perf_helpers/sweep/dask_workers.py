@@ -1,8 +1,8 @@
 """Use Dask's workers as an executor for any lab; connect to a cluster, or start workers on this machine.
 
 One experiment runs per device at a time. If its worker is killed, it runs once more on another worker. The client sends
-each call to a free device itself. If Dask had all calls at once, it would count a worker's death against every call
-that waits there, and would silently rerun the call that ran (`distributed.scheduler.allowed-failures`).
+a call to Dask only when a device is free. If Dask had all calls at once, a worker's death would count as a failure of
+every call that waits for this worker, and Dask would silently rerun the running one (`allowed-failures`).
 """
 
 import asyncio
@@ -41,7 +41,7 @@ _ROUND_SECONDS = 0.3  # between two queries of the list of workers
 
 
 class Killed(BrokenExecutor):
-    """Two workers in a row were killed while they ran the same call; `attempts`: both, as in `records.Run.attempts`."""
+    """Two workers in a row were killed during the same call; `attempts`: a dict each, as in `records.Run.attempts`."""
 
     def __init__(self, message: str, attempts: tuple[dict[str, Any], ...]):
         super().__init__(message)
@@ -237,7 +237,7 @@ class Workers(Executor):
         raise Killed(f"{both}; the row is not tried a third time", tuple(attempts))
 
     async def _free(self, lost_by: set[str]) -> _Worker:
-        """Wait for a worker with a free device and return it; avoid the workers named in `lost_by` if there are others.
+        """Wait for a worker with a free device and return it; one of those in `lost_by` only if there is no other.
 
         Raises the error that made the workers unusable, if there is one.
         """
@@ -349,7 +349,7 @@ _attended: set[str] = set()  # the calls that this process runs now
 def dask_setup(worker) -> None:
     """Ignore Ctrl-C in a worker of this machine; Dask calls this function when the worker starts.
 
-    A terminal sends Ctrl-C to workers too, but they must run until the process that started them has ended their calls.
+    A terminal sends Ctrl-C to workers too, but a worker must run until its starter has ended the worker's calls.
     """
     signal.signal(signal.SIGINT, lambda *_: None)
 
@@ -390,7 +390,7 @@ def attend(worker_id: str, number: str, sharing: int, content: bytes) -> Any:
     """Run a call in this worker, and return its value.
 
     Args:
-        worker_id, number: ids of the worker that the call was sent to, and of the call.
+        worker_id, number: id of the worker that the call was sent to; id of the call.
         sharing: number of experiments that share this machine's CPU; each gets an equal part of the cores.
         content: the pickled function with its arguments.
 
@@ -417,7 +417,7 @@ def _on_its_part(experiment: Experiment, sharing: int) -> Experiment:
 
 
 async def end(number: str) -> None:
-    """End all processes of the call `number`, also those it still starts, unless this worker runs another call too."""
+    """End this worker's experiments until its call `number` has ended; end none if it runs another call too."""
     while _attended == {number}:
         SERVER.end_forks()
         await asyncio.sleep(0.1)

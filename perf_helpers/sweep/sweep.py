@@ -47,7 +47,7 @@ class Plan:
         """Read a plan from a TOML file; `Plan.of` lists its tables.
 
         Raises:
-            ValueError: the file cannot be read, is not TOML, or is not a plan; the message begins with its name.
+            ValueError: the file cannot be read, is not TOML, or is not a plan; the message begins with its path.
         """
         with reading(path, "TOML", "a plan in TOML"):
             tables = tomllib.loads(text_of(Path(path)))
@@ -195,7 +195,7 @@ def _outcomes(lab: Lab, plan: Plan, experiments: dict[int, Experiment]) -> Itera
 def _known(lab: Lab, plan: Plan, experiments: list[Experiment]) -> dict[int, Run]:
     """Return {number of a row: latest run in the lab's store with this row's training and the plan's measurements}.
 
-    Only runs on machines and versions that are available now count. A run with the row's name is preferred.
+    A run counts only if its machine is available now, with the same versions. A run with the row's name is preferred.
     `experiments`: the experiment of each row of the plan. A row without such a run is left out.
     """
     places_here = getattr(lab.executor, "seen", lambda: [(lab.machine, lab.versions)])()

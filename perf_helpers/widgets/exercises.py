@@ -1,8 +1,8 @@
 """Questions, exercises and challenges: a learner's answer, the feedback on it, and the progress so far.
 
 No answer of a learner stops Run All. Nor does a failed measurement: an answer that needs the measurement is neither
-right nor wrong. An author's mistake stops Run All, e.g. a check that raises without an answer, or a question whose
-right answer is not among its options.
+right nor wrong. An author's mistake stops Run All, e.g. a check that raises an exception for the answer None, or
+a question whose right answer is not among its options.
 """
 
 import html
@@ -210,13 +210,13 @@ def _judgement(judge: Callable[[Any], Feedback], answer: Any) -> Feedback:
 
 
 def _keep(lab: Lab, kind: str, key: str, **content) -> None:
-    """Keep an outcome in the learner's journal, unless its status is "not measured" or `prove` tests the exercise."""
+    """Keep an outcome in the learner's journal, unless its status is "not measured" or it comes from `prove`."""
     if not _is_author.get() and content.get("status") != "not measured":
         learner_log.keep(lab, kind, key, **content)
 
 
 class Hints:
-    """Hints to an exercise, each folded into the one before; they need no kernel.
+    """Show hints to an exercise: a click on a hint opens it, with the next one folded inside; no kernel is needed.
 
     Args:
         steps: the hints as text; the last is close to the solution.
@@ -268,7 +268,7 @@ def challenge(
         baseline: a run of `lab.train` in this lab; recipes train the same task and must have the same effective batch.
         limit_bytes: the largest peak that is allowed; None: any.
         at_least_speed: least samples per second, as a share of the baseline's, measured by `lab.compare`; None: any. A
-            recipe fails only if the whole interval of its speed is below this share, so that noise cannot be the cause.
+            recipe fails only if even the upper end of its measured interval is lower, so noise cannot be the cause.
 
     Raises:
         ValueError: the challenge has no target, or its baseline failed.
@@ -323,7 +323,7 @@ def _measured_feedback(
 ) -> Feedback:
     """Run a recipe (training arguments), keep it in the journal if it meets the target, and return the feedback.
 
-    `key`: the challenge; `limit_bytes`: largest peak; `at_least_speed`: least speed / speed of `baseline`; None: any.
+    `key`: names the challenge; `limit_bytes`: largest peak; `at_least_speed`: least ratio to `baseline`; None: any.
     """
     name, same = f"your {key}", replace(baseline, arguments=recipe).experiment
     before = (run for run in lab.runs if run.ok and run.memory and run.name == name and run.experiment == same)

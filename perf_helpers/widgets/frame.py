@@ -24,7 +24,7 @@ OPEN: dict[Hashable, Callable[[], None]] = {}  # {place: the function that close
 
 
 def take(key: Hashable, close: Callable[[], None]) -> None:
-    """Close the element at the place `key`, and register `close`, which the next element at this place will call."""
+    """Close the element shown at the place `key`; store `close`, by which a later `take` closes the new element."""
     close_before = OPEN.pop(key, None)
     OPEN[key] = close
     if close_before:
@@ -37,7 +37,7 @@ def place(
     """Display widgets below each other; a static page shows `static` (HTML) instead, and a terminal `plain` (text).
 
     Args:
-        key: the place, unique within this kernel; if an element was displayed there before, that element is closed.
+        key: the place, unique within this kernel; widgets that were displayed at this place before are closed.
         parts: the widgets, from top to bottom.
         at_end: called before these widgets are closed, e.g. to end a thread.
     """

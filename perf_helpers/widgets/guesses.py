@@ -108,7 +108,7 @@ def _guesses(lab: Lab, key: str) -> tuple[float | None, float | None]:
 
 
 def _state_html(lab: Lab, key: str, unit: str) -> str:
-    """Return the state of the learner's guess as HTML: none yet, kept (in `unit`), or too late to count."""
+    """Return as HTML the learner's guess in `unit`, and whether it came too late to count; or that none exists."""
     kept, counted = _guesses(lab, key)
     if kept is None:
         return "<div>No guess yet. Commit one before you run on.</div>"

@@ -125,7 +125,7 @@ class _MemoryExplorer:
     estimate and then draws. That thread reads the position just before it starts, so positions that were only passed on
     the way get no estimate.
 
-    `task`: the model to start with; `start`: {name of a control: its first value}; `first`: the estimate there;
+    `task`: the model to start with; `start`: {control's name: its first value}; `first`: the estimate for `start`;
     `compute_capability`: the GPU's (None: the estimate's default).
     """
 
@@ -225,7 +225,7 @@ class _MemoryExplorer:
 def _start(task: Task, of: str, device: str, micro_batch: int) -> dict[str, Any]:
     """Return {name of a control: its first value}; no technique is switched on.
 
-    The weights have the type in which the model loads. `of`: "training" or "inference"; `micro_batch`: samples.
+    The weights have the type in which transformers loads them. `of`: "training" or "inference"; `micro_batch`: samples.
     """
     dtype = task.weights().dtype
     return {
@@ -247,7 +247,7 @@ def _start(task: Task, of: str, device: str, micro_batch: int) -> dict[str, Any]
 
 
 def _controls(start: Mapping[str, Any]) -> dict[str, "DOMWidget"]:
-    """Return {name: control}. `start` has each control's first value by its name, as `_start` returns them."""
+    """Return {name: control}; `start`: {name of a control: its first value}."""
     import ipywidgets
 
     menu, slider = ipywidgets.Dropdown, ipywidgets.SelectionSlider

@@ -126,9 +126,9 @@ live = Monitor  # its name in lessons
 
 
 def _text(value: float | None, unit: str) -> str:
-    """Return a value with its unit as text. It has two digits, or is a whole number: more digits would flicker.
+    """Return a value with its unit as text; None or unknown gives "not measured".
 
-    None or unknown gives "not measured".
+    Bytes are as in `bytes_text`. Other numbers have 2 significant digits, no decimals from 10 on: more would flicker.
     """
     return bytes_text(value) if unit == "B" else number_text(value, unit, digits=2)
 
@@ -138,7 +138,7 @@ def _text(value: float | None, unit: str) -> str:
 
 @contextmanager
 def reader(gpu: hardware.Gpu | None) -> Iterator[Callable[[], Figures]]:
-    """Yield a function that reads {name: figure, or None if unknown} of one sample from a GPU; None: from the host."""
+    """Yield a function that takes a sample {name: figure, None if unknown} of `gpu`, or of the host for None."""
     if gpu is None:
         yield _host_reader()
         return

@@ -19,13 +19,13 @@ from trainmem.texts import bytes_text, number_text
 
 
 def recipes(lab: Lab) -> None:
-    """Show memory against throughput for all runs and estimates so far, with the arguments of the selected one.
+    """Show memory against throughput for all runs and estimates so far, and the arguments of the selected recipe.
 
-    A run without a measured speed is drawn below the plot, a run without a measured memory on its left. Throughputs of
+    A run without a measured speed is drawn below the plot, one without measured memory to the left. Throughputs of
     different days are never in one picture; a menu offers the earlier runs of this machine by day.
 
     Raises:
-        ValueError: nothing is measured so far. If a run failed, RunFailed is raised instead.
+        ValueError: nothing is measured yet, and no run failed. RunFailed: nothing is measured yet, and a run failed.
     """
     import ipywidgets
 
@@ -92,11 +92,11 @@ class Recipe(svg.Point):
 
 
 def _groups(lab: Lab) -> dict[str, list[Recipe]]:
-    """Return {label of a group: its recipes}; a group has recipes of one model, from this notebook or from one day.
+    """Return {label of a group: its recipes}; a group holds the recipes of one model from this notebook, or from a day.
 
-    The group of this lab's task comes first. In a group, recipes are ordered by peak memory, the smallest first; those
-    without a measured memory come last. If two recipes have the same name, kind and arguments, the later one is kept.
-    Runs without arguments, and runs with neither memory nor speed, are left out.
+    The group of this notebook with the lab's model comes first. In a group, recipes are ordered by peak memory, the
+    smallest first; recipes without a measured memory come last. The later of two recipes with the same name, kind and
+    arguments is kept. Runs without arguments, and runs with neither memory nor speed, are left out.
     """
     session, machine = {run.id for run in lab.runs}, lab.machine
     here = [run for run in lab.runs if run.ok]

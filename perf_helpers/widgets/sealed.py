@@ -24,7 +24,7 @@ def seal(source: str, kind: str, path: str) -> str:
 
 
 def opened(cell: str) -> str:
-    """Return the plain source of a cell, sealed or not."""
+    """Return the plain source of a cell: decoded if the cell is sealed (see `seal`), otherwise unchanged."""
     head, _, body = cell.partition("\n")
     return base64.b64decode(body).decode() if head.startswith(MAGIC) else cell
 
@@ -36,7 +36,7 @@ def load_ipython_extension(shell) -> None:
 
 
 def _show(result) -> None:
-    """Show the folded source of a sealed solution or code cell that was run; `result`: IPython's `ExecutionResult`."""
+    """Show, folded, the source of a sealed "solution" or "code" cell that ran well; `result`: from IPython."""
     from IPython.display import display
 
     head, _, _ = result.info.raw_cell.partition("\n")

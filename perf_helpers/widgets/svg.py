@@ -110,7 +110,7 @@ def scatter(points: Sequence[Point], chosen: Point | None, limits: Mapping[str, 
     Args:
         points: one per recipe.
         chosen: the point to highlight; None: none.
-        limits: {name, e.g. of a card: bytes}, drawn as vertical lines.
+        limits: {name, e.g. a card's: bytes}; each is a vertical line.
     """
     best, both = best_of_both(points), [point for point in points if point.is_sized and point.is_timed]
     untimed = [point for point in points if point.is_sized and not point.is_timed]
@@ -154,7 +154,7 @@ def round_step(least: float) -> float:
 
 
 def _ticks(end: float, parts: int, unit: str = "", top: float | None = None) -> dict[str, float]:
-    """Return {label: position as a share of the axis} of about `parts` round numbers from 0 to `top`.
+    """Return {label: position on the axis, from 0 to 1} of about `parts` round numbers from 0 to `top`.
 
     The axis goes from 0 to `end`; None as `top` means `end`. `unit` is added to each label.
     """
