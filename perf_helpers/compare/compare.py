@@ -29,7 +29,7 @@ from trainmem.unknown import is_measured
 ROUNDING = 0.001  # relative; a smaller difference is a changed rounding in a library
 FALSE_ALARMS = 0.01  # share of comparisons of equal code with a false alarm, if the intervals are right
 LEAST = {"one": 1.15, "all": 1.08}  # least factor of a changed step time: of one recipe, of all recipes together
-FAR = 3.0  # multiples of the noise that are added to it; runs of equal code on different days stayed below
+FAR = 3.0  # multiples of the noise that are added to it; equal code on different days stayed below the limit
 MANY = 3  # least number of recipes for a statement about all of them together
 _AXIS = {"memory": "memory", "time": "speed"}  # {what decides a claim: the axis of its value}
 IDENTITY = ("name", "kind", "cpu_model", "cpu_cores", "gpus")  # bytes and times of machines that differ here differ too
@@ -274,9 +274,9 @@ def _pairs(old: list[dict], new: list[dict], lessons: list[str]) -> Iterator[tup
 
 
 def keyed(runs: list[dict]) -> Iterator[tuple[str, dict]]:
-    """Yield ("lesson/name", run) for each run of one course run, under which other course runs have the same run.
+    """Yield (key, run) for each of the `runs` of one course run, as in its results.json.
 
-    A name that repeats in a lesson gets a number: " (2)". `runs`: the runs of one course run, as in its results.json.
+    The key "lesson/name" identifies a run in other course runs too; a name that repeats in a lesson gets " (2)".
     """
     seen = Counter()
     for run in runs:
@@ -331,7 +331,7 @@ def _bytes_that_moved(old: Memory, new: Memory) -> str:
 def _total(name: str, old: int | None, new: int | None, before: dict | None = None, after: dict | None = None) -> str:
     """Describe a changed total with the categories that changed, the largest change first; empty if none changed.
 
-    `name`: the total's, e.g. "peak"; `old`, `new`: its bytes in each run; `before`, `after`: {category: bytes}.
+    `name`: e.g. "peak"; `old`, `new`: the total's bytes in each run; `before`, `after`: by category; None: unknown.
     """
     moved = {key: after.get(key, 0) - before.get(key, 0) for key in {**before, **after}} if before and after else {}
     largest = sorted((key for key in moved if moved[key]), key=lambda key: -abs(moved[key]))

@@ -65,7 +65,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """Hold a `Line` for each claim, memory and step time over all course runs on one machine under one profile."""
+    """Hold a `Line` per claim, peak memory and step time: its values in all course runs of one machine and profile."""
 
     machine: str
     profile: str
@@ -74,17 +74,17 @@ class History:
 
     @property
     def changed(self) -> list[Line]:
-        """Return the lines of exact quantities (bytes, values without interval) that changed; latest change first."""
+        """Return a `Line` per exact quantity (bytes, values without interval) that changed, the latest change first."""
         return sorted((line for line in self.lines if line.changes), key=lambda x: x.changes[-1].date, reverse=True)
 
     @property
     def noisy(self) -> list[Line]:
-        """Return the lines of noisy quantities (step times, values with an interval), the largest `shift` first."""
+        """Return a `Line` for each noisy quantity (step times, values with an interval); largest `shift` first."""
         return sorted((line for line in self.lines if line.median is not None), key=lambda x: x.shift, reverse=True)
 
     @property
     def steady(self) -> list[Line]:
-        """Return the lines of exact quantities (bytes, values without interval) that never changed."""
+        """Return a `Line` for each exact quantity (bytes, values without interval) that never changed."""
         return [line for line in self.lines if not line.changes and line.median is None]
 
 

@@ -41,7 +41,7 @@ CLOCKS = ("passed", "computed")  # wall clock less waiting, and CPU time; the fi
 def measure_here(profile: str) -> dict[str, Any] | None:
     """Time every recipe on this machine, and return the result of `measure`; None in a rehearsal, which has no times.
 
-    They train the profile's model on a GPU, a tiny one on a CPU: of many short steps, other load spares at least one.
+    The model is the profile's on a GPU, a tiny one on a CPU: other load spares at least one of many short steps.
     """
     machine = hardware.this_machine()
     if machine.rehearsed:
@@ -81,7 +81,7 @@ def measure(task: Task) -> dict[str, Any]:
 
 
 def keep(row: dict[str, Any], outcome: Outcome, on_cpu: bool) -> None:
-    """Add the time of a process's fastest step to its recipe's row; if the process failed, leave only its message.
+    """Add the time of a process's fastest step to its recipe's row; if the process failed, keep only its message.
 
     Args:
         row: the recipe's entry in the result of `measure`; it is changed.

@@ -62,7 +62,7 @@ class Decision:
 
     @property
     def expected(self) -> tuple[Verdict, ...]:
-        """Return the verdicts that the ledger expects on this machine and profile; empty if it asks to predict."""
+        """Return the ledger's expected verdicts on this machine and profile; empty if it has a prediction instead."""
         return self.claim.expected_on(self.kind, self.profile)
 
     @property
@@ -201,7 +201,7 @@ class Claims:
 
         Raises:
             ValueError: the id is unknown; the claim can be measured here but has no value; the value is not a number;
-                `predicted` is given, but not in the ledger; or it is in the ledger, but not given.
+                `predicted` is given, but the ledger asks for none; or the ledger asks for it and it is not given.
         """
         ledger, machine = load(), self.lab.machine
         if id not in ledger:

@@ -134,7 +134,7 @@ def _terminated_as_interrupted() -> Iterator[None]:
 def _at_once() -> int:
     """Return how many lessons this machine runs in parallel: one, unless it is a CPU with two cores or more.
 
-    Such a CPU runs four, because lessons often wait while another is timed; fewer if 4 GiB of memory each are not free.
+    Such a CPU runs four, because lessons often wait while another is timed; fewer if memory is short (4 GiB for each).
     """
     machine = hardware.describe()
     if machine.kind != "cpu" or (machine.cpu_cores or 1) < 2:

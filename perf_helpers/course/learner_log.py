@@ -131,7 +131,7 @@ class Scored:
 
 
 def history(entries: Sequence[Entry]) -> list[Scored]:
-    """Return the last guess on each question before its measurement was revealed; the earliest revealed first."""
+    """Return the last guess on each question before its measurement was revealed, in the order of revealing."""
     first: dict[tuple, Entry] = {}
     for entry in entries:
         if entry.kind == "revealed":

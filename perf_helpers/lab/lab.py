@@ -77,8 +77,8 @@ class Lab(Runner):
         On a CPU all runs, and the baseline a second time, alternate step by step inside one subprocess, on one thread;
         this is repeated in several subprocesses. Each turn of a run is compared with the mean of the baseline's two
         turns. The speed ratio is the median over all turns, in CPU seconds. Its interval is a bootstrap over processes
-        and turns, at least from ratio / f to ratio * f; f is 1.05 or, if larger, how much the baseline's two turns
-        differ. `wall_ratio` is the same ratio in wall-clock seconds. On GPUs, and with several ranks, each run has a
+        and turns, at least from ratio / f to ratio * f; f is the ratio between the baseline's two turns, at least
+        1.05. `wall_ratio` is the same ratio in wall-clock seconds. On GPUs, and with several ranks, each run has a
         process of its own, the ratio is in wall-clock seconds, and f is `noise_floor`. If a comparison fails, its
         ratios are unknown and hold the reason; code that branches on them raises `trainmem.unknown.RunFailed`.
 

@@ -2,7 +2,7 @@
 
 One experiment runs per device at a time. If its worker is killed, it runs once more on another worker. The client sends
 a call to Dask only when a device is free. If Dask had all calls at once, a worker's death would count as a failure of
-every call that waits for this worker, and Dask would silently rerun the running one (`allowed-failures`).
+every call that waits there, and Dask would silently rerun the running one (`distributed.scheduler.allowed-failures`).
 """
 
 import asyncio
@@ -237,9 +237,9 @@ class Workers(Executor):
         raise Killed(f"{both}; the row is not tried a third time", tuple(attempts))
 
     async def _free(self, lost_by: set[str]) -> _Worker:
-        """Wait for a worker with a free device and return it; one of those in `lost_by` only if there is no other.
+        """Wait for a worker with a free device and return it; raise the error that made the workers unusable, if any.
 
-        Raises the error that made the workers unusable, if there is one.
+        `lost_by`: names of workers that were lost during this call; one of them is returned only if there is no other.
         """
         while not self._failure:
             others = [worker for worker in self._workers.values() if worker.name not in lost_by]
@@ -417,7 +417,7 @@ def _on_its_part(experiment: Experiment, sharing: int) -> Experiment:
 
 
 async def end(number: str) -> None:
-    """End this worker's experiments until its call `number` has ended; end none if it runs another call too."""
+    """End this worker's experiments until the call `number` has ended; end none while another call runs here."""
     while _attended == {number}:
         SERVER.end_forks()
         await asyncio.sleep(0.1)

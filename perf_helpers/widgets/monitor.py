@@ -138,7 +138,7 @@ def _text(value: float | None, unit: str) -> str:
 
 @contextmanager
 def reader(gpu: hardware.Gpu | None) -> Iterator[Callable[[], Figures]]:
-    """Yield a function that takes a sample {name: figure, None if unknown} of `gpu`, or of the host for None."""
+    """Yield a function that takes a sample, {name: figure; None: unknown}, from a GPU; gpu=None: from the host."""
     if gpu is None:
         yield _host_reader()
         return

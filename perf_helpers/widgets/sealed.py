@@ -36,7 +36,7 @@ def load_ipython_extension(shell) -> None:
 
 
 def _show(result) -> None:
-    """Show, folded, the source of a sealed "solution" or "code" cell that ran well; `result`: from IPython."""
+    """Show, folded, the source of a sealed "solution" or "code" cell that ran; `result`: an `ExecutionResult`."""
     from IPython.display import display
 
     head, _, _ = result.info.raw_cell.partition("\n")

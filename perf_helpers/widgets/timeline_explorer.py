@@ -1,4 +1,4 @@
-"""The timeline explorer: live memory of one run in a training step, or of two runs, in two pictures."""
+"""The timeline explorer: live memory during a training step of one run, or of two runs in two pictures."""
 
 from collections.abc import Sequence
 
