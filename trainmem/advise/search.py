@@ -382,7 +382,7 @@ class RecipeSearch:
         return alive + self.context, reserved + self.context
 
     def about_needed(self, candidate: Candidate) -> int:
-        """Return the bytes that a recipe needs, for a deep model (more than 24 layers) extrapolated from shallow ones."""
+        """Return the bytes that a recipe needs; for a deep model (over 24 layers) extrapolated from shallow models."""
         about = self.about(self.task, candidate)
         return about[1] if about else self.needed(candidate)
 
