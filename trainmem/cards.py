@@ -31,8 +31,8 @@ class Card:
 
     @property
     def limit_bytes(self) -> int:
-        """The bytes that a training may use: the card's memory minus the margin. If `memory_bytes` is the memory of the
-        whole board (`is_board`), the part that torch cannot use is subtracted too.
+        """The bytes that a training may use: 95% of the card's memory (`MARGIN` is kept free). If `memory_bytes` is the
+        memory of the whole board (`is_board`), they are 95% of the part that torch can use (`OF_BOARD`).
         """
         return int((1 - MARGIN) * self.memory_bytes * (OF_BOARD if self.is_board else 1))
 
@@ -62,9 +62,9 @@ SIZES = {f"{size} GiB": size * 2**30 for size in (8, 16, 24, 40, 80, 141)}  # so
 def context_bytes(compute_capability: tuple[int, int]) -> int | None:
     """Return the bytes of the CUDA context, which is outside of torch's allocator; None if they are not known.
 
-    The bytes depend on driver, CUDA and the kernels loaded. Sources: 1343 MiB on a V100 (with one segment of 2 MiB), in
-    "Model training anatomy" of transformers' documentation; 751 MiB in fp32 and 767 MiB in 16 bits on an H100, measured
-    by the GPU suite (driver 580, CUDA 13.0).
+    The bytes depend on driver, CUDA and the kernels loaded. Sources: 1343 MiB on a V100, of which 2 MiB are a segment
+    of the allocator, in "Model training anatomy" of transformers' documentation; 751 MiB in fp32 and 767 MiB in 16 bits
+    on an H100, measured by the GPU suite (driver 580, CUDA 13.0).
     """
     return {(7, 0): 1341 << 20, (9, 0): 767 << 20}.get(compute_capability)
 

@@ -74,7 +74,7 @@ Capability = Annotated[str | None, typer.Option(help="Compute capability of the 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Invocation:
-    """Hold a command's inputs that are not options, as typer's `obj`: the user's words and published speed ratios."""
+    """Hold the command line as the user typed it, and published speed ratios, for commands to read as typer's `obj`."""
 
     words: list[str] = dataclasses.field(default_factory=list)  # the command line as the user typed it
     published: "Published | None" = None  # speed ratios for `advise`
@@ -94,7 +94,7 @@ def training_arguments(context: typer.Context, words: list[str]) -> dict[str, An
     """Parse the training arguments in `words` and return {name: value}.
 
     Raises:
-        ValueError: a word that is not a training argument; the suggestions include the command's own options.
+        ValueError: a word that is not a training argument; the message suggests similar training arguments or options.
     """
     own = [name.lstrip("-") for parameter in context.command.params for name in parameter.opts]
     return arguments.parse(words, also=own).given

@@ -249,7 +249,7 @@ def rehearse(
     """Run a training dry on a GPU you do not have, and print the memory that torch's own CUDA allocator takes.
 
     A rehearsal runs torch's CUDA build on a stub CUDA runtime: nothing is computed or timed.
-    It takes the same training arguments as `measure`.
+    The command takes the same training arguments as `measure`.
     Exit code 1: the training does not fit, or failed.
 
     To rehearse a command of yours, put it after `--`: perf-helpers rehearse --card t4 -- python train.py
@@ -330,7 +330,7 @@ def advise(
     """List the training arguments that fit a memory, the fastest first.
 
     Also prints why other recipes were left out.
-    If nothing fits, it prints by how much, and which changes would help. Its exit code is also 0 then.
+    If nothing fits, it prints how much memory is missing, and which changes would help; the exit code is 0, too.
     """
     from trainmem import advise as advise_package
     from trainmem.estimate import answers
@@ -359,7 +359,10 @@ def advise(
 
 @contextlib.contextmanager
 def _rehearsing() -> Iterator[None]:
-    """Turn a RuntimeError of a rehearsal (this machine cannot rehearse, or the code needs values) into a ValueError."""
+    """Turn a RuntimeError of a rehearsal into a ValueError.
+
+    The RuntimeError says that this machine cannot rehearse, or that the code reads values, which are not computed.
+    """
     try:
         yield
     except RuntimeError as error:

@@ -40,7 +40,11 @@ _FROM_VOCABULARY = {"causal", "masked", "sequence to sequence", "image-text", "s
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Hold training arguments that fit: bytes (estimated, needed), costs, and speed relative to the fastest recipe."""
+    """Hold a recipe of an `Advice`: training arguments, the memory that they take, their costs and their speed.
+
+    `peak_bytes` counts live tensors; `needed_bytes` is the memory that the device must have. `speed` is a fraction of
+    the speed of the fastest recipe that fits.
+    """
 
     name: str  # techniques, micro-batch x accumulation: "checkpointing, AdamW, 4 x 2"
     arguments: dict[str, Any]  # training arguments
@@ -152,7 +156,8 @@ class Advice(Shown):
 class Verification:
     """Hold the predicted and the measured (or rehearsed) peak of an advice's first recipe, in bytes.
 
-    `run` is the training that was measured or rehearsed; `run.memory.kind` names the kind of both peaks.
+    `run` is the training that was measured or rehearsed. `run.memory.kind` says of which bytes both peaks are:
+    "counted" (live bytes, on a CPU) or "allocated" (by torch's CUDA allocator).
     """
 
     recipe: Recipe
@@ -208,8 +213,9 @@ def advise(
     attention kernel is the library's choice, unless `must` sets it. The advice's `notes` report the kernel, compiled
     code, and sizes that should be padded.
 
-    A technique may cost time, precision or convergence. If a recipe has all the costs of a better-ranked recipe that
-    fits, and more, it is returned only if its micro-batch is larger, or its precision differs and its speed is unknown.
+    A technique may cost time, precision or convergence. A recipe is left out if it has all costly techniques of a
+    better-ranked recipe that fits, and at least one more. But it is kept if its micro-batch is larger than that
+    recipe's, or if its precision differs from that recipe's and its speed is unknown.
 
     On a CPU the counted peak is compared with `memory`, without the interpreter and its libraries. On CUDA the
     training's allocations and frees are replayed on the caching allocator of a card with that memory, minus the context
@@ -315,8 +321,8 @@ def advise(
 def _of_saved_quantized(task: Task, must: Mapping[str, Any]) -> tuple[dict[str, Any], Weights, tuple[str, ...]]:
     """Return (training arguments of every recipe, type of the model's weights, notes for the user).
 
-    The training arguments are `must`. If the task's model was saved quantized, LoRA is added with a note, because only
-    adapters can be trained on such a model.
+    The training arguments are those that the user requires (`must`). If the task's model was saved quantized and the
+    user requires neither an adapter nor a quantization, LoRA is added: only adapters can be trained on such a model.
     """
     fixed = Arguments.of(must)
     weights = task.weights(fixed.get("dtype"), fixed.quantization)
@@ -386,7 +392,7 @@ def _has_device(machine: hardware.Machine, advice: Advice) -> bool:
 def _with_enough_data(task: Task, effective_batch: int) -> Task:
     """Return a copy of the task with data for at least two updates of `effective_batch` samples.
 
-    With less data, micro-batches could be smaller than the recipe's, because the last ones of an epoch may be.
+    With less data, the last micro-batches of an epoch could have fewer samples than the recipe's micro-batch.
     """
     return task.replace(dataset_size=max(task.dataset_size, 2 * effective_batch))
 
@@ -397,7 +403,8 @@ def _recipe(candidate: Candidate, search: RecipeSearch, memory: int, best: float
     Args:
         search: the search that found the candidate.
         memory: bytes of the device, for the headroom.
-        best: the highest known speed of the recipes that fit, relative to the plain recipe; None: none is known.
+        best: the highest known `Ranking.speed` of the recipes that fit, by which this recipe's speed is divided. None:
+            no speed is known.
     """
     choices, ranking, size = search.choices, search.ranking, candidate.micro_batch
     needed, passes = search.needed(candidate), choices.samples // size
@@ -457,8 +464,8 @@ def _compiling(evidence: Evidence) -> str:
 def _padding(search: RecipeSearch, best: Candidate, multiple: int) -> list[str]:
     """Return notes on a vocabulary that is no multiple of `multiple`, and a sequence length that is no multiple of 8.
 
-    A GPU's matrix units need such multiples. `best`: the recipe whose peak the first note compares with the peak after
-    padding.
+    A GPU's matrix units need such multiples. `best`: the recipe for which the first note says how padding
+    changes the peak.
     """
     task, lines = search.task, []
     if task.family() in _FROM_VOCABULARY and (padded := task.with_padded_vocabulary(multiple)) != task:

@@ -14,8 +14,8 @@ _STEP = 8  # tokens: lengths are tried in multiples of it
 class Change:
     """Hold a change to the smallest recipe: its text, the bytes needed after it, and whether the recipe then fits.
 
-    If no sequence length, or no number of devices, makes the recipe fit, `text` says so. Then `needed_bytes` are those
-    of the shortest length, or those that cannot be divided among devices.
+    If no sequence length makes the recipe fit, `needed_bytes` is for the shortest length. If no number of devices does,
+    `needed_bytes` is the part of the memory that cannot be divided among devices. In both cases `text` says so.
     """
 
     name: str  # "fewer tokens", "sharding" or "offload"

@@ -1,4 +1,4 @@
-"""Find the largest model of a kind, or the longest sequence, that fits, with the recipe that needs the least memory."""
+"""Find the largest preset of a model type, or the longest sequence, that fits with the recipe of the least memory."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -29,7 +29,8 @@ def largest(search: RecipeSearch, what: str) -> Found:
         what: "model" or "sequence" (`LARGEST`).
 
     Raises:
-        ValueError: no preset has the model type and enough positions, or the model takes no sequences.
+        ValueError: no preset of the task's model type takes sequences of the task's length ("model"), or the model
+            takes no sequences ("sequence").
     """
     return _model(search) if what == "model" else _sequence(search)
 
@@ -80,10 +81,12 @@ def _sequence(search: RecipeSearch) -> Found:
 
 
 def _alike(task: Task) -> Sequence[Task]:
-    """Return copies of the task, one per preset with the task's model type and enough positions for its sequences.
+    """Return one copy of the task for each preset of the same model type, with this preset as the copy's model.
+
+    Presets that cannot take sequences of the task's length are left out.
 
     Raises:
-        ValueError: there is no such preset.
+        ValueError: no preset is left.
     """
     kind = task.build_config().model_type
     named = [dataclasses.replace(task, model=n, config={}) for n, it in PRESETS.items() if it["model_type"] == kind]

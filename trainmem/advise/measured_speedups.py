@@ -56,8 +56,9 @@ class Evidence:
     Pairs of other models count only if the task's model has no such pairs.
 
     Args:
-        machine: this machine, on which runs count.
-        kind: "cpu" or "cuda", the device to advise for; no run counts if this machine would use another kind.
+        machine: this machine; runs of other machines are ignored.
+        kind: "cpu" or "cuda", the device to advise for; all runs are ignored if this machine's device is of another
+            kind.
         capability: compute capability of the GPU.
         task: the model and its data.
         runs: measured runs, from which the factors are calculated.
@@ -80,7 +81,7 @@ class Evidence:
         self._of_claims = published(machine if here else None, kind, capability) if published else {}
 
     def of_technique(self, technique: Technique) -> Factor:
-        """Return how much faster a training is with a technique than without it."""
+        """Return the factor: speed of a training with a technique / speed without the technique."""
 
         def has_it(given: dict[str, Any]) -> bool | None:
             values = {name: given[name] for name in technique.arguments if name in given}
@@ -90,11 +91,12 @@ class Evidence:
         return measured or self._published(technique.name, technique.claims.get(self._kind))
 
     def of_micro_batch(self, size: int, largest: int) -> Factor:
-        """Return how much faster a training is with a micro-batch of `size` samples than with a larger micro-batch.
+        """Return the factor: speed with a micro-batch of `size` samples / speed with a larger micro-batch.
 
-        The effective batch is equal in both.
-        The factor comes from runs on this machine. Without such runs it is the published factor if `size` is 1 and
-        `largest`, the largest micro-batch to compare with, is at least 4. Otherwise the factor has no ratio.
+        The effective batch is equal in both. The factor comes from runs on this machine. Without such runs, it is the
+        published factor if `size` is 1 and `largest` is at least 4; otherwise its ratio is None.
+
+        `largest`: samples of the largest micro-batch of any recipe.
         """
 
         def has_it(given: dict[str, Any]) -> bool | None:
@@ -111,7 +113,8 @@ class Evidence:
     def of_compiling(self) -> tuple[Factor, float] | None:
         """Return (torch.compile's speed factor, largest ratio of the peak with torch.compile to the peak without).
 
-        Both come from pairs of runs on this machine. Return None if no pair has measured peaks of compiled code.
+        Both come from pairs of runs on this machine, one run with torch.compile and one without. Return None if no
+        pair has measured peaks.
         """
 
         def has_it(given: dict[str, Any]) -> bool:
@@ -144,8 +147,8 @@ class Evidence:
     ) -> list[tuple[Run, Run]]:
         """Return pairs (run with a choice, e.g. a technique, run without it) that differ only in `arguments`.
 
-        The partner of a run with the choice is the run without it that is nearest in time. If there are pairs of the
-        task's model, only these pairs are returned.
+        The partner of a run with the choice is the run without it that is nearest in time. If some pairs are runs of
+        the model to advise for, only these pairs are returned.
 
         `has_it`: function of a run's arguments: whether the run has the choice, or None if it counts as neither.
         """

@@ -249,7 +249,9 @@ class _Cluster:
 
 
 def _if_nothing_fits(task: Task, smallest: Layout, room: int) -> tuple[str, str]:
-    """Return (the branch of the decision tree to take if no layout fits, a text with the figures that decide it).
+    """Return (the condition that holds in Hugging Face's decision tree, a text on why, with a remedy) if nothing fits.
+
+    The condition is either that one layer does not fit a card, or that the shards on so many cards do not fit.
 
     Args:
         smallest: the layout that needs the least memory.
@@ -282,7 +284,7 @@ def _largest_layer(task: Task, dtype: Any) -> tuple[str, int]:
 def _of_undivided_weights(layouts: list[Layout], cards: int) -> Iterator[str]:
     """Yield a note if FSDP2 cannot divide a weight, such as a block's stacked experts, by the number of cards.
 
-    `layouts`: the traced layouts; rank 0's weights under "FSDP" are compared with a replica's weights.
+    `layouts`: the traced layouts. The weights of rank 0 in the layout "FSDP" are compared with the whole model's.
     """
     weights = {each.name: each.estimate.memory.breakdown[Category.WEIGHTS] for each in layouts}
     share = weights.get("FSDP", 0) / max(weights.values())

@@ -64,7 +64,8 @@ class Choices:
     Args:
         samples: samples per optimizer update and process.
         must: training arguments that every recipe has.
-        avoid, may: names of techniques that no recipe may have, and of `ON_DEMAND` techniques that recipes may have.
+        avoid: names of techniques that no recipe may have.
+        may: names of techniques that recipes may have although they are tried only on request (`recipes.ON_DEMAND`).
         native: the lower precisions for which the device has instructions.
         base: arguments of every recipe unless a technique sets them, e.g. {"dtype": "float32"}; None: none.
 
@@ -124,7 +125,7 @@ def _named(argument: str, given: Iterable[str], spelt: Iterable[Iterable[str]]) 
     """Return the names in `given` in the spelling of the techniques; the user need not type capitals.
 
     Args:
-        argument: name of the argument that has the names, for messages.
+        argument: "avoid" or "may", the argument in which the user gave the names; for the error message.
         given: the names that the user typed.
         spelt: for each technique, its allowed names.
 
@@ -147,7 +148,8 @@ def _answers(
 
     Args:
         fixed: training arguments that every recipe has (`must`).
-        avoided, offered: names that no technique of a recipe may have (`avoid`), and `ON_DEMAND` names in `may`.
+        avoided: names of techniques that no recipe may have (`avoid`).
+        offered: names of techniques in `ON_DEMAND` that recipes may have (`may`).
         native: the lower precisions for which the device has instructions.
 
     Raises:
@@ -172,12 +174,14 @@ def _answers(
 
 
 def _micro_batches(samples: int, fixed: Mapping[str, Any], avoided: set[str]) -> list[int]:
-    """Return, ascending, the micro-batches in samples that make `samples` with a whole number of accumulation steps.
+    """Return the micro-batches that recipes may have, ascending: divisors of `samples` that `must` and `avoid` allow.
+
+    `samples` divided by a micro-batch (in samples) is the number of accumulation steps.
 
     Args:
         samples: samples per optimizer update and process.
         fixed: training arguments that every recipe has (`must`).
-        avoided: names that no technique of a recipe may have (`avoid`).
+        avoided: names of techniques that no recipe may have (`avoid`).
 
     Raises:
         ValueError: sizes in `must` do not divide `samples`, or contradict `avoid`.
@@ -227,22 +231,25 @@ class Ranking:
         return sum(self._factors[each].ratio is None for each in candidate.techniques if each in self._factors)
 
     def speed(self, candidate: Candidate) -> float:
-        """Return a recipe's expected speed, relative to a recipe of plain choices with the largest micro-batch.
+        """Return a recipe's expected speed as a multiple of that without techniques and with the largest micro-batch.
 
-        The speed is the product of the recipe's `factors`; a factor within the noise counts as 1.
+        It is the product of the recipe's `factors`. A factor that is unknown, or within the noise, counts as 1.
         """
         return math.prod(factor.significant for factor in self.factors(candidate))
 
     def factors(self, candidate: Candidate) -> list[Factor]:
-        """Return the speed factors of a recipe's techniques and of its micro-batch, without those that have none."""
+        """Return the factors by which a recipe's techniques and its micro-batch change its speed.
+
+        There is none for a technique without costs or one that all recipes share, and none for the largest micro-batch.
+        """
         keys = (*candidate.techniques, candidate.micro_batch)
         return [self._factors[each] for each in keys if each in self._factors]
 
     def only_adds_costs(self, candidate: Candidate, other: Candidate) -> bool:
-        """Return whether `candidate` has all the costly techniques of a better-ranked recipe, and more of them.
+        """Return whether `candidate` has every costly technique of `other`, plus at least one more.
 
-        Only a larger micro-batch could then make it worthwhile. Return False if the recipes differ in precision and the
-        speed of `candidate` is unknown, because it may be faster.
+        Only a larger micro-batch than that of `other` could then make `candidate` worthwhile. Return False if the two
+        differ in precision and the speed of `candidate` is unknown, because `candidate` may be faster.
 
         Args:
             candidate: the recipe that may be left out.
@@ -280,8 +287,9 @@ class RecipeSearch:
     def find(self, most: int) -> list[Candidate]:
         """Return the best recipes that fit, at most `most`, the best first.
 
-        Combinations of techniques are tried until `most` fit, in the order that they have with the largest micro-batch.
-        A combination that only adds costs to a recipe that fits is returned only with a larger micro-batch than that.
+        Combinations of techniques are tried in the order in which they rank if each has the largest micro-batch, until
+        `most` of them fit. A combination with all costly techniques of a recipe that fits, and at least one more, is
+        returned only with a larger micro-batch than that recipe's (see `Ranking.only_adds_costs`).
 
         Raises:
             ValueError: every estimate failed; the message is that of the first one.
@@ -350,20 +358,23 @@ class RecipeSearch:
         return needed
 
     def _copy_for_thread(self) -> "RecipeSearch":
-        """Return a copy for another thread, with empty notes, assumptions and estimates.
+        """Return a copy of the search for another thread, with empty notes, assumptions and estimates.
 
-        The copy uses the same `ask`, which keeps all answers, so that nothing is estimated twice.
+        Nothing is estimated twice: the copy makes its estimates through the same `ask`, which stores all estimates.
         """
         return dataclasses.replace(self, estimates={}, too_large={}, notes=[], assumptions={}, _states={**self._states})
 
     def line_of(self, task: Task, candidate: Candidate) -> Line | None:
-        """Return a recipe's memory as a function of the number of layers; None if the task's model is not deep."""
+        """Return a recipe's memory as a function of the number of layers, from traces of two shallow models.
+
+        Return None if the task's model is not deep (more than 24 layers): such a model is traced itself.
+        """
         return self.ask(self.line, task, self.choices.arguments(candidate)) if layers_of(task) else None
 
     def about(self, task: Task, candidate: Candidate) -> tuple[int, int] | None:
-        """Return (peak of live bytes, upper estimate of reserved bytes) of a deep model, with the CUDA context.
+        """Return (peak of live bytes, upper estimate of reserved bytes) of a recipe, both with the CUDA context.
 
-        Both are extrapolated from two shallow models. Return None for a model that is not deep.
+        Both are extrapolated from two shallow models. Return None if the model is not deep (more than 24 layers).
         """
         if (line := self.line_of(task, candidate)) is None:
             return None
@@ -371,14 +382,15 @@ class RecipeSearch:
         return alive + self.context, reserved + self.context
 
     def about_needed(self, candidate: Candidate) -> int:
-        """Return the bytes that a recipe needs: exact, or for a deep model extrapolated from shallow models."""
+        """Return the bytes that a recipe needs; for a deep model (over 24 layers) extrapolated from shallow models."""
         about = self.about(self.task, candidate)
         return about[1] if about else self.needed(candidate)
 
     def fits(self, candidate: Candidate) -> bool:
         """Return whether a recipe fits.
 
-        A deep model's memory is extrapolated from shallow models, and estimated only if the extrapolation leaves doubt.
+        The memory of a deep model (more than 24 layers) is extrapolated from shallow models. The deep model itself is
+        estimated only if the extrapolation leaves doubt.
         """
         is_open = candidate not in self.estimates and self._known_states(candidate) <= self.limit
         if is_open and (line := self.line_of(self.task, candidate)):
@@ -394,7 +406,7 @@ class RecipeSearch:
     def _known_states(self, candidate: Candidate) -> float:
         """Return the least bytes of a recipe: those of its weights, gradients, optimizer states and the CUDA context.
 
-        Return -inf if no recipe with the same weights, gradients and optimizer states was estimated yet.
+        Return -inf if the bytes are not known, because no recipe with the same states was estimated yet.
         """
         return self._states.get(_of_states(candidate), -math.inf) + self.context
 
@@ -409,8 +421,8 @@ class RecipeSearch:
     def needed_by(self, estimated: MemoryEstimate) -> int:
         """Return the bytes that the device must have according to an estimate, with the CUDA context.
 
-        They are the reserved bytes, on a CPU the live bytes. They exceed `limit` if and only if the estimate says that
-        the training does not fit the device.
+        On CUDA these are the reserved bytes, on a CPU the live bytes. They exceed `limit` if and only if the estimate
+        says that the training does not fit the device.
         """
         return max(estimated.memory.reserved_bytes or 0, estimated.peak_bytes) + self.context
 
@@ -447,7 +459,10 @@ class RecipeSearch:
             return exact[size]
 
         def about(size: int) -> tuple[int, int]:
-            """Return (live bytes, upper estimate of reserved bytes) at a size; exact if the model is not deep."""
+            """Return (live bytes, upper estimate of reserved bytes) for a size, extrapolated from shallow models.
+
+            If the model is not deep (more than 24 layers), both are the needed bytes from an estimate of the model.
+            """
             return self.about(task_of(size), candidate) or (needed(size), needed(size))
 
         def fits_exactly(size: int) -> bool:
@@ -468,8 +483,8 @@ class RecipeSearch:
     def _largest(self, candidate: Candidate, fitting: Iterable[Candidate], found: Mapping) -> int:
         """Return the largest micro-batch, in samples, with which a recipe fits; 0 if it fits with none.
 
-        If the recipe only adds costs to another recipe in `fitting`, its micro-batch must be larger than the other
-        recipe's; otherwise 0 is returned.
+        If the candidate has all costly techniques of a recipe in `fitting`, and at least one more, only micro-batches
+        larger than that recipe's are considered.
 
         Args:
             candidate: the recipe; its own micro-batch is ignored.
@@ -535,7 +550,7 @@ class Once:
 
 
 def _of_states(candidate: Candidate) -> frozenset[Technique]:
-    """Return the recipe's techniques that change its weights, gradients or optimizer states."""
+    """Return the recipe's techniques that change the bytes of weights, gradients or optimizer states."""
     return frozenset(candidate.techniques) - known.OF_ACTIVATIONS
 
 

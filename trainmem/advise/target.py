@@ -41,7 +41,7 @@ def find(
     margin: float,
     processes: int,
 ) -> Target:
-    """Return the target that arguments of `advise` describe, completed from this machine.
+    """Return the device to advise for, from arguments of `advise` and, for arguments that are None, from this machine.
 
     Args:
         machine: this machine.

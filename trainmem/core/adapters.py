@@ -339,8 +339,8 @@ def _missing_package(error: ImportError) -> str:
 def _check_cache_is_known(peft, model, name: str, family: str, generates: bool) -> None:
     """Refuse adapters that an older peft runs wrongly because transformers 5.24 renamed `past_key_values` to `cache`.
 
-    peft 0.21 looks for the old name in the signatures of classifiers and in the arguments from `generate`. Training of
-    generative models is correct: peft passes the old name, which transformers still accepts.
+    peft 0.21 looks for the old name in the signature of a classifier's `forward`, and in the arguments that `generate`
+    passes. Training of generative models is correct: peft passes the old name, which transformers still accepts.
 
     Args:
         peft: the imported package.

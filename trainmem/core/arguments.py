@@ -283,7 +283,8 @@ def _read() -> type:
 class _Names(dict):
     """Map each name in the type annotations of `TrainingArguments` to a type, so that the annotations can be evaluated.
 
-    A name means the enum that the caller stored under it, otherwise a type of Python, otherwise `Any`.
+    A name stands for the enum that the caller stored under it. If there is none, it stands for the type of this name in
+    `builtins` or `typing`, or for `Any`.
     """
 
     def __missing__(self, name: str) -> Any:
@@ -333,7 +334,7 @@ def _kernels() -> list[str]:
 
 @functools.cache
 def _current_names() -> dict[str, str]:
-    """Return {name that the installed library lacks: the name that it has} for renamed arguments (`_SYNONYMS`)."""
+    """Return {argument name that the installed transformers lacks: its name for the same argument} (`_SYNONYMS`)."""
     return dict((old, new) if new in known() else (new, old) for old, new in _SYNONYMS)
 
 

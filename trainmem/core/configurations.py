@@ -113,13 +113,13 @@ def dtype_of(
 ) -> tuple[Any, str]:
     """Return the torch.dtype in which `from_pretrained` loads a model, and a text that names what decided it.
 
-    The rule is described in `task.Task.weights`.
+    The first of these that is given decides: `dtype`, the configuration's type, the type of the saved weights, float32.
 
     Args:
         config: the model's configuration.
         dtype: the requested type; None or "auto": the configuration decides.
         named: the text to return if the configuration decides.
-        where: the configuration's name, e.g. "config.json".
+        where: the configuration's name for that text and for messages, e.g. "config.json".
         of_weights: function that returns the type of the saved weights, or None if no weights are saved.
         is_preset: whether the configuration is a preset; a preset that names no type was published in float32.
 

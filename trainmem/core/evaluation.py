@@ -1,6 +1,7 @@
 """Run one evaluation, and save once, after the last step of a training that is measured or estimated.
 
-The Trainer's own methods evaluate, save and load. Fake tensors have no values: see `unknown_values`.
+The Trainer's own methods evaluate, save and load. In an estimate or a rehearsal, predictions have no values, so
+`unknown_values` replaces the arrays that the Trainer makes of them.
 """
 
 import contextlib

@@ -113,7 +113,7 @@ def of_classes() -> dict[str, str]:
 def usual_class(config, objective: str = "") -> str:
     """Return the name of the transformers class to train if the configuration names none, e.g. "GPT2LMHeadModel".
 
-    `objective`: a loss in `OBJECTIVES`, e.g. "contrastive"; empty: the loss of the class.
+    `objective`: a loss in `OBJECTIVES`, e.g. "contrastive"; empty: the loss that the class itself computes.
 
     Raises:
         ValueError: no class of this model type can be trained with the `objective`.
@@ -254,7 +254,8 @@ class Data:
     audio_seconds: float = 10
 
     def arrays(self) -> dict[str, Any]:
-        """Return {column: examples}: numpy arrays, or lists of arrays for columns that a batch holds as lists.
+        """Return {column: examples}: a numpy array, or a list of examples if a batch keeps the column as a list
+        (labels of object detection and of mask segmentation).
 
         Raises:
             ValueError: sizes that conflict, or a family for which no data can be generated.
@@ -319,8 +320,8 @@ class Data:
         return ids
 
     def _ended(self, ids):
-        """Return token ids (examples, length) in which the last id of each example, and no other, is the end token, for
-        models that search for it.
+        """Return token ids of shape (examples, length) in which only the last id of each example is the end token. Only
+        encoder-decoder models search for this token; for other models, the ids are returned unchanged.
         """
         end = getattr(self.config, "eos_token_id", None)
         if not isinstance(end, int) or not getattr(self.config, "is_encoder_decoder", False):

@@ -111,8 +111,8 @@ class Machine(Record):
 
     @property
     def native_bf16(self) -> bool | None:
-        """Whether the device has instructions for bf16 (torch.cuda.is_bf16_supported() also counts emulation). On a CPU
-        the answer says nothing about speed, which `roofline.products` measures.
+        """Whether the device has instructions for bf16 (emulation does not count); None: unknown. On a CPU, True does
+        not mean that bf16 is fast: `roofline.products` measures its speed.
         """
         if self.kind == "cuda":
             return None if self.gpus[0].capability is None else self.gpus[0].capability >= (8, 0)
@@ -221,8 +221,8 @@ def supports(feature: str, machine: Machine | None = None) -> tuple[bool, str]:
 def device_used_bytes(gpu_index: int = 0) -> int | None:
     """Return the bytes in use on CUDA's GPU `gpu_index` by all processes, contexts included, as nvidia-smi shows them.
 
-    NVML reports the bytes; without NVML, CUDA does if this process already uses CUDA (this function never starts CUDA).
-    None: neither reports them.
+    NVML reports the bytes. Without NVML, CUDA reports them, but only if this process already uses CUDA: this function
+    never starts CUDA. None: neither reports the bytes.
     """
     gpus, _ = ask_driver(os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("CUDA_DEVICE_ORDER"))
     if gpu_index < len(gpus or ()):
@@ -278,7 +278,7 @@ def _in_nvml(gpu: Gpu, ask) -> tuple[str, Any]:
     """Return (UUID, NVML handle) of a GPU, or of the MIG slice that CUDA shows as a GPU; the handle is None if NVML
     does not know the GPU.
 
-    `ask`: the function that queries NVML, which `nvml` yields.
+    `ask`: the function that queries NVML, as `nvml` yields it.
     """
     for uuid in (gpu.uuid, f"MIG-{gpu.uuid[4:]}"):
         if handle := ask("nvmlDeviceGetHandleByUUID", uuid):
@@ -358,7 +358,10 @@ def ask_driver(visible: str | None, order: str | None) -> tuple[list[Gpu] | None
 
 
 def torch_build() -> tuple[str | None, bool]:
-    """Return torch's version with its build ("2.13.0+cpu") and whether it has CUDA, from its version.py alone."""
+    """Return (torch's version, e.g. "2.13.0+cpu", whether it is built with CUDA), read without importing torch.
+
+    (None, False): torch is not installed.
+    """
     spec = importlib.util.find_spec("torch")
     file = spec and spec.origin and Path(spec.origin).with_name("version.py")
     if not file or not file.exists():  # a user's own file torch.py has no version.py beside it

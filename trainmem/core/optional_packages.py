@@ -1,8 +1,8 @@
 """Import packages that only some lessons use, on request, and report missing packages.
 
-These packages would disturb the other lessons: accelerate, for example, imports DeepSpeed in each training of the
-Trainer if it is installed. So `make` installs DeepSpeed and optuna into separate folders, and a lesson that needs such
-a package calls `offer`.
+These packages would disturb the other lessons: if DeepSpeed is installed, for example, accelerate imports it in every
+training of the Trainer. So `make` installs DeepSpeed and optuna into separate folders, and a lesson that needs such a
+package calls `offer`.
 """
 
 import contextlib
@@ -27,8 +27,8 @@ def offer(package: str) -> str | None:
     """Let this process, and fresh subprocesses that it starts later, import a package that `make` installed in a
     folder.
 
-    A package that is installed as usual is left alone. The lab's fork server is replaced, because libraries look for
-    optional packages when they are imported.
+    A package that is installed as usual is left alone. The lab then replaces a fork server that is older than this
+    call, because the libraries in that server have already looked for optional packages.
 
     Args:
         package: the import name, e.g. "deepspeed".

@@ -93,7 +93,7 @@ def _where(error: BaseException) -> str:
 
 
 def oom_kills() -> int:
-    """Return the number of processes that the kernel killed so far for lack of memory (Linux; 0 elsewhere)."""
+    """Return the number of processes that the kernel killed for lack of memory since it booted (Linux; 0 elsewhere)."""
     found = re.search(r"^oom_kill (\d+)", hardware.read(hardware.ROOT / "proc/vmstat"), re.MULTILINE)
     return int(found[1]) if found else 0
 
@@ -104,7 +104,7 @@ def died(code: int | None, kills_before: float = float("inf")) -> Outcome:
     Args:
         code: the process's exit code, negative for a signal; None: the process ended with its parent.
         kills_before: the number that `oom_kills` returned when the process began. If the number has grown since then, a
-            SIGKILL counts as "out of memory". By default it never does.
+            SIGKILL is reported as "out of memory", otherwise as "killed". Default: always as "killed".
     """
     if code is None:
         return Outcome("killed", "the process ended because its parent process did")

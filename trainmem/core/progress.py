@@ -12,7 +12,10 @@ _open = threading.Lock()  # held while a bar is shown: a terminal has room for o
 
 @contextlib.contextmanager
 def hidden(wanted: bool = True) -> Iterator[None]:
-    """Show no bars inside this context if `wanted`: in a notebook that a program executes, bars would stay at 0 %."""
+    """Hide all progress bars inside this context: in a notebook that a program executes, bars would stay at 0 %.
+
+    `wanted`: False: change nothing.
+    """
     token = _hidden.set(wanted or _hidden.get())
     try:
         yield

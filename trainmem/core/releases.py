@@ -13,7 +13,7 @@ NEWEST_TORCH = "2.15"  # the newest tested release, with its CUDA allocator's ru
 
 
 def requirements() -> "list[Requirement]":
-    """Return the requirements of this project and its course; a requirement that only the course has carries a marker.
+    """Return the requirements of this project and of its course; the course's have a marker, `extra == "course"`.
 
     Raises:
         ImportError: the project's metadata is missing because it is not installed, or packaging is missing.

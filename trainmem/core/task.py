@@ -39,7 +39,7 @@ class Task(Record):
         architecture: name of the model's class in transformers, if the configuration names no class, or to use another
             head. None: the class that the configuration names.
         config: fields of the configuration to replace, e.g. {"num_hidden_layers": 2}.
-        data: "random" tokens, as in the guides, or "learnable": a rule that a small model learns in about a hundred
+        data: "random": random tokens. "learnable": tokens with a rule that a small model learns in about a hundred
             steps (classification: does a marker token occur; language models: the second half repeats the first).
         seed: seed of the random weights and of the generated data.
         lengths: tokens of each sequence, in place of `seq_len` and `dataset_size`. A batch is padded to its longest
@@ -179,7 +179,7 @@ class Task(Record):
     def loss_objective(self) -> str:
         """The loss to train with, e.g. "contrastive"; "" for the loss of the model's own class.
 
-        This is `objective`, or otherwise the preset's if no `architecture` is given.
+        If `objective` is empty, it is the preset's objective, unless `architecture` is given.
         """
         preset = PRESETS.get(_ALIASES.get(self.model, self.model), {})
         return self.objective or (preset.get("objective", "") if not self.architecture else "")
@@ -235,7 +235,7 @@ class Task(Record):
 
     def _class_name(self, config) -> str:
         """Return the name of the class that `model_class` returns, without importing the model's code; `config`: the
-        task's configuration. Raises ValueError: no class of this model type can be trained with the objective.
+        task's configuration. Raises ValueError: no class of this model type has the task's `loss_objective`.
         """
         name, known = self.architecture or next(iter(config.architectures or []), None), families.of_classes()
         if not self.architecture and (objective := self.loss_objective):
@@ -266,10 +266,10 @@ class Task(Record):
     def weights(self, dtype: Any = None, quantization: Mapping[str, Any] | None = None) -> Weights:
         """Return the type in which `from_pretrained` loads this model, and what decides it.
 
-        The rule of transformers 5 applies: `dtype` if it is given; otherwise the type that the configuration names
-        (`dtype`, or the older `torch_dtype`; in a composite configuration the part that the class takes); otherwise the
-        type of the first weight in the folder's files; otherwise float32. A model that was saved quantized stays
-        quantized, whatever is requested.
+        As in transformers 5, the first of these that is given decides: `dtype`; the configuration's `dtype` (or the
+        older `torch_dtype`); the type of the first weight in the folder's files; float32. If the model's class takes
+        only a part of the configuration, e.g. `text_config`, that part's `dtype` counts. A model that was saved
+        quantized stays quantized, whatever is requested.
 
         Args:
             dtype: a torch.dtype or its name; None or "auto": by the rule.
@@ -399,15 +399,15 @@ class Task(Record):
         return self.seq_len
 
     def shortest(self) -> int:
-        """Return the smallest possible `seq_len`: an image needs room for its tokens."""
+        """Return the smallest possible `seq_len`: an image's tokens plus 2 for an image-text model; otherwise 1."""
         is_with_image = self.family() == "image-text"
         return families.image_tokens(self.build_config(), self.image_size) + 2 if is_with_image else 1
 
     def arrays(self, size: int | None = None) -> dict[str, Any]:
         """Generate `size` examples (None: `dataset_size`), and return {column: array}.
 
-        A column is an input of the model's forward, or its labels: a numpy array with the examples along axis 0. It is
-        a list of arrays if a batch holds the column as a list.
+        A column is an input of the model's forward, or its labels: a numpy array with the examples along axis 0, or a
+        list with one entry per example if the model takes a list (object detection, mask segmentation).
 
         Raises:
             ValueError: sizes that conflict, such as an image of more tokens than `seq_len`.
@@ -428,7 +428,7 @@ class Task(Record):
         ).arrays()
 
     def dataset(self):
-        """Return a `datasets.Dataset` of `dataset_size` examples in torch format. Arrow holds the data, not tensors."""
+        """Return a `datasets.Dataset` of `dataset_size` examples, stored by Arrow and read as torch tensors."""
         from datasets import Dataset
 
         arrays = self.arrays()
@@ -437,9 +437,9 @@ class Task(Record):
         return Dataset.from_dict(arrays).with_format("torch")
 
     def collator(self) -> Callable[[list[dict]], dict] | None:
-        """Return the function that makes a batch of a list of examples with unequal `lengths` or with list columns.
+        """Return the function that makes a batch of a list of examples; None if the Trainer's own collator can do it.
 
-        Return None if the Trainer's own collator can batch the examples.
+        The Trainer's cannot batch examples of unequal `lengths`, or columns that a batch holds as lists.
         """
         if not self.lengths:
             names = families.LISTED.get(self.family())

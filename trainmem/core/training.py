@@ -55,7 +55,7 @@ class Experiment:
 
     @property
     def weights(self) -> Weights | None:
-        """The type of the weights, and what decided it; None for a function.
+        """The type in which the model's weights are loaded, and its source; None if the experiment runs a function.
 
         Raises:
             ValueError: the requested type or quantization is not supported, see `Task.weights`.
@@ -88,18 +88,18 @@ class Experiment:
 
     @property
     def steps_on_a_gpu(self) -> int:
-        """Optimizer steps to run on a GPU: `metered_steps`, or for a training by the Trainer up to three.
+        """Number of optimizer steps to run on a GPU: up to three for a training by the Trainer on examples of equal
+        length, otherwise `metered_steps`.
 
-        The second step requests the same blocks as the third step, but finds other free blocks. From the third step on,
-        all steps are alike.
+        Three suffice: the second step finds other free blocks than the third, but all later steps are like the third.
         """
         alike = self.training and not self.function and not self.task.lengths
         return min(self.arguments.get("max_steps", 3), 3) if alike else self.metered_steps
 
     @property
     def is_counted_by_tensors(self) -> bool:
-        """Whether to count the memory by tensors, because other threads or processes pass memory to this process at
-        irregular times.
+        """Whether to count memory as the bytes of live tensors plus each operation's workspace, not by the allocator's
+        events, because other threads or processes pass memory to this process at irregular times.
 
         This is so with several ranks, DataLoader workers, or DeepSpeed (see `memory_meter.MemoryMeter`).
         """

@@ -101,8 +101,8 @@ class Pool:
     Args:
         is_small: whether the pool has the small segments, for blocks of up to 1 MiB.
         page: bytes by which the pool's expandable segments grow.
-        ties: which of several free parts of one size comes first: "address", "block" or "segment", see
-            `allocator_settings.Release`.
+        ties: the order of free parts of one size: by lowest "address", by the "block" that torch created first, or by
+            the "segment" that was taken first (within it by lowest address).
     """
 
     def __init__(self, is_small: bool, page: int, ties: str = "segment"):
@@ -179,9 +179,9 @@ class Segment(NamedTuple):
 
 
 def segment_runs(head: Part, is_expandable: bool) -> list[Segment]:
-    """Return [segment]: the segment that begins with the part `head`, with its blocks.
+    """Return a list with the `Segment` that begins with the part `head`, and its blocks.
 
-    `is_expandable`: return each contiguously mapped run of an expandable segment instead.
+    `is_expandable`: return one `Segment` for each contiguously mapped range of an expandable segment instead.
     """
     found, run, part = [], [], head
     while part is not None:
@@ -333,7 +333,9 @@ class CachingAllocator:
         return free.pop(index)[-1]
 
     def _new(self, pool: Pool, size: int, requested: int) -> Part:
-        """Return a block of `size` bytes in memory newly taken from the device for `pool` (torch: the rest of malloc).
+        """Take memory from the device for `pool`, and return a block of `size` bytes in it.
+
+        This is the part of torch's malloc that runs if no cached block fits.
 
         `requested`: bytes before rounding.
 
@@ -418,8 +420,8 @@ class CachingAllocator:
         """Return a free block of `pool`, grown to `size` bytes; None if there is no room (torch:
         try_allocate_expandable_block).
 
-        Since torch 2.15, a request that exceeds the addresses of a segment gets None at once; older releases first take
-        a new segment for it.
+        If `size` exceeds the address range of one segment, torch 2.15 and newer return None at once; older releases
+        first take a new segment.
         """
         if self._refuses_early and size > self._space[pool.page]:
             return None

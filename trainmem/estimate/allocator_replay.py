@@ -68,7 +68,7 @@ class Replay:
         )
 
     def _breakdown(self, position: int) -> dict[str, int]:
-        """Return {category: bytes} after `position` events; bytes of no tensor count as operator workspace."""
+        """Return {category: bytes} after `position` events; bytes outside of tensors count as operator workspace."""
         live = dict.fromkeys(TENSOR_CATEGORIES, 0)
         for event in self.log.events[:position]:
             size, label = self.log.blocks[event if event >= 0 else ~event]
@@ -89,7 +89,7 @@ def replayed(log: Log, settings: str = "", capacity: int | None = None, rules: R
         rules: the rules of a torch release, see `allocator_settings.release`; None: the installed release.
 
     Raises:
-        ValueError: torch has no such option in `settings`.
+        ValueError: `settings` have an option or a value that torch refuses, or an option not supported here.
     """
     allocator = CachingAllocator(Settings.parse(settings), capacity, rules=rules)
     first, allocated = log.position("start"), []
@@ -140,10 +140,10 @@ def save(file: Path, *of) -> None:
     """Write a memory snapshot to `file`, pickled as torch does it, for torch's viewer.
 
     Args:
-        of: the arguments of `snapshot`: the log, and optionally settings, capacity and rules.
+        of: the arguments of `snapshot`, in its order: the log of allocations, and optionally settings, capacity, rules.
 
     Raises:
-        ValueError: torch has no such option in the settings.
+        ValueError: the settings have an option or a value that torch refuses, or an option not supported here.
     """
     file.write_bytes(pickle.dumps(snapshot(*of), protocol=_PROTOCOL))
 
@@ -160,7 +160,7 @@ def snapshot(log: Log, settings: str = "", capacity: int | None = None, rules: R
         rules: the rules of a torch release, see `allocator_settings.release`; None: the installed release.
 
     Raises:
-        ValueError: torch has no such option in `settings`.
+        ValueError: `settings` have an option or a value that torch refuses, or an option not supported here.
     """
     trace: list[dict[str, Any]] = []
     frames = functools.cache(_frames)  # one list for all blocks of a label keeps the file small

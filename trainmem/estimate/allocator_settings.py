@@ -105,7 +105,7 @@ def _words(text: str) -> dict[str, str]:
     """Return {name: value} for a text of `name:value` pairs; commas inside brackets do not separate pairs.
 
     Raises:
-        ValueError: a word without a name or a value.
+        ValueError: a pair lacks its name or its value.
     """
     words = {}
     for word in filter(None, re.split(r",(?![^[]*\])", text)):
@@ -156,8 +156,8 @@ _SHARE_OF_CARD = -1.0  # the value is a share of the card's memory
 
 
 def _reserve(value: str) -> float | None:
-    """Parse the value of `expandable_segments_reserve`: return GiB of addresses, or -1 for a share of the card's
-    memory; None for a value that is not above 0, which torch ignores with a warning.
+    """Parse a value of `expandable_segments_reserve`: return the GiB of addresses to reserve, e.g. 40 for "40G"; -1 if
+    the value, e.g. "1.5", is a multiple of the card's memory; None if it is no number above 0, and so has no effect.
     """
     is_gib = value[-1:] in ("G", "g")
     try:
@@ -194,7 +194,7 @@ def _read(name: str, value: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Hold a torch release's rules about device memory, as far as releases differ, e.g. in sharing workspaces."""
+    """Hold those rules of a torch release about device memory that differ between releases."""
 
     torch: str  # "2.13"
     # Which of several free blocks of one size is taken: the one with the lowest "address", the "block" that torch made
@@ -235,8 +235,8 @@ def release(torch_version: str | None = None) -> Release:
     """Return the rules of a torch release such as "2.11" or "2.11.0+cu130"; None: of the installed release.
 
     Like torch, obey TORCH_CUBLASLT_UNIFIED_WORKSPACE and, since 2.15, TORCH_CUBLAS_WORKSPACE_CACHE (1 or 0). For a
-    release newer than all known releases, return the newest known rules, with that release as their `torch` (see
-    `is_tested`), and warn once.
+    release newer than all known releases, warn once and return the rules of the newest known one, with `torch` set to
+    the requested release (`is_tested` is then False).
 
     Raises:
         ValueError: the text names no release, or a release older than all known releases.
@@ -267,7 +267,7 @@ def newest() -> str:
 
 
 def is_tested(rules: Release) -> bool:
-    """Return whether `rules.torch` is a release with known rules; otherwise its rules are the newest known ones."""
+    """Return whether the rules of the release `rules.torch` are known; False: `rules` are the newest known ones."""
     return rules.torch in RELEASES
 
 

@@ -92,9 +92,10 @@ def remembered(function: Callable, arguments: Sequence, ask: Callable[[], Any]) 
 
 
 def _question(arguments: Sequence) -> list[str] | None:
-    """Return the arguments as texts, with the time of change of each file that they name and the identity of each task.
+    """Return texts that identify an estimate's arguments: their repr, and further texts for files and tasks.
 
-    Return None if the answer depends on something that has no name, e.g. a user's function, or a model on the Hub.
+    The further texts are the time of change of each file that the arguments name, and the identity of each task.
+    Return None, so that nothing is stored, for arguments without a lasting text: a user's function, a model on the Hub.
     """
     parts = [repr(arguments)]
     for each in (part for argument in arguments for part in (argument if isinstance(argument, list) else [argument])):
@@ -115,7 +116,7 @@ def _question(arguments: Sequence) -> list[str] | None:
 
 @functools.cache
 def _surroundings() -> str:
-    """Return, as text, what an answer depends on besides the question: libraries, code, CPU and environment."""
+    """Return, as text, everything but the arguments that an answer depends on: libraries, code, CPU, environment."""
     code = sorted(each for each in Path(__file__).parents[1].rglob("*") if each.suffix in (".py", ".toml", ".json"))
     folders = [Path(each) for each in sys.path if each.endswith(("site-packages", "dist-packages"))]
     times = [(str(each), each.stat().st_mtime_ns) for each in (*code, *folders) if each.exists()]

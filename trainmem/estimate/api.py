@@ -76,7 +76,7 @@ def estimate(
 
     Raises:
         ValueError: an unknown argument, a value out of range, a model or an operator that cannot be traced, compiled
-            code, or no estimate within `timeout` (or within the limit of `processes.within`).
+            code, or no estimate within `timeout` or the time limit of an enclosing `processes.within`.
     """
     import cloudpickle
 
@@ -133,7 +133,7 @@ def target(
     torch_version: str | None = None,
     card: str | None = None,
 ) -> Device:
-    """Return the device whose memory is to be estimated; the arguments mean the same as in `estimate`.
+    """Return the device to estimate for, with its allocator's settings and rules; the arguments are as in `estimate`.
 
     Raises:
         ValueError: an unknown card, device, torch release or allocator setting, or a value out of range.

@@ -31,7 +31,7 @@ Step = torch.Tensor | int | Free  # a result, bytes of a buffer held until the o
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """Hold what the memory of a GPU's kernels depends on.
+    """Hold the properties of a GPU and of torch on which the memory requested by kernels depends.
 
     Args:
         capability: compute capability, e.g. (9, 0).
@@ -45,8 +45,8 @@ class Gpu:
 
 
 def scan_bytes(count: int, tile: int = 896, each: int = 16) -> int:
-    """Return the bytes of the buffer of CUB's running sum over `count` elements: `each` bytes for every `tile`
-    elements, and for 32 tiles more (NVIDIA/cccl, cub/agent/single_pass_scan_operators.cuh).
+    """Return the bytes of the buffer with which CUB computes a running sum over `count` elements: `each` bytes per tile
+    of `tile` elements, and for 32 extra tiles (NVIDIA/cccl, cub/agent/single_pass_scan_operators.cuh).
     """
     return next_multiple(each * (-(-count // tile) + 32), CUB_BYTES) + 511
 
@@ -59,7 +59,7 @@ def contiguous_copy(tensor: torch.Tensor, layout: torch.memory_format = torch.co
 def efficient_forward(gpu: Gpu, made, query, key, value, *_, **__):
     """Return the memory requests of memory-efficient attention's forward, in order: results, and bytes of buffers.
 
-    For heads wider than 128 the result is summed in fp32 (mem_eff_attention/kernel_forward.h:
+    For 16-bit heads wider than 128, one buffer holds the result in fp32 (mem_eff_attention/kernel_forward.h:
     kNeedsOutputAccumulatorBuffer). `made`: the results on fake tensors.
     """
     wide = query.dtype in HALF and value.shape[-1] > 128
@@ -70,8 +70,8 @@ def efficient_forward(gpu: Gpu, made, query, key, value, *_, **__):
 def efficient_backward(gpu: Gpu, made, gradient, query, key, value, bias, *rest, **__):
     """Return the memory requests of memory-efficient attention's backward, in order: results, and bytes of buffers.
 
-    The first buffer holds the row sums of gradient times output; for inputs in fp32, this product needs a buffer of its
-    own, which comes first. The last buffer holds dQ in fp32 in tiles, each with a header of 16 bytes; for wide heads in
+    The first buffer holds the row sums of gradient times output. For inputs in fp32, a buffer with the product itself
+    comes before it. The last buffer holds dQ in fp32 in tiles, each with a header of 16 bytes; for wide heads in
     16 bits it also holds dK and dV in fp32. The size of a tile depends on the GPU's shared memory
     (mem_eff_attention/kernel_backward.h). `made`: the results on fake tensors.
     """
@@ -102,8 +102,9 @@ def efficient_backward(gpu: Gpu, made, gradient, query, key, value, bias, *rest,
 def flash_forward(gpu: Gpu, made, query, key, value, dropout_p=0.0, *_, **__):
     """Return the memory requests of flash attention's forward, in order: results, and bytes of buffers.
 
-    If too few rows would leave the card idle, the kernel splits the keys into parts, sums each part in fp32 and
-    combines them (flash_attn/flash_api.cpp: set_params_splitkv, num_splits_heuristic). `made`: results on fake tensors.
+    If there are too few query rows to keep the GPU busy, the kernel splits the keys into parts, and holds each part's
+    result in fp32 until it combines them (flash_attn/flash_api.cpp: set_params_splitkv, num_splits_heuristic).
+    `made`: the results on fake tensors.
     """
     if dropout_p:
         return [*made[:2], 16, *made[:1:-1]]
@@ -120,7 +121,7 @@ def flash_forward(gpu: Gpu, made, query, key, value, dropout_p=0.0, *_, **__):
 def flash_backward(gpu: Gpu, made, gradient, query, key, value, out, *_, **__):
     """Return the memory requests of flash attention's backward, in order: results, and bytes of buffers.
 
-    The buffers hold one fp32 sum per row, then dQ in fp32; for grouped queries also dK and dV for each query head
+    The buffers hold one fp32 sum per query row, then dQ in fp32; for grouped queries also dK and dV per query head
     (flash_attn/flash_api.cpp: mha_bwd). `made`: the results on fake tensors.
     """
     batch, heads, length, head = query.shape
@@ -142,9 +143,9 @@ def cudnn_forward(gpu: Gpu, made, *_, **__):
 def cudnn_backward(gpu: Gpu, made, gradient, query, key, value, out, *_, **__):
     """Return the memory requests of cuDNN attention's backward, in order: results, and bytes of one buffer.
 
-    The buffer holds dQ and one sum per row, in fp32; on compute capability 10 and for heads of width 256, it holds no
-    dQ. Source: NVIDIA/cudnn-frontend, scaled_dot_product_flash_attention.h: get_fe_workspace_size_node. `made`: the
-    results on fake tensors.
+    The buffer holds one sum per query row and dQ, in fp32. For heads of width 256 on compute capability 10, it holds
+    the sums only. Source: NVIDIA/cudnn-frontend, scaled_dot_product_flash_attention.h: get_fe_workspace_size_node.
+    `made`: the results on fake tensors.
     """
     rows, of_queries = 4 * query[..., 0].numel(), 4 * query.numel()
     return [*made, rows if gpu.capability[0] == 10 and query.shape[-1] == 256 else of_queries + rows]
@@ -153,8 +154,8 @@ def cudnn_backward(gpu: Gpu, made, gradient, query, key, value, out, *_, **__):
 def _parts(blocks: int, places: int, most: int) -> int:
     """Return the number of parts into which flash attention splits the keys; 1 if no split is needed.
 
-    The number is the smallest with which the waves of blocks are at least 85% as full as with the best number. A wave
-    is the blocks that run at once.
+    Blocks run in waves of `places` blocks, and the last wave may be partly empty. The result is the smallest number of
+    parts that fills the waves to at least 85% of the best fill that any number of parts reaches.
 
     Args:
         blocks: number of blocks without a split.
