@@ -68,8 +68,8 @@ class Explanation:
     def by_tensor(self, count: int = _ROWS) -> list[tuple[Tensor, tuple[int, int]]]:
         """Return the `count` tensors whose bytes at the peak differ most between recipes A and B, largest first.
 
-        Each is ((category, module, operation, line of code), (bytes at A's peak, bytes at B's peak)). One last entry is
-        the sum of all other tensors.
+        Each is ((category, module, operation, line of code), (bytes at A's peak, bytes at B's peak)). All
+        other tensors are summed in one last entry.
         """
         every, rest = [*self.tensors.items()][:count], [*self.tensors.values()][count:]
         others = ("others", f"{len(rest)} more", "", ""), (sum(a for a, _ in rest), sum(b for _, b in rest))

@@ -134,8 +134,9 @@ _with: dict[str, Any] = {}  # arguments of `trace_of` in the process that traces
 def _as_traced(experiment: Experiment, device: Device) -> Experiment:
     """Return the experiment in the form that is traced.
 
-    The traced form has no data loader workers, no `fsdp` if nothing is sharded, and only as many samples as the traced
-    steps use. On CUDA it may have another optimizer with the same states (`gpu_optimizers.traced`).
+    The traced form has no data loader workers and, if nothing is sharded, no `fsdp`. A training without evaluation has
+    only as many samples as the traced steps use. On CUDA another optimizer with the same states may replace a missing
+    one (`gpu_optimizers.traced`).
 
     Raises:
         Invalid: the model does not exist, or its optimizer needs a GPU.
