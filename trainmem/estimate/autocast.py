@@ -86,7 +86,8 @@ class _Casts:
     def _cast(self, arguments: Arguments, dtype: torch.dtype) -> Arguments:
         """Return the arguments (args, kwargs) with their tensors cast to `dtype`.
 
-        The last argument is cast first, as C++ compilers evaluate arguments; tensors of a list are cast in order.
+        The arguments are cast from the last to the first, because torch's compiled C++ code evaluates them in this
+        order. The tensors of a list are cast from the first to the last.
         """
         cast = functools.partial(tree_map, lambda leaf: self._cast_one(leaf, dtype) if _is_cast(leaf) else leaf)
         args, kwargs = arguments
@@ -130,7 +131,7 @@ def _ruled(rule, name, *args, **kwargs):
 def _fp32_result(name, args, kwargs) -> Arguments:
     """Return the arguments of a sum or product with fp32 as the type of its result, unless the caller requested a type.
 
-    This is a rule of `_Casts.rules`.
+    `_Casts.rules` lists this rule. `name`: the operator; `args`, `kwargs`: its arguments.
     """
     index = [argument.name for argument in overload(name)._schema.arguments].index("dtype")
     given = args[index] if len(args) > index else kwargs.get("dtype")
@@ -140,9 +141,9 @@ def _fp32_result(name, args, kwargs) -> Arguments:
 
 
 def _fp32_norm(name, args, kwargs) -> Arguments:
-    """Return the arguments for that overload of a norm which takes the result's type (see `_NORMS`): fp32 is this type.
+    """Return a norm's arguments for its overload with `dtype`, the type of the result (see `_NORMS`); `dtype` is fp32.
 
-    If autocast does not cast the first argument, the type is that argument's own. This is a rule of `_Casts.rules`.
+    If autocast does not cast the first argument, `dtype` is the type of this argument. `_Casts.rules` lists this rule.
     """
     defaults = [argument.default_value for argument in overload(name)._schema.arguments]
     dtype = torch.float32 if _is_cast(args[0]) else args[0].dtype
@@ -156,7 +157,7 @@ def _banned(name, *_):
 def _no_rule(name, *_):
     """Raise RuntimeError for an operator that is on none of CUDA's autocast lists.
 
-    `_cudnn_rnn` never gets this rule: only a CUDA build registers it, and only a GPU calls it.
+    In a CUDA build of torch `_cudnn_rnn` gets this rule, too; it is never called with CPU tensors.
     """
     remedy = f"use torch {newest()} or older"
     raise RuntimeError(f"the rule by which torch {torch.__version__} autocasts {name} on CUDA is unknown: {remedy}")

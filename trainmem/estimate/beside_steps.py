@@ -28,8 +28,8 @@ _MADE = " "  # stands for a tensor that the operation made, in place of an input
 def few_batches(tracker: "FakeTracker") -> contextlib.AbstractContextManager:
     """Return a context in which at most two batches of each shape are traced in an evaluation.
 
-    For each later batch, the tracker's log repeats the second batch of its shape. The repetitions have predictions of
-    their own, because the Trainer keeps all predictions.
+    For each later batch, the log entries of the second batch of its shape are repeated. They include new memory for the
+    predictions, because the Trainer keeps the predictions of all batches.
     """
     from transformers import Trainer
 
@@ -67,8 +67,8 @@ def few_batches(tracker: "FakeTracker") -> contextlib.AbstractContextManager:
 def checkpoints(tracker: "FakeTracker") -> Iterator[None]:
     """Let libraries save and load fake tensors in this context.
 
-    Loaded tensors are put on the CPU, so they count only if the training runs on the CPU. Adapters of peft are an
-    exception: they are loaded on the GPU that the training uses.
+    Loaded tensors are on the CPU: if the training runs on a GPU, their memory is not counted. Adapters of peft are an
+    exception: they are loaded onto the GPU.
     """
     files: dict[str, dict[str, Spec]] = {}
 
@@ -129,8 +129,10 @@ def _header(tensors: dict[str, torch.Tensor], metadata: Any) -> bytes:
 
 
 def peaks(marks: list[tuple[str, int, int]], totals: np.ndarray, begins: np.ndarray, first: int) -> tuple:
-    """Return the peak of each phase outside the steps: (phase, live bytes before it, most live bytes, index of the
-    operation at that peak, (first, last + 1) operation of the phase).
+    """Return the peak of each phase outside the training steps, e.g. of an evaluation, as a tuple of five parts.
+
+    These are: the phase; the live bytes when it begins; its highest live bytes; the index of the operation at this
+    peak; (index of the phase's first operation, index of its last operation + 1). Indices count the trace's operations.
 
     Args:
         marks: (label, log entries so far, operations so far) of each mark of the tracker, see `Watcher.marks`.

@@ -1,8 +1,8 @@
 """Make a training on fake CPU tensors take CUDA's decisions, for an estimate that needs no GPU.
 
-On fake "cpu" tensors torch would choose the CPU's attention kernel, dropout and autocast lists. `emulated` makes it
-choose CUDA's, as in torch's sources. `allocator` models the memory that no tensor shows. Each difference between CUDA
-and the CPU has a name, and the estimate lists the difference as an assumption with its source (`cuda.toml`).
+On fake "cpu" tensors torch would choose the CPU's attention kernel, dropout and autocast lists. `emulated` makes torch
+choose CUDA's. The memory beyond the tensors' own bytes, e.g. from rounding, is modelled in `allocator`. Each difference
+between CUDA and the CPU has a name and a source in `cuda.toml`, and the estimate lists it as an assumption.
 """
 
 import contextlib
@@ -169,7 +169,7 @@ def _fused_attention(kernel, query, key, value, attn_mask, dropout_p, is_causal,
 
 
 def _first(results):
-    """Return the first of several results, and free the later ones one by one in their order, as C++ does."""
+    """Return the first of several results, and free the others one by one in order, as torch's C++ code does."""
     first, results = results[0], results[1:]
     while results:
         results = results[1:]

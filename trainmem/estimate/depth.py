@@ -77,16 +77,17 @@ class Line:
 
 
 def _beyond(shallow: Sequence[int], layers: int) -> int:
-    """Return the bytes for `layers` layers on the straight line through `shallow`, the bytes of two shallow models."""
+    """Extrapolate linearly: return the bytes at `layers` layers; `shallow`: the bytes at 2 and at 4 layers."""
     return round(shallow[1] + (layers - _SHALLOW[1]) / (_SHALLOW[1] - _SHALLOW[0]) * (shallow[1] - shallow[0]))
 
 
 def line(task: Task, *, processes: int = 1, timeout: float = 300, **options) -> Line:
-    """Return the memory of a training as a function of the number of layers; the task's number of layers is ignored.
+    """Return the memory of a training as a function of the number of layers, from traces with 2 and with 4 layers.
 
     Args:
+        task: the model and its data; the model's own number of layers is ignored.
         processes: ranks of a data-parallel training.
-        timeout: time limit of both traces together, in seconds.
+        timeout: time limit in seconds for the two traces together.
         options: `device` and `compute_capability` as in `estimate`, and training arguments.
 
     Raises:
@@ -105,13 +106,14 @@ def line(task: Task, *, processes: int = 1, timeout: float = 300, **options) -> 
 def _shallow(
     experiments: list[Experiment], device: Device, probe: "Probe", tell: Tell
 ) -> list[tuple[Places, int, int]]:
-    """Trace the shallow trainings; return the fields of `Line` for each: (places, reserved bytes, bytes of states).
+    """Trace a training with 2 and with 4 layers; return one tuple for each: (places, reserved bytes, bytes of states).
 
-    Places are {place: most bytes}, see `_places`. On a CPU, the reserved bytes are the peak of live bytes. States are
-    weights, gradients and optimizer states. Call it through `fresh_process.with_probe`.
+    `places` is {(phase, operation, module): highest live bytes}, see `_places`. The reserved bytes are the allocator's
+    peak on CUDA, and the peak of live bytes on a CPU. States are weights, gradients and optimizer states; their bytes
+    are the highest sum of the three. Call this function through `fresh_process.with_probe`.
 
     Args:
-        experiments: the training with each number of layers.
+        experiments: the training with 2 layers, and with 4 layers.
         device: the device whose memory is estimated.
         probe: measures operator workspaces.
         tell: reports progress to the caller.
@@ -129,14 +131,14 @@ def _shallow(
 
 
 def _places(trace: Trace, totals: "np.ndarray", layers: int) -> Places:
-    """Return a training's places: {(phase, operation, module without its layer's number): most bytes alive}.
+    """Return the highest live bytes at each place of a training: {(phase, operation, module): bytes}.
 
-    The layer's number is replaced by "first", "last", or for all layers between them by "between". Operations outside
-    all modules are left out, because the number of layers may change when they run; only the optimizer's and an
-    evaluation's are kept.
+    In the module's name, the layer's number is replaced by "first", "last" or, for all other layers, "between", so that
+    models of different depths have the same places. Operations outside all modules are left out, except those of the
+    optimizer step and of an evaluation: the moment at which they run may depend on the number of layers.
 
     Args:
-        totals: (operations,): bytes alive during each operation.
+        totals: (operations,): live bytes during each operation.
         layers: number of the traced model's layers.
     """
     places: Places = {}

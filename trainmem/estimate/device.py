@@ -44,7 +44,7 @@ _DEVICES = (torch.device, DeviceName)  # arguments that mean the device; the tex
 
 
 class Placement(Enum):
-    """Name a tensor's memory on a machine with a GPU: the host's, the device's, or neither (paged by the driver)."""
+    """Name where a tensor is on a machine with a GPU: on the host, on the device, or in memory paged between both."""
 
     HOST = auto()
     DEVICE = auto()  # its bytes count
@@ -60,8 +60,8 @@ class DeviceTracker(FakeTracker):
 
     Args:
         capability: the GPU's compute capability, e.g. (9, 0).
-        is_function: whether a user's loop is traced.
-        from_the_start: whether to place all tensors of the loop on the device, because the loop never sends its model.
+        is_function: whether the experiment is a function with the user's own training loop, not the Trainer's loop.
+        from_the_start: whether to place all tensors of the user's loop on the device, because it never sends its model.
         cache: known results of operations; new ones are added. None: an empty cache.
         rules: the rules of a torch release, see `allocator_settings.release`; None: the installed release.
     """
@@ -189,8 +189,8 @@ class DeviceTracker(FakeTracker):
     def send(self, tensor: torch.Tensor, category: str = Category.INPUTS) -> None:
         """Send a tensor to the device, unless it is there already.
 
-        From the first tensor of weights on, the model counts as being on the device. `category`: the category under
-        which the tensor's memory is counted.
+        After the first weight has been sent, the whole model counts as being on the device. `category`: the category
+        under which the tensor's memory is counted.
         """
         storage = None if is_traceable_wrapper_subclass(tensor) else self._storage(tensor)
         if category == Category.WEIGHTS:
@@ -238,11 +238,11 @@ class DeviceTracker(FakeTracker):
         return result
 
     def _copy_into_base(self, gradient: torch.Tensor) -> None:
-        """Log that autograd copies the gradient of an overwritten view into a new gradient of the view's base, and
-        frees the view's gradient.
+        """Log that autograd copies `gradient`, the gradient of an overwritten view, into a new gradient of the view's
+        base, and frees `gradient`.
 
-        In a real training AsStridedBackward0 makes this copy. In a trace, which is a dispatch mode, autograd replays
-        the view instead and copies nothing, so the copy must be logged here.
+        In a real training AsStridedBackward0 makes this copy. In a trace a dispatch mode is active; autograd then
+        replays the view and copies nothing, so the copy must be logged here.
         """
         storage = self._storage(gradient)
         if storage is None or storage._cdata not in self._blocks or torch.is_grad_enabled():
@@ -326,10 +326,10 @@ class DeviceTracker(FakeTracker):
 
 
 def _send_8bit(plain, weight, *args, **kwargs):
-    """Return a quantized `Int8Params` unchanged, and send any other weight by `plain`, the replaced `to`.
+    """Return a quantized `Int8Params` unchanged; for any other weight, call `plain`, the original method `to`.
 
-    peft calls `to` for each quantized weight that is on the CPU. Fake weights always seem to be there, even if they
-    represent weights on a GPU; and `to` would lose the scales of an 8-bit layer.
+    peft calls `to` for each quantized weight on the CPU. A fake weight always seems to be on the CPU, even if it
+    represents a weight on a GPU. For an 8-bit layer, `to` would lose the layer's scales.
     """
     return weight if weight.data.dtype is torch.int8 else plain(weight, *args, **kwargs)
 

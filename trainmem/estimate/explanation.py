@@ -66,9 +66,10 @@ class Explanation:
         return {str(name): (a[name], b[name]) for name in a if a[name] or b[name]}
 
     def by_tensor(self, count: int = _ROWS) -> list[tuple[Tensor, tuple[int, int]]]:
-        """Return ((category, module, operation, line of code), (bytes in A, bytes in B)) of `count` tensors.
+        """Return the `count` tensors whose bytes at the peak differ most between recipes A and B, largest first.
 
-        These tensors differ most between A and B. All other tensors are summed in one last entry.
+        Each is ((category, module, operation, line of code), (bytes at A's peak, bytes at B's peak)). All
+        other tensors are summed in one last entry.
         """
         every, rest = [*self.tensors.items()][:count], [*self.tensors.values()][count:]
         others = ("others", f"{len(rest)} more", "", ""), (sum(a for a, _ in rest), sum(b for _, b in rest))
@@ -125,8 +126,8 @@ def explain(
         a, b: all training arguments of each recipe, as in `estimate`. The arguments are changed from A to B one by one,
             in the order of `b`, then the arguments that only A has.
         processes: ranks of a data-parallel training.
-        timeout: time limit of each estimate in seconds. Estimates are made of A, after each change, and, if there are
-            few changes, of A with each change alone.
+        timeout: time limit of each estimate in seconds. There is one estimate for A, one after each change, and, if
+            there are few changes, one for A with each change alone.
         where: card, device, compute_capability, device_memory, allocator_settings, as in `estimate`.
 
     Raises:
@@ -167,11 +168,11 @@ def explain(
 
 
 def _priced(names: list[str], peak: Any, ends: tuple[int, int]) -> dict[str, tuple[int, int | None]]:
-    """Return {argument: (its bytes after all earlier arguments, its bytes alone)}: by how much it raises the peak.
+    """Return by how many bytes each argument raises the peak when it changes from recipe A's value to B's.
 
-    Each argument changes from recipe A's value to recipe B's. For the first number all earlier arguments have changed
-    already; for the second number no other argument changes, and None means unknown. An argument that is not valid
-    without the next argument shares an entry with it: "argument, next".
+    The result is {argument: (bytes if all earlier arguments have changed already, bytes if no other argument changes)}.
+    The second number is None if it is unknown. If an argument is not valid without the next argument, the two share an
+    entry: "argument, next".
 
     Args:
         names: the arguments in which A and B differ, in order.
@@ -197,7 +198,7 @@ def _priced(names: list[str], peak: Any, ends: tuple[int, int]) -> dict[str, tup
 def _explained(experiment: Experiment, device: Device, probe: Any, tell: Tell):
     """Return (estimate, {tensor: bytes at the peak}, warnings) of one recipe.
 
-    A tensor is (category, module, operation, line of code). Call it through `fresh_process.with_probe`.
+    A tensor is (category, module, operation, line of code). Call this function through `fresh_process.with_probe`.
 
     Args:
         probe: measures operator workspaces.
@@ -266,9 +267,10 @@ def _peak_warnings(experiment: Experiment, made: MemoryEstimate, sizes: Counter)
 
 
 def _witnessed(follow: Callable, experiment: Experiment, tracker: Any):
-    """Run `follow`, which is `trace.follow`, with a `Witness`; return its trace with the attribute `witnessed` added.
+    """Trace the experiment with `follow` (`trace.follow`) and return the trace, with its field `witnessed` filled in.
 
-    `witnessed` is ([(module, line of code) of each block], [number of log entries at each operation's end], warnings).
+    `witnessed` has three parts: for each allocated memory block (module, line of code); for each operation, the number
+    of log entries when it ended; and the warnings about the model.
 
     Raises:
         Invalid: the experiment cannot be built or traced, or no parameter gets a gradient.
@@ -342,7 +344,10 @@ class Witness:
                     self._owners.setdefault(id(block), name)
 
     def origins(self) -> list[tuple[str, str]]:
-        """Return (module or parameter, its line of code as file:line) of each block, in the order of allocation."""
+        """Return the origin of each allocated memory block: (module or parameter, its line of code as file:line).
+
+        The blocks are in the order of allocation. A part that is unknown is "".
+        """
         operations, found = self._tracker.operations, []
         ends = [end for end, *_ in operations]
         for position, (block, sign) in enumerate(self._tracker.log):
@@ -363,7 +368,8 @@ class Witness:
         """Return the first line, as file:line, of the forward of the module `name`, or of the module that holds the
         parameter `name`.
 
-        If a library defines that forward, take the nearest enclosing module whose forward no library defines.
+        If a library such as torch or peft defines that forward, return the line of the nearest enclosing module whose
+        forward is the model's or the user's code, or "" if there is none.
         """
         module = self._modules.get(name)
         code = module is not None and getattr(inspect.unwrap(type(module).forward), "__code__", None)
@@ -428,9 +434,9 @@ class Witness:
 
 
 def _line(frame: Any) -> str:
-    """Return the innermost line of code that is not a library's, as file:line, in `frame` or its callers.
+    """Return the innermost line of the model's or the user's code, as file:line, that runs in `frame` or its callers.
 
-    Return "" if all code up to the caller of the model is a library's.
+    Return "" if only libraries, such as torch and peft, run between the training loop and `frame`.
     """
     while frame is not None and not (file := _shown(frame.f_code.co_filename)).startswith(_CALLERS):
         if not _is_library(file):

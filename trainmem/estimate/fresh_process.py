@@ -1,4 +1,7 @@
-"""Call functions that trace trainings in fresh subprocesses: `ask` in the caller, `with_probe` in the subprocess."""
+"""Call functions that trace trainings in fresh subprocesses.
+
+The caller uses `ask`. In the subprocess `with_probe` calls the function, with a probe that measures workspaces.
+"""
 
 import contextlib
 import functools

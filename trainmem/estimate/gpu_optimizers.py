@@ -45,7 +45,10 @@ def assumptions(arguments: Arguments) -> list[str]:
 
 
 def replacements(tracker: "DeviceTracker", optim: str) -> Iterator[tuple[Any, str, Callable]]:
-    """Yield (owner, name, replacement) for each library function to replace while the optimizer `optim` is traced."""
+    """Yield the library functions to replace while the optimizer `optim` is traced.
+
+    Each is (module or class that holds the function, the function's name, replacement).
+    """
     yield torch.cuda, "synchronize", lambda *_, **__: None
     if fnmatch(optim, "paged*") or fnmatch(optim, "*_bnb*") or fnmatch(optim, "galore_*8bit*"):
         importlib.import_module("bitsandbytes")
@@ -62,10 +65,10 @@ def replacements(tracker: "DeviceTracker", optim: str) -> Iterator[tuple[Any, st
 
 
 def _update_32bit(plain, optimizer: str, gradient, weight, *args, max_unorm: float = 0.0, **options):
-    """Update a weight by `plain`, bitsandbytes' 32-bit update, with the memory that the update takes on a GPU.
+    """Update a weight with `plain`, bitsandbytes' 32-bit update.
 
-    If `max_unorm` is above 0, the weight's norm is computed first. The arguments after `plain` are those of
-    bitsandbytes' update; `optimizer` is the name of an optimizer, e.g. "adam".
+    If `max_unorm` is above 0, the weight's norm is computed first and held during the update, as on a GPU. The
+    arguments after `plain` are those of bitsandbytes' update; `optimizer` is the name of an optimizer, e.g. "adam".
 
     Raises:
         Invalid: bitsandbytes has no kernel for this optimizer with gradients in bfloat16.

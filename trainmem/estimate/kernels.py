@@ -134,9 +134,10 @@ class Kernels:
     def _reduction(self, bytes_each: int, made, tensor, dim=None, keepdim=False, *_, dtype=None, **__) -> list[Step]:
         """Return the bytes of each buffer that a reduction needs besides its result.
 
-        The buffers hold a copy of integers in the result's type, and partial results if several blocks share a result.
+        If a sum converts its input to another type, e.g. integers to int64, one buffer holds the converted input. If
+        several thread blocks compute one element of the result, other buffers hold their partial results.
 
-        `bytes_each`: bytes of one accumulated number, see `_REDUCTIONS`.
+        `bytes_each`: bytes of one accumulated number (0: the result's type decides), see `_REDUCTIONS`.
         """
         if not tensor.numel():
             return []
@@ -154,8 +155,8 @@ class Kernels:
 
         The indices are sorted, unless there are at most 3072 and no `scale_by_frequency`. The gradients of up to 10
         equal indices are then added to one partial sum in fp32, which is kept until all partial sums of one index are
-        added. If there are few rows and each row occurs often, partial sums are not kept, but added to the rows in fp32
-        at once. Source: cuda/Embedding.cu, EmbeddingBackwardKernel.cu.
+        added. If the indices name few rows, and each row often, the gradients are added to the rows in fp32 at once,
+        without partial sums. Source: cuda/Embedding.cu, EmbeddingBackwardKernel.cu.
         """
         count, width = indices.numel(), gradient.shape[-1]
         copies = [*contiguous_copy(gradient), *contiguous_copy(indices)]
@@ -206,11 +207,10 @@ class Kernels:
         return [*made, *checks, *place, *contiguous_copy(values), each, each, each, sort]
 
     def _bounds(self, index: torch.Tensor) -> list[Step]:
-        """Return the memory requests, bytes and frees of buffers, of a check that an index is within bounds.
+        """Return the memory requests of a check that all numbers in `index` are within bounds.
 
-        The smallest and the largest number are found in one pass, then compared with the bounds.
-
-        `index`: whole numbers, on the device, of any shape.
+        A request is the bytes of a buffer, or a `Free`, which frees a buffer. The smallest and the largest number are
+        found in one pass, then compared with the bounds. `index`: whole numbers on the device, in any shape.
         """
         shared = reduction_scratch.scratch_bytes(
             index.shape, index.stride(), range(index.dim()), self._gpu.processors, 2 * WORD
@@ -228,9 +228,9 @@ class Kernels:
     def _scan(self, made, tensor, dim, *_, **__):
         """Return the memory requests of `cumsum`, in order: the result (`made`), and bytes of buffers.
 
-        If the input has another type than the result, a buffer holds the input's cast. No cast is listed for a count of
-        tokens per expert: on a CPU, where the trace runs, transformers counts in floats, but on a GPU in int32, which
-        needs no cast (transformers/integrations/moe.py).
+        If the input has another type than the result, a buffer holds the cast input. The one exception is
+        transformers' count of tokens per expert: it is in floats on a CPU, where the trace runs, but in int32 on a GPU,
+        where no cast is needed (transformers/integrations/moe.py).
         """
         dtype, counted = made[0].dtype, made[0].dtype is torch.int32 and tensor.dtype is torch.float32
         cast = [] if counted or tensor.dtype is dtype else [tensor.numel() * dtype.itemsize]
@@ -242,17 +242,19 @@ class Kernels:
     def _safe_softmax(self, made, tensor, dim, *_, **__):
         """Return the memory requests of `_safe_softmax`, which gives 0 in rows that are masked completely.
 
-        After the result (`made`) come masks of elements and of rows, and the zero to write (native/SoftMax.cpp).
+        After the result (`made`) come a mask of elements, a mask of rows, and a tensor with the 0 (native/SoftMax.cpp).
         """
         return [*made, tensor.numel(), tensor.numel() // tensor.shape[dim], made[0].element_size()]
 
     def _sort_bytes(self, count: int, largest: int, key: int = WORD) -> int:
         """Return the bytes of the buffer in which CUB sorts `count` keys, together with their positions, by radix sort.
 
-        The bytes are the bins of each pass over 8 bits, each block's progress, and for more than one pass a second set
-        of keys and positions (NVIDIA/cccl, cub/device/dispatch/dispatch_radix_sort.cuh).
+        Each pass sorts by 8 bits. The buffer holds the bins of each pass and the progress of each thread block; if
+        there is more than one pass, it also holds a second copy of the keys and positions.
+        Source: NVIDIA/cccl, cub/device/dispatch/dispatch_radix_sort.cuh.
 
         Args:
+            count: number of keys.
             largest: a number that is larger than all keys.
             key: bytes of a key.
         """
@@ -293,8 +295,8 @@ class Kernels:
     def _group_norm(self, made, tensor, weight, bias, size, channels, *_, **__):
         """Return the memory requests of `native_group_norm`, in order: the results (`made`), and bytes of buffers.
 
-        The buffers hold mean and deviation in fp32 if these results have 16 bits, and, if there are weights, a factor
-        and a shift per sample and channel (cuda/group_norm_kernel.cu).
+        If the operator returns mean and deviation in 16 bits, two buffers hold them in fp32. If there are weights, two
+        more hold a factor and a shift for each sample and channel (cuda/group_norm_kernel.cu).
         """
         wide = [2 * made[1].nbytes] * 2 if made[1].dtype in HALF else []
         return [*made, *wide, *([4 * size * channels] * 2 if weight is not None else [])]
@@ -308,9 +310,9 @@ class Kernels:
         return [*made, each, each, group, group, each]
 
     def _roll(self, made, tensor, shifts, dims=(), *_, **__):
-        """Return the memory requests of `roll`, in order: bytes and frees of buffers, then the result (`made`).
+        """Return the memory requests of `roll`, in order: bytes and `Free`s of buffers, then the result (`made`).
 
-        One dimension is rolled after the other, each but the last into a buffer (TensorTransformations.h: roll_common).
+        Dimensions are rolled one by one, each but the last into a new buffer (TensorTransformations.h: roll_common).
         """
         steps: list[Step] = contiguous_copy(tensor)
         for _ in dims[1:]:
@@ -375,8 +377,8 @@ class Kernels:
     def _ctc_loss_backward(self, made, gradient, scores, targets, inputs, lengths, loss, alignments, *_, **__):
         """Return the memory requests of `_ctc_loss_backward`, in order: bytes of buffers, then the result (`made`).
 
-        The buffers are those of `_ctc_loss`, and the alignments' probabilities, computed from the last step to the
-        first.
+        Three buffers hold the lengths and offsets, as in `_ctc_loss`. One more buffer holds probabilities of the
+        alignments, which the kernel computes backwards, from the last time step to the first.
         """
         return [*[WORD * scores.shape[1]] * 3, alignments.nbytes, *made]
 
@@ -395,8 +397,8 @@ def _product_of_quanto(made, tensor, codes, scales) -> list[Step]:
 def _is_lt(function, args, kwargs) -> bool:
     """Return whether cuBLASLt, not cuBLAS, runs the matmul.
 
-    cuBLASLt runs matmuls that add a bias: one number per column or, in 16 bits, also a matrix (native/cuda/Blas.cpp:
-    isInputCompliesAddmmCudaLt).
+    cuBLASLt runs matmuls that add a bias. The bias is one number per column; in 16-bit types or with an activation it
+    may also be a whole matrix (native/cuda/Blas.cpp: isInputCompliesAddmmCudaLt).
     """
     if function.namespace == "bitsandbytes":  # weights of 4 bits are dequantized for `linear`
         bias = kwargs.get("bias", args[6] if len(args) > 6 else None)
@@ -417,8 +419,8 @@ def _is_lt(function, args, kwargs) -> bool:
 
 
 def _layout_of_convolution(tensor: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
-    """Return the memory format of a convolution: channels last if the images or the weights have it
-    (ATen/native/ConvUtils.h: cudnn_conv_suggest_memory_format)."""
+    """Return the memory format in which cuDNN runs a convolution: channels last if the images or the weights are in
+    channels last, otherwise contiguous (ATen/native/ConvUtils.h: cudnn_conv_suggest_memory_format)."""
     if tensor.dim() != 4 or torch.float64 in (tensor.dtype, weight.dtype):
         return torch.contiguous_format
     suggested = suggest_memory_format(tensor), suggest_memory_format(weight)
@@ -428,8 +430,9 @@ def _layout_of_convolution(tensor: torch.Tensor, weight: torch.Tensor) -> torch.
 def _is_torchs_own_depthwise(
     tensor: torch.Tensor, weight: torch.Tensor, stride: Sequence[int], dilation: Sequence[int], groups: int
 ) -> bool:
-    """Return whether torch's own kernel, not cuDNN's, runs a convolution of each channel by itself
-    (ATen/native/Convolution.cpp: use_cudnn_depthwise, check_cudnn_depthwise_workload_with_filter).
+    """Return whether torch's own kernel, not cuDNN's, runs a depthwise convolution (each channel has its own filters).
+
+    Source: ATen/native/Convolution.cpp: use_cudnn_depthwise, check_cudnn_depthwise_workload_with_filter.
     """
     if groups == 1 or tensor.shape[1] != groups or weight.shape[0] % groups:
         return False

@@ -63,9 +63,10 @@ def checked(values: Iterable, name: str = "lengths") -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class WorstBatch:
-    """Hold the step with the highest peak in a training's first epoch, and its estimate.
+    """Hold the step with the highest memory peak in a training's first epoch, and the estimate of that step.
 
-    Also hold the estimate if batches are packed, and the largest batch size and length that fit a card.
+    Also hold the estimate of the worst step of the same training with packed batches and, if a card was named, the
+    largest batch size and the largest length that fit the card.
     """
 
     lengths: tuple[int, ...]  # tokens in each sample
@@ -96,7 +97,10 @@ class WorstBatch:
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return {name: value} for JSON: peaks in bytes; an unknown answer is null."""
+        """Return {name: value} for JSON. Peaks are in bytes. `fits` is None if it is unknown whether the training fits.
+
+        The largest batch and length are None if no card was named.
+        """
         names = ("weights", "lengths", "shapes", "step", "order", "padded_tokens", "assumptions")
         peaks = {"peak_bytes": self.estimate.peak_bytes, "packed_peak_bytes": self.packed and self.packed.peak_bytes}
         largest = {name: getattr(self, name) for name in ("largest_batch", "largest_length")}
@@ -142,11 +146,13 @@ def worst_batch(
 
     Args:
         task: the model, or its name.
-        lengths: tokens in each sample, as whole numbers or their texts; or rows of token ids, e.g. a column of
-            `datasets`.
+        lengths: tokens in each sample, as whole numbers or as texts such as "512"; or the token ids of each sample,
+            e.g. a column of `datasets`.
         pad_to_multiple_of: tokens; the longest sample of a batch is padded to a multiple of this number.
         card: a GPU model of `cards.CARDS`, e.g. "t4"; None: the result does not say what fits.
-        device, compute_capability, timeout, arguments: as in `estimate`, for one process.
+        device, compute_capability: the device whose memory is estimated, as in `estimate`.
+        timeout: time limit of each estimate in seconds.
+        arguments: training arguments, as in `estimate`. The training has one process.
 
     Raises:
         ValueError: `estimate` rejects an argument, there are no lengths, or a length exceeds the model's positions.
@@ -180,8 +186,8 @@ def worst_batch(
 
         Only two candidates are traced: the step with the largest micro-batch, and the step with the largest micro-batch
         that is not the first of its step. The second candidate may peak higher, because gradients exist from the second
-        micro-batch on. If several steps have an equally large micro-batch, the candidate is the step that has the most
-        tokens together with the step after it, because a batch is fetched ahead.
+        micro-batch on. If several steps have an equally large micro-batch, the candidate is the step for which the sum
+        of its tokens and the next step's tokens is largest, because the next batch is loaded while a step runs.
 
         Args:
             sizes: tokens in each micro-batch of each step, padding included.
@@ -206,11 +212,11 @@ def worst_batch(
     unit = pad_to_multiple_of if pad_to_multiple_of > 1 else 8  # of the largest length, in tokens
 
     def largest(most: int, rows: int = 0, width: int = 0) -> tuple[int, Fits]:
-        """Find the largest batch that fits the card; return (number, its `Fits`), or (0, the `Fits` of 1) if none fits.
+        """Return (n, `Fits` for n) for the largest n that fits the card, or (0, `Fits` for 1) if n = 1 does not fit.
 
-        With `width`, the number counts samples. With `rows`, it counts units of length; a unit is `pad_to_multiple_of`
-        tokens, or 8 if that is 1. Three equal steps are traced, in which all samples but the first of a batch are one
-        token shorter, so that there is padding.
+        If `width` is given, n is the number of samples in a batch. If `rows` is given, n is the length of samples in
+        units of `pad_to_multiple_of` tokens (8 tokens if that is 1). For each n three equal steps are traced, in which
+        all samples but the first of a batch are one token shorter, so that there is padding.
 
         Args:
             most: the largest number to try.
@@ -233,8 +239,9 @@ def worst_batch(
 def _around(steps: Steps, number: int, lengths: tuple[int, ...]) -> list[int]:
     """Return the lengths of all samples of step `number`, and of the steps before and after it, as one list in order.
 
-    If it is the first step of the epoch, the second step also takes the place before it, because in later epochs the
-    optimizer's states already exist. With fewer than three steps, that place stays empty.
+    If `number` is the first step, the second step is put before it, too, because the optimizer creates its states in
+    the first traced step, but in later epochs they exist before step `number`. With fewer than three steps, no step is
+    put before the first.
 
     Args:
         steps: for each step, for each of its micro-batches, the numbers of its samples in the data set.
@@ -252,7 +259,7 @@ def _drawn(lengths: tuple[int, ...], arguments: Arguments, tell: Callable[[int],
     Args:
         lengths: tokens in each sample.
         arguments: the training arguments, which determine the order of the samples and the size of batches.
-        tell: not used; every function that a fresh subprocess calls gets it.
+        tell: not used; `processes.call` passes it to every function.
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch
@@ -260,7 +267,7 @@ def _drawn(lengths: tuple[int, ...], arguments: Arguments, tell: Callable[[int],
 
     class Nothing(torch.nn.Module):
         def forward(self, input_ids, number):
-            """Name, as parameters, the columns that the Trainer must not remove from the samples."""
+            """Do nothing. The Trainer keeps those columns of the samples that are parameters of this method."""
 
     samples = [{"input_ids": range(length), "number": number} for number, length in enumerate(lengths)]
     with tempfile.TemporaryDirectory(prefix="perf_helpers-") as folder:

@@ -93,10 +93,10 @@ class Replica(torch.nn.parallel.DistributedDataParallel):
 
 
 def _send(tensors: list[torch.Tensor]) -> None:
-    """Allocate one flat copy after the other of tensors that rank 0 broadcasts, and keep only the last two copies.
+    """Allocate the flat copies that rank 0 makes of the tensors it broadcasts, one by one, and keep the last two.
 
-    The tensors are grouped into buckets, and each bucket is one copy. A tensor that is alone in its bucket is sent
-    without a copy (csrc/distributed/c10d/comm.cpp: broadcast_coalesced).
+    The tensors are grouped into buckets, and each bucket is copied into one flat tensor. A tensor that is alone in its
+    bucket is sent without a copy (csrc/distributed/c10d/comm.cpp: broadcast_coalesced).
     """
     sent: list[torch.Tensor | None] = []
     for bucket in _bucketed(tensors, [250 << 20], shares_one=True):
@@ -110,7 +110,7 @@ def _bucketed(
 
     Args:
         limits: bytes of [the first bucket, each later bucket].
-        backwards: begin with the last bucket.
+        backwards: whether to yield the buckets in reverse order, the last one first.
         shares_one: yield None for a bucket of one tensor, which needs no copy.
     """
     buckets, _ = torch.distributed._compute_bucket_assignment_by_size(tensors, limits)
@@ -169,12 +169,14 @@ def fsdp_enabled(send: Callable[[torch.Tensor], None]) -> Iterator[None]:
 
 
 class DeviceName(str):
-    """Name DeepSpeed's device so that torch reads it as "cpu", but `DeviceTracker` can tell it from the host."""
+    """Name DeepSpeed's device: torch reads the name as "cpu", `DeviceTracker` recognizes it as the GPU."""
 
 
 @contextlib.contextmanager
 def deepspeed_on_a_card(config: dict | str, empty_cache: Callable[[], None]) -> Iterator[None]:
-    """Make DeepSpeed decide in this context as on a GPU with enough memory, but never wait for a stream.
+    """Make DeepSpeed choose the same code paths and buffers, in this context, as on a GPU with enough memory.
+
+    In the context nothing waits for a stream.
 
     Args:
         config: DeepSpeed's configuration, or its file.
@@ -217,8 +219,8 @@ def deepspeed_on_a_card(config: dict | str, empty_cache: Callable[[], None]) -> 
             return default
 
     def finding_none(kind):
-        """Return a context in which `kind.has_overflow` searches for infinite gradients but returns False, so that no
-        step is skipped.
+        """Return a context in which DeepSpeed's optimizer class `kind` skips no step: its method `has_overflow` still
+        searches for infinite gradients, but returns False.
         """
         look = kind.has_overflow
 

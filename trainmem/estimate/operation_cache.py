@@ -96,8 +96,8 @@ class OperationCache:
 def _made(result: Any, tensors: list[torch.Tensor]) -> Spec | View | None:
     """Return how to rebuild a result of an operation, or None if it cannot be rebuilt.
 
-    It can be rebuilt as a `Spec` if it occupies the whole of a storage of its own, or as a `View` if it has the storage
-    and the type of the first argument.
+    The result is rebuilt from a `Spec` if it has a storage of its own and fills all of it. It is rebuilt from a `View`
+    if it has the storage and the type of the first tensor among the arguments.
 
     Args:
         result: one value that the operation returned, a tensor or not.

@@ -57,7 +57,9 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Hidden:
-    """Hold an operation's workspace bytes at full size, and whether these were measured, extrapolated or assumed."""
+    """Hold the workspace bytes of an operation at the size that the training uses, and how they were found: measured,
+    extrapolated from smaller sizes, or assumed.
+    """
 
     bytes: int | None  # None if the operation cannot be run by itself
     how: str  # "measured" at its own size, on a "line" through three smaller ones, "assumed", or "unknown"
@@ -80,7 +82,7 @@ class Probe:
         self._runner = Runner()
 
     def under(self, threads: int | None) -> "Probe":
-        """Return a probe with this probe's results, for an experiment on `threads` threads (None: torch's default)."""
+        """Return a probe that shares this probe's results, for `threads` threads (None: torch's default number)."""
         other = copy.copy(self)
         other.threads = threads or torch.get_num_threads()
         return other
@@ -161,7 +163,10 @@ def assumptions(operations: Sequence[Operation], probe: Probe) -> list[str]:
 
 
 def _at_first(operation: Operation) -> list[Operation]:
-    """Return the operations to run first: the operation or, if it is large, three smaller versions, largest first.
+    """Return the operations to run first to find the workspace of `operation`.
+
+    This is the operation itself or, if it is large, three smaller versions of it, largest first, from which its
+    workspace is extrapolated.
 
     An operation whose workspace does not depend on sizes is returned with tensors of one element. Return [] if the
     operation is too large and cannot be made smaller.
@@ -184,7 +189,11 @@ def _is(operation: Operation, names: tuple[str, ...]) -> bool:
 
 
 def _is_sizeless(operation: Operation) -> bool:
-    """Return whether the workspace is independent of sizes: an elementwise operation that converts no type."""
+    """Return whether the workspace does not depend on the sizes of the operation's tensors.
+
+    This holds for elementwise operations on dense tensors of one type, for `_to_copy`, and for `empty_like`,
+    `zeros_like` and `ones_like`.
+    """
     name = operation.name.removeprefix("aten.")
     in_lists = name.startswith(("_foreach_", "_fused_")) and "norm" not in name
     if torch.Tag.pointwise in operation.function.tags or in_lists:
@@ -197,8 +206,8 @@ def _is_sizeless(operation: Operation) -> bool:
 def smaller(operation: Operation, limit: int) -> list[Operation]:
     """Return the operation at three smaller sizes of at most `limit` bytes, largest first; [] if that is impossible.
 
-    The same lengths are reduced for all three sizes. If a workspace grows with only some of these lengths, the three
-    workspaces are not on a straight line, and `line` does not extrapolate them.
+    The same dimensions are shortened at all three sizes. If the workspace depends on only some of them, the three
+    workspaces do not lie on a straight line over the operation's bytes, and `line` does not extrapolate them.
     """
     factors: dict[int, int] = {}  # {length: what it is divided by}
     while (cut := resized(operation, factors)).bytes > limit:
@@ -214,13 +223,13 @@ def smaller(operation: Operation, limit: int) -> list[Operation]:
 def resized(operation: Operation, factors: dict[int, int]) -> Operation:
     """Return a smaller form of an operation, so that running it takes less memory and time.
 
-    The results are not traced again: their bytes (`made_bytes`) are scaled by the same ratio as the bytes of all tensor
-    arguments together. If no tensor argument shrinks, they are divided by the product of all factors.
+    The bytes of the results (`made_bytes`) are scaled by the same ratio as the bytes of all tensor arguments together,
+    without a new trace. If no tensor argument shrinks, the bytes of the results are divided by all factors.
 
     Args:
         operation: the operation; it is not changed.
-        factors: {length: factor}; each dimension, and each whole number among the arguments, that equals the length is
-            divided by the factor.
+        factors: {length: factor}. Each dimension that equals `length` is divided by `factor`, and so is each
+            whole-number argument that equals `length`.
     """
     part = dataclasses.replace(operation, leaves=tuple(_resized(leaf, factors) for leaf in operation.leaves))
     read, left = (sum(spec.bytes for spec in each.specs) for each in (operation, part))
@@ -232,8 +241,8 @@ def _resized(leaf: Any, factors: dict[int, int]) -> Any:
     """Return an operation's argument `leaf` with smaller lengths: each length in `factors`, {length: factor}, is
     divided by its factor.
 
-    A tensor's `Spec` keeps the order of its dimensions in memory, a sparse tensor keeps its share of stored elements. A
-    whole number counts as a length. Other arguments are returned unchanged.
+    A tensor's `Spec` keeps the order of its dimensions in memory; a sparse tensor keeps the fraction of its elements
+    that are stored. A whole number counts as a length. Other arguments are returned unchanged.
     """
     if type(leaf) is SparseSpec:
         shape = tuple(length // factors.get(length, 1) for length in leaf.shape)
@@ -253,7 +262,9 @@ def _resized(leaf: Any, factors: dict[int, int]) -> Any:
 
 @dataclass(slots=True)
 class _Tried:
-    """Hold an operation and its first runs, and conclude from these the workspace at its own size."""
+    """Hold an operation and its first runs, mostly on smaller tensors; calculate from these runs the operation's
+    workspace at its full size, the size that the training uses.
+    """
 
     operation: Operation
     group: list[Operation]  # the operation at the sizes of these runs, see `_at_first`
@@ -278,9 +289,10 @@ class _Tried:
         return None if end is None else Hidden(end, "line")
 
     def assumption(self) -> Hidden:
-        """Return an assumed workspace for full size, from the largest ratio of workspace to operands at smaller sizes.
+        """Return an assumed workspace for the operation at its full size, or an unknown one if no run succeeded.
 
-        The ratio is multiplied by the bytes of the operands. If no run succeeded, the workspace is unknown.
+        The assumed workspace is the bytes of operands and results at full size, multiplied by the largest ratio of
+        workspace to operands and results among the first runs.
         """
         pairs = zip(self.group, self.seen, strict=True)
         shares = [seen.bytes / cut.bytes for cut, seen in pairs if seen and cut.bytes]
@@ -294,14 +306,15 @@ class _Tried:
 
 
 def line(sizes: Sequence[int], hidden: Sequence[int], wanted: int) -> int | None:
-    """Extrapolate a workspace: return its bytes at the size `wanted`, on the straight line through three points.
+    """Extrapolate an operation's workspace linearly: return its bytes at the size `wanted`, from three measured sizes.
 
-    Return None if the points are on no line, or if the line is below zero at `wanted`.
+    Return None if the three workspaces do not lie on one straight line over the sizes, or if the line is below zero at
+    `wanted`.
 
     Args:
-        sizes: bytes of the operands at the three measured sizes, largest first.
+        sizes: bytes of the operands and results at the three measured sizes, largest first.
         hidden: bytes of workspace at each of these sizes.
-        wanted: bytes of the operands for which the workspace is returned.
+        wanted: bytes of the operands and results for which the workspace is returned.
     """
     (a, b, c), (first, second, third) = sizes, hidden
     if not a > b > c:
@@ -372,7 +385,10 @@ def _run(operations: list[Operation], threads: int) -> list[Seen | None]:
 
 
 def _sparse(spec: SparseSpec) -> torch.Tensor:
-    """Return a sparse tensor of zeros; its first positions are stored, in order."""
+    """Return a sparse tensor with the shape, type and number of stored elements in `spec`.
+
+    The stored elements are zeros at the tensor's first positions, in order.
+    """
     positions = torch.stack(torch.unravel_index(torch.arange(spec.count), spec.shape))
     values = torch.zeros(spec.count, dtype=spec.dtype)
     return torch.sparse_coo_tensor(

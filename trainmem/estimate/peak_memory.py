@@ -1,7 +1,7 @@
 """Trace experiments on fake tensors and calculate their peak memory, in a fresh subprocess (see `fresh_process`).
 
-An experiment takes four steps. It is brought into the form that is traced (`_as_traced`) and traced (`trace`). The
-memory that no tensor shows is added: operator workspaces on a CPU (`operator_workspaces`), segments and workspaces on
+The work has four parts. The experiment is brought into the form that is traced (`_as_traced`), and traced (`trace`).
+The memory beyond the tensors is added: operator workspaces on a CPU (`operator_workspaces`), segments and workspaces on
 CUDA (`allocator_replay`). The highest total is the peak.
 
 Importing this module is quick: its functions import torch, in the subprocess.
@@ -42,7 +42,7 @@ def estimate_experiment(
 ) -> tuple[MemoryEstimate, Log | None]:
     """Return the estimate of an experiment and, if `with_log`, the log of CUDA's allocations and frees, else None.
 
-    Call it through `fresh_process.with_probe`, because it replaces parts of torch.
+    Call this function through `fresh_process.with_probe`, because it replaces parts of torch in its process.
 
     Args:
         experiment: the training, inference or function.
@@ -58,8 +58,10 @@ def estimate_experiment(
 
 
 def estimate_of(experiment: Experiment, traced: "TracedExperiment", device: Device) -> MemoryEstimate:
-    """Return the estimate of a traced experiment: on a CPU from its totals, on CUDA from a replay of its log on the
-    allocator model.
+    """Return the estimate of a traced experiment.
+
+    On a CPU it is calculated from the total bytes during each operation. On CUDA the trace's log of allocations and
+    frees is replayed on the allocator model.
     """
     from trainmem.measure import memory_meter
 
@@ -132,11 +134,12 @@ _with: dict[str, Any] = {}  # arguments of `trace_of` in the process that traces
 def _as_traced(experiment: Experiment, device: Device) -> Experiment:
     """Return the experiment in the form that is traced.
 
-    The traced form has no data loader workers, no `fsdp` if nothing is sharded, and no more samples than the trace
-    reaches.
+    The traced form has no data loader workers and, if nothing is sharded, no `fsdp`. A training without evaluation has
+    only as many samples as the traced steps use. On CUDA another optimizer with the same states may replace a missing
+    one (`gpu_optimizers.traced`).
 
     Raises:
-        Invalid: there is no such model.
+        Invalid: the model does not exist, or its optimizer needs a GPU.
     """
     try:
         _, weights = experiment.task.model_class(), experiment.weights
@@ -164,8 +167,8 @@ _WORKER_ARGUMENTS = ("num_workers", "prefetch_factor", "persistent_workers")
 
 
 def enough_samples(arguments: Arguments, processes: int = 1) -> int:
-    """Return the number of samples that a trace of `processes` ranks needs: three steps, and one more step because a
-    batch is fetched ahead.
+    """Return the number of samples that a trace of `processes` ranks needs: those of four steps, because three steps
+    are traced and the data loader fetches one batch ahead.
     """
     return 4 * arguments.samples_per_step(processes)
 
@@ -188,10 +191,11 @@ def trace_of(experiment: Experiment, device: Device, known: dict[tuple, Any] | N
     If values decide which experts of a mixture the tokens choose, the trace assumes balanced routing. Its `one_sided`
     is then a second trace, which assumes that all tokens choose the same experts.
 
-    `known`: results of operations in earlier traces, as in `OperationCache`; new ones are added. None: there are none.
+    `known`: results of operations in earlier traces, see `OperationCache`; this trace adds its own. None: no
+    results.
 
     Raises:
-        Invalid: the experiment cannot be built, or the result of an operation depends on values.
+        Invalid: the experiment cannot be built, or an operation's result depends on tensor values, which are unknown.
     """
     from trainmem.estimate.trace import DependsOnValues, Routing
 
@@ -208,16 +212,19 @@ def trace_of(experiment: Experiment, device: Device, known: dict[tuple, Any] | N
 
 
 def _has_experts(experiment: Experiment) -> bool:
-    """Return whether the model may be a mixture of experts; a user's function may build one."""
+    """Return whether the model may be a mixture of experts; True for a user's function, which could build one."""
     return experiment.function is not None or "expert" in str(experiment.task.build_config().to_dict())
 
 
 def _traced(
     experiment: Experiment, device: Device, known: dict[tuple, Any] | None, routing: "Routing | None" = None
 ) -> Trace:
-    """Return the trace of an experiment with a given `routing` of tokens to experts (None: by values).
+    """Return the trace of an experiment.
 
-    `known`: results of operations in earlier traces; new ones are added. None: there are none.
+    Args:
+        known: results of operations in earlier traces, see `OperationCache`; this trace adds its own. None: no results.
+        routing: the assumption about which experts the tokens go to. None: no assumption; the trace fails if a router's
+            choice depends on tensor values.
     """
     from trainmem.estimate import trace
     from trainmem.estimate.operation_cache import OperationCache
@@ -325,8 +332,9 @@ _TAKEN = {
 def _with_workspaces(trace: Trace, probe: "Probe") -> tuple[np.ndarray, list[str]]:
     """Return (highest total bytes during each operation, an array (operations,); assumptions about workspaces).
 
-    The totals include operator workspaces. Operations with one signature have one workspace, so each signature is
-    measured once. The time for measuring is limited, so signatures that run when most bytes are live come first.
+    The totals include operator workspaces. Operations with the same signature need the same workspace, so each
+    signature is measured once. The time for measuring is limited: signatures that run when most bytes are live come
+    first.
     """
     from trainmem.estimate.operator_workspaces import assumptions
 
@@ -358,8 +366,8 @@ def attention_kernels(trace: Trace) -> tuple[str, ...]:
 
 
 def memory_of(traced: TracedExperiment) -> Memory:
-    """Return the memory of a traced experiment, in bytes. On CUDA it has the tensors' own bytes, before the allocator
-    rounds them up.
+    """Return the memory of a traced experiment, in bytes. On CUDA these are the tensors' own bytes; the allocator would
+    round them up.
     """
     trace, totals = traced.trace, traced.totals
     peak = int(totals.argmax())  # the index of the operation

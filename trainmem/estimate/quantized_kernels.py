@@ -88,7 +88,7 @@ def without_outliers(name: str, tensor: torch.Tensor, *args, **kwargs) -> tuple:
     The list of outlier columns among the results is then empty.
 
     Args:
-        name: "int8_vectorwise_quant", or the matmul that handles outliers separately.
+        name: "int8_vectorwise_quant", or "int8_mixed_scaled_mm", the matmul that handles outliers separately.
         tensor, args, kwargs: the operation's arguments.
     """
     operations, none = torch.ops.bitsandbytes, tensor.new_empty((0,), dtype=torch.int64)

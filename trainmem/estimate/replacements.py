@@ -1,4 +1,6 @@
-"""Replace parts of torch and transformers during a trace, so that they run on fake tensors and skip repeated batches.
+"""Replace parts of torch and transformers during a trace, so that they run on fake tensors.
+
+Batches that would only repeat an earlier batch do not run.
 
 Enter these contexts in the subprocess of a trace (see `trace`).
 """
@@ -51,8 +53,8 @@ def matched() -> Iterator[None]:
 def random_masks(tracker: "FakeTracker") -> Iterator[None]:
     """Let peft draw the masks of SHiRA and FRoD on fake tensors: chance decides which elements, but not how many.
 
-    SHiRA draws r * (inputs + outputs) elements of a weight; FRoD draws among the elements outside a diagonal, and
-    leaves out columns of zeros, which random and trained weights do not have.
+    SHiRA draws r * (inputs + outputs) elements of a weight. FRoD draws among the elements outside a diagonal, and skips
+    columns of zeros. The trace assumes that no weight has such columns, which holds for random and trained weights.
     """
 
     def of_weight(_, config, name, layer, *__, **___):
@@ -98,9 +100,9 @@ def fake_parameters() -> Iterator[None]:
         return made
 
     def copied(weight, memo):
-        """Return a copy of a bitsandbytes weight, as DoRA makes one to read the weight.
+        """Return a copy of a bitsandbytes weight, in place of its `__deepcopy__`, which DoRA calls to read the weight.
 
-        bitsandbytes' own `__deepcopy__` would begin with an empty tensor that is not fake. `memo` is not used.
+        The original `__deepcopy__` would begin with an empty tensor that is not fake. `memo` is not used.
         """
         names = ("blocksize", "compress_statistics", "quant_type", "quant_storage", "bnb_quantized", "module")
         kept = {name: getattr(weight, name) for name in names}
@@ -137,12 +139,13 @@ def fake_module_to(tracker: "FakeTracker") -> Callable:
 def few_micro_batches(tracker: "FakeTracker", alike: bool) -> contextlib.AbstractContextManager:
     """Return a context in which only the first two and the last of a step's micro-batches are traced.
 
-    Micro-batches between these are not traced. For a GPU, the log repeats the second micro-batch for each of the first
-    few that are left out, because each may change the allocator's free blocks.
+    The other micro-batches do not run. For a GPU, the log entries of the second micro-batch are repeated for the first
+    few of them, because a few repetitions may still change which blocks of the allocator are free.
 
     Args:
-        alike: whether the micro-batches of a step are equal, except that the first one makes the gradients. The last
-            micro-batch then repeats the second one too, and later steps repeat the first step.
+        alike: whether the micro-batches of a step are equal, except that the first one makes the gradients. If so, the
+            log entries of the second micro-batch are also repeated for the last one, and those of the first step for
+            later steps.
     """
     from transformers import Trainer
 

@@ -1,7 +1,7 @@
 """Sparse tensors (COO) in a trace: the results of their operations, and what CUDA's kernels request for them.
 
-A sparse tensor has no storage of its own: its bytes are the bytes of its indices and values. No position is assumed to
-occur twice (none does in peft's SHiRA and FRoD), so coalescing sums up no elements.
+A sparse tensor has no storage of its own: its bytes are the bytes of its indices and values. Positions are assumed to
+be distinct, as in peft's SHiRA and FRoD, so that coalescing keeps all elements.
 """
 
 from collections.abc import Callable
@@ -39,8 +39,8 @@ def filled(function, args: tuple, result: FakeTensor) -> FakeTensor:
 def _add(made, dense, other, *_, **__) -> list[Step]:
     """Return the memory requests of dense + sparse, in order: the result (`made`), and bytes of buffers.
 
-    The buffers are casts of both tensors to a common type, and one index per stored element, unless the sparse tensor
-    is coalesced (cuda/SparseCUDATensorMath.cu: add_out_dense_sparse_cuda).
+    Two buffers hold casts of the tensors, if their common type is not the dense tensor's. If the sparse tensor is not
+    coalesced, one buffer holds an index per stored element (cuda/SparseCUDATensorMath.cu: add_out_dense_sparse_cuda).
     """
     if not other.is_sparse:
         return made
@@ -52,8 +52,8 @@ def _add(made, dense, other, *_, **__) -> list[Step]:
 def _coalesce(made, tensor) -> list[Step]:
     """Return the memory requests of `coalesce`, in order: bytes of buffers, then the result's tensors (`made`).
 
-    A copy of the positions is sorted, then the distinct positions are found (cuda/SparseCUDATensor.cu:
-    _coalesce_sparse_cuda).
+    The kernel sorts a copy of the positions in some of the buffers, and then finds the distinct positions in others
+    (cuda/SparseCUDATensor.cu: _coalesce_sparse_cuda).
     """
     each = WORD * tensor._nnz()
     sort = 2 * next_multiple(each, CUB_BYTES) + next_multiple(WORD * (1 + -(-tensor._nnz() // 4352)), CUB_BYTES) + 255

@@ -75,7 +75,7 @@ def follow(experiment: Experiment, tracker: "FakeTracker") -> Trace:
     `tracker`: logs the operations, and decides whether tensors are on a GPU.
 
     Raises:
-        Invalid: the experiment cannot be built, or the result of an operation depends on values.
+        Invalid: the experiment cannot be built, or an operation's result depends on tensor values, which are unknown.
     """
     import cloudpickle
 
@@ -213,8 +213,8 @@ class FakeTracker(Tracker):
         """Log a batch once more without running it; return new fake tensors like those that were live after the batch.
 
         The live tensors are the loss and the new gradients of a micro-batch, or the predictions of an evaluation's
-        batch. Return None if the batch cannot be repeated: it left memory allocated besides these tensors and a
-        thread's workspaces, it freed memory of earlier operations, or one of the weights has a gradient already.
+        batch. Return None if the batch cannot be repeated, because it left other memory allocated than these tensors
+        and cuBLAS workspaces, it freed memory of earlier operations, or one of the weights has a gradient already.
 
         Args:
             span: (start, end, live tensors). Start and end are each (length of the log, number of operations), before
@@ -256,9 +256,9 @@ class FakeTracker(Tracker):
 
     @contextlib.contextmanager
     def collating(self) -> Iterator[None]:
-        """Make data loaders set the flag `collates` while they gather a batch, in this context.
+        """Set this tracker's flag `collates` in this context while a data loader gathers a batch.
 
-        The tensors of a batch are real and on the host.
+        Tensors made while the flag is set count as the batch's data: they are on the host, and small ones are real.
         """
 
         def noticed(plain):
@@ -289,8 +289,10 @@ class FakeTracker(Tracker):
         return mask.numel()
 
     def _is_computed(self, function, args, kwargs, tensors: list[torch.Tensor]) -> bool:
-        """Return whether to compute an operation without fake tensors. Small operations are computed, so that code that
-        reads their results gets the right values, e.g. of data, position ids and sort orders.
+        """Return whether to really compute an operation that has no fake tensors (False: trace it with fake results).
+
+        Small operations are computed, so that code that reads their results gets the right values, e.g. of data,
+        position ids and sort orders.
 
         Args:
             function, args, kwargs: the operator and its arguments.
@@ -374,8 +376,8 @@ class FakeTracker(Tracker):
 def _alignments(log_probabilities, _, __, lengths) -> tuple:
     """Return fake tensors like the results of CTC's loss: a loss per sequence, and the probabilities of alignments.
 
-    An alignment has 2 x the longest transcript + 1 states. `lengths`: the transcripts' lengths, a real tensor, because
-    it comes from the data.
+    An alignment has 2 x the longest transcript + 1 states. `log_probabilities`: (time steps, batch, classes).
+    `lengths`: the transcripts' lengths, a real tensor, because it comes from the data.
     """
     steps, batch, _ = log_probabilities.shape
     with _disable_current_modes():
@@ -390,7 +392,9 @@ class Routing(Enum):
     ONE_SIDED = "one-sided"  # all tokens choose the same experts
 
     def replaced(self, function, args, kwargs, result):
-        """Return the result of a choice of experts, with assumed expert numbers in place of unknown numbers.
+        """Return the result of a router's choice of experts: the numbers of the experts are assumed, not computed.
+
+        The result of `topk` is (scores, expert numbers), the result of `argmax` is expert numbers.
 
         Args:
             function: `aten.topk.default`, or an overload of `argmax`.
@@ -457,7 +461,10 @@ def _traced(tracker: FakeTracker, parameters: int, trainable: int) -> Trace:
 
 
 def recorded(tracker: FakeTracker) -> Log:
-    """Return the tracker's allocations and frees as a `Log`, up to the last allocation or mark, whichever is later."""
+    """Return the tracker's allocations and frees as a `Log`.
+
+    Frees after both the last allocation and the last mark (e.g. the end of a phase) are left out.
+    """
     entries, marks = list(tracker.log), [(label, position) for label, position, _ in tracker.marks]
     makers = np.searchsorted([end for end, *_ in tracker.operations], np.arange(len(entries)), side="right").tolist()
     numbers: dict[int, int] = {}  # {id of a block: its number}

@@ -50,7 +50,10 @@ Structure = tuple[int, tuple[str, ...], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """Hold a torch operator with its arguments, tensors as `Spec`s, so that it can be run again on other data."""
+    """Hold a torch operator and its arguments, so that the operator can be run again on other data.
+
+    Each tensor among the arguments is replaced by a `Spec` (its shape, strides and type).
+    """
 
     name: str  # packet, operator and overload, e.g. "aten.mm.default"
     leaves: tuple[Any, ...]  # arguments one by one: tensors as `Spec`, plain values as they are, others as None
@@ -94,7 +97,7 @@ class Operation:
 
     @property
     def lengths(self) -> list[int]:
-        """The lengths of the dimensions of the operation's tensors, and its whole numbers (they may be lengths too)."""
+        """The lengths of the tensor arguments' dimensions, and the whole-number arguments, which may be lengths."""
         shapes = (leaf.shape if type(leaf) in (Spec, SparseSpec) else (leaf,) for leaf in self.leaves)
         return [length for shape in shapes for length in shape if type(length) is int]
 

@@ -14,7 +14,9 @@ from trainmem.records import now
 
 
 def seen_by(executor: Executor | None) -> tuple[Machine, dict[str, str | None]]:
-    """Return (the machine, {package: version}) that experiments get: of this process, or of `executor`'s workers."""
+    """Return (the machine, {package: version}) with which experiments run: those of `executor`'s workers (None: of this
+    process).
+    """
     if executor is None:
         return hardware.describe(), hardware.versions()
     return executor.submit(hardware.describe).result(), executor.submit(hardware.versions).result()
@@ -66,8 +68,9 @@ def measured(
     """Yield the outcome of an experiment after each meter, with all earlier figures, until a meter fails.
 
     Args:
-        meters: names of meters, each used in a fresh subprocess: "memory", "time", or, for no meter, "none" (the code
-            may read a clock) or "value" (it may not). In a course, other lessons wait while something is timed.
+        meters: names of meters, each used in a fresh subprocess: "memory" or "time"; "none" or "value" run the
+            experiment without a meter. With "none" the experiment's code may time itself, with "value" it may not. In a
+            course, other lessons wait while something is timed.
         timeout: seconds per meter.
         on_step: called with the number of a finished step, at most a few times a second; None: not called.
     """
@@ -88,7 +91,10 @@ def measured(
 
 
 def measure(experiment: Experiment, meters: Sequence[str], timeout: float) -> Outcome:
-    """Return the outcome of an experiment after all meters, or after the first meter that failed; see `measured`."""
+    """Measure an experiment with one meter after the other, until a meter fails; return the outcome with all figures.
+
+    `timeout`: seconds per meter. `meters`: see `measured`.
+    """
     return [*measured(experiment, meters, timeout)][-1]
 
 

@@ -35,7 +35,7 @@ _SHORT = 80  # bytes of a folder's path that leave room for a socket's name in i
 @dataclass(frozen=True, slots=True)
 class Assignment:
     """Hold everything that a fresh subprocess receives: its pickled job, and the working folder, environment, import
-    path and threads of its caller.
+    path and number of threads of its caller.
     """
 
     job: bytes  # pickled by cloudpickle
@@ -117,8 +117,9 @@ def own_folder() -> str | None:
 
 
 def _ask_for_a_quiet_machine(channel: connection.Connection, need: quiet.Need) -> None:
-    """Send the caller the part of the machine that this process needs, and wait until the caller grants this part. For
-    `Need.SHARE` there is no wait.
+    """Send the caller the part of the machine that this process needs, and wait until the caller grants this part.
+
+    With `Need.SHARE`, return at once, because the process may share the machine.
     """
     channel.send(("quiet", need))
     if need:
@@ -139,11 +140,10 @@ def _reporting(channel: connection.Connection) -> Callable[[int], None]:
 
 
 def _stopping(channel: connection.Connection, warmup_steps: int, steps_per_turn: int) -> Callable[[int], None]:
-    """Return a function to call with each finished step's number. At the end of a turn this function sends the caller a
-    message, and waits for the caller's "go".
+    """Return a function that pauses the training between turns; the training calls it with each finished step's number.
 
-    A turn is the steps between two stops: the first turn ends after `warmup_steps`, each later turn after
-    `steps_per_turn` more steps. The caller is the process at the other end of the channel.
+    The training pauses after `warmup_steps` steps, and then every `steps_per_turn` steps: the function sends a message
+    to the process at the other end of `channel`, and waits for an answer.
     """
 
     def on_step(number: int) -> None:
