@@ -173,8 +173,8 @@ class Memory(Record):
     def explained(self, categories: "Memory") -> "Memory":
         """Return a copy of this memory with breakdowns by category.
 
-        `categories`: the memory of a second run of the experiment, which tracked all tensors. Its bytes of tensors are
-        the categories of the copy; the rest of this memory's total is operator workspace, so all sum to the total.
+        `categories`: the memory of a second run of the experiment, which tracked all tensors. The second run gives the
+        bytes of tensors by category; the rest of this memory's total counts as operator workspace.
         """
         if categories.breakdown is None:
             return self

@@ -310,8 +310,8 @@ class _CpuTracker(Tracker):
 def _wait_for_gloo() -> None:
     """Wait until gloo's threads sleep, at most some 0.1 s, so that the tensors of a finished collective are freed.
 
-    A gloo thread frees them only after the collective; on a busy machine the thread may wait long for a core until it
-    can do so.
+    A gloo thread that has finished its work holds the tensors until it runs once more. On a busy machine it may wait
+    long for a core.
     """
     for _ in range(100):
         time.sleep(0.001)

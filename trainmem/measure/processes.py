@@ -295,8 +295,8 @@ def alternate(
     """Interleave experiments, each in a fresh subprocess that stops while another one runs.
 
     If the experiments do not fit on the device together, each turn has a fresh process. The outcome's value is a nested
-    list: value[0][experiment][turn] is the `Seconds` of the turn's fastest step. Use only the wall-clock seconds of
-    this pair, because CPU seconds leave out the work on a GPU and in other ranks.
+    list: value[0][experiment][turn] is (wall-clock seconds, CPU seconds) of the turn's fastest step. Use only the
+    wall-clock seconds, because CPU seconds leave out the work on a GPU and in other ranks.
 
     Args:
         turns: turns per experiment.

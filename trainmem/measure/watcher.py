@@ -87,8 +87,8 @@ class Watcher:
     def mark(self, label: str) -> None:
         """Record in `marks`, and in torch's profiler, that a phase begins or ends now.
 
-        `label`: the phase that ends, e.g. "forward"; for a phase that begins, e.g. "begin evaluation"; "start": the
-        measurement starts.
+        `label`: the phase that ends, e.g. "forward"; or "begin evaluation" if this phase begins (similarly for saving
+        and loading); or "start" if the measurement starts.
         """
         self.marks.append((label, len(self.log), len(self.operations)))
         with torch._C._profiler._RecordFunctionFast(f"{MARK} mark"):

@@ -218,7 +218,7 @@ def _architectures(python: Path) -> str:
 
 
 def _packages() -> list[str]:
-    """Return pip requirements for this environment's packages, pinned to their present versions, e.g. "numpy==2.3.1".
+    """Return pip requirements for this environment's packages, pinned to their versions, e.g. "datasets==4.1.0".
 
     torch is pinned as e.g. "torch===2.9.0": "===" excludes builds with a suffix, e.g. "2.9.0+cpu", so that pip chooses
     the default wheel, which is the CUDA build.

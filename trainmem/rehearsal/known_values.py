@@ -62,8 +62,8 @@ _KEEP_SIGN |= {"where"}
 
 
 class Values(TorchFunctionMode):
-    """Track which tensors have known values while this function mode is on. Compute small tensors of whole numbers or
-    booleans on the CPU if the values that they are made from are known.
+    """Track which tensors have known values while this function mode is on. Compute small device tensors on the CPU if
+    the values that they are made from are known.
 
     Args:
         assumes: whether code that reads an unknown value gets an assumed value; otherwise the read raises `NeedsValues`
