@@ -99,7 +99,9 @@ def stretches(labels: Iterable[str]) -> Iterator[tuple[Phase, int, int]]:
 
 
 class Record:
-    """Base of dataclasses stored as JSON: `to_dict` writes a record, `from_dict` reads one, of any package version."""
+    """Base of dataclasses stored as JSON: `to_dict` writes a record, and `from_dict` reads one, even if another version
+    of this package wrote it.
+    """
 
     __slots__ = ()
 
@@ -142,7 +144,9 @@ def _read(kind: Any, value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Memory(Record):
-    """Hold an experiment's memory in bytes: the peak, its location, and breakdowns by category; None: not measured."""
+    """Hold an experiment's memory in bytes: the peak, the phase, operation and module in which it occurred, and
+    breakdowns by category. None: not measured.
+    """
 
     peak_bytes: int  # counted from the first forward pass on
     # "counted" (CPU: live bytes, from the allocator's own events), "allocated" (CUDA: what torch's caching allocator
@@ -169,8 +173,8 @@ class Memory(Record):
     def explained(self, categories: "Memory") -> "Memory":
         """Return a copy of this memory with breakdowns by category.
 
-        `categories`: the memory of a second run of the experiment, which tracked all tensors; the breakdowns come from
-        it. This memory's total minus those tensors counts as operator workspace, so the categories sum to the total.
+        `categories`: the memory of a second run of the experiment, which tracked all tensors. The second run gives the
+        bytes of tensors by category; the rest of this memory's total counts as operator workspace.
         """
         if categories.breakdown is None:
             return self
@@ -274,7 +278,7 @@ class Run(Record):
     def experiment(self) -> str:
         """The experiment as text, equal for equal experiments.
 
-        The text has no code: two functions with the same arguments have equal texts.
+        The text does not contain a measured function's code, so two functions with the same arguments have equal texts.
         """
         return json.dumps([self.kind, self.task, self.arguments, self.processes], sort_keys=True, default=str)
 
@@ -320,18 +324,18 @@ class Ratio(Record):
 
         Args:
             why: why the ratio was not measured.
-            error: the exception that a use of its value raises.
+            error: class of the exception that is raised when code needs the ratio's value.
         """
         return cls(*[Unknown(why, error)] * 3)
 
     @classmethod
     def of_pairs(cls, pairs: Sequence[float], floor: float) -> "Ratio":
-        """Return the median ratio of interleaved pairs of measurements, with a bootstrap interval (95 %), widened to
-        the noise floor. If a pair's ratio is unknown, the result is unknown.
+        """Return the median of measured ratios with a 95 % interval; if one of the ratios is unknown, return an unknown
+        ratio. The interval is made by bootstrap and is at least median / `floor` to median * `floor`.
 
         Args:
-            pairs: the ratio of each pair, at least 3.
-            floor: the factor within which two speeds count as equal.
+            pairs: the ratio of each pair of interleaved measurements, at least 3.
+            floor: the noise floor, a factor within which two speeds count as equal.
 
         Raises:
             ValueError: fewer than 3 pairs.
@@ -345,14 +349,14 @@ class Ratio(Record):
 
     @classmethod
     def of_processes(cls, groups: Sequence[Sequence[float]], floor: float) -> "Ratio":
-        """Return the median ratio of pairs of measurements from several processes, equally many from each, with a
-        bootstrap interval (95 %) that is widened to the noise floor.
+        """Return the median of ratios that were measured in several processes, with a 95 % interval.
 
-        Pairs of one process share its conditions, so the bootstrap draws processes first, then pairs of these.
+        The interval is made by bootstrap and is at least median / `floor` to median * `floor`. Ratios of one process
+        share its conditions, so the bootstrap draws processes first, then ratios of the drawn processes.
 
         Args:
-            groups: for each process, the ratios of its pairs.
-            floor: the factor within which two speeds count as equal.
+            groups: for each process, a list of its measured ratios; all lists have the same length.
+            floor: the noise floor, a factor within which two speeds count as equal.
         """
         import numpy as np
 
@@ -369,12 +373,14 @@ class Ratio(Record):
 
     @classmethod
     def of_turns(cls, taken: Sequence, clock: int, least_floor: float, per_sample: float = 1.0) -> "Ratio":
-        """Return how much faster the second of two recipes is, from interleaved runs inside one process, repeated in
-        several processes. The first recipe runs twice; how much it differs from itself is the noise floor.
+        """Return how much faster the second of two recipes is, from runs inside several processes.
+
+        In each process the recipes ran alternately, a few steps at a time (a turn). The first recipe took part twice:
+        how much it differs from itself is the noise floor.
 
         Args:
-            taken: taken[process][recipe][turn] is (wall-clock seconds, CPU seconds); the recipes are first, second,
-                first again.
+            taken: taken[process][recipe][turn] is (wall-clock seconds, CPU seconds) of one turn; the recipes are first,
+                second, first again.
             clock: the time to use, `WALL` or `CPU`.
             least_floor: lower limit of the noise floor.
             per_sample: samples per step of the second recipe / samples per step of the first.

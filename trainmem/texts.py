@@ -25,8 +25,8 @@ MOST = 2**32 - 1  # the largest whole number that an argument may be
 def number_text(value: float | None, unit: str = "", digits: int = 4) -> str:
     """Return a number with its unit in `digits` significant digits, e.g. "0.3333 x".
 
-    Larger whole numbers are written out, e.g. "12,346 MB", so that 65,504 differs from 65,535. None and unknown give
-    "not measured".
+    Numbers from 10 ** (`digits` - 1) to 1e9 are rounded to whole numbers and shown in full, e.g. "12,346 MB", so that
+    65,504 differs from 65,535. None and unknown give "not measured".
     """
     if not is_measured(value):
         return "not measured"
@@ -64,8 +64,8 @@ def phase_text(phase: str | None) -> str:
 def bytes_unit(largest: float, binary: bool = False) -> tuple[float, str]:
     """Return (bytes of the unit, name of the unit) for an axis of bytes that ends at `largest`, e.g. (1e6, "MB").
 
-    Units above kB are used only if `largest` is at least two of them, so that the axis has several whole numbers.
-    `binary`: use GiB, MiB or KiB.
+    GB is used from 2 GB on, MB from 2 MB on, otherwise kB, so that the axis has several whole numbers. `binary`: use
+    GiB, MiB and KiB in the same way.
     """
     large, middle, small = ("GiB", "MiB", "KiB") if binary else ("GB", "MB", "kB")
     unit = large if largest >= 2 * _UNITS[large] else middle if largest >= 2 * _UNITS[middle] else small
@@ -172,7 +172,7 @@ def reading(where: Any, kind: str, give: str) -> Iterator[None]:
     Args:
         where: a file, or an argument with its value.
         kind: the format of the settings, e.g. "JSON".
-        give: what to give instead, for the message.
+        give: the end of the error message, what the user should pass instead, e.g. "a JSON file".
     """
     try:
         yield

@@ -59,7 +59,9 @@ class _WithoutValue:
 
 
 class Unknown(_WithoutValue, float):
-    """Stand for a number whose value is unknown, e.g. a time in a rehearsal; see this module's table.
+    """Stand for a number whose value is unknown, e.g. a time in a rehearsal.
+
+    Arithmetic with it gives an unknown number again; comparisons, `if` and `int(value)` raise `error`.
 
     Args:
         why: the message of `error`.
@@ -83,7 +85,10 @@ class Unknown(_WithoutValue, float):
     __hash__ = object.__hash__
 
     def __ne__(self, other) -> bool:
-        """Return True if `other` is this same object, because `json` finds NaN by `x != x`; otherwise raise `error`."""
+        """Return True if `other` is this same object, as NaN does; for any other object raise an exception (`error`).
+
+        `json` finds NaN by the test `x != x`, and must be able to write this number.
+        """
         return other is self or self._refuse()
 
     def _unknown_again(self, *_) -> "Unknown":
@@ -104,7 +109,8 @@ class Assumed(float):
     Arithmetic gives an assumed number again, and every comparison with a number is false.
 
     Args:
-        answers: Counter {kind of answer: how often it was assumed}, to which each comparison adds 1; None: a new one.
+        answers: Counter {kind of read: how often a value was assumed for it}, to which each comparison of this number
+            adds 1; None: a new Counter.
     """
 
     __slots__ = ("answers",)

@@ -12,8 +12,8 @@ process has a module:
 
 No process outlives its parent, even if the parent is killed. A fresh subprocess has a session of its own, and asks the
 kernel to end it when the server ends. The server ends when the connection to its caller closes; it adopts and ends
-processes that a fresh subprocess left in other sessions. Each fresh subprocess has a folder for its files, which the
-process that sees its end removes.
+processes that a fresh subprocess left in other sessions. Each fresh subprocess has a folder for its files. The caller
+removes this folder when it closes the `CleanProcess`; if the caller ends before that, the server removes the folder.
 """
 
 import atexit
@@ -74,8 +74,8 @@ class ForkServer:
     def start(self, with_bitsandbytes: bool = False) -> None:
         """Start a server, without waiting for it, unless a usable one is running.
 
-        A server that was started before the last call of `optional_packages.offer` is replaced, because its libraries
-        did not find the package that this call offers. The fresh subprocesses of the old server continue.
+        A server that was started before the last call of `optional_packages.offer` is replaced, because it imported its
+        libraries before they could find the offered package. The fresh subprocesses of the old server continue.
 
         Args:
             with_bitsandbytes: import bitsandbytes after the first fork, because later jobs will need it.
@@ -122,16 +122,17 @@ class ForkServer:
         return [*self.running.forks] if self.running else []
 
     def end_forks(self) -> None:
-        """End every living fresh subprocess and what it started; code that waits for it gets the outcome "killed"."""
+        """End all fresh subprocesses and the processes that they started; their experiments get status "killed"."""
         for pid in self.forks():
             with contextlib.suppress(OSError):
                 os.killpg(pid, signal.SIGKILL)
 
 
 class _RunningServer:
-    """Start one server, and send it requests through a connection. In a course the new server is a fork of the course's
-    server, unless packages were offered (`optional_packages.offer`).
+    """Start one server, and send it requests through a connection.
 
+    In a course the new server is a fork of the course's server. If this process has called `optional_packages.offer`,
+    the new server is a fresh interpreter instead, because the course's server could not find the offered packages.
     `preload`: modules that the server imports; `with_bitsandbytes`: import bitsandbytes, too, after the first fork.
     """
 
@@ -156,7 +157,7 @@ class _RunningServer:
         return self._lives() and self._offered == optional_packages.offered()
 
     def is_needed(self) -> bool:
-        """Return whether the server is alive and has fresh subprocesses."""
+        """Return whether the server is alive and has fresh subprocesses that are not yet collected (`exit_code`)."""
         return bool(self.forks) and self._lives()
 
     def _lives(self) -> bool:
@@ -259,7 +260,8 @@ class CleanProcess(contextlib.AbstractContextManager):
 
     Args:
         job: the function to run; sent by cloudpickle.
-        turn: (warm-up steps, steps per turn): stop after each turn until `go`; None: never stop.
+        turn: (warm-up steps, steps per turn): stop after the warm-up and after every `steps per turn` more steps, each
+            time until `go` is called; None: never stop.
         measured: whether a meter is active. `SERVER.measuring` shows this, so that other work can wait.
         shares_cores: in a course, limit the process's threads to its lesson's share of the cores, unless the lesson has
             the machine for itself.
@@ -295,9 +297,10 @@ class CleanProcess(contextlib.AbstractContextManager):
     def receive(self, timeout: float | None = None) -> tuple[str, Any]:
         """Return the next message of the process as (kind, content).
 
-        The messages are ("step", number), ("turn", number), ("quiet", a `quiet.Need`) and ("result", value that the job
-        returned). After "turn" and "quiet" the process waits for `go`. If the job raised, or the process ended without
-        a result, the message is ("result", an `Outcome` that describes the failure).
+        - ("step", number of a finished step)
+        - ("turn", number of the step after which the process stopped): it waits until `go` is called
+        - ("quiet", the `quiet.Need` that it requests): it waits until `go` is called, unless this is `Need.SHARE`
+        - ("result", value that the job returned, or an `Outcome` that describes how the job or the process failed)
 
         Args:
             timeout: seconds to wait; None: no limit.
@@ -316,7 +319,7 @@ class CleanProcess(contextlib.AbstractContextManager):
         return "result", outcomes.died(self.code, self._oom_kills)
 
     def go(self) -> None:
-        """Let the process continue after a turn, or after its request for a quiet machine."""
+        """Let the process continue. It waits for this after each message "turn" or "quiet", see `receive`."""
         with contextlib.suppress(BrokenPipeError):
             self.channel.send("go")
 

@@ -6,8 +6,8 @@ process (here) or as processes (`processes`). A turn is the steps that one playe
 
 Two processes of the same code differ by some 10 % in CPU time, because of where their memory is and what the system
 gives them, and no number of turns removes that. Inside one process all players share these conditions (and one memory
-arena, see `forkserver`); the remaining effect differs from process to process. So a comparison repeats the turns in
-several processes (`processes.side_by_side`).
+arena, see `forkserver`). The measured ratio still varies a little from process to process, so a comparison repeats the
+turns in several processes (`processes.side_by_side`).
 """
 
 import contextlib
@@ -40,8 +40,8 @@ Seconds = tuple[float, float]  # wall-clock seconds, CPU seconds of the process
 def in_turns(works: Sequence[Callable[[], object]], turns: int = 8) -> list[list[Seconds]]:
     """Call several functions alternately, each `turns` times, and return the seconds of each call.
 
-    The order changes from turn to turn. A first, untimed turn warms up. On a CPU, set the number of threads first:
-    other load disturbs one thread the least.
+    The order changes from turn to turn. A first, untimed turn warms up. On a CPU, call `torch.set_num_threads(1)`
+    first, because other load on the machine disturbs a single thread least.
 
     `Ratio.of_turns` takes the results for [a, b, a] from several processes: it returns b's speed relative to a's, with
     the difference between the two a's as the noise floor.
@@ -91,10 +91,10 @@ def _ended_children() -> object:
 
 
 def _order(count: int, turns: int) -> Iterator[int]:
-    """Return the indexes of the players in the order of their turns. In each round every player has one turn; the order
-    varies from round to round.
+    """Return indexes of players (functions or trainings that run alternately) in the order in which they run.
 
-    Up to three players get all permutations, more players a fixed random selection.
+    In each round every player runs once, and the order varies from round to round: for up to three players, through all
+    permutations; for more players, at random with a fixed seed.
 
     Args:
         count: number of players.
@@ -202,7 +202,7 @@ class ThreadPlayer(threading.Thread):
 def _put_away() -> Iterator[None]:
     """Empty accelerate's process-wide state in this context, then restore it.
 
-    Each of the trainings that take turns in this process needs its own such state.
+    Several trainings run alternately in this process, and each of them needs a separate state.
     """
     from accelerate.state import AcceleratorState, GradientState, PartialState
 

@@ -36,8 +36,8 @@ class MemoryMeter:
     building the model: on a CPU, earlier allocations are not seen.
 
     Args:
-        categories: track every tensor, for the breakdown. The total of such a run is too high on a CPU. Therefore take
-            the total from a run without categories; `Memory.explained` joins the two.
+        categories: track every tensor, for the breakdown. On a CPU the total of such a run is too high. Therefore take
+            the total from a run without categories; `Memory.explained` adds the breakdown of this run to it.
         on_cpu: whether the experiment uses the CPU although there is a GPU.
         by_tensors: on a CPU, take tensors plus each operation's workspace as the total, so that one run gives the total
             and the breakdown, whatever `categories` is. Use it for several ranks and for a data loader with workers,
@@ -90,7 +90,7 @@ class MemoryMeter:
 
     def result(self) -> Memory | None:
         """Return the memory in bytes; its breakdowns are None if the meter was made without `categories`. Return None
-        for compiled code of which no compiling step has ended."""
+        for compiled code if none of its first `compiling_steps` steps has ended."""
         tracker = self._tracker
         if self._compiling_steps is not None and all(label != "start" for label, *_ in tracker.marks):
             return None
@@ -179,8 +179,8 @@ class _Ran(NamedTuple):
 
 
 def _apart(tracker: Watcher, at_marks: list[int], highest: Callable) -> dict[str, tuple[int, int]]:
-    """Return {phase outside of the steps: (peak in bytes, index of the operation at the peak)}, for phases that peak
-    above their start.
+    """Return {phase outside of the steps: (peak in bytes, index of the operation at the peak)}. A phase whose peak is
+    not above the live bytes at its start is left out.
 
     Args:
         tracker: the watcher of the training; its `marks` say where phases begin and end.
@@ -308,8 +308,11 @@ class _CpuTracker(Tracker):
 
 
 def _wait_for_gloo() -> None:
-    """Wait until gloo's threads sleep, at most some 0.1 s. After its work a thread still holds the tensors until it has
-    run once more, which takes long on a busy machine."""
+    """Wait until gloo's threads sleep, at most some 0.1 s, so that the tensors of a finished collective are freed.
+
+    A gloo thread that has finished its work holds the tensors until it runs once more. On a busy machine it may wait
+    long for a core.
+    """
     for _ in range(100):
         time.sleep(0.001)
         if not any(map(_is_gloo_at_work, Path("/proc/self/task").glob("*/stat"))):  # there are none except on Linux
@@ -325,8 +328,8 @@ def _is_gloo_at_work(thread: Path) -> bool:
 
 
 class _CudaWatcher(Watcher):
-    """Watch a training, and read the CUDA allocator's total at each mark (where a phase begins or ends), its peak, and
-    its peak in each phase outside of the steps.
+    """Watch a training, and record bytes of the CUDA allocator: the total at each mark (the begin or end of a phase),
+    the peak in the whole training, and the peak in each phase outside of the steps, e.g. in an evaluation.
     """
 
     def __init__(self, **options):
@@ -401,8 +404,8 @@ def _recorded(file: str):
 
 
 def _timeline(tracker: Tracker, at_operations: list[int]) -> dict[str, Any] | None:
-    """Return the timeline of the last recorded step, see `records.Memory.timeline`; None if it has fewer than two
-    entries. `at_operations`: the highest total in bytes during each operation that the tracker saw.
+    """Return the timeline of the last recorded step, see `records.Memory.timeline`; None if the timeline would have
+    fewer than two entries. `at_operations`: the highest total in bytes during each operation that the tracker saw.
     """
     ends = [operations for label, _, operations in tracker.marks if label == "step"]
     first, last = (ends[-2] if len(ends) > 1 else 0), (ends[-1] if ends else len(tracker.operations))

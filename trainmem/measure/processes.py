@@ -59,9 +59,9 @@ def execute(
 
 
 def _once(step: int) -> tuple[int, int]:
-    """Return the `turn` of a `CleanProcess` that stops once, after `step` warm-up steps, and waits for `go`.
+    """Return the argument `turn` for a `CleanProcess` that stops only once, after `step` steps, and waits for `go`.
 
-    A turn is (warm-up steps, steps per turn). The steps per turn exceed any training, so there is no second stop.
+    It is (`step`, a number of further steps that no training reaches), so there is no second stop.
     """
     return step, sys.maxsize
 
@@ -69,8 +69,8 @@ def _once(step: int) -> tuple[int, int]:
 def account(experiment: Experiment, timeout: float = 600, on_step: Callable[[int], None] | None = None) -> Outcome:
     """Return the outcome of an experiment with its memory and the breakdown by category.
 
-    If one run cannot measure both, a second run tracks every tensor. On a CPU with enough cores both runs are at the
-    same time, which changes no count.
+    If one run cannot measure both, a second run tracks every tensor for the breakdown. Both may run at the same time on
+    a CPU (see `_may_be_paired`), because the number of bytes does not depend on other load.
 
     Args:
         timeout: seconds for both runs together.
@@ -101,8 +101,9 @@ def _may_be_paired(experiment: Experiment) -> bool:
     """Return whether `account` may measure an experiment's memory and breakdown in two runs at the same time.
 
     It may on a CPU with several cores, but not in a course, because other lessons use these cores. A user's function is
-    not run twice at the same time, because both runs could write to the same files. Compiled code, and an experiment
-    that is counted by tensors, have no second run.
+    not run twice at the same time, because both runs could write to the same files. Some experiments have no second
+    run: compiled code, because it has no breakdown, and an experiment that is counted by tensors
+    (`Experiment.is_counted_by_tensors`), because its first run gives the breakdown, too.
     """
     machine = hardware.this_machine()
     alone = experiment.function or experiment.arguments.compiles or experiment.is_counted_by_tensors
@@ -176,10 +177,10 @@ def _with_output(process: CleanProcess, outcome: Outcome) -> Outcome:
 
 
 def _next_event(process: CleanProcess, on_step: Callable[[int], Any] | None = None) -> Outcome | int | quiet.Need:
-    """Wait for a process's next event: return its outcome if it ended, the number of the step after which it stopped,
-    or the part of the machine that it needs.
+    """Wait until a process ends, stops or requests a quiet machine; return which of these happened.
 
-    `on_step`: called with the number of each step that finishes meanwhile; None: not called.
+    Return an `Outcome` if the process ended, a step number if it stopped after that step, and a `quiet.Need` (part of
+    the machine) if it requests that part. `on_step`: called with each step number that it reports; None: not called.
     """
     while True:
         kind, content = process.receive(seconds_left())
@@ -193,11 +194,11 @@ def _next_event(process: CleanProcess, on_step: Callable[[int], Any] | None = No
 def _quiet(event: int = quiet.Need.MACHINE) -> Iterator[None]:
     """Wait until a process may be timed, and keep other lessons from disturbing it in this context.
 
-    The seconds of waiting are added to the time limit of `within`.
+    The time limit that `within` has set is extended by the seconds of waiting.
 
     Args:
-        event: the part of the machine that the process requested, or the number of the step after which the process
-            stopped. After a step, the process gets the whole machine.
+        event: the part of the machine to reserve. If it is not a `quiet.Need` but the number of the step after which
+            the process stopped (see `_next_event`), the whole machine is reserved.
     """
     start = time.monotonic()
     with quiet.experiment(event if isinstance(event, quiet.Need) else quiet.Need.MACHINE):
@@ -207,10 +208,10 @@ def _quiet(event: int = quiet.Need.MACHINE) -> Iterator[None]:
 
 
 def _wait(process: CleanProcess) -> Outcome | None:
-    """Wait until a process stops after its next steps and return None, or return its outcome if it ended instead.
+    """Wait until a process stops after its next steps; return None. If the process ends first, return its outcome.
 
-    The caller already has the part of the machine that the process needs, so each request of the process for it is
-    granted at once.
+    If the process requests a part of the machine meanwhile, the request is granted at once, without reserving anything:
+    call this function only while the whole machine is reserved.
     """
     while isinstance(event := _next_event(process), quiet.Need):
         if event:
@@ -294,7 +295,8 @@ def alternate(
     """Interleave experiments, each in a fresh subprocess that stops while another one runs.
 
     If the experiments do not fit on the device together, each turn has a fresh process. The outcome's value is a nested
-    list: value[0][experiment][turn] is the `Seconds` of the turn's fastest step. Use only their wall-clock part.
+    list: value[0][experiment][turn] is (wall-clock seconds, CPU seconds) of the turn's fastest step. Use only the
+    wall-clock seconds, because CPU seconds leave out the work on a GPU and in other ranks.
 
     Args:
         turns: turns per experiment.
@@ -337,11 +339,11 @@ def _stopping(experiment: Experiment, turns: int, steps_per_turn: int) -> interl
 
 
 def _in_what_is_left(experiment: Experiment, on_step: Callable[[int], None]) -> Outcome:
-    """Perform an experiment under the time meter while other experiments wait with their memory on the same device;
-    return its outcome.
+    """Perform an experiment under the time meter, while other experiments are stopped but keep their memory on the same
+    device; return its outcome.
 
-    The experiment counts as out of memory as soon as torch's allocator has to release cached memory, because it would
-    then run more slowly than alone. `on_step`: called after each step with its number.
+    Its status is "out of memory" as soon as torch's allocator has to release cached memory, because the experiment
+    would then run more slowly than alone. `on_step`: called after each step with its number.
     """
 
     def stepped(number: int) -> None:
@@ -356,7 +358,10 @@ def _in_what_is_left(experiment: Experiment, on_step: Callable[[int], None]) -> 
 
 
 def _fresh_each_turn(experiment: Experiment, turns: int, steps_per_turn: int) -> interleaving.Player:
-    """Run each turn of an experiment in a new process with a warm-up. Yield None per turn, at the end the outcome.
+    """Run an experiment in several parts (turns), each in a new process that runs a warm-up first.
+
+    Yield None at once, because there is no common warm-up. Then yield after each turn: after the last turn an outcome
+    with the times of all turns, after a failed turn its outcome, otherwise None.
 
     Args:
         turns: number of timed turns.

@@ -4,8 +4,8 @@ A lesson shares the machine with other lessons until it times something; then it
 it needs (`Need`). `Lab.compare`, `interleaving.in_turns` and the time meter do so after their warm-up (`timing`). For a
 function that is run with measure="none", the lesson does so before the function starts. Between two of its experiments,
 a lesson yields to lessons that wait for a quiet machine. Experiments that run at the same time each use only a part of
-the cores, because threads that wait for a core would slow down all of them. The lock is in the course's process
-(`served`); a lesson reaches the lock by a socket. Outside a course the context `experiment` does nothing.
+the cores, because threads that wait for a core would slow down all of them. A `QuietLock` in the course's process
+divides the cores among the lessons, which reach it by a socket (`served`). Outside a course `experiment` does nothing.
 """
 
 import contextlib
@@ -57,10 +57,10 @@ ASKING = Asking()
 
 @contextlib.contextmanager
 def timing(need: Need = Need.MACHINE) -> Iterator[None]:
-    """Give the part of the machine that `need` names to the code in this context, which reads a clock.
+    """Reserve a part of the machine for the code in this context, which reads a clock; wait until the part is free.
 
-    Wait until no other lesson uses that part. Enter the context in a fresh subprocess: in other processes, and inside
-    another `timing`, it does nothing.
+    `need`: the part, e.g. `Need.CORE`. Enter the context in a fresh subprocess: in other processes, and inside another
+    `timing`, it does nothing.
     """
     if ASKING.is_granted or not ASKING.ask:
         yield
@@ -76,9 +76,9 @@ def timing(need: Need = Need.MACHINE) -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_clocks() -> Iterator[None]:
-    """Make clock functions raise in this context if a function of a notebook calls them outside of `timing`.
+    """Make clock functions raise in this context if a notebook's function calls them without a reserved machine.
 
-    Other lessons may be running, so the times would be wrong.
+    Without `timing`, which reserves the machine, other lessons may be running, so the times would be wrong.
 
     Raises:
         outcomes.Invalid: a notebook's function called a clock.
@@ -101,8 +101,8 @@ def no_clocks() -> Iterator[None]:
 class QuietLock:
     """Divide the machine's cores among lessons: `take` waits for cores and takes them, `leave` releases them.
 
-    Lessons get cores in the order in which they wait. There is one exception: for a while, other lessons may overtake a
-    lesson that waits for a quiet machine, as long as they keep all cores busy.
+    Lessons get cores in the order in which they began to wait. There is one exception: until the first in the queue has
+    waited for `PASSED_SECONDS`, a later lesson may start before it, if all cores are in use after that start.
 
     Args:
         cores: number of cores.
@@ -146,10 +146,10 @@ class QuietLock:
             self._release(lesson)
 
     def _may_go(self, number: int) -> bool:
-        """Return whether a waiting lesson, by its number in the queue, may start.
+        """Return whether the waiting lesson with this `number` in the queue may start.
 
-        There must be room for the lesson. It may overtake earlier lessons only if that keeps all cores busy, and only
-        if the earliest lesson has waited less than `PASSED_SECONDS`.
+        There must be room for the lesson (`_has_room`). If other lessons have waited longer, two more conditions apply:
+        all cores are in use after the start, and the first in the queue has waited less than `PASSED_SECONDS`.
         """
         _, need, cores, _ = self._queue[number]
         earlier = [since for other, (*_, since) in self._queue.items() if other < number]
@@ -159,7 +159,7 @@ class QuietLock:
         return may_pass and self._has_room(need, others + cores)
 
     def _has_room(self, need: Need, used: int) -> bool:
-        """Return whether a lesson with this need may start, given the `used` cores that would then be in use."""
+        """Return whether a lesson with this `need` may start; `used`: cores then in use, the lesson's own included."""
         held = {held for held, _ in self._held.values()}
         if Need.MACHINE in held or (need is Need.MACHINE and held):
             return False
@@ -217,8 +217,8 @@ def is_in_course() -> bool:
 class _Lesson:
     """Let this process's experiments wait until the course's `QuietLock` grants the part of the machine that they need.
 
-    The lock does not distinguish the threads of a lesson's process: it grants the largest need among the experiments
-    that run in these threads. Outside a course no experiment waits.
+    If several experiments run at the same time in threads of this process, the process holds one part for all of them:
+    the largest part that one of them needs. Outside a course no experiment waits.
     """
 
     def __init__(self):

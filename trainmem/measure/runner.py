@@ -77,8 +77,8 @@ class Runner:
         Args:
             name: the run's name in tables and pictures.
             task: the model and its data; None: the runner's.
-            optimizer: function (model, training arguments) -> torch optimizer, for one without a name in `optim`; None:
-                the optimizer that `optim` names.
+            optimizer: function (model, training arguments) -> torch optimizer, for an optimizer that `optim` cannot
+                name; None: the optimizer that `optim` names.
             measure: "memory" (two steps under the memory meter), "time" (warm-up and `steps` steps under the time
                 meter, losses kept), or both; each takes a fresh subprocess.
             processes: ranks, started by torch's elastic launcher (gloo on CPU, nccl on CUDA).
@@ -118,7 +118,8 @@ class Runner:
 
         Args:
             name: the run's name in tables and pictures.
-            task, timeout: the model and its data; seconds per experiment. None: the runner's.
+            task: the model and its data; None: the runner's task.
+            timeout: seconds per experiment; None: the runner's timeout.
             measure: "memory", "time", or both; each takes a fresh subprocess.
             arguments: names of `transformers.TrainingArguments`, plus `attn_implementation`, `dtype`, and
                 `max_new_tokens`, with which a pass generates text.
@@ -152,7 +153,7 @@ class Runner:
             name: the run's name; None: the function's.
             measure: "memory", "time", or both; or, to run the function without a meter, "value" or "none". "value" is
                 for a function of which you only want the result, e.g. the times from `interleaving.in_turns`. "none" is
-                for a function that reads a clock or times its ranks; in a course, other lessons wait until it ends.
+                for a function that measures time itself, also in its ranks; in a course, other lessons wait meanwhile.
             samples_per_step: samples per optimizer step, over all processes; needed for samples per second.
             use_cpu: whether the function uses the CPU although there is a GPU; then the CPU's memory is counted.
             task, processes, timeout: as in `train`.
@@ -209,7 +210,7 @@ class Runner:
                 yield known
 
     def keep(self, experiment: Experiment, outcome: Outcome) -> Run:
-        """Make a run of an outcome, store it, and return it. If the file of runs cannot be written, only warn."""
+        """Store an experiment's outcome as a `Run`, and return it. If the file of runs cannot be written, only warn."""
         same = ("status", "message", "memory", "timing", "losses", "value", "weights", "attempts")
         run = Run(
             **{field: getattr(outcome, field) for field in same},

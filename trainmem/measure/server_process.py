@@ -26,14 +26,16 @@ def serve(descriptor: int, preload: Iterable[str], with_bitsandbytes: bool) -> N
     Args:
         descriptor: file descriptor of the channel to that process.
         preload: names of the modules to import.
-        with_bitsandbytes: import bitsandbytes after the first fork, for the next ones.
+        with_bitsandbytes: import bitsandbytes after the first fork, so that only later forks have it.
     """
     has_gpus = import_libraries(preload)
     serve_caller(connection.Connection(descriptor), has_gpus, with_bitsandbytes)
 
 
 def import_libraries(preload: Iterable[str]) -> bool:
-    """Import the modules named in `preload` for all forks to come; return whether this machine has GPUs."""
+    """Import the libraries of trainings and the modules named in `preload`, so that every later fork has them already;
+    return whether this machine has GPUs.
+    """
     gc.disable()  # until all is imported, see `_import`
     has_gpus = bool(hardware.describe().gpus)
     if has_gpus:
@@ -55,7 +57,7 @@ def serve_caller(control: connection.Connection, has_gpus: bool, with_bitsandbyt
     Args:
         control: connection to the caller, from which the requests come.
         has_gpus: whether this machine has GPUs; then bitsandbytes, which queries them, is never imported here.
-        with_bitsandbytes: import bitsandbytes after the first fork, for the next ones.
+        with_bitsandbytes: import bitsandbytes after the first fork, so that only later forks have it.
     """
     bitsandbytes = () if has_gpus else ("bitsandbytes",)
     parent, folders = os.getppid(), {}  # the folder of each living fork
@@ -113,7 +115,7 @@ def end_children(but: Container[int] = ()) -> None:
 
 
 def _import(names: Iterable[str]) -> None:
-    """Import the modules called `names` for all forks to come; skip modules that the installed library lacks."""
+    """Import the modules called `names`, so that every later fork has them; skip those that cannot be imported."""
     gc.disable()  # collections during the imports would take a quarter of the time
     for name in names:
         with contextlib.suppress(ImportError):

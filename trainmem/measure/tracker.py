@@ -51,8 +51,8 @@ class Tracker(Watcher, TorchDispatchMode):
 
     At its allocation a storage gets the category of the phase:
 
-    - from a module's forward to its backward, and in a checkpoint's repeated forward inside backward: an activation, or
-      a weight copy if it is a cast of a weight
+    - from a module's forward to its backward, and while activation checkpointing repeats a forward during backward: an
+      activation, or a weight copy if it is a cast of a weight
     - before a forward: an input
     - in DistributedDataParallel's reducer, and while FSDP2 scatters gradients: a gradient
     - while FSDP2 gathers weights: a weight copy
@@ -180,17 +180,17 @@ class Tracker(Watcher, TorchDispatchMode):
     def moment(self) -> Phase:
         """The phase by which a storage gets its category.
 
-        It is the present phase, except in an evaluation: a storage that is allocated inside a module then counts as
-        allocated in the forward phase, and a storage that is allocated between modules as allocated before a forward.
+        It is the present phase, except in an evaluation. There it is `Phase.FORWARD` while a module runs, and
+        `Phase.BEFORE` (before a forward) at other times.
         """
         if self.phase != Phase.EVALUATION:
             return self.phase
         return Phase.FORWARD if self.modules.here() else Phase.BEFORE
 
     def _category_at_allocation(self, function, args) -> Category:
-        """Return the category of a storage that an operation allocates in the present phase, by the rules of the class.
+        """Return the category of a storage that an operation allocates now, by the rules listed in `Tracker`.
 
-        `function`, `args`: the operator, and its positional arguments.
+        `function`, `args`: the operation, and its positional arguments; (None, ()) if no operation allocates it.
         """
         if self.phase in (Phase.REDUCER, Phase.GATHER):
             return Category.GRADIENTS if self.phase == Phase.REDUCER else Category.WEIGHT_COPIES
@@ -290,11 +290,13 @@ def _is_autograds() -> bool:
 def _in_place(function, target: Any, other: Any) -> bool:
     """Return whether autograd would do this operation in place if the training were not tracked.
 
-    Autograd does so if it holds the only reference to `target` (`InputBuffer::accumulate`, and the formulas that check
-    `areAnyTensorSubclassLike`, in torch's csrc/autograd), but never while a dispatch mode is on. A tracker is such a
-    mode, so the tracked training would have one tensor more. An operation that Python code calls during backward is
-    left as it is. `function` is a key of `_IN_PLACE`, `target` and `other` are its first two arguments.
+    Autograd writes the result into `target` if it holds the only reference to `target`, but never while a dispatch mode
+    is on. A tracker is a dispatch mode: under a tracker autograd would allocate a tensor that the untracked training
+    does not need. Return False for an operation that Python code calls during backward, because it is not autograd's.
+
+    `function`: a key of `_IN_PLACE`; `target`, `other`: its first two arguments.
     """
+    # In torch's csrc/autograd: `InputBuffer::accumulate`, and the formulas that check `areAnyTensorSubclassLike`.
     if torch.is_grad_enabled() or not isinstance(target, torch.Tensor) or not _is_autograds():
         return False
     if function is torch.ops.aten.add.Tensor:
@@ -338,7 +340,9 @@ def watched(tracker: Watcher) -> Iterator[dict[int, torch.Tensor]]:
 
 
 def _replacements(hooks: "TrainingHooks") -> Iterator[tuple[Any, str, Callable]]:
-    """Yield (owner, name, method of the hooks to call instead) for each function to replace."""
+    """Yield (owner, name, replacement) for each function to replace: the module or class that has the function, the
+    function's name, and the method of `hooks` to call instead.
+    """
     yield torch.autograd, "backward", hooks.backward
     for owner in (torch, torch.random):
         yield owner, "get_rng_state", hooks.get_rng_state
@@ -485,15 +489,17 @@ class TrainingHooks:
         return state
 
     def resize(self, plain, storage, *args, **kwargs):
-        """Call `plain`, which resizes a storage, and log it: FSDP2 allocates and frees gathered weights by resizing,
-        without an operation.
+        """Call `plain`, which resizes a storage, and log the change of its size.
+
+        FSDP2 allocates and frees gathered weights by resizing their storages, and torch runs no operation for that.
         """
         resized = plain(storage, *args, **kwargs)
         self.tracker.resized(storage)
         return resized
 
     def update_cache(self, plain, cache, *args, **kwargs):
-        """Call `plain`, a cache's `update`, and tag the keys and values that the cache keeps in inference.
+        """Call `plain`, a method of a cache (`update` or `reorder_cache`). In inference, set the category of the keys
+        and values that the cache then holds.
 
         The arguments of `update` are keys, values and the layer's index.
         """
@@ -514,8 +520,8 @@ class TrainingHooks:
         return self.run_in(Phase.REDUCER, plain, group, *args, **kwargs)
 
     def run_untracked(self, plain, *args, **kwargs):
-        """Run `plain`, a function of DTensor, and track none of its operations: it only finds the shapes of results, on
-        tensors without memory.
+        """Call `plain` without tracking its operations. It is a function of DTensor that only finds the shapes of
+        results, by operations on tensors without memory.
         """
         with _disable_current_modes():
             return plain(*args, **kwargs)

@@ -85,7 +85,11 @@ class Watcher:
         self.modules = Modules()
 
     def mark(self, label: str) -> None:
-        """Note the end of a phase, e.g. "forward", or another `label` ("start"), in the logs and torch's profiler."""
+        """Record in `marks`, and in torch's profiler, that a phase begins or ends now.
+
+        `label`: the phase that ends, e.g. "forward"; or "begin evaluation" if this phase begins (similarly for saving
+        and loading); or "start" if the measurement starts.
+        """
         self.marks.append((label, len(self.log), len(self.operations)))
         with torch._C._profiler._RecordFunctionFast(f"{MARK} mark"):
             pass  # torch's profiler records the mark too, which puts it in order with the allocations

@@ -36,7 +36,8 @@ def perform(experiment: Experiment, measure: str, on_step: Callable[[int], None]
     Args:
         measure: "memory" (two optimizer steps under the memory meter, three on a GPU; for compiled code a few steps, of
             which the last counts), "categories" (two steps that track every tensor, see `memory_meter`), "time" (the
-            requested steps under the time meter), "none", or "value" (no meter, and reading a clock is an error).
+            requested steps under the time meter), "none" (no meter), or "value" (no meter; a clock function that the
+            experiment calls raises an error, because other lessons of a course may be running).
         on_step: called after each optimizer step with its number; None: not called.
     """
     try:
@@ -85,13 +86,14 @@ def _perform(experiment: Experiment, measure: str, on_step) -> Outcome:
 
 
 def _rehearse(experiment: Experiment, folder: str, measure: str, on_step) -> Outcome:
-    """Perform an experiment in a rehearsal, without a memory meter; its outcome has `Unknown` times and losses.
+    """Perform an experiment in a rehearsal, without a memory meter; return its outcome. All its losses and times are
+    `Unknown`, because no kernel computes. It has times only if `measure` is "time".
 
     A training by the Trainer runs at most two steps.
 
     Args:
         folder: the Trainer's output folder.
-        measure: the meter that was requested, e.g. "time"; only for "time" the outcome has times.
+        measure: the meter that was requested: "time", "none" or "value".
         on_step: called after each step with its number; None: not called.
     """
     from trainmem.measure import time_meter
@@ -307,16 +309,17 @@ def _lost_connection(outcome: Outcome) -> bool:
 def _rank(experiment: Experiment, measure: str, on_step, folder: str, barrier, ends) -> Outcome:
     """Perform an experiment as one rank, in a process that dies with its parent, and return its outcome.
 
-    A rank that fails reports why and exits with an error, so that the launcher ends the other ranks instead of leaving
-    them in a collective. The launcher reports the first rank that ends, which should be the one at fault: a rank that
-    merely lost its connection waits a moment.
+    A rank that fails puts its outcome into `ends` and exits with an error. The launcher then ends the other ranks, so
+    that none waits in a collective for ever, and reports the rank that exited first. A rank that fails because it lost
+    its connection to another rank waits two seconds before it exits, so that the rank at fault exits first.
 
     Args:
         measure: name of the meter, e.g. "time".
         on_step: called by rank 0 after each step with its number; None: not called. If it has the attribute
             `takes_turns`, it may block, to let an interleaved experiment run.
         folder: folder for the rank's files; the launcher removes it.
-        barrier: where all ranks wait before and after such a call, so that they stop and continue together.
+        barrier: if `on_step` may block, all ranks wait here before and after each call of `on_step`, so that they stop
+            and continue together.
         ends: queue that gets {rank: the outcome with which it failed, or None if it ended normally}.
     """
     import torch
@@ -360,9 +363,10 @@ def _rank(experiment: Experiment, measure: str, on_step, folder: str, barrier, e
 def _meet_or_fail() -> None:
     """Make a new gloo group raise RuntimeError if its ranks have not connected after a minute.
 
-    gloo connects each pair of ranks. Rarely (seen once, of eight ranks on two cores; not in 450 more launches) a
-    connection fails, and all ranks wait silently, for the half hour that torch allows for communication.
+    gloo connects each rank with each other rank. In rare cases a connection fails, and all ranks would wait silently
+    until torch's timeout, half an hour.
     """
+    # Seen once, in a launch of eight ranks on two cores, and not in 450 further launches.
     from torch.distributed import distributed_c10d
 
     class Gloo(distributed_c10d.ProcessGroupGloo):

@@ -165,7 +165,7 @@ def _answers() -> dict:
 
 
 def _written() -> set[str]:
-    """Return the names of CUDA's functions that the stub defines in its C++ files."""
+    """Return the names of the CUDA functions that the stub CUDA runtime defines in its C++ files (native/*.cpp)."""
     return {
         name
         for file in SOURCES.glob("*.cpp")
@@ -183,14 +183,14 @@ def _linked(site: Path) -> set[str]:
 
 
 def _rest(linked: set[str], site: Path, header: Path) -> str:
-    """Return the C++ source of the stub's functions that do nothing but return a status.
+    """Return C++ source with those functions of the stub CUDA runtime that only return a status.
 
-    native/answers.toml has the statuses; most names of functions come from the arguments.
+    native/answers.toml says which status each function returns, and names some functions itself. The other names come
+    from the three arguments. Functions that the stub's C++ files define are left out.
 
     Args:
         linked: names of the CUDA functions that torch and bitsandbytes link, see `_linked`.
-        site: folder of the installed packages; torch's library in it has the names of the NVML functions that torch
-            looks up while it runs.
+        site: folder of the installed packages; torch's libc10_cuda.so in it contains the names of the NVML functions.
         header: path of cuda.h, which declares the functions of the driver.
     """
     table, answers = _answers(), {}
@@ -218,8 +218,10 @@ def _architectures(python: Path) -> str:
 
 
 def _packages() -> list[str]:
-    """Return this environment's packages as pip's requirements, pinned. torch is pinned with "===" and without a suffix
-    such as "+cpu", which matches only the CUDA build.
+    """Return pip requirements for this environment's packages, pinned to their versions, e.g. "datasets==4.1.0".
+
+    torch is pinned as e.g. "torch===2.9.0": "===" excludes builds with a suffix, e.g. "2.9.0+cpu", so that pip chooses
+    the default wheel, which is the CUDA build.
     """
     found = {each.name: hardware.version_of(each.name) for each in releases.requirements() if each.name != "torch"}
     return [f"torch==={_torch_version()}", *(f"{name}=={version}" for name, version in found.items() if version)]

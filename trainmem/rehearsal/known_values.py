@@ -62,10 +62,12 @@ _KEEP_SIGN |= {"where"}
 
 
 class Values(TorchFunctionMode):
-    """Track, in all threads, which tensors have known values while this mode is on; compute small ones on the CPU.
+    """Track which tensors have known values while this function mode is on. Compute small device tensors on the CPU if
+    the values that they are made from are known.
 
     Args:
-        assumes: return assumed values instead of raising `NeedsValues`.
+        assumes: whether code that reads an unknown value gets an assumed value; otherwise the read raises `NeedsValues`
+            or returns an `Unknown`.
     """
 
     def __init__(self, assumes: bool = False):
@@ -100,8 +102,8 @@ class Values(TorchFunctionMode):
             copied.is_known = False
 
     def _noted(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
-        """Return a tensor's storage if there is a note about its values; None if there is no note, or if the note is
-        about an earlier storage at that address.
+        """Return a tensor's storage if there is a note about its values; None if there is none. A note about an earlier
+        storage that had the same address does not count.
         """
         storage = self._storages.get(_address(tensor))
         return storage if storage is not None and storage._cdata == tensor.untyped_storage()._cdata else None
@@ -151,8 +153,9 @@ class Values(TorchFunctionMode):
     def _note_arrivals(self, function, name, args, kwargs, given, made) -> None:
         """Compute the small device tensors that a function made from arguments on the host, and note them as known.
 
-        A result is computed if the call has one tensor argument, of the same shape (the call copies it to the device),
-        or if a function such as `ones` made it without a tensor argument. The values of other results stay unknown.
+        A result is computed in two cases: the call has exactly one tensor argument, and the result has its shape (such
+        a call copies it to the device); or a function such as `ones` made the result without a tensor argument. Other
+        results stay unknown.
 
         Args:
             function, args, kwargs: the function that was called, and its arguments.
@@ -214,8 +217,8 @@ class Values(TorchFunctionMode):
         """Send the values of a small tensor of whole numbers or booleans from the sending rank to the group's other
         ranks, through a key-value store.
 
-        The stub of NCCL leaves each rank's own values in place, but DeepSpeed checks whether all ranks have the same
-        values. The arguments are those of `torch.distributed.broadcast`; `src` or `group_src` is the sending rank.
+        NCCL is a stub that sends nothing: each rank would keep its own values, and DeepSpeed's check that all ranks
+        have the same values would fail. `tensor`, `src`, `group`, `group_src`: as in `torch.distributed.broadcast`.
         """
         group = group or torch.distributed.group.WORLD
         if tensor.dtype not in EXACT or tensor.numel() > LARGEST_SENT or group.rank() < 0:
@@ -294,14 +297,16 @@ class Values(TorchFunctionMode):
         return torch.full((), tensor.dtype not in EXACT, dtype=tensor.dtype).expand(tensor.shape)
 
     def _choose(self, name: str, args: tuple, kwargs: dict, made: torch.Tensor) -> bool:
-        """Assume values of a mask or of positions that were made from unknown values, so that later reads agree.
+        """Write assumed values into `made`, a mask or positions that a function made from unknown values; return
+        whether values were written.
 
-        A mask is false, a position is 0; `topk` and other functions that sort return positions in order. Return False,
-        without a choice, if the tensor has another type or is too large.
+        All later reads get these values: False for a mask; 0, 1, 2, ... for positions from a function that sorts or
+        draws, e.g. `topk`; 0 for other positions. Nothing is written if `made` is empty, has more than `LARGEST`
+        elements, or is neither boolean nor of whole numbers with 16, 32 or 64 bits.
 
         Args:
-            name, args, kwargs: the function that was called, by name, and its arguments.
-            made: the result, into which the values are written.
+            name, args, kwargs: the function's name, e.g. "topk", and its arguments.
+            made: the function's result.
         """
         if made.dtype not in _CHOICES or not 0 < made.numel() <= LARGEST:
             return False
@@ -346,8 +351,8 @@ class Values(TorchFunctionMode):
         return tree_map_only(torch.Tensor, lambda tensor: self._arrive(tensor, device), made)
 
     def positions(self, mask: torch.Tensor) -> torch.Tensor:
-        """Return the positions of a mask's True elements, as `aten.nonzero` on the device. Every indexing by a mask
-        calls it, in autograd too.
+        """Return the positions of a mask's True elements, in place of `aten.nonzero` for device tensors. torch calls
+        `aten.nonzero` whenever code indexes with a mask, in the backward pass, too.
 
         Raises:
             NeedsValues: the values of the mask are unknown, and this object was made without `assumes=True`.
@@ -377,7 +382,7 @@ class Values(TorchFunctionMode):
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
-    """Return the tensors among arguments or results that have memory: no fake, meta, sparse or functorch tensors."""
+    """Return the tensors in `values`, e.g. arguments, that have memory: no fake, meta, sparse or functorch tensors."""
     return [each for each in tree_leaves(values) if isinstance(each, torch.Tensor) and _is_plain(each)]
 
 
@@ -407,9 +412,11 @@ def _is_sized_by_values(name: str, args: tuple, kwargs: dict) -> bool:
 
 
 def _is_small(tensor: torch.Tensor, made_by: str) -> bool:
-    """Return whether a result is small enough to compute: at most `LARGEST` elements.
+    """Return whether a tensor has few enough elements to be computed: at most `LARGEST`, or `LARGEST_FLOAT` if it holds
+    floats.
 
-    For a float tensor the limit is `LARGEST_FLOAT`, unless the function `made_by` gives all its elements one value.
+    A float tensor has the limit `LARGEST`, too, if the function named `made_by` gives all its elements one value, e.g.
+    `zeros`.
     """
     return tensor.numel() <= (LARGEST if tensor.dtype in EXACT or made_by in _OF_ONE_VALUE else LARGEST_FLOAT)
 

@@ -1,13 +1,15 @@
 """Record a rehearsed program from inside its processes: its memory by phase, and how it ends. Also make uploads fail.
 
-Each process with a device writes a JSON file, at each change of phase and at its end. `program_report` reads it:
+Each process with a device writes a JSON file, at each change of phase and at its end. `program_report` reads the file,
+which has these fields:
 
     pid, rank, arguments     of the process
     devices, steps           number of devices that it uses; optimizer updates so far
     phases                   {phase: [allocated, reserved]}, the peaks in bytes on the fullest device
     ended, error             whether it came to its end; the error that ended it: {kind, message, line}
     answers, compiled        {kind: how often an unknown value was assumed}; functions passed to torch.compile
-    saved, kept              files of weights without values; existing files that were not overwritten
+    saved                    files of weights that the program wrote, and that have no values
+    kept                     files from before the rehearsal that the program wanted to overwrite; they are unchanged
 
 These peaks count from the first use of the device, even if the program resets its statistics. The program itself reads
 the statistics that it would read on a card.
@@ -126,7 +128,7 @@ class Recorder:
             self.write()
 
     def write(self) -> None:
-        """Write the file of this process, unless nothing was recorded."""
+        """Write this process's JSON file, unless the process has used no device and ended without an error."""
         error = getattr(sys, "last_value", None) if self.ended else None
         if not self.phases and error is None:
             return
@@ -179,8 +181,9 @@ _FRAME = re.compile(r'File "(.+)", line (\d+), in (.+)\n\s+(.+)')
 
 
 def _line(frames: list[traceback.FrameSummary]) -> str:
-    """Return the program's own line as "file, line N, in function: code"; "" if there is none.
+    """Return the innermost line that does not belong to a library, as "file, line N, in function: code".
 
+    If there is no such line, return the innermost line outside of torch and this package; "" if there is none, either.
     `frames` are ordered innermost first.
     """
     own = (frame for frame in frames if not stack_dumps.is_library(frame.filename))

@@ -36,7 +36,8 @@ class ProgramRun:
         status: "finished", "needs values", "needs a library", "out of memory" or "failed".
         code: the program's own exit code; negative for a signal.
         card: the card on which the program was rehearsed, as text.
-        processes: a dict, with the fields in `process_recorder`, for each process that used a device or failed.
+        processes: for each process that used a device or failed, {name: value} of the fields that `process_recorder`
+            (its module's docstring) lists.
         assumptions: what the rehearsal assumed, one sentence each.
     """
 
@@ -70,7 +71,7 @@ class ProgramRun:
 def _lines(process: dict[str, Any]) -> list[str]:
     """Return lines of text about one process: its memory and how it ended.
 
-    `process`: a dict with the fields in `process_recorder`.
+    `process`: an entry of `ProgramRun.processes`.
     """
     label = f"Process {process['pid']}" + (f", rank {process['rank']}" if process["rank"] else "")
     steps = f"{process['steps']} optimizer update{'s' * (process['steps'] != 1)}"
@@ -86,7 +87,10 @@ def _lines(process: dict[str, Any]) -> list[str]:
 
 
 def peaks_of(process: dict[str, Any]) -> list[int]:
-    """Return [allocated, reserved], a process's peaks in bytes, from a dict with the fields in `process_recorder`."""
+    """Return a process's peaks over all phases, [allocated, reserved] in bytes.
+
+    `process`: an entry of `ProgramRun.processes`; its field "phases" is {phase: [allocated, reserved]}.
+    """
     return [*map(max, zip(*process["phases"].values(), strict=True))]
 
 

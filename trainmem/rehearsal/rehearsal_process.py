@@ -55,7 +55,8 @@ def rehearse(
         processes: ranks, each on a separate device.
         inference: run forward passes without gradients instead.
         snapshot: a file for torch's own memory snapshot, see `Rehearsal`; None: no snapshot.
-        timeout, arguments: as in `Runner.train`.
+        timeout: seconds that the rehearsal may take.
+        arguments: training arguments, as in `Runner.train`.
 
     Returns:
         A run with the allocated and reserved bytes and the breakdown, but without times. If the training does not fit,
@@ -86,7 +87,7 @@ def own_command(typed: list[str]) -> list[str] | None:
     """Return the words after "--" in `typed`, the words of a command line; None if there is no "--".
 
     Raises:
-        ValueError: an option before "--" that does not apply to a command.
+        ValueError: an option before "--" that `perf-helpers rehearse` cannot combine with a command.
     """
     if "--" not in typed:
         if "--assume" in typed:

@@ -1,4 +1,7 @@
-"""Replace functions in a rehearsed process, to track values, and to answer reads that a function mode does not see."""
+"""Replace functions of torch and Python in a rehearsed process, so that known values are tracked in all its threads.
+
+Some replacements answer reads of unknown values that `known_values.Values`, a function mode, does not see.
+"""
 
 import contextlib
 import functools
@@ -19,7 +22,7 @@ from trainmem.unknown import NeedsValues, Unknown
 
 
 def install() -> None:
-    """Track values in this process from now on, in all its threads and in autograd's.
+    """Track which tensors have known values (see `Values`), from now on and in all threads, also those of autograd.
 
     torch calls this function at the end of `import torch`, because it is declared as the entry point of a backend
     (inside/perf_helpers_rehearsal.dist-info).
@@ -59,7 +62,7 @@ def install() -> None:
         """Compare tensors as `torch.testing.assert_close` does.
 
         Raises:
-            NeedsValues: a number is unknown. (torch's own error would be about the number's type.)
+            NeedsValues: a number is unknown. torch's own error would mislead: it is about the number's type.
         """
         for value in tree_leaves((args, kwargs)):
             if isinstance(value, Unknown):
@@ -80,9 +83,9 @@ def install() -> None:
     any_of = torch.Tensor.any
 
     def any_outlier(tensor, *args, **kwargs):
-        """Compute `Tensor.any`, but answer False if bitsandbytes' LLM.int8 looks for outliers.
+        """Replace `Tensor.any`: return the same result, except False if bitsandbytes' LLM.int8 looks for outliers.
 
-        A function mode does not see this call, because it happens inside an operation.
+        bitsandbytes makes this call inside one of its operations, and function modes do not see calls there.
         """
         found = any_of(tensor, *args, **kwargs)
         if tensor.is_cuda and sys._getframe(1).f_globals.get("__name__") == "bitsandbytes.backends.cuda.ops":
@@ -92,7 +95,10 @@ def install() -> None:
     is_in = torch.isin
 
     def is_in_tokens(*args, **kwargs):
-        """Compute `torch.isin`, but answer False if transformers looks for end tokens, so that generation continues."""
+        """Replace `torch.isin`: return the same result, except False if transformers looks for end tokens.
+
+        Generation then continues to its maximum length.
+        """
         found = is_in(*args, **kwargs)
         if sys._getframe(1).f_globals.get("__name__") == "transformers.generation.stopping_criteria":
             mode.answers["tokens that might end a generation, no"] += 1
@@ -106,9 +112,9 @@ def install() -> None:
     rebuild = torch._utils._rebuild_tensor
 
     def rebuilt(*args, **kwargs):
-        """Rebuild a tensor from a file as torch does. Mark small tensors of whole numbers on the device as known.
+        """Rebuild a tensor from a file as torch does. Mark small device tensors of whole numbers or booleans as known.
 
-        `torch.load(map_location="cuda")` has copied their values to the device.
+        Their values are known because `torch.load(map_location="cuda")` has copied them from the file to the device.
         """
         tensor = rebuild(*args, **kwargs)
         if tensor.is_cuda and tensor.dtype in EXACT and tensor.untyped_storage().nbytes() <= LARGEST:

@@ -20,7 +20,11 @@ import torch
 
 
 class Files:
-    """Track the files of weights that this process saves: files written without values, and files left unchanged."""
+    """Track the files of weights that this process saves.
+
+    `saved` has the paths of files that it wrote without values, `kept` those of files from before the rehearsal that it
+    would have overwritten; they are unchanged.
+    """
 
     def __init__(self):
         self.start = float(os.environ.get("REHEARSAL_BEGAN", "inf"))
@@ -42,10 +46,11 @@ class Files:
         self.saved.add(os.path.abspath(os.fspath(path)))
 
     def move(self, plain: Callable, source: Any, target: Any, *args, **kwargs) -> Any:
-        """Call `plain`, which renames, links or copies a file or folder, note the new names of saved files, and return
-        the result of `plain`.
+        """Call `plain`, which renames, links or copies a file or folder, and return its result. Add the new paths of
+        files in `saved` (written without values) to `saved`.
 
-        If the source is a saved file and the target existed before the rehearsal, do nothing and return the target.
+        If `source` is in `saved` and `target` is a file from before the rehearsal, return `target` without calling
+        `plain`, so that the user's file is not overwritten.
         """
         if not isinstance(source, str | os.PathLike) or not isinstance(target, str | os.PathLike):
             return plain(source, target, *args, **kwargs)
