@@ -347,11 +347,14 @@ def _ten(data: dict) -> dict[str, Run]:
 
 
 def _sizes(runs: dict[str, Run], rehearsed: dict) -> str:
-    """Describe a column of measured recipes: the task, its precision, and whether memory is counted or the allocator's.
+    """Describe a table's column of measured recipes in words, as its heading.
+
+    The text names the task, its precision, and the kind of memory: counted by the lab, or allocated and reserved by
+    torch. If the measured task is not that of the rehearsed columns, the text warns that the model is another one.
 
     Args:
-        runs: {name: run} of the column.
-        rehearsed: the task of the rehearsed columns; the text says if the measured task differs.
+        runs: {name of a recipe: its run}.
+        rehearsed: the task of the rehearsed columns, as a dict.
     """
     first = next(iter(runs.values()))
     task = Task.from_dict(first.task)

@@ -319,10 +319,11 @@ FIRST = "guides' vanilla"
 
 
 def best(here: Here, known: Known) -> Iterator[Row]:
-    """Lesson 14's ladder of speed, from the guides' vanilla to the best recipe that takes no more memory.
+    """Lesson 14's ladder of speed: the recipe "guides' vanilla", then one more technique in each row.
 
-    Yield this part's rows for the machine `here`; `known`: {name: row} of the measured rows. Model FLOPs utilisation
-    is measured for the first and the best recipe. Each technique alone is also run, for the guide's own table.
+    Yield this part's rows for the machine `here`; `known`: {name: row} of the measured rows. The batch becomes as large
+    as possible in the memory that the first recipe needs. Model FLOPs utilisation is measured for the first recipe and
+    for the fastest one. Each technique alone is also run, for the guide's own table.
     """
     climb = [here.row(FIRST, here.profile.task, GUIDES, optimizer=gpu_functions.looped)]
     yield climb[0]
@@ -369,9 +370,12 @@ def _rungs(here: Here) -> Iterator[tuple[str, list[dict[str, Any]], str]]:
 
 
 def _utilisation(here: Here, known: Known, climb: list[Row]) -> Iterator[Row]:
-    """Yield the rows for model FLOPs utilisation (lesson 02): the first and the best recipe, and matmul rates.
+    """Yield the rows for model FLOPs utilisation (lesson 02): the first and the fastest recipe, and the rates of
+    matmuls.
 
-    `known`: {name: row} of the measured rows; `climb`: the rows of lesson 14's ladder of speed, from the first recipe.
+    The fastest recipe is sought among those that need no more memory than the first.
+
+    `known`: {name: row} of the measured rows; `climb`: the rows of lesson 14's ladder of speed, in its order.
     """
     ratios = {row.name: known[here.pair(climb[0], row).name].speed_ratio for row in climb[1:]}
     fitting = [row for row in climb if known[row.name].peak_bytes <= known[FIRST].peak_bytes]

@@ -312,7 +312,12 @@ def record(rows: list[dict], lessons: list[str], note: str = "") -> dict:
 
 
 def _set(row: dict) -> dict:
-    """Return a library set's row of "sets" in the record: its entry (`row`, see `became`) without measurements."""
+    """Return the facts of one library set for the record's list "sets", without claims and sizes.
+
+    They are the set's description, status, date and package versions, and {"status", "message"} of each of its lessons.
+
+    `row`: all results of the set, as `became` returns them.
+    """
     entry = {name: row[name] for name in ("name", "what", "status", "message", "not_rehearsed", "date", "packages")}
     lessons = row["course"]["lessons"] if row["course"] else []
     return entry | {"lessons": {x["name"]: {"status": x["status"], "message": plain(x["message"])} for x in lessons}}

@@ -34,7 +34,10 @@ def changed(record: dict) -> set[str]:
 
 
 def causes() -> list[dict]:
-    """Return the causes that people found, from matrix.toml: {"changes": ids, "says": the cause}."""
+    """Return the known causes of differences between library sets, which people wrote into matrix.toml.
+
+    Each is {"changes": [ids of the claims, runs and lessons that changed], "says": the cause in words}.
+    """
     return tomllib.loads(SETS.read_text(encoding="utf-8")).get("cause", [])
 
 

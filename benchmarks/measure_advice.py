@@ -160,13 +160,18 @@ def decide(one: Pair, folder: Path) -> dict:
 
 
 def summary(rows: list[dict]) -> dict:
-    """Count the pairs of a model and a card: decided ones ("decided"), those with right advice ("keeps_its_word") and
-    undecided ones ("left_out").
+    """Return how often the advice for a model and a card was right, over all records.
 
-    The advice is right if its micro-batch fits in the rehearsal, and the next larger one runs out of memory. Further
-    keys: architectures, compute capabilities, micro-batches and estimates per advice of the decided pairs.
+    The advice is right if its micro-batch fits in the rehearsal, and the next larger one runs out of memory.
 
-    `rows`: one record per pair, see `decide`.
+    Args:
+        rows: one record per model and card, see `decide`.
+
+    Returns:
+        {"decided": number of records that decide whether the advice is right, "keeps_its_word": number of these in
+            which it is right, "left_out": number of the other records}. Over the decided records: "architectures" (how
+            many), "capabilities" and "micro_batches" (the values that occur) and "estimates_median" (estimates per
+            advice).
     """
     decided = [row for row in rows if "keeps_its_word" in row]
     return {

@@ -190,12 +190,16 @@ def _filled(fields: dict, width: int) -> dict:
 
 
 def configurations(name: str, kind: str, folder: Path):
-    """Yield (form, path) of configurations of a class, which are written into a folder, the smallest first.
+    """Yield (form, path) for each reduced configuration of a model class, in the order in which they are tried.
 
-    The forms are: narrow; less narrow; narrow with values for missing sizes; only the number of layers reduced; only
-    the images reduced.
+    The forms are "width 32"; "width 64"; "width 32, no size missing", which sets sizes that are None; "few layers",
+    which changes only the number of layers; and "small images", which changes only sizes of images and numbers of
+    queries.
 
-    `name`: name of the class; `kind`: its model type.
+    Args:
+        name: name of the class.
+        kind: its model type.
+        folder: folder for the configuration files.
     """
     from transformers import CONFIG_MAPPING
 

@@ -138,7 +138,7 @@ def rows_of(options) -> list[dict]:
 def measure(cases, options):
     """Yield (tool, row) per tool; a row has "tool", "version" and "said", the tool's answers in the trainings' order.
 
-    `cases`, `options`: as in `runner.Measurement`.
+    `cases`: the tools to query, by name; `options`: the script's command-line options.
     """
     versions, trainings = hardware.versions(), [Training.from_dict(one) for one in rows_of(options)]
     with tempfile.TemporaryDirectory() as name:

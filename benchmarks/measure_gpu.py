@@ -89,7 +89,8 @@ class Suite:
         return next((row for row in self.left(part) if (part, row.name) not in self._tried), None)
 
     def _do(self, part: str, row: Row) -> None:
-        """Measure one row of a part and store the result, unless the row is stopped because this call ends."""
+        """Measure one row of a part and store its result; store nothing if the suite's time ends before the row does.
+        """
         start = monotonic()
         seconds = max(1.0, min(ROW_SECONDS, self.ends + LAST_SECONDS - start))
         with processes.within(seconds):

@@ -132,9 +132,10 @@ def cases(options) -> dict[str, Training]:
 def measure(cases, options):
     """Compare estimate and rehearsal of trainings until the time is over; yield (number, row) for each training.
 
-    In every block of 90 trainings, one card after the other rehearses the trainings of its compute capability.
+    The trainings are taken in blocks of 90. In each block, every compute capability has a turn: one card with this
+    capability rehearses the block's trainings for it.
 
-    `cases`, `options`: as in `runner.Measurement`.
+    `cases`: {name: training}; `options`: the script's command-line options.
     """
     end, left = time.monotonic() + 60 * options.minutes, [*cases.values()]
     with tempfile.TemporaryDirectory() as name:

@@ -76,9 +76,10 @@ class Case(Training):
 
 
 def case(number: int, seed: int) -> Case:
-    """Return case `number` of the series that `seed` generates.
+    """Return the random case that `seed` and `number` determine.
 
-    Successive cases rotate through the kinds; after each round of kinds, the compute capability changes.
+    Successive numbers go through all of `KINDS`, one after the other; after each such round the compute capability
+    changes.
     """
     draw = random.Random(f"releases {seed} {number}")
     kind = KINDS[number % len(KINDS)]

@@ -116,8 +116,8 @@ def compared(pairs: list) -> list[dict]:
     """Compare the speed of pairs of recipes in this process; return a row of the report for each pair.
 
     A row has "name", "floor" (the factor within which speeds count as equal), "load" (the system's load average), and
-    "cpu" and "wall": [speed ratio, low, high] by CPU time and by wall-clock time. For the claims, a row for
-    "adafactor-cost" is added.
+    "cpu" and "wall": [speed ratio, low, high] by CPU time and by wall-clock time. If the pairs are those of the claims,
+    a row "adafactor-cost" follows, which `by_parts` measures.
 
     `pairs`: each [name, changes of the task, training arguments of the baseline, training arguments of the other
     recipe, options of `Lab.compare`].
@@ -144,11 +144,12 @@ def is_effect(ratio: list[float]) -> bool:
 
 
 def cases(options) -> dict:
-    """Return {name: (list of comparisons that one process makes, whether another process loads the machine)}.
+    """Return {name: (comparisons, whether another process loads the machine)}; each entry is measured in one process.
 
-    A comparison is a pair of recipes in the form of `compared`: a recipe and itself, or the two recipes of a claim.
+    A comparison is [name, changes of the task, training arguments of the baseline, training arguments of the other
+    recipe, options of `Lab.compare`]. It compares a recipe with itself, or the two recipes of a claim.
 
-    `options`: as in `runner.Measurement`.
+    `options`: the script's command-line options.
     """
     found = {}
     for of, names in (("itself", itertools.cycle(ITSELF)), ("turns", itertools.repeat(IN_TURNS))):

@@ -167,9 +167,10 @@ def rehearse(found: list[Row], folder: Path) -> dict[str, float | None]:
 def row_of(row: Row, predictions: tuple[int, int | None]) -> dict[str, Any]:
     """Return a row for published.json: the source's facts, "published" and "predicted" in MiB, and "error".
 
-    "error" is predicted / published - 1; "older_rules_add" is the MiB that the rules of older versions add, or None.
+    "error" is predicted / published - 1. "older_rules_add" is the MiB by which the prediction for the source's library
+    versions exceeds that for today's versions; None if both follow the same rules.
 
-    `predictions`: bytes by the rules of the source's versions, and by today's rules (None if they are the same).
+    `predictions`: (predicted bytes for the source's library versions, predicted bytes for today's versions or None).
     """
     predicted, today = predictions
     return {
@@ -200,7 +201,7 @@ def summary(made: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 def measure(cases, options):
     """Predict each row, and rehearse it if requested, otherwise keep its earlier rehearsal; yield (name, row).
 
-    `cases`, `options`: as in `runner.Measurement`.
+    `cases`: {name: row} to predict; `options`: the script's command-line options.
     """
     before = {row["name"]: row["rehearsed"] for row in read_record(RESULT)["table"]}
     Arguments.of({})  # import transformers now: two threads must not import it at once

@@ -191,7 +191,7 @@ def gated_mlp(B: int, T: int, H: int, inner: int, activation: str, mode: str = "
 
     Args:
         activation: name of the activation function in transformers.
-        mode: as in `_layers`.
+        mode: "full", "forward" only, or "backward" only, after one forward.
         tiles: number of pieces that are recomputed in backward; 0: the layer runs in one piece.
     """
     from transformers import LlamaConfig

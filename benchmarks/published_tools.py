@@ -152,7 +152,7 @@ def own_answers(tool: str, row: Row) -> dict:
 def measure(cases, options):
     """Yield (tool, row) per tool; a row has "tool", "version" and "said": the tool's answer to each training, in order.
 
-    `cases`, `options`: as in `runner.Measurement`.
+    `cases`: the tools to query, by name; `options`: the script's command-line options.
     """
     found, version = [*rows()], hardware.versions()["torch"]
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(2) as pool:

@@ -92,10 +92,14 @@ class Question:
         return {option: getattr(self, attribute) for option, attribute in names.items()}
 
     def named(self, *plain: str, **options: str) -> str:
-        """Return a tool's name for the training's optimizer.
+        """Return a tool's name for the optimizer of this training.
 
-        `plain`: keys of `OPTIMIZERS` that are also the tool's names; `options`: {key of `OPTIMIZERS`: the tool's name}.
-        Raises Cannot if the tool has no name.
+        Args:
+            plain: keys of `OPTIMIZERS` that are also the tool's names.
+            options: {key of `OPTIMIZERS`: the tool's different name}.
+
+        Raises:
+            Cannot: the training's optimizer is in neither.
         """
         for name, trainer_names in OPTIMIZERS.items():
             if self.optimizer in trainer_names and (name in plain or name in options):

@@ -1,7 +1,8 @@
-"""The page that lists every statement of the four documents names only claims that exist, and names every claim of
-these documents.
+"""docs/coverage.md lists every statement of four documents, i.e. two guides (2022, 2023) and an index page (2022,
+2024).
 
-The check is a pure function that returns the problems it found; the test on bad input plants one problem of each kind.
+The page names only claims that exist, and every claim about these documents. A pure function returns the problems of a
+page; the test on bad input plants one problem of each kind.
 """
 
 import re

@@ -440,10 +440,11 @@ HEADLESS = re.compile(r"\W*What\b")  # a docstring says what to expect: "Return 
 
 
 def prose(path, text):
-    """Return (docstrings, prose) of a file: the prose of a Python source is its comments and docstrings, the prose of a
-    page in Markdown, which has no docstrings, is the page without its code.
+    """Return (docstrings, texts to check) of a Python source or a Markdown page.
 
-    `path`: the file's path, whose suffix tells its kind; `text`: the file's content.
+    The texts of a source are its docstrings and comments. A page has no docstrings; its text is the page without code.
+
+    `path`: the file's path, whose suffix gives the kind; `text`: the file's content.
     """
     if path.suffix == ".md":
         return [], [re.sub(r"^```.*?^```|`[^`]*`", "", text, flags=re.M | re.S)]

@@ -1,5 +1,5 @@
-"""The search for recipes: the choices, the largest size that fits with few estimates, and the advice if
-nothing fits.
+"""The search for recipes: which are tried, how few estimates find the largest size that fits, and the advice if nothing
+fits.
 """
 
 import contextlib

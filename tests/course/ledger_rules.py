@@ -62,10 +62,12 @@ def _check_statement(table: dict, need: Need) -> None:
 
 
 def _check_names(given: dict, kind: type, texts: list[str], prefix: str, need: Need) -> None:
-    """Check that each field of `given` is a field of the dataclass `kind`, and that each field named in `texts` is a
-    text that is not empty.
+    """Check that `given` has only fields of the dataclass `kind`, and a text that is not empty in each field of
+    `texts`.
 
-    `prefix`: comes before a field's name in messages, e.g. "guide."; `need`: raises, see `_check_claim`.
+    Args:
+        prefix: comes before a field's name in messages, e.g. "guide.".
+        need: called as need(condition, field, message); it raises an error with the message if the condition is false.
     """
     known = [item.name for item in fields(kind)]
     for name in given:

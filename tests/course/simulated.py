@@ -69,7 +69,8 @@ def _moved(cpu: Cpu, size: float, of_a_tensor: float) -> float:
 
 
 def forward(cpu: Cpu, samples: int, tokens: int, layers: int = 4, hidden: int = HIDDEN, *, half=False, eager=False):
-    """Return the seconds of a forward pass of a BERT on a simulated CPU, as (matmuls, other work, calls).
+    """Return the seconds of a BERT's forward pass on a simulated CPU: (of matmuls, of other operations, of starting
+    calls).
 
     Args:
         samples, tokens: the batch, and the tokens per sample.
@@ -122,8 +123,10 @@ def step(
 
 
 def products_of(cpu: Cpu, samples: int, tokens: int, layers: int = 4, vocabulary: int = 8000) -> Products:
-    """Return the rates and shares of matmuls that `roofline.products` would measure for a BERT in bf16 on a simulated
-    CPU.
+    """Return `Products` as `roofline.products` would measure them for a BERT in bf16 on a simulated CPU.
+
+    `Products` has the speed of bf16 matmuls relative to fp32, the fp32 rate in FLOP/s, and (least, greatest) share of a
+    training step that matmuls take.
 
     Args:
         samples, tokens: the batch, and the tokens per sample.

@@ -295,8 +295,9 @@ def test_products_are_awkward_in_backward_where_a_library_is_slow_at_them():
 
 
 def test_copies_do_not_decide_the_order_of_the_groups():
-    """Copies move many bytes and compute nothing, so the order of the groups by FLOPs per byte ignores them. If a norm
-    has as few FLOPs per byte as an addition, the claim about this order is refuted.
+    """Lesson 02 sorts groups of operations (matmuls, norms, element-wise ones) by FLOPs per byte. Copies compute
+    nothing, so they are left out. If a norm has as few FLOPs per byte as an addition, the claim about the order is
+    refuted.
     """
     row = recorder().Row
     step = [
@@ -344,8 +345,8 @@ class Challenge:
 
     Args:
         device: a key of `DEVICES`.
-        slower: factor on every time that the lesson measures after its reference, e.g. 1.2 if the device has slowed
-            down.
+        slower: factor on all step times of the challenge; e.g. 1.2: the device is slower than when the lesson timed the
+            reference model.
         disturbed: factors on the measured step times of the model that the learner must predict, one per measurement;
             the last one repeats.
     """

@@ -20,9 +20,13 @@ RECORD = Path(__file__).resolve().parents[2] / "results" / "amd-epyc-2-cores" / 
 
 
 def checked(claims, id, value, predicted=None):
-    """Check a claim's value, and its prediction if it has one, on a CPU as a lesson does; return the decision.
+    """Check a claim's value on a CPU, as a lesson does, and return the decision.
 
-    `claims`: the `Claims` of a lesson; the other arguments are those of `Claims.check`.
+    Args:
+        claims: the `Claims` of a lesson.
+        id, value: the claim's id, and the measured value.
+        predicted: the value predicted from other measurements, for claims whose ledger entry is `predicted`; None: no
+            prediction.
     """
     if LEDGER[id].predicted:
         predicted = predicted or Ratio.unknown("nobody measured the parts")

@@ -163,9 +163,9 @@ TIES = {"2.10": "a", "2.11": "a", "2.12": "b", "2.13": "c", "2.14": "c", "2.15":
 
 @pytest.mark.parametrize("torch_version", allocator_settings.RELEASES)
 def test_of_equal_blocks_each_release_takes_its_own(torch_version):
-    """Releases of torch choose differently between three free blocks of 4 MiB: `a` in the youngest segment, which has
-    the lowest address; `b`, whose Block object is the oldest; and `c` in the oldest segment, whose Block object is
-    young, because the segment was split again (`TIES`).
+    """Three free blocks of 4 MiB are equal except for address and age; `TIES` says which of them each torch release
+    takes: `a`, the lowest address, in the youngest segment; `b`, the oldest Block object; `c`, in the oldest segment.
+    That segment was split again, so the Block object of `c` is young.
     """
     memory = filled("", 4, 16, 4, 16, 4, 16, rules=release(torch_version))
     addresses = {"c": address(memory, 0), "b": address(memory, 2), "a": address(memory, 4)}

@@ -42,7 +42,9 @@ CHANGED = [each for each in RELEASES if any(each in case for case in SEEN.values
 
 @pytest.fixture(scope="module", params=CHANGED)
 def recorded_and_traced(request):
-    """Return two dicts {case: requests}: one recorded under a torch release, one traced by that release's rules."""
+    """Return two dicts {case: requests to the allocator} for one torch release: the requests that were recorded under
+    the release, and those that a trace has under the release's rules.
+    """
     seen = {}
     for name, case in SEEN.items():
         for since, events in case.items():

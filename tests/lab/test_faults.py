@@ -67,8 +67,9 @@ def numbers(lab):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """Yield (lab, the `numbers` of an undisturbed training in this lab). The lab's fork server has this module's
-    environment variable, `MARK`.
+    """Yield (lab, numbers): a lab, and the status, memory and losses of a training without any fault in this lab.
+
+    The lab's fork server has the environment variable `MARK`, by which a test finds its processes.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(*MARK.split("="))

@@ -283,8 +283,8 @@ def test_experiments_in_processes_of_their_own_take_turns_too():
 
 @pytest.mark.parametrize("together", [True, False])
 def test_what_does_not_fit_beside_the_other_has_a_process_for_each_turn(tmp_path, together):
-    """Unless `together` is True, an experiment fails as long as the other's process exists, even a sleeping one. So
-    each turn needs a new process.
+    """Two experiments take turns. Unless `together` is True, one fails while the other's process exists, even if that
+    process sleeps; then every turn must run in a new process.
     """
 
     def work(name):

@@ -178,8 +178,8 @@ def test_a_function_of_the_users_is_counted_to_the_byte(lab):
 
 
 def test_memory_that_no_operation_made_is_counted_inside_operations(lab):
-    """While a memory tracker is active, autograd computes fewer results in place. The total must therefore come from a
-    pass without a tracker.
+    """While a memory tracker is active, autograd computes fewer results in place, and needs more memory than without a
+    tracker. The peak must therefore be measured in a pass without a tracker.
     """
 
     def train(held):

@@ -271,7 +271,7 @@ def f():
 
 
 def test_every_listed_use_is_one():
-    """The list trainmem/core/wrapped.toml has no file and no name that the package no longer has."""
+    """Every file that trainmem/core/wrapped.toml lists exists and contains the names that the list gives for it."""
     for use in USES:
         texts = [(ROOT / file).read_text() for file in use["files"]]
         assert all(any(name.rpartition(".")[2] in text for text in texts) for name in use["names"]), use["names"]

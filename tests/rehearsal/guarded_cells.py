@@ -82,7 +82,11 @@ def needs_values(error: BaseException | None) -> NeedsValues | None:
 
 
 def install(shell) -> None:
-    """Guard the cells that an IPython shell runs from now on, see `Guard`."""
+    """Make an IPython shell skip, in every cell from now on, the statements that need a tensor's values.
+
+    For a skipped statement the shell prints a line with the reason. Variables that the statement would have assigned
+    become `Unassigned`.
+    """
 
     @contextlib.contextmanager
     def rehearsed(line: int, names: list[str]) -> Iterator[list]:

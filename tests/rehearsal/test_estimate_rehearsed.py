@@ -95,7 +95,9 @@ MODERN |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_i
 
 @pytest.mark.nightly
 def test_a_third_step_may_be_handed_more_than_the_second(tmp_path):
-    """In the third step fewer free blocks are available, so that a request gets a block that is 512 KiB too large."""
+    """In the third step, one request finds no free block of its size and gets a block that is 512 KiB larger. So the
+    peak is higher than in the second step; the estimate must find this peak.
+    """
     config = MODERN | {"intermediate_size": 1152, "vocab_size": 50368}
     one = measure_cuda.Training(0, "ModernBERT", config, 256, {"per_device_train_batch_size": 4}, (8, 0), 1)
     with Rehearsal(card(None, (8, 0), measure_cuda.MEMORY)) as stage:

@@ -31,7 +31,8 @@ def trace_of(file):
 def sizes(trace):
     """Return (action, bytes) of each allocation and free of a trace, in order.
 
-    The estimate's allocation and free of 4 bytes are left out: a rehearsed Trainer sums the loss in place.
+    The estimate's trace has an allocation and a free of 4 bytes for each sum of losses. They are left out, because a
+    rehearsed Trainer adds to the sum in place.
 
     `trace`: the entries of a device in torch's snapshot.
     """
