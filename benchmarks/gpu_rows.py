@@ -1,8 +1,8 @@
 """The rows of the GPU suite, part by part: which trainings are run and compared, at which sizes.
 
 Each part is a generator of rows. It gets the rows that are measured already, and is called again after each new row, so
-that a row may depend on others, e.g. on the largest batch that fits. The rows that it yields and that the file lacks
-are still to be measured. This module measures nothing; measure_gpu.py does. The first line of a part's docstring is the
+that a row may depend on others, e.g. on the largest batch that fits. A row that it yields and that the suite's file
+lacks is measured next. This module measures nothing; measure_gpu.py does. The first line of a part's docstring is the
 caption of its table in results/README.md.
 """
 
@@ -180,7 +180,7 @@ def batch(here: Here, known: Known) -> Iterator[Row]:
 
 
 def fp16(here: Here, known: Known) -> Iterator[Row]:
-    """The 2022 guide's table: fp16 and fp32 by micro-batch; also with two accumulation steps, which keep gradients.
+    """The 2022 guide's table: fp16 and fp32 by micro-batch, with one accumulation step and with two.
 
     Yield this part's rows for the machine `here`; `known`: {name: row} of the measured rows. With two accumulation
     steps, the gradients of the first micro-batch stay in memory during the second.

@@ -276,8 +276,8 @@ def say(text: str) -> None:
 def record(rows: list[dict], lessons: list[str], note: str = "") -> dict:
     """Return the content of results/matrix.json from the entries of all library sets.
 
-    It has the versions, lessons and claims of each set, the memory of runs that differ, the rehearsed bytes, and the
-    differences between each set and the next set whose lessons ran.
+    It has the versions, lessons and claims of each set, the memory of runs that differs between sets, the memory of the
+    rehearsed trainings, and the differences between each set and the next set whose lessons ran.
 
     Args:
         rows: the entry of each library set, see `became`.

@@ -83,11 +83,11 @@ class Undecided(Exception):
 
 
 def card_and_batch(one: Pair, task: Task) -> tuple[Card, int]:
-    """For a model and a card (a `Pair`), return the card and an effective batch that is too large for one micro-batch.
+    """Return the card of a `Pair` (model and card), and an effective batch that is too large for one micro-batch.
 
     A made-up card gets 0 to 10 % more memory than a chosen micro-batch needs. That micro-batch is large enough for the
-    peak to be in forward or backward, not in the optimizer update. For a real card, a line through two estimates
-    predicts how many samples fit.
+    peak to be in forward or backward, not in the optimizer update. For a real card, the number of samples that fit is
+    extrapolated linearly from two estimates.
 
     `task`: the pair's model as a task.
 

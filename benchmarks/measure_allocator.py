@@ -7,7 +7,7 @@ event, the script compares the allocated, reserved and requested bytes, the numb
 address of the new block, and whether there was no room. After every trace it compares the peaks, the retries and each
 block of each segment.
 
-Addresses are compared as segment and offset: the driver's addresses of segments matter only for torch up to 2.11.
+An address is compared as (segment, offset). Only torch up to 2.11 chooses blocks by the driver's addresses of segments.
 """
 
 import bisect
@@ -152,7 +152,7 @@ def trace(seed: str, room: int) -> list[Event]:
 
 
 def compare(text: str, seeds: list[str], torch_version: str | None = None) -> dict:
-    """Run traces on torch's allocator and on our model, in a process whose torch has the given settings.
+    """Run traces on torch's allocator and on our model of it, in a process whose torch has the given settings.
 
     Args:
         text: the settings, as in PYTORCH_CUDA_ALLOC_CONF, for the model.

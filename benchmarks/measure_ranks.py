@@ -5,8 +5,8 @@
 Each set-up is rehearsed with two and with four A100: one process per device, and collectives that return without
 computing. The highest peak of allocated bytes over all ranks is compared with the estimate, which traces one rank. The
 weights, gradients and optimizer states after backward, in bytes per parameter, are compared with the formula. A set-up
-that does not train is recorded with its error, one that is not traced with the reason. For DeepSpeed, first run
-make build/deepspeed VENV=.venv-cuda
+that fails to train is recorded with its error; a set-up that the estimate refuses, with the reason. For DeepSpeed,
+first run make build/deepspeed VENV=.venv-cuda
 """
 
 import sys

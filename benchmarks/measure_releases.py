@@ -2,10 +2,10 @@
 
     PYTHON benchmarks/measure_releases.py [--count 96] [--seed 1] [--pythons PYTHON ...] [--out FILE]
 
-PYTHON has the CUDA build of the release: it rehearses each training and estimates it. Each Python of --pythons, with
-another torch, estimates it too, with `torch_version=` of the release. The trainings are of the kinds in which releases
-differ: attention with grouped queries, masks and dropout, adapters, quantized bases, position biases, images, and
-inference with a key value cache.
+PYTHON has the CUDA build of the release: it rehearses each training and estimates it. Each Python of --pythons has
+another torch, and estimates each training for this release (argument `torch_version`). The trainings are of the kinds
+in which releases differ: attention with grouped queries, masks and dropout, adapters, quantized bases, position biases,
+images, and inference with a key value cache.
 
 Exit code 1 if an estimate differs from the rehearsal by a byte, allocated or reserved.
 """

@@ -2,8 +2,8 @@
 
 python benchmarks/published_peft.py   needs: pip install peft==0.19.1
 
-published_peft.toml has the facts. Release 0.19.1 of peft is the nearest to the version that was measured. Other releases
-give other figures for AdaLoRA, BOFT and OSF, whose code has changed.
+published_peft.toml has the facts. Release 0.19.1 is the one nearest to the peft that was measured. Other releases give
+other figures for AdaLoRA, BOFT and OSF, whose code has changed.
 """
 
 import functools
@@ -36,8 +36,8 @@ LLAMA = {  # config.json of meta-llama/Llama-3.2-3B
 def metamath(_: Task, length: int, adapter: dict | None = None, cast: bool = True) -> None:
     """Train Llama 3.2 3B in bf16 for three steps with AdamW on four samples of `length` tokens.
 
-    The base is on the GPU before peft adds the adapters, the last output is kept until the next one is made, and a
-    sample is padded, so that attention takes a mask.
+    The base is on the GPU before peft adds the adapters. Each step's output is kept until the next step's output
+    exists. One sample is padded, so that attention gets a mask.
 
     Args:
         adapter: fields of a peft configuration; None: all weights are trained.

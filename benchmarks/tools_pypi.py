@@ -2,10 +2,10 @@
 
     PYTHON benchmarks/tools_pypi.py TOOL QUESTIONS.json   # as measure_cuda_tools.py and published_tools.py do
 
-PYTHON has the tool installed; of this project only `tools` is imported. A tool is called as its documentation says. If
-it would download from the Hub, the training's config.json and number of parameters replace the download. A setting of
-the training for which a tool has no option is left out of the question. If a tool has the option but not the value, it
-cannot answer.
+PYTHON has the tool installed; it needs nothing of this project but the module `tools`. A tool is called as its
+documentation says. If it would download from the Hub, the training's config.json and number of parameters replace the
+download. A setting of the training for which a tool has no option is left out of the question. If a tool has the option
+but not the value, it cannot answer.
 
 Each answer comes from its own process, forked after the tool was imported.
 """

@@ -20,8 +20,8 @@ ROWS = {"2022 index": 23, "2022 guide": 165, "2024 index": 25, "2023 guide": 157
 
 
 def sections(page):
-    """Return {document: its rows} of the page's tables; a row is (statement of the document, ids of the claims that
-    decide it, remark).
+    """Return {document: rows of its table}; a row is [statement of the document, ids of the claims that decide it,
+    remark].
 
     `page`: the page's text.
     """

@@ -1,4 +1,6 @@
-"""The record of benchmarks/published_peft.py follows from the published figures, and the errors are as stated."""
+"""The record of benchmarks/published_peft.py equals what the script makes of the published figures; errors are
+explained.
+"""
 
 import json
 

@@ -38,8 +38,7 @@ class Unfit(ValueError):
 
 
 class Program(NamedTuple):
-    """A rule that calculates the bytes of a kernel's workspace, with its inputs: constants, and numbers such as sizes.
-    """
+    """A rule for the bytes of a kernel's workspace: its name in `events.js`, its constants, and further numbers."""
 
     rule: str
     constants: tuple[Any, ...]
@@ -75,7 +74,7 @@ def events_of(trace: Trace, capability: tuple[int, int]) -> Events:
     `capability`: compute capability of the traced GPU.
 
     Raises:
-        Unfit: a rule calculates other blocks than the trace has.
+        Unfit: the blocks that a rule calculates are not those of the trace, or the trace has a second stream.
     """
     log, found = trace.log, Events()
     if any(label.stream for _, label in log.blocks):
@@ -142,8 +141,8 @@ def _operations(trace: Trace) -> dict[int, tuple[Hashable, Operation]]:
 def _program(operation: Operation | None, label: Label) -> Program | None:
     """Return the rule (`Program`) for the workspace of the kernel that allocated a block; None if no rule is needed.
 
-    `operation`: the operation that allocated the block, None if it is not known; `label`: the block's label in the
-    trace.
+    `operation`: the operation that allocated the block, None if it is not known; `label`: category and operation of the
+    block.
     """
     if label.operation == "cuBLAS workspace":
         return Program(_WORKSPACE, (), ())

@@ -47,7 +47,8 @@ def _check_claim(table: dict) -> None:
 def _check_statement(table: dict, need: Need) -> None:
     """Check that text fields contain text, that lesson and machine exist, and that the guide has a source.
 
-    `table`: the claim's TOML table; `need`: raises unless a condition is met, see `_check_claim`.
+    `table`: the claim's TOML table; `need`: called as need(condition, field, message), raises if the condition is
+    false.
     """
     measured = [] if table.get("where") == "text" else ["quantity", "direction"]
     explained = [name for name in ("predicted", "reason", "since", "thread") if name in table]

@@ -63,7 +63,7 @@ def products_on(at_once, tile, aligned, tiles=True, sizes=None):
     Args:
         at_once: number of tiles that the GPU computes at once (one wave).
         tile: (rows, columns) of a tile.
-        aligned: function (size, dtype) that returns the factor on the time for a size.
+        aligned: takes (size, dtype) and returns the factor on a matmul's time, e.g. for a size that is not aligned.
         tiles: True: a matmul's time depends on its whole waves of tiles; False: on its FLOPs.
         sizes: matmuls to use in place of the lesson's; None: the lesson's.
     """
@@ -258,7 +258,7 @@ def test_what_an_activation_keeps_decides_its_claim(monkeypatch):
 
 
 def products_in_backward(seconds):
-    """Return the verdict of the claim "backward-sizes-awkward" for a library with simulated matmuls.
+    """Return the verdict of the claim "backward-sizes-awkward" if matmuls take the times that `seconds` gives.
 
     `seconds`: function of the two matrices of a matmul that returns how long the matmul takes.
     """

@@ -81,8 +81,8 @@ def test_what_is_measured_wrongly_is_not_expected_on_any_cpu(claims, id, cpu):
 
 @pytest.mark.parametrize("id", ["half-precision-faster-cpu", "table-half-speed"])
 def test_a_flag_decides_nothing_and_a_rate_does(claims, id):
-    """Two CPUs have the same instruction: it makes one CPU faster and the other slower. The speed-up measured on one
-    CPU contradicts the prediction from the other CPU's rate, so the measured rate must decide, not the flag.
+    """Two CPUs have the same instruction (flag), but it makes one CPU faster and the other slower. So a prediction must
+    use the rate measured on the same CPU; with the other CPU's rate it contradicts the measured speed-up.
     """
     quick, slow = AMD, next(cpu for cpu in CPUS if "slower than fp32" in cpu.name)
     (gain, of_quick), (loss, of_slow) = simulated(id, quick), simulated(id, slow)

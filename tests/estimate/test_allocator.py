@@ -182,8 +182,8 @@ def test_of_equal_blocks_each_release_takes_its_own(torch_version):
 
 def test_where_the_lowest_address_is_taken_the_same_training_reserves_more():
     """Torch 2.11 takes the free block with the lowest address, which is in the younger segment. The blocks of that
-    segment then cannot merge, so a later large request needs one more segment. Torch 2.13 takes the equal block in the
-    older segment.
+    segment then cannot merge, so a later large request needs one more segment. Torch 2.13 takes a block of the same
+    size in the older segment, and needs no more segments.
     """
     reserved = {}
     for torch_version in ("2.11", "2.13"):
@@ -268,8 +268,8 @@ RULES_OF_2_15 = replace(release("2.14"), torch="2.15")
 
 @pytest.mark.parametrize(("torch_version", "in_vain"), [("2.13", True), ("2.15", False)])
 def test_of_what_no_expandable_segment_holds_only_older_torches_take_one(torch_version, in_vain):
-    """An expandable segment reserves addresses for 9/8 of the device's memory. A larger request fails in every release:
-    before torch 2.15, after a new segment was made for it; since then, at once, without a new segment.
+    """An expandable segment reserves addresses for 9/8 of the device's memory. A larger request fails in every release.
+    Before torch 2.15 the allocator makes a new segment and then fails; since 2.15 it fails at once.
     """
     rules = replace(release("2.13"), torch=torch_version)
     memory = filled("expandable_segments:True", capacity=100 * MIB, rules=rules)

@@ -14,8 +14,9 @@ from trainmem.measure import processes
 
 
 def requests(names, capability, torch_version=None, tell=None):
-    """Return {case: its requests, in the form of `kernel_cases.events`} of the traced cases; call it in a fresh
-    process.
+    """Trace cases, and return {case: its requests to the allocator}; call this in a fresh process.
+
+    A request is the bytes of a block, or ~n if the n-th block is freed.
 
     Args:
         names: names of the cases.

@@ -1,5 +1,5 @@
-"""The type of a model's weights: as `from_pretrained` loads them, as presets were published, and as
-messages name it.
+"""The type of a model's weights: the one that `from_pretrained` loads, the one of published presets, and its name in
+messages.
 """
 
 import dataclasses
@@ -95,7 +95,9 @@ def test_a_folder_is_built_in_the_type_in_which_the_library_loads_it(tmp_path, d
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_weights_decide_where_the_configuration_names_no_type(tmp_path, sharded):
-    """A config.json without weights and without a type gives float32, like `from_config`."""
+    """If config.json names no type, the type of the saved weights counts. If there are no weights either, the type is
+    float32, as with `from_config`.
+    """
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -459,8 +461,8 @@ def test_the_worst_batch_names_the_type_of_the_weights(tmp_path, printed):
 
 @pytest.mark.parametrize("kind", ["mamba2", "phi4_multimodal"])
 def test_a_configuration_that_the_library_saved_is_read(tmp_path, kind):
-    """The config.json files have infinite numbers, a chunk size of -1 for none, and a number of channels whose name
-    begins with "depth".
+    """The config.json files have infinite numbers, a chunk size of -1 for none, and a field "depth..." that is a number
+    of channels, not of layers.
     """
     from transformers import CONFIG_MAPPING
 

@@ -143,7 +143,8 @@ def training(name, **arguments):
 
 
 def function(name, work, steps):
-    """Return an experiment called `name` whose steps call `work` with the number of the step, and step an optimizer.
+    """Return an experiment called `name`; each step calls `work` with the number of the step, and then an optimizer's
+    step.
 
     `steps`: how many steps it has.
     """
@@ -222,7 +223,7 @@ def test_as_many_processes_as_requested_are_there_at_once(tmp_path):
     folder = str(tmp_path)
 
     def meet(number):
-        """Wait until two processes are in this step; if the processes ran one after the other, this would never end."""
+        """Wait until two processes are in this step. If they ran one after the other, the first would wait forever."""
         import os
         import pathlib
 

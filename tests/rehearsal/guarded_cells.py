@@ -55,7 +55,7 @@ def _guarded(node: ast.stmt) -> list[ast.stmt]:
 def _changed(statement: ast.stmt) -> list[str]:
     """Return the names of variables that a statement assigns, or whose elements or attributes it assigns.
 
-    A statement may have assigned some of them before it was skipped.
+    Some of them may have new values although the statement was skipped, because it was skipped halfway.
     """
     names = set()
     for node in ast.walk(statement):

@@ -98,7 +98,8 @@ def test_a_place_for_no_file_is_refused(tmp_path):
 
 
 def events_of_both(random_trace, performed, text, seeds):
-    """Return, per random trace, its events as torch records them, and as our model of torch's allocator reports them.
+    """Return a pair of lists for each random trace: the events that torch records, and those that our allocator model
+    reports.
 
     An event is (action, bytes, bytes that the device had left). The last is None unless the event is an out-of-memory
     error.
