@@ -366,8 +366,8 @@ def _sizes(runs: dict[str, Run], rehearsed: dict) -> str:
 
 
 def of_suite(data: dict) -> dict:
-    """Return the trainings of a GPU suite that are compared with estimates, in the form of a course run: {"machine",
-    "runs"}.
+    """Return {"machine", "runs"}, like a course run, of those trainings of a GPU suite that estimates are compared
+    with.
 
     `data`: the suite's report, a file of results/<machine>/gpu.
     """

@@ -319,11 +319,11 @@ FIRST = "guides' vanilla"
 
 
 def best(here: Here, known: Known) -> Iterator[Row]:
-    """Lesson 14's ladder of speed: the recipe "guides' vanilla", then one more technique in each row.
+    """Lesson 14's ladder of speed: from "guides' vanilla" on, each step adds a technique; and each technique alone.
 
     Yield this part's rows for the machine `here`; `known`: {name: row} of the measured rows. The batch becomes as large
     as possible in the memory that the first recipe needs. Model FLOPs utilisation is measured for the first recipe and
-    for the fastest one. Each technique alone is also run, for the guide's own table.
+    for the fastest one. The runs of each technique alone are for the guide's own table.
     """
     climb = [here.row(FIRST, here.profile.task, GUIDES, optimizer=gpu_functions.looped)]
     yield climb[0]
@@ -370,8 +370,7 @@ def _rungs(here: Here) -> Iterator[tuple[str, list[dict[str, Any]], str]]:
 
 
 def _utilisation(here: Here, known: Known, climb: list[Row]) -> Iterator[Row]:
-    """Yield the rows for model FLOPs utilisation (lesson 02): the first and the fastest recipe, and the rates of
-    matmuls.
+    """Yield the rows for model FLOPs utilisation (lesson 02): the first and the fastest recipe, and rates of matmuls.
 
     The fastest recipe is sought among those that need no more memory than the first.
 

@@ -192,9 +192,9 @@ def _filled(fields: dict, width: int) -> dict:
 def configurations(name: str, kind: str, folder: Path):
     """Yield (form, path) for each reduced configuration of a model class, in the order in which they are tried.
 
-    The forms are "width 32"; "width 64"; "width 32, no size missing", which sets sizes that are None; "few layers",
-    which changes only the number of layers; and "small images", which changes only sizes of images and numbers of
-    queries.
+    The forms are "width 32" and "width 64", with small hidden sizes; "width 32, no size missing", which sets sizes that
+    are None; "few layers", which changes only the number of layers; and "small images", which changes only sizes of
+    images and numbers of queries.
 
     Args:
         name: name of the class.

@@ -10,8 +10,8 @@ that predicts the row. The code of each source's loops or changes is in one file
 the estimate is far off.
 
 If the rehearsal gives the published figure and the estimate does not, the estimate is wrong. If the rehearsal agrees
-with the estimate, versions or set-up differ. A row that is not
-`like_for_like`, i.e. whose figure cannot fairly be compared with the estimate, gives the reason.
+with the estimate, versions or set-up differ. If a row's figure
+cannot fairly be compared with the estimate, the row is not `like_for_like` and gives the reason.
 """
 
 import functools
@@ -95,7 +95,7 @@ class Row:
     def question(self) -> dict[str, Any]:
         """Return {name: value} of the arguments that describe the row's training, for `estimate` and for a lab.
 
-        They are "function", a custom loop, or else the training arguments. If the row changes the model, the training
+        They are either "function", a custom loop, or the training arguments. If the row changes the model, the training
         arguments include "optimizer", a function that makes the changes when the Trainer calls it.
         """
         if loop := self.facts.get("loop"):
@@ -188,8 +188,8 @@ def row_of(row: Row, predictions: tuple[int, int | None]) -> dict[str, Any]:
 def summary(made: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return number, median, 95th percentile and worst of the absolute errors of the rows marked "like_for_like".
 
-    The other rows have a reason why their figures cannot fairly be compared. The result has one entry for all such rows
-    ("all"), and one for each kind of row, e.g. "layer" or "training".
+    The result has one entry for all these rows ("all"), and one for each kind of row, e.g. "layer" or "training". Rows
+    without the mark have a reason why their figures cannot fairly be compared.
 
     `made`: the rows, see `row_of`.
     """

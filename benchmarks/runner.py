@@ -32,9 +32,7 @@ Named = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Draft(Record):
-    """A measured row that is kept until the record is written: its name, its content, and the set-up of its
-    measurement.
-    """
+    """A measured row, kept until the record is written: its name, content, and the set-up in which it was measured."""
 
     name: str
     setup: dict[str, Any]  # machine, versions and options; rows of another setup are ignored

@@ -52,8 +52,7 @@ def facts(text: str, claim_ids: set[str]) -> dict[str, set[str]]:
 
 
 def differences(old: str, new: str, claim_ids: set[str]) -> list[tuple[str, str, str]]:
-    """Return (text, kind, fact) for each fact that only one of two texts has; text is "old" or "new", the one that has
-    it.
+    """Return (text, kind, fact) for each fact that only one of two texts has; text names this one: "old" or "new".
 
     `old`, `new`: the texts; `claim_ids`: ids of the claims; each occurrence of an id is a fact.
     """

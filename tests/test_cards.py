@@ -1,4 +1,4 @@
-"""GPU models: how they are found by name or by figures, how large a CUDA context is, and whether a training fits a
+"""GPU models: how they are found by name or figures, how large a CUDA context is, and whether a training fits a
 card.
 """
 

@@ -1,5 +1,4 @@
-"""docs/coverage.md lists every statement of four documents, i.e. two guides (2022, 2023) and an index page (2022,
-2024).
+"""docs/coverage.md lists every statement of four documents: two guides (2022, 2023) and an index page (2022, 2024).
 
 The page names only claims that exist, and every claim about these documents. A pure function returns the problems of a
 page; the test on bad input plants one problem of each kind.
@@ -20,8 +19,7 @@ ROWS = {"2022 index": 23, "2022 guide": 165, "2024 index": 25, "2023 guide": 157
 
 
 def sections(page):
-    """Return {document: rows of its table}; a row is [statement of the document, ids of the claims that decide it,
-    remark].
+    """Return {document: rows of its table}; a row is [statement, ids of the claims that decide it, remark].
 
     `page`: the page's text.
     """

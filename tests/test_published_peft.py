@@ -1,6 +1,4 @@
-"""The record of benchmarks/published_peft.py equals what the script makes of the published figures; errors are
-explained.
-"""
+"""The record of benchmarks/published_peft.py follows from the published figures; rows with large errors say why."""
 
 import json
 

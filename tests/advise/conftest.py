@@ -41,9 +41,7 @@ def task():
 
 @pytest.fixture
 def formula(task):
-    """Return a function that takes training arguments and returns the task's peak in bytes by the formula of
-    `synthetic`.
-    """
+    """Return a function that takes training arguments and returns the task's peak in bytes, by `synthetic`."""
     return lambda **arguments: synthetic(task, **arguments).peak_bytes
 
 
@@ -80,9 +78,7 @@ def followed(monkeypatch):
 
 @pytest.fixture
 def attending(monkeypatch, followed):
-    """Return a function that takes names of attention kernels; estimates then name these kernels and follow
-    `synthetic`.
-    """
+    """Return a function that takes names of attention kernels; estimates by `synthetic` then name these kernels."""
 
     def with_kernels(*kernels):
         def estimate(task, **options):

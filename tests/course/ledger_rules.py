@@ -47,8 +47,7 @@ def _check_claim(table: dict) -> None:
 def _check_statement(table: dict, need: Need) -> None:
     """Check that text fields contain text, that lesson and machine exist, and that the guide has a source.
 
-    `table`: the claim's TOML table; `need`: called as need(condition, field, message), raises if the condition is
-    false.
+    `table`: the claim's TOML table; `need`: need(condition, field, message) raises if the condition is false.
     """
     measured = [] if table.get("where") == "text" else ["quantity", "direction"]
     explained = [name for name in ("predicted", "reason", "since", "thread") if name in table]
@@ -63,8 +62,7 @@ def _check_statement(table: dict, need: Need) -> None:
 
 
 def _check_names(given: dict, kind: type, texts: list[str], prefix: str, need: Need) -> None:
-    """Check that `given` has only fields of the dataclass `kind`, and a text that is not empty in each field of
-    `texts`.
+    """Check that `given` has only fields of the dataclass `kind`, and a text in each field named in `texts`.
 
     Args:
         prefix: comes before a field's name in messages, e.g. "guide.".

@@ -69,8 +69,7 @@ def _moved(cpu: Cpu, size: float, of_a_tensor: float) -> float:
 
 
 def forward(cpu: Cpu, samples: int, tokens: int, layers: int = 4, hidden: int = HIDDEN, *, half=False, eager=False):
-    """Return the seconds of a BERT's forward pass on a simulated CPU: (of matmuls, of other operations, of starting
-    calls).
+    """Return the seconds of a BERT's forward pass on a simulated CPU: (matmuls, other operations, calls).
 
     Args:
         samples, tokens: the batch, and the tokens per sample.

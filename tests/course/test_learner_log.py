@@ -1,4 +1,4 @@
-"""The journal keeps a learner's work in order, even if lines are damaged; a guess counts only if it came before the
+"""The journal keeps a learner's work in order, even if lines are damaged; a guess counts only if it precedes the
 answer.
 """
 

@@ -271,8 +271,7 @@ class TestFragments:
 
     @pytest.fixture
     def rest(self, lesson):
-        """Return a function that takes allocator settings and returns reserved bytes minus the peak of tensors in
-        bytes.
+        """Return a function that takes allocator settings and returns reserved bytes minus peak bytes of tensors.
 
         Both are estimates, which the lesson makes on a machine without a GPU.
         """

@@ -2,9 +2,8 @@
 
 `kernels.json` has the requests of each operation to the allocator of torch's CUDA builds, at compute capability 8.0
 (rehearsed): the bytes of a block, or ~n if the n-th block is freed. They are listed under the first torch release with
-these requests. `python
-tests/rehearsal/test_kernels_rehearsed.py` runs the operations under the installed release, and adds the requests that
-differ from those of the release before.
+these requests. `python tests/rehearsal/test_kernels_rehearsed.py` runs the operations under the installed release, and
+adds the requests that differ from those of the release before.
 """
 
 import functools

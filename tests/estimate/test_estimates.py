@@ -294,9 +294,7 @@ def test_where_no_gpu_is_named_and_none_is_there_the_default_one_is_meant(monkey
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Replace `processes.call`: it starts no subprocess, and raises the first argument of the call, which is an
-    exception.
-    """
+    """Replace `processes.call`: it calls no function, and raises the function's first argument, an exception."""
 
     def call(with_probe, function, arguments, timeout, on_percent):
         raise arguments[0]

@@ -122,9 +122,7 @@ def test_a_missing_package_ends_estimate_and_measurement_alike():
 
 
 def test_every_optimizer_of_transformers_has_its_package_listed():
-    """If transformers has a new optimizer from a package that is not a dependency, our list of packages must name the
-    package.
-    """
+    """If a new optimizer comes from a package that is not a dependency, our list of packages must name the package."""
     from transformers.training_args import OptimizerNames
 
     of_dependencies = ("adamw_torch", "adafactor", "sgd", "adagrad", "rmsprop")

@@ -64,8 +64,7 @@ MM = {
 
 
 class Recorded:
-    """Replace the runner of operations by one that runs nothing and reports given workspaces; `ran` lists the
-    operations.
+    """A stub for the runner of operations, which reports given workspaces; `ran` lists the requested operations.
 
     Args:
         hides: takes an operation and returns the bytes of workspace that the operation allocates in each thread; None:

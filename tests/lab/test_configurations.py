@@ -1,4 +1,4 @@
-"""The type of a model's weights: the one that `from_pretrained` loads, the one of published presets, and its name in
+"""The type of a model's weights: as `from_pretrained` loads them, as presets were published, and its name in
 messages.
 """
 

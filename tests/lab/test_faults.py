@@ -103,8 +103,7 @@ def lab(undisturbed, tmp_path, monkeypatch):
 
 
 def read_by_workers(task, then=lambda: None):
-    """Read a DataLoader's batches, which workers send through sockets in the folder of temporary files; return their
-    number.
+    """Read batches that workers send through sockets in the folder of temporary files; return their number.
 
     `task`: not used; `then`: called after each batch.
     """

@@ -143,8 +143,7 @@ def training(name, **arguments):
 
 
 def function(name, work, steps):
-    """Return an experiment called `name`; each step calls `work` with the number of the step, and then an optimizer's
-    step.
+    """Return an experiment called `name`; each step calls `work` with its number, and then an optimizer's step.
 
     `steps`: how many steps it has.
     """

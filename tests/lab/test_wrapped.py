@@ -163,8 +163,7 @@ def used(tree):
                 if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names}  # fmt: skip
 
     def is_foreign(node):
-        """Return whether an attribute belongs to another library, as far as the first name of its owner's expression
-        tells.
+        """Return whether an attribute belongs to another library, judged by the first name in its owner's expression.
 
         `node`: the syntax tree of the owner.
         """
@@ -271,7 +270,9 @@ def f():
 
 
 def test_every_listed_use_is_one():
-    """Every file that trainmem/core/wrapped.toml lists exists and contains the names that the list gives for it."""
+    """Every file that trainmem/core/wrapped.toml lists exists; every listed name is in one of the files of its
+    entry.
+    """
     for use in USES:
         texts = [(ROOT / file).read_text() for file in use["files"]]
         assert all(any(name.rpartition(".")[2] in text for text in texts) for name in use["names"]), use["names"]

@@ -98,8 +98,7 @@ def test_a_place_for_no_file_is_refused(tmp_path):
 
 
 def events_of_both(random_trace, performed, text, seeds):
-    """Return a pair of lists for each random trace: the events that torch records, and those that our allocator model
-    reports.
+    """Return two lists for each random trace: the events that torch records, and those that our model reports.
 
     An event is (action, bytes, bytes that the device had left). The last is None unless the event is an out-of-memory
     error.
