@@ -1,14 +1,14 @@
 """Keep recorded course runs, and make their pictures, results/README.md and the tables of the pages in docs/.
 
 python benchmarks/build.py --record build/course    keep a course run as results/<machine>/<date>.json, then build
-python benchmarks/build.py --suite FILE             keep a report of measure_gpu.py (GPU suite); go on like --estimates
+python benchmarks/build.py --suite FILE             keep a report of measure_gpu.py (GPU suite); then as --estimates
 python benchmarks/build.py --estimates              compare the estimate with the recorded GPU runs, then build
 python benchmarks/build.py                          build from the newest run of each machine
 python benchmarks/build.py --check                  write nothing; exit code 1 if a page is not up to date
 
 This script writes all of results/README.md, which has every table. Some tables are also in pages that people write,
 between markers: README has the claims and the lessons, docs/rehearsal.md the guides' ten recipes, docs/estimate.md the
-estimate next to other tools. PLACES lists the page of each block.
+comparison of the estimate with other tools. PLACES lists the page of each block.
 
 Measured and rehearsed results (results/rehearsed/, by rehearse.py) are never mixed: their files are read separately,
 and no column has both.
@@ -347,11 +347,14 @@ def _ten(data: dict) -> dict[str, Run]:
 
 
 def _sizes(runs: dict[str, Run], rehearsed: dict) -> str:
-    """Describe a column of measured recipes: the task, its precision, and whether memory is counted or the allocator's.
+    """Describe a table's column of measured recipes in words, as its heading.
+
+    The text names the task, its precision, and the kind of memory: counted by the lab, or allocated and reserved by
+    torch. If the measured task is not that of the rehearsed columns, the text warns that the model is another one.
 
     Args:
-        runs: {name: run} of the column.
-        rehearsed: the task of the rehearsed columns; the text says if the measured task differs.
+        runs: {name of a recipe: its run}.
+        rehearsed: the task of the rehearsed columns, as a dict.
     """
     first = next(iter(runs.values()))
     task = Task.from_dict(first.task)
@@ -363,8 +366,8 @@ def _sizes(runs: dict[str, Run], rehearsed: dict) -> str:
 
 
 def of_suite(data: dict) -> dict:
-    """Return a GPU suite's measured trainings, with which the estimate is compared, as {"machine", "runs"} like a
-    course run.
+    """Return {"machine", "runs"}, like a course run, of those trainings of a GPU suite that estimates are compared
+    with.
 
     `data`: the suite's report, a file of results/<machine>/gpu.
     """
@@ -373,10 +376,10 @@ def of_suite(data: dict) -> dict:
 
 
 def held_against(measured: dict[str, dict]) -> list[dict]:
-    """Return one row per recorded training on a GPU: "machine", "name", "task", "arguments", and [estimated, measured]
-    bytes of four kinds.
+    """Return one row per recorded training on a GPU: estimated memory next to measured memory.
 
-    The kinds are "peak_bytes", "reserved_bytes", "device_used_bytes" and "breakdown" (bytes by category).
+    A row has "machine", "name", "task" and "arguments". "peak_bytes", "reserved_bytes" and "device_used_bytes" are each
+    [estimated bytes, measured bytes]; "breakdown" is [estimated, measured], both {category: bytes}.
 
     `measured`: {machine: its newest course run}.
     """
@@ -490,7 +493,7 @@ def _false_alarms_of_claims() -> tuple[int, int]:
 
 
 def gpu_suites(suites: dict[str, dict], cards: dict[str, dict]) -> str:
-    """Return the tables of the GPU suite per machine, and the claims that it decides.
+    """Return the GPU suite's tables, one per machine, and a table of the claims that the suite decides.
 
     `suites`: {machine: its newest report of the GPU suite}; `cards`: {card: its newest rehearsal}.
     """

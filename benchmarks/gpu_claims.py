@@ -76,11 +76,12 @@ def _training_dwarfs(rows: Rows) -> float:
 
 
 def _batches(rows: Rows, number: int, baseline: int) -> Ratio:
-    """Return the speed at one batch size divided by the speed at a baseline size, from the part "batch".
+    """Return the speed at one batch size divided by the speed at another, from the part "batch".
 
-    Only sizes that fit count. Raises Absent for fewer than three sizes.
+    Both are given by their position in the list of the sizes that fit, smallest first. Raises Absent if fewer than
+    three sizes fit.
 
-    `number`, `baseline`: indices of the two sizes in the list of sizes that fit.
+    `number`: position of the one size; `baseline`: position of the other.
     """
     sizes = [name for name in rows.names("batch", "batch ") if "against" not in name]
     if len(sizes) < 3:
@@ -96,7 +97,7 @@ def _twice_by_batch(rows: Rows) -> Ratio:
 def _more(rows: Rows, size: str) -> float:
     """Return by how much the fp16 peak is larger than the fp32 peak, as a share of the fp32 peak.
 
-    `size`: the beginning of both rows' names, e.g. "64 x 2".
+    `size`: the sizes with which the names of the fp16 row and of the fp32 row begin, e.g. "64 x 2".
     """
     return rows.shrunk("fp16", f"{size}, fp16", f"{size}, fp32") - 1
 

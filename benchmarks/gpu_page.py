@@ -27,7 +27,8 @@ Rows = dict[tuple[str, str], dict[str, Any]]
 
 
 def content(rows: list[StoredRow]) -> dict[str, Any]:
-    """Return the report of the machine that measured the last row; the last try of a row counts.
+    """Return the suite's report of the machine that measured the last row. If a row was tried several times, the last
+    counts.
 
     `rows`: all rows of the suite's file, in order. Raises ValueError if there are none.
     """
@@ -174,7 +175,7 @@ def section(name: str, data: Mapping[str, Any], cards: Mapping[str, dict]) -> st
 
 
 def _part(part: str, rows: Rows, alike: Mapping[str, Mapping[str, dict]]) -> str:
-    """Return a table with a row per run of a part: memory, speed, and interleaved comparisons with their intervals.
+    """Return a table of one part (group of rows) of the GPU suite, with memory, speed and comparisons of each run.
 
     In the part "ten", each recipe also has the guide's megabytes, and its memory in rehearsals of similar cards. The
     text is empty if the part has no run.
@@ -241,7 +242,7 @@ def _facts(rows: Rows) -> Iterator[str]:
 
 
 def _utilisation(rows: Rows) -> Iterator[str]:
-    """Yield two lines of text with the model FLOPs utilisation: of the first recipe, and of the best recipe.
+    """Yield a line about model FLOPs utilisation for lesson 14's first recipe, and one for its fastest recipe.
 
     The utilisation is a share of the rate that a large matmul reaches in the recipe's precision.
     """

@@ -1,8 +1,8 @@
 """The rows of the GPU suite, part by part: which trainings are run and compared, at which sizes.
 
 Each part is a generator of rows. It gets the rows that are measured already, and is called again after each new row, so
-that a row may depend on others, e.g. on the largest batch that fits. The rows that it yields and that the file lacks
-are still to be measured. This module measures nothing; measure_gpu.py does. The first line of a part's docstring is the
+that a row may depend on others, e.g. on the largest batch that fits. A row that it yields and that the suite's file
+lacks is measured next. This module measures nothing; measure_gpu.py does. The first line of a part's docstring is the
 caption of its table in results/README.md.
 """
 
@@ -180,7 +180,7 @@ def batch(here: Here, known: Known) -> Iterator[Row]:
 
 
 def fp16(here: Here, known: Known) -> Iterator[Row]:
-    """The 2022 guide's table: fp16 and fp32 by micro-batch; also with two accumulation steps, which keep gradients.
+    """The 2022 guide's table: fp16 and fp32 by micro-batch, with one accumulation step and with two.
 
     Yield this part's rows for the machine `here`; `known`: {name: row} of the measured rows. With two accumulation
     steps, the gradients of the first micro-batch stay in memory during the second.
@@ -319,10 +319,11 @@ FIRST = "guides' vanilla"
 
 
 def best(here: Here, known: Known) -> Iterator[Row]:
-    """Lesson 14's ladder of speed, from the guides' vanilla to the best recipe that takes no more memory.
+    """Lesson 14's ladder of speed: from "guides' vanilla" on, each step adds a technique; and each technique alone.
 
-    Yield this part's rows for the machine `here`; `known`: {name: row} of the measured rows. Model FLOPs utilisation
-    is measured for the first and the best recipe. Each technique alone is also run, for the guide's own table.
+    Yield this part's rows for the machine `here`; `known`: {name: row} of the measured rows. The batch becomes as large
+    as possible in the memory that the first recipe needs. Model FLOPs utilisation is measured for the first recipe and
+    for the fastest one. The runs of each technique alone are for the guide's own table.
     """
     climb = [here.row(FIRST, here.profile.task, GUIDES, optimizer=gpu_functions.looped)]
     yield climb[0]
@@ -369,9 +370,11 @@ def _rungs(here: Here) -> Iterator[tuple[str, list[dict[str, Any]], str]]:
 
 
 def _utilisation(here: Here, known: Known, climb: list[Row]) -> Iterator[Row]:
-    """Yield the rows for model FLOPs utilisation (lesson 02): the first and the best recipe, and matmul rates.
+    """Yield the rows for model FLOPs utilisation (lesson 02): the first and the fastest recipe, and rates of matmuls.
 
-    `known`: {name: row} of the measured rows; `climb`: the rows of lesson 14's ladder of speed, from the first recipe.
+    The fastest recipe is sought among those that need no more memory than the first.
+
+    `known`: {name: row} of the measured rows; `climb`: the rows of lesson 14's ladder of speed, in its order.
     """
     ratios = {row.name: known[here.pair(climb[0], row).name].speed_ratio for row in climb[1:]}
     fitting = [row for row in climb if known[row.name].peak_bytes <= known[FIRST].peak_bytes]

@@ -276,8 +276,8 @@ def say(text: str) -> None:
 def record(rows: list[dict], lessons: list[str], note: str = "") -> dict:
     """Return the content of results/matrix.json from the entries of all library sets.
 
-    It has the versions, lessons and claims of each set, the memory of runs that differ, the rehearsed bytes, and the
-    differences between each set and the next set whose lessons ran.
+    It has the versions, lessons and claims of each set, the memory of runs that differs between sets, the memory of the
+    rehearsed trainings, and the differences between each set and the next set whose lessons ran.
 
     Args:
         rows: the entry of each library set, see `became`.
@@ -312,7 +312,12 @@ def record(rows: list[dict], lessons: list[str], note: str = "") -> dict:
 
 
 def _set(row: dict) -> dict:
-    """Return a library set's row of "sets" in the record: its entry (`row`, see `became`) without measurements."""
+    """Return the facts of one library set for the record's list "sets", without claims and sizes.
+
+    They are the set's description, status, date and package versions, and {"status", "message"} of each of its lessons.
+
+    `row`: all results of the set, as `became` returns them.
+    """
     entry = {name: row[name] for name in ("name", "what", "status", "message", "not_rehearsed", "date", "packages")}
     lessons = row["course"]["lessons"] if row["course"] else []
     return entry | {"lessons": {x["name"]: {"status": x["status"], "message": plain(x["message"])} for x in lessons}}

@@ -1,7 +1,7 @@
 """Make the section of results/README.md about the library matrix, from results/matrix.json.
 
-A library set is a set of library versions. Each difference is listed with the two successive library sets that it
-separates.
+A library set is a set of library versions. Each difference is listed with the two successive library sets between which
+it appears.
 """
 
 import re
@@ -34,7 +34,10 @@ def changed(record: dict) -> set[str]:
 
 
 def causes() -> list[dict]:
-    """Return the causes that people found, from matrix.toml: {"changes": ids, "says": the cause}."""
+    """Return the known causes of differences between library sets, which people wrote into matrix.toml.
+
+    Each is {"changes": [ids of the claims, runs and lessons that changed], "says": the cause in words}.
+    """
     return tomllib.loads(SETS.read_text(encoding="utf-8")).get("cause", [])
 
 
@@ -105,8 +108,8 @@ def _trouble(record: dict) -> list[str]:
 def _claims(record: dict) -> str:
     """Return the number of claims that are the same in all library sets, and a table of the other claims.
 
-    A claim is the same if its verdict is equal and its value differs by no more than noise. `record`: the content of
-    results/matrix.json.
+    A claim is the same if all sets give the same verdict, and values that differ no more than repeated runs do.
+    `record`: the content of results/matrix.json.
     """
     moved = changed(record) & record["claims"].keys()
     ledger, same = load(), len(record["claims"]) - len(moved)
@@ -163,7 +166,8 @@ def _moved(record: dict, which: str) -> list[list[str]]:
     Runs with the same difference are joined in one row. A joined row omits the sizes and the operations at the peak;
     the record has them.
 
-    `record`: the content of results/matrix.json; `which`: "changes" (of the lessons) or "rehearsed".
+    `record`: the content of results/matrix.json; `which`: "changes" for runs of the lessons, "rehearsed" for rehearsed
+    trainings.
     """
     groups: dict[tuple[str, ...], list[tuple[str, str]]] = {}
     for pair in record["between"]:

@@ -83,11 +83,11 @@ class Undecided(Exception):
 
 
 def card_and_batch(one: Pair, task: Task) -> tuple[Card, int]:
-    """For a model and a card (a `Pair`), return the card and an effective batch that is too large for one micro-batch.
+    """Return the card of a `Pair` (model and card), and an effective batch that is too large for one micro-batch.
 
     A made-up card gets 0 to 10 % more memory than a chosen micro-batch needs. That micro-batch is large enough for the
-    peak to be in forward or backward, not in the optimizer update. For a real card, a line through two estimates
-    predicts how many samples fit.
+    peak to be in forward or backward, not in the optimizer update. For a real card, the number of samples that fit is
+    extrapolated linearly from two estimates.
 
     `task`: the pair's model as a task.
 
@@ -160,13 +160,18 @@ def decide(one: Pair, folder: Path) -> dict:
 
 
 def summary(rows: list[dict]) -> dict:
-    """Count the pairs of a model and a card: decided ones ("decided"), those with right advice ("keeps_its_word") and
-    undecided ones ("left_out").
+    """Return how often the advice for a model and a card was right, over all records.
 
-    The advice is right if its micro-batch fits in the rehearsal, and the next larger one runs out of memory. Further
-    keys: architectures, compute capabilities, micro-batches and estimates per advice of the decided pairs.
+    The advice is right if its micro-batch fits in the rehearsal, and the next larger one runs out of memory.
 
-    `rows`: one record per pair, see `decide`.
+    Args:
+        rows: one record per model and card, see `decide`.
+
+    Returns:
+        {"decided": number of records that decide whether the advice is right, "keeps_its_word": number of these in
+            which it is right, "left_out": number of the other records}. Over the decided records: "architectures" (how
+            many), "capabilities" and "micro_batches" (the values that occur) and "estimates_median" (estimates per
+            advice).
     """
     decided = [row for row in rows if "keeps_its_word" in row]
     return {

@@ -7,7 +7,7 @@ event, the script compares the allocated, reserved and requested bytes, the numb
 address of the new block, and whether there was no room. After every trace it compares the peaks, the retries and each
 block of each segment.
 
-Addresses are compared as segment and offset: the driver's addresses of segments matter only for torch up to 2.11.
+An address is compared as (segment, offset). Only torch up to 2.11 chooses blocks by the driver's addresses of segments.
 """
 
 import bisect
@@ -83,12 +83,14 @@ def at_random(chance: random.Random, least: float, most: float, live_bytes: floa
 
 
 def of_a_training(chance: random.Random, live_bytes: float) -> list[Event]:
-    """Return the events of two or three steps of a transformer: weights, activations by layer, gradients, states.
+    """Return the events of two or three training steps of a transformer.
+
+    Weights, activations of each layer, gradients and optimizer states are allocated and freed.
 
     Args:
         chance: the random generator.
-        live_bytes: bytes for weights, gradients, states and activations. The activations of the largest batch need 0.3
-            to 1.5 times the bytes that the other three leave.
+        live_bytes: bytes of memory for all of these. Weights, gradients and states take their part; the activations of
+            the largest batch take 0.3 to 1.5 times the rest, so the memory may run out.
     """
     hidden, layers, words = (
         chance.choice([128, 256, 384, 768]),
@@ -150,7 +152,7 @@ def trace(seed: str, room: int) -> list[Event]:
 
 
 def compare(text: str, seeds: list[str], torch_version: str | None = None) -> dict:
-    """Run traces on torch's allocator and on our model, in a process whose torch has the given settings.
+    """Run traces on torch's allocator and on our model of it, in a process whose torch has the given settings.
 
     Args:
         text: the settings, as in PYTORCH_CUDA_ALLOC_CONF, for the model.
@@ -219,15 +221,18 @@ def performed(torch, live: dict, event: Event) -> tuple:
 
 
 def answered(double: CachingAllocator, event: Event, places: dict[int, int], address_of_block: int) -> tuple:
-    """Let the model `double` of the allocator perform an event (allocate, free or empty the cache).
+    """Let our model of the allocator perform an event (allocate, free or empty the cache).
 
     Args:
-        places: {number of a segment of the model: its address in torch}, known from its first block; it is updated.
+        double: the model.
+        event: the event.
+        places: {number of a segment of the model: address of the same segment in torch}; when the first block of a
+            segment is allocated, this function adds the segment.
         address_of_block: torch's address of the new block.
 
     Returns:
         (allocated bytes, reserved bytes, requested bytes, number of small segments, number of large segments, whether
-        the model ran out of memory, address of the new block in torch or 0).
+            the model ran out of memory, address of the new block in torch or 0).
     """
     full, address = False, 0
     if event is None:
@@ -248,11 +253,12 @@ def answered(double: CachingAllocator, event: Event, places: dict[int, int], add
 
 
 def after(torch, retries: int) -> tuple:
-    """Return torch's state at the end of a trace: ([peak of allocated bytes, of reserved bytes], retries, segments).
+    """Return the state of torch's allocator at the end of a trace: (peaks, retries, segments).
 
-    A segment is (address, bytes, "small" or "large", whether it is expandable, [(address, bytes, state) of a block]).
+    The peaks are [of allocated bytes, of reserved bytes]; the retries are those during the trace. A segment is
+    (address, bytes, "small" or "large", whether it is expandable, [(address, bytes, state) of each block]).
 
-    `torch`: the module; `retries`: torch's number of retries when the trace began.
+    `torch`: the module; `retries`: torch's count of retries at the start of the trace.
     """
     stats = torch._C._cuda_memoryStats(0)
     peaks = [stats[f"{name}_bytes"]["all"]["peak"] for name in ("allocated", "reserved")]
@@ -267,11 +273,12 @@ def after(torch, retries: int) -> tuple:
 
 
 def double_after(double: CachingAllocator, places: dict[int, int]) -> tuple:
-    """Return the state of the allocator's model `double` at the end of a trace, with torch's addresses, to compare.
+    """Return the state of our model of the allocator at the end of a trace: (peaks, retries, segments), as from
+    `after`.
 
-    The result has the form of `after`: ([peak of allocated bytes, of reserved bytes], retries, segments).
+    Addresses are translated to torch's, so that the result can be compared with torch's state.
 
-    `places`: {number of a segment of the model: its address in torch}.
+    `double`: the model; `places`: {number of a segment of the model: address of the same segment in torch}.
     """
     states = {True: "inactive", False: "active_allocated"}
     bases = sorted((base, places[head.order] - base) for base, head in double._heads.items() if head.order in places)

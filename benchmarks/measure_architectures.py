@@ -176,10 +176,10 @@ def _in_widths(size, width: int):
 
 
 def _filled(fields: dict, width: int) -> dict:
-    """Return the fields of a model's configuration; each field of `MISSING` that is None gets the size listed there.
+    """Return the fields of a model's configuration, with a size for each field that is None and that `MISSING` lists.
 
-    That size is a number, or depends on `width`, the hidden size. Nested configurations, e.g. of a vision tower, are
-    filled in the same way.
+    `MISSING` gives the size as a number, or as a function of `width`, the hidden size. Nested configurations, e.g. of a
+    vision tower, are filled in the same way.
     """
     found = {}
     for name, value in fields.items():
@@ -190,12 +190,16 @@ def _filled(fields: dict, width: int) -> dict:
 
 
 def configurations(name: str, kind: str, folder: Path):
-    """Yield (form, path) of configurations of a class, which are written into a folder, the smallest first.
+    """Yield (form, path) for each reduced configuration of a model class, in the order in which they are tried.
 
-    The forms are: narrow; less narrow; narrow with values for missing sizes; only the number of layers reduced; only
-    the images reduced.
+    The forms are "width 32" and "width 64", with small hidden sizes; "width 32, no size missing", which sets sizes that
+    are None; "few layers", which changes only the number of layers; and "small images", which changes only sizes of
+    images and numbers of queries.
 
-    `name`: name of the class; `kind`: its model type.
+    Args:
+        name: name of the class.
+        kind: its model type.
+        folder: folder for the configuration files.
     """
     from transformers import CONFIG_MAPPING
 
@@ -241,9 +245,9 @@ def classes() -> dict[str, tuple[str, str]]:
 
 
 def cases(options) -> dict[str, tuple[str, str]]:
-    """Return {class: (its model type, its family)} of this run's classes and of the record's classes.
+    """Return {class: (its model type, its family)} of the classes to measure now and of those already in the record.
 
-    `options`: as in `runner.Measurement`.
+    `options`: the script's command-line options.
     """
     every, known = classes(), {row["class"] for row in recorded()}
     return {name: every[name] for name in every if name in known or name in chosen(options)}
@@ -277,7 +281,7 @@ def task_of(path: Path, name: str, family: str) -> Task:
     Args:
         path: path of the configuration's file.
         name: name of the class.
-        family: the class's family, see `classes`.
+        family: the kind of training, e.g. "masked", a key of `families.FAMILIES`.
     """
     task = Task(str(path), None if family == "ctc" else LENGTH, 16, name, audio_seconds=1.0)
     config = task.build_config()
@@ -286,7 +290,10 @@ def task_of(path: Path, name: str, family: str) -> Task:
 
 
 def compared(lab: Lab, name: str, kind: str, folder: Path) -> dict:
-    """Return the row of a class: bytes by category, "counted" and "estimated", or why it was "refused" or "left_out".
+    """Compare the estimate of a model class with counted memory, and return the row for the record.
+
+    "counted" and "estimated" are {category: bytes}. Otherwise "refused" says why the estimate refuses the class, or
+    "left_out" why no training of the class runs.
 
     Args:
         lab: runs the training.

@@ -1,4 +1,4 @@
-"""Time `make course` and `make test` in two or more checkouts, alternately, by lesson and by stage.
+"""Time each lesson of `make course` and each stage of `make test`, in two or more checkouts alternately.
 
     python benchmarks/measure_builds.py --builds . ../old [--commands course test] [--rounds 2]
 
@@ -87,10 +87,11 @@ def of_tests(printed: str) -> dict:
 
 
 def conclude(rows: list[dict], options) -> dict:
-    """Return {"median_seconds": {command: {build: seconds}}, "ratios": likewise, relative to the first build's
-    seconds}.
+    """Return the median seconds of each command in each build (checkout), and their ratios to the first build.
 
-    A build is a checkout. `rows`: one per timed command; `options`: as in `runner.Measurement`.
+    The result is {"median_seconds": {command: {build: seconds}}, "ratios": {command: {build: ratio}}}.
+
+    `rows`: one per timed command; `options`: not used.
     """
     taken: dict[str, dict[str, list[float]]] = {}
     for row in rows:

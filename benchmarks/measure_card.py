@@ -37,10 +37,9 @@ def name_of(_: int, row: dict) -> str:
 
 
 def cases(options) -> dict[str, tuple[str, measure_cuda.Training]]:
-    """Return {"adapters 3": (kind, training), ...} of trainings on a GPU of compute capability 9.0; trainings that need
-    torchao are left out.
+    """Return {name: (kind, training)} of trainings on a GPU of compute capability 9.0.
 
-    `options`: as in `runner.Measurement`.
+    A name is e.g. "adapters 3". Trainings that need torchao are left out. `options`: the script's command-line options.
     """
     made = {(kind, n): make(n, options.seed) for kind, make in KINDS.items() for n in range(options.count)}
     fit = {key: one for key, one in made.items() if one.arguments["optim"] in measure_random.WITHOUT_TORCHAO}

@@ -1,4 +1,4 @@
-"""Time commands from the shell to their last line, imports included, and a second estimate in one Python.
+"""Time commands from the shell to their last line, imports included, and the second estimate of a Python process.
 
     python benchmarks/measure_commands.py [--rounds 3] [--builds . ../old] [--commands "estimate*" "advise*"]
 
@@ -94,9 +94,11 @@ def measure(turns, options):
 
 
 def conclude(rows: list[dict], options) -> dict:
-    """Return {"medians": {build: {command: seconds}}, "ratios": likewise, relative to the first build's seconds}.
+    """Return the median seconds of each command in each build (checkout), and their ratios to the first build.
 
-    A build is a checkout. `rows`: one per round and build; `options`: as in `runner.Measurement`.
+    The result is {"medians": {build: {command: seconds}}, "ratios": {build other than the first: {command: ratio}}}.
+
+    `rows`: one per round and build; `options`: the script's command-line options.
     """
     medians: dict[str, dict[str, float]] = {}
     for build, command in itertools.product(map(commit, options.builds or ["."]), rows[0]["seconds"]):

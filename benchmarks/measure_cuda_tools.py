@@ -103,7 +103,7 @@ def of_pypi(tool: str, pythons: list[str], path: Path) -> dict | None:
 
 
 def row(name: str, version: str, replies: list[dict], rows: list[dict]) -> dict:
-    """Return the row of one tool over all trainings.
+    """Return one tool's row of the table: its errors over all trainings.
 
     It has the fields of `tools.row`, whose errors compare the tool's bytes with allocated bytes. It also has the error
     on dense decoders only ("..._decoders"), because many tools claim to support only these, and the error of the tool's
@@ -138,7 +138,7 @@ def rows_of(options) -> list[dict]:
 def measure(cases, options):
     """Yield (tool, row) per tool; a row has "tool", "version" and "said", the tool's answers in the trainings' order.
 
-    `cases`, `options`: as in `runner.Measurement`.
+    `cases`: the tools to query, by name; `options`: the script's command-line options.
     """
     versions, trainings = hardware.versions(), [Training.from_dict(one) for one in rows_of(options)]
     with tempfile.TemporaryDirectory() as name:
@@ -162,10 +162,11 @@ def measure(cases, options):
 
 
 def conclude(answers: list[dict], options) -> dict:
-    """Return the summary for the record: "table" has one row per tool, "pairs" has one row per training with the
-    answers of all tools.
+    """Return the summary for the record: "table" has one row per tool, "pairs" one row per training.
 
-    `answers`: the rows that `measure` yielded; `options`: as in `runner.Measurement`.
+    A row of "pairs" has the rehearsed bytes of the training and {tool: bytes that it predicts}.
+
+    `answers`: the rows that `measure` yielded; `options`: the script's command-line options.
     """
     rows, pairs = rows_of(options), []
     for n, one in enumerate(rows):

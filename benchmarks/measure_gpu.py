@@ -49,7 +49,8 @@ class Suite:
     """The rows of the suite on one machine, and the file that keeps them.
 
     Args:
-        lab: runs the rows; it has the profile (number of steps and turns), and in a rehearsal the rehearsing executor.
+        lab: runs the rows. Its profile sets the number of steps and how often compared runs alternate; in a rehearsal,
+            its executor rehearses.
         file: JSON lines; rows of other machines, versions or profiles in it are ignored.
         ends: the time, by `monotonic`, after which no row begins.
     """
@@ -63,7 +64,11 @@ class Suite:
         self._runs: dict[str, Run] = {}  # {description: run} of this lab
 
     def known(self, part: str) -> Known:
-        """Return {name: row} of the rows of a part that need not be run again: same machine, packages and settings."""
+        """Return {name: row} of the stored rows of a part that need not be measured again.
+
+        They were measured with the same machine, packages and settings, and succeeded or failed too often to be tried
+        again.
+        """
         known, failures = {}, {}
         for stored in self._rows:
             if stored.part == part and stored.setup == self.setup:
@@ -89,7 +94,7 @@ class Suite:
         return next((row for row in self.left(part) if (part, row.name) not in self._tried), None)
 
     def _do(self, part: str, row: Row) -> None:
-        """Measure one row of a part and store the result, unless the row is stopped because this call ends."""
+        """Measure one row of a part and store its result; store nothing if the suite's time ends first."""
         start = monotonic()
         seconds = max(1.0, min(ROW_SECONDS, self.ends + LAST_SECONDS - start))
         with processes.within(seconds):
@@ -122,8 +127,8 @@ class Suite:
         return {"status": run.status, "message": run.message, "runs": (kept_of(run),)}
 
     def _performed(self, row: Row, measure: tuple[str, ...]) -> Run:
-        """Perform the run of a row in this lab, and return it; in a rehearsal, which has no times, with its memory
-        only.
+        """Perform the run of a row in this lab, and return it. A rehearsal has no times, so only its memory is
+        measured.
 
         `measure`: as in `Lab.train`.
         """
@@ -163,8 +168,8 @@ class Suite:
 def setup_of(machine: Machine, versions: dict[str, str | None], profile: str) -> dict[str, Any]:
     """Return the properties that must be equal for two rows to count as measured on one machine.
 
-    The keys are "machine", "gpus", "rehearsed", "versions" and "profile". With a GPU the host does not matter, because
-    speeds are compared only within a row.
+    The keys are "machine", "gpus", "rehearsed", "versions" and "profile". The GPU's host is not among them, because
+    speeds are compared only within a row, i.e. on one host.
     """
     gpus = [[gpu.name, gpu.memory_bytes, gpu.capability and list(gpu.capability)] for gpu in machine.gpus]
     about = {"machine": machine.name, "gpus": gpus, "rehearsed": machine.rehearsed}

@@ -1,7 +1,7 @@
 """Measure how reliable a comparison of two nightly runs is: equal code against itself, and against slowed-down steps.
 
     python benchmarks/measure_nights.py [--usual 20] [--slower 5]
-    python benchmarks/measure_nights.py --rows      count again with today's rule
+    python benchmarks/measure_nights.py --rows      compare the recorded runs again, by the current rule
 
 A simulated nightly run times a step of a few recipes, as `perf-helpers course` does. The same code is timed many times,
 every second time under other load (a process that multiplies matrices on all cores but one). Each run is compared with

@@ -4,9 +4,9 @@
     .venv/bin/python benchmarks/measure_programs.py --rows run_clm
 
 Sources and packages are fetched into build/programs: a release by pip, a repository by git. If a fetch fails, the row
-says so; a folder build/programs/OWNER+NAME is used as it is (its file VERSION has the version unless it is a clone).
-None of the programs' code is in the record. Models, tokenizers and data are generated here, in tiny sizes, so no Hub is
-needed.
+says so. A folder build/programs/OWNER+NAME that exists is used without fetching; unless it is a clone, its file VERSION
+names the version. None of the programs' code is in the record. Models, tokenizers and data are generated here, in tiny
+sizes, so no Hub is needed.
 """
 
 import argparse

@@ -4,8 +4,8 @@
     python benchmarks/measure_random.py --shrink NUMBER [--seed 3]   # simplify training NUMBER while it is wrong
 
 Configurations have odd head sizes and lengths, unpadded vocabularies, one layer or many, tied weights or not, and
-sliding windows. Exit code 1 if an estimate differs by a byte, allocated or reserved. Shrink such a case, keep it as a
-test, and fix it.
+sliding windows. Exit code 1 if an estimate differs by a byte, allocated or reserved. Then simplify the
+training with --shrink, keep it as a test, and correct the estimate.
 """
 
 import itertools
@@ -67,7 +67,7 @@ def random_training(number: int, seed: int) -> Training:
 
 
 def compare(lab: Lab, one: Training, folder: Path) -> dict:
-    """Return the record of a training, which is estimated while it is rehearsed.
+    """Rehearse a training, estimate it at the same time, and return the row for the record.
 
     If the estimate is wrong, "missed" has the differences of allocated and reserved bytes, or {"refused": reason}. If
     the training cannot be rehearsed, "left_out" has the reason.
@@ -132,9 +132,10 @@ def cases(options) -> dict[str, Training]:
 def measure(cases, options):
     """Compare estimate and rehearsal of trainings until the time is over; yield (number, row) for each training.
 
-    In every block of 90 trainings, one card after the other rehearses the trainings of its compute capability.
+    The trainings are taken in blocks of 90. In each block, every compute capability has a turn: one card with this
+    capability rehearses the block's trainings for it.
 
-    `cases`, `options`: as in `runner.Measurement`.
+    `cases`: {name: training}; `options`: the script's command-line options.
     """
     end, left = time.monotonic() + 60 * options.minutes, [*cases.values()]
     with tempfile.TemporaryDirectory() as name:

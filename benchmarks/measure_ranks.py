@@ -5,8 +5,8 @@
 Each set-up is rehearsed with two and with four A100: one process per device, and collectives that return without
 computing. The highest peak of allocated bytes over all ranks is compared with the estimate, which traces one rank. The
 weights, gradients and optimizer states after backward, in bytes per parameter, are compared with the formula. A set-up
-that does not train is recorded with its error, one that is not traced with the reason. For DeepSpeed, first run
-make build/deepspeed VENV=.venv-cuda
+that fails to train is recorded with its error; a set-up that the estimate refuses, with the reason. For DeepSpeed,
+first run make build/deepspeed VENV=.venv-cuda
 """
 
 import sys
@@ -76,16 +76,18 @@ def formula(arguments: dict, ranks: int) -> list[float]:
 
 
 def row(name: str, task: Task, arguments: dict, ranks: int) -> dict:
-    """Rehearse and estimate a set-up, and return its row.
-
-    It has "rehearsed" and "estimated", {"allocated", "reserved"} in bytes of the peak; and "kept" and "formula", bytes
-    per parameter of weights, gradients and optimizer states, as rehearsed and by the formula. If the rehearsal failed,
-    the row has "error" instead; if the estimate refused, "estimate_error".
+    """Rehearse and estimate a training on several GPUs, and return its row for the table.
 
     Args:
-        name: the set-up's name for the table.
-        arguments: the training arguments.
+        name: the name of this set-up in the table.
+        task, arguments: the task and the training arguments.
         ranks: number of GPUs.
+
+    Returns:
+        "setup", "model", "ranks" and "arguments" describe the training. "rehearsed" and "estimated" are {"allocated":
+            bytes, "reserved": bytes} at the peak. "kept" and "formula" are [bytes per parameter of the weights, of the
+            gradients, of the optimizer states], as rehearsed and by ZeRO's formula. If the rehearsal fails, "error" has
+            its message instead; if the estimate refuses the training, "estimate_error" has the reason.
     """
     given = {"per_device_train_batch_size": 4, "processes": ranks, **arguments}
     model = task.model + ", small" * bool(task.config)

@@ -2,10 +2,10 @@
 
     PYTHON benchmarks/measure_releases.py [--count 96] [--seed 1] [--pythons PYTHON ...] [--out FILE]
 
-PYTHON has the CUDA build of the release: it rehearses each training and estimates it. Each Python of --pythons, with
-another torch, estimates it too, with `torch_version=` of the release. The trainings are of the kinds in which releases
-differ: attention with grouped queries, masks and dropout, adapters, quantized bases, position biases, images, and
-inference with a key value cache.
+PYTHON has the CUDA build of the release: it rehearses each training and estimates it. Each Python of --pythons has
+another torch, and estimates each training for this release (argument `torch_version`). The trainings are of the kinds
+in which releases differ: attention with grouped queries, masks and dropout, adapters, quantized bases, position biases,
+images, and inference with a key value cache.
 
 Exit code 1 if an estimate differs from the rehearsal by a byte, allocated or reserved.
 """
@@ -76,9 +76,10 @@ class Case(Training):
 
 
 def case(number: int, seed: int) -> Case:
-    """Return case `number` of the series that `seed` generates.
+    """Return the random case that `seed` and `number` determine.
 
-    Successive cases rotate through the kinds; after each round of kinds, the compute capability changes.
+    Successive numbers go through all of `KINDS`, one after the other; after each such round the compute capability
+    changes.
     """
     draw = random.Random(f"releases {seed} {number}")
     kind = KINDS[number % len(KINDS)]

@@ -6,8 +6,8 @@ If a recipe is compared with itself, how often is an effect reported (how often 
 exclude 1)? How often if a forward and backward pass is interleaved with itself inside a function (`in_turns`)? Also,
 some claims about speed (see `CLAIMS`) are decided 20 times, with the recipes and sizes of their lessons: which verdicts
 do they get? Half of the comparisons run under other load: a process that multiplies matrices on all cores but one.
-Every ten comparisons, and each round of the claims, have their own fork server, as a lesson has. All takes about two
-hours on 2 cores.
+A fork server is started for every ten comparisons, and for each time that the claims are decided, because a lesson has
+its own, too. All takes about two hours on 2 cores.
 """
 
 import contextlib
@@ -69,7 +69,10 @@ def other_load(wanted: bool):
 
 
 def by_parts() -> dict:
-    """Run lesson 08's cells that measure `cost`, and return a row of the report for the claim "adafactor-cost"."""
+    """Return a row of the report for the claim "adafactor-cost", measured by the code of lesson 08.
+
+    The lesson's cells measure the parts of a step, from which they calculate the variable `cost`.
+    """
     import jupytext
 
     notebook = jupytext.read(RESULTS.parent / "notebooks/src/08_adafactor.py")
@@ -100,7 +103,7 @@ def passes_in_turns(task) -> list:
 def of_passes(task) -> dict:
     """Compare a forward and backward pass of a task with itself, interleaved in each of three processes.
 
-    Return a row of the report, see `compared`.
+    Return a row: "name", "floor", "load", and "cpu" and "wall", each [speed ratio, low, high], as in `compared`.
     """
     from perf_helpers import Lab
     from trainmem.records import CPU, WALL, Ratio
@@ -116,8 +119,8 @@ def compared(pairs: list) -> list[dict]:
     """Compare the speed of pairs of recipes in this process; return a row of the report for each pair.
 
     A row has "name", "floor" (the factor within which speeds count as equal), "load" (the system's load average), and
-    "cpu" and "wall": [speed ratio, low, high] by CPU time and by wall-clock time. For the claims, a row for
-    "adafactor-cost" is added.
+    "cpu" and "wall": [speed ratio, low, high] by CPU time and by wall-clock time. If the pairs are those of the claims,
+    a row "adafactor-cost" follows, which `by_parts` measures.
 
     `pairs`: each [name, changes of the task, training arguments of the baseline, training arguments of the other
     recipe, options of `Lab.compare`].
@@ -144,11 +147,12 @@ def is_effect(ratio: list[float]) -> bool:
 
 
 def cases(options) -> dict:
-    """Return {name: (list of comparisons that one process makes, whether another process loads the machine)}.
+    """Return {name: (comparisons, whether another process loads the machine)}; each entry is measured in one process.
 
-    A comparison is a pair of recipes in the form of `compared`: a recipe and itself, or the two recipes of a claim.
+    A comparison is [name, changes of the task, training arguments of the baseline, training arguments of the other
+    recipe, options of `Lab.compare`]. It compares a recipe with itself, or the two recipes of a claim.
 
-    `options`: as in `runner.Measurement`.
+    `options`: the script's command-line options.
     """
     found = {}
     for of, names in (("itself", itertools.cycle(ITSELF)), ("turns", itertools.repeat(IN_TURNS))):

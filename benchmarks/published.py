@@ -10,7 +10,8 @@ that predicts the row. The code of each source's loops or changes is in one file
 the estimate is far off.
 
 If the rehearsal gives the published figure and the estimate does not, the estimate is wrong. If the rehearsal agrees
-with the estimate, versions or set-up differ. A row that cannot be compared like for like has a reason.
+with the estimate, versions or set-up differ. If a row's figure
+cannot fairly be compared with the estimate, the row is not `like_for_like` and gives the reason.
 """
 
 import functools
@@ -46,7 +47,7 @@ KEPT = ("kind", "source", "date", "commit", "gpu", "versions", "setup", "quantit
 
 
 def functions(*sources) -> dict[str, Callable]:
-    """Return {name: function} of all functions in the modules `sources`: the rebuilt loops and changes."""
+    """Return {name: function} of all functions in the modules `sources`: training loops, and changes to trainings."""
     return {name: made for source in sources for name, made in inspect.getmembers(source, inspect.isfunction)}
 
 
@@ -74,7 +75,7 @@ def changed(names: Sequence[str], model, arguments):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One published figure in MiB with its source, and the loop or training that predicts it."""
+    """One published figure in MiB with its source, and the custom loop or training that is estimated to predict it."""
 
     name: str  # the set's name and the row's sizes
     facts: dict[str, Any]  # the set's source, date, gpu, versions, setup, quantity, like_for_like, reason
@@ -94,8 +95,8 @@ class Row:
     def question(self) -> dict[str, Any]:
         """Return {name: value} of the arguments that describe the row's training, for `estimate` and for a lab.
 
-        They are either a custom loop ("function"), or training arguments and, if the model is changed, an "optimizer"
-        that applies the changes.
+        They are either "function", a custom loop, or the training arguments. If the row changes the model, the training
+        arguments include "optimizer", a function that makes the changes when the Trainer calls it.
         """
         if loop := self.facts.get("loop"):
             return {"function": functools.partial(run_loop, LOOPS[loop], **self.given)}
@@ -167,9 +168,10 @@ def rehearse(found: list[Row], folder: Path) -> dict[str, float | None]:
 def row_of(row: Row, predictions: tuple[int, int | None]) -> dict[str, Any]:
     """Return a row for published.json: the source's facts, "published" and "predicted" in MiB, and "error".
 
-    "error" is predicted / published - 1; "older_rules_add" is the MiB that the rules of older versions add, or None.
+    "error" is predicted / published - 1. "older_rules_add" is the MiB by which the prediction for the source's library
+    versions exceeds that for today's versions; None if both follow the same rules.
 
-    `predictions`: bytes by the rules of the source's versions, and by today's rules (None if they are the same).
+    `predictions`: (predicted bytes for the source's library versions, predicted bytes for today's versions or None).
     """
     predicted, today = predictions
     return {
@@ -184,9 +186,10 @@ def row_of(row: Row, predictions: tuple[int, int | None]) -> dict[str, Any]:
 
 
 def summary(made: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return number, median, 95th percentile and worst of the absolute errors of rows that are compared like for like.
+    """Return number, median, 95th percentile and worst of the absolute errors of the rows marked "like_for_like".
 
-    The result has one entry for all such rows ("all"), and one for each kind of row, e.g. "layer" or "training".
+    The result has one entry for all these rows ("all"), and one for each kind of row, e.g. "layer" or "training". Rows
+    without the mark have a reason why their figures cannot fairly be compared.
 
     `made`: the rows, see `row_of`.
     """
@@ -200,7 +203,7 @@ def summary(made: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 def measure(cases, options):
     """Predict each row, and rehearse it if requested, otherwise keep its earlier rehearsal; yield (name, row).
 
-    `cases`, `options`: as in `runner.Measurement`.
+    `cases`: {name: row} to predict; `options`: the script's command-line options.
     """
     before = {row["name"]: row["rehearsed"] for row in read_record(RESULT)["table"]}
     Arguments.of({})  # import transformers now: two threads must not import it at once

@@ -1,8 +1,8 @@
 """foundation-model-stack/fms-acceleration: how its trainings differed from today's libraries, for published.py.
 
 A row of published.toml names the changes that its set-up needs. Each function changes the model before the Trainer's
-first step; one that makes an optimizer returns it. Some restore the behaviour of older versions; their docstrings name
-the version that ended it.
+first step; a function that makes an optimizer returns the optimizer. If a function restores the behaviour of older
+versions, its docstring names the version that ended this behaviour.
 """
 
 import torch
@@ -14,9 +14,9 @@ from torch.nn import functional
 def lora(model, arguments) -> None:
     """Add PEFT's LoRA of rank 16 with dropout 0.1 to the model's projections of attention; adapters are always in fp32.
 
-    As in peft 0.13 (`autocast_adapter_dtype`): weights are frozen, the adapter's input is cast to fp32, and its result
-    is added to the layer's. The embedding's result is made to require a gradient, because gradient checkpointing needs
-    an input that requires a gradient. `arguments` are not used.
+    As in peft 0.13 (`autocast_adapter_dtype`): weights are frozen, the adapter's input is cast to fp32, and the
+    adapter's result is added to the result of the layer. The embedding's result is made to require a gradient, because
+    gradient checkpointing needs an input that requires a gradient. `arguments` are not used.
     """
 
     class Adapted(torch.nn.Module):
@@ -60,9 +60,9 @@ def _shifted(logits, labels, vocabulary: int):
 
 
 def copied_logits(model, arguments) -> None:
-    """Let a model use the loss of transformers 4.46 to 4.48: fp32 logits next to 16-bit ones, and a copy without the
-    last position.
+    """Let a model use the loss of transformers 4.46 to 4.48, which needs more memory for logits.
 
+    The 16-bit logits stay in memory beside their fp32 copy, and the logits without the last position are one more copy.
     Since 4.49 labels are shifted instead (loss/loss_utils.py). `arguments` are not used.
     """
 
@@ -94,11 +94,11 @@ def half_logits(model, arguments) -> None:
 
 
 def kept_keys(model, arguments) -> None:
-    """Let a model keep keys and values for a cache although layers are checkpointed, like GPT-BigCode up to
-    transformers 4.48.
+    """Let a model keep keys and values for a cache although layers are checkpointed, like GPT-BigCode up to 4.48 of
+    transformers.
 
-    They are views of the tensor that also has the queries, which therefore lives until the model returns. `arguments`
-    are not used.
+    Keys and values are views of a tensor that also holds the queries, so this whole tensor lives until the model
+    returns. `arguments` are not used.
     """
     outputs = []
     for name, module in model.named_modules():

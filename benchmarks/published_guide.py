@@ -1,6 +1,6 @@
 """The guides of 2022 and 2023: how torch up to 1.10 and transformers of early 2022 differed, for published.py.
 
-The functions change a training, as in published_fms.py.
+Each function changes a training, before its first step, like those of published_fms.py.
 """
 
 import functools
@@ -110,7 +110,7 @@ def attention_of_2022(model, arguments) -> None:
 
 
 def no_workspace(model, arguments) -> None:
-    """Leave out cuBLAS's workspace, which torch up to 1.9 did not allocate; possible in an estimate only.
+    """Leave out cuBLAS's workspace, which torch up to 1.9 did not allocate, in an estimate. A rehearsal cannot do this.
 
     The arguments are not used.
     """

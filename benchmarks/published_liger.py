@@ -21,8 +21,9 @@ GRADIENT = {"requires_grad": True}
 
 @contextlib.contextmanager
 def made_in(dtype: torch.dtype) -> Iterator[None]:
-    """Create modules with the type `dtype` while this context is open; the weights of a module that was made with fake
-    tensors cannot be converted later.
+    """Create modules with weights of the type `dtype` while this context is open.
+
+    This is needed with fake tensors, because a module made of them cannot be converted later.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -40,7 +41,7 @@ def _head(H: int, V: int) -> nn.Linear:
 def _losses(forward: Callable, keep: bool = False) -> None:
     """Run forward and backward of a loss several times.
 
-    `forward`: returns the loss; `keep`: keep the graph, as in the benchmark.
+    `forward`: returns the loss; `keep`: keep autograd's graph after backward, as Liger's benchmark does.
     """
     for _ in range(ROUNDS):
         loss = forward()
@@ -152,8 +153,9 @@ def linear_jsd(BT: int, H: int, V: int) -> None:
 def preference(B: int, T: int, H: int, V: int) -> None:
     """Run what ORPO, CPO and SimPO compute: a bf16 head over B answers, of which the first half are the preferred ones.
 
-    The logits are cast to fp32. The loss is the cross-entropy of the preferred half, minus a term of the differences
-    between the halves' mean log-probabilities. A second head is allocated but not run.
+    The logits are cast to fp32. The loss is the cross-entropy of the preferred half, minus a term that depends on how
+    much the mean log-probability of each preferred answer exceeds that of its rejected answer. A second head is
+    allocated but not run.
 
     `T`, `H`, `V`: tokens per answer, hidden size, words.
     """
@@ -191,7 +193,7 @@ def gated_mlp(B: int, T: int, H: int, inner: int, activation: str, mode: str = "
 
     Args:
         activation: name of the activation function in transformers.
-        mode: as in `_layers`.
+        mode: "full", "forward" only, or "backward" only, after one forward.
         tiles: number of pieces that are recomputed in backward; 0: the layer runs in one piece.
     """
     from transformers import LlamaConfig

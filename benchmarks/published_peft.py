@@ -1,8 +1,9 @@
 """Compare the estimate with peft's own comparison of adapters, which was measured on an L40S.
 
-python benchmarks/published_peft.py   with the nearest release of peft: pip install peft==0.19.1
+python benchmarks/published_peft.py   needs: pip install peft==0.19.1
 
-published_peft.toml has the facts. Another peft gives other figures for AdaLoRA, BOFT and OSF, whose code has changed.
+published_peft.toml has the facts. Release 0.19.1 is the one nearest to the peft that was measured. Other releases give
+other figures for AdaLoRA, BOFT and OSF, whose code has changed.
 """
 
 import functools
@@ -35,8 +36,8 @@ LLAMA = {  # config.json of meta-llama/Llama-3.2-3B
 def metamath(_: Task, length: int, adapter: dict | None = None, cast: bool = True) -> None:
     """Train Llama 3.2 3B in bf16 for three steps with AdamW on four samples of `length` tokens.
 
-    The base is on the GPU before peft adds the adapters, the last output is kept until the next one is made, and a
-    sample is padded, so that attention takes a mask.
+    The base is on the GPU before peft adds the adapters. Each step's output is kept until the next step's output
+    exists. One sample is padded, so that attention gets a mask.
 
     Args:
         adapter: fields of a peft configuration; None: all weights are trained.
@@ -72,10 +73,11 @@ def metamath(_: Task, length: int, adapter: dict | None = None, cast: bool = Tru
 
 
 def measure(cases, options):
-    """Yield (name, row) for each row of published_peft.toml: the estimated MiB, reserved and allocated, and the error
-    as a share of the published figure.
+    """Yield (name, row) for each row of published_peft.toml: the estimated MiB, and the error.
 
-    `cases`, `options`: as in `runner.Measurement`.
+    "reserved" and "allocated" are the estimated MiB; "error" is reserved / published - 1.
+
+    `cases`: {name: row of the file}; `options`: the script's command-line options, not used.
     """
     kept = {key: FACTS[key] for key in ("capability", "torch")}
     device = {"device": "cuda", "compute_capability": tuple(kept["capability"]), "torch_version": kept["torch"]}

@@ -2,9 +2,9 @@
 
     .venv/bin/python benchmarks/published_tools.py --pythons PYTHON ...   # as measure_cuda_tools.py; needs peft
 
-The trainings are those of published.toml, published_lora.toml and published_preflight.toml. A tool's bytes of tensors
-are compared with allocated bytes. A tool's total is compared with reserved bytes; if the tool reports the size of the
-CUDA context, this size is subtracted from the total. The estimates of published.toml are in published.json; for the
+The trainings are those of published.toml, published_lora.toml and published_preflight.toml. A prediction of tensors'
+bytes is compared with allocated bytes, a prediction of total bytes with reserved bytes; if the tool reports the size of
+the CUDA context, this size is subtracted from the total. The estimates of published.toml are in published.json; for the
 other two files the estimate traces the loop that the source describes.
 """
 
@@ -152,7 +152,7 @@ def own_answers(tool: str, row: Row) -> dict:
 def measure(cases, options):
     """Yield (tool, row) per tool; a row has "tool", "version" and "said": the tool's answer to each training, in order.
 
-    `cases`, `options`: as in `runner.Measurement`.
+    `cases`: the tools to query, by name; `options`: the script's command-line options.
     """
     found, version = [*rows()], hardware.versions()["torch"]
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(2) as pool:
@@ -171,12 +171,12 @@ def measure(cases, options):
 
 
 def row(answers: dict, found: list[Row], left_out: str | None) -> dict:
-    """Return one tool's row of the table: its errors over all trainings except those from the file `left_out`.
+    """Return one tool's row of the table: its errors over the trainings.
 
     Args:
         answers: the tool's row, see `measure`; "said" has the tool's answers.
         found: the trainings, in the order of the answers.
-        left_out: name of the file; None: every training counts.
+        left_out: file whose trainings are left out, because the tool was fitted to them; None: every training counts.
     """
     summary = {"tool": answers["tool"], "version": answers["version"], "left_out": left_out}
     for figure, what in FIGURES.items():
@@ -190,10 +190,11 @@ def row(answers: dict, found: list[Row], left_out: str | None) -> dict:
 
 
 def conclude(answers: list[dict], options) -> dict:
-    """Return the summary for the record: "table" has one row per tool, "pairs" has one row per training with the
-    answers of all tools.
+    """Return the summary for the record: "table" has one row per tool, "pairs" one row per training.
 
-    `answers`: the rows that `measure` yielded; `options`: as in `runner.Measurement`.
+    A row of "pairs" has the measured bytes of the training and "said": {tool: its answer}.
+
+    `answers`: the rows that `measure` yielded; `options`: not used.
     """
     found, pairs = [*rows()], []
     for number, one in enumerate(found):

@@ -32,7 +32,7 @@ Named = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Draft(Record):
-    """A row that was measured, before the record is written: its name, content, and the set-up that it belongs to."""
+    """A measured row, kept until the record is written: its name, content, and the set-up in which it was measured."""
 
     name: str
     setup: dict[str, Any]  # machine, versions and options; rows of another setup are ignored
@@ -53,7 +53,7 @@ class Measurement:
         rows: the key of the rows in the record; "" if it has none.
         name_of: returns a row's name from (index, row) (default: its "number", otherwise its index).
         line: returns a line about a row for the terminal (default: the whole row).
-        rehearsed: whether to record the versions in the environment in which rehearsals run.
+        rehearsed: True: record the versions in the rehearsals' environment; False: those in this one.
         packages: further packages whose versions are recorded.
     """
 

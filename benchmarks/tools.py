@@ -37,7 +37,10 @@ def zero2(parameters: int) -> int:
 
 
 def mem_tracker(task, arguments: dict, device: str = "cpu") -> int:
-    """Run torch's MemTracker over a plain loop on fake tensors, with all settings that a loop can have; return bytes.
+    """Run torch's MemTracker over a plain training loop on fake tensors, and return the peak in bytes.
+
+    The loop follows those training arguments that a plain loop can follow: batch, accumulation, precision,
+    checkpointing, attention and optimizer.
 
     `arguments`: the training arguments; `device`: "cpu" or "cuda".
 
@@ -137,7 +140,8 @@ def row(name: str, found: list[dict], measured: list[int], cannot: str) -> dict:
     """Return the table row of one tool over all trainings.
 
     Its keys are "tool" and "cannot_express" (as given), "asked" and "answered" (numbers of trainings), "median_error"
-    and "worst_error" (see `errors`), "median_seconds" and "most_own_bytes" (of the answers, see `query`).
+    and "worst_error" (see `errors`), "median_seconds" (of an answer), and "most_own_bytes": the most memory that the
+    tool itself needed for an answer.
 
     Args:
         name: the tool's name.

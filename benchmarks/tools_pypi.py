@@ -2,10 +2,10 @@
 
     PYTHON benchmarks/tools_pypi.py TOOL QUESTIONS.json   # as measure_cuda_tools.py and published_tools.py do
 
-PYTHON has the tool installed; of this project only `tools` is imported. A tool is called as its documentation says. If
-it would download from the Hub, the training's config.json and number of parameters replace the download. A setting of
-the training for which a tool has no option is left out of the question. If a tool has the option but not the value, it
-cannot answer.
+PYTHON has the tool installed; it needs nothing of this project but the module `tools`. A tool is called as its
+documentation says. If it would download from the Hub, the training's config.json and number of parameters replace the
+download. A setting of the training for which a tool has no option is left out of the question. If a tool has the option
+but not the value, it cannot answer.
 
 Each answer comes from its own process, forked after the tool was imported.
 """
@@ -92,10 +92,14 @@ class Question:
         return {option: getattr(self, attribute) for option, attribute in names.items()}
 
     def named(self, *plain: str, **options: str) -> str:
-        """Return a tool's name for the training's optimizer.
+        """Return a tool's name for the optimizer of this training.
 
-        `plain`: keys of `OPTIMIZERS` that are also the tool's names; `options`: {key of `OPTIMIZERS`: the tool's name}.
-        Raises Cannot if the tool has no name.
+        Args:
+            plain: keys of `OPTIMIZERS` that are also the tool's names.
+            options: {key of `OPTIMIZERS`: the tool's different name}.
+
+        Raises:
+            Cannot: the training's optimizer is in neither.
         """
         for name, trainer_names in OPTIMIZERS.items():
             if self.optimizer in trainer_names and (name in plain or name in options):

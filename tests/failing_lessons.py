@@ -25,7 +25,7 @@ MESSAGE = "no result within 0.5 s"
 
 
 def run(source: Path, folder: Path) -> list[tuple[int, Exception]]:
-    """Run the code cells of a lesson, each experiment timed out at once; estimates are refused.
+    """Run the code cells of a lesson, while each experiment times out at once and each estimate is refused.
 
     Args:
         source: path of the lesson's source.

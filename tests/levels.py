@@ -35,10 +35,12 @@ LESSONS = ["07", "14"]  # their claims are about 16-bit products
 
 
 def below(features: tuple[str, ...] | None) -> list[tuple[str, str]]:
-    """Return the levels below that of a machine with these CPU features, as pairs (ONEDNN_MAX_CPU_ISA,
-    ATEN_CPU_CAPABILITY), from the lowest on.
+    """Return the CPU instruction levels below the level of a machine, lowest first.
 
-    `features`: the names in `hardware.CPU_FEATURES` that the CPU has; None: not known.
+    A level is (ONEDNN_MAX_CPU_ISA, ATEN_CPU_CAPABILITY), values of two environment variables, which limit the CPU
+    instructions of oneDNN and of torch.
+
+    `features`: the names in `hardware.CPU_FEATURES` that the machine's CPU has; None: not known.
     """
     return [tuple(level) for *level, above in LEVELS if above is None or above in (features or ())]
 
@@ -55,7 +57,7 @@ def usual(every: list[tuple[str, str]]) -> list[tuple[str, str]]:
 def without_bf16(every: list[tuple[str, str]]) -> tuple[str, str]:
     """Return the highest of the levels `every` at which oneDNN has no instructions for bf16 matmuls.
 
-    `every`: levels as pairs, from the lowest on, see `below`.
+    `every`: pairs (ONEDNN_MAX_CPU_ISA, ATEN_CPU_CAPABILITY), lowest first, as `below` returns them.
     """
     return [level for level in every if not level[0].endswith("BF16")][-1]
 

@@ -52,7 +52,7 @@ def facts(text: str, claim_ids: set[str]) -> dict[str, set[str]]:
 
 
 def differences(old: str, new: str, claim_ids: set[str]) -> list[tuple[str, str, str]]:
-    """Return ("old" or "new", kind, fact) for each fact that only this text has, and not the other one.
+    """Return (text, kind, fact) for each fact that only one of two texts has; text names this one: "old" or "new".
 
     `old`, `new`: the texts; `claim_ids`: ids of the claims; each occurrence of an id is a fact.
     """

@@ -3,7 +3,8 @@
     python tests/stages.py daily                       what `make test` runs after `make check`
     python tests/stages.py nightly                     all other stages, however long they take
     python tests/stages.py nightly --minutes 45 --run 7
-        as many stages as fit; each run begins two stages further on, so that no stage is left out three times in a row
+        as many stages as fit into 45 minutes; run 7 begins two stages later than run 6, so that no stage is left out
+        three times in a row
 
 A stage that fails does not stop the next one. Exit code 0 if none failed.
 """

@@ -19,8 +19,9 @@ NUMBER = re.compile(r"(?:#|\b[Ii]ssue |\bPR |\b[Pp]ull request )(\d{2,6})\b")  #
 
 
 def texts():
-    """Return {place: text} of all texts that cite sources: the places are "lesson NN", "instructor", and "NN id" for a
-    claim of an existing lesson.
+    """Return {place: text} of all texts that cite sources.
+
+    A place is "lesson NN", "instructor" (notebooks/INSTRUCTOR.md), or "NN id" for a claim of lesson NN.
     """
     found = {f"lesson {path.name[:2]}": path.read_text() for path in (NOTEBOOKS / "src").glob("*.py")}
     found["instructor"] = (NOTEBOOKS / "INSTRUCTOR.md").read_text()
@@ -45,9 +46,9 @@ def entries(page):
 
 
 def is_phrase(word, sources):
-    """Return whether a quoted text of the page has more than three words and is not a source's name in the ledger.
+    """Return whether a quoted text has more than three words and is not the name of a source in the ledger.
 
-    `sources`: the sources' names in the ledger.
+    `word`: the quoted text; `sources`: the sources' names in the ledger.
     """
     return word not in sources and sum(bool(re.search("[A-Za-z]{2}", part)) for part in word.split()) > 3
 

@@ -1,4 +1,6 @@
-"""GPU models: found by name or by their figures, the size of their contexts, and whether a training fits one."""
+"""GPU models: how they are found by name or figures, how large a CUDA context is, and whether a training fits a
+card.
+"""
 
 import dataclasses
 import re

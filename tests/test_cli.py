@@ -201,8 +201,8 @@ def test_doctor_prints_the_same_as_text_and_as_json():
 
 @pytest.mark.parametrize(("words", "is_offered"), [(["--may", "QLoRA"], True), (["--may=lora"], True), ([], False)])
 def test_a_server_that_is_to_have_peft_is_offered_it_before_it_starts(words, is_offered, monkeypatch):
-    """If the command's options need peft, the fork server must have peft before it starts. Otherwise a second server
-    with peft would replace it, and import the libraries again, which takes seconds.
+    """If the command's options need peft, the fork server must have peft before it starts. A server without peft would
+    have to be replaced by one that imports all libraries again, which takes seconds.
     """
     calls = []
     monkeypatch.setattr(cli.optional_packages, "offer", calls.append)

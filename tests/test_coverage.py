@@ -1,7 +1,7 @@
-"""The page that lists every statement of the four documents names only claims that exist, and names every claim of
-these documents.
+"""docs/coverage.md lists every statement of four documents: two guides (2022, 2023) and an index page (2022, 2024).
 
-The check is a pure function that returns the problems it found; the test on bad input plants one problem of each kind.
+The page names only claims that exist, and every claim about these documents. A pure function returns the problems of a
+page; the test on bad input plants one problem of each kind.
 """
 
 import re
@@ -19,8 +19,7 @@ ROWS = {"2022 index": 23, "2022 guide": 165, "2024 index": 25, "2023 guide": 157
 
 
 def sections(page):
-    """Return {document: its rows} of the page's tables; a row is (statement of the document, ids of the claims that
-    decide it, remark).
+    """Return {document: rows of its table}; a row is [statement, ids of the claims that decide it, remark].
 
     `page`: the page's text.
     """

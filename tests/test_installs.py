@@ -47,8 +47,8 @@ def test_installed_packages_are_left_as_they_are(tmp_path):
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["environment.yml", "binder/environment.yml"])
 def test_the_part_of_an_environment_that_is_pip_s_resolves_and_leaves_it_too(name, tmp_path):
-    """conda installs the pip part of an environment in this way: it calls pip with a file of requirements, in the
-    folder of the environment's file.
+    """pip resolves the pip requirements of an environment file, and would install only this project. pip is called as
+    conda calls it: with a requirements file, in the folder of the environment file.
     """
     *_, last = yaml.safe_load((ROOT / name).read_text())["dependencies"]
     (tmp_path / "requirements.txt").write_text("\n".join(last["pip"]))

@@ -56,7 +56,7 @@ def own_parameters(function):
     """Return the parameters of a called function that are not training arguments; None if it takes no training
     arguments.
 
-    `function`: the syntax tree of its name.
+    `function`: the syntax tree of the called expression, e.g. `lab.train`.
     """
     name = getattr(function, "attr", getattr(function, "id", None))
     if name == "TrainingArguments":
@@ -94,7 +94,7 @@ def keys(value, names, line):
     """Return the keys of a dict expression: a literal, dict(...), a dict's name, `a | b`, or an `if` or `or` (the keys
     of both sides).
 
-    A name has the value that it was last assigned before `line`, in the innermost scope that assigns it.
+    A name stands for the value last assigned to it before `line`, in the innermost scope that assigns it.
 
     `value`: the expression's syntax tree; `names`: what `written_out` returned for each scope, the innermost last.
     """

@@ -120,7 +120,7 @@ def rehearsed(size):
 class Made:
     """A stub of `Environments`: nothing is installed, and each library set gives the results in `found`.
 
-    `calls` lists the names of the sets that were installed, and `ran` the (name of the set, lesson) that were run.
+    `calls` lists the names of the installed sets; `ran` lists (name of the set, lesson) for each lesson that was run.
     """
 
     def __init__(self, matrix, folder):

@@ -1,4 +1,6 @@
-"""The lessons' notebooks agree with their sources and have the shape of a lesson; and the checks report violations."""
+"""The lessons' notebooks agree with their sources and have the shape of a lesson; each check reports a lesson that does
+not.
+"""
 
 import ast
 import importlib.util

@@ -1,5 +1,5 @@
-"""The record of benchmarks/published.py follows from the published measurements, and the estimate's errors are as small
-as the pages say.
+"""The record of benchmarks/published.py equals what the script makes of the published figures, and the estimate's
+errors are as small as the pages say.
 """
 
 import json

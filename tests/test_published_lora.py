@@ -29,8 +29,9 @@ def test_the_peak_of_a_step_is_that_of_one_of_its_phases(lora):
 
 
 def test_by_the_torch_that_the_source_names_rows_are_off(lora):
-    """With the torch release that the source names, estimates differ from the published figures: in that release each
-    thread that adds biases has one cuBLASLt workspace less, and eager attention gets other segments.
+    """By the rules of torch 2.14, the release that the source names, some estimates differ from the published figures.
+    In this release a thread that runs matmuls with a bias has one cuBLASLt workspace less, and the blocks of eager
+    attention lie in other segments, so that reserved memory differs.
     """
     off = {row["name"]: row for row in lora.compared(lora.predictions()["2.14.0"])}
     assert off["Qwen2.5-1.5B, eager, 2 x 1024"]["allocated"] == -(2**21)

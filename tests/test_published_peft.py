@@ -1,4 +1,4 @@
-"""The record of benchmarks/published_peft.py follows from the published figures, and the errors are as stated."""
+"""The record of benchmarks/published_peft.py follows from the published figures; rows with large errors say why."""
 
 import json
 

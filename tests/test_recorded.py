@@ -222,8 +222,8 @@ def test_claims_about_speed_are_decided_the_same_way_again_and_again(id):
 
 
 def test_they_were_tried_with_the_recipes_of_their_lessons(monkeypatch):
-    """For each claim in `CLAIMS` of benchmarks/measure_speed.py, the recorded courses have a run with each of its
-    recipes, in the lesson that the claim belongs to.
+    """benchmarks/measure_speed.py decides claims with the recipes in its `CLAIMS`. The lesson of each claim must use
+    these recipes: a recorded course has a run of the lesson with each of them.
     """
     runs = [run for data in results.recorded(RESULTS).values() for run in data["runs"] if data["date"] > "2026-11-22"]
     for id, (changes, *recipes, _) in script("measure_speed", monkeypatch).CLAIMS.items():

@@ -119,7 +119,9 @@ def undeclared(source, distributions, owners):
 
 
 def modules():
-    """Return {name: source}, e.g. "perf_helpers.cli", and "perf_helpers.lab" for the `__init__` of that package."""
+    """Return {name of a module: its source}; the module of an `__init__` file is named like its package,
+    "perf_helpers.lab".
+    """
     found = {}
     for package in PACKAGES:
         for path in some(sorted((ROOT / package).rglob("*.py")), "modules"):
@@ -129,7 +131,9 @@ def modules():
 
 
 def wrong_imports(folder):
-    """Return import-linter's report on packages in a folder, by this repository's contracts; empty if all are kept."""
+    """Return import-linter's report on the packages in a folder, by this repository's rules; empty if no rule is
+    broken.
+    """
     command = [Path(sys.executable).with_name("lint-imports"), "--config", ROOT / "pyproject.toml", "--no-cache"]
     done = subprocess.run(
         command, cwd=folder, env=os.environ | {"PYTHONPATH": str(folder)}, capture_output=True, text=True
@@ -440,10 +444,11 @@ HEADLESS = re.compile(r"\W*What\b")  # a docstring says what to expect: "Return 
 
 
 def prose(path, text):
-    """Return (docstrings, prose) of a file: the prose of a Python source is its comments and docstrings, the prose of a
-    page in Markdown, which has no docstrings, is the page without its code.
+    """Return (docstrings, texts to check) of a Python source or a Markdown page.
 
-    `path`: the file's path, whose suffix tells its kind; `text`: the file's content.
+    The texts of a source are its docstrings and comments. A page has no docstrings; its text is the page without code.
+
+    `path`: the file's path, whose suffix gives the kind; `text`: the file's content.
     """
     if path.suffix == ".md":
         return [], [re.sub(r"^```.*?^```|`[^`]*`", "", text, flags=re.M | re.S)]

@@ -19,8 +19,8 @@ def runner(tmp_path, monkeypatch):
 def squares(runner):
     """Return a function that makes a `Measurement` whose rows are the squares of the first numbers.
 
-    The function's attribute `requests` lists the measured numbers. A number that a test adds to its attribute `stops`
-    interrupts the measurement, like Ctrl-C.
+    The function has two attributes: `requests` lists the numbers measured so far; measuring a number in `stops`, to
+    which a test adds numbers, is interrupted as by Ctrl-C.
     """
     requested, stops = [], set()
 

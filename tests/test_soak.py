@@ -1,7 +1,7 @@
 """Run hundreds of experiments, estimates and rehearsals in one process: no resource grows, and the last one is as quick
 as the first.
 
-SOAK=1000 python -m pytest -m nightly -s tests/test_soak.py    the long run; without SOAK there are 60
+SOAK=1000 python -m pytest -m nightly -s tests/test_soak.py    the long run, of 1000 experiments; default: 60
 """
 
 import gc

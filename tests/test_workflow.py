@@ -219,7 +219,8 @@ def test_an_environment_that_cannot_be_set_up_is_no_nightly_run(box):
 
 @pytest.mark.parametrize("code", [0, 1])
 def test_the_steps_of_the_workflow_run_one_after_the_other(box, code):
-    """Run two nights of the CI service: the first without a cache, the second with the cache of the first.
+    """Run two nights of the CI service: the first starts without a cache, the second with the cache that the first
+    stored.
 
     `code`: exit code of the course in the second night; 1: something is worse.
     """

@@ -39,7 +39,7 @@ def decision(id, verdict="holds", *, expected=None, **fields):
 
 
 def finish(name, *decisions, **fields):
-    """Return the source of a last cell that writes the file which `Claims.finish` writes.
+    """Return the source of a toy lesson's last cell, which writes the results file as `Claims.finish` does.
 
     Args:
         name: name of the lesson.

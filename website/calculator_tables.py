@@ -136,9 +136,9 @@ def table_of(task: Task, recipe: Recipe, before: dict[Recipe, tuple]) -> dict[st
     A micro-batch of 1 may need a part of its own, because some tensors of one sample need no copy.
 
     Args:
-        before: {the last recipe for which a table was made: (its events, its table)}. A recipe gets this table if it
-            differs only in its kernels and has the same events for two micro-batches of one length. Otherwise it gets a
-            new table and replaces the entry of this dict.
+        before: {recipe: (its events, its table)}, at most one entry: the last recipe for which a table was made. If the
+            new recipe differs from it only in its kernels, and both have the same events at two micro-batches, that
+            table is returned. Otherwise the new recipe and its table replace the entry.
 
     Raises:
         Unfit: no table reproduces the traces.

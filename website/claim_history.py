@@ -72,8 +72,9 @@ def _versions_text(versions: dict[str, str]) -> str:
 
 
 def _of_matrix():
-    """Yield (claim id, `Entry` of its machine, date, libraries and result) for each result of a claim in the library
-    matrix.
+    """Yield (claim id, entry) for each result of a claim in the library matrix.
+
+    An `Entry` has the machine, the date, the libraries and the result.
     """
     matrix = json.loads((RESULTS / "matrix.json").read_text("utf-8"))
     for of in matrix["sets"]:

@@ -38,7 +38,7 @@ class Unfit(ValueError):
 
 
 class Program(NamedTuple):
-    """The rule for the workspace of a kernel that allocates a block: the rule's name, constants and numbers."""
+    """A rule for the bytes of a kernel's workspace: its name in `events.js`, its constants, and further numbers."""
 
     rule: str
     constants: tuple[Any, ...]
@@ -74,7 +74,7 @@ def events_of(trace: Trace, capability: tuple[int, int]) -> Events:
     `capability`: compute capability of the traced GPU.
 
     Raises:
-        Unfit: a rule calculates other blocks than the trace has.
+        Unfit: the blocks that a rule calculates are not those of the trace, or the trace has a second stream.
     """
     log, found = trace.log, Events()
     if any(label.stream for _, label in log.blocks):
@@ -116,10 +116,10 @@ def events_of(trace: Trace, capability: tuple[int, int]) -> Events:
 
 
 def _operations(trace: Trace) -> dict[int, tuple[Hashable, Operation]]:
-    """Return {number of a block: (key of an operation's execution, the operation that allocated the block)}.
+    """Return {number of a block: (key, the operation that allocated the block)}.
 
-    A trace has no operations for blocks allocated before its first forward pass. For these, an equal operation on a
-    later batch is used.
+    Blocks that one execution of an operation allocates have the same key. A trace records no operations before its
+    first forward pass; a block of that time gets the operation that allocates the equal block for a later batch.
     """
     log, begins = trace.log, trace.begins.tolist()
     born = {event: position for position, event in enumerate(log.events) if event >= 0}
@@ -141,8 +141,8 @@ def _operations(trace: Trace) -> dict[int, tuple[Hashable, Operation]]:
 def _program(operation: Operation | None, label: Label) -> Program | None:
     """Return the rule (`Program`) for the workspace of the kernel that allocated a block; None if no rule is needed.
 
-    `operation`: the operation that allocated the block, None if it is not known; `label`: the block's label in the
-    trace.
+    `operation`: the operation that allocated the block, None if it is not known; `label`: category and operation of the
+    block.
     """
     if label.operation == "cuBLAS workspace":
         return Program(_WORKSPACE, (), ())
@@ -222,10 +222,12 @@ def at(coefficients: Sum, point: Point) -> int:
 
 @functools.cache
 def fitted(values: tuple[int, ...], points: tuple[Point, ...]) -> Sum:
-    """Return the only sum of at most two powers that has these values at these points.
+    """Return the `Sum`, with at most two terms, that equals each of the values at its point (micro-batch, length).
+
+    A term is an integer times one of the products of `powers`.
 
     Raises:
-        Unfit: there is no such sum with integer coefficients, or more than one.
+        Unfit: there is no such sum, or more than one.
     """
     rows = [powers(point) for point in points]
     is_one = len({size for size, _ in points}) == 1
@@ -243,10 +245,12 @@ def fitted(values: tuple[int, ...], points: tuple[Point, ...]) -> Sum:
 
 
 def _solved(rows: list[list[int]], values: Sequence[int]) -> list[int] | None:
-    """Return the integer coefficients with which one or two columns add up to the values; None if there are none.
+    """Return integers, one per column, such that the sum of integer times column equals the values at every point.
+
+    Return None if there are no such integers.
 
     Args:
-        rows: one per traced point (micro-batch, length): the numbers of the one or two columns there.
+        rows: per traced point (micro-batch, length), the numbers of the one or two columns.
         values: the value at each point.
     """
     if len(rows[0]) == 1:
@@ -266,10 +270,12 @@ def _solved(rows: list[list[int]], values: Sequence[int]) -> list[int] | None:
 
 
 def table(traced: dict[Point, Events]) -> dict[str, Any]:
-    """Return the table that `events.js` reads, from {(micro-batch, length in units): the events of its trace}.
+    """Return the table that `events.js` reads.
+
+    `traced`: {(micro-batch, length in units of 128 tokens): the events of the trace there}.
 
     Raises:
-        Unfit: the events differ in more than sizes, or a size is not a sum of powers.
+        Unfit: the traces differ in more than the sizes of blocks, or a size is no `Sum` of micro-batch and length.
     """
     points, every = (*traced,), [*traced.values()]
     for point, other in traced.items():
@@ -323,7 +329,8 @@ def _tokens(events: list[int], kinds: list[int]) -> tuple[list[int], list[int]]:
 
     Args:
         events: n for the allocation of block n, ~n for its free.
-        kinds: the class of each block; blocks with the same label, sizes and rule at all points are in one class.
+        kinds: the class of each block. Blocks are in one class if they have the same label, workspace rule, and size as
+            a function of micro-batch and length.
     """
     living: dict[int, list[int]] = collections.defaultdict(list)
     tokens, ranks = [], []

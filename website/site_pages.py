@@ -159,7 +159,7 @@ class Sources:
         """Return the top of the front page.
 
         Args:
-            start: README up to its first section: the title, an introduction, and a list of three findings and a limit.
+            start: README up to its first section: title, introduction, and a list of three findings and one limitation.
             question: the title of the page.
             picture: the <img> of a lesson.
             lessons: how many lessons there are.

@@ -19,7 +19,7 @@ MB = 10**6
 
 def synthetic(task, *, device="cpu", processes=1, compute_capability=None, device_memory=None, **arguments):
     """Return an estimate by a formula: weights and gradients take 100 MB each, optimizer states depend on `optim`,
-    activations on the number of tokens. The arguments are those of `estimate`.
+    activations on the number of tokens, bf16 and checkpointing. The function takes the arguments of `estimate`.
     """
     states = {"adamw_torch_fused": 200, "adamw_bnb_8bit": 50, "adafactor": 1}.get(arguments["optim"], 0) * MB
     size, half = arguments["per_device_train_batch_size"], bool(arguments.get("bf16"))
@@ -41,7 +41,7 @@ def task():
 
 @pytest.fixture
 def formula(task):
-    """Return a function of training arguments: the task's peak by the formula of `synthetic`, in bytes."""
+    """Return a function that takes training arguments and returns the task's peak in bytes, by `synthetic`."""
     return lambda **arguments: synthetic(task, **arguments).peak_bytes
 
 
@@ -78,7 +78,7 @@ def followed(monkeypatch):
 
 @pytest.fixture
 def attending(monkeypatch, followed):
-    """Return a function (names of attention kernels) that makes estimates by `synthetic` report these kernels."""
+    """Return a function that takes names of attention kernels; estimates by `synthetic` then name these kernels."""
 
     def with_kernels(*kernels):
         def estimate(task, **options):

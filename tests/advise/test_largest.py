@@ -1,5 +1,5 @@
-"""Find the largest model of a kind and the longest sequence that fit, compared with a formula at every size; and
-adapters, which are offered only to users who allow them.
+"""Find the largest model of an architecture and the longest sequence that fit, compared with a formula at every size;
+and adapters, which are offered only to users who allow them.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ def precision(request):
 
 @pytest.fixture
 def ask(monkeypatch, precision):
-    """Return `advise` with the formula `needed` in place of the estimate and of its extrapolation to more layers."""
+    """Return `advise`; the formula `needed` replaces both the estimate and its extrapolation to more layers."""
 
     def estimate(task, *, device="cuda", device_memory=None, processes=1, compute_capability=None, **arguments):
         peak = needed(task, **arguments)

@@ -18,7 +18,7 @@ MB = 10**6
 
 @pytest.fixture
 def recorded(followed, monkeypatch, tmp_path):
-    """Let the advisor take one recorded CPU as the nearest machine, on whatever CPU the tests run.
+    """Let the advisor use the speed-ups of one recorded CPU, on whatever CPU the tests run.
 
     Return {claim id: value measured on the recorded CPU}.
     """
@@ -36,8 +36,8 @@ def recorded(followed, monkeypatch, tmp_path):
 
 @pytest.fixture
 def by_name(ask):
-    """Return a function of runs that gives {recipe: relative speed}, as `advise` finds it. 8-bit Adam is left out,
-    because its speed on a CPU was never measured.
+    """Return a function that takes runs and returns {recipe: relative speed}, as `advise` derives it from the runs.
+    8-bit Adam is left out, because its speed on a CPU was never measured.
     """
     return lambda runs, memory=420: {
         recipe.name: recipe.speed

@@ -44,7 +44,8 @@ QUESTIONS = {
 
 
 class Answers(dict):
-    """{name in `QUESTIONS`: answer of `parallelism`} for a model of 2 billion parameters, whose states take 31 GB.
+    """{name in `QUESTIONS`: answer of `parallelism`} for a model of 2 billion parameters; weights, gradients and
+    optimizer states take 31 GB.
 
     Each question is asked on first use.
     """

@@ -1,5 +1,5 @@
-"""The search for recipes: the choices, the largest size that fits with few estimates, and the advice if
-nothing fits.
+"""The search for recipes: the choices, the largest size that fits (found by few estimates), and advice if nothing
+fits.
 """
 
 import contextlib
@@ -89,7 +89,7 @@ def test_what_fitted_in_a_similar_case_is_looked_at_before_its_neighbours():
 
 
 def test_a_training_is_too_large_for_a_card_just_where_it_would_reserve_more():
-    """The bytes needed exceed the card's memory if and only if the replay reports `is_too_large`."""
+    """The replay of a training's allocations on a card gives `is_too_large` if and only if they exceed the card."""
     rng, label, outcomes = random.Random(3), Label("op", "activations", "forward", ""), set()
     for _ in range(300):
         alive, events, blocks = [], [], []

@@ -55,7 +55,7 @@ def test_one_recipe_stays_behind_when_all_others_are_faster():
 
 
 def test_the_clock_counts_that_both_runs_have():
-    """Compare the wall clock less waiting ("passed") if both runs have it, otherwise the CPU time ("computed").
+    """Compare "passed" (wall-clock time minus waiting for a core) if both runs have it, or else "computed" (CPU time).
 
     A newer run has only one of the two: "computed" if its system does not report how long a thread waits for a core,
     otherwise "passed". Older records have both.

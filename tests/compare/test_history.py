@@ -1,4 +1,7 @@
-"""Results of course runs over time: exact values, e.g. bytes, show each change; noisy values, e.g. seconds, medians."""
+"""The history of results of course runs.
+
+An exact value, e.g. of bytes, is listed at each change. A noisy value, e.g. of seconds, is summarized by medians.
+"""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Step times of a few recipes: each is timed in more processes until two agree on the seconds of the fastest step."""
+"""Step times of a few recipes: a recipe is timed in one more process until two processes agree on its fastest step."""
 
 import pytest
 

@@ -47,7 +47,7 @@ def _check_claim(table: dict) -> None:
 def _check_statement(table: dict, need: Need) -> None:
     """Check that text fields contain text, that lesson and machine exist, and that the guide has a source.
 
-    `table`: the claim's TOML table; `need`: raises unless a condition is met, see `_check_claim`.
+    `table`: the claim's TOML table; `need`: need(condition, field, message) raises if the condition is false.
     """
     measured = [] if table.get("where") == "text" else ["quantity", "direction"]
     explained = [name for name in ("predicted", "reason", "since", "thread") if name in table]
@@ -62,10 +62,11 @@ def _check_statement(table: dict, need: Need) -> None:
 
 
 def _check_names(given: dict, kind: type, texts: list[str], prefix: str, need: Need) -> None:
-    """Check that each field of `given` is a field of the dataclass `kind`, and that each field named in `texts` is a
-    text that is not empty.
+    """Check that `given` has only fields of the dataclass `kind`, and a text in each field named in `texts`.
 
-    `prefix`: comes before a field's name in messages, e.g. "guide."; `need`: raises, see `_check_claim`.
+    Args:
+        prefix: comes before a field's name in messages, e.g. "guide.".
+        need: called as need(condition, field, message); it raises an error with the message if the condition is false.
     """
     known = [item.name for item in fields(kind)]
     for name in given:

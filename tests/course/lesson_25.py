@@ -33,7 +33,7 @@ def measured(lab, chosen=MEASURES, replaced=()):
 
     Args:
         lab: the lab that trains.
-        chosen: texts by which the cells to run are found.
+        chosen: texts; the cells that contain one of them are run.
         replaced: pairs (old text, new text) to replace in the cells.
     """
     lesson = functions(lab)

@@ -69,7 +69,7 @@ def _moved(cpu: Cpu, size: float, of_a_tensor: float) -> float:
 
 
 def forward(cpu: Cpu, samples: int, tokens: int, layers: int = 4, hidden: int = HIDDEN, *, half=False, eager=False):
-    """Return the seconds of a forward pass of a BERT on a simulated CPU, as (matmuls, other work, calls).
+    """Return the seconds of a BERT's forward pass on a simulated CPU: (matmuls, other operations, calls).
 
     Args:
         samples, tokens: the batch, and the tokens per sample.
@@ -122,8 +122,10 @@ def step(
 
 
 def products_of(cpu: Cpu, samples: int, tokens: int, layers: int = 4, vocabulary: int = 8000) -> Products:
-    """Return the rates and shares of matmuls that `roofline.products` would measure for a BERT in bf16 on a simulated
-    CPU.
+    """Return `Products` as `roofline.products` would measure them for a BERT in bf16 on a simulated CPU.
+
+    `Products` has the speed of bf16 matmuls relative to fp32, the fp32 rate in FLOP/s, and (least, greatest) share of a
+    training step that matmuls take.
 
     Args:
         samples, tokens: the batch, and the tokens per sample.
@@ -249,7 +251,7 @@ def _loader(cpu):
 def _zero(cpu):
     """Return the throughput of torch's ZeRO stage 1 on a simulated CPU as a share of DDP's.
 
-    Each rank does half of the update; afterwards the updated weights are sent to all ranks.
+    Each of two ranks updates half of the weights, and then sends them to the other rank.
     """
     numbers, passes = parameters(4, 2000), one_pass(cpu, 8, 32, 4) * max(1.0, 2 / cpu.cores)
     whole = passes + update(cpu, numbers) + 8 * numbers / cpu.link
@@ -282,8 +284,8 @@ def _moe_faster(cpu):
 
 
 def _half_types(cpu):
-    """Return lesson 19's speed of fp16 relative to bf16 for a Llama on a simulated CPU, and the range predicted from
-    parts of a step. No simulated CPU has instructions for fp16.
+    """Return (ratio, (low, high)) of lesson 19, for a Llama on a simulated CPU: the speed of fp16 relative to bf16, and
+    the range that the lesson predicts from the times of a step's parts. No simulated CPU has instructions for fp16.
     """
     of_products = {"bf16": 0.055 * 97e9 / cpu.half, "fp16": 0.055 * 97e9 / (0.06 * cpu.fp32)}
     rest = 0.06 * AMD.cache / cpu.cache
@@ -320,10 +322,10 @@ def _many_cpus(cpu):
 
 
 def _detector(cpu, modules=32, tensors=2.7, looks=11):
-    """Return the slowdown by lesson 23's detector on a simulated CPU, a factor on the seconds of a step.
+    """Return the factor by which lesson 23's detector slows down a step on a simulated CPU.
 
-    The detector checks each of `tensors` tensors of each of `modules` modules by `looks` operations. Each operation
-    takes the time of one call; an operation on weights also reads all of them.
+    The detector checks `tensors` tensors in each of `modules` modules, each with `looks` operations. Each operation
+    takes the time of one call; an operation on a weight also takes the time to read the weight.
     """
     watching = modules * tensors * looks * cpu.call + looks * 4 * parameters(2, 64) / cpu.cache
     return within(1 + watching / step(cpu, 4, 32, 2, vocabulary=64))

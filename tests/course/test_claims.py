@@ -237,7 +237,7 @@ def finish(claims, **fields):
 
 @pytest.fixture
 def passed(claims):
-    """Check every claim of lesson 12 in `claims`, each with a value that gets a verdict that the ledger expects."""
+    """Check every claim of lesson 12 in `claims`, with values for which the verdict is as the ledger expects."""
     claims.check("workers-help", Ratio(2.0, 1.5, 2.6))
     claims.check("workers-not-beyond", 0.9)
     claims.check("pinned-memory")

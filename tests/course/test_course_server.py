@@ -1,4 +1,7 @@
-"""The server of a course: its processes share one import; each process starts its own fork server, or runs a module."""
+"""The server of a course imports the libraries once, for all processes of the course.
+
+It forks itself to run a Python module, or to give a process of the course a fork server of its own.
+"""
 
 import contextlib
 import itertools

@@ -16,7 +16,7 @@ ROWS = [{"input_ids": row, "labels": row} for row in torch.arange(64).reshape(8,
 
 
 def trained(folder, model, **flags):
-    """Train a model for two steps with the Trainer; return ({types of a linear layer's results}, the logged losses).
+    """Train a model for two steps with the Trainer; return ({dtypes of a layer's outputs}, [logged losses]).
 
     `folder`: for the Trainer's files; `flags`: fields of `TrainingArguments`.
     """

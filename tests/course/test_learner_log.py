@@ -1,5 +1,5 @@
-"""The journal keeps a learner's work in order, even if lines are damaged; and guesses count only under fair
-conditions.
+"""The journal keeps a learner's work in order, even if lines are damaged; a guess counts only if it precedes the
+answer.
 """
 
 import re

@@ -204,7 +204,9 @@ def test_a_backend_that_runs_other_operations_is_not_eager(backend, expected):
 @pytest.mark.nightly
 @pytest.mark.parametrize(("events", "expected"), [([], REFUTED), (["cudaGraphLaunch"], HOLDS)])
 def test_a_graph_that_is_replayed_is_seen(monkeypatch, events, expected):
-    """Nothing is compiled here, and a stub profiler reports the given events to the lesson's `replayed`."""
+    """Lesson 11's function `replayed` finds out from the events of a profiler whether a CUDA graph is replayed. Here a
+    stub profiler reports `events`, and nothing is compiled.
+    """
     profile = SimpleNamespace(events=lambda: [SimpleNamespace(name=name) for name in ["aten::mm", *events]])
     monkeypatch.setattr(torch, "compile", lambda model, mode: model)
     monkeypatch.setattr(torch.profiler, "profile", lambda: contextlib.nullcontext(profile))

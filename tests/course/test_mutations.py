@@ -1,6 +1,6 @@
 """Check every claim with measurements that are wrong in plausible ways (mutants); the list is made from the ledger.
 
-The expected verdict of each mutant follows from its definition, not from the rule under test.
+The expected verdict follows from how the mutant is made; the rule under test is not used.
 """
 
 import pytest
@@ -30,7 +30,10 @@ def promised(claim):
 
 
 def mutants(claim):
-    """Yield (fault, measured value, expected verdict) for each wrong measurement of a claim's quantity."""
+    """Yield (fault, value, expected verdict) for each value that a faulty measurement of a claim's quantity could give.
+
+    The first one has no fault.
+    """
     good, none = promised(claim), claim.no_effect
     yield "nothing", good, HOLDS
     if none is not None:
@@ -87,7 +90,9 @@ def test_a_check_gives_the_verdict_that_its_measurement_deserves(claims, machine
 
 @pytest.mark.parametrize("id", LEDGER)
 def test_a_wrong_measurement_fails_a_strict_run(id):
-    """On each kind of machine, at least one wrong measurement of the claim gets an unexpected verdict."""
+    """A strict run fails at an unexpected verdict; for each kind of machine, at least one wrong measurement gets
+    one.
+    """
     given = {verdict for _, _, verdict in mutants(LEDGER[id])}
     for kind, expected in LEDGER[id].expected.items():
         assert given - set(expected), f"{id} on {kind}: whatever is measured would be expected"

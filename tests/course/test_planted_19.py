@@ -139,9 +139,9 @@ def test_ranks_share_an_update_s_samples_and_take_each_once():
 
 
 def both(**seconds):
-    """Return two ranks' equal reports: {"turns": {name: [(wall-clock, CPU seconds) of each of seven repetitions]}}.
+    """Return the reports of two ranks, which are equal: {"turns": {name: seven times (wall-clock, CPU seconds)}}.
 
-    `seconds`: {name: (wall-clock, CPU seconds) of each repetition}.
+    `seconds`: {name of a timed function: (wall-clock, CPU seconds) of each repetition}.
     """
     return [{"turns": {name: [clocks] * 7 for name, clocks in seconds.items()}}] * 2
 

@@ -1,4 +1,4 @@
-"""Plant faults, or a repaired library, in lesson 21's measurements: the verdict must change."""
+"""Plant faults in lesson 21's measurements, or repair the library that they measure: the verdict must change."""
 
 import ast
 import re

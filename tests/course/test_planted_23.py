@@ -265,13 +265,15 @@ class TestVerdicts:
 
 
 class TestFragments:
-    """Decide the claim "oom-fragments" by the estimate: it holds, but is refuted if the settings have no effect."""
+    """Decide the claim "oom-fragments" by the estimate: it holds with the lesson's allocator settings, and is refuted
+    if these settings have no effect.
+    """
 
     @pytest.fixture
     def rest(self, lesson):
-        """Return a function that takes allocator settings and returns the reserved bytes minus the peak of tensors.
+        """Return a function that takes allocator settings and returns reserved bytes minus peak bytes of tensors.
 
-        The lesson estimates both, as on a machine without a GPU.
+        Both are estimates, which the lesson makes on a machine without a GPU.
         """
         lesson.scope["lab"] = SimpleNamespace(machine=SimpleNamespace(kind="cpu"))
 

@@ -20,7 +20,7 @@ def driver(temperatures=None, margins=None, **more):
 
     Args:
         temperatures: {number of a threshold: °C}, as older drivers report them.
-        margins: {number of a field: threshold as a margin in °C}, as newer drivers report them.
+        margins: {number of a field: °C that are left until the threshold}, as newer drivers report them.
         more: further answers, {name of the pynvml function: answer}.
     """
 

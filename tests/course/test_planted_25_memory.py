@@ -145,14 +145,16 @@ class Wrapped:
 
 @functools.cache
 def trained(key, fault, optimizer, wrapped):
-    """Return the name and the measured memory (bytes) of a training with a fault; each training is measured once for
-    all tests.
+    """Return the name and the measured memory (bytes) of a training with a planted fault.
+
+    The results are cached, with all four arguments as the key; all instances of `Wrapped` are equal, so that `wrapped`
+    does not count.
 
     Args:
-        key: the task and the training arguments as text, for the cache.
-        fault: called in the fresh subprocess, before it trains; None: nothing.
-        optimizer: the experiment's own optimizer, for the cache; None: the Trainer's.
-        wrapped: the experiment in which the fault is planted, in a `Wrapped` that the cache ignores.
+        key: the task and the training arguments as text.
+        fault: function that plants the fault in the fresh subprocess before it trains; None: no fault.
+        optimizer: the experiment's own optimizer; None: the Trainer's.
+        wrapped: a `Wrapped` around the experiment to train.
     """
     experiment = wrapped.value
 

@@ -106,9 +106,11 @@ class TestWhatDdpSends:
 class TestTwoLaws:
     """Decide lesson 15's two claims about slow links from calculated step times.
 
-    "link-matters" depends on the bytes that a step sends, "sync-often" on the number of messages that a step waits for:
-    `bytes_of` and `stops_of` are {model or method: that number}. A step takes 0.03 s over the fast link. The slow link
-    adds time in proportion to the bytes; the late link, which has a long delay, adds time mostly per message.
+    A step takes 0.03 s over the fast link. The slow link adds time in proportion to the bytes; the late link, which has
+    a long delay, adds time mostly per message. "link-matters" depends on the bytes, "sync-often" on the messages.
+
+    In the methods, `bytes_of` is {model or method: bytes that a step sends} and `stops_of` is {model or method: number
+    of messages that a step waits for}.
     """
 
     def ratios(self, bytes_of, stops_of, rate=100e6 / 8, delay=0.01):

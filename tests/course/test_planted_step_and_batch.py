@@ -63,7 +63,7 @@ def products_on(at_once, tile, aligned, tiles=True, sizes=None):
     Args:
         at_once: number of tiles that the GPU computes at once (one wave).
         tile: (rows, columns) of a tile.
-        aligned: function (size, dtype) that returns the factor on the time for a size.
+        aligned: takes (size, dtype) and returns the factor on a matmul's time, e.g. for a size that is not aligned.
         tiles: True: a matmul's time depends on its whole waves of tiles; False: on its FLOPs.
         sizes: matmuls to use in place of the lesson's; None: the lesson's.
     """
@@ -258,7 +258,7 @@ def test_what_an_activation_keeps_decides_its_claim(monkeypatch):
 
 
 def products_in_backward(seconds):
-    """Return the verdict of the claim "backward-sizes-awkward" for a library with simulated matmuls.
+    """Return the verdict of the claim "backward-sizes-awkward" if matmuls take the times that `seconds` gives.
 
     `seconds`: function of the two matrices of a matmul that returns how long the matmul takes.
     """
@@ -295,8 +295,9 @@ def test_products_are_awkward_in_backward_where_a_library_is_slow_at_them():
 
 
 def test_copies_do_not_decide_the_order_of_the_groups():
-    """Copies move many bytes and compute nothing, so the order of the groups by FLOPs per byte ignores them. If a norm
-    has as few FLOPs per byte as an addition, the claim about this order is refuted.
+    """Lesson 02 sorts groups of operations (matmuls, norms, element-wise ones) by FLOPs per byte. Copies compute
+    nothing, so they are left out. If a norm has as few FLOPs per byte as an addition, the claim about the order is
+    refuted.
     """
     row = recorder().Row
     step = [
@@ -344,8 +345,8 @@ class Challenge:
 
     Args:
         device: a key of `DEVICES`.
-        slower: factor on every time that the lesson measures after its reference, e.g. 1.2 if the device has slowed
-            down.
+        slower: factor on all step times of the challenge; e.g. 1.2: the device is slower than when the lesson timed the
+            reference model.
         disturbed: factors on the measured step times of the model that the learner must predict, one per measurement;
             the last one repeats.
     """

@@ -54,8 +54,8 @@ def test_a_reply_that_came_while_sending_is_heard_a_second_later():
 
 @pytest.mark.nightly
 def test_jupyters_own_channel_hears_it_only_when_its_time_is_over():
-    """Jupyter's own channel notices the reply only after its timeout. If this test fails, Jupyter has fixed this fault,
-    and `polling` can be removed.
+    """Jupyter's own channel notices a reply of the kernel only after its timeout, although the reply came earlier. If
+    this test fails, Jupyter has fixed this fault, and `polling` can be removed.
     """
     _, seconds = asyncio.run(received(AsyncZMQSocketChannel, timeout=6.0))
     assert seconds > 3

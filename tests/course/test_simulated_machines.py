@@ -20,9 +20,13 @@ RECORD = Path(__file__).resolve().parents[2] / "results" / "amd-epyc-2-cores" / 
 
 
 def checked(claims, id, value, predicted=None):
-    """Check a claim's value, and its prediction if it has one, on a CPU as a lesson does; return the decision.
+    """Check a claim's value on a CPU, as a lesson does, and return the decision.
 
-    `claims`: the `Claims` of a lesson; the other arguments are those of `Claims.check`.
+    Args:
+        claims: the `Claims` of a lesson.
+        id, value: the claim's id, and the measured value.
+        predicted: the value predicted from other measurements, for claims whose ledger entry is `predicted`; None: no
+            prediction.
     """
     if LEDGER[id].predicted:
         predicted = predicted or Ratio.unknown("nobody measured the parts")
@@ -77,8 +81,8 @@ def test_what_is_measured_wrongly_is_not_expected_on_any_cpu(claims, id, cpu):
 
 @pytest.mark.parametrize("id", ["half-precision-faster-cpu", "table-half-speed"])
 def test_a_flag_decides_nothing_and_a_rate_does(claims, id):
-    """Two CPUs have the same instruction: it makes one CPU faster and the other slower. The speed-up measured on one
-    CPU contradicts the prediction from the other CPU's rate, so the measured rate must decide, not the flag.
+    """Two CPUs have the same instruction (flag), but it makes one CPU faster and the other slower. So a prediction must
+    use the rate measured on the same CPU; with the other CPU's rate it contradicts the measured speed-up.
     """
     quick, slow = AMD, next(cpu for cpu in CPUS if "slower than fp32" in cpu.name)
     (gain, of_quick), (loss, of_slow) = simulated(id, quick), simulated(id, slow)

@@ -1,5 +1,5 @@
-"""Import `fakes` to use fake tensors in all tests of a module, as in an estimate; `fake` makes a fake tensor to
-begin with.
+"""Import `fakes` into a module of tests so that all its tests use fake tensors, as an estimate does; `leaf` makes a
+fake tensor that requires a gradient.
 """
 
 import pytest

@@ -1,9 +1,9 @@
 """Operations whose memory has a rule of its own in `kernels`.
 
-`kernels.json` has the requests of torch's CUDA builds to their allocator at compute capability 8.0 (rehearsed): the
-bytes of a block, or ~n if the n-th block is freed, listed under the first release with these requests. `python
-tests/rehearsal/test_kernels_rehearsed.py` runs the operations under the installed release, and adds the requests that
-differ from those of the release before.
+`kernels.json` has the requests of each operation to the allocator of torch's CUDA builds, at compute capability 8.0
+(rehearsed): the bytes of a block, or ~n if the n-th block is freed. They are listed under the first torch release with
+these requests. `python tests/rehearsal/test_kernels_rehearsed.py` runs the operations under the installed release, and
+adds the requests that differ from those of the release before.
 """
 
 import functools
@@ -357,7 +357,7 @@ SINCE_2_14 = {
 
 
 def warmed_up():
-    """Allocate the workspaces that a thread keeps before torch 2.15, so that no case includes them."""
+    """Allocate the workspaces that torch before 2.15 keeps for each thread, so that no case's requests include them."""
     for bias in (zeros(8), zeros(8, 8)):
         torch.addmm(bias, zeros(8, 8), zeros(8, 8))
 

@@ -163,9 +163,9 @@ TIES = {"2.10": "a", "2.11": "a", "2.12": "b", "2.13": "c", "2.14": "c", "2.15":
 
 @pytest.mark.parametrize("torch_version", allocator_settings.RELEASES)
 def test_of_equal_blocks_each_release_takes_its_own(torch_version):
-    """Releases of torch choose differently between three free blocks of 4 MiB: `a` in the youngest segment, which has
-    the lowest address; `b`, whose Block object is the oldest; and `c` in the oldest segment, whose Block object is
-    young, because the segment was split again (`TIES`).
+    """Three free blocks of 4 MiB are equal except for address and age; `TIES` says which of them each torch release
+    takes: `a`, the lowest address, in the youngest segment; `b`, the oldest Block object; `c`, in the oldest segment.
+    That segment was split again, so the Block object of `c` is young.
     """
     memory = filled("", 4, 16, 4, 16, 4, 16, rules=release(torch_version))
     addresses = {"c": address(memory, 0), "b": address(memory, 2), "a": address(memory, 4)}
@@ -182,8 +182,8 @@ def test_of_equal_blocks_each_release_takes_its_own(torch_version):
 
 def test_where_the_lowest_address_is_taken_the_same_training_reserves_more():
     """Torch 2.11 takes the free block with the lowest address, which is in the younger segment. The blocks of that
-    segment then cannot merge, so a later large request needs one more segment. Torch 2.13 takes the equal block in the
-    older segment.
+    segment then cannot merge, so a later large request needs one more segment. Torch 2.13 takes a block of the same
+    size in the older segment, and needs no more segments.
     """
     reserved = {}
     for torch_version in ("2.11", "2.13"):
@@ -268,8 +268,8 @@ RULES_OF_2_15 = replace(release("2.14"), torch="2.15")
 
 @pytest.mark.parametrize(("torch_version", "in_vain"), [("2.13", True), ("2.15", False)])
 def test_of_what_no_expandable_segment_holds_only_older_torches_take_one(torch_version, in_vain):
-    """An expandable segment reserves addresses for 9/8 of the device's memory. A larger request fails in every release:
-    before torch 2.15, after a new segment was made for it; since then, at once, without a new segment.
+    """An expandable segment reserves addresses for 9/8 of the device's memory. A larger request fails in every release.
+    Before torch 2.15 the allocator makes a new segment and then fails; since 2.15 it fails at once.
     """
     rules = replace(release("2.13"), torch=torch_version)
     memory = filled("expandable_segments:True", capacity=100 * MIB, rules=rules)

@@ -106,7 +106,9 @@ def test_a_trainer_with_fp16_autocasts():
 
 
 def test_who_queries_autocast_gets_cudas_answer():
-    """peft's layers over quantized weights query autocast; if autocast is off, they cast their input."""
+    """While CUDA is emulated, code that asks torch whether autocast is on gets the answer for CUDA. peft's layers over
+    quantized weights ask this, and cast their input if autocast is off.
+    """
     own = torch.is_autocast_enabled
     with cuda.emulated():
         assert not torch.is_autocast_enabled() and torch.get_autocast_dtype("cuda") is F16

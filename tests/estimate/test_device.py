@@ -58,8 +58,9 @@ def test_buffers_that_are_parts_of_one_tensor_are_copied_each_by_itself(tracker)
 
 @pytest.mark.parametrize("place", [Placement.HOST, Placement.DEVICE])
 def test_the_layout_of_matrices_is_that_of_cusolver_on_the_device_and_of_lapack_on_the_host(tracker, place):
-    """If `Vh` is stored by rows, a slice of its rows is contiguous, so the slice keeps the whole matrix alive. If `Vh`
-    is stored by columns, `contiguous` copies the slice.
+    """cuSOLVER stores the matrix `Vh` of an SVD by rows, LAPACK by columns. This matters for memory: from a matrix
+    stored by rows, `contiguous` returns some rows without a copy, so they keep the whole matrix alive; from one stored
+    by columns, it copies them.
     """
     tracker.weights = Placement.DEVICE
     with tracker.emulated(), tracker, patch.object(tracker, "_forced", place):
@@ -129,8 +130,10 @@ def test_a_tensor_of_tensors_is_traced_by_what_it_is_made_of(tracker):
 
 
 def paged(tell):
-    """Return ([bytes of each block on the device], [elements of each state]) of a paged optimizer's states for a large
-    and a small weight. The large one has no block on the device.
+    """Make a state of a paged optimizer for a large weight and one for a small weight.
+
+    Return ([bytes of each block on the device], [number of elements of each state]). The large weight's state is paged,
+    so it has no block on the device.
 
     `tell`: not used; `processes.call` passes it.
     """
@@ -211,17 +214,18 @@ def test_the_two_bounds_of_a_clamp_are_joined_in_place():
 
 
 def changes(follows_each, options, tell):
-    """Trace two steps of a GPT-2 on CUDA, each of six micro-batches unless `options` sets their number; return (blocks,
-    marks, emptied).
-
-    blocks: (whether it is an allocation, bytes, label) of each event of the trace.
-    marks: {"start" of the first forward, or the last end of a phase: number of events before it}.
-    emptied: for each time that the cache is emptied, the number of events before it.
+    """Trace two steps of a GPT-2 on CUDA, each of six micro-batches unless `options` sets their number.
 
     Args:
         follows_each: trace each micro-batch, instead of repeating the trace of one.
         options: further training arguments.
         tell: not used; `processes.call` passes it.
+
+    Returns:
+        blocks: (whether it is an allocation, bytes, label) of each event of the trace.
+        marks: {moment: number of events before it}; a moment is "start", the start of the first forward pass, or the
+            name of a phase, which means the last end of this phase.
+        emptied: for each time that the cache is emptied, the number of events before it.
     """
     from trainmem.estimate import trace
 

@@ -115,7 +115,9 @@ def test_a_loop_of_ones_own_is_traced_too():
 
 
 def test_sums_that_python_writes_in_a_backward_are_tensors_of_their_own():
-    """Autograd's own sums are in place; those of a `Function` or of a hook are not."""
+    """Autograd adds gradients in place. If Python code adds them in the backward of a `Function` or in a hook, each sum
+    is a new tensor, and the estimate must count it.
+    """
 
     def loop(task):
         import torch
@@ -292,7 +294,7 @@ def test_where_no_gpu_is_named_and_none_is_there_the_default_one_is_meant(monkey
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Make each call of a fresh subprocess raise the exception that is the first argument of the called function."""
+    """Replace `processes.call`: it calls no function, and raises the function's first argument, an exception."""
 
     def call(with_probe, function, arguments, timeout, on_percent):
         raise arguments[0]

@@ -130,8 +130,8 @@ def test_ranks_gather_predictions():
 
 
 def trained(task):
-    """Train a task with arguments that request an evaluation; return the number of losses. An evaluation would fail
-    here, so the training must skip it.
+    """Train a task with arguments that request an evaluation; return the number of losses. A stub makes any evaluation
+    fail, so the training must skip it.
     """
     import tempfile
     from unittest.mock import patch

@@ -1,5 +1,5 @@
 """Explanations of the difference between two recipes: the listed parts add up exactly, the change of the peak by each
-argument is a difference of estimates, and warnings are about the right model, e.g. experts that stay unquantized.
+argument is a difference of estimates, and a warning appears for the right models, e.g. that experts stay unquantized.
 """
 
 import json

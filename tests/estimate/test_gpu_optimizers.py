@@ -1,4 +1,7 @@
-"""Optimizers of other packages, estimated for a GPU on a machine without one: peaks of rehearsals, and refusals."""
+"""Optimizers of other packages, estimated for a GPU on a machine without one.
+
+Estimated peaks equal those of rehearsals; optimizers that cannot be estimated are refused.
+"""
 
 import importlib.util
 
@@ -119,9 +122,7 @@ def test_a_missing_package_ends_estimate_and_measurement_alike():
 
 
 def test_every_optimizer_of_transformers_has_its_package_listed():
-    """If an optimizer's name is new and it comes from a package that is not a dependency, it needs a row in the list
-    of packages.
-    """
+    """If a new optimizer comes from a package that is not a dependency, our list of packages must name the package."""
     from transformers.training_args import OptimizerNames
 
     of_dependencies = ("adamw_torch", "adafactor", "sgd", "adagrad", "rmsprop")

@@ -14,8 +14,9 @@ from trainmem.measure import processes
 
 
 def requests(names, capability, torch_version=None, tell=None):
-    """Return {case: its requests, in the form of `kernel_cases.events`} of the traced cases; call it in a fresh
-    process.
+    """Trace cases, and return {case: its requests to the allocator}; call this in a fresh process.
+
+    A request is the bytes of a block, or ~n if the n-th block is freed.
 
     Args:
         names: names of the cases.
@@ -42,7 +43,9 @@ CHANGED = [each for each in RELEASES if any(each in case for case in SEEN.values
 
 @pytest.fixture(scope="module", params=CHANGED)
 def recorded_and_traced(request):
-    """Return two dicts {case: requests}: one recorded under a torch release, one traced by that release's rules."""
+    """Return two dicts {case: requests to the allocator} for one torch release: the requests that were recorded under
+    the release, and those that a trace has under the release's rules.
+    """
     seen = {}
     for name, case in SEEN.items():
         for since, events in case.items():

@@ -38,8 +38,8 @@ def test_the_worst_step_has_the_peak_of_the_epoch_to_the_byte(multiple, argument
 @pytest.mark.nightly
 @pytest.mark.parametrize("passes", [1, 2])
 def test_packed_batches_too(passes):
-    """With two micro-batches, the worst batch is not the one with the most tokens, because gradients exist during the
-    second micro-batch.
+    """For packed batches, too, the batch with the highest peak is found. With two micro-batches per step it need not be
+    the batch with the most tokens, because gradients of the first micro-batch exist during the second.
     """
     arguments = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": passes}
     found = worst_batch(LLAMA, SAMPLES, device="cpu", **arguments)

@@ -86,8 +86,8 @@ def test_routers_that_stay_in_fp32_are_built_as_from_pretrained_loads_them(tmp_p
 
 
 def test_accelerate_names_the_type_in_which_fsdp_reduces_gradients():
-    """Since torch 2.15 FSDP2 reduces gradients in the parameters' type by default, but the Trainer requests
-    `param_dtype` explicitly.
+    """Since torch 2.15 FSDP2 reduces gradients in the type of the parameters by default. Under the Trainer this default
+    has no effect, because accelerate always names the type: the one in which FSDP2 computes.
     """
     from accelerate.utils import FullyShardedDataParallelPlugin
 
@@ -115,8 +115,8 @@ LAZY = pytest.param({"lazy_bucket_allocation": True}, 2, marks=pytest.mark.skipi
 @pytest.mark.parametrize(("options", "sets"), [({}, 3), ({"gradient_as_bucket_view": True}, 2), LAZY], ids=str)
 @pytest.mark.nightly
 def test_buckets_of_ddp_are_a_set_of_gradients_unless_they_are_views_or_freed(lab, options, sets):
-    """`sets` is the memory after backward in units of 4 bytes per parameter: weights, gradients and buckets take one
-    each. The options of DistributedDataParallel are off by default.
+    """`sets` is the memory after backward divided by 4 bytes per parameter: 1 for the weights, 1 for the gradients, 1
+    for the buckets. The options of DistributedDataParallel are off by default.
     """
     task = Task("bert-tiny", seq_len=8)
     run = lab.run(partial(in_buckets, **options), task=task, processes=2, measure=("memory",), use_cpu=True)
@@ -126,8 +126,8 @@ def test_buckets_of_ddp_are_a_set_of_gradients_unless_they_are_views_or_freed(la
 
 @pytest.mark.nightly
 def test_model_flops_do_not_depend_on_what_the_counter_knows_of_attention(monkeypatch):
-    """Since torch 2.15 FlopCounterMode counts the fused attention of a CPU, whose count was 0 before. `model_flops`
-    must not count it twice.
+    """Since torch 2.15 FlopCounterMode counts the FLOPs of fused attention on a CPU; before, it counted 0 for them.
+    `model_flops` must give the same number with both.
     """
     task = Task("llama-3-8b", seq_len=16, config={**SMALL, "head_dim": 16})
     requested, batch = roofline.model_flops(task), task.batch(1)

@@ -26,8 +26,8 @@ def zero(stage, **more):
 def offered(monkeypatch, tmp_path):
     """Make DeepSpeed importable in one test only; otherwise every training of later tests would import it.
 
-    Also leave the lock file of a killed compilation, for which the next compilation of DeepSpeed's shared-memory
-    collectives would wait forever.
+    A killed compilation of DeepSpeed's shared-memory collectives leaves a lock file, for which the next compilation
+    would wait forever. The fixture creates such a lock file; no test may wait for it.
     """
     (tmp_path / "deepspeed_shm_comm").mkdir()
     (tmp_path / "deepspeed_shm_comm" / "lock").touch()
@@ -111,8 +111,8 @@ if __name__ == "__main__":
 
 @pytest.mark.nightly
 def test_without_deepspeed_a_message_says_how_to_install_it(tmp_path):
-    """The estimate and the training run in a process of their own, because the tests' process may have been offered
-    DeepSpeed.
+    """Run the estimate and the training in a new Python process. In the tests' own process an earlier test may have
+    made DeepSpeed importable.
     """
     if not optional_packages.missing("deepspeed"):
         pytest.skip("DeepSpeed is installed")

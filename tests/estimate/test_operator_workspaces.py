@@ -64,10 +64,11 @@ MM = {
 
 
 class Recorded:
-    """Stand in for the runner of operations; `ran` lists the operations that were run.
+    """A stub for the runner of operations, which reports given workspaces; `ran` lists the requested operations.
 
     Args:
-        hides: function of an operation that returns its workspace in bytes per thread, or None if it fails.
+        hides: takes an operation and returns the bytes of workspace that the operation allocates in each thread; None:
+            the operation fails.
         bytes_a_second: speed at which the operation's bytes are processed.
     """
 
@@ -82,8 +83,9 @@ class Recorded:
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Return a function that replaces the runner of operations by a `Recorded`, and returns this `Recorded`. The
-    function's arguments are those of `Recorded`.
+    """Return a function that replaces the estimate's runner of operations by a stub, `Recorded`, and returns this stub.
+
+    The function takes the arguments of `Recorded`.
     """
 
     def made(hides, **speed):
@@ -124,9 +126,9 @@ def test_what_a_machine_with_amx_hides_at_sizes_that_were_measured_is_what_is_es
 
 @pytest.mark.parametrize("table, build", [(ADDMM, addmm), (MM, mm)], ids=["addmm", "mm"])
 def test_sizes_that_lie_on_no_line_are_measured_or_assumed_and_never_negative(machine, table, build):
-    """A large matmul's workspace is estimated from three smaller matmuls. Here their workspaces are random values of
-    `table`, which lie on no line. So the large matmul is measured on a fast machine; on a slow one its workspace is
-    assumed to be the largest share of the bytes.
+    """A large matmul's workspace is extrapolated from three smaller matmuls. Here their workspaces are random values of
+    `table`, which lie on no line. So the large matmul is run on a fast machine. On a slow one, its workspace is assumed
+    to be its tensors' bytes times the largest ratio of workspace to bytes among the smaller matmuls.
     """
     rng, figures = random.Random(0), list(table.values())
     large = build(4096, 4096, 4096)
@@ -166,8 +168,8 @@ def test_three_sizes_on_a_line_are_traced_to_its_own(machine):
 
 
 def test_what_grows_with_only_some_of_the_lengths_that_were_cut_is_no_line(machine):
-    """The smaller forms of the operation have fewer rows and columns, but its workspace depends on the number of rows
-    only. So the workspaces of the smaller forms lie on no line, and the whole operation is measured.
+    """The smaller sizes of an operation have fewer rows and fewer columns, but its workspace depends on the rows only.
+    So the workspaces at the smaller sizes lie on no line, and the operation is run at its full size.
     """
     large = operation("aten._softmax.default", dense(5000, 2048), 1, False, made=5000 * 2048 * 4)
     assert smaller(large, 2**24)[0].leaves[0].shape == (1250, 1024)
@@ -256,8 +258,8 @@ def test_an_operation_that_ends_its_process_is_unknown_and_the_others_are_measur
 
 @pytest.mark.nightly
 def test_heads_that_are_shared_may_be_cut_to_what_no_kernel_takes():
-    """A smaller form of an attention with grouped queries may have fewer query heads than key heads; torch's kernel
-    divides by zero for these.
+    """A workspace is measured at smaller sizes. If an attention with grouped queries is reduced to fewer query heads
+    than key heads, torch's kernel divides by zero; the estimate must nevertheless return an answer.
     """
     query, key = dense(8, 32, 512, 128), dense(8, 8, 512, 128)
     leaves = query, key, key, 0.0, True

@@ -1,5 +1,5 @@
-"""The estimated peak of one rank of several, with replicas or shards, and on a GPU; and results of operations that the
-traces of several experiments share.
+"""The estimated peak of one rank of several, with replicas or shards, and on a GPU; and stored results of operations,
+which the traces of several experiments use.
 """
 
 import contextlib

@@ -253,8 +253,9 @@ def test_how_many_a_mask_chooses_is_not_guessed(tracker):
 
 
 def test_detection_assumes_that_an_unknown_mask_chooses_all(tracker):
-    """The loss of D-FINE needs this: the loss counts the boxes in range, and compares the outputs of the model's
-    layers.
+    """In object detection, a mask of unknown values is assumed to select all elements, and two tensors are assumed to
+    be equal only if they share their memory. D-FINE's loss needs both: it checks whether boxes are in range, and
+    compares outputs of the model's layers.
     """
     tracker.checks_hold = True
     numbers, others = fake(4, 6), fake(4, 6)

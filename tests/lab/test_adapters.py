@@ -108,7 +108,7 @@ def test_the_estimate_is_what_is_counted(lab, given):
 @pytest.mark.parametrize("kind", ["AdamW", "Adam8bit"])
 @pytest.mark.nightly
 def test_lora_plus_is_an_optimizer_with_a_second_rate(lab, kind):
-    """Parameter groups change the order and the number of the optimizer's states, and the estimate must show that."""
+    """Parameter groups change order and number of the optimizer's states; the estimate must have the same states."""
 
     def plus(model, args):
         import bitsandbytes

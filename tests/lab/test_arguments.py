@@ -26,8 +26,8 @@ def test_words_are_read_as_transformers_own_parser_reads_them():
 
 
 def test_what_is_read_from_the_library_s_source_is_what_the_library_has():
-    """The parser that we make from transformers' source text accepts the same words as transformers' own parser.
-    Exceptions are values that are not literals: log levels, and a class of accelerate.
+    """The parser that we make from transformers' source text accepts the same words as transformers' own parser. It
+    differs only for values that are not literals in the source: log levels, and a class of accelerate.
     """
     from transformers import HfArgumentParser, TrainingArguments
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

@@ -1,5 +1,5 @@
-"""The type of a model's weights: as `from_pretrained` loads them, as presets were published, and as
-messages name it.
+"""The type of a model's weights: as `from_pretrained` loads them, as presets were published, and its name in
+messages.
 """
 
 import dataclasses
@@ -95,7 +95,9 @@ def test_a_folder_is_built_in_the_type_in_which_the_library_loads_it(tmp_path, d
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_weights_decide_where_the_configuration_names_no_type(tmp_path, sharded):
-    """A config.json without weights and without a type gives float32, like `from_config`."""
+    """If config.json names no type, the type of the saved weights counts. If there are no weights either, the type is
+    float32, as with `from_config`.
+    """
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -303,8 +305,8 @@ def test_a_folder_saved_in_4_bits_is_loaded_in_4_bits(lab, quantized_folder):
     ids=str,
 )
 def test_lora_on_a_folder_saved_quantized_is_exact(lab, quantized_folder, bits, given):
-    """Two models take the same memory: one in a folder saved quantized, and one whose configuration has no
-    quantization, if quantization_config is an argument.
+    """The estimate for a model in a folder saved quantized equals the measured memory. It also equals the estimate for
+    the same model without quantization in its configuration, if the argument quantization_config quantizes it.
     """
     folder = quantized_folder(bits)
     task, given = Task(str(folder), seq_len=16), LORA | given
@@ -366,7 +368,10 @@ def test_a_training_in_bf16_weights_takes_half_the_bytes(tmp_path, lab):
 @pytest.mark.parametrize(("dtype", "reason"), [("bfloat16", "bfloat16"), ("float16", "FP16")])
 @pytest.mark.nightly
 def test_fp16_on_weights_of_16_bits_is_reported_as_the_training_s_failure(tmp_path, dtype, reason):
-    """Rehearsals with torch's CUDA builds 2.13 to 2.15 fail in the same way. On a CPU the Trainer ignores fp16."""
+    """A training in fp16 with 16-bit weights fails on a GPU, and the estimate raises an error with the reason.
+    Rehearsals with torch's CUDA builds 2.13 to 2.15 fail for the same reason. On a CPU the training runs, because the
+    Trainer ignores fp16 there.
+    """
     task = Task(str(saved(tmp_path, dtype)), seq_len=16)
     with pytest.raises(ValueError, match=rf"{reason}.*dtype='float32'"):
         estimate(task, **T4, fp16=True)
@@ -392,8 +397,8 @@ def test_a_model_is_refused_by_the_bytes_of_its_own_type(tmp_path, monkeypatch):
 
 @pytest.mark.nightly
 def test_recipes_of_a_model_in_bf16_say_the_type_that_they_mean(tmp_path):
-    """A recipe for a model saved in bf16 must name the type of its weights: techniques are compared with weights in
-    float32, and the technique "bf16" keeps the weights in float32.
+    """A recipe for a model saved in bf16 must name the type of its weights, because they would otherwise be loaded in
+    bf16. The baseline of all techniques has float32 weights, and so has the technique "bf16" (autocast).
     """
     task = Task(str(saved(tmp_path, "bfloat16")), seq_len=16)
     advice = advise.advise(task, effective_batch=2, memory="8GB", device="cpu", most=99)
@@ -456,8 +461,8 @@ def test_the_worst_batch_names_the_type_of_the_weights(tmp_path, printed):
 
 @pytest.mark.parametrize("kind", ["mamba2", "phi4_multimodal"])
 def test_a_configuration_that_the_library_saved_is_read(tmp_path, kind):
-    """The config.json files have infinite numbers, a chunk size of -1 for none, and a number of channels whose name
-    begins with "depth".
+    """The config.json files have infinite numbers, a chunk size of -1 for none, and a field "depth..." that is a number
+    of channels, not of layers.
     """
     from transformers import CONFIG_MAPPING
 

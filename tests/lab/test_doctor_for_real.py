@@ -69,8 +69,8 @@ def one(answer, level, subject, text):
 
 @pytest.fixture
 def installed(tmp_path):
-    """Return a function that makes an environment like this one without some packages, or with other versions recorded,
-    and returns its Python.
+    """Return a function that makes a copy of this environment, without some packages or with other versions in their
+    metadata, and returns the path of its Python.
     """
     return lambda without=(), **versions: environments.make(tmp_path / "venv", without, **versions)
 

@@ -67,8 +67,9 @@ def numbers(lab):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """Yield (lab, the `numbers` of an undisturbed training in this lab). The lab's fork server has this module's
-    environment variable, `MARK`.
+    """Yield (lab, numbers): a lab, and the status, memory and losses of a training without any fault in this lab.
+
+    The lab's fork server has the environment variable `MARK`, by which a test finds its processes.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(*MARK.split("="))
@@ -80,8 +81,8 @@ def undisturbed(tmp_path_factory):
 
 @pytest.fixture
 def lab(undisturbed, tmp_path, monkeypatch):
-    """Yield the lab of `undisturbed` with its own folder for temporary files. Afterwards, check that a fault left
-    nothing behind and changed no number.
+    """Yield the lab of the fixture `undisturbed`, with a new folder for temporary files. Afterwards, check that a fault
+    left nothing behind and that a training still gives the same numbers.
     """
     lab, expected = undisturbed
     gc.collect()
@@ -102,9 +103,9 @@ def lab(undisturbed, tmp_path, monkeypatch):
 
 
 def read_by_workers(task, then=lambda: None):
-    """Read a task's batches with a DataLoader's workers, which send them by sockets in the folder of temporary files.
+    """Read batches that workers send through sockets in the folder of temporary files; return their number.
 
-    Return the number of batches. `then` is called after each batch.
+    `task`: not used; `then`: called after each batch.
     """
     import torch
 
@@ -258,8 +259,8 @@ def test_an_experiment_that_is_deaf_to_every_signal_ends_with_its_time(lab, tmp_
 
 
 def start_children_that_stay(task):
-    """Start processes in this session, in a new session, and as a daemon whose parent has ended; then fork into a new
-    session. The task is not used.
+    """Start four processes that stay: one in this session, one in a new session, a daemon whose parent has ended, and a
+    fork of this process in a new session. `task` is not used.
     """
     subprocess.Popen(["sleep", "600"])
     subprocess.Popen(["sleep", "600"], start_new_session=True)

@@ -20,7 +20,7 @@ from trainmem.core.hardware import Gpu, Machine
 
 @pytest.fixture(autouse=True)
 def bare(monkeypatch):
-    """Pretend a machine without a GPU and a CUDA driver, with torch's CUDA build; each test adds what it needs."""
+    """Pretend a machine with torch's CUDA build but neither a GPU nor a CUDA driver; each test adds what it needs."""
     for variable in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(init_error="NVML Shared Library Not Found"))

@@ -87,8 +87,8 @@ def test_a_driver_that_shows_nothing_is_reported_with_what_cuda_visible_devices_
 @pytest.mark.daily(1)
 @pytest.mark.parametrize("code", [3, 9, 18, 999])
 def test_an_nvml_that_answers_every_query_with_an_error_costs_nothing_but_its_answers(libraries, code):
-    """The codes mean: not supported, driver not loaded, driver and library do not match, unknown. They are also
-    returned at initialization.
+    """NVML returns `code` for every query, and once also for its initialization. The codes mean: not supported, driver
+    not loaded, driver and library do not match, unknown.
     """
     for made in (libraries(code, nvmlInit_v2=0, nvmlInitWithFlags=0), libraries(code)):
         kind, reason, nvml_reason, texts = described(**made)

@@ -143,7 +143,7 @@ def training(name, **arguments):
 
 
 def function(name, work, steps):
-    """Return an experiment called `name` whose steps call `work` with the number of the step, and step an optimizer.
+    """Return an experiment called `name`; each step calls `work` with its number, and then an optimizer's step.
 
     `steps`: how many steps it has.
     """
@@ -222,7 +222,7 @@ def test_as_many_processes_as_requested_are_there_at_once(tmp_path):
     folder = str(tmp_path)
 
     def meet(number):
-        """Wait until two processes are in this step; if the processes ran one after the other, this would never end."""
+        """Wait until two processes are in this step. If they ran one after the other, the first would wait forever."""
         import os
         import pathlib
 
@@ -283,8 +283,8 @@ def test_experiments_in_processes_of_their_own_take_turns_too():
 
 @pytest.mark.parametrize("together", [True, False])
 def test_what_does_not_fit_beside_the_other_has_a_process_for_each_turn(tmp_path, together):
-    """Unless `together` is True, an experiment fails as long as the other's process exists, even a sleeping one. So
-    each turn needs a new process.
+    """Two experiments take turns. Unless `together` is True, one fails while the other's process exists, even if that
+    process sleeps; then every turn must run in a new process.
     """
 
     def work(name):

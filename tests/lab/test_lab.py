@@ -209,10 +209,10 @@ def with_gpus(tmp_path):
 
 
 def turns_taken(lab, requests, *runs):
-    """Compare runs; return, for each interleaving, (name of the function that interleaved the runs, each run's number
-    of threads, ...).
+    """Compare runs, and return (name of the function that interleaves them, number of threads of each run, ...) for
+    each interleaving that the lab requests.
 
-    `requests`: the list that `with_gpus` returned with the lab; `runs`: the baseline, then the other runs.
+    `requests`: the second result of the function `with_gpus`; `runs`: the baseline, then the other runs.
     """
     requests.clear()
     lab.compare(*runs, turns=3)

@@ -178,8 +178,8 @@ def test_a_function_of_the_users_is_counted_to_the_byte(lab):
 
 
 def test_memory_that_no_operation_made_is_counted_inside_operations(lab):
-    """While a memory tracker is active, autograd computes fewer results in place. The total must therefore come from a
-    pass without a tracker.
+    """While a memory tracker is active, autograd computes fewer results in place, and needs more memory than without a
+    tracker. The peak must therefore be measured in a pass without a tracker.
     """
 
     def train(held):
@@ -279,8 +279,8 @@ def test_memory_takes_two_steps_however_long_the_training_is(lab):
 
 @pytest.mark.parametrize("reentrant", [None, False, True])
 def test_an_operation_is_reported_with_its_module(lab, reentrant):
-    """In backward, an operation is reported with the module whose forward pass made the operation's autograd node, or
-    whose forward pass a checkpoint repeats.
+    """An operation in backward is reported with the module whose forward pass made its autograd node; while a
+    checkpoint repeats a forward pass, an operation is reported with the repeated module.
     """
 
     def train(_):

@@ -1,4 +1,6 @@
-"""Packages in folders of their own can be imported after `offer`; otherwise a message says how to install them."""
+"""`offer` lets this process import a package that lies in a folder of its own; if there is no such folder, a message
+says how to install the package.
+"""
 
 import sys
 

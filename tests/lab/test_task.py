@@ -285,8 +285,8 @@ def test_lengths_that_are_none_are_refused():
 
 
 def test_what_the_advisor_asks_of_a_text_model_imports_no_model_code():
-    """Importing model code takes a second, and also imports torch's compiler, whose library prints warnings when a
-    command ends.
+    """The advisor's questions about a text model import no model code. The import would take a second, and would load
+    torch's compiler, whose library prints warnings when a command ends.
     """
     code = "from trainmem.core.task import Task; import sys; task = Task('bert-large')\n"
     code += "print(task.family(), task.weights().dtype, task.length(), 'torch._dynamo' in sys.modules)"

@@ -13,7 +13,7 @@ TASK = Task("bert-tiny", seq_len=16, config={"num_hidden_layers": 2, "vocab_size
 
 
 def fsdp(task, reshard=True):
-    """Run three steps of FSDP2 on a task, in which each layer is gathered by itself.
+    """Run three training steps of a task with FSDP2, which gathers each layer separately.
 
     `reshard`: whether a layer's weights are sharded again after its forward.
     """
@@ -85,8 +85,8 @@ def given_back_by_another_thread(tell, ranks):
     """Run three steps in which another thread frees 4 MB; return the memory that the meter reports: (bytes at the end
     of a step, peak in bytes).
 
-    `ranks`: number of ranks; with more than one, memory is counted by tensors. `tell`: not used; `processes.call`
-    passes it.
+    `ranks`: number of ranks; with more than one, the meter adds up the sizes of tensors. `tell`: not used;
+    `processes.call` passes it.
     """
     import threading
 

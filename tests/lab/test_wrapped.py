@@ -72,8 +72,8 @@ def test_a_name_that_is_gone_is_found_out():
 
 
 def test_every_operator_that_the_package_names_exists():
-    """Operators are written `aten.name` or `torch.ops.aten.name`, and include private ones. Each operator is looked up
-    when the package's module that names the operator is imported.
+    """If torch lacked an operator, importing the module that names the operator would fail. Operators are written
+    `aten.name` or `torch.ops.aten.name`, and include private ones.
     """
     chains = {
         ast.unparse(node) for tree in SOURCES.values() for node in ast.walk(tree) if isinstance(node, ast.Attribute)
@@ -154,8 +154,8 @@ def test_a_replacement_that_loses_arguments_is_found_out(text, fine):
 
 
 def used(tree):
-    """Yield the names in other libraries that a module replaces with its own functions, and the private names of other
-    libraries that it uses.
+    """Yield the names of other libraries that a module depends on in two ways: functions that the module replaces with
+    its own, and private names that it uses.
 
     `tree`: the module's syntax tree.
     """
@@ -163,8 +163,7 @@ def used(tree):
                 if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names}  # fmt: skip
 
     def is_foreign(node):
-        """Return whether the owner of an attribute belongs to another library, judged by the first word of the
-        expression.
+        """Return whether an attribute belongs to another library, judged by the first name in its owner's expression.
 
         `node`: the syntax tree of the owner.
         """
@@ -271,7 +270,9 @@ def f():
 
 
 def test_every_listed_use_is_one():
-    """The list trainmem/core/wrapped.toml has no file and no name that the package no longer has."""
+    """Every file that trainmem/core/wrapped.toml lists exists; every listed name is in one of the files of its
+    entry.
+    """
     for use in USES:
         texts = [(ROOT / file).read_text() for file in use["files"]]
         assert all(any(name.rpartition(".")[2] in text for text in texts) for name in use["names"]), use["names"]

@@ -55,7 +55,7 @@ def _guarded(node: ast.stmt) -> list[ast.stmt]:
 def _changed(statement: ast.stmt) -> list[str]:
     """Return the names of variables that a statement assigns, or whose elements or attributes it assigns.
 
-    A statement may have assigned some of them before it was skipped.
+    Some of them may have new values although the statement was skipped, because it was skipped halfway.
     """
     names = set()
     for node in ast.walk(statement):
@@ -82,7 +82,11 @@ def needs_values(error: BaseException | None) -> NeedsValues | None:
 
 
 def install(shell) -> None:
-    """Guard the cells that an IPython shell runs from now on, see `Guard`."""
+    """Make an IPython shell skip, in every cell from now on, the statements that need a tensor's values.
+
+    For a skipped statement the shell prints a line with the reason. Variables that the statement would have assigned
+    become `Unassigned`.
+    """
 
     @contextlib.contextmanager
     def rehearsed(line: int, names: list[str]) -> Iterator[list]:

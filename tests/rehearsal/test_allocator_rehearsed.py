@@ -53,7 +53,7 @@ def test_default_settings_are_counted_as_torch_counts_them(measure):
 
 @pytest.mark.nightly
 def test_a_double_with_another_rule_is_found_out(measure, monkeypatch):
-    """Show that the comparison can fail: torch gets segments of 64 MiB, the model assumes 20."""
+    """Show that the comparison can fail: torch is set to segments of 64 MiB, while our model assumes 20 MiB."""
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "large_segment_size_mb:64")
     with Rehearsal(measure.ROOM) as stage:
         found = stage.submit(measure.compare, "", ["test-0", "test-1", "test-2", "test-3"]).result()
@@ -143,9 +143,7 @@ def test_options_of_other_releases_are_refused_where_this_torch_refuses_them(mea
 
 
 def test_every_option_that_this_torch_names_is_known():
-    """Option names are read from torch's libraries. A new option must be either accepted, or refused with its own
-    reason.
-    """
+    """Names of allocator options are read from torch's libraries; our model must accept or refuse each by name."""
     libraries = build._site_packages(build.interpreter()) / "torch" / "lib"
     named = b"".join((libraries / name).read_bytes() for name in ("libc10.so", "libc10_cuda.so"))
     like = rb"\0((?:pinned|expandable_segments|max_|large_segment|roundup|release_lock|graph_capture)_?[a-z0-9_]+)\0"

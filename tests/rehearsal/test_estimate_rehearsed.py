@@ -52,8 +52,8 @@ QWEN3 |= {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 8000
 @pytest.mark.nightly
 @pytest.mark.parametrize("capability", [(7, 5), (9, 0)], ids=str)
 def test_a_training_has_one_peak_however_it_is_requested(capability, tmp_path):
-    """The peak must be equal with and without a memory meter. Without a meter, plain attention of fp32 grouped queries
-    adds its mask in place; the meter must not change this.
+    """The peak must be equal with and without a memory meter. Plain attention of fp32 grouped queries adds the mask to
+    the scores in place; with a meter it must do the same.
     """
     arguments = {"per_device_train_batch_size": 4, "optim": "adafactor"}
     one = measure_cuda.Training(0, "Qwen3", QWEN3, 192, arguments, capability, 1)
@@ -95,7 +95,9 @@ MODERN |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_i
 
 @pytest.mark.nightly
 def test_a_third_step_may_be_handed_more_than_the_second(tmp_path):
-    """In the third step fewer free blocks are available, so that a request gets a block that is 512 KiB too large."""
+    """In the third step, one request finds no free block of its size and gets a block that is 512 KiB larger. So the
+    peak is higher than in the second step; the estimate must find this peak.
+    """
     config = MODERN | {"intermediate_size": 1152, "vocab_size": 50368}
     one = measure_cuda.Training(0, "ModernBERT", config, 256, {"per_device_train_batch_size": 4}, (8, 0), 1)
     with Rehearsal(card(None, (8, 0), measure_cuda.MEMORY)) as stage:
@@ -146,9 +148,7 @@ def test_cublaslts_workspace_is_its_own_or_shared_as_the_variable_says(shared, m
 @pytest.mark.nightly
 @pytest.mark.parametrize("more", [{}, {"pad_to_multiple_of": 64}, {"packed": True}], ids=str)
 def test_unequal_lengths_take_what_torchs_allocator_says(more):
-    """Compare whole sequences of steps, including blocks left free by a batch of one shape that a batch of the next
-    shape reuses.
-    """
+    """Compare sequences of steps in which a batch reuses free blocks that an earlier batch of another shape left."""
     task = Task(
         "llama-2-7b", config=LLAMA | {"vocab_size": 5000}, lengths=(170, 30, 90, 12, 250, 41, 8, 260, 77), **more
     )

@@ -31,8 +31,8 @@ def a100():
 
 @pytest.fixture(scope="module")
 def kept():
-    """Yield a rehearsed A100 on which torch keeps cuBLAS' workspaces, as it did before 2.15 and when the compared peaks
-    were published.
+    """Yield a rehearsed A100 on which torch keeps cuBLAS' workspaces, as torch before 2.15 did. The published peaks
+    that the tests compare were measured with such a torch.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_CUBLAS_WORKSPACE_CACHE", "1")
@@ -407,7 +407,7 @@ def test_small_whole_numbers_reach_the_other_ranks():
 
 
 def exchanged(task):
-    """Return {collective: its result on this rank}; every rank contributes the same numbers. The task is not used."""
+    """Return {collective: its result on this rank}; all ranks send the same numbers. The task is not used."""
     import torch
     import torch.distributed as dist
 

@@ -40,8 +40,8 @@ def test_a_rank_of_fsdp2_takes_what_torchs_allocator_says(task, recipe):
 
 @pytest.mark.nightly
 def test_what_accelerate_cannot_shard_is_reported_by_both():
-    """accelerate 1.15 shards BERT's input embedding a second time, although the module that contains it is sharded
-    already.
+    """accelerate 1.15 shards BERT's input embedding although it has already sharded the module that contains it, so the
+    training crashes. The estimate and the rehearsal must both report this error.
     """
     recipe = {"processes": 2, "fsdp": True, "per_device_train_batch_size": 2}
     bert = Task("bert-tiny", seq_len=16)

@@ -31,7 +31,8 @@ def trace_of(file):
 def sizes(trace):
     """Return (action, bytes) of each allocation and free of a trace, in order.
 
-    The estimate's allocation and free of 4 bytes are left out: a rehearsed Trainer sums the loss in place.
+    The estimate's trace has an allocation and a free of 4 bytes for each sum of losses. They are left out, because a
+    rehearsed Trainer adds to the sum in place.
 
     `trace`: the entries of a device in torch's snapshot.
     """
@@ -97,7 +98,7 @@ def test_a_place_for_no_file_is_refused(tmp_path):
 
 
 def events_of_both(random_trace, performed, text, seeds):
-    """Return, per random trace, its events as torch records them, and as our model of torch's allocator reports them.
+    """Return two lists for each random trace: the events that torch records, and those that our model reports.
 
     An event is (action, bytes, bytes that the device had left). The last is None unless the event is an out-of-memory
     error.

@@ -9,7 +9,7 @@
 "sleeping_step": after each optimizer step, the process sleeps for the same time.
 "leaked_activation": a BERT whose forward passes each leave an activation behind.
 "plain_attention": a torch whose fused attention is plain arithmetic.
-"copied_batches": a DataLoader that keeps a copy of each batch beside it.
+"copied_batches": a DataLoader that keeps a copy of each batch, as long as the batch lives.
 """
 
 import importlib.machinery

@@ -17,7 +17,7 @@ def cluster():
 
 @pytest.fixture
 def client(cluster):
-    """Yield a client of the cluster, once both workers are connected: an earlier test may have killed one."""
+    """Wait until both workers are connected, for an earlier test may have killed one; yield a client of the cluster."""
     with pytest.importorskip("distributed").Client(cluster, set_as_default=False) as client:
         client.wait_for_workers(2)
         yield client

@@ -40,7 +40,7 @@ def gone(pid):
 def spans(attempts):
     """Return {address of a worker: [(when a call began, when it ended)]}, the earliest call first.
 
-    `attempts`: as in `records.Run.attempts`.
+    `attempts`: the calls, each a dict with "address" of the worker, "began" and "ended".
     """
     found = {}
     for attempt in sorted(attempts, key=lambda attempt: attempt["began"]):

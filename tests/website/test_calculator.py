@@ -56,7 +56,7 @@ ANSWERED = """([words, done]) => {
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """Yield the address of the calculator's page on a site of its own, and the site's folder."""
+    """Build a site that has only the calculator's page; yield (address of the page, folder of the site)."""
     folder = tmp_path_factory.mktemp("site")
     shutil.copytree(ROOT / "website" / "_static", folder / "_static", ignore=shutil.ignore_patterns("tables"))
     tables = folder / "_static" / "tables"

@@ -1,5 +1,5 @@
 """The class's page in a browser: results of 30 learners' files, refused files with reasons, use by keyboard, and
-malicious files. The project's own code writes the files and counts the numbers.
+malicious files. The project's own code writes the files, and calculates the numbers that the page must show.
 """
 
 import json
@@ -66,7 +66,8 @@ def write_journal(path, number):
 def write_results(path, number, patch):
     """Write the results.json of a run of one lesson; the learner's number determines machine and verdicts.
 
-    `path`: the file's path; `number`: the learner's number; `patch`: the MonkeyPatch that replaces the run.
+    `path`: the file's path; `number`: the learner's number; `patch`: pytest's MonkeyPatch, with which stubs replace the
+    run.
     """
     verdicts = Verdict.HOLDS, [*Verdict][number % 3], Verdict.NOT_TESTABLE if number else Verdict.HOLDS
     plain = dict.fromkeys(("interval", "missing", "predicted", "predicted_from"))
@@ -177,9 +178,9 @@ def journals(files):
 
 
 def guess_lines(entries, lesson, key, unit):
-    """Return the lines that the page must show about the guesses under one key of a lesson.
+    """Return the lines that the page must show about the learners' guesses at one quantity (`key`) of a lesson.
 
-    `entries`: {number of the learner: journal}; `unit`: unit of the guesses.
+    `entries`: {number of the learner: entries of the learner's journal}; `unit`: unit of the guesses.
     """
     by_learner = [[entry for entry in one if (entry.lesson, entry.key) == (lesson, key)] for one in entries.values()]
     scored = [score for one in by_learner for score in learner_log.history(one)]
@@ -280,8 +281,8 @@ def test_one_lesson_is_shown_all_is_removed_and_a_saved_class_comes_back(page, f
 
 
 def test_a_folder_is_searched_and_the_newest_file_of_a_learner_counts(page, files, tmp_path):
-    """A newer journal without answers does not replace the learner's journal, because the command line writes such
-    journals.
+    """The newest file of a learner counts, except a journal without answers, which a command in a shell also writes: it
+    does not replace the learner's journal.
     """
     ann = tmp_path / "class" / "ann"
     ann.mkdir(parents=True)

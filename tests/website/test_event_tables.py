@@ -1,4 +1,6 @@
-"""Tables of events: sizes that are a sum of powers, and refusals."""
+"""Tables of events: sizes become sums of products of micro-batch and length; traces for which there is no table are
+refused.
+"""
 
 import shutil
 import sys
@@ -66,9 +68,9 @@ def test_points_whose_events_differ_make_no_table():
 
 @pytest.mark.skipif(not shutil.which("node"), reason="no node: apt-get install nodejs")
 def test_where_what_is_free_is_given_back_the_page_does_so():
-    """The page's allocator, like the package's, returns free segments to the device where the trace empties the cache.
-    This happens while a 4-bit model is loaded: the segments of its 16-bit weights are returned before the training
-    needs memory.
+    """The calculator page's model of the allocator returns free segments to the device when the trace empties the
+    cache, like the package's model. This happens while a 4-bit model is loaded: the segments of its 16-bit weights are
+    returned before the training needs memory.
     """
     size, kept = 30 * 2**20, 10 * 2**20
     blocks = [(size, Label("a", "temporaries", "setup", "")), *[(kept, Label("b", "weights", "setup", ""))] * 2]

@@ -1,5 +1,5 @@
-"""The workspaces of kernels, and the allocations and frees of a calculator's table, as the calculator's page and as the
-package calculates them.
+"""The calculator's page and the package calculate the same workspaces of kernels, and the same allocations and
+frees.
 """
 
 import json

@@ -58,8 +58,8 @@ def bare(monkeypatch):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Pretend a GPU with NVML; return a function (name of a query, value) that replaces the answer to a query by the
-    value, or lets the query raise it.
+    """Pretend a GPU with NVML whose queries give fixed answers; return an object whose `fail(query)` makes this query
+    raise NVML's error from then on.
     """
     module = fake_nvml(GPU)
     monkeypatch.setattr(hardware, "ask_driver", lambda visible, order: ([GPU], None))

@@ -102,7 +102,9 @@ def test_an_error_in_a_callback_fails_the_course_run(tmp_path, monkeypatch, batc
 @pytest.mark.nightly
 @pytest.mark.skipif(ipywidgets.__version__ == "7.7.1", reason="this is the run against 7.7.1")
 def test_the_same_under_ipywidgets_7():
-    """Run these tests again with the folder that `make build/ipywidgets7` fills, first on the import path."""
+    """Run the tests of the modules `ON_BOTH` once more with ipywidgets 7, from the folder that `make build/ipywidgets7`
+    fills; the folder comes first on the import path.
+    """
     if not SEVEN.is_dir():
         pytest.skip(f"no ipywidgets 7.7.1: make build/ipywidgets7 puts it into {SEVEN.relative_to(SEVEN.parents[1])}")
     path = os.pathsep.join([str(SEVEN), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -132,8 +132,8 @@ def traced(monkeypatch):
 
 
 def picture(size):
-    """Return the HTML of the memory picture for the micro-batch `size`; its figures come from the stub estimate, see
-    `traced`.
+    """Return the HTML of the memory picture for the micro-batch `size`; its figures are those of `traced`, a stub
+    estimate.
     """
     return svg.bar("Peak", {"weights": size * 10**6}, SIZES | {"this machine": 30_000_000})
 

@@ -232,7 +232,9 @@ def test_a_drawing_error_fails_the_cell(cells):
 
 
 def read(times=1, gpu=None):
-    """Return the figures, {name: value}, of `times` samples of a GPU, or of the host for None, read in this thread."""
+    """Read the figures of a GPU, or of the host if `gpu` is None, `times` times in this thread; return [{name:
+    value}].
+    """
     with monitor.reader(gpu) as look:
         return [look() for _ in range(times)]
 
