@@ -557,7 +557,7 @@ exercises.question(lab, "first look", text, options, right="the parts alive at i
 # %%
 used = max(vanilla.peak_bytes, vanilla.memory.reserved_bytes or 0) + (vanilla.memory.context_bytes or 0)
 room = int(used * (0.8 if cuda else 0.5))  # on a GPU the context takes its part, whatever the recipe
-advice = lab.foresee(advise, task, memory=room, effective_batch=lab.sized(16, 4), most=3, seconds=120)
+advice = lab.foresee(advise, task, memory=room, effective_batch=lab.sized(16, 4), most=lab.sized(3, 1), seconds=120)
 display(advice)
 advice and advice.recipes and lab.foresee(verify, advice, lab)
 

@@ -444,7 +444,7 @@ tiny = task.replace(config={"num_hidden_layers": 2, "hidden_size": 32, "intermed
 few = {"DDP, large model": (large, DDP), "DDP, small model": (small, DDP)}
 often = {"DDP": (tiny, partial(DDP, broadcast_buffers=False)), "DDP, all sent twice": (tiny, sent_twice)}
 often["sharded"] = (tiny, sharded)
-LATE, over, hosts, rate = 0.01, {}, None, None  # seconds, runs
+LATE, over, hosts, rate = lab.sized(0.01, 0.002), {}, None, None  # seconds, runs
 with contextlib.ExitStack() as stack:
     for speed, recipes in {} if missing else {"fast": few | often, "slow": few, "late": often}.items():
         if speed == "slow":  # Mbit/s at which the large model's gradients take as long as two steps

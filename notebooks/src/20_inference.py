@@ -94,7 +94,7 @@ def text(rows, length, seed):
 
 
 optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
-for step in range(150):
+for step in range(lab.sized(150, 30)):
     batch = text(16, 32, step)
     loss = model(input_ids=batch, labels=batch).loss
     loss.backward()
