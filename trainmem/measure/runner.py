@@ -60,6 +60,11 @@ class Runner:
         if executor is None:
             SERVER.start()
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A function that uses its runner is pickled with it. Each experiment holds a pickled function: with them, every
+        # pickle would hold all earlier ones, and be twice as large as the one before.
+        return self.__dict__ | {"_experiments": {}}
+
     def train(
         self,
         name: str,
