@@ -31,8 +31,6 @@ from trainmem.texts import nearest_text, positive, shown, whole_number
 # Modules that a lesson's process and its kernel import in addition to those of an experiment.
 PRELOAD = ("papermill.cli", "ipykernel.kernelapp", "matplotlib.pyplot", "perf_helpers.course.claims")
 BACKEND = "module://matplotlib_inline.backend_inline"
-# For the smallest sizes, which only test that lessons run; a pool of compilers would compile headers twice.
-UNTIMED = {quiet.UNTIMED: "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 LESSONS = Path(__file__).resolve().parents[2] / "notebooks"
 
 
@@ -99,7 +97,8 @@ def run_course(
     with ExitStack() as stack:
         server = stack.enter_context(course_server.shared(PRELOAD, {"MPLBACKEND": BACKEND}))
         address = stack.enter_context(quiet.served(lock)) if at_once > 1 else ""
-        server |= UNTIMED if profile == TINY.name else {}
+        # The smallest sizes only test that lessons run. A pool of compilers would compile headers twice.
+        server |= {quiet.UNTIMED: "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"} if profile == TINY.name else {}
         threads = max(1, cores // at_once)
         own = [server | (quiet.entry(source.stem, threads, address) if address else {}) for source in sources]
         stack.enter_context(_terminated_as_interrupted())

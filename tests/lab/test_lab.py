@@ -2,6 +2,7 @@
 interleaved.
 """
 
+import itertools
 import json
 import time
 
@@ -12,7 +13,7 @@ from perf_helpers.lab.lab import Lab
 from trainmem.core.hardware import Gpu, Machine
 from trainmem.core.outcomes import Outcome
 from trainmem.core.task import Task
-from trainmem.core.training import Experiment
+from trainmem.core.training import Experiment, pickled
 from trainmem.measure import processes, quiet
 from trainmem.records import Memory, Ratio, Store
 from trainmem.unknown import Unknown
@@ -318,6 +319,20 @@ def test_a_function_that_cannot_travel_says_what_to_do(lab):
     lock = threading.Lock()
     with pytest.raises(ValueError, match="inside the function"):
         lab.run(lambda task: lock.locked(), measure=("none",))
+
+
+def test_a_function_that_uses_its_lab_is_sent_without_the_functions_before_it(lab):
+    """With them the bytes sent would double with each experiment."""
+
+    def uses_lab(_):
+        return lab.profile.name
+
+    sizes = []
+    for number in range(4):
+        assert lab.run(uses_lab, f"uses the lab {number}", measure="value").value == "cpu"
+        sizes.append(len(pickled(uses_lab)))
+    more = [after - before for before, after in itertools.pairwise(sizes)]
+    assert max(more) < 1.1 * min(more), "each run adds its own entry"
 
 
 def test_fp16_on_a_cpu_is_reported_as_ignored(lab):

@@ -253,6 +253,5 @@ class Runner:
 
 
 def _rank_summary(outcome: Outcome) -> dict[str, Any]:
-    memory = outcome.memory
-    breakdown = memory and memory.breakdown
-    return {"peak_bytes": memory and memory.peak_bytes, "breakdown": breakdown, "value": outcome.value}
+    peak, breakdown = (outcome.memory.peak_bytes, outcome.memory.breakdown) if outcome.memory else (None, None)
+    return {"peak_bytes": peak, "breakdown": breakdown, "value": outcome.value}
