@@ -62,9 +62,9 @@ SIZES = {f"{size} GiB": size * 2**30 for size in (8, 16, 24, 40, 80, 141)}  # so
 def context_bytes(compute_capability: tuple[int, int]) -> int | None:
     """Return the bytes of the CUDA context, which is outside of torch's allocator; None if they are not known.
 
-    The bytes depend on driver, CUDA and the kernels loaded. Sources: 1343 MiB on a V100, of which 2 MiB are a segment
-    of the allocator, in "Model training anatomy" of transformers' documentation; 751 MiB in fp32 and 767 MiB in 16 bits
-    on an H100, measured by the GPU suite (driver 580, CUDA 13.0).
+    The bytes depend on driver, CUDA and the loaded kernels. V100: "Model training anatomy" of transformers'
+    documentation has 1343 MiB, but 2 MiB of them are a segment of torch's allocator. H100: 767 MiB in 16 bits, and
+    751 MiB in fp32, measured by the GPU suite (driver 580, CUDA 13.0).
     """
     return {(7, 0): 1341 << 20, (9, 0): 767 << 20}.get(compute_capability)
 

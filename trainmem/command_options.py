@@ -74,7 +74,7 @@ Capability = Annotated[str | None, typer.Option(help="Compute capability of the 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Invocation:
-    """Hold the command line as the user typed it, and published speed ratios, for commands to read as typer's `obj`."""
+    """Hold the command line and published speed ratios; commands read them from typer's `Context.obj`."""
 
     words: list[str] = dataclasses.field(default_factory=list)  # the command line as the user typed it
     published: "Published | None" = None  # speed ratios for `advise`

@@ -67,8 +67,9 @@ _OF_TORCHAO = {"int4": "Int4WeightOnlyConfig", "int8": "Int8WeightOnlyConfig", "
 
 
 def method_of(settings: Mapping[str, Any]) -> str:
-    """Return the method that the fields of a quantization_config name: one of `METHODS`, e.g. "torchao", or an
-    unsupported method.
+    """Return the name of the quantization method in the fields of a quantization_config, e.g. "torchao".
+
+    The method may be one that is not supported (not in `METHODS`). If no field names a method, it is "bitsandbytes".
     """
     method = settings.get("quant_method", "bitsandbytes")
     return str(getattr(method, "value", method))
@@ -337,19 +338,20 @@ def _missing_package(error: ImportError) -> str:
 
 
 def _check_cache_is_known(peft, model, name: str, family: str, generates: bool) -> None:
-    """Refuse adapters that an older peft runs wrongly because transformers 5.24 renamed `past_key_values` to `cache`.
+    """Refuse adapters that learn a prefix or a prompt, if the installed peft is too old to run them with this model.
 
-    peft 0.21 looks for the old name in the signature of a classifier's `forward`, and in the arguments that `generate`
-    passes. Training of generative models is correct: peft passes the old name, which transformers still accepts.
+    transformers 5.24 renamed `past_key_values` to `cache`, but peft 0.21 looks for the old name. So peft rejects a
+    prefix for a classifier, and `generate` ignores a prefix and puts a prompt before every token. A training of a
+    generative model is not refused, because transformers still accepts the old name there.
 
     Args:
         peft: the imported package.
         name: peft's name of the kind of adapter, e.g. "PREFIX_TUNING".
         family: the data that the model takes, e.g. "causal".
-        generates: whether the model will `generate`.
+        generates: whether `generate` will be called.
 
     Raises:
-        ValueError: peft is older than transformers requires, and this kind of adapter passes a cache to this model.
+        ValueError: peft is older than transformers requires, and would run this kind of adapter wrongly or not at all.
     """
     import transformers
     from packaging.version import Version

@@ -100,8 +100,8 @@ class Arguments:
     Trainer, of the model and of the adapters.
 
     Attributes:
-        given: {name as the user typed it: value}: fields of `TrainingArguments`, and `OF_EXPERIMENTS`, which are this
-            engine's own arguments, e.g. "attn_implementation" or "peft".
+        given: {name as the user typed it: value}. The names are fields of `TrainingArguments`, or this engine's own
+            arguments (`OF_EXPERIMENTS`), e.g. "attn_implementation" or "peft".
     """
 
     given: Mapping[str, Any] = field(default_factory=dict)
@@ -113,7 +113,7 @@ class Arguments:
         `also`: further names that the caller accepts, see `check_names`.
 
         Raises:
-            ValueError: an unknown name, with the nearest known name; a value out of range; one argument under two
+            ValueError: an unknown name (the message suggests a known one); a value out of range; one argument under two
                 names; arguments that conflict.
         """
         check_names(given, also=also)
@@ -334,14 +334,17 @@ def _kernels() -> list[str]:
 
 @functools.cache
 def _current_names() -> dict[str, str]:
-    """Return {argument name that the installed transformers lacks: its name for the same argument} (`_SYNONYMS`)."""
+    """Return {another name of an argument: the argument's name in the installed transformers}.
+
+    An example is {"no_cuda": "use_cpu"}. The pairs of names are in `_SYNONYMS`.
+    """
     return dict((old, new) if new in known() else (new, old) for old, new in _SYNONYMS)
 
 
 def check_names(names: Iterable[str], *, also: Iterable[str] = ()) -> None:
-    """Raise ValueError for the first name that is not a training argument, with the nearest training argument.
+    """Raise ValueError for the first name that is not a training argument; the message suggests the most similar one.
 
-    `also`: further names that the caller accepts; these are offered as corrections, too.
+    `also`: further names that the caller accepts; the message may suggest these, too.
     """
     valid = known() | {old for pair in _SYNONYMS for old in pair if set(pair) & known()} | set(also)
     for name in names:

@@ -1,4 +1,4 @@
-"""Model configurations for tasks: read, check and merge them, and find the type of the weights that they name."""
+"""Read, check and merge the models' configurations for tasks, and find the type of a model's weights."""
 
 import contextlib
 import functools
@@ -111,7 +111,7 @@ def made(where: str, kind: str, fields: dict[str, Any]):
 def dtype_of(
     config, dtype: Any, named: str, where: str, of_weights: Callable[[], Any], is_preset: bool
 ) -> tuple[Any, str]:
-    """Return the torch.dtype in which `from_pretrained` loads a model, and a text that names what decided it.
+    """Return (the torch.dtype in which `from_pretrained` loads a model, a text that names what decided this type).
 
     The first of these that is given decides: `dtype`, the configuration's type, the type of the saved weights, float32.
 
@@ -119,9 +119,10 @@ def dtype_of(
         config: the model's configuration.
         dtype: the requested type; None or "auto": the configuration decides.
         named: the text to return if the configuration decides.
-        where: the configuration's name for that text and for messages, e.g. "config.json".
+        where: the configuration's name, e.g. "config.json", for texts such as "config.json names none".
         of_weights: function that returns the type of the saved weights, or None if no weights are saved.
-        is_preset: whether the configuration is a preset; a preset that names no type was published in float32.
+        is_preset: whether the configuration is a preset. A preset without a type means float32, its published type; the
+            text is then `where` alone.
 
     Raises:
         ValueError: the type is not a floating-point type of at least 16 bits.

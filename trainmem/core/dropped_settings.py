@@ -37,8 +37,8 @@ def dropped(training: Mapping[str, Any]) -> list[str]:
     """Return one sentence for each setting that transformers ignores with the optimizer that `training` names.
 
     Args:
-        training: {name: value} of `TrainingArguments`, by current names. Without "optim" the optimizer is
-            "adamw_torch".
+        training: {name: value} of `TrainingArguments`, with the names that the installed transformers uses. Without
+            "optim" the optimizer is "adamw_torch".
     """
     optim, version = str(training.get("optim") or "adamw_torch"), hardware.version_of("transformers")
     found = [

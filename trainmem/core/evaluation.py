@@ -1,7 +1,7 @@
 """Run one evaluation, and save once, after the last step of a training that is measured or estimated.
 
-The Trainer's own methods evaluate, save and load. In an estimate or a rehearsal, predictions have no values, so
-`unknown_values` replaces the arrays that the Trainer makes of them.
+The Trainer's own methods evaluate, save and load. In an estimate or a rehearsal, predictions have no values;
+`unknown_values` then gives the Trainer placeholders for the arrays to which it would convert the predictions.
 """
 
 import contextlib
@@ -56,10 +56,10 @@ def metrics(arguments: Arguments) -> Callable | None:
 
 @contextlib.contextmanager
 def unknown_values(on_cpu: bool) -> Iterator[None]:
-    """Give the Trainer arrays without values or memory, but with the right shapes, in place of the predictions' arrays.
+    """Let the Trainer convert predictions to placeholder arrays, which have the right shapes, but no values or memory.
 
-    `on_cpu`: whether the predictions are on the CPU. Each array then keeps its tensor alive, because a numpy array
-    shares a CPU tensor's memory.
+    `on_cpu`: whether the predictions are on the CPU. If so, a placeholder keeps its prediction's tensor alive, because
+    a real numpy array shares the memory of a CPU tensor.
     """
     from transformers import trainer_pt_utils
 

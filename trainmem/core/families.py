@@ -166,7 +166,7 @@ def text_of(config):
 
 
 def positions(config) -> int | None:
-    """Return the number of positions in a configuration; None if it has no limit (XLNet writes -1)."""
+    """Return the number of positions in a model's configuration, which limits a sequence's tokens; None: no limit."""
     text = text_of(config)
     names = ("max_position_embeddings", "n_positions", "max_target_positions")
     count = next(filter(None, (getattr(text, name, None) for name in names)), None)
@@ -196,7 +196,9 @@ def _has_any_size(config) -> bool:
 
 
 def _grid(config, image_size: int | None) -> tuple[int, int]:
-    """Return (patches per row, tiles) of an image. `image_size`: as in `Task`, in pixels.
+    """Return (patches in one row of an image or of one of its tiles, number of tiles).
+
+    `image_size`: height and width of the image in pixels; None: the size in the configuration.
 
     Raises:
         ValueError: the vision tower does not take this size.
@@ -214,7 +216,9 @@ def _grid(config, image_size: int | None) -> tuple[int, int]:
 
 
 def image_tokens(config, image_size: int | None) -> int:
-    """Return the number of tokens that an image takes in a sequence. `image_size`: as in `Task`, in pixels.
+    """Return the number of tokens that an image takes in a sequence.
+
+    `image_size`: height and width of the image in pixels; None: the size in the configuration.
 
     Raises:
         ValueError: the vision tower does not take this size.
@@ -354,11 +358,11 @@ class Data:
         return {"labels": [{"class_labels": a, "boxes": b} for a, b in zip(kinds, boxes, strict=True)]}
 
     def _with_images(self, draw, ids) -> dict[str, Any]:
-        """Return the columns of sequences that begin with one image each; the image's tokens have no labels.
+        """Return {column: array} for sequences, each of which begins with one image; the image's tokens have no labels.
 
         Args:
             draw: the random generator.
-            ids: token ids (examples, length), some of which are replaced by the image's tokens.
+            ids: token ids (examples, length); the image's tokens overwrite those at the beginning.
 
         Raises:
             ValueError: the image has too many tokens for the length, or the configuration's image token is invalid.

@@ -382,8 +382,9 @@ def read_cpu() -> tuple[str | None, tuple[str, ...] | None]:
 
 
 def parse_cpu(text: str) -> tuple[str | None, tuple[str, ...] | None]:
-    """Return (name, features) as `read_cpu` does, parsed from the text of /proc/cpuinfo on x86 ("flags") or Arm
-    ("Features", and a part number instead of a name), or of macOS's sysctl.
+    """Return (the CPU's short name, the features in `CPU_FEATURES` that it has); each is None if the text lacks it.
+
+    `text`: /proc/cpuinfo on x86 or Arm (where a part number replaces the name), or the output of macOS's sysctl.
     """
     facts: dict[str, str] = {}
     for key, _, value in (line.partition(":") for line in text.splitlines()):
@@ -399,11 +400,11 @@ def parse_cpu(text: str) -> tuple[str | None, tuple[str, ...] | None]:
 
 
 def cgroup_limits() -> tuple[int | None, int | None, float | None]:
-    """Return (this process's memory limit in bytes, the bytes left of this limit, the process's CPU quota in cores),
+    """Return (this process's memory limit in bytes, the free bytes under this limit, the process's CPU quota in cores),
     from cgroup v1 or v2.
 
-    The tightest limit of all levels up to the mount applies. Page cache that the kernel drops when it needs memory
-    ("inactive_file") counts as left. None: no limit.
+    The tightest limit of all levels up to the mount applies. Page cache that the kernel can drop ("inactive_file")
+    counts as free. None: no limit.
     """
     limit = left = quota = None
     for line in read(ROOT / "proc/self/cgroup").splitlines():

@@ -24,11 +24,11 @@ OPTIMIZERS = tomllib.loads(Path(__file__).with_name("optimizers.toml").read_text
 
 
 def offer(package: str) -> str | None:
-    """Let this process, and fresh subprocesses that it starts later, import a package that `make` installed in a
-    folder.
+    """Let this process, and fresh subprocesses that it starts later, import a package from its separate folder.
 
-    A package that is installed as usual is left alone. The lab then replaces a fork server that is older than this
-    call, because the libraries in that server have already looked for optional packages.
+    The project's Makefile installs such packages into folders of their own, outside of the usual packages. A package
+    that is installed as usual is left alone. Later the lab replaces a fork server that is older than this call, because
+    the libraries in that server have already looked for optional packages.
 
     Args:
         package: the import name, e.g. "deepspeed".
@@ -49,9 +49,9 @@ def offered() -> list[str]:
 
 
 def imported_by_trainings() -> list[str]:
-    """Return the names of modules that a fork server imports once, so that its forks need not.
+    """Return the names of the modules that a fork server imports once, so that its forks need not import them.
 
-    Every training imports these modules. They belong to packages whose folders `offer` added to the import path.
+    These are the modules that a training imports from the packages whose folders `offer` added to the import path.
     """
     packages = [Path(folder).name.partition("-")[0] for folder in offered()]
     return [module for package in packages for module in _IMPORTED_BY_TRAININGS.get(package, ())]

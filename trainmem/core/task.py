@@ -44,8 +44,8 @@ class Task(Record):
         seed: seed of the random weights and of the generated data.
         lengths: tokens of each sequence, in place of `seq_len` and `dataset_size`. A batch is padded to its longest
             sequence, or to the next multiple of `pad_to_multiple_of`; if `packed`, its sequences are joined into one
-            row without padding, as by `DataCollatorWithFlattening`. Meter and estimate then cover every batch of the
-            data instead of two steps.
+            row without padding, as by `DataCollatorWithFlattening`. With `lengths`, the meter and the estimate cover
+            every batch of the data, otherwise two steps.
         image_size: height and width of images in pixels, after the processor has resized them. None: the size in the
             configuration, or a common size; 0: no images, for an image-text model that is trained on text only.
         audio_seconds: seconds of speech per sample; None: 10. Whisper always takes 30.
@@ -177,9 +177,9 @@ class Task(Record):
 
     @property
     def loss_objective(self) -> str:
-        """The loss to train with, e.g. "contrastive"; "" for the loss of the model's own class.
+        """The objective to train with, e.g. "contrastive"; "" means the loss of the model's own class.
 
-        If `objective` is empty, it is the preset's objective, unless `architecture` is given.
+        This is the task's `objective`. If `objective` is empty and no `architecture` is given, it is the preset's.
         """
         preset = PRESETS.get(_ALIASES.get(self.model, self.model), {})
         return self.objective or (preset.get("objective", "") if not self.architecture else "")
@@ -214,7 +214,7 @@ class Task(Record):
 
     def model_class(self, config=None) -> type:
         """Return the class of transformers to train: `architecture`, otherwise the class that the configuration names,
-        otherwise the usual class for its model type.
+        otherwise the usual class for the configuration's model type.
 
         `config`: the task's configuration; None: build it.
 
@@ -272,8 +272,8 @@ class Task(Record):
         quantized stays quantized, whatever is requested.
 
         Args:
-            dtype: a torch.dtype or its name; None or "auto": by the rule.
-            quantization: fields of a `BitsAndBytesConfig`; None: only a saved quantization counts.
+            dtype: the requested type, a torch.dtype or its name; None or "auto": no type is requested.
+            quantization: the requested quantization, fields of a `BitsAndBytesConfig`; None: none is requested.
 
         Raises:
             ValueError: a saved quantization by another method than bitsandbytes, or a `dtype` that weights cannot have.
@@ -318,7 +318,7 @@ class Task(Record):
 
         Args:
             attn_implementation: "eager", "sdpa", ...; None: the library's choice.
-            dtype: type of the weights, a torch.dtype or its name; None: as `from_pretrained` loads it, see `weights`.
+            dtype: type of the weights, a torch.dtype or its name; None: the type that `Task.weights` returns.
             device: where the weights are created; "meta": without memory; None: the CPU.
 
         Raises:
@@ -437,9 +437,9 @@ class Task(Record):
         return Dataset.from_dict(arrays).with_format("torch")
 
     def collator(self) -> Callable[[list[dict]], dict] | None:
-        """Return the function that makes a batch of a list of examples; None if the Trainer's own collator can do it.
+        """Return the function that makes a batch of a list of examples; None: the Trainer's own collator can do it.
 
-        The Trainer's cannot batch examples of unequal `lengths`, or columns that a batch holds as lists.
+        The Trainer's own collator cannot batch examples of unequal `lengths`, or columns that stay lists in a batch.
         """
         if not self.lengths:
             names = families.LISTED.get(self.family())
@@ -473,7 +473,7 @@ def _padded(examples: list[dict], multiple: int) -> dict[str, Any]:
     """Pad examples to the longest example, rounded up to a multiple of `multiple` tokens, and return them as a batch
     with an attention mask.
 
-    As in the library's collators, ids are padded with 0, token labels with -100. The batch is {column: tensor}; its
+    Token ids are padded with 0, and token labels with -100, which the loss ignores. The batch is {column: tensor}; its
     token ids have the shape (samples, length).
     """
     import torch

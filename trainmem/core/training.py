@@ -55,7 +55,7 @@ class Experiment:
 
     @property
     def weights(self) -> Weights | None:
-        """The type in which the model's weights are loaded, and its source; None if the experiment runs a function.
+        """The type in which the model's weights are loaded, and what decides it; None: the experiment runs a function.
 
         Raises:
             ValueError: the requested type or quantization is not supported, see `Task.weights`.
@@ -70,7 +70,7 @@ class Experiment:
 
     @property
     def samples_per_step(self) -> int | None:
-        """Samples per optimizer step, over all processes; None if the user did not give them for a function."""
+        """Samples per optimizer step, over all processes; None: a user's function runs, and the user gave no number."""
         if self.function:
             return self.samples_of_function
         if not self.training:
@@ -81,7 +81,8 @@ class Experiment:
     def metered_steps(self) -> int:
         """Number of optimizer steps, or of passes in inference, that the memory meter and the estimate cover.
 
-        The number is two; with the task's `lengths`, it is at least two and enough for all samples.
+        The number is two. If the task gives each sample's length (`Task.lengths`), the number of steps is at least two
+        and enough for all samples.
         """
         unequal = self.training and not self.function and self.task.lengths
         return max(2, -(-len(self.task.lengths) // self.samples_per_step)) if unequal else 2
@@ -91,17 +92,18 @@ class Experiment:
         """Number of optimizer steps to run on a GPU: up to three for a training by the Trainer on examples of equal
         length, otherwise `metered_steps`.
 
-        Three suffice: the second step finds other free blocks than the third, but all later steps are like the third.
+        Three suffice, because the allocator's free blocks differ between the second and the third step, but not later.
         """
         alike = self.training and not self.function and not self.task.lengths
         return min(self.arguments.get("max_steps", 3), 3) if alike else self.metered_steps
 
     @property
     def is_counted_by_tensors(self) -> bool:
-        """Whether to count memory as the bytes of live tensors plus each operation's workspace, not by the allocator's
-        events, because other threads or processes pass memory to this process at irregular times.
+        """Whether memory is counted as the bytes of live tensors plus each operation's workspace.
 
-        This is so with several ranks, DataLoader workers, or DeepSpeed (see `memory_meter.MemoryMeter`).
+        Otherwise the allocator's events are counted. With several ranks, DataLoader workers or DeepSpeed, these events
+        are unreliable: other threads or processes pass memory to this process at irregular times (see
+        `memory_meter.MemoryMeter`).
         """
         # DeepSpeed communicates even with one rank.
         return self.processes > 1 or any(map(self.arguments.get, ("dataloader_num_workers", "deepspeed")))
@@ -287,7 +289,8 @@ def _check_room(task: Task, new: int) -> None:
 def _write(model, prompts, *, max_new_tokens: int, **options) -> None:
     """Call `generate` with greedy or beam search for exactly `max_new_tokens` tokens.
 
-    No computed value ends the search, so the search can be traced on fake tensors. `generate` compiles nothing.
+    The search never ends early, whatever the model computes, so that the search can be traced on fake tensors.
+    `generate` does not compile the model.
 
     Args:
         model: a model that can generate; its settings for generation are changed.
