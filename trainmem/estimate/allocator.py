@@ -34,9 +34,9 @@ def rounded(size: int) -> int:
 def workspace_bytes(compute_capability: tuple[int, int]) -> int:
     """Return the bytes of one cuBLAS workspace, which the caching allocator holds from the first matmul on.
 
-    Each thread that runs matmuls has a workspace: in a training the forward's and autograd's. A workspace has 32 MiB on
-    compute capability 9, 10 and 12, otherwise 2 buffers of 4096 KiB and 8 of 16 KiB (ATen/cuda/CublasHandlePool.cpp:
-    parseChosenWorkspaceSize).
+    Each thread that runs matmuls has a workspace: in a training, the thread of the forward pass and autograd's thread.
+    A workspace has 32 MiB on compute capability 9, 10 and 12, otherwise 2 buffers of 4096 KiB and 8 of 16 KiB
+    (ATen/cuda/CublasHandlePool.cpp: parseChosenWorkspaceSize).
     """
     return 32 * MIB if compute_capability[0] in (9, 10, 12) else (2 * 4096 + 8 * 16) * KIB
 
@@ -63,11 +63,11 @@ class Part:
 
     @property
     def is_whole(self) -> bool:
-        """Whether this part is its whole segment."""
+        """Whether this part of a segment is the whole segment."""
         return self.previous is None and self.next is None
 
     def reach(self) -> int:
-        """Return the bytes of this part plus the unmapped bytes directly behind it, into which it can grow."""
+        """Return the bytes to which this part can grow: its own plus the unmapped bytes directly behind it."""
         return self.size + (self.next.size if self.next is not None and not self.next.is_mapped else 0)
 
     def cut(self, size: int) -> "Part":
@@ -101,8 +101,9 @@ class Pool:
     Args:
         is_small: whether the pool has the small segments, for blocks of up to 1 MiB.
         page: bytes by which the pool's expandable segments grow.
-        ties: the order of free parts of one size: by lowest "address", by the "block" that torch created first, or by
-            the "segment" that was taken first (within it by lowest address).
+        ties: which of several free parts of the same size comes first. "address": the one at the lowest address.
+            "block": the one that torch created first. "segment": the one in the segment that was taken first from the
+            device, and in one segment the one at the lowest address.
     """
 
     def __init__(self, is_small: bool, page: int, ties: str = "segment"):
@@ -179,7 +180,7 @@ class Segment(NamedTuple):
 
 
 def segment_runs(head: Part, is_expandable: bool) -> list[Segment]:
-    """Return a list with the `Segment` that begins with the part `head`, and its blocks.
+    """Return a list with one `Segment`: the segment whose first block is `head`, with all its blocks.
 
     `is_expandable`: return one `Segment` for each contiguously mapped range of an expandable segment instead.
     """
@@ -206,10 +207,10 @@ class CachingAllocator:
     free_block, release_available_cached_blocks, release_cached_blocks and the expandable segments.
     `benchmarks/measure_allocator.py` compares every count and every block with torch's own.
 
-    Releases of torch differ in which of several free blocks of one size they take. If these blocks are in different
-    expandable segments, every release decides by their addresses, and the result depends on where the driver puts
-    segments. This class puts each segment below all earlier segments or in the highest gap, as Linux does, and as seen
-    on a real T4 (docs/upstream/lora-on-a-t4.md).
+    If several free blocks have the same size, `rules` say which one is taken. If several expandable segments can grow,
+    the one at the lowest address grows. Addresses depend on where the driver puts segments. This class puts each
+    segment below all earlier segments or in the highest gap, as Linux does, and as seen on a real T4
+    (docs/upstream/lora-on-a-t4.md).
 
     Args:
         settings: the options of PYTORCH_CUDA_ALLOC_CONF, as torch reads them at its start; None: the defaults.
@@ -302,7 +303,7 @@ class CachingAllocator:
         self.peak_reserved_bytes = self.reserved_bytes
 
     def segments(self) -> list[Segment]:
-        """Return all segments with their blocks, by address."""
+        """Return all segments with their blocks, sorted by address."""
         heads = sorted(self._heads.items())
         return [segment for _, head in heads for segment in segment_runs(head, self._expands)]
 

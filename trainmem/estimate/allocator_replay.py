@@ -3,8 +3,8 @@
 The result is the allocated and reserved memory, or a memory snapshot for torch's viewer (docs.pytorch.org/memory_viz).
 A snapshot has the form of `torch.cuda.memory._snapshot()` of torch 2.13: an entry of the trace has the requested bytes,
 and a segment's blocks have the sizes that the allocator cut. It differs from torch's snapshots in three points: a block
-has an operation, module, phase and category instead of a stack; a block has its category's colour; entries are numbered
-where torch has microseconds, because an estimate has no time.
+has an operation, module, phase and category instead of a stack; a block has its category's colour; the time of an entry
+is its number instead of microseconds, because an estimate has no time.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ class Replay:
 
     @property
     def peak(self) -> int:
-        """The number of events after which the most bytes are allocated, searched from the first forward pass on."""
+        """The number of events of the log after which the allocated bytes are highest, from the first forward pass on."""
         first = self.log.position("start")
         return first + int(self.allocated[first:].argmax())
 
@@ -140,7 +140,8 @@ def save(file: Path, *of) -> None:
     """Write a memory snapshot to `file`, pickled as torch does it, for torch's viewer.
 
     Args:
-        of: the arguments of `snapshot`, in its order: the log of allocations, and optionally settings, capacity, rules.
+        of: the arguments of `snapshot`: the log of allocations; then, optionally, the value of PYTORCH_CUDA_ALLOC_CONF,
+            the bytes that the card has for segments (None: no limit), and the rules of a torch release.
 
     Raises:
         ValueError: the settings have an option or a value that torch refuses, or an option not supported here.

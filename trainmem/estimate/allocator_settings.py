@@ -262,17 +262,20 @@ _SWITCH = {"1": True, "0": False}
 
 
 def newest() -> str:
-    """Return the newest torch release whose rules are known, e.g. "2.14"."""
+    """Return the newest torch release whose allocator rules this package knows, e.g. "2.14"."""
     return max(RELEASES, key=_number)
 
 
 def is_tested(rules: Release) -> bool:
-    """Return whether the rules of the release `rules.torch` are known; False: `rules` are the newest known ones."""
+    """Return whether this package knows the allocator rules of the torch release `rules.torch`.
+
+    If not, this release is newer than all known releases, and `rules` holds the rules of the newest known one.
+    """
     return rules.torch in RELEASES
 
 
 def is_since(torch: str, rules: Release) -> bool:
-    """Return whether the rules belong to the torch release `torch`, e.g. "2.15", or to a newer one."""
+    """Return whether `rules.torch`, the release whose rules are used, is the release `torch` (e.g. "2.15") or newer."""
     return _number(rules.torch) >= _number(torch)
 
 

@@ -29,9 +29,9 @@ _active: contextvars.ContextVar["Answers | None"] = contextvars.ContextVar("answ
 
 
 class Answers:
-    """Read and write stored estimates ("answers"), one file per key in `folder`; `used` counts the estimates found.
+    """Read and write stored estimates ("answers"), one file per key in `folder`.
 
-    See the module's docstring for the key.
+    `used` counts how many stored estimates `get` has returned. See the module's docstring for the key.
     """
 
     def __init__(self, folder: Path):
@@ -45,7 +45,7 @@ class Answers:
         return f"used {count} to the same question ({SWITCH}=0 estimates again)" if self.used else ""
 
     def get(self, key: str) -> tuple[Any] | None:
-        """Return (answer,), or None if there is no stored answer for the key or its file is damaged."""
+        """Return (the stored answer,) for a key; None if there is no answer for the key, or the answer's file is damaged."""
         with contextlib.suppress(Exception):  # a damaged pickle may raise anything
             answer = pickle.loads((self._folder / key).read_bytes())
             self.used += 1
@@ -95,7 +95,8 @@ def _question(arguments: Sequence) -> list[str] | None:
     """Return texts that identify an estimate's arguments: their repr, and further texts for files and tasks.
 
     The further texts are the time of change of each file that the arguments name, and the identity of each task.
-    Return None, so that nothing is stored, for arguments without a lasting text: a user's function, a model on the Hub.
+    Return None, so that nothing is stored, if no text identifies an argument in later processes: a function or an
+    optimizer of the user, or a model on the Hub.
     """
     parts = [repr(arguments)]
     for each in (part for argument in arguments for part in (argument if isinstance(argument, list) else [argument])):
@@ -116,7 +117,9 @@ def _question(arguments: Sequence) -> list[str] | None:
 
 @functools.cache
 def _surroundings() -> str:
-    """Return, as text, everything but the arguments that an answer depends on: libraries, code, CPU, environment."""
+    """Return, as text, everything on which an answer depends besides the arguments: libraries, code, CPU, environment
+    variables.
+    """
     code = sorted(each for each in Path(__file__).parents[1].rglob("*") if each.suffix in (".py", ".toml", ".json"))
     folders = [Path(each) for each in sys.path if each.endswith(("site-packages", "dist-packages"))]
     times = [(str(each), each.stat().st_mtime_ns) for each in (*code, *folders) if each.exists()]

@@ -45,8 +45,10 @@ class Gpu:
 
 
 def scan_bytes(count: int, tile: int = 896, each: int = 16) -> int:
-    """Return the bytes of the buffer with which CUB computes a running sum over `count` elements: `each` bytes per tile
-    of `tile` elements, and for 32 extra tiles (NVIDIA/cccl, cub/agent/single_pass_scan_operators.cuh).
+    """Return the bytes of the buffer with which CUB computes a running sum over `count` elements.
+
+    The buffer has `each` bytes for every tile of `tile` elements, and for 32 more tiles (NVIDIA/cccl,
+    cub/agent/single_pass_scan_operators.cuh).
     """
     return next_multiple(each * (-(-count // tile) + 32), CUB_BYTES) + 511
 
@@ -57,7 +59,7 @@ def contiguous_copy(tensor: torch.Tensor, layout: torch.memory_format = torch.co
 
 
 def efficient_forward(gpu: Gpu, made, query, key, value, *_, **__):
-    """Return the memory requests of memory-efficient attention's forward, in order: results, and bytes of buffers.
+    """Return the memory requests of memory-efficient attention's forward, in order: result tensors, bytes of buffers.
 
     For 16-bit heads wider than 128, one buffer holds the result in fp32 (mem_eff_attention/kernel_forward.h:
     kNeedsOutputAccumulatorBuffer). `made`: the results on fake tensors.
@@ -68,12 +70,13 @@ def efficient_forward(gpu: Gpu, made, query, key, value, *_, **__):
 
 
 def efficient_backward(gpu: Gpu, made, gradient, query, key, value, bias, *rest, **__):
-    """Return the memory requests of memory-efficient attention's backward, in order: results, and bytes of buffers.
+    """Return the memory requests of memory-efficient attention's backward, in order.
 
-    The first buffer holds the row sums of gradient times output. For inputs in fp32, a buffer with the product itself
-    comes before it. The last buffer holds dQ in fp32 in tiles, each with a header of 16 bytes; for wide heads in
-    16 bits it also holds dK and dV in fp32. The size of a tile depends on the GPU's shared memory
-    (mem_eff_attention/kernel_backward.h). `made`: the results on fake tensors.
+    A tensor is a result, a number is the bytes of a buffer, and a `Free` releases a buffer. The first buffer holds the
+    row sums of gradient times output. For inputs in fp32, a buffer with the product itself comes before it. The last
+    buffer holds dQ in fp32 in tiles, each with a header of 16 bytes; for wide heads in 16 bits it also holds dK and dV
+    in fp32. The size of a tile depends on the GPU's shared memory (mem_eff_attention/kernel_backward.h).
+    `made`: the results on fake tensors.
     """
     batch, heads, length, head = query.shape
     half, roomy = query.dtype in HALF, gpu.capability == (8, 0) or gpu.capability[0] in (9, 10)
@@ -100,7 +103,7 @@ def efficient_backward(gpu: Gpu, made, gradient, query, key, value, bias, *rest,
 
 
 def flash_forward(gpu: Gpu, made, query, key, value, dropout_p=0.0, *_, **__):
-    """Return the memory requests of flash attention's forward, in order: results, and bytes of buffers.
+    """Return the memory requests of flash attention's forward, in order: result tensors, and bytes of buffers.
 
     If there are too few query rows to keep the GPU busy, the kernel splits the keys into parts, and holds each part's
     result in fp32 until it combines them (flash_attn/flash_api.cpp: set_params_splitkv, num_splits_heuristic).
@@ -119,7 +122,7 @@ def flash_forward(gpu: Gpu, made, query, key, value, dropout_p=0.0, *_, **__):
 
 
 def flash_backward(gpu: Gpu, made, gradient, query, key, value, out, *_, **__):
-    """Return the memory requests of flash attention's backward, in order: results, and bytes of buffers.
+    """Return the memory requests of flash attention's backward, in order: result tensors, and bytes of buffers.
 
     The buffers hold one fp32 sum per query row, then dQ in fp32; for grouped queries also dK and dV per query head
     (flash_attn/flash_api.cpp: mha_bwd). `made`: the results on fake tensors.
@@ -133,19 +136,20 @@ def flash_backward(gpu: Gpu, made, gradient, query, key, value, out, *_, **__):
 
 
 def cudnn_forward(gpu: Gpu, made, *_, **__):
-    """Return the memory requests of cuDNN attention's forward, in order: seed and offset of the dropout come first.
+    """Return the results of cuDNN attention's forward, in the order in which a GPU allocates them.
 
-    `made`: the results on fake tensors.
+    First come seed and offset of the dropout, then the output and the log-sum-exp of each query row.
+    `made`: the results on fake tensors, in the order in which the operator returns them.
     """
     return [*made[2:], *made[:2]]
 
 
 def cudnn_backward(gpu: Gpu, made, gradient, query, key, value, out, *_, **__):
-    """Return the memory requests of cuDNN attention's backward, in order: results, and bytes of one buffer.
+    """Return the memory requests of cuDNN attention's backward, in order: result tensors, and the bytes of one buffer.
 
-    The buffer holds one sum per query row and dQ, in fp32. For heads of width 256 on compute capability 10, it holds
-    the sums only. Source: NVIDIA/cudnn-frontend, scaled_dot_product_flash_attention.h: get_fe_workspace_size_node.
-    `made`: the results on fake tensors.
+    The buffer holds, in fp32, the gradient of the query (dQ) and one sum for each query row. For heads of width 256 on
+    compute capability 10, it holds only the sums. `made`: the results on fake tensors.
+    Source: NVIDIA/cudnn-frontend, scaled_dot_product_flash_attention.h: get_fe_workspace_size_node.
     """
     rows, of_queries = 4 * query[..., 0].numel(), 4 * query.numel()
     return [*made, rows if gpu.capability[0] == 10 and query.shape[-1] == 256 else of_queries + rows]
@@ -154,8 +158,8 @@ def cudnn_backward(gpu: Gpu, made, gradient, query, key, value, out, *_, **__):
 def _parts(blocks: int, places: int, most: int) -> int:
     """Return the number of parts into which flash attention splits the keys; 1 if no split is needed.
 
-    Blocks run in waves of `places` blocks, and the last wave may be partly empty. The result is the smallest number of
-    parts that fills the waves to at least 85% of the best fill that any number of parts reaches.
+    Blocks run in waves of `places` blocks, and the last wave may be partly empty. For each number of parts, a share of
+    all places in all waves is in use. Return the smallest number whose share is at least 85% of the largest share.
 
     Args:
         blocks: number of blocks without a split.

@@ -141,9 +141,10 @@ def _fp32_result(name, args, kwargs) -> Arguments:
 
 
 def _fp32_norm(name, args, kwargs) -> Arguments:
-    """Return a norm's arguments for its overload with `dtype`, the type of the result (see `_NORMS`); `dtype` is fp32.
+    """Return the arguments for a norm's overload that takes `dtype`, the type of the result (see `_NORMS`).
 
-    If autocast does not cast the first argument, `dtype` is the type of this argument. `_Casts.rules` lists this rule.
+    `dtype` is fp32 if autocast casts the first argument; otherwise it is the first argument's own type.
+    `_Casts.rules` lists this rule.
     """
     defaults = [argument.default_value for argument in overload(name)._schema.arguments]
     dtype = torch.float32 if _is_cast(args[0]) else args[0].dtype
@@ -157,7 +158,7 @@ def _banned(name, *_):
 def _no_rule(name, *_):
     """Raise RuntimeError for an operator that is on none of CUDA's autocast lists.
 
-    In a CUDA build of torch `_cudnn_rnn` gets this rule, too; it is never called with CPU tensors.
+    In a CUDA build of torch, the operator `_cudnn_rnn` has this rule, too, but it is never called with CPU tensors.
     """
     remedy = f"use torch {newest()} or older"
     raise RuntimeError(f"the rule by which torch {torch.__version__} autocasts {name} on CUDA is unknown: {remedy}")

@@ -129,13 +129,14 @@ def _header(tensors: dict[str, torch.Tensor], metadata: Any) -> bytes:
 
 
 def peaks(marks: list[tuple[str, int, int]], totals: np.ndarray, begins: np.ndarray, first: int) -> tuple:
-    """Return the peak of each phase outside the training steps, e.g. of an evaluation, as a tuple of five parts.
+    """Return one tuple of five parts for each phase outside the training steps, e.g. for an evaluation.
 
-    These are: the phase; the live bytes when it begins; its highest live bytes; the index of the operation at this
+    The parts are: the phase; the live bytes when it begins; its highest live bytes; the index of the operation at this
     peak; (index of the phase's first operation, index of its last operation + 1). Indices count the trace's operations.
 
     Args:
-        marks: (label, log entries so far, operations so far) of each mark of the tracker, see `Watcher.marks`.
+        marks: the beginnings and ends of phases that the tracker recorded, each as (label, number of log entries before
+            it, number of operations before it), see `Watcher.marks`.
         totals: (entries + 1,): live bytes before the first entry of the tracker's log and after each entry.
         begins: (operations + 1,): element i is the number of log entries before operation i of the trace, and the last
             element is the number of all entries.

@@ -89,8 +89,9 @@ def _softmax(name, tensor, dim, dtype=None):
 
 
 def _linear(tensor, weight, bias=None):
-    """Return the result of `linear`, computed as torch does for plain tensors: in one matmul that adds the bias if
-    possible, otherwise in a matmul to which the bias is added in place.
+    """Return the result of `linear`, computed as torch does for plain tensors.
+
+    If possible, the matmul itself adds the bias; otherwise the bias is added in place to the matmul's result.
     """
     if bias is None:
         return torch.matmul(tensor, weight.t())
@@ -129,7 +130,7 @@ def _attention(
     """Compute scaled_dot_product_attention as on a GPU, by the kernel that torch selects there; return its output.
 
     Args:
-        rules: the rules of a torch release, see `allocator_settings.release`.
+        rules: the rules by which a torch release selects the kernel, see `allocator_settings.release`.
         capability: the GPU's compute capability.
         query, key, value: (batch, heads, length, head size), or without a batch.
         attn_mask, dropout_p, is_causal, scale, enable_gqa: as in scaled_dot_product_attention.
@@ -179,7 +180,7 @@ def _first(results):
 def _additive(mask, dtype):
     """Return a boolean mask as a tensor of type `dtype` to add to scores: 0 for True, minus infinity for False.
 
-    A mask that is not boolean, or None, is returned unchanged.
+    A mask that is not boolean is returned unchanged. None, which means no mask, is returned as None.
     """
     if mask is None or mask.dtype is not torch.bool:
         return mask

@@ -61,7 +61,8 @@ class DeviceTracker(FakeTracker):
     Args:
         capability: the GPU's compute capability, e.g. (9, 0).
         is_function: whether the experiment is a function with the user's own training loop, not the Trainer's loop.
-        from_the_start: whether to place all tensors of the user's loop on the device, because it never sends its model.
+        from_the_start: whether all tensors of the user's loop are on the device from the start. This is for a loop that
+            never sends its model to the device.
         cache: known results of operations; new ones are added. None: an empty cache.
         rules: the rules of a torch release, see `allocator_settings.release`; None: the installed release.
     """
@@ -153,7 +154,7 @@ class DeviceTracker(FakeTracker):
     def _move_adapter(self, plain, layer, *args, **kwargs):
         """Let peft's function `plain` move an adapter to the device of its base layer.
 
-        On the device, mark the copy of AdaLoRA's `ranknum` as trainable, as peft's move does.
+        If this device is the GPU, mark AdaLoRA's copied `ranknum` as trainable, because a real move by peft does so.
 
         `layer`: the layer that has the adapter.
         """
@@ -238,9 +239,9 @@ class DeviceTracker(FakeTracker):
         return result
 
     def _copy_into_base(self, gradient: torch.Tensor) -> None:
-        """Log that autograd copies `gradient`, the gradient of an overwritten view, into a new gradient of the view's
-        base, and frees `gradient`.
+        """Log that autograd copies `gradient` into a new gradient, and then frees `gradient`.
 
+        `gradient` belongs to a view that was overwritten in place; the new gradient belongs to the view's base.
         In a real training AsStridedBackward0 makes this copy. In a trace a dispatch mode is active; autograd then
         replays the view and copies nothing, so the copy must be logged here.
         """
