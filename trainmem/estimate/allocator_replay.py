@@ -41,7 +41,10 @@ class Replay:
 
     @property
     def peak(self) -> int:
-        """The number of events of the log after which the allocated bytes are highest, from the first forward pass on."""
+        """The number of events in the log up to the peak, at which the allocated bytes are highest.
+
+        Events before the first forward pass are counted, but the peak is not searched among them.
+        """
         first = self.log.position("start")
         return first + int(self.allocated[first:].argmax())
 

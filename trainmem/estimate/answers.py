@@ -45,7 +45,7 @@ class Answers:
         return f"used {count} to the same question ({SWITCH}=0 estimates again)" if self.used else ""
 
     def get(self, key: str) -> tuple[Any] | None:
-        """Return (the stored answer,) for a key; None if there is no answer for the key, or the answer's file is damaged."""
+        """Return (the stored answer,) for a key; None if there is no stored answer, or its file is damaged."""
         with contextlib.suppress(Exception):  # a damaged pickle may raise anything
             answer = pickle.loads((self._folder / key).read_bytes())
             self.used += 1
@@ -117,9 +117,7 @@ def _question(arguments: Sequence) -> list[str] | None:
 
 @functools.cache
 def _surroundings() -> str:
-    """Return, as text, everything on which an answer depends besides the arguments: libraries, code, CPU, environment
-    variables.
-    """
+    """Return, as text, all that an answer depends on besides its arguments: libraries, code, CPU, environment."""
     code = sorted(each for each in Path(__file__).parents[1].rglob("*") if each.suffix in (".py", ".toml", ".json"))
     folders = [Path(each) for each in sys.path if each.endswith(("site-packages", "dist-packages"))]
     times = [(str(each), each.stat().st_mtime_ns) for each in (*code, *folders) if each.exists()]

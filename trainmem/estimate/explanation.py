@@ -58,7 +58,7 @@ class Explanation:
 
     @property
     def difference_bytes(self) -> int:
-        """B's peak minus A's, in bytes."""
+        """The peak of recipe B minus the peak of recipe A, in bytes."""
         return self.b.peak_bytes - self.a.peak_bytes
 
     def by_category(self) -> dict[str, tuple[int, int]]:
@@ -176,8 +176,8 @@ def _priced(names: list[str], peak: Any, ends: tuple[int, int]) -> dict[str, tup
 
     Args:
         names: the arguments in which A and B differ, in order.
-        peak: function that takes some of `names`, and returns the peak in bytes of A with B's values of these
-            arguments, or None if this recipe is not valid.
+        peak: function that takes some of `names` and returns the peak in bytes of a recipe in which these arguments
+            have B's values and all others A's; None if this recipe is not valid.
         ends: (peak of A, peak of B) in bytes.
     """
     found, before, waiting = [], ends[0], []
@@ -269,8 +269,8 @@ def _peak_warnings(experiment: Experiment, made: MemoryEstimate, sizes: Counter)
 def _witnessed(follow: Callable, experiment: Experiment, tracker: Any):
     """Trace the experiment with `follow` (`trace.follow`) and return the trace, with its field `witnessed` filled in.
 
-    `witnessed` has three parts: for each allocated memory block (module, line of code); for each operation, the number
-    of log entries when it ended; and the warnings about the model.
+    `witnessed` is a tuple of three parts: a list of (module or parameter, line of code), one for each allocated memory
+    block; a list of the lengths of the tracker's log after each operation; and the warnings about the model.
 
     Raises:
         Invalid: the experiment cannot be built or traced, or no parameter gets a gradient.
@@ -328,7 +328,7 @@ class Witness:
         return made
 
     def note(self, optimizer, *_) -> None:
-        """Note which parameter the blocks of weights, gradients and optimizer states belong to.
+        """Note the parameter to which each memory block of a weight, a gradient or an optimizer state belongs.
 
         torch calls this hook with the optimizer before and after each of its steps.
         """

@@ -27,8 +27,9 @@ _PAGED = 100_000  # bitsandbytes pages states from this many elements on (optim/
 
 
 def traced(arguments: Arguments) -> Arguments:
-    """Return the arguments to trace for a GPU: if the optimizer's package is missing, with another optimizer that has
-    the same states.
+    """Return the arguments to trace for a GPU.
+
+    If the optimizer's package is missing, `optim` is replaced by another optimizer that has the same states.
     """
     is_missing = optional_packages.missing_of_optimizer(arguments.optimizer)
     same = optional_packages.about_optimizer(arguments.optimizer, "same_states") if is_missing else []

@@ -1,9 +1,10 @@
 """List the memory requests of CUDA's kernels in their order: results, and buffers used during the operation.
 
 Some kernels make several results in another order than they return them, and some take memory that no tensor shows.
-Each rule reproduces the requests of torch 2.13's CUDA build in a rehearsal; its docstring says what the kernel does. An
-operation without a rule requests only its results, in order. A rule gets `made`, the results on fake tensors, and the
-operation's arguments; it returns tensors (results) and bytes of buffers, which are held until the end or a `Free`.
+Each rule lists the requests that torch 2.13's CUDA build makes in a rehearsal; its docstring says what the kernel does.
+An operation without a rule requests only its results, in order. A rule gets `made`, the results on fake tensors, and
+the operation's arguments. It returns a list of tensors (results), numbers (bytes of buffers) and `Free`s. A buffer is
+held until a `Free` releases it, otherwise until the operation ends.
 """
 
 import math
@@ -46,7 +47,9 @@ class Kernels:
         self._sorted_at_once = dict(zip((4, 8), sorted_at_once, strict=True))
 
     def program(self, function, args: Sequence, kwargs: dict, result) -> Iterable[Step]:
-        """Return the requests of an operation in their order: its results, bytes of buffers, and `Free`s of buffers.
+        """Return the memory requests of an operation, in order: a tensor is a result, a number the bytes of a buffer.
+
+        A buffer is held until a `Free` in the list releases it, otherwise until the operation ends.
 
         Args:
             function: the operation that autograd calls on CPU tensors, e.g. grid_sampler_2d for `grid_sample`. If a GPU
@@ -137,7 +140,7 @@ class Kernels:
         If a sum converts its input to another type, e.g. integers to int64, one buffer holds the converted input. If
         several thread blocks compute one element of the result, other buffers hold their partial results.
 
-        `bytes_each`: bytes of one accumulated number (0: the result's type decides), see `_REDUCTIONS`.
+        `bytes_each`: bytes of one number of the partial results; 0: the size follows from the result's type.
         """
         if not tensor.numel():
             return []
@@ -153,10 +156,10 @@ class Kernels:
     def _embedding_backward(self, made, gradient, indices, weights, padding, scale_by_frequency, *_, **__):
         """Return the memory requests of `embedding_dense_backward`, in order: results (`made`), and bytes of buffers.
 
-        The indices are sorted, unless there are at most 3072 and no `scale_by_frequency`. The gradients of up to 10
-        equal indices are then added to one partial sum in fp32, which is kept until all partial sums of one index are
-        added. If the indices name few rows, and each row often, the gradients are added to the rows in fp32 at once,
-        without partial sums. Source: cuda/Embedding.cu, EmbeddingBackwardKernel.cu.
+        Up to 3072 indices are not sorted, unless `scale_by_frequency` is True. More indices are sorted, in buffers. The
+        gradients of up to 10 equal indices are then added to one partial sum in fp32; a buffer holds all partial sums,
+        which are finally added for each index. If the indices name few rows, and each row often, the gradients are
+        added to the rows in fp32 at once, without partial sums. Source: cuda/Embedding.cu, EmbeddingBackwardKernel.cu.
         """
         count, width = indices.numel(), gradient.shape[-1]
         copies = [*contiguous_copy(gradient), *contiguous_copy(indices)]
@@ -228,9 +231,9 @@ class Kernels:
     def _scan(self, made, tensor, dim, *_, **__):
         """Return the memory requests of `cumsum`, in order: the result (`made`), and bytes of buffers.
 
-        If the input has another type than the result, a buffer holds the cast input. The one exception is
-        transformers' count of tokens per expert: it is in floats on a CPU, where the trace runs, but in int32 on a GPU,
-        where no cast is needed (transformers/integrations/moe.py).
+        If the input has another type than the result, a buffer holds the input cast to the result's type. There is one
+        exception: transformers' count of tokens per expert needs no cast on a GPU, where its input is in int32. In the
+        trace, on a CPU, its input is in floats (transformers/integrations/moe.py).
         """
         dtype, counted = made[0].dtype, made[0].dtype is torch.int32 and tensor.dtype is torch.float32
         cast = [] if counted or tensor.dtype is dtype else [tensor.numel() * dtype.itemsize]
@@ -242,7 +245,8 @@ class Kernels:
     def _safe_softmax(self, made, tensor, dim, *_, **__):
         """Return the memory requests of `_safe_softmax`, which gives 0 in rows that are masked completely.
 
-        After the result (`made`) come a mask of elements, a mask of rows, and a tensor with the 0 (native/SoftMax.cpp).
+        After the result (`made`) come three buffers: a mask of elements, a mask of rows, and the single number 0, which
+        fills the masked rows (native/SoftMax.cpp).
         """
         return [*made, tensor.numel(), tensor.numel() // tensor.shape[dim], made[0].element_size()]
 
@@ -255,7 +259,7 @@ class Kernels:
 
         Args:
             count: number of keys.
-            largest: a number that is larger than all keys.
+            largest: a limit of the keys: all keys are smaller than this number.
             key: bytes of a key.
         """
         passes = -(-max(largest - 1, 1).bit_length() // 8)
@@ -310,7 +314,7 @@ class Kernels:
         return [*made, each, each, group, group, each]
 
     def _roll(self, made, tensor, shifts, dims=(), *_, **__):
-        """Return the memory requests of `roll`, in order: bytes and `Free`s of buffers, then the result (`made`).
+        """Return the memory requests of `roll`, in order: bytes and releases of buffers, then the result (`made`).
 
         Dimensions are rolled one by one, each but the last into a new buffer (TensorTransformations.h: roll_common).
         """
@@ -386,8 +390,8 @@ class Kernels:
 def _product_of_quanto(made, tensor, codes, scales) -> list[Step]:
     """Return the memory requests of quanto's 8-bit matmul, in order: bytes of buffers, then the result (`made`).
 
-    The codes, which are the weights in 8 bits, are multiplied by their scales in a buffer. Codes in floating point are
-    cast in another buffer before (optimum-quanto 0.2.7, qbytes_mm.py).
+    The codes, which are the weights in 8 bits, are multiplied by their scales in a buffer. Codes in a floating-point
+    type are first cast into another buffer (optimum-quanto 0.2.7, qbytes_mm.py).
     """
     whole = codes.numel() * scales.itemsize
     cast = [] if tensor.dtype is scales.dtype else [tensor.numel() * scales.itemsize]

@@ -1,7 +1,7 @@
 """Find the step of a data set's epoch with the highest peak, and the batch sizes and lengths that fit a card.
 
 The batches come from the Trainer's own loader, in a fresh subprocess. A step is traced together with the step before it
-and the step after it. The lengths of the samples are exact, and batches are padded or packed (`Task.lengths`).
+and the step after it. The samples have exactly the lengths in `Task.lengths`; their batches are padded or packed.
 """
 
 import bisect
@@ -43,8 +43,10 @@ def read(file: str | os.PathLike) -> tuple[int, ...]:
 
 
 def checked(values: Iterable, name: str = "lengths") -> tuple[int, ...]:
-    """Return `values`, lengths in tokens, as whole numbers. A row of token ids, e.g. of a column of `datasets`, is
-    replaced by its length. `name`: what the message calls the lengths.
+    """Return `values`, lengths in tokens, as a tuple of whole numbers.
+
+    A list of token ids, e.g. one entry of a column of a data set, is replaced by its length.
+    `name`: what the message calls the lengths.
 
     Raises:
         ValueError: there are no lengths, or a length is not a whole number from 1 to `LONGEST`.
@@ -184,10 +186,11 @@ def worst_batch(
     def worst(sizes: list[list[int]], packed: bool) -> tuple[int, MemoryEstimate]:
         """Return (number of the step with the highest peak, its estimate).
 
-        Only two candidates are traced: the step with the largest micro-batch, and the step with the largest micro-batch
-        that is not the first of its step. The second candidate may peak higher, because gradients exist from the second
-        micro-batch on. If several steps have an equally large micro-batch, the candidate is the step for which the sum
-        of its tokens and the next step's tokens is largest, because the next batch is loaded while a step runs.
+        Two candidates are traced: the step with the largest micro-batch of all, and the step with the largest
+        micro-batch if the first micro-batch of each step is ignored. The second candidate may peak higher, because
+        gradients exist from the second micro-batch on. If several steps have an equally large micro-batch, the
+        candidate is the step for which the sum of its tokens and the next step's tokens is largest, because the next
+        batch is loaded while a step runs.
 
         Args:
             sizes: tokens in each micro-batch of each step, padding included.
@@ -212,14 +215,15 @@ def worst_batch(
     unit = pad_to_multiple_of if pad_to_multiple_of > 1 else 8  # of the largest length, in tokens
 
     def largest(most: int, rows: int = 0, width: int = 0) -> tuple[int, Fits]:
-        """Return (n, `Fits` for n) for the largest n that fits the card, or (0, `Fits` for 1) if n = 1 does not fit.
+        """Return (the largest batch size or sample length that fits the card, `Fits` for it).
 
-        If `width` is given, n is the number of samples in a batch. If `rows` is given, n is the length of samples in
-        units of `pad_to_multiple_of` tokens (8 tokens if that is 1). For each n three equal steps are traced, in which
-        all samples but the first of a batch are one token shorter, so that there is padding.
+        If `width` is given, the number of samples in a batch is searched. If `rows` is given, the length of the samples
+        is searched, in units of `pad_to_multiple_of` tokens (in units of 8 tokens if `pad_to_multiple_of` is 1). If not
+        even 1 fits, return (0, `Fits` for 1). For each size three equal steps are traced, in which all samples but the
+        first of a batch are one token shorter, so that there is padding.
 
         Args:
-            most: the largest number to try.
+            most: the largest size to try.
             rows: samples in a batch, if their length is searched; otherwise 0.
             width: tokens per sample, if the number of samples is searched; otherwise 0.
         """
@@ -239,9 +243,9 @@ def worst_batch(
 def _around(steps: Steps, number: int, lengths: tuple[int, ...]) -> list[int]:
     """Return the lengths of all samples of step `number`, and of the steps before and after it, as one list in order.
 
-    If `number` is the first step, the second step is put before it, too, because the optimizer creates its states in
-    the first traced step, but in later epochs they exist before step `number`. With fewer than three steps, no step is
-    put before the first.
+    If `number` is the first step, and there are at least three steps, the second step is put before it, too. The
+    optimizer creates its states in the first traced step, so step `number` is traced with these states, as it runs in
+    later epochs.
 
     Args:
         steps: for each step, for each of its micro-batches, the numbers of its samples in the data set.
@@ -252,9 +256,9 @@ def _around(steps: Steps, number: int, lengths: tuple[int, ...]) -> list[int]:
 
 
 def _drawn(lengths: tuple[int, ...], arguments: Arguments, tell: Callable[[int], None]) -> Steps:
-    """Return the batches of the first epoch, as sample numbers per step and micro-batch, from the Trainer's own loader.
+    """Return the batches of the first epoch as nested lists: for each step, for each micro-batch, its samples' numbers.
 
-    Call it in a fresh subprocess, because it sets seeds.
+    The batches come from the Trainer's own loader. Call this function in a fresh subprocess, because it sets seeds.
 
     Args:
         lengths: tokens in each sample.

@@ -60,7 +60,7 @@ class Fits:
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """Hold the estimated peak memory of an experiment in bytes, and assumptions; tell whether it fits a card."""
+    """Hold an experiment's estimated peak memory in bytes, and the assumptions made; `fits` tells if it fits a card."""
 
     name: str  # in tables and pictures
     task: dict[str, Any]  # see `Task.to_dict`

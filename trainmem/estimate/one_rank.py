@@ -93,10 +93,11 @@ class Replica(torch.nn.parallel.DistributedDataParallel):
 
 
 def _send(tensors: list[torch.Tensor]) -> None:
-    """Allocate the flat copies that rank 0 makes of the tensors it broadcasts, one by one, and keep the last two.
+    """Allocate, one after another, the flat copies that rank 0 makes of the tensors that it broadcasts.
 
-    The tensors are grouped into buckets, and each bucket is copied into one flat tensor. A tensor that is alone in its
-    bucket is sent without a copy (csrc/distributed/c10d/comm.cpp: broadcast_coalesced).
+    torch broadcasts up to two copies at a time, so the last two are kept. The tensors are grouped into buckets, and
+    each bucket is copied into one flat tensor. A tensor that is alone in its bucket is sent without a copy
+    (csrc/distributed/c10d/comm.cpp: broadcast_coalesced).
     """
     sent: list[torch.Tensor | None] = []
     for bucket in _bucketed(tensors, [250 << 20], shares_one=True):
@@ -127,7 +128,7 @@ def _bucketed(
 def fsdp_enabled(send: Callable[[torch.Tensor], None]) -> Iterator[None]:
     """Make accelerate apply the Trainer's `fsdp` in this context; outside it, accelerate does so only on GPUs.
 
-    `send` is called with each tensor that FSDP2 sends to the device before it is sharded.
+    `send`: called with each whole tensor that FSDP2 moves to the device before FSDP2 shards the tensor.
     """
     from accelerate.state import AcceleratorState
     from accelerate.utils import DistributedType
@@ -169,7 +170,7 @@ def fsdp_enabled(send: Callable[[torch.Tensor], None]) -> Iterator[None]:
 
 
 class DeviceName(str):
-    """Name DeepSpeed's device: torch reads the name as "cpu", `DeviceTracker` recognizes it as the GPU."""
+    """Name the modelled GPU for DeepSpeed: torch reads "cpu", but `DeviceTracker` takes this class for the GPU."""
 
 
 @contextlib.contextmanager

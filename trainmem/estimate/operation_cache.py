@@ -45,14 +45,14 @@ class OperationCache:
         self.within: torch.dtype | None = None  # autocast's type, on which 4-bit matmuls also depend
 
     def result(self, operation: Operation, function, args: tuple, tensors: list, mode: FakeTensorMode, ask: Callable):
-        """Return an operation's result on fake tensors: rebuilt from the cache, or otherwise what `ask()` returns,
-        which is then cached.
+        """Return an operation's result on fake tensors: from the cache or, if the cache has none, from `ask`.
 
         Args:
             operation: the call as an `Operation`, whose signature is part of the cache's key.
             function, args: the operator, and its positional arguments.
             tensors: the tensors among its arguments.
             mode: the mode of new fake tensors.
+            ask: function that runs the operation on the fake tensors; its result is then cached.
         """
         offset = args[0].storage_offset() if args and isinstance(args[0], torch.Tensor) else 0
         about = operation.structure, offset, self.on_host, self.within, torch.get_default_dtype()
@@ -207,8 +207,9 @@ def by_position(function, args: tuple, selected: Callable[[torch.Tensor], int] |
 
 @functools.lru_cache(maxsize=1)
 def _state(mode: FakeTensorMode) -> dict[str, Any]:
-    """Return the Python attributes of a new fake tensor as {name: value}, to copy them together: setting them one by
-    one takes longer than an operation.
+    """Return {name: value} of a new fake tensor's Python attributes, which the caller copies together.
+
+    Setting them one by one would take longer than running an operation.
     """
     return dict(FakeTensor(mode, torch.empty(0, device="meta"), torch.device("cpu")).__dict__)
 

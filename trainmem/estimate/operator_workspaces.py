@@ -204,10 +204,10 @@ def _is_sizeless(operation: Operation) -> bool:
 
 
 def smaller(operation: Operation, limit: int) -> list[Operation]:
-    """Return the operation at three smaller sizes of at most `limit` bytes, largest first; [] if that is impossible.
+    """Return three forms of an operation with smaller tensors, of at most `limit` bytes each; [] if that is impossible.
 
-    The same dimensions are shortened at all three sizes. If the workspace depends on only some of them, the three
-    workspaces do not lie on a straight line over the operation's bytes, and `line` does not extrapolate them.
+    The largest form comes first; all three have the same dimensions shortened. If the workspace depends on only some of
+    these dimensions, the three workspaces do not lie on a straight line over the bytes, and `line` returns None.
     """
     factors: dict[int, int] = {}  # {length: what it is divided by}
     while (cut := resized(operation, factors)).bytes > limit:
@@ -223,8 +223,8 @@ def smaller(operation: Operation, limit: int) -> list[Operation]:
 def resized(operation: Operation, factors: dict[int, int]) -> Operation:
     """Return a smaller form of an operation, so that running it takes less memory and time.
 
-    The bytes of the results (`made_bytes`) are scaled by the same ratio as the bytes of all tensor arguments together,
-    without a new trace. If no tensor argument shrinks, the bytes of the results are divided by all factors.
+    The bytes of the results (`made_bytes`) are not traced again: they are scaled like the bytes of all tensor arguments
+    together. If no tensor argument shrinks, the bytes of the results are divided by all factors.
 
     Args:
         operation: the operation; it is not changed.
@@ -291,15 +291,15 @@ class _Tried:
     def assumption(self) -> Hidden:
         """Return an assumed workspace for the operation at its full size, or an unknown one if no run succeeded.
 
-        The assumed workspace is the bytes of operands and results at full size, multiplied by the largest ratio of
-        workspace to operands and results among the first runs.
+        For each first run, the workspace is divided by the bytes of operands and results. The largest of these ratios
+        is multiplied by the bytes of operands and results at full size.
         """
         pairs = zip(self.group, self.seen, strict=True)
         shares = [seen.bytes / cut.bytes for cut, seen in pairs if seen and cut.bytes]
         return Hidden(round(max(shares) * self.operation.bytes), "assumed") if shares else _UNKNOWN
 
     def expected_seconds(self) -> float:
-        """Return the seconds that a run at full size is expected to take, from an earlier run or an assumed speed."""
+        """Return the seconds that the operation should take at full size, from the run `warm` or an assumed speed."""
         if not self.warm:
             return self.operation.bytes / _SLOW_BYTES_A_SECOND
         return self.warm.seconds * (self.operation.bytes / max(self.group[0].bytes, 1)) ** _GROWTH
@@ -336,7 +336,7 @@ class Runner:
         self._pool: ProcessPoolExecutor | None = None
 
     def __call__(self, operations: list[Operation], threads: int) -> list[Seen | None]:
-        """Run operations on zeros in a fork of this process; return the workspace's bytes and the seconds of each.
+        """Run operations on zeros in a fork of this process; return the workspace bytes and seconds of each operation.
 
         The results have the order of `operations`. A result is None if the operation raises on zeros or crashes the
         fork. A crash is possible because `resized` may reduce a length to 0, by which a kernel then divides. After a

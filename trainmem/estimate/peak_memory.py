@@ -106,7 +106,7 @@ def trace_all(experiments: Sequence[Experiment], device: Device, probe: "Probe",
     Args:
         device: the device whose memory is estimated.
         probe: measures operator workspaces on a CPU; `probe.known` collects results of operations for all experiments.
-        tell: called with the percentage done, which is 80 after the last trace.
+        tell: called with the percentage of the work that is done: at most 80, because workspaces are measured last.
 
     Raises:
         Invalid: an experiment cannot be built, or one of its operations cannot be traced.
@@ -188,8 +188,8 @@ def _trace_one(experiment: Experiment) -> tuple[Trace, dict[tuple, Any]]:
 def trace_of(experiment: Experiment, device: Device, known: dict[tuple, Any] | None = None) -> Trace:
     """Return the trace of an experiment. Call it in a fresh subprocess, because it replaces parts of torch.
 
-    If values decide which experts of a mixture the tokens choose, the trace assumes balanced routing. Its `one_sided`
-    is then a second trace, which assumes that all tokens choose the same experts.
+    If values decide which experts of a mixture the tokens choose, the trace assumes balanced routing. The trace's
+    attribute `one_sided` is then a second trace, which assumes that all tokens choose the same experts.
 
     `known`: results of operations in earlier traces, see `OperationCache`; this trace adds its own. None: no
     results.
@@ -330,11 +330,11 @@ _TAKEN = {
 
 
 def _with_workspaces(trace: Trace, probe: "Probe") -> tuple[np.ndarray, list[str]]:
-    """Return (highest total bytes during each operation, an array (operations,); assumptions about workspaces).
+    """Return a trace's totals with operator workspaces, and the assumptions about these workspaces, as texts.
 
-    The totals include operator workspaces. Operations with the same signature need the same workspace, so each
-    signature is measured once. The time for measuring is limited: signatures that run when most bytes are live come
-    first.
+    The totals are an array (operations,): the highest total bytes during each operation. Operations with the same
+    signature need the same workspace, so each signature is measured once. The time for measuring is limited: signatures
+    that run when most bytes are live come first.
     """
     from trainmem.estimate.operator_workspaces import assumptions
 

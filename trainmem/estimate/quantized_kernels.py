@@ -1,6 +1,6 @@
 """List the memory requests of bitsandbytes' kernels for 8- and 4-bit weights on a GPU.
 
-Source: bitsandbytes 0.50, backends/cuda/ops.py and backends/default/ops.py; its C++ code gets all memory from Python.
+Source: bitsandbytes 0.50, backends/cuda/ops.py and backends/default/ops.py, which allocate all memory for the C++ code.
 Whether a 4-bit matmul has its own kernel, or first dequantizes the whole matrix, is read from the source of the
 installed version, because its module cannot be imported without CUDA.
 """
@@ -19,9 +19,10 @@ OUTLIER_OPERATIONS = {"int8_vectorwise_quant", "int8_mixed_scaled_mm"}
 
 
 def program(gpu: GPU, name: str, made: list[torch.Tensor], *args, **kwargs) -> tuple[list, list, bool]:
-    """Return (tensors to copy first unless contiguous, the requests in order, whether the operation calls cuBLAS).
+    """Return (tensors that must be contiguous, memory requests, whether the operation calls cuBLAS).
 
-    A request is a result, or the bytes of a buffer that is held until the operation ends.
+    The operation first copies those tensors that are not contiguous. The requests are in order. A request is a result,
+    or the bytes of a buffer that is held until the operation ends.
 
     Args:
         gpu: the modelled GPU.

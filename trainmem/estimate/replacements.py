@@ -33,8 +33,8 @@ _REPEATED = 32  # micro-batches of a step that are repeated on a GPU; later ones
 def matched() -> Iterator[None]:
     """Let detection models match objects with queries on fake tensors, in this context.
 
-    Values would decide which object matches which query, but not how many pairs there are. Therefore the first objects
-    are matched with the first queries.
+    In a real training, values decide which object is matched with which query, but not how many pairs there are. Here
+    the first objects are matched with the first queries.
     """
 
     def assigned(plain, cost, *args, **kwargs):
@@ -124,7 +124,7 @@ def _plain_type(value) -> type:
 
 
 def fake_module_to(tracker: "FakeTracker") -> Callable:
-    """Return a replacement of `Module.to` that casts fake weights in place, because torch cannot replace them."""
+    """Return a replacement of `Module.to` that casts weights in place; torch's own cannot replace fake weights."""
 
     def to(module, *args, **options):
         device, dtype, *_ = torch._C._nn._parse_to(*args, **options)
@@ -140,12 +140,12 @@ def few_micro_batches(tracker: "FakeTracker", alike: bool) -> contextlib.Abstrac
     """Return a context in which only the first two and the last of a step's micro-batches are traced.
 
     The other micro-batches do not run. For a GPU, the log entries of the second micro-batch are repeated for the first
-    few of them, because a few repetitions may still change which blocks of the allocator are free.
+    few that do not run, because the allocator's free blocks may still change during a few repetitions.
 
     Args:
         alike: whether the micro-batches of a step are equal, except that the first one makes the gradients. If so, the
-            log entries of the second micro-batch are also repeated for the last one, and those of the first step for
-            later steps.
+            last micro-batch does not run either: the log entries of the second one are repeated for it. Later steps
+            repeat the log entries of the first step.
     """
     from transformers import Trainer
 
