@@ -14,8 +14,9 @@ from trainmem.records import now
 
 
 def seen_by(executor: Executor | None) -> tuple[Machine, dict[str, str | None]]:
-    """Return (the machine, {package: version}) with which experiments run: those of `executor`'s workers (None: of this
-    process).
+    """Return (the machine on which experiments run, {package: version} of the packages installed there).
+
+    `executor`: performs the experiments; its worker answers. None: experiments run on this machine.
     """
     if executor is None:
         return hardware.describe(), hardware.versions()
@@ -65,12 +66,12 @@ def perform(number: str, function: Callable[..., Outcome], *arguments) -> Outcom
 def measured(
     experiment: Experiment, meters: Sequence[str], timeout: float, on_step: Callable[[int], None] | None = None
 ) -> Iterator[Outcome]:
-    """Yield the outcome of an experiment after each meter, with all earlier figures, until a meter fails.
+    """Yield, after each meter until one fails, an outcome with all figures so far.
 
     Args:
-        meters: names of meters, each used in a fresh subprocess: "memory" or "time"; "none" or "value" run the
-            experiment without a meter. With "none" the experiment's code may time itself, with "value" it may not. In a
-            course, other lessons wait while something is timed.
+        meters: names of meters, e.g. ["memory", "time"]; each runs the experiment in a fresh subprocess ("memory" may
+            need two). "none" and "value" run it without a meter: with "none" the experiment's code may time itself,
+            with "value" it may not. In a course, other lessons wait while something is timed.
         timeout: seconds per meter.
         on_step: called with the number of a finished step, at most a few times a second; None: not called.
     """
@@ -91,9 +92,10 @@ def measured(
 
 
 def measure(experiment: Experiment, meters: Sequence[str], timeout: float) -> Outcome:
-    """Measure an experiment with one meter after the other, until a meter fails; return the outcome with all figures.
+    """Run an experiment once with each meter, until a meter fails; return one outcome with the figures of all meters.
 
-    `timeout`: seconds per meter. `meters`: see `measured`.
+    `meters`: names of meters, e.g. ["memory", "time"]; also "none" or "value", see `measured`. `timeout`: seconds per
+    meter.
     """
     return [*measured(experiment, meters, timeout)][-1]
 
