@@ -319,7 +319,7 @@ class Ratio(Record):
 
     @classmethod
     def unknown(cls, why: str, error: type[RuntimeError] = NeedsValues) -> "Ratio":
-        """Return a ratio that was not measured: it prints as "not measured", and comparing its value raises an error.
+        """Return a ratio that was not measured; it prints as "not measured", and comparing its value raises `error`.
 
         Args:
             why: why the ratio was not measured.

@@ -2,6 +2,7 @@
 a failed run lacks.
 
 Both have the reason as `why`. Neither can decide a verdict: code that needs the value gets an error with the reason.
+
 A third placeholder, `Assumed`, is an unknown number in a rehearsed program that has to reach its end. It raises no
 error: code that needs its value gets 1, and comparisons are false.
 
@@ -32,7 +33,7 @@ class NeedsLibrary(RuntimeError):
 
 
 class RunFailed(RuntimeError):
-    """Raised if code uses a figure or the value of a run whose experiment failed."""
+    """Raised if code uses a figure or a value that is missing in a run, because the run's experiment failed."""
 
 
 def is_measured(value: "float | Missing | None") -> bool:

@@ -1,4 +1,4 @@
-"""Trace a training on fake tensors: log when each storage would be allocated and freed, but allocate no memory for it.
+"""Trace a training on fake tensors: log when each tensor's memory would be allocated and freed.
 
 A trace runs the same code as a measurement, including transformers' Trainer. The data are real, and every tensor that
 depends on a weight is fake. Operators' workspaces are not in the trace, because they are no tensors: see
@@ -210,12 +210,14 @@ class FakeTracker(Tracker):
         return module
 
     def repeated(self, span: tuple) -> list[FakeTensor] | None:
-        """Log a batch once more without running it; return new fake tensors in place of the tensors that it left live.
+        """Log a batch once more without running it; return new fake tensors like those that were live after the batch.
 
         The live tensors are the loss and the new gradients of a micro-batch, or the predictions of an evaluation's
-        batch. Return None, and log nothing, if a repetition would be wrong. It would be wrong in three cases: the batch
-        left other memory allocated than the live tensors and cuBLAS workspaces; the batch freed memory that was
-        allocated before it; or a weight whose gradient is among the live tensors already has a gradient.
+        batch. The new gradients become the `grad` of their weights.
+
+        Return None, and log nothing, if a repetition would be wrong: the batch left other memory allocated than the
+        live tensors and cuBLAS workspaces; the batch freed memory that was allocated before it; two of the live tensors
+        share memory; or a weight whose gradient is among the live tensors already has a gradient.
 
         Args:
             span: (start, end, live tensors) of the batch. `start` is (length of the log, number of operations) before

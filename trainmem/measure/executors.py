@@ -16,7 +16,7 @@ from trainmem.records import now
 def seen_by(executor: Executor | None) -> tuple[Machine, dict[str, str | None]]:
     """Return (the machine on which experiments run, {package: version} of the packages installed there).
 
-    `executor`: performs the experiments; its worker answers. None: experiments run on this machine.
+    `executor`: the executor that performs the experiments; its workers are asked. None: this machine performs them.
     """
     if executor is None:
         return hardware.describe(), hardware.versions()
@@ -66,7 +66,9 @@ def perform(number: str, function: Callable[..., Outcome], *arguments) -> Outcom
 def measured(
     experiment: Experiment, meters: Sequence[str], timeout: float, on_step: Callable[[int], None] | None = None
 ) -> Iterator[Outcome]:
-    """Yield, after each meter until one fails, an outcome with all figures so far.
+    """Run an experiment with one meter after the other; yield after each an outcome with the figures of all so far.
+
+    Stop after the first meter that fails.
 
     Args:
         meters: names of meters, e.g. ["memory", "time"]; each runs the experiment in a fresh subprocess ("memory" may
@@ -92,7 +94,7 @@ def measured(
 
 
 def measure(experiment: Experiment, meters: Sequence[str], timeout: float) -> Outcome:
-    """Run an experiment once with each meter, until a meter fails; return one outcome with the figures of all meters.
+    """Run an experiment with one meter after the other, until one fails; return an outcome with the figures of all.
 
     `meters`: names of meters, e.g. ["memory", "time"]; also "none" or "value", see `measured`. `timeout`: seconds per
     meter.

@@ -127,8 +127,9 @@ def _ask_for_a_quiet_machine(channel: connection.Connection, need: quiet.Need) -
 
 
 def _reporting(channel: connection.Connection) -> Callable[[int], None]:
-    """Return a function that the training calls with each finished step's number; it sends the number through `channel`
-    at most a few times a second.
+    """Return a function that the training calls with each finished step's number.
+
+    The function sends the number through `channel`, but at most a few times a second.
     """
     last = 0.0
 

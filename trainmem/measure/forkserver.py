@@ -140,7 +140,7 @@ class _RunningServer:
     """
 
     def __init__(self, preload: Sequence[str], with_bitsandbytes: bool):
-        self.forks: set[int] = set()  # ids of its fresh subprocesses whose exit code was not yet requested
+        self.forks: set[int] = set()  # ids of its fresh subprocesses, until `exit_code` is called for them
         self.process: subprocess.Popen | None = None  # None: a fork of the course's server
         self._owner = os.getpid()
         self._offered = optional_packages.offered()  # folders of packages that its libraries may use
@@ -160,7 +160,7 @@ class _RunningServer:
         return self._lives() and self._offered == optional_packages.offered()
 
     def is_needed(self) -> bool:
-        """Return whether the server is alive and has a fresh subprocess whose exit code was not yet requested."""
+        """Return whether the server is alive and has a fresh subprocess for which `exit_code` was not yet called."""
         return bool(self.forks) and self._lives()
 
     def _lives(self) -> bool:

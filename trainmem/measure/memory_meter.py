@@ -89,9 +89,9 @@ class MemoryMeter:
         return self._stack.__exit__(*error)
 
     def result(self) -> Memory | None:
-        """Return the memory in bytes; its breakdowns are None if the meter did not track tensors (`categories`).
+        """Return the memory in bytes; its breakdowns are None if the meter tracked no tensors, see `MemoryMeter`.
 
-        Return None if the code is compiled and not one of its first `compiling_steps` steps has ended.
+        Return None if the code is compiled and none of its first `compiling_steps` steps has ended.
         """
         tracker = self._tracker
         if self._compiling_steps is not None and all(label != "start" for label, *_ in tracker.marks):
@@ -406,11 +406,12 @@ def _recorded(file: str):
 
 
 def _timeline(tracker: Tracker, at_operations: list[int]) -> dict[str, Any] | None:
-    """Return the timeline of the last recorded step: {"phase", "operation", "module" or a category: list of entries}.
+    """Return the timeline of the last recorded step: lists with one entry per stretch of operations, in a dict.
 
-    There is one entry per stretch of operations, for the operation with the highest total; the entries of a category
-    are bytes. None if there would be fewer than two entries. `at_operations`: highest total in bytes during each
-    operation that the tracker saw.
+    The keys are "phase", "operation", "module", and each category, whose entries are bytes. An entry describes the
+    operation with the highest total in its stretch. Return None if there would be fewer than two entries.
+
+    `at_operations`: the highest total in bytes during each operation that the tracker saw.
     """
     ends = [operations for label, _, operations in tracker.marks if label == "step"]
     first, last = (ends[-2] if len(ends) > 1 else 0), (ends[-1] if ends else len(tracker.operations))
@@ -432,9 +433,9 @@ def highest(totals: list[int], first: int, last: int, points: int = 200) -> list
 
 
 def series(where: list[tuple[str, str, str]], lives: list[dict[str, int]], totals: list[int]) -> dict[str, Any] | None:
-    """Return a timeline: {"phase", "operation", "module" or a category: list with an entry for each operation}.
+    """Return a timeline: lists with one entry per operation, in a dict; None for fewer than two operations.
 
-    The entries of a category are bytes. Return None if there are fewer than two entries.
+    The keys are "phase", "operation", "module", and each category, whose entries are bytes.
 
     Args:
         where: (phase, operation, module) of each entry.

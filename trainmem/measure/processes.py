@@ -102,9 +102,9 @@ def _may_be_paired(experiment: Experiment) -> bool:
     """Return whether `account` may measure an experiment's memory and breakdown in two runs at the same time.
 
     It may on a CPU with several cores, but not in a course, because other lessons use these cores. A user's function is
-    not run twice at the same time, because both runs could write to the same files. Two kinds of experiments need no
-    second run: compiled code has no breakdown, and if `Experiment.is_counted_by_tensors`, e.g. with several ranks, the
-    first run already gives the breakdown.
+    not run twice at the same time, because both runs could write to the same files. Some experiments need no second
+    run: compiled code has no breakdown, and an experiment with several ranks, DataLoader workers or DeepSpeed gets its
+    breakdown in the first run.
     """
     machine = hardware.this_machine()
     alone = experiment.function or experiment.arguments.compiles or experiment.is_counted_by_tensors
@@ -347,7 +347,7 @@ def _in_what_is_left(experiment: Experiment, on_step: Callable[[int], None]) -> 
     outcome.
 
     The experiment ends with status "out of memory" as soon as torch's allocator has to release cached memory, because
-    it would then run more slowly than alone. `on_step`: called after each step with its number.
+    the experiment would then run more slowly than alone. `on_step`: called after each step with its number.
     """
 
     def stepped(number: int) -> None:
@@ -364,8 +364,9 @@ def _in_what_is_left(experiment: Experiment, on_step: Callable[[int], None]) -> 
 def _fresh_each_turn(experiment: Experiment, turns: int, steps_per_turn: int) -> interleaving.Player:
     """Run an experiment in several parts (turns), each in a new process that runs a warm-up first.
 
-    Yield None before the first turn, where `_stopping` yields None after its warm-up. Then yield after each turn: after
-    the last turn an outcome with the times of all turns, after a failed turn that turn's outcome, otherwise None.
+    First yield None, before anything runs: the caller expects one yield for a warm-up, but here each turn has its own.
+    Then yield after each turn: after the last turn an outcome with the times of all turns, after a failed turn that
+    turn's outcome, otherwise None.
 
     Args:
         turns: number of timed turns.

@@ -45,8 +45,8 @@ class Need(IntEnum):
 class Asking:
     """Let a fresh subprocess request a quiet machine: `ask(need)` returns once this `Need` is granted.
 
-    `ask` is None in processes that cannot request it: a rank, and a process that is no fresh subprocess. `is_granted`
-    says whether the machine is quiet now.
+    `ask` is None in a process that cannot send this request: in a rank, and in any process that is no fresh subprocess.
+    `is_granted` says whether the machine is quiet now.
     """
 
     def __init__(self):

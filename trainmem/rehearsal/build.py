@@ -174,7 +174,7 @@ def _written() -> set[str]:
 
 
 def _linked(site: Path) -> set[str]:
-    """Return the names of the functions that torch and bitsandbytes, installed in `site`, call in CUDA's libraries."""
+    """Return the names of functions in CUDA's libraries that torch and bitsandbytes, in the folder `site`, link to."""
     names = set()
     for library in [*site.glob("torch/lib/*.so"), *site.glob("bitsandbytes/*cuda*.so")]:
         done = subprocess.run(["nm", "-D", "--undefined-only", library], capture_output=True, text=True)

@@ -305,8 +305,8 @@ class Values(TorchFunctionMode):
         whether values were written.
 
         All later reads get these values: False for a mask; 0, 1, 2, ... for positions from a function that sorts or
-        samples, e.g. `topk`; 0 for other positions. Nothing is written if `made` is empty, has more than `LARGEST`
-        elements, or is neither boolean nor of whole numbers with 16, 32 or 64 bits.
+        samples (`topk`, `multinomial`); 0 for other positions. Nothing is written if `made` is empty, has more than
+        `LARGEST` elements, or is neither boolean nor of whole numbers with 16, 32 or 64 bits.
 
         Args:
             name, args, kwargs: the function's name, e.g. "topk", and its arguments.

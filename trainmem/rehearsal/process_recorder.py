@@ -155,9 +155,9 @@ class Recorder:
 def described(error: BaseException) -> dict[str, str]:
     """Return {"kind": e.g. "out of memory", "message": text of the error, "line": the program's line that failed}.
 
-    "line" is as `_line` returns it, "kind" is a value of `KINDS` or "failed". Among the errors that caused `error`, the
-    first that has one of `KINDS` is described; if there is none, `error` itself. An error of another process, which
-    `torch.multiprocessing.spawn` raises with that process's traceback as its message, is read from the traceback.
+    If the class of `error`, or of an error that caused it, is in `KINDS`, describe that error; otherwise describe
+    `error`, with the kind "failed". "line" is a text made by `_line`. If `torch.multiprocessing.spawn` raised it,
+    its message is the traceback of another process; kind and line are then read from the traceback.
     """
     chain, cause = [], error
     while cause is not None and cause not in chain:
