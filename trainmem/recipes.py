@@ -103,5 +103,5 @@ ACCUMULATION = ("accumulation", "gradient_accumulation_steps")
 
 
 def techniques() -> list[Technique]:
-    """Return all techniques that a recipe can choose; `None` in `QUESTIONS` (the library's default) is left out."""
+    """Return all techniques that a recipe can choose; the library's defaults are no techniques, and are left out."""
     return [option for options in QUESTIONS.values() for option in options if option]

@@ -85,10 +85,9 @@ def is_end(label: str) -> bool:
 
 
 def stretches(labels: Iterable[str]) -> Iterator[tuple[Phase, int, int]]:
-    """Yield each phase outside of the steps (`APART`) as (phase, index of the mark at its beginning, index of the mark
-    at its end).
+    """Yield (phase, index of its first mark, index of its last mark) for each evaluation, save and load in a training.
 
-    `labels`: labels of all marks (recorded beginnings and ends of phases) of a training, in order.
+    A mark records that a phase begins or ends. `labels`: the labels of all marks of the training, in order.
     """
     begin = 0
     for number, label in enumerate(labels):
@@ -320,7 +319,7 @@ class Ratio(Record):
 
     @classmethod
     def unknown(cls, why: str, error: type[RuntimeError] = NeedsValues) -> "Ratio":
-        """Return a ratio that was not measured, with the reason; it is shown, but decides nothing.
+        """Return a ratio that was not measured; it prints as "not measured", and comparing its value raises `error`.
 
         Args:
             why: why the ratio was not measured.
@@ -331,7 +330,7 @@ class Ratio(Record):
     @classmethod
     def of_pairs(cls, pairs: Sequence[float], floor: float) -> "Ratio":
         """Return the median of measured ratios with a 95 % interval; if one of the ratios is unknown, return an unknown
-        ratio. The interval is made by bootstrap and is at least median / `floor` to median * `floor`.
+        ratio. The interval comes from a bootstrap, and always includes median / `floor` and median * `floor`.
 
         Args:
             pairs: the ratio of each pair of interleaved measurements, at least 3.
@@ -351,8 +350,8 @@ class Ratio(Record):
     def of_processes(cls, groups: Sequence[Sequence[float]], floor: float) -> "Ratio":
         """Return the median of ratios that were measured in several processes, with a 95 % interval.
 
-        The interval is made by bootstrap and is at least median / `floor` to median * `floor`. Ratios of one process
-        share its conditions, so the bootstrap draws processes first, then ratios of the drawn processes.
+        The interval comes from a bootstrap, and always includes median / `floor` and median * `floor`. Ratios of one
+        process share its conditions, so the bootstrap draws processes first, then ratios of the drawn processes.
 
         Args:
             groups: for each process, a list of its measured ratios; all lists have the same length.

@@ -170,7 +170,7 @@ def reading(where: Any, kind: str, give: str) -> Iterator[None]:
     """Turn errors of reading settings into a ValueError of one line, in this context.
 
     Args:
-        where: a file, or an argument with its value.
+        where: the text or path that the message gives as the place, e.g. the file's path, or "option=value".
         kind: the format of the settings, e.g. "JSON".
         give: the end of the error message, what the user should pass instead, e.g. "a JSON file".
     """
@@ -195,7 +195,7 @@ def whole_number(name: str, value: Any, least: int = 1, most: int = MOST) -> int
 
 
 def positive(name: str, value: float) -> float:
-    """Return the value if it is a number above 0, or infinity.
+    """Return the value if it is a number above 0; infinity is allowed.
 
     Raises:
         ValueError: any other value; the message names the argument by `name`.

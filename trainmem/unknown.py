@@ -2,7 +2,9 @@
 a failed run lacks.
 
 Both have the reason as `why`. Neither can decide a verdict: code that needs the value gets an error with the reason.
-(`Assumed` is for a rehearsed program that has to reach its end: it answers by fixed rules instead of raising.)
+
+A third placeholder, `Assumed`, is an unknown number in a rehearsed program that has to reach its end. It raises no
+error: code that needs its value gets 1, and comparisons are false.
 
 |                                        | `Unknown`                  | `Missing`         |
 |----------------------------------------|----------------------------|-------------------|
@@ -31,7 +33,7 @@ class NeedsLibrary(RuntimeError):
 
 
 class RunFailed(RuntimeError):
-    """Raised if a figure or a value is used that a run does not have because its experiment failed."""
+    """Raised if code uses a figure or a value that is missing in a run, because the run's experiment failed."""
 
 
 def is_measured(value: "float | Missing | None") -> bool:
@@ -40,7 +42,10 @@ def is_measured(value: "float | Missing | None") -> bool:
 
 
 class _WithoutValue:
-    """Raise `error` from each operation that needs a value: comparisons, `bool`, conversions to whole numbers."""
+    """Raise an error from each operation that needs a value: comparisons, `bool`, conversions to whole numbers.
+
+    Subclasses set `error`, the class of the exception, and `why`, its message.
+    """
 
     __slots__ = ()
     why: str
@@ -109,8 +114,8 @@ class Assumed(float):
     Arithmetic gives an assumed number again, and every comparison with a number is false.
 
     Args:
-        answers: Counter {kind of read: how often a value was assumed for it}, to which each comparison of this number
-            adds 1; None: a new Counter.
+        answers: the program's Counter {what was assumed: how often}; each comparison of this number increases its
+            entry for comparisons by 1. None: a new Counter.
     """
 
     __slots__ = ("answers",)

@@ -1,4 +1,5 @@
-"""Sparse tensors (COO) in a trace: the results of their operations, and what CUDA's kernels request for them.
+"""Handle sparse tensors (COO) in a trace: make the results of operations on them, and list the memory that CUDA's
+kernels request for these operations.
 
 A sparse tensor has no storage of its own: its bytes are the bytes of its indices and values. Positions are assumed to
 be distinct, as in peft's SHiRA and FRoD, so that coalescing keeps all elements.
@@ -52,7 +53,7 @@ def _add(made, dense, other, *_, **__) -> list[Step]:
 def _coalesce(made, tensor) -> list[Step]:
     """Return the memory requests of `coalesce`, in order: bytes of buffers, then the result's tensors (`made`).
 
-    The kernel sorts a copy of the positions in some of the buffers, and then finds the distinct positions in others
+    The kernel uses the buffers to sort a copy of the positions, and then to find the distinct positions
     (cuda/SparseCUDATensor.cu: _coalesce_sparse_cuda).
     """
     each = WORD * tensor._nnz()

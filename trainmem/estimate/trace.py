@@ -1,7 +1,7 @@
-"""Trace a training on fake tensors: log each allocation and free of a storage, without the memory.
+"""Trace a training on fake tensors: log when each tensor's memory would be allocated and freed.
 
-The code that runs is the measured code, including transformers' Trainer: the data are real, and every tensor that
-depends on a weight is fake. Workspaces inside operators are no tensors, so the trace lacks them: see
+A trace runs the same code as a measurement, including transformers' Trainer. The data are real, and every tensor that
+depends on a weight is fake. Operators' workspaces are not in the trace, because they are no tensors: see
 `operator_workspaces`.
 
 Call `follow` only in a fresh subprocess that trains nothing afterwards: it installs hooks and replaces functions.
@@ -213,13 +213,16 @@ class FakeTracker(Tracker):
         """Log a batch once more without running it; return new fake tensors like those that were live after the batch.
 
         The live tensors are the loss and the new gradients of a micro-batch, or the predictions of an evaluation's
-        batch. Return None if the batch cannot be repeated, because it left other memory allocated than these tensors
-        and cuBLAS workspaces, it freed memory of earlier operations, or one of the weights has a gradient already.
+        batch. The new gradients become the `grad` of their weights.
+
+        Return None, and log nothing, if a repetition would be wrong: the batch left other memory allocated than the
+        live tensors and cuBLAS workspaces; the batch freed memory that was allocated before it; two of the live tensors
+        share memory; or a weight whose gradient is among the live tensors already has a gradient.
 
         Args:
-            span: (start, end, live tensors). Start and end are each (length of the log, number of operations), before
-                and after the batch. Each live tensor is described by (the weight whose gradient it is, or None; its
-                `Spec`; its `Block`).
+            span: (start, end, live tensors) of the batch. `start` is (length of the log, number of operations) before
+                the batch, `end` is the same after the batch. Each live tensor is (the weight whose gradient it is, or
+                None; its `Spec`; its `Block`).
         """
         (start, first), (end, last), left = span
         entries, kept = self.log[start:end], {id(block) for *_, block in left}
@@ -256,7 +259,7 @@ class FakeTracker(Tracker):
 
     @contextlib.contextmanager
     def collating(self) -> Iterator[None]:
-        """Set this tracker's flag `collates` in this context while a data loader gathers a batch.
+        """Return a context in which this tracker's flag `collates` is set whenever a data loader gathers a batch.
 
         Tensors made while the flag is set count as the batch's data: they are on the host, and small ones are real.
         """
@@ -291,8 +294,7 @@ class FakeTracker(Tracker):
     def _is_computed(self, function, args, kwargs, tensors: list[torch.Tensor]) -> bool:
         """Return whether to really compute an operation that has no fake tensors (False: trace it with fake results).
 
-        Small operations are computed, so that code that reads their results gets the right values, e.g. of data,
-        position ids and sort orders.
+        Small operations are computed, because other code may read their results, e.g. position ids or a sort order.
 
         Args:
             function, args, kwargs: the operator and its arguments.
@@ -374,10 +376,10 @@ class FakeTracker(Tracker):
 
 
 def _alignments(log_probabilities, _, __, lengths) -> tuple:
-    """Return fake tensors like the results of CTC's loss: a loss per sequence, and the probabilities of alignments.
+    """Return fake results of CTC's loss function: (losses, log-probabilities of alignments).
 
-    An alignment has 2 x the longest transcript + 1 states. `log_probabilities`: (time steps, batch, classes).
-    `lengths`: the transcripts' lengths, a real tensor, because it comes from the data.
+    The shapes are (batch,) and (batch, time steps, states), with 2 x (length of the longest transcript) + 1 states.
+    `log_probabilities`: (time steps, batch, classes). `lengths`: the transcripts' lengths, a tensor with known values.
     """
     steps, batch, _ = log_probabilities.shape
     with _disable_current_modes():

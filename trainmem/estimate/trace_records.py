@@ -164,7 +164,7 @@ def highest(totals: np.ndarray, begins: np.ndarray) -> np.ndarray:
 class Trace:
     """Hold one traced training, from the first forward pass on: its operations and the live bytes at each of them.
 
-    In the arrays, axis 0 is the operations and axis 1 is `records.TENSOR_CATEGORIES`.
+    The array `live` has the shape (operations, categories); the categories are `records.TENSOR_CATEGORIES`.
     """
 
     operations: list[Operation]

@@ -14,8 +14,9 @@ from trainmem.records import now
 
 
 def seen_by(executor: Executor | None) -> tuple[Machine, dict[str, str | None]]:
-    """Return (the machine, {package: version}) with which experiments run: those of `executor`'s workers (None: of this
-    process).
+    """Return (the machine on which experiments run, {package: version} of the packages installed there).
+
+    `executor`: the executor that performs the experiments; its workers are asked. None: this machine performs them.
     """
     if executor is None:
         return hardware.describe(), hardware.versions()
@@ -65,12 +66,14 @@ def perform(number: str, function: Callable[..., Outcome], *arguments) -> Outcom
 def measured(
     experiment: Experiment, meters: Sequence[str], timeout: float, on_step: Callable[[int], None] | None = None
 ) -> Iterator[Outcome]:
-    """Yield the outcome of an experiment after each meter, with all earlier figures, until a meter fails.
+    """Run an experiment with one meter after the other; yield after each an outcome with the figures of all so far.
+
+    Stop after the first meter that fails.
 
     Args:
-        meters: names of meters, each used in a fresh subprocess: "memory" or "time"; "none" or "value" run the
-            experiment without a meter. With "none" the experiment's code may time itself, with "value" it may not. In a
-            course, other lessons wait while something is timed.
+        meters: names of meters, e.g. ["memory", "time"]; each runs the experiment in a fresh subprocess ("memory" may
+            need two). "none" and "value" run it without a meter: with "none" the experiment's code may time itself,
+            with "value" it may not. In a course, other lessons wait while something is timed.
         timeout: seconds per meter.
         on_step: called with the number of a finished step, at most a few times a second; None: not called.
     """
@@ -91,9 +94,10 @@ def measured(
 
 
 def measure(experiment: Experiment, meters: Sequence[str], timeout: float) -> Outcome:
-    """Measure an experiment with one meter after the other, until a meter fails; return the outcome with all figures.
+    """Run an experiment with one meter after the other, until one fails; return an outcome with the figures of all.
 
-    `timeout`: seconds per meter. `meters`: see `measured`.
+    `meters`: names of meters, e.g. ["memory", "time"]; also "none" or "value", see `measured`. `timeout`: seconds per
+    meter.
     """
     return [*measured(experiment, meters, timeout)][-1]
 

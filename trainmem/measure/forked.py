@@ -127,7 +127,10 @@ def _ask_for_a_quiet_machine(channel: connection.Connection, need: quiet.Need) -
 
 
 def _reporting(channel: connection.Connection) -> Callable[[int], None]:
-    """Return a function of a step's number that sends this number to the caller, at most a few times a second."""
+    """Return a function that the training calls with each finished step's number.
+
+    The function sends the number through `channel`, but at most a few times a second.
+    """
     last = 0.0
 
     def on_step(number: int) -> None:

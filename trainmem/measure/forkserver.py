@@ -1,4 +1,4 @@
-"""Start a fork server, and let it fork a fresh subprocess for each job. This is the side of the caller, which has jobs.
+"""Start a fork server, and let it fork a fresh subprocess for each job. This module runs in the caller, which has jobs.
 
 A fresh interpreter takes seconds to import the libraries; a fork of an interpreter that has imported them takes
 hundredths of a second, and nothing is left in it from an earlier job. The standard library's fork server is no
@@ -74,8 +74,8 @@ class ForkServer:
     def start(self, with_bitsandbytes: bool = False) -> None:
         """Start a server, without waiting for it, unless a usable one is running.
 
-        A server that was started before the last call of `optional_packages.offer` is replaced, because it imported its
-        libraries before they could find the offered package. The fresh subprocesses of the old server continue.
+        A server that was started before the last call of `optional_packages.offer` is replaced, because its libraries
+        cannot find the package that this call offered. The fresh subprocesses of the old server continue.
 
         Args:
             with_bitsandbytes: import bitsandbytes after the first fork, because later jobs will need it.
@@ -112,13 +112,13 @@ class ForkServer:
         return self.running, self.running.fork(descriptors, folder, bool(_BITSANDBYTES.search(job)))
 
     def _leave(self) -> None:
-        """Forget the present server, and end it unless it still has fresh subprocesses."""
+        """Forget the present server, and end it unless one of its fresh subprocesses is still in use."""
         if self.running and not self.running.is_needed():
             self.running.end()
         self.running = None
 
     def forks(self) -> list[int]:
-        """Return the process ids of the fresh subprocesses that are not yet collected."""
+        """Return the process ids of the present server's fresh subprocesses whose `CleanProcess` is not closed yet."""
         return [*self.running.forks] if self.running else []
 
     def end_forks(self) -> None:
@@ -131,13 +131,16 @@ class ForkServer:
 class _RunningServer:
     """Start one server, and send it requests through a connection.
 
-    In a course the new server is a fork of the course's server. If this process has called `optional_packages.offer`,
-    the new server is a fresh interpreter instead, because the course's server could not find the offered packages.
-    `preload`: modules that the server imports; `with_bitsandbytes`: import bitsandbytes, too, after the first fork.
+    In a course the new server is a fork of the course's server. It is a fresh interpreter instead if this process has
+    added packages by `optional_packages.offer`, because the course's server cannot find these packages.
+
+    Args:
+        preload: names of the modules that the server imports.
+        with_bitsandbytes: import bitsandbytes, too, after the first fork.
     """
 
     def __init__(self, preload: Sequence[str], with_bitsandbytes: bool):
-        self.forks: set[int] = set()  # ids of its fresh subprocesses that are not yet collected
+        self.forks: set[int] = set()  # ids of its fresh subprocesses, until `exit_code` is called for them
         self.process: subprocess.Popen | None = None  # None: a fork of the course's server
         self._owner = os.getpid()
         self._offered = optional_packages.offered()  # folders of packages that its libraries may use
@@ -157,7 +160,7 @@ class _RunningServer:
         return self._lives() and self._offered == optional_packages.offered()
 
     def is_needed(self) -> bool:
-        """Return whether the server is alive and has fresh subprocesses that are not yet collected (`exit_code`)."""
+        """Return whether the server is alive and has a fresh subprocess for which `exit_code` was not yet called."""
         return bool(self.forks) and self._lives()
 
     def _lives(self) -> bool:
@@ -298,8 +301,9 @@ class CleanProcess(contextlib.AbstractContextManager):
         """Return the next message of the process as (kind, content).
 
         - ("step", number of a finished step)
-        - ("turn", number of the step after which the process stopped): it waits until `go` is called
-        - ("quiet", the `quiet.Need` that it requests): it waits until `go` is called, unless this is `Need.SHARE`
+        - ("turn", number of the step after which the process stopped): the process waits until `go` is called
+        - ("quiet", the part of the machine that the process requests, a `quiet.Need`): the process waits until `go` is
+          called, but with `Need.SHARE`, which gives a part back, it continues at once
         - ("result", value that the job returned, or an `Outcome` that describes how the job or the process failed)
 
         Args:
@@ -319,7 +323,7 @@ class CleanProcess(contextlib.AbstractContextManager):
         return "result", outcomes.died(self.code, self._oom_kills)
 
     def go(self) -> None:
-        """Let the process continue. It waits for this after each message "turn" or "quiet", see `receive`."""
+        """Let the process continue after it stopped and sent the message "turn" or "quiet", see `receive`."""
         with contextlib.suppress(BrokenPipeError):
             self.channel.send("go")
 

@@ -1,8 +1,9 @@
 """Interleave functions or experiments: they run alternately, so that other load on the machine affects all equally.
 
 `in_turns` is for the parts of a lesson (an operation, an update, a pass), inside a function that `Lab.run` performs.
-`Lab.compare` compares whole trainings. Each training is a player; the players run alternately, as threads of one
-process (here) or as processes (`processes`). A turn is the steps that one player runs before the next player continues.
+`Lab.compare` compares whole trainings. Each training is a player, and the players run alternately: as threads of one
+process (this module), or as one process each (module `processes`). A turn is the steps that one player runs before the
+next player continues.
 
 Two processes of the same code differ by some 10 % in CPU time, because of where their memory is and what the system
 gives them, and no number of turns removes that. Inside one process all players share these conditions (and one memory

@@ -42,8 +42,8 @@ class MemoryMeter:
         by_tensors: on a CPU, take tensors plus each operation's workspace as the total, so that one run gives the total
             and the breakdown, whatever `categories` is. Use it for several ranks and for a data loader with workers,
             whose allocations the profiler does not see in full.
-        compiling_steps: for compiled code, how many steps at its beginning do not count; there is no breakdown then.
-            None: the code is not compiled.
+        compiling_steps: for compiled code, the number of first steps that are not measured. Compiled code gets no
+            breakdown. None: the code is not compiled.
     """
 
     # Why the total is too high with categories: while a dispatch mode is on, torch does less in place (autograd's sums,
@@ -89,8 +89,10 @@ class MemoryMeter:
         return self._stack.__exit__(*error)
 
     def result(self) -> Memory | None:
-        """Return the memory in bytes; its breakdowns are None if the meter was made without `categories`. Return None
-        for compiled code if none of its first `compiling_steps` steps has ended."""
+        """Return the memory in bytes; its breakdowns are None if the meter tracked no tensors, see `MemoryMeter`.
+
+        Return None if the code is compiled and none of its first `compiling_steps` steps has ended.
+        """
         tracker = self._tracker
         if self._compiling_steps is not None and all(label != "start" for label, *_ in tracker.marks):
             return None
@@ -130,9 +132,9 @@ class MemoryMeter:
 def _seen_from_outside(watcher: Watcher, compiling_steps: int) -> Iterator[dict[int, torch.Tensor]]:
     """Let a watcher observe only the ends of optimizer steps in this context, because the code of a step is compiled.
 
-    The measurement starts again at the end of step number `compiling_steps`, the last step that compiles.
+    Yield {id: parameter} of the model's parameters, a dictionary that is filled when the first optimizer step ends.
 
-    Yield {id: parameter}, a dictionary that is empty until the first optimizer step ends.
+    `compiling_steps`: number of first steps that are not measured; the measurement starts when the last of them ends.
     """
     parameters: dict[int, torch.Tensor] = {}
 
@@ -404,8 +406,12 @@ def _recorded(file: str):
 
 
 def _timeline(tracker: Tracker, at_operations: list[int]) -> dict[str, Any] | None:
-    """Return the timeline of the last recorded step, see `records.Memory.timeline`; None if the timeline would have
-    fewer than two entries. `at_operations`: the highest total in bytes during each operation that the tracker saw.
+    """Return the timeline of the last recorded step: lists with one entry per stretch of operations, in a dict.
+
+    The keys are "phase", "operation", "module", and each category, whose entries are bytes. An entry describes the
+    operation with the highest total in its stretch. Return None if there would be fewer than two entries.
+
+    `at_operations`: the highest total in bytes during each operation that the tracker saw.
     """
     ends = [operations for label, _, operations in tracker.marks if label == "step"]
     first, last = (ends[-2] if len(ends) > 1 else 0), (ends[-1] if ends else len(tracker.operations))
@@ -427,7 +433,9 @@ def highest(totals: list[int], first: int, last: int, points: int = 200) -> list
 
 
 def series(where: list[tuple[str, str, str]], lives: list[dict[str, int]], totals: list[int]) -> dict[str, Any] | None:
-    """Return a timeline, see `records.Memory.timeline`, of one entry per operation; None for fewer than two entries.
+    """Return a timeline: lists with one entry per operation, in a dict; None for fewer than two operations.
+
+    The keys are "phase", "operation", "module", and each category, whose entries are bytes.
 
     Args:
         where: (phase, operation, module) of each entry.

@@ -59,9 +59,9 @@ def execute(
 
 
 def _once(step: int) -> tuple[int, int]:
-    """Return the argument `turn` for a `CleanProcess` that stops only once, after `step` steps, and waits for `go`.
+    """Return the argument `turn` for a `CleanProcess` that stops only once, after `step` steps, until `go` is called.
 
-    It is (`step`, a number of further steps that no training reaches), so there is no second stop.
+    The argument is (`step`, steps until the next stop). The second number is so large that no training reaches it.
     """
     return step, sys.maxsize
 
@@ -89,8 +89,9 @@ def account(experiment: Experiment, timeout: float = 600, on_step: Callable[[int
 
 
 def _explained(first: Outcome, second: Outcome) -> Outcome:
-    """Return the outcome of an experiment's first run, with the breakdown by category that its second run measured; the
-    outcome of each rank gets its breakdown, too.
+    """Return the outcome of an experiment's first run, with the breakdown by category that its second run measured.
+
+    If the experiment has several ranks, the same is done for the outcome of each rank (`Outcome.ranks`).
     """
     ranks = [_explained(*pair) for pair in zip(first.ranks, second.ranks, strict=True)]
     memory = first.memory.explained(second.memory) if first.memory and second.memory else first.memory
@@ -101,9 +102,9 @@ def _may_be_paired(experiment: Experiment) -> bool:
     """Return whether `account` may measure an experiment's memory and breakdown in two runs at the same time.
 
     It may on a CPU with several cores, but not in a course, because other lessons use these cores. A user's function is
-    not run twice at the same time, because both runs could write to the same files. Some experiments have no second
-    run: compiled code, because it has no breakdown, and an experiment that is counted by tensors
-    (`Experiment.is_counted_by_tensors`), because its first run gives the breakdown, too.
+    not run twice at the same time, because both runs could write to the same files. Some experiments need no second
+    run: compiled code has no breakdown, and an experiment with several ranks, DataLoader workers or DeepSpeed gets its
+    breakdown in the first run.
     """
     machine = hardware.this_machine()
     alone = experiment.function or experiment.arguments.compiles or experiment.is_counted_by_tensors
@@ -146,9 +147,9 @@ def _called(function: Callable[..., Any], arguments: tuple, tell: Callable[[int]
 def _ended(process: CleanProcess, on_step: Callable[[int], Any] | None = None) -> Outcome:
     """Wait until a process has ended or its time is over; return its outcome with what it printed.
 
-    The process gets the machine for itself when it requests that; a process that is interleaved with others gets the
-    machine after its warm-up. If several ranks run out of time, the outcome's message says in which line each rank was;
-    after Ctrl-C, a note on the KeyboardInterrupt says this.
+    A process that requests a part of the machine gets this part; a process that stops after its warm-up gets the whole
+    machine. If an experiment on several ranks runs out of time, the outcome's message says in which line each rank was.
+    After Ctrl-C, a note on the KeyboardInterrupt says this.
 
     `on_step`: called with the number of a finished step; None: not called.
     """
@@ -180,7 +181,8 @@ def _next_event(process: CleanProcess, on_step: Callable[[int], Any] | None = No
     """Wait until a process ends, stops or requests a quiet machine; return which of these happened.
 
     Return an `Outcome` if the process ended, a step number if it stopped after that step, and a `quiet.Need` (part of
-    the machine) if it requests that part. `on_step`: called with each step number that it reports; None: not called.
+    the machine) if it requests that part. `on_step`: called with the number of each finished step that the process
+    reports meanwhile; None: not called.
     """
     while True:
         kind, content = process.receive(seconds_left())
@@ -197,8 +199,8 @@ def _quiet(event: int = quiet.Need.MACHINE) -> Iterator[None]:
     The time limit that `within` has set is extended by the seconds of waiting.
 
     Args:
-        event: the part of the machine to reserve. If it is not a `quiet.Need` but the number of the step after which
-            the process stopped (see `_next_event`), the whole machine is reserved.
+        event: a result of `_next_event`. A `quiet.Need` is the part of the machine to reserve. For a step number, after
+            which the process stopped, the whole machine is reserved.
     """
     start = time.monotonic()
     with quiet.experiment(event if isinstance(event, quiet.Need) else quiet.Need.MACHINE):
@@ -237,7 +239,8 @@ def side_by_side(
     """Interleave experiments on the CPU inside one fresh subprocess, and repeat this in several subprocesses; see
     `interleaving`.
 
-    The outcome's value is a nested list: value[process][experiment][turn] is the `Seconds` of the turn's fastest step.
+    The outcome's value is a nested list: value[process][experiment][turn] is (wall-clock seconds, CPU seconds) of the
+    turn's fastest step.
 
     Args:
         turns: turns per experiment and process. In a turn an experiment runs `steps_per_turn` steps, then stops for the
@@ -292,11 +295,11 @@ def alternate(
     timeout: float = 600,
     on_turn: Callable[[int], Any] | None = None,
 ) -> Outcome:
-    """Interleave experiments, each in a fresh subprocess that stops while another one runs.
+    """Interleave experiments, each in one fresh subprocess, which stops while the others run; return their times.
 
-    If the experiments do not fit on the device together, each turn has a fresh process. The outcome's value is a nested
-    list: value[0][experiment][turn] is (wall-clock seconds, CPU seconds) of the turn's fastest step. Use only the
-    wall-clock seconds, because CPU seconds leave out the work on a GPU and in other ranks.
+    If the experiments do not fit on the device together, start again with a new subprocess for every turn. The
+    outcome's value is a nested list: value[0][experiment][turn] is (wall-clock seconds, CPU seconds) of the turn's
+    fastest step. Use only the wall-clock seconds: CPU seconds leave out the work on a GPU and in other ranks.
 
     Args:
         turns: turns per experiment.
@@ -320,11 +323,12 @@ def alternate(
 
 
 def _stopping(experiment: Experiment, turns: int, steps_per_turn: int) -> interleaving.Player:
-    """Run an experiment in one process that stops after each turn. Yield None after the warm-up and each turn, at the
-    end the outcome.
+    """Run an experiment in one process that stops after its warm-up and after each group of steps (turn).
+
+    Yield None at each stop, so that other experiments can run; when the process has ended, yield its outcome instead.
 
     Args:
-        turns: number of timed turns, after which the process stops for other experiments.
+        turns: number of timed turns.
         steps_per_turn: optimizer steps in a turn.
     """
     job = functools.partial(_in_what_is_left, experiment.replace(steps=turns * steps_per_turn))
@@ -339,11 +343,11 @@ def _stopping(experiment: Experiment, turns: int, steps_per_turn: int) -> interl
 
 
 def _in_what_is_left(experiment: Experiment, on_step: Callable[[int], None]) -> Outcome:
-    """Perform an experiment under the time meter, while other experiments are stopped but keep their memory on the same
-    device; return its outcome.
+    """Time an experiment while other experiments are stopped but keep their memory on the same device; return its
+    outcome.
 
-    Its status is "out of memory" as soon as torch's allocator has to release cached memory, because the experiment
-    would then run more slowly than alone. `on_step`: called after each step with its number.
+    The experiment ends with status "out of memory" as soon as torch's allocator has to release cached memory, because
+    the experiment would then run more slowly than alone. `on_step`: called after each step with its number.
     """
 
     def stepped(number: int) -> None:
@@ -360,8 +364,9 @@ def _in_what_is_left(experiment: Experiment, on_step: Callable[[int], None]) -> 
 def _fresh_each_turn(experiment: Experiment, turns: int, steps_per_turn: int) -> interleaving.Player:
     """Run an experiment in several parts (turns), each in a new process that runs a warm-up first.
 
-    Yield None at once, because there is no common warm-up. Then yield after each turn: after the last turn an outcome
-    with the times of all turns, after a failed turn its outcome, otherwise None.
+    First yield None, before anything runs: the caller expects one yield for a warm-up, but here each turn has its own.
+    Then yield after each turn: after the last turn an outcome with the times of all turns, after a failed turn that
+    turn's outcome, otherwise None.
 
     Args:
         turns: number of timed turns.

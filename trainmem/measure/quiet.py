@@ -1,11 +1,13 @@
 """Keep the machine quiet for code that reads a clock, in a course that runs several lessons at once.
 
-A lesson shares the machine with other lessons until it times something; then it requests the part of the machine that
-it needs (`Need`). `Lab.compare`, `interleaving.in_turns` and the time meter do so after their warm-up (`timing`). For a
-function that is run with measure="none", the lesson does so before the function starts. Between two of its experiments,
-a lesson yields to lessons that wait for a quiet machine. Experiments that run at the same time each use only a part of
-the cores, because threads that wait for a core would slow down all of them. A `QuietLock` in the course's process
-divides the cores among the lessons, which reach it by a socket (`served`). Outside a course `experiment` does nothing.
+A lesson shares the machine with other lessons until it times something. Then it requests the part of the machine that
+it needs (`Need`): `Lab.compare`, `interleaving.in_turns` and the time meter send this request after their warm-up. A
+function with measure="none" starts only after the request is granted. Between two of its experiments, a lesson lets
+lessons go first that wait for a quiet machine.
+
+Each experiment runs in the context `experiment`, which does nothing outside a course. Experiments that run at the same
+time each use only a part of the cores, because threads that wait for a core would slow down all of them. A `QuietLock`
+in the course's process divides the cores among the lessons, which reach it by a socket (`served`).
 """
 
 import contextlib
@@ -43,7 +45,7 @@ class Need(IntEnum):
 class Asking:
     """Let a fresh subprocess request a quiet machine: `ask(need)` returns once this `Need` is granted.
 
-    `ask` is None in a rank and outside of fresh subprocesses, because these cannot request a quiet machine.
+    `ask` is None in a process that cannot send this request: in a rank, and in any process that is no fresh subprocess.
     `is_granted` says whether the machine is quiet now.
     """
 
@@ -101,8 +103,8 @@ def no_clocks() -> Iterator[None]:
 class QuietLock:
     """Divide the machine's cores among lessons: `take` waits for cores and takes them, `leave` releases them.
 
-    Lessons get cores in the order in which they began to wait. There is one exception: until the first in the queue has
-    waited for `PASSED_SECONDS`, a later lesson may start before it, if all cores are in use after that start.
+    Lessons get cores in the order in which they began to wait, with one exception. A later lesson may start before the
+    first in the queue if all cores are then in use, but only until the first has waited for `PASSED_SECONDS`.
 
     Args:
         cores: number of cores.
@@ -124,8 +126,8 @@ class QuietLock:
 
         Args:
             lesson: name of the lesson.
-            need: the part of the machine that the lesson needs.
-            cores: number of cores that the lesson computes on.
+            need: the part of the machine that no other lesson may use meanwhile: none, one core or all (`Need`).
+            cores: number of cores on which the lesson's experiments compute.
         """
         with self._changed:
             self._release(lesson)
@@ -159,7 +161,10 @@ class QuietLock:
         return may_pass and self._has_room(need, others + cores)
 
     def _has_room(self, need: Need, used: int) -> bool:
-        """Return whether a lesson with this `need` may start; `used`: cores then in use, the lesson's own included."""
+        """Return whether a lesson may start beside the lessons that hold cores now.
+
+        `need`: the part of the machine that it needs for itself. `used`: number of cores in use after its start.
+        """
         held = {held for held, _ in self._held.values()}
         if Need.MACHINE in held or (need is Need.MACHINE and held):
             return False
@@ -191,7 +196,7 @@ def short_folder() -> Iterator[str]:
 
 @contextlib.contextmanager
 def served(lock: QuietLock) -> Iterator[str]:
-    """Serve a lock to other processes in this context; yield the address of its socket, an argument of `entry`."""
+    """Serve a lock to other processes in this context; yield the address of its socket, to be passed to `entry`."""
     with short_folder() as folder, connection.Listener(os.path.join(folder, "quiet"), "AF_UNIX") as listener:
 
         def accept() -> None:

@@ -31,7 +31,8 @@ class Runner:
         profile: "cpu", "t4" or "gpu": sets the default task and how long to measure; "auto" picks one for this machine.
         out: folder for the runs; empty: the user's cache folder.
         executor: a `concurrent.futures.Executor` that performs experiments elsewhere, e.g. `sweep.Workers`; each
-            experiment gets a fresh subprocess on a worker, and its run names that machine. None: this machine.
+            experiment gets a fresh subprocess on a worker, and its run describes the worker's machine. None: this
+            machine.
         timeout: seconds that one experiment may take; None: the profile's.
 
     Raises:
@@ -85,7 +86,7 @@ class Runner:
             optimizer: function (model, training arguments) -> torch optimizer, for an optimizer that `optim` cannot
                 name; None: the optimizer that `optim` names.
             measure: "memory" (two steps under the memory meter), "time" (warm-up and `steps` steps under the time
-                meter, losses kept), or both; each takes a fresh subprocess.
+                meter, losses kept), or both; each has its own fresh subprocess, and "memory" usually has two.
             processes: ranks, started by torch's elastic launcher (gloo on CPU, nccl on CUDA).
             steps: optimizer steps to time; None: the profile's.
             timeout: seconds per experiment; None: the runner's.
@@ -125,7 +126,7 @@ class Runner:
             name: the run's name in tables and pictures.
             task: the model and its data; None: the runner's task.
             timeout: seconds per experiment; None: the runner's timeout.
-            measure: "memory", "time", or both; each takes a fresh subprocess.
+            measure: "memory", "time", or both; each has its own fresh subprocess, and "memory" usually has two.
             arguments: names of `transformers.TrainingArguments`, plus `attn_implementation`, `dtype`, and
                 `max_new_tokens`, with which a pass generates text.
 
@@ -153,8 +154,8 @@ class Runner:
 
         Args:
             function: takes the task and returns a value that JSON can hold (`run.value`). It may be defined in a
-                notebook and needs no measuring code. It is called once for each entry of `measure`, in a fresh
-                subprocess (for "memory" on a CPU: in two, see `memory_meter.MemoryMeter`).
+                notebook and needs no measuring code. It is called once for each entry of `measure`, but for "memory"
+                usually twice: for the peak, then for the breakdown. Each call has its own fresh subprocess.
             name: the run's name; None: the function's.
             measure: "memory", "time", or both; or, to run the function without a meter, "value" or "none". "value" is
                 for a function of which you only want the result, e.g. the times from `interleaving.in_turns`. "none" is
@@ -248,7 +249,7 @@ class Runner:
 
     @property
     def _is_unwatched(self) -> bool:
-        """Whether to show no progress bars, because nobody watches: experiments run elsewhere, or `out` is set."""
+        """Whether to hide progress bars: True if experiments run on an executor, or if `out` names a folder."""
         return bool(self.executor or self.out)
 
 

@@ -91,7 +91,9 @@ def serve_caller(control: connection.Connection, has_gpus: bool, with_bitsandbyt
 
 
 def _fork_clean_process(control: connection.Connection) -> int:
-    """Fork a fresh subprocess that uses three file descriptors, which the caller sends; return its process id."""
+    """Receive a fresh subprocess's three file descriptors (channel, standard output, standard error) through `control`;
+    fork the subprocess and return its process id.
+    """
     descriptors = [reduction.recv_handle(control) for _ in range(3)]
     pid = os.fork()
     if pid == 0:
@@ -105,8 +107,8 @@ def _fork_clean_process(control: connection.Connection) -> int:
 def end_children(but: Container[int] = ()) -> None:
     """End the children of this process except those whose ids are in `but`, and wait for them.
 
-    A child's descendants become children of this process (`forked.adopt_orphans`), and are ended as well. The
-    descendants of a living fresh subprocess stay with it, because it adopts them itself.
+    The descendants of an ended child become children of this process (`forked.adopt_orphans`), and are ended as well.
+    A fresh subprocess that is still alive keeps its descendants.
     """
     while left := [child for child in psutil.Process().children() if child.pid not in but]:
         for child in left:

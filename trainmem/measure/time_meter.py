@@ -26,8 +26,8 @@ class TimeMeter:
 
     Args:
         warmup_steps: steps left out at the start, at least 1 (nothing marks the beginning of the first step).
-        on_step: called after each step with its number, outside of the timed interval; it may block, as interleaved
-            runs do. None: not called.
+        on_step: called after each step with its number, outside of the timed interval. It may block, so that another
+            experiment runs before the next step. None: not called.
     """
 
     def __init__(self, warmup_steps: int = 1, on_step: Callable[[int], None] | None = None):
@@ -72,7 +72,9 @@ class TimeMeter:
         self._begin = _now(), time.process_time(), waited
 
     def result(self, samples_per_step: int | None = None) -> Timing | None:
-        """Return median and spread after the warm-up, in seconds; None if too few steps ran to time one.
+        """Return the `Timing` of the steps after the warm-up; None if not one such step has ended.
+
+        The `Timing` has the median and the spread of the steps' seconds, and the seconds of each step.
 
         `samples_per_step`: samples per step over all processes, for samples per second; None: not known.
         """
@@ -122,7 +124,10 @@ def _now():
 
 
 def _waited() -> float | None:
-    """Return the seconds that this thread was ready to run but had no core, by Linux's scheduler; None elsewhere."""
+    """Return the seconds in which this thread was ready to run but had no core; None if the system does not count them.
+
+    Linux's scheduler counts them from the thread's start.
+    """
     try:
         with open("/proc/thread-self/schedstat", encoding="ascii") as file:
             return int(file.read().split()[1]) / 1e9

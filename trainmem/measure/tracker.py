@@ -51,8 +51,8 @@ class Tracker(Watcher, TorchDispatchMode):
 
     At its allocation a storage gets the category of the phase:
 
-    - from a module's forward to its backward, and while activation checkpointing repeats a forward during backward: an
-      activation, or a weight copy if it is a cast of a weight
+    - from the beginning of the model's forward to the beginning of backward, and while activation checkpointing repeats
+      a forward during backward: an activation, or a weight copy if it is a cast of a weight
     - before a forward: an input
     - in DistributedDataParallel's reducer, and while FSDP2 scatters gradients: a gradient
     - while FSDP2 gathers weights: a weight copy
@@ -82,8 +82,8 @@ class Tracker(Watcher, TorchDispatchMode):
     def watch(self, function, types, args, kwargs):
         """Run an operation, track the storages of its results, and return the results.
 
-        Autograd does some operations in place if nothing is tracked, e.g. sums of gradients; in backward they are done
-        in place here, too (`_in_place`). The arguments are those of `__torch_dispatch__`.
+        Without a tracker, autograd does some operations of the backward pass in place, e.g. sums of gradients. This
+        method does them in place, too (see `_in_place`). The arguments are those of `__torch_dispatch__`.
         """
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a tensor made of tensors: it runs operations on those, which are tracked
@@ -178,10 +178,10 @@ class Tracker(Watcher, TorchDispatchMode):
 
     @property
     def moment(self) -> Phase:
-        """The phase by which a storage gets its category.
+        """The phase that decides the category of a storage that is allocated now.
 
-        It is the present phase, except in an evaluation. There it is `Phase.FORWARD` while a module runs, and
-        `Phase.BEFORE` (before a forward) at other times.
+        Outside an evaluation: the present phase. In an evaluation: `Phase.FORWARD` while a module runs, otherwise
+        `Phase.BEFORE` (before a forward).
         """
         if self.phase != Phase.EVALUATION:
             return self.phase
@@ -275,12 +275,12 @@ _WRAPPERS = ("torch._compile", "torch._dynamo")  # they wrap `__torch_dispatch__
 
 
 def _is_autograds() -> bool:
-    """Return whether autograd's engine itself calls the present operation, not Python code inside a backward pass.
+    """Return whether autograd's engine itself called the operation that is running now.
 
-    Such Python code is e.g. the backward of a `Function`. The Python frame that called the tracker decides. The engine
-    called the operation if there is no frame (in a thread of the engine), or if the frame is the function that starts
-    the engine (in the thread that called `backward`).
+    Return False if Python code inside the backward pass called it, e.g. the backward of a `torch.autograd.Function`.
     """
+    # The engine called it if no Python frame did (in a thread of the engine), or if the frame is the function that
+    # starts the engine (in the thread that called `backward`).
     frame = sys._getframe(3)  # above `watch`
     while frame and (frame.f_code.co_name == "__torch_dispatch__" or frame.f_globals["__name__"].startswith(_WRAPPERS)):
         frame = frame.f_back

@@ -24,8 +24,9 @@ class Block:
 class Modules:
     """Find the name of the module to which the present operation belongs.
 
-    In backward this is the module whose forward made the autograd node. Autograd numbers its nodes in order, and this
-    class notes the current number whenever a module's forward begins or ends, so a node's number identifies the module.
+    In backward this is the module whose forward made the autograd node that runs now. Autograd numbers its nodes in
+    order, and this class notes the current number whenever a module's forward begins or ends. A node's number therefore
+    identifies the module.
     """
 
     def __init__(self):
@@ -87,8 +88,8 @@ class Watcher:
     def mark(self, label: str) -> None:
         """Record in `marks`, and in torch's profiler, that a phase begins or ends now.
 
-        `label`: the phase that ends, e.g. "forward"; or "begin evaluation" if this phase begins (similarly for saving
-        and loading); or "start" if the measurement starts.
+        `label`: if a phase ends, its name, e.g. "forward"; if an evaluation, a save or a load begins, "begin
+        evaluation", "begin saving" or "begin loading"; if the measurement starts, "start".
         """
         self.marks.append((label, len(self.log), len(self.operations)))
         with torch._C._profiler._RecordFunctionFast(f"{MARK} mark"):
@@ -101,7 +102,7 @@ class Watcher:
         """
 
     def track_unlisted(self, tensor: Any, operation: str) -> None:
-        """Track a tensor that no operation returned; `operation` names its origin.
+        """Track a tensor that no operation returned. `operation`: text that says where the tensor comes from.
 
         A watcher does nothing in this method, because it tracks no tensors; `Tracker` overrides it.
         """

@@ -1,4 +1,4 @@
-"""Run one experiment under one meter, inside the fresh subprocess that `forkserver` made for it.
+"""Run one experiment while one meter measures it, inside the fresh subprocess that `forkserver` made for it.
 
 The process ends after `perform`, so nothing that is changed here needs to be restored.
 """
@@ -31,13 +31,13 @@ NO_COMPILER = "a rehearsal cannot run code that is compiled for a card"
 
 
 def perform(experiment: Experiment, measure: str, on_step: Callable[[int], None] | None = None) -> Outcome:
-    """Perform an experiment under one meter; always return an outcome, even if the experiment fails.
+    """Perform an experiment while one meter measures it; always return an outcome, even if the experiment fails.
 
     Args:
         measure: "memory" (two optimizer steps under the memory meter, three on a GPU; for compiled code a few steps, of
             which the last counts), "categories" (two steps that track every tensor, see `memory_meter`), "time" (the
-            requested steps under the time meter), "none" (no meter), or "value" (no meter; a clock function that the
-            experiment calls raises an error, because other lessons of a course may be running).
+            requested steps under the time meter), "none" (no meter), or "value" (no meter; the experiment's code must
+            not read a clock, because other lessons of a course may be running: reading it raises an error).
         on_step: called after each optimizer step with its number; None: not called.
     """
     try:
@@ -205,7 +205,10 @@ def _refusal_of_workers(experiment: Experiment, free: int | None) -> str | None:
 
 
 def threads_of(experiment: Experiment) -> int | None:
-    """Return the number of threads that an experiment computes with; None: torch's default. Ranks share the cores."""
+    """Return the number of threads with which each process of an experiment computes; None: torch's default.
+
+    With several ranks, the number is `experiment.threads`, or if that is None, each rank's equal part of the cores.
+    """
     if experiment.threads or experiment.processes == 1:
         return experiment.threads
     return max(1, (hardware.describe().cpu_cores or 1) // experiment.processes)
@@ -318,8 +321,8 @@ def _rank(experiment: Experiment, measure: str, on_step, folder: str, barrier, e
         on_step: called by rank 0 after each step with its number; None: not called. If it has the attribute
             `takes_turns`, it may block, to let an interleaved experiment run.
         folder: folder for the rank's files; the launcher removes it.
-        barrier: if `on_step` may block, all ranks wait here before and after each call of `on_step`, so that they stop
-            and continue together.
+        barrier: barrier of all ranks. If `on_step` may block, each rank waits at it before and after rank 0 calls
+            `on_step`, so that all ranks stop and continue together.
         ends: queue that gets {rank: the outcome with which it failed, or None if it ended normally}.
     """
     import torch

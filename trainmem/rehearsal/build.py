@@ -174,7 +174,7 @@ def _written() -> set[str]:
 
 
 def _linked(site: Path) -> set[str]:
-    """Return the names of the functions that torch and bitsandbytes in the folder `site` link from CUDA's libraries."""
+    """Return the names of functions in CUDA's libraries that torch and bitsandbytes, in the folder `site`, link to."""
     names = set()
     for library in [*site.glob("torch/lib/*.so"), *site.glob("bitsandbytes/*cuda*.so")]:
         done = subprocess.run(["nm", "-D", "--undefined-only", library], capture_output=True, text=True)
@@ -185,8 +185,8 @@ def _linked(site: Path) -> set[str]:
 def _rest(linked: set[str], site: Path, header: Path) -> str:
     """Return C++ source with those functions of the stub CUDA runtime that only return a status.
 
-    native/answers.toml says which status each function returns, and names some functions itself. The other names come
-    from the three arguments. Functions that the stub's C++ files define are left out.
+    The functions are those named in native/answers.toml, and those found by the three arguments, except functions that
+    the stub's C++ files define. native/answers.toml also says which status each function returns.
 
     Args:
         linked: names of the CUDA functions that torch and bitsandbytes link, see `_linked`.

@@ -7,9 +7,9 @@ Floating-point values are unknown, with two exceptions: small tensors that the h
 sign of a norm (not negative). The one assumption: a test for NaN or infinity finds none.
 
 Code that reads an unknown value as a float gets an `Unknown`; other reads raise `NeedsValues`. With
-`Values(assumes=True)` they return a value instead, so that a program reaches its end: floating-point numbers are 1,
-comparisons are false, whole numbers are 0, and positions from sorting are in order. `Values` counts how often it
-assumed a value.
+`Values(assumes=True)` all these reads return an assumed value, so that the program reaches its end: floating-point
+numbers are 1, comparisons are false, whole numbers are 0, and positions from sorting are in order. `Values` counts how
+often it assumed a value.
 
 `Values` is a function mode, not a dispatch mode: it sees calls from Python and does not affect autograd's own
 operations.
@@ -95,15 +95,19 @@ class Values(TorchFunctionMode):
         return not getattr(self._storages.get(address), "is_known", True)
 
     def note_copy(self, source: torch.UntypedStorage, copied: torch.UntypedStorage) -> None:
-        """Note that `copied`, the copy of the storage `source` on the host, has unknown values if `source` has."""
+        """Note that the values of `copied` are unknown, if the values of `source` are unknown.
+
+        `copied`: a storage on the host, into which the storage `source` was copied.
+        """
         noted = self._storages.get(source.data_ptr())
         if not getattr(noted, "is_known", not source.is_cuda) and copied.data_ptr():
             self._storages[copied.data_ptr()] = copied
             copied.is_known = False
 
     def _noted(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
-        """Return a tensor's storage if there is a note about its values; None if there is none. A note about an earlier
-        storage that had the same address does not count.
+        """Return a tensor's storage if this object has noted whether its values are known; otherwise return None.
+
+        A note about an earlier storage, which was freed and had the same address, is ignored.
         """
         storage = self._storages.get(_address(tensor))
         return storage if storage is not None and storage._cdata == tensor.untyped_storage()._cdata else None
@@ -153,9 +157,9 @@ class Values(TorchFunctionMode):
     def _note_arrivals(self, function, name, args, kwargs, given, made) -> None:
         """Compute the small device tensors that a function made from arguments on the host, and note them as known.
 
-        A result is computed in two cases: the call has exactly one tensor argument, and the result has its shape (such
-        a call copies it to the device); or a function such as `ones` made the result without a tensor argument. Other
-        results stay unknown.
+        A result is computed in two cases. (1) The call has exactly one tensor argument, and the result has the same
+        shape: such a call copies the argument to the device. (2) The call has no tensor argument and creates a tensor,
+        e.g. `ones`. Other results stay unknown.
 
         Args:
             function, args, kwargs: the function that was called, and its arguments.
@@ -301,8 +305,8 @@ class Values(TorchFunctionMode):
         whether values were written.
 
         All later reads get these values: False for a mask; 0, 1, 2, ... for positions from a function that sorts or
-        draws, e.g. `topk`; 0 for other positions. Nothing is written if `made` is empty, has more than `LARGEST`
-        elements, or is neither boolean nor of whole numbers with 16, 32 or 64 bits.
+        samples (`topk`, `multinomial`); 0 for other positions. Nothing is written if `made` is empty, has more than
+        `LARGEST` elements, or is neither boolean nor of whole numbers with 16, 32 or 64 bits.
 
         Args:
             name, args, kwargs: the function's name, e.g. "topk", and its arguments.
@@ -329,7 +333,7 @@ class Values(TorchFunctionMode):
             given: the tensors among the arguments.
 
         Raises:
-            NeedsValues: the values are unknown, and this object was made without `assumes=True`.
+            NeedsValues: the values are unknown, and this object does not assume values (`assumes=False`).
         """
         if all(map(self.is_known, given)):
             device = next(tensor.device for tensor in given if tensor.is_cuda)
@@ -355,7 +359,7 @@ class Values(TorchFunctionMode):
         `aten.nonzero` whenever code indexes with a mask, in the backward pass, too.
 
         Raises:
-            NeedsValues: the values of the mask are unknown, and this object was made without `assumes=True`.
+            NeedsValues: the values of the mask are unknown, and this object does not assume values (`assumes=False`).
         """
         if not self.is_known(mask):
             if not self.assumes:
@@ -482,7 +486,10 @@ _LIBRARIES = {"cudnn": "cuDNN", "cufft": "cuFFT", "cusolver": "cuSOLVER", "cuspa
 
 
 def explained(error: RuntimeError) -> RuntimeError:
-    """Return a `NeedsLibrary` that names a CUDA library if `error` means that the stub lacks it; otherwise `error`."""
+    """Return a clearer error, `NeedsLibrary`, if `error` means that a CUDA library cannot be used in a rehearsal.
+
+    The new error names the library. Any other error is returned unchanged.
+    """
     text = str(error).lower()
     is_refusal = "not answered in a rehearsal" in text or any(f"{word} error" in text for word in _LIBRARIES)
     if not is_refusal or isinstance(error, NeedsLibrary):

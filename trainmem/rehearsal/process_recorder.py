@@ -1,4 +1,4 @@
-"""Record a rehearsed program from inside its processes: its memory by phase, and how it ends. Also make uploads fail.
+"""Record a rehearsed program from inside its processes: its memory by phase, and how it ends. Make its uploads fail.
 
 Each process with a device writes a JSON file, at each change of phase and at its end. `program_report` reads the file,
 which has these fields:
@@ -153,11 +153,11 @@ class Recorder:
 
 
 def described(error: BaseException) -> dict[str, str]:
-    """Return {"kind", "message", "line"} of an error, or of the first error in its chain that has one of `KINDS`, e.g.
-    "out of memory".
+    """Return {"kind": e.g. "out of memory", "message": text of the error, "line": the program's line that failed}.
 
-    If `torch.multiprocessing.spawn` raised it, its message is the traceback of another process; the kind is then read
-    from the traceback.
+    If the class of `error`, or of an error that caused it, is in `KINDS`, describe that error; otherwise describe
+    `error`, with the kind "failed". "line" is a text made by `_line`. If `torch.multiprocessing.spawn` raised it,
+    its message is the traceback of another process; kind and line are then read from the traceback.
     """
     chain, cause = [], error
     while cause is not None and cause not in chain:
@@ -183,8 +183,8 @@ _FRAME = re.compile(r'File "(.+)", line (\d+), in (.+)\n\s+(.+)')
 def _line(frames: list[traceback.FrameSummary]) -> str:
     """Return the innermost line that does not belong to a library, as "file, line N, in function: code".
 
-    If there is no such line, return the innermost line outside of torch and this package; "" if there is none, either.
-    `frames` are ordered innermost first.
+    If all lines belong to libraries, return the innermost line outside of torch and this package; if all lines belong
+    to these two, return "". `frames`: the stack of calls, innermost first.
     """
     own = (frame for frame in frames if not stack_dumps.is_library(frame.filename))
     frame = next(own, None) or next((frame for frame in frames if not _is_below(frame.filename)), None)
@@ -206,7 +206,10 @@ def _largest(seen: Any, new: Any) -> Any:
 
 
 def install(values, folder: str) -> None:
-    """Record this process in a file in `folder`. `values`: the `Values` that this process tracks."""
+    """Record this process's memory peaks, and how it ends, in a file in `folder`, from now on; make its uploads fail.
+
+    `values`: the `Values` of this process, which tracks the known values.
+    """
     recorder = Recorder(folder, values)
     modules = torch.nn.modules.module
     modules.register_module_forward_pre_hook(recorder.before_forward)
@@ -239,7 +242,7 @@ def install(values, folder: str) -> None:
 
 
 def _replace(owner: Any, name: str, replacement: Callable) -> None:
-    """Replace the function `name` of `owner` by a call of `replacement` with the original function and arguments."""
+    """Replace the function `name` of `owner` by one that calls `replacement(original function, *arguments)`."""
     if plain := getattr(owner, name, None):
         setattr(owner, name, functools.wraps(plain)(functools.partial(replacement, plain)))
 

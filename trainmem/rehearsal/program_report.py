@@ -36,8 +36,8 @@ class ProgramRun:
         status: "finished", "needs values", "needs a library", "out of memory" or "failed".
         code: the program's own exit code; negative for a signal.
         card: the card on which the program was rehearsed, as text.
-        processes: for each process that used a device or failed, {name: value} of the fields that `process_recorder`
-            (its module's docstring) lists.
+        processes: one dict for each process that used a device or failed, e.g. with its "phases" and "error". The
+            docstring of the module `process_recorder` lists all fields.
         assumptions: what the rehearsal assumed, one sentence each.
     """
 
@@ -108,7 +108,7 @@ def read(folder: str | os.PathLike, code: int, card: Card, assumes: bool) -> Pro
     Args:
         code: the program's exit code; negative for a signal.
         card: the card on which the program was rehearsed.
-        assumes: whether unknown values were assumed.
+        assumes: whether the rehearsal ran with `--assume`, so that code that read an unknown value got an assumed one.
     """
     processes = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
     kinds = {error["kind"] for each in processes if (error := each["error"])}

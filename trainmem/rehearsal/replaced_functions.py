@@ -85,7 +85,8 @@ def install() -> None:
     def any_outlier(tensor, *args, **kwargs):
         """Replace `Tensor.any`: return the same result, except False if bitsandbytes' LLM.int8 looks for outliers.
 
-        bitsandbytes makes this call inside one of its operations, and function modes do not see calls there.
+        `Values` cannot give this answer: it is a function mode, and no function mode sees a call inside bitsandbytes'
+        operation.
         """
         found = any_of(tensor, *args, **kwargs)
         if tensor.is_cuda and sys._getframe(1).f_globals.get("__name__") == "bitsandbytes.backends.cuda.ops":

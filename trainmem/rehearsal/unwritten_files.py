@@ -22,8 +22,8 @@ import torch
 class Files:
     """Track the files of weights that this process saves.
 
-    `saved` has the paths of files that it wrote without values, `kept` those of files from before the rehearsal that it
-    would have overwritten; they are unchanged.
+    `saved` has the paths of the files that the process wrote without values. `kept` has the paths of files that are
+    older than the rehearsal: the process wanted to overwrite them, but they were left unchanged.
     """
 
     def __init__(self):
@@ -46,11 +46,11 @@ class Files:
         self.saved.add(os.path.abspath(os.fspath(path)))
 
     def move(self, plain: Callable, source: Any, target: Any, *args, **kwargs) -> Any:
-        """Call `plain`, which renames, links or copies a file or folder, and return its result. Add the new paths of
-        files in `saved` (written without values) to `saved`.
+        """Call `plain`, which renames, links or copies `source` to `target`, and return its result.
 
-        If `source` is in `saved` and `target` is a file from before the rehearsal, return `target` without calling
-        `plain`, so that the user's file is not overwritten.
+        If `source` is a file in `saved` (written without values), or a folder with such files, add their new paths to
+        `saved`. Exception: if `source` is in `saved` and `target` is a file from before the rehearsal, do not call
+        `plain`, so that the user's file is not overwritten, and return `target`.
         """
         if not isinstance(source, str | os.PathLike) or not isinstance(target, str | os.PathLike):
             return plain(source, target, *args, **kwargs)
@@ -76,7 +76,9 @@ class _Records:
         return getattr(self.writer, name)
 
     def write_record(self, name: str, data: Any, size: int) -> None:
-        """Write a record of torch's zip file; if the values of `data` are unknown, only its name and size (bytes)."""
+        """Write the record `name` of torch's zip file: `data`, or only the name and `size` (bytes) if the values of
+        `data` are unknown.
+        """
         if isinstance(data, torch.UntypedStorage) and self.values.is_unknown_block(data.data_ptr()):
             self.holes += 1
             return self.writer.write_record_metadata(name, size)
