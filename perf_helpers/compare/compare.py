@@ -329,9 +329,10 @@ def _bytes_that_moved(old: Memory, new: Memory) -> str:
 
 
 def _total(name: str, old: int | None, new: int | None, before: dict | None = None, after: dict | None = None) -> str:
-    """Describe a changed total with the categories that changed, the largest change first; empty if none changed.
+    """Return as text how a total and its categories changed, the largest change first; "" if nothing changed.
 
-    `name`: e.g. "peak"; `old`, `new`: the total's bytes in each run; `before`, `after`: by category; None: unknown.
+    `old`, `new`: bytes of the total `name`, e.g. "peak", in the old and the new run; `before`, `after`: its bytes in
+    these runs as {category: bytes}. Each of the four is None if it is unknown.
     """
     moved = {key: after.get(key, 0) - before.get(key, 0) for key in {**before, **after}} if before and after else {}
     largest = sorted((key for key in moved if moved[key]), key=lambda key: -abs(moved[key]))

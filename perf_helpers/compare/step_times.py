@@ -41,7 +41,7 @@ CLOCKS = ("passed", "computed")  # wall clock less waiting, and CPU time; the fi
 def measure_here(profile: str) -> dict[str, Any] | None:
     """Time every recipe on this machine, and return the result of `measure`; None in a rehearsal, which has no times.
 
-    The model is the profile's on a GPU, a tiny one on a CPU: other load spares at least one of many short steps.
+    On a GPU the model is the profile's. On a CPU it is tiny: among many short steps, some are not slowed by other load.
     """
     machine = hardware.this_machine()
     if machine.rehearsed:

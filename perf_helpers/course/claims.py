@@ -62,7 +62,7 @@ class Decision:
 
     @property
     def expected(self) -> tuple[Verdict, ...]:
-        """Return the ledger's expected verdicts on this machine and profile; empty if it has a prediction instead."""
+        """Return the ledger's expected verdicts on this machine and profile; () if it predicts a value instead."""
         return self.claim.expected_on(self.kind, self.profile)
 
     @property
@@ -78,7 +78,7 @@ class Decision:
 
     @property
     def reason(self) -> str:
-        """Return why the claim does not hold, since when, and a link to the discussion; empty if it should hold."""
+        """Return the ledger's note on why the claim is expected not to hold, since when, and a link; "" if no note."""
         claim = self.claim
         return " · ".join(filter(None, (claim.reason, claim.since and f"since: {claim.since}", claim.thread)))
 
@@ -139,7 +139,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Scoreboard:
-    """Hold the decision on each claim that a lesson checked, and the problems for which a strict lab fails."""
+    """Hold the decision on each claim that a lesson checked, and the problems, each of which fails a strict lesson."""
 
     title: str
     decisions: Sequence[Decision]

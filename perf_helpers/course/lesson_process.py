@@ -61,10 +61,11 @@ def run_lesson(
     environment: Mapping[str, str] | None = None,
     stopped: threading.Event | None = None,
 ) -> Judgement:
-    """Execute the lesson at `source` into the folder `out`, and return the judgement: its status, message and record.
+    """Execute the lesson at `source` into the folder `out`; return its status, a message, and the JSON that it wrote.
 
     Args:
-        profile, strict: parameters of the lesson, as in `run_course`.
+        profile: name of the sizes of models and batches, e.g. "auto".
+        strict: whether the lesson fails if a verdict is not one that the ledger of claims expects.
         timeout: seconds after which the lesson is killed.
         environment: environment variables in addition to those of this process.
         stopped: an event that, once set, kills the lesson as its timeout would.

@@ -63,7 +63,7 @@ def course_runs(folder: str | Path) -> list[dict[str, Any]]:
 def decided_again(claims: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the claims of a recorded run with the verdicts that today's ledger gives to the values measured then.
 
-    A claim whose quantity has changed since is left out.
+    A claim is left out if today's ledger does not list it, or defines another measured quantity for it.
     """
     ledger, rows = load(), []
     for row in claims:

@@ -100,8 +100,8 @@ class Products:
     def step_speed(self) -> tuple[float, float]:
         """Return (least, greatest) speed of a training step in mixed precision, relative to fp32.
 
-        Matmuls become `ratio` times as fast; all other work takes 0.5 to 2 times as long (`OTHER_WORK`). Source:
-        Amdahl's law, "Validity of the single processor approach", AFIPS 1967.
+        Matmuls become `ratio` (16-bit rate / fp32 rate) times as fast; all other work takes 0.5 to 2 times as long
+        (`OTHER_WORK`). Source: Amdahl's law, "Validity of the single processor approach", AFIPS 1967.
         """
         rates = self.ratio.low, self.ratio.high
         if not self.ratio.known:

@@ -132,7 +132,7 @@ def _namespace() -> Iterator[int]:
 def _hold_back(middle, delay):
     """Forward each frame between the two hosts after `delay` seconds, until the hosts' network devices are gone.
 
-    The other end of each host's device is in a third network namespace; `middle`: id of a process in it.
+    Frames cross a third network namespace, to which both devices are connected; `middle`: id of a process in it.
     """
     with open(f"/proc/{middle}/ns/net") as namespace:
         _enter(namespace.fileno())  # moves only this thread

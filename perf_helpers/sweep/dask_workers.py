@@ -41,11 +41,11 @@ _ROUND_SECONDS = 0.3  # between two queries of the list of workers
 
 
 class Killed(BrokenExecutor):
-    """Two workers in a row were killed during the same call; `attempts`: a dict each, as in `records.Run.attempts`."""
+    """Two workers in a row were killed during the same call; `attempts`: a dict per killed worker, with its message."""
 
     def __init__(self, message: str, attempts: tuple[dict[str, Any], ...]):
         super().__init__(message)
-        self.attempts = attempts
+        self.attempts = attempts  # as `records.Run.attempts`
 
 
 class Displaced(RuntimeError):
@@ -237,9 +237,10 @@ class Workers(Executor):
         raise Killed(f"{both}; the row is not tried a third time", tuple(attempts))
 
     async def _free(self, lost_by: set[str]) -> _Worker:
-        """Wait for a worker with a free device and return it; raise the error that made the workers unusable, if any.
+        """Wait for a worker with a free device, and return it; if an error stopped all calls, raise this error.
 
-        `lost_by`: names of workers that were lost during this call; one of them is returned only if there is no other.
+        `lost_by`: names of the workers that died in earlier attempts to run the same call. A worker with one of these
+        names, i.e. a restarted one, is returned only if there is no other.
         """
         while not self._failure:
             others = [worker for worker in self._workers.values() if worker.name not in lost_by]
@@ -349,13 +350,13 @@ _attended: set[str] = set()  # the calls that this process runs now
 def dask_setup(worker) -> None:
     """Ignore Ctrl-C in a worker of this machine; Dask calls this function when the worker starts.
 
-    A terminal sends Ctrl-C to workers too, but a worker must run until its starter has ended the worker's calls.
+    A terminal sends Ctrl-C to workers too. A worker must live until the process that started it has ended its calls.
     """
     signal.signal(signal.SIGINT, lambda *_: None)
 
 
 def introduce(dask_worker) -> _Worker:
-    """Start the fork server of the worker that runs this, and describe the worker; Dask passes its `dask_worker`."""
+    """Start a fork server on the worker that runs this function; describe this worker, which Dask passes to it."""
     without_dasks_settings()
     SERVER.start()
     return _Worker(
@@ -417,7 +418,7 @@ def _on_its_part(experiment: Experiment, sharing: int) -> Experiment:
 
 
 async def end(number: str) -> None:
-    """End this worker's experiments until the call `number` has ended; end none while another call runs here."""
+    """Stop the call `number` on this worker by ending all experiments here; do nothing if other calls run here too."""
     while _attended == {number}:
         SERVER.end_forks()
         await asyncio.sleep(0.1)

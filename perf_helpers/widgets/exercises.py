@@ -210,7 +210,7 @@ def _judgement(judge: Callable[[Any], Feedback], answer: Any) -> Feedback:
 
 
 def _keep(lab: Lab, kind: str, key: str, **content) -> None:
-    """Keep an outcome in the learner's journal, unless its status is "not measured" or it comes from `prove`."""
+    """Keep an outcome in the learner's journal, unless its status is "not measured" or `prove` is testing a check."""
     if not _is_author.get() and content.get("status") != "not measured":
         learner_log.keep(lab, kind, key, **content)
 

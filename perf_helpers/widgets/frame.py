@@ -24,7 +24,7 @@ OPEN: dict[Hashable, Callable[[], None]] = {}  # {place: the function that close
 
 
 def take(key: Hashable, close: Callable[[], None]) -> None:
-    """Close the element shown at the place `key`; store `close`, by which a later `take` closes the new element."""
+    """Close the old element at the place `key`; the next call with this `key` closes the new one by calling `close`."""
     close_before = OPEN.pop(key, None)
     OPEN[key] = close
     if close_before:

@@ -128,7 +128,7 @@ live = Monitor  # its name in lessons
 def _text(value: float | None, unit: str) -> str:
     """Return a value with its unit as text; None or unknown gives "not measured".
 
-    Bytes are as in `bytes_text`. Other numbers have 2 significant digits, no decimals from 10 on: more would flicker.
+    Bytes are as in `bytes_text`. Other numbers have 2 significant digits, from 10 on no decimals: 9.1, 14, 1,234.
     """
     return bytes_text(value) if unit == "B" else number_text(value, unit, digits=2)
 

@@ -213,13 +213,14 @@ def advise(
     attention kernel is the library's choice, unless `must` sets it. The advice's `notes` report the kernel, compiled
     code, and sizes that should be padded.
 
-    A technique may cost time, precision or convergence. A recipe is left out if it has all costly techniques of a
-    better-ranked recipe that fits, and at least one more. But it is kept if its micro-batch is larger than that
-    recipe's, or if its precision differs from that recipe's and its speed is unknown.
+    A technique may cost time, precision or convergence. A recipe is left out if it only adds costly techniques to a
+    better-ranked recipe that fits. But it is kept if it has a larger micro-batch than the better-ranked recipe, or if it
+    has another precision and an unknown speed.
 
-    On a CPU the counted peak is compared with `memory`, without the interpreter and its libraries. On CUDA the
-    training's allocations and frees are replayed on the caching allocator of a card with that memory, minus the context
-    and the margin; the training fits if the allocator does not run out. Fragmentation is included.
+    On a CPU a recipe fits if the peak of its tensors is at most `memory` minus the margin; the interpreter and libraries
+    are not counted. On CUDA the training's allocations and frees are replayed on the caching allocator of a card with
+    that memory, minus the context and the margin; the training fits if the allocator does not run out. Fragmentation is
+    included.
 
     `results/advice.json` records how often such advice was right.
 

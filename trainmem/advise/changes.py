@@ -52,7 +52,9 @@ def _shorter(search: RecipeSearch, smallest: Candidate) -> Change | None:
 
 
 def _sharded(search: RecipeSearch, size: int, breakdowns: list[dict[str, int]], on_top: int) -> Change:
-    """Return the change that divides weights, gradients and optimizer states by the number of devices.
+    """Return the change that divides weights, gradients and optimizer states among the fewest devices that suffice.
+
+    If no number of devices suffices, the change says so in its text.
 
     Args:
         size: the recipe's micro-batch, in samples.

@@ -249,9 +249,10 @@ class _Cluster:
 
 
 def _if_nothing_fits(task: Task, smallest: Layout, room: int) -> tuple[str, str]:
-    """Return (the condition that holds in Hugging Face's decision tree, a text on why, with a remedy) if nothing fits.
+    """Return (the branch of Hugging Face's decision tree that applies, a text with reasons and remedy) if nothing fits.
 
-    The condition is either that one layer does not fit a card, or that the shards on so many cards do not fit.
+    The branch is either that the largest layer does not fit a card, or that layers fit, but the model divided by the
+    task's number of cards does not.
 
     Args:
         smallest: the layout that needs the least memory.

@@ -205,10 +205,10 @@ def _micro_batches(samples: int, fixed: Mapping[str, Any], avoided: set[str]) ->
 class Ranking:
     """Order recipes by speed, which is the product of the factors of a recipe's techniques and its micro-batch.
 
-    Plain choices (without a technique), and techniques that all recipes share, have no factor.
+    No factor exists for a technique that costs nothing or that all recipes share, and for the largest micro-batch.
 
     Args:
-        choices: the recipes to rank.
+        choices: gives the recipes to rank.
         evidence: the measured factors of techniques and of micro-batches.
     """
 
@@ -240,7 +240,7 @@ class Ranking:
     def factors(self, candidate: Candidate) -> list[Factor]:
         """Return the factors by which a recipe's techniques and its micro-batch change its speed.
 
-        There is none for a technique without costs or one that all recipes share, and none for the largest micro-batch.
+        A technique has no factor if it costs nothing or if all recipes share it. Nor has the largest micro-batch.
         """
         keys = (*candidate.techniques, candidate.micro_batch)
         return [self._factors[each] for each in keys if each in self._factors]
@@ -287,9 +287,9 @@ class RecipeSearch:
     def find(self, most: int) -> list[Candidate]:
         """Return the best recipes that fit, at most `most`, the best first.
 
-        Combinations of techniques are tried in the order in which they rank if each has the largest micro-batch, until
-        `most` of them fit. A combination with all costly techniques of a recipe that fits, and at least one more, is
-        returned only with a larger micro-batch than that recipe's (see `Ranking.only_adds_costs`).
+        Combinations of techniques are ranked as if each had the largest micro-batch, and tried in this order until
+        `most` of them fit. A combination that only adds costly techniques to a recipe that fits is returned only if its
+        micro-batch is larger than the one of that recipe (see `Ranking.only_adds_costs`).
 
         Raises:
             ValueError: every estimate failed; the message is that of the first one.
@@ -421,8 +421,8 @@ class RecipeSearch:
     def needed_by(self, estimated: MemoryEstimate) -> int:
         """Return the bytes that the device must have according to an estimate, with the CUDA context.
 
-        On CUDA these are the reserved bytes, on a CPU the live bytes. They exceed `limit` if and only if the estimate
-        says that the training does not fit the device.
+        On CUDA these are the reserved bytes, on a CPU the live bytes. The training fits the device exactly if they do
+        not exceed the search's `limit`.
         """
         return max(estimated.memory.reserved_bytes or 0, estimated.peak_bytes) + self.context
 
@@ -459,9 +459,10 @@ class RecipeSearch:
             return exact[size]
 
         def about(size: int) -> tuple[int, int]:
-            """Return (live bytes, upper estimate of reserved bytes) for a size, extrapolated from shallow models.
+            """Return (live bytes, upper estimate of reserved bytes) of the recipe for the task of this size.
 
-            If the model is not deep (more than 24 layers), both are the needed bytes from an estimate of the model.
+            For a deep model (more than 24 layers), both are extrapolated from shallow models. Any other model is
+            estimated itself, and both are the bytes that the recipe needs.
             """
             return self.about(task_of(size), candidate) or (needed(size), needed(size))
 
@@ -483,14 +484,14 @@ class RecipeSearch:
     def _largest(self, candidate: Candidate, fitting: Iterable[Candidate], found: Mapping) -> int:
         """Return the largest micro-batch, in samples, with which a recipe fits; 0 if it fits with none.
 
-        If the candidate has all costly techniques of a recipe in `fitting`, and at least one more, only micro-batches
-        larger than that recipe's are considered.
+        If the recipe only adds costly techniques to a recipe in `fitting`, it must have a larger micro-batch than that
+        one (see `Ranking.only_adds_costs`); smaller micro-batches are not tried.
 
         Args:
-            candidate: the recipe; its own micro-batch is ignored.
-            fitting: the recipes that fit.
-            found: {techniques except the optimizer: largest micro-batch of a recipe with these techniques}; the search
-                starts from the micro-batch of the candidate's own techniques, if it is known.
+            candidate: the recipe; its micro-batch is ignored.
+            fitting: the recipes that are known to fit.
+            found: {techniques except the optimizer: largest micro-batch that fits with them}, from recipes with another
+                optimizer. If it has an entry for this recipe's techniques, the search starts there.
         """
 
         def of(size: int) -> Candidate:
