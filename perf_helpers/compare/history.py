@@ -65,7 +65,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """Hold a `Line` per claim, peak memory and step time: its values in all course runs of one machine and profile."""
+    """Hold all course runs of one machine and profile as `Line`s: the values of a claim, peak memory or step time."""
 
     machine: str
     profile: str
@@ -185,7 +185,7 @@ def _median(points: list[Point]) -> float:
 def sketch(line: Line, dates: Iterable[str]) -> dict[str, Any]:
     """Return the picture of a line in pixels: {"width", "height", "points": [(x, y)], "marks": [x of each change]}.
 
-    A point is a value of the line. `dates`: dates of all course runs in the history, in order; they are the x axis.
+    Each point is a value (y) at the date of its course run (x). `dates`: of all course runs in the history, in order.
     """
     width, height = 260, 40
     places = {date: number for number, date in enumerate(dates)}

@@ -67,9 +67,9 @@ class Decision:
 
     @property
     def as_expected(self) -> bool:
-        """Return whether value and prediction agree within their intervals.
+        """Return whether the interval of the measured value overlaps with the predicted one.
 
-        Without a prediction, return whether the ledger expects the verdict.
+        Without a prediction, return whether the verdict is one that the ledger expects, or the decision is `excused`.
         """
         if self.predicted and self.verdict is not Verdict.NOT_TESTABLE:
             (low, high), (least, most) = self.predicted, self.interval or (self.value, self.value)
@@ -104,7 +104,7 @@ class Decision:
         return number_text(self.value) + (f" ({interval_text(self.interval)})" if self.interval else "")
 
     def guide_text(self) -> str:
-        """Return the figure that the guides give for the claim, or "no figure", with its source and hardware."""
+        """Return as text the figure that a guide publishes for the claim, or "no figure", with guide and hardware."""
         guide = self.claim.guide
         value = [] if guide.value is None else [number_text(guide.value)]
         figure = ": ".join([*value, guide.text or "no figure"])

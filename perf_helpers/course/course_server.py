@@ -51,13 +51,13 @@ def shared(preload: Iterable[str] = (), environment: Mapping[str, str] | None = 
 def python_module(
     name: str, arguments: list[str], environment: Mapping[str, str], output: int, folder: str
 ) -> "subprocess.Popen | ForkedModule":
-    """Start `python -m name` in a session of its own: as a fork of the course's server if `environment` names one.
+    """Start `python -m name` in a session of its own, as a fork of the course's server or as a new process.
 
     A fork has the libraries imported already, and ends with this process.
 
     Args:
         name, arguments: the module and its command-line arguments.
-        environment: all environment variables of the new process; they may include the server's address (see `shared`).
+        environment: all its environment variables. With the server's address (see `shared`), on Linux, it is a fork.
         output: descriptor of the file for standard output and standard error.
         folder: the working directory.
     """

@@ -131,8 +131,7 @@ class Lab(Runner):
         return Ratio.of_pairs(pairs, self.noise_floor(*runs))
 
     def foresee(self, question: Callable[..., Answer], *arguments, seconds: float = 60, **options) -> Answer | None:
-        """Call a function that predicts without training, and return its answer, e.g. `lab.foresee(estimate, task,
-        bf16=True)`.
+        """Call a function that predicts without training; return its answer: `lab.foresee(estimate, task, bf16=True)`.
 
         If the call fails or takes longer than `seconds`, print one line and return None, so that the lesson goes on.
         All failed calls of a lab together take two minutes at most; later calls are skipped. A strict lab raises
@@ -178,10 +177,10 @@ class Lab(Runner):
     def _speeds(
         self, baseline: Run, others: Sequence[Run], turns: int, steps_per_turn: int, timeout: float | None
     ) -> list["_Speed"]:
-        """Interleave the baseline and `others`; return the `_Speed` of each of `others` against the baseline.
+        """Time the baseline and `others` in turns; return the speed of each of `others` relative to the baseline.
 
-        If that fails, print why, and return unknown ratios. `turns`: turns per run; `steps_per_turn`: optimizer steps
-        in each; `timeout`: seconds for all runs together (None: the lab's timeout times the number of `others`).
+        If the timing fails, print why; the ratios are then unknown. `turns`: turns per run; `steps_per_turn`: optimizer
+        steps in each; `timeout`: seconds for all runs together (None: the lab's timeout times the number of `others`).
         """
         if not others or (self.machine.rehearsed and self._has_rehearsed_turns):
             return [_Speed(Ratio.unknown(NO_TIME))] * len(others)
@@ -250,7 +249,7 @@ class Lab(Runner):
         return _Speed(*ratios, (_fastest(first, CPU), _fastest(second, CPU)))
 
     def _speed_apart(self, baseline: Run, run: Run, of_run: list[Seconds], of_baseline: list[Seconds]) -> "_Speed":
-        """Return the speed of `run` against `baseline`, each in its own process, from the `Seconds` of their turns."""
+        """Return the speed of `run` relative to `baseline`, timed in two processes; lists: the `Seconds` per turn."""
         samples = self._samples_ratio(baseline, run)
         pairs = [a[WALL] / b[WALL] * samples for a, b in zip(of_baseline, of_run, strict=True)]
         fastest = _fastest([of_baseline], WALL), _fastest([of_run], WALL)
@@ -262,7 +261,7 @@ class Lab(Runner):
         return samples[0] / samples[1] if all(samples) else 1.0
 
     def _is_inside_one(self, *runs: Run) -> bool:
-        """Return whether `compare` interleaves these runs inside one process: if they have one rank each, on a CPU."""
+        """Return whether these runs are interleaved inside one process: on a CPU, with one rank each, not rehearsed."""
         return self._on_cpu(*runs) and not self.machine.rehearsed and max(run.processes for run in runs) == 1
 
     @property
@@ -293,7 +292,7 @@ class _Speed:
 
 
 def _fastest(processes: Sequence[list[Seconds]], clock: int) -> float:
-    """Return the seconds of the fastest turn of a run, over all of its processes; unknown in a rehearsal.
+    """Return the seconds of a run's fastest turn in any of its processes; an `Unknown` number in a rehearsal.
 
     `processes`: the `Seconds` of each turn, per process; `clock`: the time to compare, WALL or CPU.
     """

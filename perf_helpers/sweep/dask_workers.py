@@ -187,7 +187,7 @@ class Workers(Executor):
         self._change = asyncio.Event()
 
     async def _ask(self, question: Callable, *arguments, **options) -> Any:
-        """Return the answer of `question`, a method of the scheduler's client, to `arguments` and `options`.
+        """Call `question`, a method of the scheduler's client, with these arguments and options; return its result.
 
         Raises ValueError if the scheduler no longer answers.
         """
@@ -239,8 +239,7 @@ class Workers(Executor):
     async def _free(self, lost_by: set[str]) -> _Worker:
         """Wait for a worker with a free device, and return it; if an error stopped all calls, raise this error.
 
-        `lost_by`: names of the workers that died in earlier attempts to run the same call. A worker with one of these
-        names, i.e. a restarted one, is returned only if there is no other.
+        `lost_by`: names of workers that died while running this call; once restarted, they are the last choice.
         """
         while not self._failure:
             others = [worker for worker in self._workers.values() if worker.name not in lost_by]
@@ -278,7 +277,8 @@ def connected(
     Args:
         scheduler: address, e.g. "tcp://192.0.2.1:8786"; empty: start workers on this machine.
         workers: number of workers on this machine (default: one per GPU, or one if there is no GPU).
-        patience, tell: seconds to wait while there is no worker; function to call with each line of text for people.
+        patience: seconds to wait while there is no worker.
+        tell: function that is called with each line of text to show to the user.
 
     Raises:
         ValueError: Dask is missing, no scheduler answers at that address, or there are fewer GPUs than workers.

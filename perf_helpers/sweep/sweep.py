@@ -67,8 +67,7 @@ class Plan:
                 `name`). `grid` and `rows` may set fields of the task too, except `config`.
 
         Raises:
-            ValueError: an unknown name, with the nearest known one; an invalid value; no rows; a repeated row. The
-                message names the table.
+            ValueError: an unknown name, an invalid value, no rows, or a repeated row; the message names the table.
         """
         check_known("a plan", tables, PLAN_FIELDS)
         task, fixed, grid = (_table(tables, name) for name in ("task", "arguments", "grid"))

@@ -81,7 +81,7 @@ def observe(controls: "Iterable[Widget]", function: Callable[[Any], None], outpu
 
 
 def html_box() -> "HTML":
-    """Return a widget for HTML that is never wider than its cell."""
+    """Return a widget for HTML that is never wider than the notebook cell that shows it."""
     import ipywidgets
 
     return ipywidgets.HTML(layout={**WHOLE_WIDTH, "min_width": "0", "overflow": "hidden"})

@@ -34,8 +34,7 @@ class Monitor:
     """Watch this machine while a block runs: `with monitor.live() as m: ...`, then `m.summary()`.
 
     A background thread samples CUDA's first GPU if experiments run on a GPU, otherwise the host. In a notebook each
-    sample is drawn, and the last picture stays; in a terminal nothing is drawn. An error of the thread is raised at the
-    end of the block.
+    sample is drawn, and the last picture stays; in a terminal nothing is drawn. The block's end raises the thread's errors.
 
     Args:
         interval_seconds: pause before each sample; if the block takes less time than this, there is no sample.
@@ -110,7 +109,7 @@ class Monitor:
         return f"<div style='display:flex;flex-wrap:wrap;gap:8px'>{''.join(panels)}</div>{caption}"
 
     def _work(self) -> None:
-        """Run the thread: take and draw samples until the block ends."""
+        """Run the thread: take and draw samples until the monitor's `with` block ends."""
         try:
             with reader(self.gpu) as read:
                 start = time.monotonic()

@@ -1,4 +1,4 @@
-"""Calculate changes that would make the smallest recipe fit, from its estimate, for an advice in which nothing fits."""
+"""Calculate, if no recipe of an advice fits, which changes would make the recipe with the least memory fit."""
 
 import math
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ _STEP = 8  # tokens: lengths are tried in multiples of it
 class Change:
     """Hold a change to the smallest recipe: its text, the bytes needed after it, and whether the recipe then fits.
 
-    If no sequence length makes the recipe fit, `needed_bytes` is for the shortest length. If no number of devices does,
-    `needed_bytes` is the part of the memory that cannot be divided among devices. In both cases `text` says so.
+    If no sequence length makes the recipe fit, `needed_bytes` is for the shortest length. If no number of devices makes
+    it fit, `needed_bytes` are the bytes that cannot be divided among devices. In both cases `text` says so.
     """
 
     name: str  # "fewer tokens", "sharding" or "offload"

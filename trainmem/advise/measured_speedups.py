@@ -25,7 +25,8 @@ _SILENT = {"max_steps", "num_train_epochs", "seed", "learning_rate", "lr_schedul
 class Factor:
     """Hold a technique's or micro-batch's speed ratio (speed with it / speed with the plain choice), and its source.
 
-    The plain choice is the same recipe without the technique, or with a larger micro-batch at the same effective batch.
+    The plain choice is the same recipe without the technique; for a micro-batch, it is the same recipe with a larger
+    micro-batch and the same effective batch.
     """
 
     name: str  # of the technique or other choice
@@ -150,7 +151,7 @@ class Evidence:
         The partner of a run with the choice is the run without it that is nearest in time. If some pairs are runs of
         the model to advise for, only these pairs are returned.
 
-        `has_it`: function of a run's arguments: whether the run has the choice, or None if it counts as neither.
+        `has_it`: takes a run's arguments; returns True (the run has the choice), False (not) or None (leave it out).
         """
         groups: dict[tuple, tuple[list[Run], list[Run]]] = {}  # runs that agree in all else: (without it, with it)
         for run, given in self._runs:

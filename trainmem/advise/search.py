@@ -59,7 +59,7 @@ class Candidate(NamedTuple):
 
 
 class Choices:
-    """List the candidates to search, and the micro-batches in samples; give a candidate's training arguments and name.
+    """List the recipes to try (`candidates`) and their micro-batches in samples; give a recipe's arguments and name.
 
     Args:
         samples: samples per optimizer update and process.
@@ -122,7 +122,7 @@ def native_precisions(machine: hardware.Machine, kind: str, capability: tuple[in
 
 
 def _named(argument: str, given: Iterable[str], spelt: Iterable[Iterable[str]]) -> set[str]:
-    """Return the names in `given` in the spelling of the techniques; the user need not type capitals.
+    """Return the names in `given` as the techniques spell them, e.g. "LoRA" for "lora".
 
     Args:
         argument: "avoid" or "may", the argument in which the user gave the names; for the error message.
@@ -142,7 +142,7 @@ def _named(argument: str, given: Iterable[str], spelt: Iterable[Iterable[str]]) 
 def _answers(
     fixed: Mapping[str, Any], avoided: set[str], native: set[Technique], offered: set[str]
 ) -> list[list[Technique | None]]:
-    """Return the allowed techniques for each choice that a recipe makes (e.g. the optimizer); None: the plain choice.
+    """Return, per choice that a recipe makes (e.g. the optimizer), the list of allowed techniques; None: no technique.
 
     Techniques in `ON_DEMAND` are allowed only by `must` or `may`.
 
@@ -231,9 +231,9 @@ class Ranking:
         return sum(self._factors[each].ratio is None for each in candidate.techniques if each in self._factors)
 
     def speed(self, candidate: Candidate) -> float:
-        """Return a recipe's expected speed as a multiple of that without techniques and with the largest micro-batch.
+        """Return a recipe's expected speed / the speed without techniques and with the largest micro-batch.
 
-        It is the product of the recipe's `factors`. A factor that is unknown, or within the noise, counts as 1.
+        The result is the product of the recipe's `factors`. A factor that is unknown or within the noise counts as 1.
         """
         return math.prod(factor.significant for factor in self.factors(candidate))
 
@@ -248,8 +248,8 @@ class Ranking:
     def only_adds_costs(self, candidate: Candidate, other: Candidate) -> bool:
         """Return whether `candidate` has every costly technique of `other`, plus at least one more.
 
-        Only a larger micro-batch than that of `other` could then make `candidate` worthwhile. Return False if the two
-        differ in precision and the speed of `candidate` is unknown, because `candidate` may be faster.
+        If so, `candidate` can only be worthwhile with a larger micro-batch than `other`. Return False if the two differ
+        in precision and the speed of `candidate` is unknown, because `candidate` may be faster.
 
         Args:
             candidate: the recipe that may be left out.
@@ -346,9 +346,9 @@ class RecipeSearch:
                 ahead(pool, self._copy_for_thread().line_of, task, candidate)
 
     def needed(self, candidate: Candidate) -> int:
-        """Return the bytes that a recipe needs, from an estimate that is made once.
+        """Return the bytes that a recipe needs; the recipe is estimated at the first call only.
 
-        If its states (weights, gradients, optimizer states) alone do not fit, return the bytes of the states.
+        If its states (weights, gradients, optimizer states) are known to exceed the memory alone, return their bytes.
         """
         states = self._known_states(candidate)
         is_open = candidate in self.estimates or states <= self.limit
@@ -360,7 +360,7 @@ class RecipeSearch:
     def _copy_for_thread(self) -> "RecipeSearch":
         """Return a copy of the search for another thread, with empty notes, assumptions and estimates.
 
-        Nothing is estimated twice: the copy makes its estimates through the same `ask`, which stores all estimates.
+        Nothing is estimated twice: the copy and the original make their estimates through one `ask`, which stores them.
         """
         return dataclasses.replace(self, estimates={}, too_large={}, notes=[], assumptions={}, _states={**self._states})
 
@@ -429,7 +429,7 @@ class RecipeSearch:
     def estimate(self, task: Task, arguments: Mapping[str, Any]) -> MemoryEstimate:
         """Return the estimate of a task's memory with these training arguments.
 
-        It is counted in `count`, and its assumptions and notes are kept.
+        Also add 1 to `count`, and keep the estimate's assumptions and notes in the search.
         """
         self.count += 1
         estimated = self.ask(self.predict, task, arguments)
@@ -524,13 +524,13 @@ def ahead(pool: ThreadPoolExecutor, ask: Callable, *arguments) -> Future:
 
 
 class Once:
-    """Answer each question once, even if several threads ask it: one thread computes, the other threads wait.
+    """Compute each result once, even if several threads need it: one thread computes, the other threads wait.
 
-    A call takes (ask, task, arguments) and returns `ask(task, **arguments)`. If that raised an error, every call with
-    equal (ask, task, arguments) raises the same error.
+    A call takes (ask, task, arguments) and returns `ask(task, **arguments)`. Equal calls get the same result, or the
+    same error.
 
     Args:
-        bar: a tqdm bar that counts the answered questions.
+        bar: a tqdm bar that counts the results.
     """
 
     def __init__(self, bar):
@@ -562,7 +562,7 @@ def largest_that_fits(sizes: Sequence[int], fits: Callable[[int], bool], first: 
         sizes: the sizes to choose from, ascending.
         fits: function of a size; if a size fits, all smaller sizes fit.
         first: a guess, e.g. the size that fits in a similar case. It is tried first. If it fits, the next larger size
-            is tried. If `first` is the largest size and does not fit, the smallest is tried, as often no size fits.
+            is tried. If it is the largest size and does not fit, the smallest is tried, because often no size fits.
     """
     low, high = 0, len(sizes)  # sizes below index `low` fit; those from `high` on are too large
     index = bisect_left(sizes, first)
