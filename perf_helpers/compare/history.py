@@ -33,7 +33,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """How an exact value (one without noise) changed from one course run to the next, with both values."""
+    """Hold a change of an exact value (one without noise) between two consecutive course runs, with both values."""
 
     date: str  # of the later course run
     before: float
@@ -59,7 +59,7 @@ class Line:
 
     @property
     def shift(self) -> float:
-        """Return |median of latest 5 values / median of 5 before - 1|; 0 for fewer than 10 values or exact ones."""
+        """Return |median of latest 5 values / median of 5 before - 1|; 0 if the values are exact or fewer than 10."""
         return abs(self.median - self.median_before) / abs(self.median_before) if self.median_before else 0.0
 
 

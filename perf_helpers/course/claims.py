@@ -62,14 +62,14 @@ class Decision:
 
     @property
     def expected(self) -> tuple[Verdict, ...]:
-        """Return the ledger's expected verdicts on this machine and profile; () if it predicts a value instead."""
+        """Return the verdicts that the ledger expects on this machine; () if the ledger predicts a value instead."""
         return self.claim.expected_on(self.kind, self.profile)
 
     @property
     def as_expected(self) -> bool:
         """Return whether the interval of the measured value overlaps with the predicted one.
 
-        Without a prediction, return whether the verdict is one that the ledger expects, or the decision is `excused`.
+        Without a prediction or a value, return whether the ledger expects the verdict, or the decision is `excused`.
         """
         if self.predicted and self.verdict is not Verdict.NOT_TESTABLE:
             (low, high), (least, most) = self.predicted, self.interval or (self.value, self.value)

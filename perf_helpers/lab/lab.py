@@ -75,12 +75,12 @@ class Lab(Runner):
         """Compare runs of this lab with a baseline: peak memory exactly, speed by interleaved (A/B) runs.
 
         On a CPU all runs, and the baseline a second time, alternate step by step inside one subprocess, on one thread;
-        this is repeated in several subprocesses. In each round the baseline has two turns and another run has one,
-        which is compared with the mean of these two. The speed ratio is the median over all rounds, in CPU seconds. Its
-        interval is a bootstrap, at least from ratio / f to ratio * f; f is the factor by which the baseline's two turns
-        differ, at least 1.05. `wall_ratio` uses wall-clock seconds. On GPUs, and with several ranks, each run has a
-        process of its own, the ratio is in wall-clock seconds, and f is `noise_floor`. If a comparison fails, its
-        ratios are unknown and hold the reason; code that branches on them raises `trainmem.unknown.RunFailed`.
+        this is repeated in several subprocesses. In each round every other run has one turn, which is compared with the
+        mean of the baseline's two turns. The speed ratio is the median over all rounds, in CPU seconds. Its interval is
+        a bootstrap, at least from ratio / f to ratio * f; f is the factor by which the baseline's two turns differ, at
+        least 1.05. `wall_ratio` uses wall-clock seconds. On GPUs, and with several ranks, each run has a process of its
+        own, the ratio is in wall-clock seconds, and f is `noise_floor`. If a comparison fails, its ratios are unknown
+        and hold the reason; code that branches on them raises `trainmem.unknown.RunFailed`.
 
         Args:
             baseline: the run that the others are compared with.

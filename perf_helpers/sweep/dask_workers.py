@@ -356,7 +356,7 @@ def dask_setup(worker) -> None:
 
 
 def introduce(dask_worker) -> _Worker:
-    """Start a fork server on the worker that runs this function; describe this worker, which Dask passes to it."""
+    """Start a fork server on the worker that runs this function; describe that worker (`dask_worker`, set by Dask)."""
     without_dasks_settings()
     SERVER.start()
     return _Worker(

@@ -8,7 +8,7 @@ The contract of an explorer, in addition to that of `frame`:
   nothing to explore, it raises ValueError before it shows anything.
 - Plain functions compute the content, so that tests need no widget; `svg` draws the content. The picture changes within
   150 ms after a control moves. If a thread must compute the new content first, the old picture is greyed out until
-  then. A text next to the picture gives the same values with their units.
+  then. A text also gives the values in the picture, with their units.
 - Without a front end, `plots` draws a static picture or table for the first values of the controls.
 - Slow work is done by one background thread. The thread begins when a control is first moved, waits while an experiment
   is measured (`SERVER.measuring`), and ends with its widget (`at_end` of `place`).

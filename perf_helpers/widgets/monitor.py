@@ -34,7 +34,7 @@ class Monitor:
     """Watch this machine while a block runs: `with monitor.live() as m: ...`, then `m.summary()`.
 
     A background thread samples CUDA's first GPU if experiments run on a GPU, otherwise the host. In a notebook each
-    sample is drawn, and the last picture stays; in a terminal nothing is drawn. The block's end raises the thread's errors.
+    sample is drawn, and the last picture stays; in a terminal nothing is drawn. The block's end raises thread errors.
 
     Args:
         interval_seconds: pause before each sample; if the block takes less time than this, there is no sample.
@@ -127,7 +127,7 @@ live = Monitor  # its name in lessons
 def _text(value: float | None, unit: str) -> str:
     """Return a value with its unit as text; None or unknown gives "not measured".
 
-    Bytes are as in `bytes_text`. Other numbers have 2 significant digits, from 10 on no decimals: 9.1, 14, 1,234.
+    Bytes are as in `bytes_text`. Other numbers below 10 have 2 significant digits, e.g. 9.1; from 10 on they are whole.
     """
     return bytes_text(value) if unit == "B" else number_text(value, unit, digits=2)
 

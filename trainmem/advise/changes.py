@@ -14,8 +14,8 @@ _STEP = 8  # tokens: lengths are tried in multiples of it
 class Change:
     """Hold a change to the smallest recipe: its text, the bytes needed after it, and whether the recipe then fits.
 
-    If no sequence length makes the recipe fit, `needed_bytes` is for the shortest length. If no number of devices makes
-    it fit, `needed_bytes` are the bytes that cannot be divided among devices. In both cases `text` says so.
+    If no sequence length makes the recipe fit, `needed_bytes` is for the shortest length. If sharding can never make it
+    fit, `needed_bytes` are the bytes that cannot be divided among devices. In both cases `text` says so.
     """
 
     name: str  # "fewer tokens", "sharding" or "offload"

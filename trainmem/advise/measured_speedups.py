@@ -197,8 +197,8 @@ def _apart(run: Run, other: Run) -> float:
 def _relevant(run: Run) -> dict[str, Any]:
     """Return {name: value} of the arguments of a run that affect its speed, and its "effective batch" in samples.
 
-    Arguments with their default are left out. A weights' type of 16 bits is included, even if it was not requested but
-    is the model's own.
+    Arguments with their default are left out. The type of the weights is included if it has 16 bits, even if it is the
+    model's own type and was not requested.
     """
     given = respelt(Arguments(run.arguments))
     if (dtype := given.pop("dtype", None)) != "float32":

@@ -249,7 +249,7 @@ class _Cluster:
 
 
 def _if_nothing_fits(task: Task, smallest: Layout, room: int) -> tuple[str, str]:
-    """Return (the branch of Hugging Face's decision tree that applies, a text with reasons and remedy) if nothing fits.
+    """Return (branch of Hugging Face's decision tree, text with reasons and a remedy) for a task that no layout fits.
 
     The branch is either that the largest layer does not fit a card, or that layers fit, but the model divided by the
     task's number of cards does not.

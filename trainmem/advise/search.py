@@ -205,7 +205,7 @@ def _micro_batches(samples: int, fixed: Mapping[str, Any], avoided: set[str]) ->
 class Ranking:
     """Order recipes by speed, which is the product of the factors of a recipe's techniques and its micro-batch.
 
-    No factor exists for a technique that costs nothing or that all recipes share, and for the largest micro-batch.
+    A technique has no factor if it costs nothing or if all recipes share it. Nor has the largest micro-batch.
 
     Args:
         choices: gives the recipes to rank.
@@ -348,7 +348,7 @@ class RecipeSearch:
     def needed(self, candidate: Candidate) -> int:
         """Return the bytes that a recipe needs; the recipe is estimated at the first call only.
 
-        If its states (weights, gradients, optimizer states) are known to exceed the memory alone, return their bytes.
+        If its states (weights, gradients, optimizer states) alone are known to exceed the memory, return their bytes.
         """
         states = self._known_states(candidate)
         is_open = candidate in self.estimates or states <= self.limit
