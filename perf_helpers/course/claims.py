@@ -62,7 +62,7 @@ class Decision:
 
     @property
     def expected(self) -> tuple[Verdict, ...]:
-        """Return the verdicts that the ledger expects on this machine; () if the ledger predicts a value instead."""
+        """Return the verdicts that the ledger expects here (machine, profile); () if it predicts a value instead."""
         return self.claim.expected_on(self.kind, self.profile)
 
     @property

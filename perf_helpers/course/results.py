@@ -3,7 +3,7 @@
 Its keys are "schema", "date", "machine", "versions", "profile", "strict", "lessons", "claims" and "runs". A claim is a
 result of `claims.Decision.to_dict`. A run is a result of `Run.to_dict` with "lesson" added; `Run.from_dict` reads it.
 `NEEDED` lists the fields that each lesson and claim must have. A nightly run (`perf_helpers.compare`) adds "paces" (by
-`step_times.measure_here`), "fail_on" (axes where getting worse fails it), "baseline" (changes since an earlier run).
+`step_times.measure_here`), "fail_on" (axes on which a worse run fails), "baseline" (changes since an earlier run).
 """
 
 import json

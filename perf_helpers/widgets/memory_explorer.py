@@ -122,7 +122,7 @@ class _MemoryExplorer:
     """The controls, the picture, and an estimate for each position (one value of every control) that was visited.
 
     The front end's thread moves the controls and draws. If a position has no estimate yet, one other thread makes the
-    estimate and draws it. It reads the position just before it starts, so positions passed on the way get no estimate.
+    estimate and draws it. The thread reads the position when it starts, so positions only passed over get no estimate.
 
     `task`: the model to start with; `start`: {control's name: its first value}; `first`: the estimate for `start`;
     `compute_capability`: the GPU's (None: the estimate's default).
