@@ -333,7 +333,7 @@ def _axes(
 ) -> Axes:
     """Set title and labels on `ax`; if it is None, make new axes first.
 
-    A new figure is `size` (width, height) inches large; if `rows` is not 0, it fits that many bars instead.
+    `size`: (width, height) of a new figure in inches; if `rows` is not 0, its height fits that many bars instead.
     """
     if ax is None:
         import matplotlib.pyplot as plt

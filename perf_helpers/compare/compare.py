@@ -3,7 +3,7 @@
 Memory is counted (on a CPU) or reported by torch's allocator (on CUDA). It has no noise: the same code takes the same
 bytes, so every change counts. Memory that the system reports is not compared. A value with an interval has changed if
 the two runs differ by more than the noise of both (`is_beyond_noise`). A step time has changed if |log(new / old)| is
-above log(LEAST) plus a multiple of the noise (results/README.md, "Nights").
+above the logarithm of a least factor (`LEAST`) plus a multiple of the noise (results/README.md, "Nights").
 """
 
 import json
@@ -83,9 +83,9 @@ class Changes:
         return template("compare/changes.html.j2").module.page(self).strip() + "\n"
 
     def to_junit(self, fail_on: Iterable[str]) -> str:
-        """Return the comparison as JUnit XML for CI, in which changes for the worse fail.
+        """Return the comparison as JUnit XML for CI, with a test per change and per axis of change.
 
-        `fail_on`: the axes ("memory", "verdict", "speed") on which such a change fails.
+        `fail_on`: the axes ("memory", "verdict", "speed") on which a change for the worse fails the tests.
         """
         return report.junit(self.new, report.change_cases(self.changes, fail_on))
 
@@ -167,9 +167,8 @@ def compare(old: dict | str | Path, new: dict | str | Path) -> Changes:
 def is_beyond_noise(old: float, old_interval: Sequence, new: float, new_interval: Sequence, number: int) -> bool:
     """Return whether a value has changed by more than the noise of both measurements.
 
-    Among many compared values, some differ by chance. The limit, in standard deviations, therefore grows with their
-    number (Bonferroni's correction). If two course runs have equal code, the probability that any change is reported is
-    at most FALSE_ALARMS.
+    Among many values some differ by chance. The limit, in standard deviations, therefore grows with their number
+    (Bonferroni). Two course runs of equal code have a reported change with a probability of at most FALSE_ALARMS.
 
     Args:
         old, new: the value in each run.
@@ -263,9 +262,9 @@ def _moved(before: dict, after: dict, number: int) -> bool:
 
 
 def _pairs(old: list[dict], new: list[dict], lessons: list[str]) -> Iterator[tuple[str, Run, Run]]:
-    """Yield ("lesson/name", old run, new run) for each run of these lessons that both course runs have.
+    """Yield ("lesson/name", old run, new run) for each measured run of these lessons that both course runs have.
 
-    `old`, `new`: the runs of each course run, as in its results.json; `lessons`: names of the lessons.
+    `old`, `new`: "runs" in the results.json of the old and of the new course run; `lessons`: names of the lessons.
     """
     before = dict(keyed(old))
     for id, row in keyed(new):
@@ -329,9 +328,10 @@ def _bytes_that_moved(old: Memory, new: Memory) -> str:
 
 
 def _total(name: str, old: int | None, new: int | None, before: dict | None = None, after: dict | None = None) -> str:
-    """Describe a changed total with the categories that changed, the largest change first; empty if none changed.
+    """Return as text how a total and its categories changed, the largest change first; "" if nothing changed.
 
-    `name`: e.g. "peak"; `old`, `new`: the total's bytes in each run; `before`, `after`: by category; None: unknown.
+    `old`, `new`: bytes of the total `name`, e.g. "peak", in the old and the new run; `before`, `after`: its bytes in
+    these runs as {category: bytes}. Each of the four is None if it is unknown.
     """
     moved = {key: after.get(key, 0) - before.get(key, 0) for key in {**before, **after}} if before and after else {}
     largest = sorted((key for key in moved if moved[key]), key=lambda key: -abs(moved[key]))
@@ -385,7 +385,7 @@ def compare_steps(old: dict[str, Any] | None, new: dict[str, Any] | None) -> tup
 def _noise_of_steps(night: Iterable[Sequence[float]]) -> float:
     """Return the noise of one course run: the mean over its recipes of log(second smallest / smallest step time).
 
-    `night`: for each recipe, a list with one step time per process, in seconds: that of the process's fastest step.
+    `night`: for each recipe, a list with the seconds of the fastest step of each process that ran the recipe.
     """
     pairs = (sorted(seconds)[:2] for seconds in night)
     return statistics.fmean(math.log(pair[-1] / pair[0]) for pair in pairs)

@@ -33,12 +33,12 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change of a value without noise from one course run to the next: both values, and what else differs."""
+    """Hold a change of an exact value (one without noise) between two consecutive course runs, with both values."""
 
-    date: str
+    date: str  # of the later course run
     before: float
     after: float
-    differences: list[str]  # changes of machine and versions since the run before
+    differences: list[str]  # of machine and package versions between the two course runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +59,13 @@ class Line:
 
     @property
     def shift(self) -> float:
-        """Return |median of the latest 5 values / median of the 5 before - 1|; 0 if the line is exact or too short."""
+        """Return |median of latest 5 values / median of 5 before - 1|; 0 if the values are exact or fewer than 10."""
         return abs(self.median - self.median_before) / abs(self.median_before) if self.median_before else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """Hold a `Line` per claim, peak memory and step time: its values in all course runs of one machine and profile."""
+    """Hold all course runs of one machine and profile as `Line`s: the values of a claim, peak memory or step time."""
 
     machine: str
     profile: str
@@ -79,7 +79,7 @@ class History:
 
     @property
     def noisy(self) -> list[Line]:
-        """Return a `Line` for each noisy quantity (step times, values with an interval); largest `shift` first."""
+        """Return the line of each noisy quantity (step times, values with an interval), the largest `shift` first."""
         return sorted((line for line in self.lines if line.median is not None), key=lambda x: x.shift, reverse=True)
 
     @property
@@ -160,9 +160,10 @@ def _figures(data: dict) -> Iterator[tuple[tuple[str, str, str], Point]]:
 
 
 def _line(kind: str, id: str, unit: str, points: list[Point], runs: dict[str, dict]) -> Line:
-    """Return the `Line` of one value over all course runs: with its changes, or with its medians if it is noisy.
+    """Return the `Line` of one quantity over all course runs, with its changes if it is exact, its medians if noisy.
 
-    `kind`: "claim", "memory" or "speed"; `id`, `unit`: of the value; `runs`: {date: content of results.json}.
+    `kind`: "claim", "memory" or "speed"; `id`, `unit`: of the quantity; `points`: its value in each course run;
+    `runs`: {date of a course run: content of its results.json}.
     """
     if kind == "speed" or any(point.interval for point in points):
         latest, before = points[-RUNS_PER_MEDIAN:], points[-2 * RUNS_PER_MEDIAN : -RUNS_PER_MEDIAN]
@@ -184,7 +185,7 @@ def _median(points: list[Point]) -> float:
 def sketch(line: Line, dates: Iterable[str]) -> dict[str, Any]:
     """Return the picture of a line in pixels: {"width", "height", "points": [(x, y)], "marks": [x of each change]}.
 
-    A point is a value of the line. `dates`: dates of all course runs in the history, in order; they are the x axis.
+    Each point is a value (y) at the date of its course run (x). `dates`: of all course runs in the history, in order.
     """
     width, height = 260, 40
     places = {date: number for number, date in enumerate(dates)}

@@ -41,7 +41,7 @@ CLOCKS = ("passed", "computed")  # wall clock less waiting, and CPU time; the fi
 def measure_here(profile: str) -> dict[str, Any] | None:
     """Time every recipe on this machine, and return the result of `measure`; None in a rehearsal, which has no times.
 
-    The model is the profile's on a GPU, a tiny one on a CPU: other load spares at least one of many short steps.
+    On a GPU the model is the profile's. On a CPU it is tiny: among many short steps, some are not slowed by other load.
     """
     machine = hardware.this_machine()
     if machine.rehearsed:
@@ -58,9 +58,9 @@ def measure(task: Task) -> dict[str, Any]:
     recipes alternate, so that other load affects all of them alike.
 
     Returns:
-        {"task", "threads", "recipes": {name: {"arguments", "passed", "computed", "message"}}}. "passed" lists
-        the wall-clock seconds of each process's fastest step, less the time of waiting for a core. If that time is
-        unknown, "computed" lists CPU seconds instead. If the recipe failed, both are [], and "message" says why.
+        {"task", "threads", "recipes": {name: {"arguments", "passed", "computed", "message"}}}. "passed": wall-clock
+        seconds of each process's fastest step, minus those in which it waited for a core. If the waiting is unknown,
+        "computed" has CPU seconds instead. If the recipe failed, both are [], and "message" says why.
     """
     machine = hardware.this_machine()
     on_cpu = machine.kind == "cpu"
@@ -104,7 +104,7 @@ def keep(row: dict[str, Any], outcome: Outcome, on_cpu: bool) -> None:
 
 
 def is_settled(row: dict[str, Any]) -> bool:
-    """Return whether a recipe's times (`row`) are final: two processes agree on the fastest step, or one failed."""
+    """Return whether a recipe's times (`row`) are final: its two fastest processes agree, or a process failed."""
     pairs = (sorted(row[clock])[:2] for clock in CLOCKS if row[clock])
     return bool(row["message"]) or all(len(pair) > 1 and pair[1] <= pair[0] * SEEN_TWICE for pair in pairs)
 

@@ -62,14 +62,14 @@ class Decision:
 
     @property
     def expected(self) -> tuple[Verdict, ...]:
-        """Return the ledger's expected verdicts on this machine and profile; empty if it has a prediction instead."""
+        """Return the verdicts that the ledger expects here (machine, profile); () if it predicts a value instead."""
         return self.claim.expected_on(self.kind, self.profile)
 
     @property
     def as_expected(self) -> bool:
-        """Return whether value and prediction agree within their intervals.
+        """Return whether the interval of the measured value overlaps with the predicted one.
 
-        Without a prediction, return whether the ledger expects the verdict.
+        Without a prediction or a value, return whether the ledger expects the verdict, or the decision is `excused`.
         """
         if self.predicted and self.verdict is not Verdict.NOT_TESTABLE:
             (low, high), (least, most) = self.predicted, self.interval or (self.value, self.value)
@@ -78,7 +78,7 @@ class Decision:
 
     @property
     def reason(self) -> str:
-        """Return why the claim does not hold, since when, and a link to the discussion; empty if it should hold."""
+        """Return the ledger's note on why the claim is expected not to hold, since when, and a link; "" if no note."""
         claim = self.claim
         return " · ".join(filter(None, (claim.reason, claim.since and f"since: {claim.since}", claim.thread)))
 
@@ -104,7 +104,7 @@ class Decision:
         return number_text(self.value) + (f" ({interval_text(self.interval)})" if self.interval else "")
 
     def guide_text(self) -> str:
-        """Return the figure that the guides give for the claim, or "no figure", with its source and hardware."""
+        """Return as text the figure that a guide publishes for the claim, or "no figure", with guide and hardware."""
         guide = self.claim.guide
         value = [] if guide.value is None else [number_text(guide.value)]
         figure = ": ".join([*value, guide.text or "no figure"])
@@ -139,7 +139,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Scoreboard:
-    """Hold the decision on each claim that a lesson checked, and the problems for which a strict lab fails."""
+    """Hold the decision on each claim that a lesson checked, and the problems, each of which fails a strict lesson."""
 
     title: str
     decisions: Sequence[Decision]

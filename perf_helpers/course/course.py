@@ -49,7 +49,7 @@ def run_course(
     Args:
         lessons: numbers, names or paths, as for `find_lessons` (default: all lessons).
         profile: the sizes of models and batches; "auto" picks a profile by the machine's memory.
-        strict: fail a lesson if a verdict is not one that the ledger expects.
+        strict: fail a lesson if the verdict on a claim is not one that the ledger of claims (claims.toml) expects.
         timeout_per_lesson: seconds after which a lesson is ended; set it to several times the time of the slowest one.
         at_once: lessons that run in parallel; None: up to four on a CPU with enough cores and memory, otherwise one.
 

@@ -1,9 +1,9 @@
 """The server of a course run: it imports the libraries once, and the processes of lessons are forked from it.
 
-Each section below names the process in which its functions run. The course starts the server (`shared`). A process
-that runs experiments requests, through the module `forkserver`, one fork of the server; its experiments are forks of
-that fork. On Linux, the papermill and the kernel of a lesson are forks of the server too
-(`python_module`). Each of these two has a keeper, a process that waits for its end.
+The course starts the server (`shared`). A process that runs experiments gets one fork of the server, through the module
+`forkserver`; all experiments of this process are forks of that fork. On Linux, a lesson's papermill and kernel are
+forks of the server too (`python_module`). A further process, called keeper, waits until papermill or the kernel ends,
+and sends the exit code. Each section below names the process in which its functions run.
 """
 
 import atexit
@@ -51,13 +51,13 @@ def shared(preload: Iterable[str] = (), environment: Mapping[str, str] | None = 
 def python_module(
     name: str, arguments: list[str], environment: Mapping[str, str], output: int, folder: str
 ) -> "subprocess.Popen | ForkedModule":
-    """Start `python -m name` in a session of its own: as a fork of the course's server if `environment` names one.
+    """Start `python -m name` in a session of its own, as a fork of the course's server or as a new process.
 
     A fork has the libraries imported already, and ends with this process.
 
     Args:
         name, arguments: the module and its command-line arguments.
-        environment: all environment variables of the new process; they may include the server's address (see `shared`).
+        environment: all its environment variables. With the server's address (see `shared`), on Linux, it is a fork.
         output: descriptor of the file for standard output and standard error.
         folder: the working directory.
     """

@@ -31,7 +31,7 @@ class Entry(Record):
     """One event in a learner's work, e.g. a guess: its kind, lesson, key, content and date.
 
     Raises:
-        ValueError: the kind is unknown, or the content lacks a key that the kind needs.
+        ValueError: the kind is unknown, or `content` lacks a value that this kind needs (see `KINDS`).
     """
 
     kind: str  # one of KINDS
@@ -53,7 +53,7 @@ class Entry(Record):
 
 
 class Journal(Store):
-    """Append a learner's entries (`Entry`) to a file of JSON lines, and read them, as other `Store`s do."""
+    """Append a learner's entries (`Entry`) to a file of JSON lines, and read them back."""
 
     def __init__(self, path: str | PathLike):
         super().__init__(path, Entry)
@@ -72,7 +72,7 @@ def keep(lab: Lab, kind: str, key: str = "", **content) -> None:
     """Append an entry for the lab's lesson to the journal; print a warning if the file cannot be written.
 
     Args:
-        lab: names the lesson, and the folder of the journal (see `of`).
+        lab: gives the name of the lesson; decides in which file the journal is (see `of`).
         kind: one of `KINDS`.
         key: names the guess, question, exercise or challenge within the lesson; "" for "finished", which needs no name.
         content: the entry's values by name; `KINDS` lists the names that each kind needs.
@@ -89,7 +89,7 @@ def keep(lab: Lab, kind: str, key: str = "", **content) -> None:
 
 
 def guess(entries: Sequence[Entry], lesson: str, key: str) -> float | None:
-    """Return the latest guess in `entries` for question `key` of a lesson, in its unit; None if there is none."""
+    """Return the latest guess in `entries` for question `key` of a lesson, in the question's unit; None: no guess."""
     return _latest(entries, ("guess", lesson, key), "guess")
 
 
@@ -118,7 +118,7 @@ def off(guess: float, measured: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Hold a guess from before the measurement was revealed, the measured value, the estimate and the guess's error."""
+    """Hold a learner's last guess before the measured value was revealed, this value, the estimate and the error."""
 
     lesson: str
     key: str
@@ -131,7 +131,7 @@ class Scored:
 
 
 def history(entries: Sequence[Entry]) -> list[Scored]:
-    """Return the last guess on each question before its measurement was revealed, in the order of revealing."""
+    """Return, per question whose measured value was revealed, the last guess before that, in the order of revealing."""
     first: dict[tuple, Entry] = {}
     for entry in entries:
         if entry.kind == "revealed":

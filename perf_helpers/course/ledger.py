@@ -113,14 +113,13 @@ def _claim(table: dict) -> Claim:
 
 
 def decide(claim: Claim, value: float | tuple[float, float] | None, machine_supports: bool) -> Verdict:
-    """Return the verdict on one measured value: the claim holds if the value is inside `claim.window()`.
+    """Return the verdict on one measured value: the claim holds in the range that its rule allows, `claim.window()`.
 
-    A value between the window and `claim.no_effect` is "smaller than promised", any other is refuted. An interval is
-    "too small to tell" if its ends get different verdicts, or if it extends beyond both ends of the window.
+    A value between this range and `claim.no_effect` is "smaller than promised", any other is "refuted". An interval is
+    "too small to tell" if its ends get different verdicts, or if it extends beyond both ends of the range.
 
     Args:
-        value: a number or an interval (low, high), in the unit of `claim.quantity`; None only for a claim that is not
-            testable.
+        value: a number or an interval (low, high) in the unit of `claim.quantity`; None only if it cannot be tested.
         machine_supports: whether the machine has the hardware that the claim needs; if not, the claim is not testable.
     """
     if not machine_supports or claim.where == "text":

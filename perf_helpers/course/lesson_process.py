@@ -61,10 +61,11 @@ def run_lesson(
     environment: Mapping[str, str] | None = None,
     stopped: threading.Event | None = None,
 ) -> Judgement:
-    """Execute the lesson at `source` into the folder `out`, and return the judgement: its status, message and record.
+    """Execute the lesson at `source` into the folder `out`; return its status, a message, and the JSON that it wrote.
 
     Args:
-        profile, strict: parameters of the lesson, as in `run_course`.
+        profile: name of the sizes of models and batches, or "auto", as in `run_course`.
+        strict: whether the lesson fails if a verdict is not one that the ledger of claims expects.
         timeout: seconds after which the lesson is killed.
         environment: environment variables in addition to those of this process.
         stopped: an event that, once set, kills the lesson as its timeout would.
@@ -92,7 +93,7 @@ def run_lesson(
 def code_of(source: Path) -> str | None:
     """Return a short digest of a lesson's code, or None if the file is not a notebook.
 
-    If the digests of two runs differ, the lesson's functions may measure different things.
+    If the digests of two course runs differ, the lesson's code has changed; its values may not be comparable.
     """
     try:
         cells = json.loads(source.read_text(encoding="utf-8"))["cells"]
@@ -193,8 +194,7 @@ def _execute(
     """Run papermill for at most `timeout` seconds, then end every process that it started.
 
     Return its exit code; None if it was killed. `command`: papermill's arguments; `log`: file for the output; `watch`:
-    called every few seconds; `environment`: variables in addition to those of this process; `stopped`: an event that,
-    once set, ends the run.
+    called every few seconds; `environment`: variables in addition to this process's; `stopped`: ends the run once set.
     """
     marker = f"{os.getpid()}-{secrets.token_hex(8)}"
     code = None

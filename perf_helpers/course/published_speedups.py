@@ -16,13 +16,13 @@ _WITHOUT_INTERVAL = 1.1  # a figure that was published without an interval is as
 
 
 def published(machine: Machine | None, kind: str, capability: tuple[int, int]) -> dict[str, tuple[Ratio, str]]:
-    """Return {claim id: (ratio, its source in words)} for each claim measured in the run of `nearest_recorded`.
+    """Return {claim id: (speed ratio, its source in words)}, measured in a course run or published in a guide.
 
-    For "cuda", a claim that was not measured has the figure of its guide, if the guide names the figure's hardware.
+    The course run is the one that `nearest_recorded` returns. On "cuda", a claim that it did not measure gets the
+    figure of the guide that makes the claim, if the guide says on which hardware this figure was measured.
 
     Args:
-        machine: the machine that has the device; None: it is not known, and the compute capability alone decides which
-            recorded run is used.
+        machine: the machine that has the device; None: unknown, so `capability` alone decides which run is used.
         kind: "cpu" or "cuda".
         capability: compute capability of the GPU; not used for "cpu".
     """

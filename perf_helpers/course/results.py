@@ -3,7 +3,7 @@
 Its keys are "schema", "date", "machine", "versions", "profile", "strict", "lessons", "claims" and "runs". A claim is a
 result of `claims.Decision.to_dict`. A run is a result of `Run.to_dict` with "lesson" added; `Run.from_dict` reads it.
 `NEEDED` lists the fields that each lesson and claim must have. A nightly run (`perf_helpers.compare`) adds "paces" (by
-`step_times.measure_here`), "fail_on" (axes on which getting worse fails), "baseline" (changes since an earlier run).
+`step_times.measure_here`), "fail_on" (axes on which a worse run fails), "baseline" (changes since an earlier run).
 """
 
 import json
@@ -63,7 +63,7 @@ def course_runs(folder: str | Path) -> list[dict[str, Any]]:
 def decided_again(claims: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the claims of a recorded run with the verdicts that today's ledger gives to the values measured then.
 
-    A claim whose quantity has changed since is left out.
+    A claim is left out if today's ledger does not list it, or defines another measured quantity for it.
     """
     ledger, rows = load(), []
     for row in claims:

@@ -1,4 +1,4 @@
-"""The laboratory of a lesson: run and compare experiments (`Lab`), check the machine, measure rooflines, slow links.
+"""The lab of a lesson (`Lab`): run and compare experiments, check the machine, measure rooflines, simulate slow links.
 
 Not covered: how an experiment is measured (`trainmem.measure`), how its memory is predicted without running it
 (`trainmem.estimate`), and whether a claim holds (`perf_helpers.course`).

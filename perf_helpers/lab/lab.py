@@ -75,12 +75,12 @@ class Lab(Runner):
         """Compare runs of this lab with a baseline: peak memory exactly, speed by interleaved (A/B) runs.
 
         On a CPU all runs, and the baseline a second time, alternate step by step inside one subprocess, on one thread;
-        this is repeated in several subprocesses. Each turn of a run is compared with the mean of the baseline's two
-        turns. The speed ratio is the median over all turns, in CPU seconds. Its interval is a bootstrap over processes
-        and turns, at least from ratio / f to ratio * f; f is the ratio between the baseline's two turns, at least
-        1.05. `wall_ratio` is the same ratio in wall-clock seconds. On GPUs, and with several ranks, each run has a
-        process of its own, the ratio is in wall-clock seconds, and f is `noise_floor`. If a comparison fails, its
-        ratios are unknown and hold the reason; code that branches on them raises `trainmem.unknown.RunFailed`.
+        this is repeated in several subprocesses. In each round every other run has one turn, which is compared with the
+        mean of the baseline's two turns. The speed ratio is the median over all rounds, in CPU seconds. Its interval is
+        a bootstrap, at least from ratio / f to ratio * f; f is the factor by which the baseline's two turns differ, at
+        least 1.05. `wall_ratio` uses wall-clock seconds. On GPUs, and with several ranks, each run has a process of its
+        own, the ratio is in wall-clock seconds, and f is `noise_floor`. If a comparison fails, its ratios are unknown
+        and hold the reason; code that branches on them raises `trainmem.unknown.RunFailed`.
 
         Args:
             baseline: the run that the others are compared with.
@@ -119,7 +119,7 @@ class Lab(Runner):
         return found if len(others) > 1 else found[0]
 
     def noise_floor(self, *runs: Run) -> float:
-        """Return the factor within which two of `runs` count as equally fast; without `runs`, any two runs here."""
+        """Return the factor within which two of `runs`, or any two runs on this machine, count as equally fast."""
         return NOISE_FLOOR["cpu" if self._on_cpu(*runs) else "cuda"]
 
     def ratio(self, pairs: Sequence[float], *runs: Run) -> Ratio:
@@ -131,8 +131,7 @@ class Lab(Runner):
         return Ratio.of_pairs(pairs, self.noise_floor(*runs))
 
     def foresee(self, question: Callable[..., Answer], *arguments, seconds: float = 60, **options) -> Answer | None:
-        """Call a function that predicts without training, and return its answer, e.g. `lab.foresee(estimate, task,
-        bf16=True)`.
+        """Call a function that predicts without training; return its answer: `lab.foresee(estimate, task, bf16=True)`.
 
         If the call fails or takes longer than `seconds`, print one line and return None, so that the lesson goes on.
         All failed calls of a lab together take two minutes at most; later calls are skipped. A strict lab raises
@@ -178,10 +177,10 @@ class Lab(Runner):
     def _speeds(
         self, baseline: Run, others: Sequence[Run], turns: int, steps_per_turn: int, timeout: float | None
     ) -> list["_Speed"]:
-        """Interleave the baseline and `others`; return the `_Speed` of each of `others` against the baseline.
+        """Time the baseline and `others` in turns; return the speed of each of `others` relative to the baseline.
 
-        If that fails, print why, and return unknown ratios. `turns`: turns per run; `steps_per_turn`: optimizer steps
-        in each; `timeout`: seconds for all runs together (None: the lab's timeout times the number of `others`).
+        If the timing fails, print why; the ratios are then unknown. `turns`: turns per run; `steps_per_turn`: optimizer
+        steps in each; `timeout`: seconds for all runs together (None: the lab's timeout times the number of `others`).
         """
         if not others or (self.machine.rehearsed and self._has_rehearsed_turns):
             return [_Speed(Ratio.unknown(NO_TIME))] * len(others)
@@ -203,9 +202,9 @@ class Lab(Runner):
     def _interleaved(self, name: str, runs: list[Run], turns: int, steps_per_turn: int, timeout: float) -> Outcome:
         """Time runs in turns; return an `Outcome` whose `value[process][run][turn]` is a `Seconds` (wall, CPU).
 
-        On a CPU several processes run the turns, each run in a thread. The first run (the baseline) then takes part
-        twice, also as the last one: the difference between both shows the noise. On a GPU, and with several ranks, each
-        run has a process of its own; `process` is then always 0.
+        On a CPU there are several processes, and each of them has one thread per run. The first run (the baseline) then
+        takes part twice, also as the last one: the difference between both shows the noise. On a GPU, and with several
+        ranks, each run has a process of its own, and `value` has one entry, value[0], with all runs.
 
         Each run has `turns` turns over all processes together. A turn has `steps_per_turn` optimizer steps, of which
         the fastest counts. `timeout` limits all turns together, in seconds. The progress bar is called `name`.
@@ -240,9 +239,9 @@ class Lab(Runner):
         return [each.replace(arguments=given, **changes) for each, given in zip(experiments, endless, strict=True)]
 
     def _speed_inside_one(self, baseline: Run, run: Run, triples: list[list[list[Seconds]]]) -> "_Speed":
-        """Return the speed of `run` against `baseline`, which alternated inside each of several processes.
+        """Return the speed of `run` relative to `baseline`; both took turns inside each of several processes.
 
-        `triples`: per process three lists (baseline, run, baseline again) of the `Seconds` of each turn (some steps).
+        `triples`: for each process three lists (baseline, run, baseline again) with the `Seconds` of each turn.
         """
         samples = self._samples_ratio(baseline, run)
         ratios = [Ratio.of_turns(triples, clock, LEAST_FLOOR, samples) for clock in (CPU, WALL)]
@@ -250,7 +249,7 @@ class Lab(Runner):
         return _Speed(*ratios, (_fastest(first, CPU), _fastest(second, CPU)))
 
     def _speed_apart(self, baseline: Run, run: Run, of_run: list[Seconds], of_baseline: list[Seconds]) -> "_Speed":
-        """Return the speed of `run` against `baseline`, each in its own process, from the `Seconds` of their turns."""
+        """Return the speed of `run` relative to `baseline`, timed in two processes; lists: the `Seconds` per turn."""
         samples = self._samples_ratio(baseline, run)
         pairs = [a[WALL] / b[WALL] * samples for a, b in zip(of_baseline, of_run, strict=True)]
         fastest = _fastest([of_baseline], WALL), _fastest([of_run], WALL)
@@ -262,14 +261,14 @@ class Lab(Runner):
         return samples[0] / samples[1] if all(samples) else 1.0
 
     def _is_inside_one(self, *runs: Run) -> bool:
-        """Return whether `compare` interleaves these runs inside one process: if they have one rank each, on a CPU."""
+        """Return whether these runs are interleaved inside one process: on a CPU, with one rank each, not rehearsed."""
         return self._on_cpu(*runs) and not self.machine.rehearsed and max(run.processes for run in runs) == 1
 
     @property
     def _error(self) -> type[RuntimeError]:
-        """Return the class of the exception that code raises if it uses a ratio that is unknown after a failed run.
+        """Return the class of the exception to raise when code uses a ratio that is unknown because a run failed.
 
-        In a rehearsal this is NeedsValues, so that statements that need the ratio are skipped.
+        The class is RunFailed; in a rehearsal it is NeedsValues, so that statements that need the ratio are skipped.
         """
         return NeedsValues if self.machine.rehearsed else RunFailed
 
@@ -285,15 +284,15 @@ class Lab(Runner):
 
 @dataclass(frozen=True, slots=True)
 class _Speed:
-    """The speed of a run against the baseline; `Comparison` explains the fields (`ratio` is its `speed_ratio`)."""
+    """Hold the speed of a run relative to the baseline, and the seconds of their fastest steps, (baseline, run)."""
 
-    ratio: Ratio
-    wall_ratio: Ratio | None = None
-    step_seconds: tuple[float, float] | None = None
+    ratio: Ratio  # speed of the run / speed of the baseline; on a CPU by CPU time, otherwise by the wall clock
+    wall_ratio: Ratio | None = None  # the same by the wall clock, if `ratio` is by CPU time
+    step_seconds: tuple[float, float] | None = None  # by the clock of `ratio`
 
 
 def _fastest(processes: Sequence[list[Seconds]], clock: int) -> float:
-    """Return the seconds of the fastest turn of a run, over all of its processes; unknown in a rehearsal.
+    """Return the seconds of a run's fastest turn in any of its processes; an `Unknown` number in a rehearsal.
 
     `processes`: the `Seconds` of each turn, per process; `clock`: the time to compare, WALL or CPU.
     """

@@ -38,7 +38,7 @@ class Ceilings:
 
     @property
     def ridge(self) -> float:
-        """Return the FLOPs per byte at which both limits are equal; below it, bandwidth limits an operation."""
+        """Return the FLOPs per byte below which bandwidth limits an operation, and above which the matmul rate does."""
         return self.flops_per_second / self.bytes_per_second
 
     def seconds(self, flops: float, moved_bytes: float) -> float:
@@ -92,7 +92,7 @@ class Products:
     def usable(self) -> bool:
         """Return whether a training in 16 bits is worth a try; True if `ratio` is unknown.
 
-        It is not if 16-bit matmuls run below a fifth of the fp32 speed. Emulated 16-bit matmuls run at a tenth of it.
+        False if 16-bit matmuls run below a fifth of the fp32 rate; emulated ones run at about a tenth of the fp32 rate.
         """
         return not self.ratio.known or self.ratio.value > 0.2
 
@@ -100,8 +100,8 @@ class Products:
     def step_speed(self) -> tuple[float, float]:
         """Return (least, greatest) speed of a training step in mixed precision, relative to fp32.
 
-        Matmuls become `ratio` times as fast; all other work takes 0.5 to 2 times as long (`OTHER_WORK`). Source:
-        Amdahl's law, "Validity of the single processor approach", AFIPS 1967.
+        Matmuls become `ratio` (16-bit rate / fp32 rate) times as fast; all other work takes 0.5 to 2 times as long
+        (`OTHER_WORK`). Source: Amdahl's law, "Validity of the single processor approach", AFIPS 1967.
         """
         rates = self.ratio.low, self.ratio.high
         if not self.ratio.known:
@@ -132,8 +132,8 @@ class Products:
 def products(lab, dtype: str, task: Task, batch_size: int, use_cpu: bool = False) -> Products:
     """Measure the matmul rates in `dtype` and fp32, and the fp32 training step of a task, in three fresh subprocesses.
 
-    On a CPU one thread computes. All three matmuls of a feed-forward layer in training are timed (one forward, two
-    backward): the speed of an emulated 16-bit matmul depends, up to fivefold, on which of its matrices is transposed.
+    On a CPU one thread computes. All three matmuls of a feed-forward layer in training (one forward, two backward) are
+    timed, because emulated 16-bit matmuls differ in speed up to fivefold, by which of their matrices is transposed.
 
     Args:
         lab: runs the subprocesses.
@@ -184,8 +184,7 @@ def products(lab, dtype: str, task: Task, batch_size: int, use_cpu: bool = False
 def _copied_bytes(device: str) -> int:
     """Return how many bytes to copy to measure a device's copy rate: the size of its largest cache.
 
-    Source and target together then take twice the cache. The result is at most an eighth of the free memory, and never
-    below `COPIED_BYTES`.
+    Source and target then take twice the cache. The result is at most 1/8 of the free memory, at least `COPIED_BYTES`.
     """
     least = COPIED_BYTES[device]
     if device == "cuda":
@@ -205,8 +204,7 @@ def model_flops(task: Task, samples: int = 1, *, training: bool = True) -> int:
     per parameter and token, plus 12 x layers x width x length per token for attention.
 
     Raises:
-        ValueError: torch's counter misses the model's matmuls (grouped matmuls of experts), or the model's forward pass
-            depends on values.
+        ValueError: torch's counter misses matmuls (grouped ones of experts), or the forward pass depends on values.
     """
     import torch
     from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode

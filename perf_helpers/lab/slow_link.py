@@ -1,8 +1,8 @@
 """Simulate two hosts on one machine, with a link of a chosen speed and delay between them.
 
 Each host is a Linux network namespace. The link is a pair of virtual Ethernet devices with a token bucket at each end.
-If the link has a delay, a thread of this process holds each frame back in a third namespace, because few kernels have
-netem. A namespace exists while a process runs in it: here a `cat`, which reads from this process and ends when this
+Few kernels have netem, Linux's module for delays. Therefore a thread of this process delays each frame in a third
+namespace. A namespace exists while a process runs in it: here a `cat`, which reads from this process and ends when this
 process ends. The namespaces have no names, so nothing has to be removed afterwards.
 """
 
@@ -27,12 +27,12 @@ _CLONE_NEWNET = 0x40000000
 
 
 class Unavailable(OSError):
-    """This machine or this user cannot make a link; the message names what is missing."""
+    """This machine or this user cannot set up a simulated network link; the message names what is missing."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """Two hosts that a link connects; `join` moves a process to one of them."""
+    """Two simulated hosts on this machine that a network link connects; `join` moves this process to one of them."""
 
     holders: tuple[int, int]  # ids of the processes that keep the two hosts' namespaces alive
 
@@ -132,7 +132,7 @@ def _namespace() -> Iterator[int]:
 def _hold_back(middle, delay):
     """Forward each frame between the two hosts after `delay` seconds, until the hosts' network devices are gone.
 
-    The other end of each host's device is in a third network namespace; `middle`: id of a process in it.
+    Frames cross a third network namespace, to which both devices are connected; `middle`: id of a process in it.
     """
     with open(f"/proc/{middle}/ns/net") as namespace:
         _enter(namespace.fileno())  # moves only this thread

@@ -1,6 +1,6 @@
 """Run a training for every combination of a grid of arguments, on one or several workers.
 
-Covers the plan and its file, the sweep, which runs each row of a plan, and Dask's workers, an executor for any lab.
+Covers the plan and its file; the sweep, which runs each row of a plan; and Dask workers, which any lab can use.
 Not covered: how one row is measured and stored (`perf_helpers.lab`).
 """
 

@@ -41,11 +41,11 @@ _ROUND_SECONDS = 0.3  # between two queries of the list of workers
 
 
 class Killed(BrokenExecutor):
-    """Two workers in a row were killed during the same call; `attempts`: a dict each, as in `records.Run.attempts`."""
+    """Two workers in a row were killed during the same call; `attempts`: a dict per killed worker, with its message."""
 
     def __init__(self, message: str, attempts: tuple[dict[str, Any], ...]):
         super().__init__(message)
-        self.attempts = attempts
+        self.attempts = attempts  # as `records.Run.attempts`
 
 
 class Displaced(RuntimeError):
@@ -187,7 +187,7 @@ class Workers(Executor):
         self._change = asyncio.Event()
 
     async def _ask(self, question: Callable, *arguments, **options) -> Any:
-        """Return the answer of `question`, a method of the scheduler's client, to `arguments` and `options`.
+        """Call `question`, a method of the scheduler's client, with these arguments and options; return its result.
 
         Raises ValueError if the scheduler no longer answers.
         """
@@ -237,9 +237,9 @@ class Workers(Executor):
         raise Killed(f"{both}; the row is not tried a third time", tuple(attempts))
 
     async def _free(self, lost_by: set[str]) -> _Worker:
-        """Wait for a worker with a free device and return it; raise the error that made the workers unusable, if any.
+        """Wait for a worker with a free device, and return it; if an error stopped all calls, raise this error.
 
-        `lost_by`: names of workers that were lost during this call; one of them is returned only if there is no other.
+        `lost_by`: names of workers that died while running this call; once restarted, they are the last choice.
         """
         while not self._failure:
             others = [worker for worker in self._workers.values() if worker.name not in lost_by]
@@ -277,7 +277,8 @@ def connected(
     Args:
         scheduler: address, e.g. "tcp://192.0.2.1:8786"; empty: start workers on this machine.
         workers: number of workers on this machine (default: one per GPU, or one if there is no GPU).
-        patience, tell: seconds to wait while there is no worker; function to call with each line of text for people.
+        patience: seconds to wait while there is no worker.
+        tell: function that is called with each line of text to show to the user.
 
     Raises:
         ValueError: Dask is missing, no scheduler answers at that address, or there are fewer GPUs than workers.
@@ -349,13 +350,13 @@ _attended: set[str] = set()  # the calls that this process runs now
 def dask_setup(worker) -> None:
     """Ignore Ctrl-C in a worker of this machine; Dask calls this function when the worker starts.
 
-    A terminal sends Ctrl-C to workers too, but a worker must run until its starter has ended the worker's calls.
+    A terminal sends Ctrl-C to workers too. A worker must live until the process that started it has ended its calls.
     """
     signal.signal(signal.SIGINT, lambda *_: None)
 
 
 def introduce(dask_worker) -> _Worker:
-    """Start the fork server of the worker that runs this, and describe the worker; Dask passes its `dask_worker`."""
+    """Start a fork server on the worker that runs this function; describe that worker (`dask_worker`, set by Dask)."""
     without_dasks_settings()
     SERVER.start()
     return _Worker(
@@ -417,7 +418,7 @@ def _on_its_part(experiment: Experiment, sharing: int) -> Experiment:
 
 
 async def end(number: str) -> None:
-    """End this worker's experiments until the call `number` has ended; end none while another call runs here."""
+    """Stop the call `number` on this worker by ending all experiments here; do nothing if other calls run here too."""
     while _attended == {number}:
         SERVER.end_forks()
         await asyncio.sleep(0.1)

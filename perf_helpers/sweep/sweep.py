@@ -44,7 +44,7 @@ class Plan:
 
     @classmethod
     def read(cls, path: str | PathLike) -> "Plan":
-        """Read a plan from a TOML file; `Plan.of` lists its tables.
+        """Read a plan from a TOML file; the docstring of `Plan.of` lists the tables that the file may have.
 
         Raises:
             ValueError: the file cannot be read, is not TOML, or is not a plan; the message begins with its path.
@@ -67,8 +67,7 @@ class Plan:
                 `name`). `grid` and `rows` may set fields of the task too, except `config`.
 
         Raises:
-            ValueError: an unknown name, with the nearest known one; an invalid value; no rows; a repeated row. The
-                message names the table.
+            ValueError: an unknown name, an invalid value, no rows, or a repeated row; the message names the table.
         """
         check_known("a plan", tables, PLAN_FIELDS)
         task, fixed, grid = (_table(tables, name) for name in ("task", "arguments", "grid"))
@@ -99,7 +98,7 @@ class Sweep:
         return all(run.ok for run in self.runs)
 
     def table(self) -> plots.Table:
-        """Return a table of the rows: status, memory, speed, and the worker that ran each."""
+        """Return a table with a row per training: its status, memory and speed, and the worker that ran it."""
         shown = plots.table(self.runs, f"{len(self.runs)} trainings, kept in {self.store}")
         several = len({run.machine.get("name") for run in self.runs}) > 1
         shown.header += ["worker", *["machine"] * several]
@@ -193,10 +192,11 @@ def _outcomes(lab: Lab, plan: Plan, experiments: dict[int, Experiment]) -> Itera
 
 
 def _known(lab: Lab, plan: Plan, experiments: list[Experiment]) -> dict[int, Run]:
-    """Return {number of a row: latest run in the lab's store with this row's training and the plan's measurements}.
+    """Return {number of a row of the plan: its stored run} for the rows that need not run again.
 
-    A run counts only if its machine is available now, with the same versions. A run with the row's name is preferred.
-    `experiments`: the experiment of each row of the plan. A row without such a run is left out.
+    The stored run is the latest run in the lab's store with the row's training, preferably one with the row's name. It
+    must have the measurements that the plan requests, and its machine must be available now, with the same versions.
+    `experiments`: the experiment of each row.
     """
     places_here = getattr(lab.executor, "seen", lambda: [(lab.machine, lab.versions)])()
     current = {(machine.name, _decisive_versions(versions)) for machine, versions in places_here}

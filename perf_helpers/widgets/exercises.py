@@ -151,7 +151,7 @@ def prove(check: Callable[[Any], Feedback], *, solution: Any, mistake: Any) -> F
     """Prove that a lesson's check accepts its solution and rejects a plausible mistake; return the feedback to show.
 
     The proof runs with the lesson, but the learner's journal keeps nothing of it, and the feedback on the solution is
-    folded. If the check needs a value that is unknown on this machine, return "not measured"; then nothing is proved.
+    folded. If the check needs a value that is unknown on this machine, it says "not measured", and nothing is proved.
 
     Args:
         check: takes an answer (None: not attempted) and returns its feedback.
@@ -210,7 +210,7 @@ def _judgement(judge: Callable[[Any], Feedback], answer: Any) -> Feedback:
 
 
 def _keep(lab: Lab, kind: str, key: str, **content) -> None:
-    """Keep an outcome in the learner's journal, unless its status is "not measured" or it comes from `prove`."""
+    """Keep an outcome in the learner's journal, unless its status is "not measured" or `prove` is testing a check."""
     if not _is_author.get() and content.get("status") != "not measured":
         learner_log.keep(lab, kind, key, **content)
 

@@ -6,9 +6,10 @@ The contract of an explorer, in addition to that of `frame`:
 
 - It is one public function, which takes a lab or runs, shows itself with `frame.place` and returns None. If there is
   nothing to explore, it raises ValueError before it shows anything.
-- Plain functions compute the content, so that tests call them without a widget, and `svg` draws it. The picture answers
-  a move of a control within 150 ms, greyed out if a thread has to compute first. A text gives its values and units too.
-- Without a front end, a static picture or table of the first position remains, drawn by `plots`.
+- Plain functions compute the content, so that tests need no widget; `svg` draws the content. The picture changes within
+  150 ms after a control moves. If a thread must compute the new content first, the old picture is greyed out until
+  then. A text also gives the values in the picture, with their units.
+- Without a front end, `plots` draws a static picture or table for the first values of the controls.
 - Slow work is done by one background thread. The thread begins when a control is first moved, waits while an experiment
   is measured (`SERVER.measuring`), and ends with its widget (`at_end` of `place`).
 """

@@ -24,7 +24,7 @@ OPEN: dict[Hashable, Callable[[], None]] = {}  # {place: the function that close
 
 
 def take(key: Hashable, close: Callable[[], None]) -> None:
-    """Close the element shown at the place `key`; store `close`, by which a later `take` closes the new element."""
+    """Close the old element at the place `key`; the next call with this `key` closes the new one by calling `close`."""
     close_before = OPEN.pop(key, None)
     OPEN[key] = close
     if close_before:
@@ -81,7 +81,7 @@ def observe(controls: "Iterable[Widget]", function: Callable[[Any], None], outpu
 
 
 def html_box() -> "HTML":
-    """Return a widget for HTML that is never wider than its cell."""
+    """Return a widget for HTML that is never wider than the notebook cell that shows it."""
     import ipywidgets
 
     return ipywidgets.HTML(layout={**WHOLE_WIDTH, "min_width": "0", "overflow": "hidden"})

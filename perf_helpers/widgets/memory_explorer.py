@@ -122,8 +122,7 @@ class _MemoryExplorer:
     """The controls, the picture, and an estimate for each position (one value of every control) that was visited.
 
     The front end's thread moves the controls and draws. If a position has no estimate yet, one other thread makes the
-    estimate and then draws. That thread reads the position just before it starts, so positions that were only passed on
-    the way get no estimate.
+    estimate and draws it. The thread reads the position when it starts, so positions only passed over get no estimate.
 
     `task`: the model to start with; `start`: {control's name: its first value}; `first`: the estimate for `start`;
     `compute_capability`: the GPU's (None: the estimate's default).
@@ -225,7 +224,8 @@ class _MemoryExplorer:
 def _start(task: Task, of: str, device: str, micro_batch: int) -> dict[str, Any]:
     """Return {name of a control: its first value}; no technique is switched on.
 
-    The weights have the type in which transformers loads them. `of`: "training" or "inference"; `micro_batch`: samples.
+    The weights have the type in which transformers loads them. `of`: "training" or "inference"; `device`: "cpu" or
+    "cuda"; `micro_batch`: first value of the control for the micro-batch, in samples.
     """
     dtype = task.weights().dtype
     return {

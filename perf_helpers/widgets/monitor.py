@@ -34,8 +34,7 @@ class Monitor:
     """Watch this machine while a block runs: `with monitor.live() as m: ...`, then `m.summary()`.
 
     A background thread samples CUDA's first GPU if experiments run on a GPU, otherwise the host. In a notebook each
-    sample is drawn, and the last picture stays; in a terminal nothing is drawn. An error of the thread is raised at the
-    end of the block.
+    sample is drawn, and the last picture stays; in a terminal nothing is drawn. The block's end raises thread errors.
 
     Args:
         interval_seconds: pause before each sample; if the block takes less time than this, there is no sample.
@@ -110,7 +109,7 @@ class Monitor:
         return f"<div style='display:flex;flex-wrap:wrap;gap:8px'>{''.join(panels)}</div>{caption}"
 
     def _work(self) -> None:
-        """Run the thread: take and draw samples until the block ends."""
+        """Run the thread: take and draw samples until the monitor's `with` block ends."""
         try:
             with reader(self.gpu) as read:
                 start = time.monotonic()
@@ -128,7 +127,7 @@ live = Monitor  # its name in lessons
 def _text(value: float | None, unit: str) -> str:
     """Return a value with its unit as text; None or unknown gives "not measured".
 
-    Bytes are as in `bytes_text`. Other numbers have 2 significant digits, no decimals from 10 on: more would flicker.
+    Bytes are as in `bytes_text`. Other numbers below 10 have 2 significant digits, e.g. 9.1; from 10 on they are whole.
     """
     return bytes_text(value) if unit == "B" else number_text(value, unit, digits=2)
 

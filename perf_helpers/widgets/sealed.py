@@ -1,8 +1,7 @@
-"""Seal cells that contain answers, so that no front end shows their source: questions, hints, solutions, faults.
+"""Seal cells whose source has answers (questions, hints, solutions, planted bugs), so that no front end shows it.
 
 JupyterLab and Colab fold a cell if the notebook's metadata say so, VS Code does not (microsoft/vscode issue 158716).
-notebooks/build.py therefore encodes such cells. The kernel decodes them before it runs them, so that errors show the
-right lines.
+notebooks/build.py therefore encodes such cells. The kernel decodes a cell first, so that errors show the right lines.
 """
 
 import base64
@@ -18,7 +17,7 @@ def seal(source: str, kind: str, path: str) -> str:
     Args:
         source: the plain source.
         kind: "question", "hint", "solution" or "code".
-        path: the file that has the source in plain text.
+        path: the file that has the source in plain text; the encoded cell names it.
     """
     return f"{MAGIC} {kind}: run this cell; in plain text: {path}\n{base64.b64encode(source.encode()).decode()}"
 

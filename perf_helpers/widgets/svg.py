@@ -154,9 +154,9 @@ def round_step(least: float) -> float:
 
 
 def _ticks(end: float, parts: int, unit: str = "", top: float | None = None) -> dict[str, float]:
-    """Return {label: position on the axis, from 0 to 1} of about `parts` round numbers from 0 to `top`.
+    """Return {label: position} of about `parts` round numbers from 0 to `top`, or to `end` if `top` is None.
 
-    The axis goes from 0 to `end`; None as `top` means `end`. `unit` is added to each label.
+    The axis goes from 0 (position 0) to `end` (position 1). `unit` is added to each label.
     """
     top = top or end
     step = round_step(top / parts)

@@ -14,7 +14,7 @@ def timeline(*runs: Run | MemoryEstimate) -> None:
     """Show live memory by category through a step of one or two runs, one below the other; a slider selects a moment.
 
     Args:
-        runs: the runs on offer, measured with measure="memory"; the first two are shown.
+        runs: the runs (measured with measure="memory") or estimates to choose from; at first the first two are shown.
 
     Raises:
         ValueError: none of the runs has a timeline. If one of them failed, RunFailed is raised instead.
@@ -54,9 +54,9 @@ def timeline(*runs: Run | MemoryEstimate) -> None:
 
 
 def _picture(shown: Sequence[tuple[str, plots.Timeline]], share: float) -> str:
-    """Draw one or two timelines on one scale, and a table of the operation at a vertical line; return HTML.
+    """Draw timelines on one scale with a vertical line, and a table of the operation at this line; return HTML.
 
-    `shown`: (name, timeline) of each run; `share`: place of the line as a share of the timelines' length, 0 to 1.
+    `shown`: (name, timeline) of one or two runs; `share`: place of the line, from 0 (start) to 1 (end of a timeline).
     """
     top = max(steps.highest_bytes for _, steps in shown)
     indices = [round(share * (len(steps) - 1)) for _, steps in shown]

@@ -63,7 +63,7 @@ class Recipe:
 
 
 class Shown:
-    """Base of results that a notebook shows as HTML and a terminal as text, both made from what `_parts` returns."""
+    """Base of results that a notebook shows as HTML and a terminal as text; a subclass gives the content (`_parts`)."""
 
     __slots__ = ()
 
@@ -156,8 +156,8 @@ class Advice(Shown):
 class Verification:
     """Hold the predicted and the measured (or rehearsed) peak of an advice's first recipe, in bytes.
 
-    `run` is the training that was measured or rehearsed. `run.memory.kind` says of which bytes both peaks are:
-    "counted" (live bytes, on a CPU) or "allocated" (by torch's CUDA allocator).
+    `run` is the training that was measured or rehearsed. `run.memory.kind` says what both peaks count: "counted" (live
+    bytes, on a CPU) or "allocated" (bytes that torch's CUDA allocator handed out).
     """
 
     recipe: Recipe
@@ -213,13 +213,14 @@ def advise(
     attention kernel is the library's choice, unless `must` sets it. The advice's `notes` report the kernel, compiled
     code, and sizes that should be padded.
 
-    A technique may cost time, precision or convergence. A recipe is left out if it has all costly techniques of a
-    better-ranked recipe that fits, and at least one more. But it is kept if its micro-batch is larger than that
-    recipe's, or if its precision differs from that recipe's and its speed is unknown.
+    A technique may cost time, precision or convergence. A recipe is left out if it only adds costly techniques to a
+    better-ranked recipe that fits. But it is kept if it has a larger micro-batch than the better-ranked recipe, or if
+    it has another precision and an unknown speed.
 
-    On a CPU the counted peak is compared with `memory`, without the interpreter and its libraries. On CUDA the
-    training's allocations and frees are replayed on the caching allocator of a card with that memory, minus the context
-    and the margin; the training fits if the allocator does not run out. Fragmentation is included.
+    On a CPU a recipe fits if the peak of its tensors is at most `memory` minus the margin; the interpreter and its
+    libraries are not counted. On CUDA the training's allocations and frees are replayed on the caching allocator of a
+    card with that memory, minus the context and the margin; the training fits if the allocator does not run out.
+    Fragmentation is included.
 
     `results/advice.json` records how often such advice was right.
 
@@ -464,8 +465,8 @@ def _compiling(evidence: Evidence) -> str:
 def _padding(search: RecipeSearch, best: Candidate, multiple: int) -> list[str]:
     """Return notes on a vocabulary that is no multiple of `multiple`, and a sequence length that is no multiple of 8.
 
-    A GPU's matrix units need such multiples. `best`: the recipe for which the first note says how padding
-    changes the peak.
+    A GPU's matrix units need such multiples. The first note also says by how much padding changes the peak of the
+    recipe `best`.
     """
     task, lines = search.task, []
     if task.family() in _FROM_VOCABULARY and (padded := task.with_padded_vocabulary(multiple)) != task:

@@ -1,4 +1,4 @@
-"""Calculate changes that would make the smallest recipe fit, from its estimate, for an advice in which nothing fits."""
+"""Calculate, if no recipe of an advice fits, which changes would make the recipe with the least memory fit."""
 
 import math
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ _STEP = 8  # tokens: lengths are tried in multiples of it
 class Change:
     """Hold a change to the smallest recipe: its text, the bytes needed after it, and whether the recipe then fits.
 
-    If no sequence length makes the recipe fit, `needed_bytes` is for the shortest length. If no number of devices does,
-    `needed_bytes` is the part of the memory that cannot be divided among devices. In both cases `text` says so.
+    If no sequence length makes the recipe fit, `needed_bytes` is for the shortest length. If sharding can never make it
+    fit, `needed_bytes` are the bytes that cannot be divided among devices. In both cases `text` says so.
     """
 
     name: str  # "fewer tokens", "sharding" or "offload"
@@ -52,7 +52,9 @@ def _shorter(search: RecipeSearch, smallest: Candidate) -> Change | None:
 
 
 def _sharded(search: RecipeSearch, size: int, breakdowns: list[dict[str, int]], on_top: int) -> Change:
-    """Return the change that divides weights, gradients and optimizer states by the number of devices.
+    """Return the change that divides weights, gradients and optimizer states among the fewest devices that suffice.
+
+    If no number of devices suffices, the change says so in its text.
 
     Args:
         size: the recipe's micro-batch, in samples.

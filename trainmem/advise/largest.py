@@ -25,7 +25,7 @@ def largest(search: RecipeSearch, what: str) -> Found:
     user). If nothing fits, the found task is the smallest one.
 
     Args:
-        search: the search for the recipes of the task to start from.
+        search: the search for recipes of the given task.
         what: "model" or "sequence" (`LARGEST`).
 
     Raises:

@@ -25,7 +25,8 @@ _SILENT = {"max_steps", "num_train_epochs", "seed", "learning_rate", "lr_schedul
 class Factor:
     """Hold a technique's or micro-batch's speed ratio (speed with it / speed with the plain choice), and its source.
 
-    The plain choice is the same recipe without the technique, or with a larger micro-batch at the same effective batch.
+    The plain choice is the same recipe without the technique; for a micro-batch, it is the same recipe with a larger
+    micro-batch and the same effective batch.
     """
 
     name: str  # of the technique or other choice
@@ -150,7 +151,7 @@ class Evidence:
         The partner of a run with the choice is the run without it that is nearest in time. If some pairs are runs of
         the model to advise for, only these pairs are returned.
 
-        `has_it`: function of a run's arguments: whether the run has the choice, or None if it counts as neither.
+        `has_it`: takes a run's arguments; returns True (the run has the choice), False (not) or None (leave it out).
         """
         groups: dict[tuple, tuple[list[Run], list[Run]]] = {}  # runs that agree in all else: (without it, with it)
         for run, given in self._runs:
@@ -196,8 +197,8 @@ def _apart(run: Run, other: Run) -> float:
 def _relevant(run: Run) -> dict[str, Any]:
     """Return {name: value} of the arguments of a run that affect its speed, and its "effective batch" in samples.
 
-    Arguments with their default are left out. The type of the weights is included unless it is float32, whether it was
-    requested or came with the model.
+    Arguments with their default are left out. The type of the weights is included if it has 16 bits, even if it is the
+    model's own type and was not requested.
     """
     given = respelt(Arguments(run.arguments))
     if (dtype := given.pop("dtype", None)) != "float32":

@@ -31,7 +31,7 @@ _size = functools.partial(bytes_text, binary=True)  # as the memory of a card
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Hold one way to train on all cards: its name, one rank's estimate, and the bytes that a rank needs and sends."""
+    """Hold one way to train on all cards: its name, one rank's estimate, the bytes it needs, and the bytes it sends."""
 
     name: str  # e.g. "DDP", "FSDP" or "ZeRO 1, checkpointing"
     estimate: MemoryEstimate  # of one rank
@@ -96,10 +96,10 @@ def parallelism(
     """Choose the layout of a training on several cards by a decision tree; return it with the bytes that decided.
 
     The tree of Hugging Face's guides: if each card can hold a replica, use DDP. Otherwise shard the model, if necessary
-    with checkpointing. The first layout that fits is chosen, in the order DDP, FSDP, HSDP (on several hosts), FSDP with
-    weights gathered once; with DeepSpeed in the order DDP, ZeRO 1, 2, 3. If none fits, the answer says whether more
-    cards or offload would help, or whether layers must be split (tensor parallelism, pipeline stages), because not even
-    the largest layer fits a card with its activations.
+    with checkpointing. The first layout that fits is chosen, in the order DDP, FSDP, HSDP (on several hosts), FSDP that
+    keeps gathered weights from forward to backward; with DeepSpeed in the order DDP, ZeRO 1, 2, 3. If none fits, the
+    answer says whether more cards or offload would help, or whether layers must be split (tensor parallelism, pipeline
+    stages), because not even the largest layer fits a card with its activations.
 
     Args:
         task: the model and its data.
@@ -230,7 +230,7 @@ class _Cluster:
         Args:
             name: the layout's name, e.g. "ZeRO 2".
             ranks: number of ranks that share the model.
-            whole: the estimate of the training with a replica on each card.
+            whole: the estimate of the same training if each card has the whole model.
             arguments: the layout's training arguments.
         """
         memory, passes = whole.memory, arguments.training.get("gradient_accumulation_steps", 1)
@@ -249,9 +249,10 @@ class _Cluster:
 
 
 def _if_nothing_fits(task: Task, smallest: Layout, room: int) -> tuple[str, str]:
-    """Return (the condition that holds in Hugging Face's decision tree, a text on why, with a remedy) if nothing fits.
+    """Return (branch of Hugging Face's decision tree, text with reasons and a remedy) for a task that no layout fits.
 
-    The condition is either that one layer does not fit a card, or that the shards on so many cards do not fit.
+    The branch is either that the largest layer does not fit a card, or that layers fit, but the model divided by the
+    task's number of cards does not.
 
     Args:
         smallest: the layout that needs the least memory.

@@ -59,7 +59,7 @@ class Candidate(NamedTuple):
 
 
 class Choices:
-    """List the candidates to search, and the micro-batches in samples; give a candidate's training arguments and name.
+    """List the recipes to try (`candidates`) and their micro-batches in samples; give a recipe's arguments and name.
 
     Args:
         samples: samples per optimizer update and process.
@@ -122,7 +122,7 @@ def native_precisions(machine: hardware.Machine, kind: str, capability: tuple[in
 
 
 def _named(argument: str, given: Iterable[str], spelt: Iterable[Iterable[str]]) -> set[str]:
-    """Return the names in `given` in the spelling of the techniques; the user need not type capitals.
+    """Return the names in `given` as the techniques spell them, e.g. "LoRA" for "lora".
 
     Args:
         argument: "avoid" or "may", the argument in which the user gave the names; for the error message.
@@ -142,7 +142,7 @@ def _named(argument: str, given: Iterable[str], spelt: Iterable[Iterable[str]]) 
 def _answers(
     fixed: Mapping[str, Any], avoided: set[str], native: set[Technique], offered: set[str]
 ) -> list[list[Technique | None]]:
-    """Return the allowed techniques for each choice that a recipe makes (e.g. the optimizer); None: the plain choice.
+    """Return, per choice that a recipe makes (e.g. the optimizer), the list of allowed techniques; None: no technique.
 
     Techniques in `ON_DEMAND` are allowed only by `must` or `may`.
 
@@ -205,10 +205,10 @@ def _micro_batches(samples: int, fixed: Mapping[str, Any], avoided: set[str]) ->
 class Ranking:
     """Order recipes by speed, which is the product of the factors of a recipe's techniques and its micro-batch.
 
-    Plain choices (without a technique), and techniques that all recipes share, have no factor.
+    A technique has no factor if it costs nothing or if all recipes share it. Nor has the largest micro-batch.
 
     Args:
-        choices: the recipes to rank.
+        choices: gives the recipes to rank.
         evidence: the measured factors of techniques and of micro-batches.
     """
 
@@ -231,16 +231,16 @@ class Ranking:
         return sum(self._factors[each].ratio is None for each in candidate.techniques if each in self._factors)
 
     def speed(self, candidate: Candidate) -> float:
-        """Return a recipe's expected speed as a multiple of that without techniques and with the largest micro-batch.
+        """Return a recipe's expected speed / the speed without techniques and with the largest micro-batch.
 
-        It is the product of the recipe's `factors`. A factor that is unknown, or within the noise, counts as 1.
+        The result is the product of the recipe's `factors`. A factor that is unknown or within the noise counts as 1.
         """
         return math.prod(factor.significant for factor in self.factors(candidate))
 
     def factors(self, candidate: Candidate) -> list[Factor]:
         """Return the factors by which a recipe's techniques and its micro-batch change its speed.
 
-        There is none for a technique without costs or one that all recipes share, and none for the largest micro-batch.
+        A technique has no factor if it costs nothing or if all recipes share it. Nor has the largest micro-batch.
         """
         keys = (*candidate.techniques, candidate.micro_batch)
         return [self._factors[each] for each in keys if each in self._factors]
@@ -248,8 +248,8 @@ class Ranking:
     def only_adds_costs(self, candidate: Candidate, other: Candidate) -> bool:
         """Return whether `candidate` has every costly technique of `other`, plus at least one more.
 
-        Only a larger micro-batch than that of `other` could then make `candidate` worthwhile. Return False if the two
-        differ in precision and the speed of `candidate` is unknown, because `candidate` may be faster.
+        If so, `candidate` can only be worthwhile with a larger micro-batch than `other`. Return False if the two differ
+        in precision and the speed of `candidate` is unknown, because `candidate` may be faster.
 
         Args:
             candidate: the recipe that may be left out.
@@ -287,9 +287,9 @@ class RecipeSearch:
     def find(self, most: int) -> list[Candidate]:
         """Return the best recipes that fit, at most `most`, the best first.
 
-        Combinations of techniques are tried in the order in which they rank if each has the largest micro-batch, until
-        `most` of them fit. A combination with all costly techniques of a recipe that fits, and at least one more, is
-        returned only with a larger micro-batch than that recipe's (see `Ranking.only_adds_costs`).
+        Combinations of techniques are ranked as if each had the largest micro-batch, and tried in this order until
+        `most` of them fit. A combination that only adds costly techniques to a recipe that fits is returned only if its
+        micro-batch is larger than the one of that recipe (see `Ranking.only_adds_costs`).
 
         Raises:
             ValueError: every estimate failed; the message is that of the first one.
@@ -346,9 +346,9 @@ class RecipeSearch:
                 ahead(pool, self._copy_for_thread().line_of, task, candidate)
 
     def needed(self, candidate: Candidate) -> int:
-        """Return the bytes that a recipe needs, from an estimate that is made once.
+        """Return the bytes that a recipe needs; the recipe is estimated at the first call only.
 
-        If its states (weights, gradients, optimizer states) alone do not fit, return the bytes of the states.
+        If its states (weights, gradients, optimizer states) alone are known to exceed the memory, return their bytes.
         """
         states = self._known_states(candidate)
         is_open = candidate in self.estimates or states <= self.limit
@@ -360,7 +360,7 @@ class RecipeSearch:
     def _copy_for_thread(self) -> "RecipeSearch":
         """Return a copy of the search for another thread, with empty notes, assumptions and estimates.
 
-        Nothing is estimated twice: the copy makes its estimates through the same `ask`, which stores all estimates.
+        Nothing is estimated twice: the copy and the original make their estimates through one `ask`, which stores them.
         """
         return dataclasses.replace(self, estimates={}, too_large={}, notes=[], assumptions={}, _states={**self._states})
 
@@ -421,15 +421,15 @@ class RecipeSearch:
     def needed_by(self, estimated: MemoryEstimate) -> int:
         """Return the bytes that the device must have according to an estimate, with the CUDA context.
 
-        On CUDA these are the reserved bytes, on a CPU the live bytes. They exceed `limit` if and only if the estimate
-        says that the training does not fit the device.
+        On CUDA these are the reserved bytes, on a CPU the live bytes. The training fits the device exactly if they do
+        not exceed the search's `limit`.
         """
         return max(estimated.memory.reserved_bytes or 0, estimated.peak_bytes) + self.context
 
     def estimate(self, task: Task, arguments: Mapping[str, Any]) -> MemoryEstimate:
         """Return the estimate of a task's memory with these training arguments.
 
-        It is counted in `count`, and its assumptions and notes are kept.
+        Also add 1 to `count`, and keep the estimate's assumptions and notes in the search.
         """
         self.count += 1
         estimated = self.ask(self.predict, task, arguments)
@@ -459,9 +459,10 @@ class RecipeSearch:
             return exact[size]
 
         def about(size: int) -> tuple[int, int]:
-            """Return (live bytes, upper estimate of reserved bytes) for a size, extrapolated from shallow models.
+            """Return (live bytes, upper estimate of reserved bytes) of the recipe for the task of this size.
 
-            If the model is not deep (more than 24 layers), both are the needed bytes from an estimate of the model.
+            For a deep model (more than 24 layers), both are extrapolated from shallow models. Any other model is
+            estimated itself, and both are the bytes that the recipe needs.
             """
             return self.about(task_of(size), candidate) or (needed(size), needed(size))
 
@@ -483,14 +484,14 @@ class RecipeSearch:
     def _largest(self, candidate: Candidate, fitting: Iterable[Candidate], found: Mapping) -> int:
         """Return the largest micro-batch, in samples, with which a recipe fits; 0 if it fits with none.
 
-        If the candidate has all costly techniques of a recipe in `fitting`, and at least one more, only micro-batches
-        larger than that recipe's are considered.
+        If the recipe only adds costly techniques to a recipe in `fitting`, it must have a larger micro-batch than that
+        one (see `Ranking.only_adds_costs`); smaller micro-batches are not tried.
 
         Args:
-            candidate: the recipe; its own micro-batch is ignored.
-            fitting: the recipes that fit.
-            found: {techniques except the optimizer: largest micro-batch of a recipe with these techniques}; the search
-                starts from the micro-batch of the candidate's own techniques, if it is known.
+            candidate: the recipe; its micro-batch is ignored.
+            fitting: the recipes that are known to fit.
+            found: {techniques except the optimizer: largest micro-batch that fits with them}, from recipes with another
+                optimizer. If it has an entry for this recipe's techniques, the search starts there.
         """
 
         def of(size: int) -> Candidate:
@@ -523,13 +524,13 @@ def ahead(pool: ThreadPoolExecutor, ask: Callable, *arguments) -> Future:
 
 
 class Once:
-    """Answer each question once, even if several threads ask it: one thread computes, the other threads wait.
+    """Compute each result once, even if several threads need it: one thread computes, the other threads wait.
 
-    A call takes (ask, task, arguments) and returns `ask(task, **arguments)`. If that raised an error, every call with
-    equal (ask, task, arguments) raises the same error.
+    A call takes (ask, task, arguments) and returns `ask(task, **arguments)`. Equal calls get the same result, or the
+    same error.
 
     Args:
-        bar: a tqdm bar that counts the answered questions.
+        bar: a tqdm bar that counts the results.
     """
 
     def __init__(self, bar):
@@ -561,7 +562,7 @@ def largest_that_fits(sizes: Sequence[int], fits: Callable[[int], bool], first: 
         sizes: the sizes to choose from, ascending.
         fits: function of a size; if a size fits, all smaller sizes fit.
         first: a guess, e.g. the size that fits in a similar case. It is tried first. If it fits, the next larger size
-            is tried. If `first` is the largest size and does not fit, the smallest is tried, as often no size fits.
+            is tried. If it is the largest size and does not fit, the smallest is tried, because often no size fits.
     """
     low, high = 0, len(sizes)  # sizes below index `low` fit; those from `high` on are too large
     index = bisect_left(sizes, first)
