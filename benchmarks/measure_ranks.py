@@ -24,6 +24,9 @@ LLAMA = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, 
 LLAMA = Task(
     "llama-3-8b", seq_len=256, config=LLAMA | {"num_key_value_heads": 4, "vocab_size": 32000, "dtype": "float32"}
 )
+# More than two flat copies of 250 MiB are broadcast, and with SGD no optimizer state hides where they were.
+WIDE = {"num_hidden_layers": 6, "hidden_size": 2048, "num_attention_heads": 16, "vocab_size": 1000}
+WIDE = Task("gpt2", seq_len=128, config=WIDE | {"bos_token_id": 0, "eos_token_id": 0})
 HALF = {"bf16": True, "gradient_checkpointing": True}
 
 
@@ -42,6 +45,7 @@ def zero(stage: int, **more) -> dict:
 SETUPS = [  # (name, task, training arguments)
     ("DDP", GPT2, {}),
     ("DDP, bf16, checkpointing", LLAMA, HALF),
+    ("DDP, SGD, 1.2 GB of weights", WIDE, {"optim": "sgd"}),
     ("FSDP2", GPT2, {"fsdp": True}),
     ("FSDP2, bf16, checkpointing", LLAMA, HALF | {"fsdp": True}),
     ("FSDP2, accumulation of 4", GPT2, {"fsdp": True, "gradient_accumulation_steps": 4}),

@@ -1,5 +1,7 @@
 """One rank of a data-parallel training: the tensors that DistributedDataParallel sends, and its buckets."""
 
+import weakref
+
 import torch
 
 from trainmem.estimate import one_rank
@@ -71,3 +73,20 @@ def test_while_gradients_accumulate_nothing_is_sent_and_no_order_is_learnt():
 def test_buffers_stay_where_they_are_on_request():
     _, first = processes.call(lambda tell: made(["step"], broadcast_buffers=False), timeout=120)
     assert first == []
+
+
+def test_at_most_two_flat_copies_exist_while_a_large_model_is_broadcast(monkeypatch):
+    """torch ends the older of two broadcasts before it copies another bucket: a third copy would move the blocks that
+    the allocator reuses later.
+    """
+    made, living, real = [], [], torch.empty
+
+    def empty(*size, **options):
+        living.append(sum(copy() is not None for copy in made))
+        made.append(weakref.ref(copy := real(*size, **options)))
+        return copy
+
+    weights = [real(160 << 20, dtype=torch.int8, device="meta") for _ in range(8)]  # two to a bucket
+    monkeypatch.setattr(torch, "empty", empty)
+    one_rank._send(weights)
+    assert living == [0, 1, 1, 1] and not any(copy() is not None for copy in made)

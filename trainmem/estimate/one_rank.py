@@ -95,13 +95,11 @@ class Replica(torch.nn.parallel.DistributedDataParallel):
 def _send(tensors: list[torch.Tensor]) -> None:
     """Allocate, one after another, the flat copies that rank 0 makes of the tensors that it broadcasts.
 
-    torch broadcasts up to two copies at a time, so the last two are kept. The tensors are grouped into buckets, and
-    each bucket is copied into one flat tensor. A tensor that is alone in its bucket is sent without a copy
-    (csrc/distributed/c10d/comm.cpp: broadcast_coalesced).
+    The tensors are grouped into buckets, and each bucket is copied into one flat tensor. A tensor that is alone in its
+    bucket is sent without a copy (csrc/distributed/c10d/comm.cpp: broadcast_coalesced).
     """
-    sent: list[torch.Tensor | None] = []
-    for bucket in _bucketed(tensors, [250 << 20], shares_one=True):
-        sent = [*sent[-1:], bucket]
+    for _ in _bucketed(tensors, [250 << 20], shares_one=True):
+        pass  # at most two copies exist: the loop variable holds the previous one while the next is made
 
 
 def _bucketed(
