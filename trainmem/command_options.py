@@ -132,8 +132,8 @@ def capability(text: str | None) -> tuple[int, int] | None:
 def size_lines(memory: Memory | None, binary: bool = False) -> list[str]:
     """Return memory sizes as lines of text; [] if `memory` is None or has no sizes.
 
-    The lines are the categories of the peak, on CUDA the allocated and reserved totals, and the peaks of phases outside
-    of the steps. `binary`: whether to print GiB instead of GB.
+    The lines are: each category's bytes at the peak; the total allocated and reserved bytes, on CUDA only; and the peak
+    of each phase outside the training steps. `binary`: whether to print GiB instead of GB.
     """
     sizes = {name_text(category): size for category, size in ((memory and memory.breakdown) or {}).items() if size}
     if memory and memory.reserved_bytes:  # an allocator on CUDA

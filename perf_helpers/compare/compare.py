@@ -83,9 +83,9 @@ class Changes:
         return template("compare/changes.html.j2").module.page(self).strip() + "\n"
 
     def to_junit(self, fail_on: Iterable[str]) -> str:
-        """Return the comparison as JUnit XML for CI, with a test per change and per axis of change.
+        """Return the comparison as JUnit XML for CI: one test for each axis of change and one for each change.
 
-        `fail_on`: the axes ("memory", "verdict", "speed") on which a change for the worse fails the tests.
+        `fail_on`: the axes ("memory", "verdict", "speed") on which a worse change fails its own and its axis's test.
         """
         return report.junit(self.new, report.change_cases(self.changes, fail_on))
 

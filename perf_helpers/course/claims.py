@@ -78,7 +78,7 @@ class Decision:
 
     @property
     def reason(self) -> str:
-        """Return the ledger's note on why the claim is expected not to hold, since when, and a link; "" if no note."""
+        """Return the ledger's note why and since when the claim is expected not to hold, with a link; "" if no note."""
         claim = self.claim
         return " · ".join(filter(None, (claim.reason, claim.since and f"since: {claim.since}", claim.thread)))
 

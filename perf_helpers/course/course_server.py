@@ -1,9 +1,9 @@
 """The server of a course run: it imports the libraries once, and the processes of lessons are forked from it.
 
-The course starts the server (`shared`). A process that runs experiments gets one fork of the server, through the module
-`forkserver`; all experiments of this process are forks of that fork. On Linux, a lesson's papermill and kernel are
-forks of the server too (`python_module`). A further process, called keeper, waits until papermill or the kernel ends,
-and sends the exit code. Each section below names the process in which its functions run.
+The course process starts the server (`shared`). Each process that runs experiments connects to the server and gets one
+fork of it, its own fork server (module `forkserver`), from which each of its experiments is forked. On Linux, papermill
+and the kernel of a lesson are forked too (`python_module`): the server forks a process called keeper for each of them.
+The keeper forks papermill or the kernel, waits for the end of this fork, and sends the exit code to its requester.
 """
 
 import atexit
@@ -51,15 +51,15 @@ def shared(preload: Iterable[str] = (), environment: Mapping[str, str] | None = 
 def python_module(
     name: str, arguments: list[str], environment: Mapping[str, str], output: int, folder: str
 ) -> "subprocess.Popen | ForkedModule":
-    """Start `python -m name` in a session of its own, as a fork of the course's server or as a new process.
+    """Start `python -m name` in a session of its own, as a fork of the course's server or as a new Python process.
 
-    A fork has the libraries imported already, and ends with this process.
+    It is a fork if this is Linux and a server answers at the address in `environment` (see `shared`). A fork has the
+    libraries imported already, and ends with the caller's process.
 
     Args:
         name, arguments: the module and its command-line arguments.
-        environment: all its environment variables. With the server's address (see `shared`), on Linux, it is a fork.
-        output: descriptor of the file for standard output and standard error.
-        folder: the working directory.
+        environment: all environment variables of the started process.
+        output, folder: descriptor of the file for standard output and standard error; the working directory.
     """
     # Linux only: on other systems system libraries may not work after a fork, and there is no pidfd.
     if hasattr(os, "pidfd_open") and (control := forkserver.connected_course(environment)):

@@ -75,12 +75,12 @@ class Lab(Runner):
         """Compare runs of this lab with a baseline: peak memory exactly, speed by interleaved (A/B) runs.
 
         On a CPU all runs, and the baseline a second time, alternate step by step inside one subprocess, on one thread;
-        this is repeated in several subprocesses. In each round every other run has one turn, which is compared with the
-        mean of the baseline's two turns. The speed ratio is the median over all rounds, in CPU seconds. Its interval is
-        a bootstrap, at least from ratio / f to ratio * f; f is the factor by which the baseline's two turns differ, at
-        least 1.05. `wall_ratio` uses wall-clock seconds. On GPUs, and with several ranks, each run has a process of its
-        own, the ratio is in wall-clock seconds, and f is `noise_floor`. If a comparison fails, its ratios are unknown
-        and hold the reason; code that branches on them raises `trainmem.unknown.RunFailed`.
+        this is repeated in several subprocesses. In each round the baseline has two turns, and each of `others` has
+        one, which is compared with the mean of the baseline's two. The speed ratio is the median over all rounds, by
+        CPU time. Its bootstrap interval reaches at least from ratio / f to ratio * f; f is the median factor by which
+        the baseline's two turns differ, at least 1.05. `wall_ratio` uses the wall clock. On GPUs, and with several
+        ranks, each run has its own process, the ratio uses the wall clock, and f is `noise_floor`. If a comparison
+        fails, its ratios are unknown and hold the reason; branching on them raises `trainmem.unknown.RunFailed`.
 
         Args:
             baseline: the run that the others are compared with.
@@ -249,7 +249,7 @@ class Lab(Runner):
         return _Speed(*ratios, (_fastest(first, CPU), _fastest(second, CPU)))
 
     def _speed_apart(self, baseline: Run, run: Run, of_run: list[Seconds], of_baseline: list[Seconds]) -> "_Speed":
-        """Return the speed of `run` relative to `baseline`, timed in two processes; lists: the `Seconds` per turn."""
+        """Return the speed of `run` relative to `baseline`, given each turn's `Seconds`; each had its own process."""
         samples = self._samples_ratio(baseline, run)
         pairs = [a[WALL] / b[WALL] * samples for a, b in zip(of_baseline, of_run, strict=True)]
         fastest = _fastest([of_baseline], WALL), _fastest([of_run], WALL)

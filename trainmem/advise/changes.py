@@ -85,7 +85,7 @@ def _offloaded(limit: int, breakdowns: list[dict[str, int]], on_top: int, on_gpu
     """Return the change that keeps the optimizer states on the host; None if the recipe has no states.
 
     Args:
-        limit: bytes that the recipe may need.
+        limit: bytes that are available to the recipe.
         breakdowns: {category: live bytes} of the recipe, at the peak and at the end of each phase of a step.
         on_top: bytes that the recipe needs in addition to live bytes, e.g. for the CUDA context.
         on_gpu: name sizes in GiB, as for GPUs, instead of GB.

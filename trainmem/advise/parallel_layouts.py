@@ -99,7 +99,7 @@ def parallelism(
     with checkpointing. The first layout that fits is chosen, in the order DDP, FSDP, HSDP (on several hosts), FSDP that
     keeps gathered weights from forward to backward; with DeepSpeed in the order DDP, ZeRO 1, 2, 3. If none fits, the
     answer says whether more cards or offload would help, or whether layers must be split (tensor parallelism, pipeline
-    stages), because not even the largest layer fits a card with its activations.
+    stages), because the largest layer alone, with its activations, does not fit a card.
 
     Args:
         task: the model and its data.

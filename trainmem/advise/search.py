@@ -174,14 +174,16 @@ def _answers(
 
 
 def _micro_batches(samples: int, fixed: Mapping[str, Any], avoided: set[str]) -> list[int]:
-    """Return the micro-batches that recipes may have, ascending: divisors of `samples` that `must` and `avoid` allow.
+    """Return the micro-batches, in samples, that recipes may have: the allowed divisors of `samples`, ascending.
 
-    `samples` divided by a micro-batch (in samples) is the number of accumulation steps.
+    `samples` divided by a micro-batch is the number of accumulation steps.
 
     Args:
         samples: samples per optimizer update and process.
-        fixed: training arguments that every recipe has (`must`).
-        avoided: names of techniques that no recipe may have (`avoid`).
+        fixed: the user's argument `must`, training arguments of every recipe. If it sets the micro-batch or the number
+            of accumulation steps, only one micro-batch is allowed.
+        avoided: the user's argument `avoid`, names of techniques. If it names gradient accumulation, only the
+            micro-batch `samples` is allowed.
 
     Raises:
         ValueError: sizes in `must` do not divide `samples`, or contradict `avoid`.
@@ -203,9 +205,10 @@ def _micro_batches(samples: int, fixed: Mapping[str, Any], avoided: set[str]) ->
 
 
 class Ranking:
-    """Order recipes by speed, which is the product of the factors of a recipe's techniques and its micro-batch.
+    """Order recipes: those with the fewest unmeasured techniques first, and among these the fastest first.
 
-    A technique has no factor if it costs nothing or if all recipes share it. Nor has the largest micro-batch.
+    The expected speed is the product of one measured factor per technique and one for the micro-batch. Techniques that
+    cost nothing or that all recipes have, and the largest micro-batch, count as 1.
 
     Args:
         choices: gives the recipes to rank.
@@ -240,7 +243,7 @@ class Ranking:
     def factors(self, candidate: Candidate) -> list[Factor]:
         """Return the factors by which a recipe's techniques and its micro-batch change its speed.
 
-        A technique has no factor if it costs nothing or if all recipes share it. Nor has the largest micro-batch.
+        Techniques that cost nothing or that all recipes have, and the largest micro-batch, have no factor.
         """
         keys = (*candidate.techniques, candidate.micro_batch)
         return [self._factors[each] for each in keys if each in self._factors]
@@ -285,14 +288,17 @@ class RecipeSearch:
     _states: dict[frozenset[Technique], int] = field(default_factory=dict)  # bytes without activations
 
     def find(self, most: int) -> list[Candidate]:
-        """Return the best recipes that fit, at most `most`, the best first.
+        """Return the best recipes that fit, with their largest micro-batches that fit; the best recipe first.
 
-        Combinations of techniques are ranked as if each had the largest micro-batch, and tried in this order until
-        `most` of them fit. A combination that only adds costly techniques to a recipe that fits is returned only if its
-        micro-batch is larger than the one of that recipe (see `Ranking.only_adds_costs`).
+        Combinations of techniques are ranked as if each ran with the largest micro-batch in `choices`, and tried in
+        this order. A recipe with all costly techniques of an already found recipe, and more, is left out unless it has
+        a larger micro-batch (see `Ranking.only_adds_costs`).
+
+        Args:
+            most: number of fitting recipes after which the search stops.
 
         Raises:
-            ValueError: every estimate failed; the message is that of the first one.
+            ValueError: every estimate failed; the message is the first error's.
         """
         fitting: list[Candidate] = []
         failures: list[ValueError] = []

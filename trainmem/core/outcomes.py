@@ -47,9 +47,9 @@ class Outcome:
         return dataclasses.replace(self, **changes)
 
     def joined(self, later: "Outcome") -> "Outcome":
-        """Return this outcome with the figures of `later`, another outcome of the same experiment, added rank by rank.
+        """Return a copy of this outcome with the fields of `later`, except those that are None in `later`.
 
-        If both have a figure, the figure of `later` wins.
+        Both are outcomes of the same experiment. If both have `ranks`, these are joined rank by rank.
         """
         figures = {field.name: getattr(later, field.name) for field in dataclasses.fields(later)}
         known = {name: value for name, value in figures.items() if value is not None}

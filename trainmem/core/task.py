@@ -490,7 +490,7 @@ def _padded(examples: list[dict], multiple: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Profile:
-    """Hold sizes that a kind of machine can run: a task, its micro-batch in samples, and how many steps to measure."""
+    """Hold the defaults for one kind of machine: a task that it can run, a micro-batch, and how long to measure."""
 
     name: str
     task: Task

@@ -166,7 +166,7 @@ def train(experiment: Experiment, folder: str, steps: int, keep_losses: bool = T
     losses: list[list[Any]] = []
 
     class NamingTrainer(Trainer):
-        """Raise `Invalid` with the name of the optimizer if transformers cannot build it."""
+        """A Trainer that raises `Invalid`, with the optimizer's name, if transformers cannot build the optimizer."""
 
         def create_optimizer(self, *inputs, **options):
             try:

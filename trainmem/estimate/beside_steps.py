@@ -129,18 +129,20 @@ def _header(tensors: dict[str, torch.Tensor], metadata: Any) -> bytes:
 
 
 def peaks(marks: list[tuple[str, int, int]], totals: np.ndarray, begins: np.ndarray, first: int) -> tuple:
-    """Return one tuple of five parts for each phase outside the training steps, e.g. for an evaluation.
+    """Return one tuple of five parts for each evaluation, save and load of a training.
 
     The parts are: the phase; the live bytes when it begins; its highest live bytes; the index of the operation at this
-    peak; (index of the phase's first operation, index of its last operation + 1). Indices count the trace's operations.
+    peak; (index of the phase's first operation, index of its last operation + 1). Index 0 is the trace's first
+    operation.
 
     Args:
-        marks: the beginnings and ends of phases that the tracker recorded, each as (label, number of log entries before
-            it, number of operations before it), see `Watcher.marks`.
+        marks: the beginnings and ends of phases, each as (label, number of entries in the tracker's log so far, number
+            of operations that the tracker has seen so far), see `Watcher.marks`.
         totals: (entries + 1,): live bytes before the first entry of the tracker's log and after each entry.
         begins: (operations + 1,): element i is the number of log entries before operation i of the trace, and the last
             element is the number of all entries.
-        first: how many operations the tracker saw before the trace's first one.
+        first: number of operations that the tracker saw before the trace's first operation; it is subtracted from the
+            numbers of operations in `marks`.
     """
     found = []
     for phase, *borders in stretches(label for label, *_ in marks):

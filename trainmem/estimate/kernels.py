@@ -52,8 +52,8 @@ class Kernels:
         A buffer is held until a `Free` in the list releases it, otherwise until the operation ends.
 
         Args:
-            function: the operation that autograd calls on CPU tensors, e.g. grid_sampler_2d for `grid_sample`. If a GPU
-                would run another operation, `cuda.py` has already replaced it.
+            function: the torch operator that the traced training calls on fake CPU tensors, e.g. grid_sampler_2d for
+                `grid_sample`. If a GPU would run another operator, `cuda.py` has already replaced it.
             args, kwargs: the operation's arguments.
             result: what the operation returned on fake tensors.
         """

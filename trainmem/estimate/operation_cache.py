@@ -207,10 +207,8 @@ def by_position(function, args: tuple, selected: Callable[[torch.Tensor], int] |
 
 @functools.lru_cache(maxsize=1)
 def _state(mode: FakeTensorMode) -> dict[str, Any]:
-    """Return {name: value} of a new fake tensor's Python attributes, which the caller copies together.
-
-    Setting them one by one would take longer than running an operation.
-    """
+    """Return the Python attributes of a new fake tensor, as {name: value}; `fake` copies them into each tensor."""
+    # Setting the attributes one by one would take longer than running an operation.
     return dict(FakeTensor(mode, torch.empty(0, device="meta"), torch.device("cpu")).__dict__)
 
 

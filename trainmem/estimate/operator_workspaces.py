@@ -204,11 +204,12 @@ def _is_sizeless(operation: Operation) -> bool:
 
 
 def smaller(operation: Operation, limit: int) -> list[Operation]:
-    """Return three forms of an operation with smaller tensors, of at most `limit` bytes each; [] if that is impossible.
+    """Return three forms of an operation with smaller tensors, the largest form first; [] if that is impossible.
 
-    The largest form comes first; all three have the same dimensions shortened. If the workspace depends on only some of
-    these dimensions, the three workspaces do not lie on a straight line over the bytes, and `line` returns None.
+    All three forms have the same dimensions shortened. A form's operands and results have at most `limit` bytes.
     """
+    # If the workspace depends on only some of these dimensions, it is no linear function of the bytes of operands and
+    # results, and `line` returns None.
     factors: dict[int, int] = {}  # {length: what it is divided by}
     while (cut := resized(operation, factors)).bytes > limit:
         longest = [n for n in operation.lengths if n // (2 * factors.get(n, 1)) >= _SHORTEST * _FACTORS[-1]]

@@ -93,7 +93,7 @@ def estimate_of(experiment: Experiment, traced: "TracedExperiment", device: Devi
 
 @dataclass(frozen=True, slots=True)
 class TracedExperiment:
-    """Hold an experiment's trace, the total bytes (with workspace) during each operation, and the assumptions."""
+    """Hold an experiment's trace, the peak bytes during each operation, and the assumptions that the estimate makes."""
 
     trace: Trace
     totals: np.ndarray  # (operations,): the highest total during each, with its workspace, in bytes

@@ -247,7 +247,7 @@ def connected_course(environment: Mapping[str, str]) -> connection.Connection | 
 
 
 def _joined_course() -> connection.Connection | None:
-    """Return a connection to a new fork of the course's server, for this process alone; None outside of a course."""
+    """Return a connection to a new fork of the course's server that serves this process only; None without a course."""
     if control := connected_course(os.environ):
         with contextlib.suppress(OSError):  # it was killed
             control.send("serve")

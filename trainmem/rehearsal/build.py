@@ -146,8 +146,9 @@ def doubts(python: Path, folder: Path) -> str:
 
 
 def unanswered(linked: set[str]) -> list[str]:
-    """Return those names in `linked` (CUDA functions) that may copy or allocate memory, but that the stub neither
-    defines nor lists in native/answers.toml.
+    """Return the names of CUDA functions that may copy or allocate memory, but that a rehearsal does not answer.
+
+    They are neither defined by the stub CUDA runtime nor listed in native/answers.toml. `linked`: the names to check.
     """
     answered = _written() | {*" ".join(_answers()["named"].values()).split()}
     return sorted(name for name in linked - answered if _MOVES.match(name) and name not in _answers()["harmless"])

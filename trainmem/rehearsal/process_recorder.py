@@ -206,9 +206,10 @@ def _largest(seen: Any, new: Any) -> Any:
 
 
 def install(values, folder: str) -> None:
-    """Record this process's memory peaks, and how it ends, in a file in `folder`, from now on; make its uploads fail.
+    """Start to record this process's memory peaks, and how the process ends, in a JSON file in `folder`.
 
-    `values`: the `Values` of this process, which tracks the known values.
+    From now on, HTTP requests that would change something on another machine (e.g. uploads to the Hub) raise `Uploads`.
+    `values`: the `Values` of this process, which tracks which tensors have known contents.
     """
     recorder = Recorder(folder, values)
     modules = torch.nn.modules.module

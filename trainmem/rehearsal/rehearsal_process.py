@@ -234,7 +234,10 @@ class Rehearsal(ThreadPoolExecutor):
 
 
 def serve(descriptor: int) -> None:
-    """Run the process that rehearses: perform requests of `Rehearsal` from the file descriptor until it closes."""
+    """Call the functions that a `Rehearsal` in another process sends, and send back their results or errors.
+
+    This process ends when the connection closes. `descriptor`: file descriptor of this process's end of the connection.
+    """
     threading.Thread(target=_end_with, args=(descriptor,), daemon=True).start()
     with connection.Connection(descriptor) as channel, contextlib.suppress(EOFError):
         while True:
