@@ -86,6 +86,16 @@ def test_on_a_gpu_a_stage_keeps_its_share_and_a_copy_of_it(offered):
 
 
 @needs_deepspeed
+def test_in_bf16_a_gpu_keeps_its_share_of_master_weights_and_states_in_float32(offered):
+    recipe = zero(2)
+    recipe["deepspeed"] |= {"bf16": {"enabled": "auto"}}
+    reported = estimate(TASK, device="cuda", processes=4, bf16=True, **recipe)
+    after = reported.memory.phase_breakdowns["backward"]
+    assert after["weights"] / TASK.parameters() == pytest.approx(2 + 4 / 4, rel=0.05)
+    assert after["optimizer_states"] / TASK.parameters() == pytest.approx(8 / 4, rel=0.05)
+
+
+@needs_deepspeed
 @pytest.mark.parametrize("name", ["offload_optimizer", "offload_param"])
 @pytest.mark.nightly
 def test_what_is_kept_on_the_host_is_refused_on_a_gpu(offered, name):

@@ -368,7 +368,7 @@ class _DeviceArguments(TorchFunctionMode):
 
     def _to(self, function, args, kwargs):
         tracker = self._tracker
-        if "cpu" in (each for each in (*args[1:2], kwargs.get("device")) if isinstance(each, str)):
+        if "cpu" in (each for each in (*args[1:2], kwargs.get("device")) if type(each) is str):  # no `DeviceName`
             on_device = tracker.is_on_device(args[0])
             return self._on_host(torch.clone, args[:1], {}) if on_device else function(*args, **kwargs)
         if tracker.sends_weights and any(isinstance(each, _DEVICES) for each in (*args, *kwargs.values())):
