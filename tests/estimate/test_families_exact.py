@@ -193,6 +193,12 @@ def test_a_family_is_exact(name, both):
     assert (estimated.peak_bytes, estimated.memory.breakdown) == (counted.peak_bytes, counted.breakdown)
 
 
+def test_one_image_at_a_time_is_exact(both):
+    """Tokens become images by a view. The stride of its dimension of length 1 decides how convolutions lay out results."""
+    counted, estimated = both(*CASES["segformer"], per_device_train_batch_size=1)
+    assert (estimated.peak_bytes, estimated.memory.breakdown) == (counted.peak_bytes, counted.breakdown)
+
+
 _ROUTED = {"vocab_size": 300, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
 MIXTURES = {
     "jetmoe": {"model_type": "jetmoe", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}

@@ -352,6 +352,12 @@ class FakeTracker(Tracker):
         result = function(*args, **kwargs)
         if isinstance(result, FakeTensor) and result.is_sparse and not result._nnz():
             return filled(function, args, result)
+        if function in (aten.view.default, aten._unsafe_view.default) and 1 in result.shape:
+            # torch's fake kernel chooses other strides for dimensions of length 1, by which a convolution of one sample
+            # would take its input for channels-last.
+            with _disable_current_modes():
+                alike = torch.empty_strided(args[0].shape, args[0].stride(), device="meta").view(result.shape)
+            return aten.as_strided.default(args[0], alike.shape, alike.stride(), result.storage_offset())
         weight = args[WEIGHT_OF_NORM[function]] if function in WEIGHT_OF_NORM else None
         if weight is not None:
             if not self.places_modules and weight.dtype not in (args[0].dtype, torch.float32):
