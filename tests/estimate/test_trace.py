@@ -2,6 +2,7 @@
 operation.
 """
 
+import contextlib
 from types import SimpleNamespace
 
 import cloudpickle
@@ -13,7 +14,7 @@ from trainmem.core.outcomes import Invalid
 from trainmem.core.task import Task
 from trainmem.core.training import Experiment
 from trainmem.estimate.operation_cache import OperationCache, grouped_product
-from trainmem.estimate.trace import FakeTracker, follow, recorded
+from trainmem.estimate.trace import DependsOnValues, FakeTracker, follow, recorded
 from trainmem.estimate.trace_records import Operation, Spec
 from trainmem.measure.watcher import Block
 from trainmem.records import TENSOR_CATEGORIES, Phase
@@ -105,6 +106,27 @@ def test_a_number_that_was_never_computed_is_finite(tracker):
 def test_what_depends_on_values_is_refused_with_its_operation(tracker):
     with pytest.raises(Invalid, match=r"aten\.nonzero\.default in the training depends on"):
         fake(3).nonzero()
+
+
+def test_an_operation_whose_failure_is_caught_is_not_in_the_trace():
+    def failing(task):
+        for number in (torch.zeros(()), torch.nn.Linear(5, 3).weight.sum()):  # real and fake
+            with contextlib.suppress(IndexError, RuntimeError):  # as accelerate cuts an evaluation's last batch
+                number[:3]
+        del number
+        loop(task)
+
+    def failed(tracker):
+        with tracker, contextlib.suppress(DependsOnValues):
+            fake(3).nonzero()
+        return len(tracker.starts), len(tracker.operations)
+
+    plain, trace = followed(loop), followed(failing)
+    first, end = plain.last_step
+    at = slice(trace.last_step[1] - (end - first), trace.last_step[1])
+    assert trace.operations[at] == plain.operations[first:end] and (trace.high[at] == plain.high[first:end]).all()
+    starts, operations = failed(FakeTracker())
+    assert starts == operations > 0
 
 
 def test_what_was_replaced_to_follow_a_training_is_back_after_it():

@@ -151,7 +151,11 @@ class FakeTracker(Tracker):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function is torch.ops.prim.device.default:  # torch queries it several times per operation
             return args[0].fake_device
-        return self.watch(function, types, args, kwargs)  # nothing else: this runs at each operation
+        try:
+            return self.watch(function, types, args, kwargs)  # nothing else: this runs at each operation
+        except BaseException:  # the training's code may catch it: an operation without a result is not in the trace
+            del self.starts[len(self.operations) :]
+            raise
 
     def execute(self, function, args, kwargs):
         """Run an operation: compute it if none of its tensors is fake, otherwise return fake results.
