@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 # (part, patterns of its files, lines at most, files at most)
 BUDGETS = (
-    ("trainmem", ["trainmem/**/*.py"], 11_843, 84),
+    ("trainmem", ["trainmem/**/*.py"], 11_848, 84),
     ("  core", ["trainmem/core/*.py"], 2_130, 15),
     ("  measure", ["trainmem/measure/*.py"], 2_114, 14),
     ("  estimate", ["trainmem/estimate/*.py"], 4_240, 29),

@@ -9,6 +9,7 @@ import cloudpickle
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from trainmem.core.outcomes import Invalid
 from trainmem.core.task import Task
@@ -319,3 +320,26 @@ def test_under_autocast_a_product_of_4_bits_is_another_question():
             made.append(cache.result(operation, function, (tensor,), [tensor], mode, ask))
     assert [each.dtype for each in made] == [torch.float32, torch.bfloat16] * 2
     assert len(cache.known) == 2
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("shape", [(20, 5), (1, 1)])
+@pytest.mark.filterwarnings("ignore:reduction")
+def test_a_loss_takes_the_memory_that_its_kernel_keeps(tracker, reduction, shape):
+    names = ["binary_cross_entropy", "hinge_embedding_loss", "huber_loss", "kl_div", "l1_loss", "mse_loss"]
+    names += ["multilabel_soft_margin_loss", "poisson_nll_loss", "smooth_l1_loss", "soft_margin_loss"]
+
+    def sizes(tensor, target):
+        found = {}
+        for name in names:
+            loss = getattr(torch.nn.functional, name)(tensor, target, reduction=reduction)
+            gradient, *_ = torch.autograd.grad(loss.sum(), tensor)
+            found[name] = [each.untyped_storage().nbytes() for each in (loss, gradient)]
+        return found
+
+    kinds = torch.float32, torch.bfloat16
+    with _disable_current_modes():
+        real = [
+            sizes(torch.rand(shape, dtype=kind, requires_grad=True), torch.rand(shape, dtype=kind)) for kind in kinds
+        ]
+    assert real == [sizes(fake(*shape, dtype=kind).requires_grad_(), fake(*shape, dtype=kind)) for kind in kinds]
