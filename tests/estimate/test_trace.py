@@ -20,6 +20,8 @@ from trainmem.estimate.trace_records import Operation, Spec
 from trainmem.measure.watcher import Block
 from trainmem.records import TENSOR_CATEGORIES, Phase
 
+aten = torch.ops.aten
+
 
 @pytest.fixture
 def tracker():
@@ -343,3 +345,17 @@ def test_a_loss_takes_the_memory_that_its_kernel_keeps(tracker, reduction, shape
             sizes(torch.rand(shape, dtype=kind, requires_grad=True), torch.rand(shape, dtype=kind)) for kind in kinds
         ]
     assert real == [sizes(fake(*shape, dtype=kind).requires_grad_(), fake(*shape, dtype=kind)) for kind in kinds]
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_a_norm_of_16_bits_keeps_statistics_in_the_type_of_its_weights(tracker, kind):
+    def types(tensor, weight):
+        layer = aten.native_layer_norm(tensor, [4], weight, weight, 1e-5)
+        batch = aten.native_batch_norm(tensor, weight, weight, None, None, True, 0.1, 1e-5)
+        group = aten.native_group_norm(tensor, weight, weight, 2, 4, 4, 2, 1e-5)
+        backward = aten.native_group_norm_backward(tensor, tensor, *group[1:], weight, 2, 4, 4, 2, [True] * 3)
+        return [[(each.dtype, each.shape) for each in results] for results in (layer, batch, group, backward)]
+
+    with _disable_current_modes():
+        real = types(torch.ones(2, 4, 4, dtype=torch.bfloat16), torch.ones(4, dtype=kind))
+    assert real == types(fake(2, 4, 4, dtype=torch.bfloat16), fake(4, dtype=kind))

@@ -362,7 +362,7 @@ class FakeTracker(Tracker):
             return filled(function, args, result)
         if function in _REDUCED_IN_PLACE and not result.dim() and not self.places_modules:
             return result.new_empty(max(1, torch.broadcast_shapes(*(each.shape for each in args[:2])).numel()))[0]
-        weight = args[WEIGHT_OF_NORM[function]] if function in WEIGHT_OF_NORM else None
+        weight = args[_WEIGHT_OF_NORM[function]] if function in _WEIGHT_OF_NORM else None
         if weight is not None:
             if not self.places_modules and weight.dtype not in (args[0].dtype, torch.float32):
                 kinds = [str(each.dtype).removeprefix("torch.") for each in (args[0], weight)]
@@ -370,6 +370,9 @@ class FakeTracker(Tracker):
             # The kernel keeps mean and deviation in the weights' type, which autocast leaves at float32.
             out, *statistics = result
             return out, *(each.to(weight.dtype) for each in statistics)
+        if function is aten.native_group_norm_backward.default and result[0] is not None:
+            # The kernel's gradient has its input's type, torch's fake one the type of the statistics.
+            return result[0].to(args[1].dtype), *result[1:]
         if function is aten.native_layer_norm_backward.default:
             # The kernel's result is contiguous whatever the layout of its input.
             return tuple(part if part is None else part.contiguous() for part in result)
@@ -428,7 +431,12 @@ class Routing(Enum):
         return (result[0], numbers) if is_topk else numbers
 
 
-WEIGHT_OF_NORM = {aten.native_layer_norm.default: 2, aten.native_batch_norm.default: 1}  # the weight's argument number
+# The weight's argument number.
+_WEIGHT_OF_NORM = {
+    aten.native_layer_norm.default: 2,
+    aten.native_batch_norm.default: 1,
+    aten.native_group_norm.default: 1,
+}
 
 
 # ---- the trace
