@@ -2,21 +2,25 @@
 operation.
 """
 
+import contextlib
 from types import SimpleNamespace
 
 import cloudpickle
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from trainmem.core.outcomes import Invalid
 from trainmem.core.task import Task
 from trainmem.core.training import Experiment
 from trainmem.estimate.operation_cache import OperationCache, grouped_product
-from trainmem.estimate.trace import FakeTracker, follow, recorded
+from trainmem.estimate.trace import DependsOnValues, FakeTracker, follow, recorded
 from trainmem.estimate.trace_records import Operation, Spec
 from trainmem.measure.watcher import Block
 from trainmem.records import TENSOR_CATEGORIES, Phase
+
+aten = torch.ops.aten
 
 
 @pytest.fixture
@@ -105,6 +109,27 @@ def test_a_number_that_was_never_computed_is_finite(tracker):
 def test_what_depends_on_values_is_refused_with_its_operation(tracker):
     with pytest.raises(Invalid, match=r"aten\.nonzero\.default in the training depends on"):
         fake(3).nonzero()
+
+
+def test_an_operation_whose_failure_is_caught_is_not_in_the_trace():
+    def failing(task):
+        for number in (torch.zeros(()), torch.nn.Linear(5, 3).weight.sum()):  # real and fake
+            with contextlib.suppress(IndexError, RuntimeError):  # as accelerate cuts an evaluation's last batch
+                number[:3]
+        del number
+        loop(task)
+
+    def failed(tracker):
+        with tracker, contextlib.suppress(DependsOnValues):
+            fake(3).nonzero()
+        return len(tracker.starts), len(tracker.operations)
+
+    plain, trace = followed(loop), followed(failing)
+    first, end = plain.last_step
+    at = slice(trace.last_step[1] - (end - first), trace.last_step[1])
+    assert trace.operations[at] == plain.operations[first:end] and (trace.high[at] == plain.high[first:end]).all()
+    starts, operations = failed(FakeTracker())
+    assert starts == operations > 0
 
 
 def test_what_was_replaced_to_follow_a_training_is_back_after_it():
@@ -297,3 +322,40 @@ def test_under_autocast_a_product_of_4_bits_is_another_question():
             made.append(cache.result(operation, function, (tensor,), [tensor], mode, ask))
     assert [each.dtype for each in made] == [torch.float32, torch.bfloat16] * 2
     assert len(cache.known) == 2
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("shape", [(20, 5), (1, 1)])
+@pytest.mark.filterwarnings("ignore:reduction")
+def test_a_loss_takes_the_memory_that_its_kernel_keeps(tracker, reduction, shape):
+    names = ["binary_cross_entropy", "hinge_embedding_loss", "huber_loss", "kl_div", "l1_loss", "mse_loss"]
+    names += ["multilabel_soft_margin_loss", "poisson_nll_loss", "smooth_l1_loss", "soft_margin_loss"]
+
+    def sizes(tensor, target):
+        found = {}
+        for name in names:
+            loss = getattr(torch.nn.functional, name)(tensor, target, reduction=reduction)
+            gradient, *_ = torch.autograd.grad(loss.sum(), tensor)
+            found[name] = [each.untyped_storage().nbytes() for each in (loss, gradient)]
+        return found
+
+    kinds = torch.float32, torch.bfloat16
+    with _disable_current_modes():
+        real = [
+            sizes(torch.rand(shape, dtype=kind, requires_grad=True), torch.rand(shape, dtype=kind)) for kind in kinds
+        ]
+    assert real == [sizes(fake(*shape, dtype=kind).requires_grad_(), fake(*shape, dtype=kind)) for kind in kinds]
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_a_norm_of_16_bits_keeps_statistics_in_the_type_of_its_weights(tracker, kind):
+    def types(tensor, weight):
+        layer = aten.native_layer_norm(tensor, [4], weight, weight, 1e-5)
+        batch = aten.native_batch_norm(tensor, weight, weight, None, None, True, 0.1, 1e-5)
+        group = aten.native_group_norm(tensor, weight, weight, 2, 4, 4, 2, 1e-5)
+        backward = aten.native_group_norm_backward(tensor, tensor, *group[1:], weight, 2, 4, 4, 2, [True] * 3)
+        return [[(each.dtype, each.shape) for each in results] for results in (layer, batch, group, backward)]
+
+    with _disable_current_modes():
+        real = types(torch.ones(2, 4, 4, dtype=torch.bfloat16), torch.ones(4, dtype=kind))
+    assert real == types(fake(2, 4, 4, dtype=torch.bfloat16), fake(4, dtype=kind))

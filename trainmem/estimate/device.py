@@ -26,7 +26,7 @@ from trainmem.estimate.allocator_settings import Release, release
 from trainmem.estimate.one_rank import DeviceName
 from trainmem.estimate.operation_cache import OperationCache
 from trainmem.estimate.replacements import fake_module_to
-from trainmem.estimate.trace import WEIGHT_OF_NORM, FakeTracker
+from trainmem.estimate.trace import FakeTracker
 from trainmem.measure.tracker import calling, name_of
 from trainmem.measure.watcher import Block
 from trainmem.records import Category, Phase
@@ -268,7 +268,8 @@ class DeviceTracker(FakeTracker):
             # Before 2.14 torch assumes that keys and values have the queries' heads.
             alike = (torch.empty_permuted(each.shape, (0, 2, 1, 3), dtype=each.dtype) for each in args[2:4])
             return result[0], *alike, result[3]
-        if function in WEIGHT_OF_NORM:  # CUDA accumulates and keeps mean and deviation in fp32
+        # CUDA accumulates and keeps mean and deviation in fp32, but group norm keeps them in its input's type.
+        if function in (aten.native_layer_norm.default, aten.native_batch_norm.default):
             return result[0], *(each.float() if each.dtype in kernels.HALF else each for each in result[1:])
         return result
 

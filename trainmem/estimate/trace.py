@@ -54,6 +54,10 @@ from trainmem.records import CATEGORIES, TENSOR_CATEGORIES, Category, Phase, is_
 
 aten = torch.ops.aten
 
+# Losses whose CPU kernels shrink the result to one number only after computing all elements, and keep that memory.
+_REDUCED_IN_PLACE = {
+    getattr(aten, name).default for name in ("binary_cross_entropy", "mse_loss", "smooth_l1_loss", "soft_margin_loss")
+}
 # Results that are always computed, because other code reads them: samplers read orders, makers of masks read positions.
 _ALWAYS_REAL = (aten.randperm, aten.arange, aten.linspace)
 _REAL_IN_FORWARD = (aten.ones, aten.zeros, aten.full)
@@ -151,7 +155,11 @@ class FakeTracker(Tracker):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function is torch.ops.prim.device.default:  # torch queries it several times per operation
             return args[0].fake_device
-        return self.watch(function, types, args, kwargs)  # nothing else: this runs at each operation
+        try:
+            return self.watch(function, types, args, kwargs)  # nothing else: this runs at each operation
+        except BaseException:  # the training's code may catch it: an operation without a result is not in the trace
+            del self.starts[len(self.operations) :]
+            raise
 
     def execute(self, function, args, kwargs):
         """Run an operation: compute it if none of its tensors is fake, otherwise return fake results.
@@ -358,7 +366,9 @@ class FakeTracker(Tracker):
             with _disable_current_modes():
                 alike = torch.empty_strided(args[0].shape, args[0].stride(), device="meta").view(result.shape)
             return aten.as_strided.default(args[0], alike.shape, alike.stride(), result.storage_offset())
-        weight = args[WEIGHT_OF_NORM[function]] if function in WEIGHT_OF_NORM else None
+        if function in _REDUCED_IN_PLACE and not result.dim() and not self.places_modules:
+            return result.new_empty(max(1, torch.broadcast_shapes(*(each.shape for each in args[:2])).numel()))[0]
+        weight = args[_WEIGHT_OF_NORM[function]] if function in _WEIGHT_OF_NORM else None
         if weight is not None:
             if not self.places_modules and weight.dtype not in (args[0].dtype, torch.float32):
                 kinds = [str(each.dtype).removeprefix("torch.") for each in (args[0], weight)]
@@ -366,6 +376,9 @@ class FakeTracker(Tracker):
             # The kernel keeps mean and deviation in the weights' type, which autocast leaves at float32.
             out, *statistics = result
             return out, *(each.to(weight.dtype) for each in statistics)
+        if function is aten.native_group_norm_backward.default and result[0] is not None:
+            # The kernel's gradient has its input's type, torch's fake one the type of the statistics.
+            return result[0].to(args[1].dtype), *result[1:]
         if function is aten.native_layer_norm_backward.default:
             # The kernel's result is contiguous whatever the layout of its input.
             return tuple(part if part is None else part.contiguous() for part in result)
@@ -424,7 +437,12 @@ class Routing(Enum):
         return (result[0], numbers) if is_topk else numbers
 
 
-WEIGHT_OF_NORM = {aten.native_layer_norm.default: 2, aten.native_batch_norm.default: 1}  # the weight's argument number
+# The weight's argument number.
+_WEIGHT_OF_NORM = {
+    aten.native_layer_norm.default: 2,
+    aten.native_batch_norm.default: 1,
+    aten.native_group_norm.default: 1,
+}
 
 
 # ---- the trace
