@@ -193,6 +193,19 @@ def test_a_family_is_exact(name, both):
     assert (estimated.peak_bytes, estimated.memory.breakdown) == (counted.peak_bytes, counted.breakdown)
 
 
+@pytest.mark.parametrize(("kind", "labels"), [("multi_label_classification", 3), ("regression", 3), (None, 1)])
+def test_labels_are_floats_where_the_loss_is_of_several_labels_or_a_regression(kind, labels, both):
+    fields = {
+        "model_type": "bert",
+        "vocab_size": 300,
+        "problem_type": kind,
+        "id2label": {n: str(n) for n in range(labels)},
+    }
+    unequal = {"seq_len": None, "dataset_size": 8, "lengths": (5, 9, 16, 3, 12, 8, 7, 11)}
+    counted, estimated = both(fields | _TEXT, None, unequal, per_device_train_batch_size=4)
+    assert (estimated.memory.phases, estimated.memory.breakdown) == (counted.phases, counted.breakdown)
+
+
 _ROUTED = {"vocab_size": 300, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
 MIXTURES = {
     "jetmoe": {"model_type": "jetmoe", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}

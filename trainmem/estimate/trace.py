@@ -60,6 +60,7 @@ _REAL_IN_FORWARD = (aten.ones, aten.zeros, aten.full)
 # They take masks. If a mask is real, the number of elements that it selects is known.
 _CHOOSE = {aten.index.Tensor, aten.masked_select.default, aten.index_put.default, aten._unsafe_index_put.default}
 _CHOOSE |= {aten.index_put_.default, aten._index_put_impl_.default}
+_LOSSES = {aten.mse_loss.default, aten.smooth_l1_loss.default, aten.soft_margin_loss.default}
 _LARGE = 2**24  # elements of a real tensor beyond which results are fake
 
 
@@ -350,6 +351,9 @@ class FakeTracker(Tracker):
         if function is aten.add_.Tensor and isinstance(args[1], torch.Tensor) and args[1].is_sparse:
             return args[0]  # torch's fake kernel would read the indices
         result = function(*args, **kwargs)
+        if function in _LOSSES and not result.dim():  # the kernels reduce within the memory of the loss of each element
+            count = math.prod(torch.broadcast_shapes(args[0].shape, args[1].shape))
+            return result.new_empty(max(count, 1)).as_strided((), ())
         if isinstance(result, FakeTensor) and result.is_sparse and not result._nnz():
             return filled(function, args, result)
         weight = args[WEIGHT_OF_NORM[function]] if function in WEIGHT_OF_NORM else None
