@@ -59,6 +59,18 @@ def test_a_mistake_is_named_before_anything_is_traced(options, message, monkeypa
         predicted(**options)
 
 
+@pytest.mark.parametrize(("samples", "options"), [(3, {}), (7, {"processes": 2})])
+def test_a_training_without_a_step_is_refused(samples, options, tmp_path):
+    task = TINY.replace(dataset_size=samples)
+    given = {"per_device_train_batch_size": 4, "dataloader_drop_last": True} | options
+    for ask in (
+        estimate,
+        lambda task, device, **given: Lab("cpu", out=tmp_path).train("t", task=task, measure="memory", **given),
+    ):
+        with pytest.raises(ValueError, match=f"^no step can run: dataset_size={samples} .*leave out dataloader_drop"):
+            ask(task, device="cpu", **given)
+
+
 @pytest.mark.daily(1)
 @pytest.mark.parametrize(
     ("options", "kernels"),
