@@ -93,6 +93,11 @@ def test_what_cannot_be_traced_is_refused_by_name():
         estimate(TINY, device="cpu", function=lost)
 
 
+def test_the_engines_own_refusal_is_not_taken_for_a_failure_of_the_trace():
+    with pytest.raises(ValueError, match=r"^cannot generate data for BertForNextSentencePrediction"):
+        estimate(TINY.replace(architecture="BertForNextSentencePrediction"), device="cpu")
+
+
 def test_what_depends_on_values_is_refused_with_its_operation():
     def chosen(task):
         return torch.nn.Linear(4, 4)(torch.ones(3, 4)).nonzero()
