@@ -221,6 +221,23 @@ def test_a_training_that_fails_on_a_device_fails_in_the_estimate_in_the_same_lin
     assert re.search(r"\(line \d+ of \w+\.py\)$", run.message)
 
 
+@pytest.mark.parametrize(
+    ("objective", "fields"),
+    [
+        (
+            "contrastive",
+            {"model_type": "t5", "vocab_size": 300, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2},
+        ),
+        ("preference", _LLAMA),
+    ],
+)
+def test_an_objective_is_evaluated_and_its_best_model_loaded(objective, fields, both):
+    given = dict.fromkeys(("eval_strategy", "save_strategy"), "epoch") | {"load_best_model_at_end": True}
+    counted, estimated = both(fields, None, {"objective": objective}, **given)
+    assert {"evaluation", "loading"} < counted.phases.keys()
+    assert (estimated.memory.phases, estimated.memory.breakdown) == (counted.phases, counted.breakdown)
+
+
 _ROUTED = {"vocab_size": 300, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
 MIXTURES = {
     "jetmoe": {"model_type": "jetmoe", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}

@@ -134,6 +134,8 @@ def usual_class(config, objective: str = "") -> str:
             for family in families
             if config.model_type in _KNOWN_TYPES.get(family, {config.model_type})
         ]
+    if objective == "contrastive" and getattr(config, "is_encoder_decoder", False):  # a text needs no decoder
+        order.insert(0, "MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES")
     for mapping in order:
         if names := getattr(modeling_auto, mapping).get(config.model_type):
             return names if isinstance(names, str) else names[0]

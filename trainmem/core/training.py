@@ -196,6 +196,8 @@ def train(experiment: Experiment, folder: str, steps: int, keep_losses: bool = T
     with evaluation.unknown_values(on_cpu=False) if hardware.is_rehearsal() else contextlib.nullcontext():
         trainer = kind(model=model, args=args, train_dataset=dataset, **options)
         trainer.remove_callback(PrinterCallback)
+        if experiment.task.loss_objective:
+            trainer.can_return_loss = True  # in evaluation, too: its data have no labels
         trainer.train()
     if not trainer.state.global_step and arguments.get("dataloader_drop_last"):
         raise Invalid(_NO_STEP.format(experiment.task.dataset_size, args.train_batch_size, experiment.processes))

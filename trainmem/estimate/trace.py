@@ -54,13 +54,16 @@ from trainmem.records import CATEGORIES, TENSOR_CATEGORIES, Category, Phase, is_
 
 aten = torch.ops.aten
 
+# Losses whose CPU kernels shrink the result to one number only after computing all elements, and keep that memory.
+_REDUCED_IN_PLACE = {
+    getattr(aten, name).default for name in ("binary_cross_entropy", "mse_loss", "smooth_l1_loss", "soft_margin_loss")
+}
 # Results that are always computed, because other code reads them: samplers read orders, makers of masks read positions.
 _ALWAYS_REAL = (aten.randperm, aten.arange, aten.linspace)
 _REAL_IN_FORWARD = (aten.ones, aten.zeros, aten.full)
 # They take masks. If a mask is real, the number of elements that it selects is known.
 _CHOOSE = {aten.index.Tensor, aten.masked_select.default, aten.index_put.default, aten._unsafe_index_put.default}
 _CHOOSE |= {aten.index_put_.default, aten._index_put_impl_.default}
-_LOSSES = {aten.mse_loss.default, aten.smooth_l1_loss.default, aten.soft_margin_loss.default}
 _LARGE = 2**24  # elements of a real tensor beyond which results are fake
 
 
@@ -351,11 +354,10 @@ class FakeTracker(Tracker):
         if function is aten.add_.Tensor and isinstance(args[1], torch.Tensor) and args[1].is_sparse:
             return args[0]  # torch's fake kernel would read the indices
         result = function(*args, **kwargs)
-        if function in _LOSSES and not result.dim():  # the kernels reduce within the memory of the loss of each element
-            count = math.prod(torch.broadcast_shapes(args[0].shape, args[1].shape))
-            return result.new_empty(max(count, 1)).as_strided((), ())
         if isinstance(result, FakeTensor) and result.is_sparse and not result._nnz():
             return filled(function, args, result)
+        if function in _REDUCED_IN_PLACE and not result.dim() and not self.places_modules:
+            return result.new_empty(max(1, torch.broadcast_shapes(*(each.shape for each in args[:2])).numel()))[0]
         weight = args[WEIGHT_OF_NORM[function]] if function in WEIGHT_OF_NORM else None
         if weight is not None:
             if not self.places_modules and weight.dtype not in (args[0].dtype, torch.float32):
