@@ -59,6 +59,18 @@ def test_a_mistake_is_named_before_anything_is_traced(options, message, monkeypa
         predicted(**options)
 
 
+@pytest.mark.parametrize(("samples", "options"), [(3, {}), (7, {"processes": 2})])
+def test_a_training_without_a_step_is_refused(samples, options, tmp_path):
+    task = TINY.replace(dataset_size=samples)
+    given = {"per_device_train_batch_size": 4, "dataloader_drop_last": True} | options
+    for ask in (
+        estimate,
+        lambda task, device, **given: Lab("cpu", out=tmp_path).train("t", task=task, measure="memory", **given),
+    ):
+        with pytest.raises(ValueError, match=f"^no step can run: dataset_size={samples} .*leave out dataloader_drop"):
+            ask(task, device="cpu", **given)
+
+
 @pytest.mark.daily(1)
 @pytest.mark.parametrize(
     ("options", "kernels"),
@@ -79,6 +91,11 @@ def test_what_cannot_be_traced_is_refused_by_name():
 
     with pytest.raises(ValueError, match=r"bert-tiny .*no such kernel.*measure"):
         estimate(TINY, device="cpu", function=lost)
+
+
+def test_the_engines_own_refusal_is_not_taken_for_a_failure_of_the_trace():
+    with pytest.raises(ValueError, match=r"^cannot generate data for BertForNextSentencePrediction"):
+        estimate(TINY.replace(architecture="BertForNextSentencePrediction"), device="cpu")
 
 
 def test_what_depends_on_values_is_refused_with_its_operation():

@@ -4,6 +4,7 @@ count.
 
 import dataclasses
 import json
+import re
 import warnings
 
 import pytest
@@ -197,6 +198,50 @@ def test_one_image_at_a_time_is_exact(both):
     """Tokens become images by a view. The stride of its dimension of length 1 decides the layout of convolutions."""
     counted, estimated = both(*CASES["segformer"], per_device_train_batch_size=1)
     assert (estimated.peak_bytes, estimated.memory.breakdown) == (counted.peak_bytes, counted.breakdown)
+
+
+@pytest.mark.parametrize(("kind", "labels"), [("multi_label_classification", 3), ("regression", 3), (None, 1)])
+def test_labels_are_floats_where_the_loss_is_of_several_labels_or_a_regression(kind, labels, both):
+    fields = {
+        "model_type": "bert",
+        "vocab_size": 300,
+        "problem_type": kind,
+        "id2label": {n: str(n) for n in range(labels)},
+    }
+    unequal = {"seq_len": None, "dataset_size": 8, "lengths": (5, 9, 16, 3, 12, 8, 7, 11)}
+    counted, estimated = both(fields | _TEXT, None, unequal, per_device_train_batch_size=4)
+    assert (estimated.memory.phases, estimated.memory.breakdown) == (counted.phases, counted.breakdown)
+
+
+@pytest.mark.parametrize("error", ["of the model", "of an operation"])
+def test_a_training_that_fails_on_a_device_fails_in_the_estimate_in_the_same_line(error, tmp_path):
+    fields, given = CASES["whisper"][0], {"label_smoothing_factor": 0.1}  # both make its decoder's inputs
+    if error == "of an operation":
+        fields, given = _LLAMA | {"num_key_value_heads": 3}, {}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(fields))
+    task = Task(str(path), 16, 16)
+    run = Lab("cpu", out=tmp_path).train("t", task=task, measure="memory", **given)
+    with pytest.raises(ValueError, match=rf" failed while .*\({re.escape(run.message)}\): .* measure` shows which"):
+        estimate(task, device="cpu", **given)
+    assert re.search(r"\(line \d+ of \w+\.py\)$", run.message)
+
+
+@pytest.mark.parametrize(
+    ("objective", "fields"),
+    [
+        (
+            "contrastive",
+            {"model_type": "t5", "vocab_size": 300, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2},
+        ),
+        ("preference", _LLAMA),
+    ],
+)
+def test_an_objective_is_evaluated_and_its_best_model_loaded(objective, fields, both):
+    given = dict.fromkeys(("eval_strategy", "save_strategy"), "epoch") | {"load_best_model_at_end": True}
+    counted, estimated = both(fields, None, {"objective": objective}, **given)
+    assert {"evaluation", "loading"} < counted.phases.keys()
+    assert (estimated.memory.phases, estimated.memory.breakdown) == (counted.phases, counted.breakdown)
 
 
 _ROUTED = {"vocab_size": 300, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}

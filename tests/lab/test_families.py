@@ -125,6 +125,11 @@ def test_a_layer_that_is_counted_from_the_last_is_accepted(tmp_path):
     assert Task(str(file)).build_config().vision_feature_layer == -2
 
 
+@pytest.mark.parametrize(("model", "name"), [("t5-small", "T5EncoderModel"), ("bert-tiny", "BertModel")])
+def test_a_text_is_embedded_by_the_encoder_alone(model, name):
+    assert Task(model, objective="contrastive").model_class().__name__ == name
+
+
 def test_an_objective_that_there_is_not_is_refused():
     with pytest.raises(ValueError, match="contrastive, preference"):
         Task("bert-tiny", objective="triplet")

@@ -272,6 +272,14 @@ def test_examples_of_unequal_lengths_are_padded_to_the_longest_of_a_batch():
     assert task.collator()(rows)["input_ids"].shape == (3, 8)
 
 
+def test_labels_of_whole_examples_are_not_cut_or_padded_like_tokens():
+    kind = {"problem_type": "multi_label_classification", "num_labels": 6}
+    task = Task("bert-tiny", lengths=(3, 5, 2), config=kind, data="learnable")
+    batch = task.collator()([task.dataset()[i] for i in range(3)])
+    assert batch["labels"].shape == (3, 6) and batch["labels"].unique().tolist() == [0.0, 1.0]
+    assert batch["labels"].tolist() == task.arrays()["labels"].tolist()
+
+
 def test_packed_examples_are_one_row_without_padding():
     task = Task("gpt2", lengths=(3, 5), packed=True, config={"vocab_size": 50})
     batch = task.collator()([task.dataset()[i] for i in range(2)])

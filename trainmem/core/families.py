@@ -134,6 +134,8 @@ def usual_class(config, objective: str = "") -> str:
             for family in families
             if config.model_type in _KNOWN_TYPES.get(family, {config.model_type})
         ]
+    if objective == "contrastive" and getattr(config, "is_encoder_decoder", False):  # a text needs no decoder
+        order.insert(0, "MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES")
     for mapping in order:
         if names := getattr(modeling_auto, mapping).get(config.model_type):
             return names if isinstance(names, str) else names[0]
@@ -273,10 +275,10 @@ class Data:
         ids = self._ids(draw)
         match self.family:
             case "sequence classification":
-                labels = draw.integers(0, classes, self.size)
+                labels = self._classes(draw, classes)
                 if self.learnable:
                     first = self._first()
-                    marked = (draw.random(ids.shape) < 0.1) & (labels == 1)[:, None]
+                    marked = (draw.random(ids.shape) < 0.1) & (labels.reshape(self.size, -1)[:, -1:] == 1)
                     ids[ids == first] = first + 1
                     ids[marked] = first
                 return {"input_ids": self._ended(ids), "labels": labels}
@@ -302,6 +304,15 @@ class Data:
             case "speech" | "ctc":
                 return self._audio(draw) | {"labels": ids}
         raise ValueError(f"no data can be generated for {self.family}")
+
+    def _classes(self, draw, classes: int):
+        """Return random labels of whole examples: the number of a class each or, if the model scores several labels or
+        is a regression, one float per label: (examples, `classes`). `draw`: the random generator.
+        """
+        kind = getattr(self.config, "problem_type", None) or ("regression" if classes == 1 else None)
+        if kind not in ("multi_label_classification", "regression"):
+            return draw.integers(0, classes, self.size)
+        return draw.integers(0, 2, (self.size, classes)).astype("float32")
 
     def _vocabulary(self) -> int:
         return getattr(text_of(self.config), "vocab_size", None) or getattr(self.config, "vocab_size", None) or 1000
@@ -346,7 +357,7 @@ class Data:
         import numpy as np
 
         if self.family == "vision":
-            return {"labels": draw.integers(0, classes, self.size)}
+            return {"labels": self._classes(draw, classes)}
         height, width = sides(self.config, self.family, self.image_size)
         if self.family == "semantic segmentation":
             return {"labels": draw.integers(0, classes, (self.size, height, width))}

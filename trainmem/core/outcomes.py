@@ -62,6 +62,9 @@ class Outcome:
 _OUT_OF_MEMORY = ("out of memory", "defaultcpuallocator: can't allocate", "not enough memory")
 
 
+_FRAME = re.compile(r'^  File "(.*)", line (\d+), in (.*)$', re.MULTILINE)
+
+
 def failed(error: BaseException) -> Outcome:
     """Return the outcome of an experiment that an exception ended."""
     if isinstance(error, Invalid):
@@ -83,13 +86,26 @@ def _where(error: BaseException) -> str:
     The place is the user's innermost line if there is one. This line is named by its function, not by its file, because
     the file name of a notebook's cell is only a number.
     """
-    frames = traceback.extract_tb(error.__traceback__)
+    frames = _frames(error)
     if not frames:
         return ""
     own = next((frame for frame in reversed(frames) if not stack_dumps.is_library(frame.filename)), None)
     if own:
         return f" (line {own.lineno} of {own.name})"
     return f" (line {frames[-1].lineno} of {os.path.basename(frames[-1].filename)})"
+
+
+def _frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """Return the frames of an exception's traceback, outermost first, without those of the tracker of operations.
+
+    An exception from a subprocess of an executor has only its text in that subprocess: the frames are read from it.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(text := getattr(error.__cause__, "tb", None), str):  # by `concurrent.futures`
+        lines = _FRAME.findall(text.rpartition("Traceback (most recent call last)")[2])  # the last of a chain
+        frames = [traceback.FrameSummary(file, int(line), name) for file, line, name in lines]
+    own = next((n for n, frame in enumerate(frames) if n and frame.name == "__torch_dispatch__"), None)
+    return frames[:own]
 
 
 def oom_kills() -> int:

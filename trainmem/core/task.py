@@ -433,7 +433,8 @@ class Task(Record):
 
         arrays = self.arrays()
         for name, array in arrays.items() if self.lengths else ():
-            arrays[name] = [row[:size] if row.ndim else row for row, size in zip(array, self.lengths, strict=True)]
+            if array.ndim > 1 and array.dtype.kind != "f":  # floats are labels of whole examples, the others of tokens
+                arrays[name] = [row[:size] for row, size in zip(array, self.lengths, strict=True)]
         return Dataset.from_dict(arrays).with_format("torch")
 
     def collator(self) -> Callable[[list[dict]], dict] | None:
@@ -483,7 +484,8 @@ def _padded(examples: list[dict], multiple: int) -> dict[str, Any]:
     width = -(-max(map(len, columns["input_ids"])) // multiple) * multiple
 
     def filled(row, value: int):
-        return torch.nn.functional.pad(row, (0, width - len(row)), value=value) if row.dim() else row
+        is_of_tokens = row.dim() and not row.is_floating_point()  # floats are labels of whole examples
+        return torch.nn.functional.pad(row, (0, width - len(row)), value=value) if is_of_tokens else row
 
     return {name: torch.stack([filled(row, -100 * (name == "labels")) for row in columns[name]]) for name in columns}
 

@@ -20,6 +20,10 @@ from trainmem.core.task import Task
 from trainmem.texts import shown, whole_number
 
 _OF_QUANTIZED = "a model in {bits} bits{by} can be trained with adapters only: add them, e.g. peft={{'r': 8}}"
+_NO_STEP = (
+    "no step can run: dataset_size={} is less than one batch (per_device_train_batch_size={}, processes={}), and "
+    "dataloader_drop_last leaves out an incomplete batch: enlarge dataset_size, or leave out dataloader_drop_last"
+)
 
 
 @dataclass(frozen=True)
@@ -192,7 +196,11 @@ def train(experiment: Experiment, folder: str, steps: int, keep_losses: bool = T
     with evaluation.unknown_values(on_cpu=False) if hardware.is_rehearsal() else contextlib.nullcontext():
         trainer = kind(model=model, args=args, train_dataset=dataset, **options)
         trainer.remove_callback(PrinterCallback)
+        if experiment.task.loss_objective:
+            trainer.can_return_loss = True  # in evaluation, too: its data have no labels
         trainer.train()
+    if not trainer.state.global_step and arguments.get("dataloader_drop_last"):
+        raise Invalid(_NO_STEP.format(experiment.task.dataset_size, args.train_batch_size, experiment.processes))
     return [sum(loss.item() for loss in step) for step in losses]
 
 

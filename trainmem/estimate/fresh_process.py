@@ -42,7 +42,12 @@ def ask(
     except processes.Failed as failed:
         if failed.outcome.status == "timed out":
             raise ValueError(f"the estimate of {model} timed out ({failed}): raise timeout=") from None
-        raise ValueError(f"{model} cannot be traced on fake tensors ({failed}): measure it instead") from None
+        if failed.outcome.status != "crashed":
+            raise ValueError(f"{model} cannot be traced on fake tensors ({failed}): measure it instead") from None
+        raise ValueError(
+            f"{model} failed while it was traced on fake tensors ({failed}): it may fail on a device, too, or only on "
+            "fake tensors. `perf-helpers measure` shows which"
+        ) from None
 
 
 def with_probe(function: Callable, arguments: Sequence, tell: Tell) -> Any:

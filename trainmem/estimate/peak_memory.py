@@ -143,6 +143,7 @@ def _as_traced(experiment: Experiment, device: Device) -> Experiment:
     """
     try:
         _, weights = experiment.task.model_class(), experiment.weights
+        _ = experiment.function or experiment.task.family()
         if weights and weights.quantization:  # subprocesses that run operations are forks of this one, and need it
             adapters.import_method(weights.quantization)
     except ValueError as error:
