@@ -3,6 +3,8 @@ operation.
 """
 
 import contextlib
+import copy
+import itertools
 from types import SimpleNamespace
 
 import cloudpickle
@@ -17,6 +19,7 @@ from trainmem.core.training import Experiment
 from trainmem.estimate.operation_cache import OperationCache, grouped_product
 from trainmem.estimate.trace import DependsOnValues, FakeTracker, follow, recorded
 from trainmem.estimate.trace_records import Operation, Spec
+from trainmem.measure.tracker import Tracker, watched
 from trainmem.measure.watcher import Block
 from trainmem.records import TENSOR_CATEGORIES, Phase
 
@@ -67,6 +70,33 @@ def test_the_bytes_at_each_operation_are_those_counted_by_hand():
 class Forgetful(OperationCache):
     def _keep(self, *_):
         pass
+
+
+def test_deep_copies_have_memory_of_their_own_and_views_of_them_do_not():
+    """The estimate of copied modules, buffers and state dicts is what is counted, also while old copies are freed."""
+
+    def copies(task):
+        layer = torch.nn.Sequential(torch.nn.Linear(300, 200), torch.nn.BatchNorm1d(200))
+        layer.register_buffer("part", torch.zeros(900)[100:].view(20, 40).t())
+        layer.register_buffer("same", layer.part)
+        both = torch.nn.ModuleList([layer, copy.deepcopy(layer)])
+        optimizer = torch.optim.SGD(both.parameters(), lr=0.1)
+        for _ in range(3):
+            sum(each(torch.ones(7, 300)).sum() for each in both).backward()
+            best = copy.deepcopy(both.state_dict()), copy.deepcopy(layer)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert best[1][0].weight.grad is None
+            assert [*copy.deepcopy([layer.part] * 2)[1].stride()] == [1, 40]
+
+    tracker, counted = FakeTracker(), Tracker()
+    follow(Experiment("mine", Task("bert-tiny"), function=cloudpickle.dumps(copies)), tracker)
+    with watched(counted):
+        copies(None)
+    peaks = [max(itertools.accumulate(sign * block.bytes for block, sign in each.log)) for each in (tracker, counted)]
+    assert peaks[0] == peaks[1]
+    ends = [[each.live(length) for label, length, _ in each.marks if label == "step"] for each in (tracker, counted)]
+    assert ends[0] == ends[1]
 
 
 def test_following_from_a_cache_gives_the_same_trace():

@@ -87,6 +87,7 @@ def test_double_quantization_saves_what_its_paper_says(lab):
         {"peft": {"r": 4, "use_dora": True, "target_modules": "all-linear"}, "bf16": True},
         {"peft": {"r": 4, "use_dora": True}, "load_in_4bit": True},
         {"peft": {"r": 4, "modules_to_save": ["lm_head"]}, "load_in_4bit": True, "gradient_checkpointing": True},
+        {"peft": {"task_type": "CAUSAL_LM", "r": 4, "modules_to_save": ["lm_head", "embed_tokens"]}},
         {"peft": {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 5}},
         {"peft": {"peft_type": "SHIRA", "r": 4, "random_seed": 3}},
         {"peft": {"peft_type": "CPT"} | {f"cpt_{name}": [1, 2] for name in ("token_ids", "mask", "tokens_type_mask")}},

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from trainmem.estimate.operation_cache import spec_of
+from trainmem.estimate.operation_cache import View, fake, spec_of
 from trainmem.records import Phase
 
 if TYPE_CHECKING:
@@ -82,7 +82,8 @@ def random_masks(tracker: "FakeTracker") -> Iterator[None]:
 
 @contextlib.contextmanager
 def fake_parameters() -> Iterator[None]:
-    """Let subclasses of `torch.nn.Parameter`, such as bitsandbytes', be made from fake tensors in this context.
+    """Let subclasses of `torch.nn.Parameter`, such as bitsandbytes', be made from fake tensors in this context, and let
+    `copy.deepcopy` copy fake tensors.
 
     Such a parameter gets a class that inherits from both the subclass and `FakeTensor`.
     """
@@ -110,12 +111,42 @@ def fake_parameters() -> Iterator[None]:
         return type(weight).__mro__[1](weight.data.clone(), quant_state=state, **kept)
 
     with patch.object(torch.Tensor, "_make_subclass", staticmethod(make_subclass)), contextlib.ExitStack() as stack:
+        stack.enter_context(patch.object(FakeTensor, "__deepcopy__", _deep_copy, create=True))
         if bitsandbytes := sys.modules.get("bitsandbytes"):
             stack.enter_context(patch.object(bitsandbytes.nn.Params4bit, "__deepcopy__", copied))
         for name in ("qbits", "tinygemm.qbits"):  # quanto compares a tensor's exact type
             if module := sys.modules.get(f"optimum.quanto.tensor.weights.{name}"):
                 stack.enter_context(patch.object(module, "type", _plain_type, create=True))
         yield
+
+
+def _deep_copy(tensor: FakeTensor, memo: dict) -> torch.Tensor:
+    """Return a deep copy of a fake tensor, in place of torch's `__deepcopy__`; allocate what torch allocates for a real
+    tensor. `memo` is that of `copy.deepcopy`.
+
+    torch's `__deepcopy__` would copy the fake tensor's mode, too: then each view of the copy would have other memory.
+    """
+    if id(tensor) in memo or not tensor.is_leaf:
+        return torch.Tensor.__deepcopy__(tensor, memo)  # the known copy, or an error
+    if isinstance(tensor, torch.nn.Parameter):
+        made = torch.nn.Parameter(tensor.data.clone(memory_format=torch.preserve_format), tensor.requires_grad)
+    elif tensor.is_sparse or tensor.fake_device.type == "meta":
+        made = tensor.clone()
+    else:
+        # torch copies the whole storage, once for all tensors that share it, and sets an empty number on the copy. Here
+        # nothing is set: torch's cache of fake results would keep the storage.
+        with torch.no_grad():
+            storage = tensor.untyped_storage()
+            whole = storage._cdata, tensor.dtype
+            if whole not in memo:
+                memo[whole] = tensor.new_empty(storage.nbytes() // tensor.itemsize)
+            tensor.new_empty(())
+            made = fake(View(spec_of(tensor), tensor.storage_offset()), tensor.fake_mode, memo[whole])
+            made.requires_grad_(tensor.requires_grad).grad = copy.deepcopy(tensor.grad, memo)
+        others = {name: value for name, value in vars(tensor).items() if name not in vars(made)}
+        vars(made).update(copy.deepcopy(others, memo))
+    memo[id(tensor)] = made
+    return made
 
 
 def _plain_type(value) -> type:

@@ -151,6 +151,12 @@ class Tracker(Watcher, TorchDispatchMode):
             self._add_block(storage, self._category_at_allocation(None, ()), RESIZE)
         self.operations.append((len(self.log), self.phase, RESIZE, self.modules.here()))
 
+    def cloned(self, storage: torch.UntypedStorage, copied: torch.UntypedStorage) -> torch.UntypedStorage:
+        """Track the copy of a storage if the storage is tracked, and return the copy."""
+        if storage._cdata in self._blocks:
+            self._add_block(copied, self._category_at_allocation(None, ()), "storage.clone")
+        return copied
+
     def live(self, position: int) -> dict[str, int]:
         """Return {category: live bytes} after the first `position` entries of the log."""
         total = dict.fromkeys(TENSOR_CATEGORIES, 0)
@@ -352,6 +358,7 @@ def _replacements(hooks: "TrainingHooks") -> Iterator[tuple[Any, str, Callable]]
     if not isinstance(hooks.tracker, TorchDispatchMode):
         return  # the others only change what a tracker logs
     yield torch.UntypedStorage, "resize_", hooks.resize
+    yield torch.UntypedStorage, "clone", hooks.clone
     if trainer:
         yield trainer.EvalLoopContainer, "add", hooks.keep_predictions
     if caches := sys.modules.get("transformers.cache_utils"):
@@ -496,6 +503,13 @@ class TrainingHooks:
         resized = plain(storage, *args, **kwargs)
         self.tracker.resized(storage)
         return resized
+
+    def clone(self, plain, storage, *args, **kwargs):
+        """Call `plain`, which copies a storage, and track the copy if the storage is tracked.
+
+        `copy.deepcopy` copies the storages of buffers and state dicts like this, and no operation returns the copy.
+        """
+        return self.tracker.cloned(storage, plain(storage, *args, **kwargs))
 
     def update_cache(self, plain, cache, *args, **kwargs):
         """Call `plain`, a method of a cache (`update` or `reorder_cache`). In inference, set the category of the keys
