@@ -54,10 +54,6 @@ from trainmem.records import CATEGORIES, TENSOR_CATEGORIES, Category, Phase, is_
 
 aten = torch.ops.aten
 
-# Losses whose CPU kernels shrink the result to one number only after computing all elements, and keep that memory.
-_REDUCED_IN_PLACE = {
-    getattr(aten, name).default for name in ("binary_cross_entropy", "mse_loss", "smooth_l1_loss", "soft_margin_loss")
-}
 # Results that are always computed, because other code reads them: samplers read orders, makers of masks read positions.
 _ALWAYS_REAL = (aten.randperm, aten.arange, aten.linspace)
 _REAL_IN_FORWARD = (aten.ones, aten.zeros, aten.full)
@@ -356,8 +352,6 @@ class FakeTracker(Tracker):
         result = function(*args, **kwargs)
         if isinstance(result, FakeTensor) and result.is_sparse and not result._nnz():
             return filled(function, args, result)
-        if function in _REDUCED_IN_PLACE and not result.dim() and not self.places_modules:
-            return result.new_empty(max(1, torch.broadcast_shapes(*(each.shape for each in args[:2])).numel()))[0]
         weight = args[WEIGHT_OF_NORM[function]] if function in WEIGHT_OF_NORM else None
         if weight is not None:
             if not self.places_modules and weight.dtype not in (args[0].dtype, torch.float32):
