@@ -280,6 +280,14 @@ def test_labels_of_whole_examples_are_not_cut_or_padded_like_tokens():
     assert batch["labels"].tolist() == task.arrays()["labels"].tolist()
 
 
+@pytest.mark.parametrize(("kind", "labels"), [("regression", 3), (None, 1)])
+def test_a_regression_has_float_labels(kind, labels):
+    task = Task("bert-tiny", seq_len=8, config={"problem_type": kind, "num_labels": labels})
+    batch = task.batch(4)
+    assert batch["labels"].shape == (4, labels) and batch["labels"].is_floating_point()
+    assert task.build_model()(**batch).loss.isfinite()
+
+
 def test_packed_examples_are_one_row_without_padding():
     task = Task("gpt2", lengths=(3, 5), packed=True, config={"vocab_size": 50})
     batch = task.collator()([task.dataset()[i] for i in range(2)])

@@ -54,10 +54,6 @@ from trainmem.records import CATEGORIES, TENSOR_CATEGORIES, Category, Phase, is_
 
 aten = torch.ops.aten
 
-# Losses whose CPU kernels shrink the result to one number only after computing all elements, and keep that memory.
-_REDUCED_IN_PLACE = {
-    getattr(aten, name).default for name in ("binary_cross_entropy", "mse_loss", "smooth_l1_loss", "soft_margin_loss")
-}
 # Results that are always computed, because other code reads them: samplers read orders, makers of masks read positions.
 _ALWAYS_REAL = (aten.randperm, aten.arange, aten.linspace)
 _REAL_IN_FORWARD = (aten.ones, aten.zeros, aten.full)
