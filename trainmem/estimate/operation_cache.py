@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from trainmem.core.outcomes import Invalid
 from trainmem.estimate.sparse import sparse_spec
@@ -156,6 +157,59 @@ def grouped_product(first, second, offsets=None, bias=None, out_dtype=None) -> t
     step = -(-columns // unit) * unit
     shape = [*groups, rows, columns]
     return first.new_empty_strided(shape, [rows * step, step, 1][-len(shape) :], dtype=out_dtype or first.dtype)
+
+
+def alignments(log_probabilities, _, __, lengths) -> tuple:
+    """Return fake results of CTC's loss function: (losses, log-probabilities of alignments).
+
+    The shapes are (batch,) and (batch, time steps, states), with 2 x (length of the longest transcript) + 1 states.
+    `log_probabilities`: (time steps, batch, classes). `lengths`: the transcripts' lengths, a tensor with known values.
+    """
+    steps, batch, _ = log_probabilities.shape
+    with _disable_current_modes():
+        states = 2 * int(lengths.max()) + 1
+    return log_probabilities.new_empty(batch), log_probabilities.new_empty(batch, steps, states)
+
+
+def viewed(tensor: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+    """Return a fake tensor's view with the strides that torch gives a real tensor's view.
+
+    torch's fake kernel chooses other strides for dimensions of length 1. By them a convolution of one sample would take
+    its input for channels-last.
+    """
+    with _disable_current_modes():
+        real = torch.empty_strided(tensor.shape, tensor.stride(), device="meta").view(view.shape)
+    return torch.ops.aten.as_strided.default(tensor, real.shape, real.stride(), view.storage_offset())
+
+
+# Losses whose CPU kernels shrink the result to one number only after computing all elements, and keep that memory.
+_LOSSES = ("binary_cross_entropy", "mse_loss", "smooth_l1_loss", "soft_margin_loss")
+REDUCED_IN_PLACE = {getattr(torch.ops.aten, name).default for name in _LOSSES}
+# The weight's argument number.
+WEIGHT_OF_NORM = {
+    torch.ops.aten.native_layer_norm.default: 2,
+    torch.ops.aten.native_batch_norm.default: 1,
+    torch.ops.aten.native_group_norm.default: 1,
+}
+
+
+def as_norms_do(function, args: tuple, result: Any) -> Any:
+    """Return the result of a norm or its backward on fake tensors, corrected where torch differs from the kernels.
+
+    `function`, `args`: any operator and its arguments; `result`: its result, unchanged if the operator is no norm.
+    """
+    weight = args[WEIGHT_OF_NORM[function]] if function in WEIGHT_OF_NORM else None
+    if weight is not None:
+        # The kernel keeps mean and deviation in the weights' type, which autocast leaves at float32.
+        out, *statistics = result
+        return out, *(each.to(weight.dtype) for each in statistics)
+    if function is torch.ops.aten.native_group_norm_backward.default and result[0] is not None:
+        # The kernel's gradient has its input's type, torch's fake one the type of the statistics.
+        return result[0].to(args[1].dtype), *result[1:]
+    if function is torch.ops.aten.native_layer_norm_backward.default:
+        # The kernel's result is contiguous whatever the layout of its input.
+        return tuple(part if part is None else part.contiguous() for part in result)
+    return result
 
 
 def operation_of(function, args, leaves: list, structure: Structure) -> Operation:

@@ -37,12 +37,17 @@ from trainmem.estimate.allocator_settings import WORKSPACES
 from trainmem.estimate.autocast import NORM_ERROR, SCALER_ERROR, scaler_failures
 from trainmem.estimate.one_rank import deepspeed_on_a_card, fsdp_enabled, one_rank_of
 from trainmem.estimate.operation_cache import (
+    REDUCED_IN_PLACE,
+    WEIGHT_OF_NORM,
     OperationCache,
+    alignments,
+    as_norms_do,
     by_position,
     fake,
     grouped_product,
     operation_of,
     uniform_value,
+    viewed,
 )
 from trainmem.estimate.replacements import fake_module_to, fake_parameters, few_micro_batches, matched, random_masks
 from trainmem.estimate.sparse import filled
@@ -348,7 +353,7 @@ class FakeTracker(Tracker):
         if function is aten.nonzero.default and self.selected:
             return args[0].new_empty((self.selected(args[0]), args[0].dim()), dtype=torch.int64)
         if function is aten._ctc_loss.Tensor and not isinstance(args[3], FakeTensor):
-            return _alignments(*args[:4])
+            return alignments(*args[:4])
         if function is aten._grouped_mm.default:
             return grouped_product(*args, **kwargs)
         if function is aten.add_.Tensor and isinstance(args[1], torch.Tensor) and args[1].is_sparse:
@@ -357,28 +362,15 @@ class FakeTracker(Tracker):
         if isinstance(result, FakeTensor) and result.is_sparse and not result._nnz():
             return filled(function, args, result)
         if function in (aten.view.default, aten._unsafe_view.default) and 1 in result.shape:
-            # torch's fake kernel chooses other strides for dimensions of length 1, by which a convolution of one sample
-            # would take its input for channels-last.
-            with _disable_current_modes():
-                alike = torch.empty_strided(args[0].shape, args[0].stride(), device="meta").view(result.shape)
-            return aten.as_strided.default(args[0], alike.shape, alike.stride(), result.storage_offset())
-        if function in _REDUCED_IN_PLACE and not result.dim() and not self.places_modules:
+            return viewed(args[0], result)
+        if function in REDUCED_IN_PLACE and not result.dim() and not self.places_modules:
             return result.new_empty(max(1, torch.broadcast_shapes(*(each.shape for each in args[:2])).numel()))[0]
-        weight = args[_WEIGHT_OF_NORM[function]] if function in _WEIGHT_OF_NORM else None
-        if weight is not None:
-            if not self.places_modules and weight.dtype not in (args[0].dtype, torch.float32):
-                kinds = [str(each.dtype).removeprefix("torch.") for each in (args[0], weight)]
-                raise Invalid(NORM_ERROR.format(*kinds))
-            # The kernel keeps mean and deviation in the weights' type, which autocast leaves at float32.
-            out, *statistics = result
-            return out, *(each.to(weight.dtype) for each in statistics)
-        if function is aten.native_group_norm_backward.default and result[0] is not None:
-            # The kernel's gradient has its input's type, torch's fake one the type of the statistics.
-            return result[0].to(args[1].dtype), *result[1:]
-        if function is aten.native_layer_norm_backward.default:
-            # The kernel's result is contiguous whatever the layout of its input.
-            return tuple(part if part is None else part.contiguous() for part in result)
-        return result
+        weight = args[WEIGHT_OF_NORM[function]] if function in WEIGHT_OF_NORM else None
+        is_refused = weight is not None and weight.dtype not in (args[0].dtype, torch.float32)
+        if is_refused and not self.places_modules:
+            kinds = [str(each.dtype).removeprefix("torch.") for each in (args[0], weight)]
+            raise Invalid(NORM_ERROR.format(*kinds))
+        return as_norms_do(function, args, result)
 
     def _storage(self, tensor):
         try:
@@ -388,18 +380,6 @@ class FakeTracker(Tracker):
             return tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):  # sparse tensors and some subclasses have none
             return None
-
-
-def _alignments(log_probabilities, _, __, lengths) -> tuple:
-    """Return fake results of CTC's loss function: (losses, log-probabilities of alignments).
-
-    The shapes are (batch,) and (batch, time steps, states), with 2 x (length of the longest transcript) + 1 states.
-    `log_probabilities`: (time steps, batch, classes). `lengths`: the transcripts' lengths, a tensor with known values.
-    """
-    steps, batch, _ = log_probabilities.shape
-    with _disable_current_modes():
-        states = 2 * int(lengths.max()) + 1
-    return log_probabilities.new_empty(batch), log_probabilities.new_empty(batch, steps, states)
 
 
 class Routing(Enum):
@@ -431,14 +411,6 @@ class Routing(Enum):
             numbers = numbers.view(last).transpose(dim, -1).contiguous()
         numbers = numbers.view(choices.shape)
         return (result[0], numbers) if is_topk else numbers
-
-
-# The weight's argument number.
-_WEIGHT_OF_NORM = {
-    aten.native_layer_norm.default: 2,
-    aten.native_batch_norm.default: 1,
-    aten.native_group_norm.default: 1,
-}
 
 
 # ---- the trace
