@@ -69,14 +69,17 @@ SETUPS = [  # (name, task, training arguments)
 
 
 def formula(arguments: dict, ranks: int) -> list[float]:
-    """Return the bytes per parameter of weights, gradients and AdamW's states on a rank after backward, in fp32.
+    """Return the bytes per parameter of weights, gradients and AdamW's (SGD's: no) states on a rank after backward, in
+    fp32.
 
     DDP's buckets are a second set of gradients. `arguments`: the training arguments.
     """
     if "deepspeed" in arguments:
         stage = arguments["deepspeed"]["zero_optimization"]["stage"]
         return [size / (ranks if stage >= first else 1) for size, first in ((4.0, 3), (4.0, 2), (8.0, 1))]
-    return [4 / ranks, 4 / ranks, 8 / ranks] if arguments.get("fsdp") else [4.0, 8.0, 8.0]
+    if arguments.get("fsdp"):
+        return [4 / ranks, 4 / ranks, 8 / ranks]
+    return [4.0, 8.0, 0.0 if arguments.get("optim") == "sgd" else 8.0]
 
 
 def row(name: str, task: Task, arguments: dict, ranks: int) -> dict:

@@ -17,18 +17,17 @@ def test_every_setup_was_tried_on_two_and_on_four():
     assert RECORD["trained"] == len(TRAINED) >= 30 and RECORD["followed"] == len(FOLLOWED) >= 28
 
 
-def test_allocated_and_reserved_are_equal_to_the_byte():
+def test_allocated_and_reserved_are_equal_to_the_byte_but_for_one_number_of_zero_3():
     for row in FOLLOWED:
         assert row["estimated"]["reserved"] == row["rehearsed"]["reserved"], row["setup"]
         off = row["estimated"]["allocated"] - row["rehearsed"]["allocated"]
-        assert abs(off) <= 512, row["setup"]  # one number of the accumulated loss
-    assert RECORD["equal"] >= 0.9 * RECORD["followed"]
+        assert off == (-512 if row["setup"].startswith("DeepSpeed, stage 3") else 0), row["setup"]
 
 
 def test_a_rank_keeps_what_the_formula_says():
     for row in TRAINED:
         if row["arguments"].get("gradient_accumulation_steps") is None and "deepspeed" not in row["arguments"]:
-            assert row["kept"] == pytest.approx(row["formula"], rel=0.05), row["setup"]
+            assert row["kept"] == pytest.approx(row["formula"], rel=0.05, abs=0.001), row["setup"]
 
 
 def test_a_rank_of_deepspeed_keeps_the_formulas_states_and_a_copy_of_its_share():

@@ -368,8 +368,7 @@ class FakeTracker(Tracker):
         weight = args[WEIGHT_OF_NORM[function]] if function in WEIGHT_OF_NORM else None
         is_refused = weight is not None and weight.dtype not in (args[0].dtype, torch.float32)
         if is_refused and not self.places_modules:
-            kinds = [str(each.dtype).removeprefix("torch.") for each in (args[0], weight)]
-            raise Invalid(NORM_ERROR.format(*kinds))
+            raise Invalid(NORM_ERROR.format(*(str(each.dtype).removeprefix("torch.") for each in (args[0], weight))))
         return as_norms_do(function, args, result)
 
     def _storage(self, tensor):
