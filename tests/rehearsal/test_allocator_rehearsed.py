@@ -7,8 +7,10 @@ import sys
 
 import cloudpickle
 import pytest
+from machines import TINY
 
 from trainmem.core import hardware
+from trainmem.estimate import estimate
 from trainmem.estimate.allocator_settings import (
     _ELSEWHERE,
     _READERS,
@@ -17,7 +19,7 @@ from trainmem.estimate.allocator_settings import (
     Settings,
     release,
 )
-from trainmem.rehearsal import Rehearsal, build
+from trainmem.rehearsal import Rehearsal, build, rehearse
 
 if build.problem() or build.interpreter() is None:
     pytest.skip("torch's CUDA build is not here: make wheel", allow_module_level=True)
@@ -199,3 +201,28 @@ def test_a_record_names_the_versions_that_rehearsed(measure):
     versions = sys.modules["runner"].stamp(rehearsed=True)["versions"]
     with Rehearsal(measure.ROOM) as stage:
         assert versions == stage.submit(hardware.versions).result() and versions["torch"]
+
+
+def of_a_loop(name):
+    """Return a loop that keeps each step's loss, of half a million elements, by the function of this `name`."""
+
+    def loop(task):
+        import torch
+
+        model = torch.nn.Linear(500, 1000).to("cuda")
+        batch, target = (torch.rand(500, size).to(model.weight.device) for size in (500, 1000))
+        losses = []
+        for _ in range(3):
+            loss = getattr(torch.nn.functional, name)(model(batch), target)
+            loss.backward()
+            losses.append(loss.detach())
+
+    return loop
+
+
+def test_the_memory_that_a_loss_keeps_is_that_of_its_kernel():
+    """The mean of `mse_loss` keeps a number per element, that of `l1_loss` one number."""
+    for name in ("mse_loss", "l1_loss"):
+        rehearsed = rehearse(of_a_loop(name), on="a100", task=TINY)
+        estimated = estimate(TINY, device="cuda", compute_capability=(8, 0), function=of_a_loop(name))
+        assert rehearsed.ok and estimated.peak_bytes == rehearsed.peak_bytes, name

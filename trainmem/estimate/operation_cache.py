@@ -182,7 +182,7 @@ def viewed(tensor: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
     return torch.ops.aten.as_strided.default(tensor, real.shape, real.stride(), view.storage_offset())
 
 
-# Losses whose CPU kernels shrink the result to one number only after computing all elements, and keep that memory.
+# Losses whose kernels shrink the result to one number only after computing all elements, and keep that memory.
 _LOSSES = ("binary_cross_entropy", "mse_loss", "smooth_l1_loss", "soft_margin_loss")
 REDUCED_IN_PLACE = {getattr(torch.ops.aten, name).default for name in _LOSSES}
 # The weight's argument number.

@@ -363,7 +363,7 @@ class FakeTracker(Tracker):
             return filled(function, args, result)
         if function in (aten.view.default, aten._unsafe_view.default) and 1 in result.shape:
             return viewed(args[0], result)
-        if function in REDUCED_IN_PLACE and not result.dim() and not self.places_modules:
+        if function in REDUCED_IN_PLACE and not result.dim():
             return result.new_empty(max(1, torch.broadcast_shapes(*(each.shape for each in args[:2])).numel()))[0]
         weight = args[WEIGHT_OF_NORM[function]] if function in WEIGHT_OF_NORM else None
         is_refused = weight is not None and weight.dtype not in (args[0].dtype, torch.float32)
