@@ -18,9 +18,8 @@ from trainmem.records import write_whole
 MOST_BYTES = 5_000_000  # limit of index.html, which is mailed and archived
 # A test case of junit.xml: class, name, seconds, outcome ("failure", "error", "skipped" or None), message.
 Case = tuple[str, str, float, str | None, str]
-_FIGURE = re.compile(
-    r'<img [^>]*alt="(?P<alt>[^"]*)" src="data:image/png;base64,(?P<png>[^"]+)">'
-)  # `plots.image_html`
+# A figure, as `plots.image_html` shows it.
+_FIGURE = re.compile(r'<img [^>]*alt="(?P<alt>[^"]*)" src="data:image/png;base64,(?P<png>[^"]+)">')
 # Characters that XML forbids but a terminal's output may contain: colour codes and control characters.
 _NO_XML = re.compile(r"\x1b\[[0-9;]*m|[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
