@@ -175,6 +175,33 @@ def test_a_model_that_a_loop_sends_to_the_device_was_made_on_the_host(is_sent, s
     assert segments < found.reserved_bytes < segments + 28_000_000, "with cuBLAS' workspaces, in segments of their own"
 
 
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        lambda: "cuda:0",
+        lambda: 0,
+        lambda: "cuda" if torch.cuda.is_available() else "cpu",
+        lambda: torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu",
+    ],
+)
+def test_a_loop_may_choose_the_gpu_as_people_write_it(chosen):
+    def peak(choose):
+        def loop(task):
+            device = choose()
+            model = torch.nn.Sequential(torch.nn.Linear(512, 64), torch.nn.BatchNorm1d(64)).to(device)
+            optimizer, end = torch.optim.AdamW(model.parameters()), torch.cuda.Event()
+            for _ in range(2):
+                labels = torch.randint(0, 64, (16,), device=device)
+                torch.nn.functional.cross_entropy(model(torch.randn(16, 512).to(device)), labels).backward()
+                optimizer.step()
+                end.record()
+                torch.cuda.synchronize()
+
+        return estimate(TINY, card="t4", function=loop).peak_bytes
+
+    assert peak(chosen) == peak(lambda: torch.device("cpu"))
+
+
 def test_the_second_question_is_answered_from_what_is_known(monkeypatch):
     first = predicted()
     monkeypatch.setattr(processes, "call", lambda *_, **__: pytest.fail("it was followed again"))

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from trainmem.core import adapters
-from trainmem.estimate import gpu_optimizers, kernels, quantized_kernels, trl_kernels
+from trainmem.estimate import gpu_optimizers, kernels, quantized_kernels, trl_kernels, user_cuda
 from trainmem.estimate.allocator_settings import Release, release
 from trainmem.estimate.one_rank import DeviceName
 from trainmem.estimate.operation_cache import OperationCache
@@ -115,6 +115,8 @@ class DeviceTracker(FakeTracker):
         yield torch.nn.Module, "to", fake_module_to(self)
         yield torch.nn.Module, "cuda", lambda module, *_, **__: self.send_module(module)
         yield torch.cuda, "empty_cache", self.cache_emptied
+        if self._is_function:
+            yield from user_cuda.replacements(self._capability)
         yield memory, "is_cuda_available", lambda *_, **__: True
         yield memory, "is_mps_available", lambda *_, **__: False
         # Some layouts depend on the device: cuSOLVER's `Vh` has rows, LAPACK's has columns (_linalg_svd in
@@ -353,10 +355,12 @@ class _DeviceArguments(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, getattr(function, "__name__", "")
+        if "device" in kwargs:
+            kwargs = kwargs | {"device": user_cuda.device_argument(kwargs["device"])}
         if name == "to":
-            return self._to(function, args, kwargs)
+            return self._to(function, (*args[:1], *map(user_cuda.device_argument, args[1:2]), *args[2:]), kwargs)
         if name == "cuda":
-            return self._to(torch.Tensor.to, (args[0], torch.device("cpu")), {})
+            return self._to(torch.Tensor.to, (args[0], user_cuda.THE_DEVICE), {})
         if name.endswith("_like") and kwargs.get("device") == "cpu":
             return self._on_host(function, args, kwargs)
         if name in _FACTORIES and self._tracker.weights is Placement.DEVICE:
