@@ -22,6 +22,7 @@ from perf_helpers.course.course import run_course
 from perf_helpers.course.ledger import Verdict, load
 from perf_helpers.course.results import AXES, load_results, measured_text
 from perf_helpers.templates import template
+from trainmem.measure.forkserver import SERVER
 from trainmem.records import Memory, Run, write_whole
 from trainmem.texts import bytes_text, name_text, seconds_text
 from trainmem.unknown import is_measured
@@ -109,6 +110,8 @@ def run_nightly(
         ValueError: the baseline is damaged, or `run_course` refuses an option.
     """
     old = load_results(baseline) if baseline else None
+    if speeds:
+        SERVER.start()  # its imports take seconds: they overlap those of the course's own server
     data = run_course(out=out, **options)
     data["paces"] = step_times.measure_here(data["profile"]) if speeds else None
     changes = compare(old, data) if old else None

@@ -31,6 +31,9 @@ from trainmem.texts import nearest_text, positive, shown, whole_number
 # Modules that a lesson's process and its kernel import in addition to those of an experiment.
 PRELOAD = ("papermill.cli", "ipykernel.kernelapp", "matplotlib.pyplot", "perf_helpers.course.claims")
 BACKEND = "module://matplotlib_inline.backend_inline"
+# The smallest sizes only test that lessons run. A pool of compilers would compile headers twice, and for six seconds
+# inductor would test which instructions this CPU has.
+AT_SMALLEST = {quiet.UNTIMED: "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "1"}
 LESSONS = Path(__file__).resolve().parents[2] / "notebooks"
 
 
@@ -95,10 +98,9 @@ def run_course(
         return lesson | {"code": code_of(source)}, record
 
     with ExitStack() as stack:
-        server = stack.enter_context(course_server.shared(PRELOAD, {"MPLBACKEND": BACKEND}))
+        small = AT_SMALLEST if profile == TINY.name else {}  # inductor reads its variables when the server imports it
+        server = small | stack.enter_context(course_server.shared(PRELOAD, {"MPLBACKEND": BACKEND} | small))
         address = stack.enter_context(quiet.served(lock)) if at_once > 1 else ""
-        # The smallest sizes only test that lessons run. A pool of compilers would compile headers twice.
-        server |= {quiet.UNTIMED: "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"} if profile == TINY.name else {}
         threads = max(1, cores // at_once)
         own = [server | (quiet.entry(source.stem, threads, address) if address else {}) for source in sources]
         stack.enter_context(_terminated_as_interrupted())

@@ -78,6 +78,7 @@ def test_bytes_are_the_estimates(name, more):
     assert found.bytes_a_rank == traced.needed_bytes(CONTEXT_BYTES)
 
 
+@pytest.mark.nightly
 def test_a_model_that_accelerate_cannot_shard_is_left_out_with_the_reason():
     bert = Task("bert-tiny", seq_len=32)  # its embeddings are a block of their own: they would be sharded twice
     answer = parallelism(bert, cards=2, card_bytes="4GB")
@@ -170,6 +171,7 @@ def test_if_the_largest_layer_is_too_large_layers_are_to_be_split(large):
     assert 0.95 * answer.card_bytes < smallest.undivided_bytes < smallest.estimate.peak_bytes
 
 
+@pytest.mark.nightly
 def test_if_nothing_fits_the_smallest_is_named_and_what_helps(large):
     answer = large["hopeless"]
     assert answer.choice == "nothing fits" and answer.bytes_a_rank == min(x.bytes_a_rank for x in answer.layouts)

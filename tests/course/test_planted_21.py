@@ -84,6 +84,7 @@ class TestMemory:
     def peak(self, lab, lesson, way):
         return lesson.share(found(lab, lesson, way), "peak")
 
+    @pytest.mark.nightly
     def test_weights_that_are_copied_out_of_the_file_are_there_twice(self, lab, lesson):
         def copied(folder):
             model = lesson.load(folder)

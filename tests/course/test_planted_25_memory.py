@@ -222,6 +222,7 @@ def test_a_library_with_a_fault_turns_the_verdict(id, lab, cells, expected):
     assert verdict(id, found(lab, cells)[id]) is expected
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize(
     ("id", "call", "planted", "expected"),
     [

@@ -176,7 +176,11 @@ MORE = {
     "falcon": _DECODER | {"hidden_size": 32},
     "marian": _TWO_STACKS | {"decoder_start_token_id": 1, "pad_token_id": 0},
     "led": _TWO_STACKS,
-    "mobilevit": {"image_size": 64},
+    "mobilevit": {
+        "image_size": 64,
+        "hidden_sizes": [16, 24, 32],
+        "neck_hidden_sizes": [8, 8, 16, 24, 32, 32, 64],
+    },
     "mt5": _WORDS | {"d_model": 32, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_decoder_layers": 5, "num_heads": 2},
 }
 FOUND = [

@@ -122,6 +122,7 @@ def test_checkpointing_through_which_no_gradient_flows_is_reported():
         explain(IMAGES, BATCH | again | {"freeze": "embeddings,classifier,vit.layernorm"}, BATCH, device="cpu")
 
 
+@pytest.mark.nightly
 def test_a_tie_that_is_broken_and_weights_that_adapters_are_added_to_are_named():
     tied, half = LLAMA.replace(config={"tie_word_embeddings": True}), BATCH | {"dtype": "bfloat16"}
     broken = explain(tied, half | adapters(), half | adapters(modules_to_save=["lm_head"]), device="cpu")

@@ -182,6 +182,7 @@ def test_three_take_turns_and_each_turn_has_its_seconds():
         assert all(0 < cpu < 60 and 0 < wall < 60 for turns in process for wall, cpu in turns)
 
 
+@pytest.mark.nightly
 def test_who_waits_computes_nothing_and_who_sleeps_takes_time():
     busy, asleep = (lambda _: compute(0.05)), (lambda _: time.sleep(0.05))
     outcome = side_by_side(function("busy", busy, 5), function("asleep", asleep, 5))

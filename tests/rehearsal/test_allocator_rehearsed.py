@@ -220,6 +220,7 @@ def of_a_loop(name):
     return loop
 
 
+@pytest.mark.nightly
 def test_the_memory_that_a_loss_keeps_is_that_of_its_kernel():
     """The mean of `mse_loss` keeps a number per element, that of `l1_loss` one number."""
     for name in ("mse_loss", "l1_loss"):

@@ -227,6 +227,7 @@ def test_the_command_line_reports_a_program_and_refuses_options_that_do_not_appl
         assert done.returncode == 2 and words[0] in done.stderr
 
 
+@pytest.mark.nightly
 def test_values_are_assumed_only_on_request():
     def read():
         import torch
