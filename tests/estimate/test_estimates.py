@@ -175,6 +175,26 @@ def test_a_model_that_a_loop_sends_to_the_device_was_made_on_the_host(is_sent, s
     assert segments < found.reserved_bytes < segments + 28_000_000, "with cuBLAS' workspaces, in segments of their own"
 
 
+def test_a_write_into_zeros_that_a_model_makes_allocates_nothing():
+    """BigBird writes its attention's parts into zeros. Small zeros of a forward are computed, the parts only traced."""
+
+    def loop(task):
+        import torch
+
+        class Whole(torch.nn.Module):
+            def forward(self, part):
+                whole = torch.zeros(1000, 1000)
+                whole[:2, : part.shape[1]] = part
+                whole[2:4].scatter_(1, torch.zeros(2, 1, dtype=torch.int64), part)
+                return whole.sum()
+
+        with torch.no_grad():
+            Whole()(task.build_model()(**task.batch(2)).logits)
+
+    run = Lab("cpu").run(loop, task=TINY, measure=("memory",))
+    assert estimate(TINY, device="cpu", function=loop).peak_bytes == run.peak_bytes
+
+
 @pytest.mark.parametrize(
     "chosen",
     [

@@ -303,12 +303,11 @@ class DeviceTracker(FakeTracker):
         """
         held: list[Block] = []
         on_host = [*map(id, self._kernels.on_host(function, args, result))]
-        in_place = function.overloadpacket.__name__.endswith("_")  # on a real and a fake tensor it returns a fake one
         # In a loop that never sends its model, factory functions make real tensors on the host, unless requested.
         real_count = not self._from_the_start or self._has_inputs or self._requested is Placement.DEVICE
         for step in self._kernels.program(function, args, kwargs, result):
             if isinstance(step, torch.Tensor):
-                if not in_place and (real_count or isinstance(step, FakeTensor)) and id(step) not in on_host:
+                if (real_count or isinstance(step, FakeTensor)) and id(step) not in on_host:
                     super()._track_result(step, function, args, kwargs)
             elif isinstance(step, kernels.Free):
                 self.log.append((held.pop(step.index), -1))

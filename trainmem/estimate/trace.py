@@ -193,6 +193,8 @@ class FakeTracker(Tracker):
         # `selected` decides the size of positions; a `Spec` cannot describe sparse tensors.
         is_kept = is_kept and function is not aten.nonzero.default and not operation.takes_sparse
         result = self.cache.result(operation, function, args, tensors, self.fake, ask) if is_kept else ask()
+        if any_fake and not isinstance(tensors[0], FakeTensor) and function.overloadpacket.__name__.endswith("_"):
+            result = args[0]  # torch returned a fake copy: the real tensor was written in place, and allocated nothing
         if self.routing and any_fake and function in (aten.topk.default, aten.argmax.default):
             result = self.routing.replaced(function, args, kwargs, result)
         if function is aten._amp_foreach_non_finite_check_and_unscale_.default:
