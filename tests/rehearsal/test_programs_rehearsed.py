@@ -1,10 +1,13 @@
 """Whole programs under `rehearsal.run`. These tests need torch's CUDA build (make wheel) and a compiler."""
 
+import dataclasses
 import json
+import os
 import subprocess
 import sys
 
 import pytest
+import torch
 
 from trainmem import rehearsal
 from trainmem.rehearsal import CARDS, Rehearsal, build
@@ -22,7 +25,8 @@ def program(tmp_path, monkeypatch, capfd):
 
     def rehearsed(text, *words, card="t4", **options):
         (tmp_path / "program.py").write_text(text)
-        run = rehearsal.run(["python", "program.py", *words], CARDS[card], **options)
+        chosen = CARDS[card] if isinstance(card, str) else card
+        run = rehearsal.run(["python", "program.py", *words], chosen, **options)
         return run, capfd.readouterr()
 
     return rehearsed
@@ -81,6 +85,8 @@ assert len(scores.tolist()) == 4 and scores.cpu().numpy().shape == (4, 50)
 assert float(f"{float(loss):.4f}") == 1 and json.loads(json.dumps({"loss": loss.item()}, indent=2)) == {"loss": 1.0}
 assert torch.multinomial(scores.softmax(-1), 1).flatten().tolist() == [0] * 4
 best = float("inf")
+assert loss.item() < best and loss < best and not (scores > best).any(), "an assumed number is finite"
+best = loss.item()
 if loss.item() < best:
     raise AssertionError("a comparison with an assumed number is false")
 print("to its end")
@@ -138,6 +144,40 @@ def test_saving_writes_no_weights_and_keeps_the_files_that_were_there(program, t
     assert "not overwritten" in repr(run)
 
 
+BUFFERED = """
+import io, os, shutil, torch
+state = {"weight": torch.randn(300, 300, device="cuda"), "step": 3}
+def save(path):
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    with open(path, "wb") as file:
+        file.write(buffer.getvalue())
+save("older.ckpt")
+save("draft")
+shutil.move("draft", "moved.ckpt")
+save("draft")
+shutil.move("draft", "older-moved.ckpt")
+with open("file.pt", "wb") as file:
+    file.write(b"header")
+    torch.save(state, file)
+with open("notes.pt", "wb") as file:
+    torch.save({"step": 3}, file)
+assert torch.load("older.ckpt")["weight"].shape == (300, 300)
+"""
+
+
+@pytest.mark.nightly
+def test_weights_that_are_saved_through_a_buffer_are_not_left_and_spoil_no_file(program, tmp_path):
+    for name in ("older.ckpt", "older-moved.ckpt"):
+        torch.save({"weight": torch.ones(3)}, tmp_path / name)
+        os.utime(tmp_path / name, (0, 0))
+    run, printed = program(BUFFERED)
+    assert run.status == "finished", printed.err
+    assert {path.name for path in tmp_path.iterdir()} == {"older.ckpt", "older-moved.ckpt", "notes.pt", "program.py"}
+    assert all(torch.load(tmp_path / f"{name}.ckpt")["weight"].tolist() == [1] * 3 for name in ("older", "older-moved"))
+    assert "2 existing files of weights were not overwritten" in repr(run)
+
+
 @pytest.mark.nightly
 def test_uploads_are_refused_and_the_exit_code_is_the_programs_own(program):
     text = "import httpx, torch\ntorch.ones(1).cuda()\nhttpx.post('https://hub.invalid/api/repos/create')"
@@ -170,6 +210,38 @@ if __name__ == "__main__":
     run, _ = program(text)
     assert run.status == "needs values" and len([each for each in run.processes if each["phases"]]) == 2
     assert "print" in next(each["error"]["line"] for each in run.processes if each["error"])
+
+
+OBJECTS = """
+import os, torch, torch.distributed as dist, torch.multiprocessing as mp
+def main(rank, ranks):
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29517")
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", rank=rank, world_size=ranks)
+    mine, wanted = {"rank": rank, "text": "x" * (rank + 1) * 5000}, [*range(ranks)]
+    found, gathered, sent = [None] * ranks, [None] * ranks if rank == 0 else None, [mine]
+    dist.all_gather_object(found, mine)
+    dist.gather_object(mine, gathered)
+    dist.broadcast_object_list(sent, 0)
+    own = [None]
+    dist.scatter_object_list(own, [{"for": each} for each in wanted] if rank == 0 else None, src=0)
+    assert own == [{"for": rank}]
+    counts = torch.zeros(ranks, dtype=torch.long, device="cuda")
+    dist.all_gather_into_tensor(counts, torch.tensor([rank], device="cuda"))
+    assert [each["rank"] for each in found] == counts.tolist() == wanted and sent[0]["rank"] == 0
+    assert gathered is None or [each["rank"] for each in gathered] == wanted
+    dist.destroy_process_group()
+if __name__ == "__main__":
+    count = torch.cuda.device_count()
+    mp.spawn(main, (count,), nprocs=count)
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_exchange_objects(program, ranks):
+    run, printed = program(OBJECTS, card=dataclasses.replace(CARDS["t4"], devices=ranks))
+    assert run.status == "finished", printed.err
 
 
 LIBRARIES = {

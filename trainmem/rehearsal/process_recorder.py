@@ -10,6 +10,7 @@ which has these fields:
     answers, compiled        {kind: how often an unknown value was assumed}; functions passed to torch.compile
     saved                    files of weights that the program wrote, and that have no values
     kept                     files from before the rehearsal that the program wanted to overwrite; they are unchanged
+    opened, aside            files that the program opened for writing; {file: where the one that was there is now}
 
 These peaks count from the first use of the device, even if the program resets its statistics. The program itself reads
 the statistics that it would read on a card.
@@ -61,7 +62,7 @@ class Recorder:
         self.folder, self.values = folder, values
         self.read, self.reset = torch._C._cuda_memoryStats, torch._C._cuda_resetPeakMemoryStats
         self.compiled: list[str] = []
-        self.files = unwritten_files.Files()
+        self.files = unwritten_files.Files(self.write)
         self.begin()
 
     def begin(self) -> None:
@@ -130,7 +131,7 @@ class Recorder:
     def write(self) -> None:
         """Write this process's JSON file, unless the process has used no device and ended without an error."""
         error = getattr(sys, "last_value", None) if self.ended else None
-        if not self.phases and error is None:
+        if not self.phases and error is None and not self.files.aside:
             return
         found = {
             "pid": os.getpid(),
@@ -145,6 +146,8 @@ class Recorder:
             "compiled": self.compiled,
             "saved": [*self.files.saved],
             "kept": [*self.files.kept],
+            "opened": [*self.files.opened],
+            "aside": self.files.aside,
         }
         with contextlib.suppress(OSError):  # the folder disappears with the rehearsal
             draft = self.path.with_suffix(".draft")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainmem.cards import Card
+from trainmem.rehearsal.marked_files import settle
 from trainmem.texts import bytes_text
 
 # How a program ended, and the exit code of its rehearsal; a program that failed otherwise keeps its own code.
@@ -116,6 +117,9 @@ def read(folder: str | os.PathLike, code: int, card: Card, assumes: bool) -> Pro
     status = "finished" if code == 0 else next((end for end in ends if end in kinds), "failed")
     saved = sorted({name for each in processes for name in each["saved"]})
     kept = sorted({name for each in processes for name in each["kept"]})
+    for each in processes:
+        removed, put_back = settle(each.pop("opened", []), each.pop("aside", {}))
+        saved, kept = sorted({*saved, *removed}), sorted({*kept, *put_back})
     for name in saved:
         with contextlib.suppress(OSError):
             os.unlink(name)
@@ -141,7 +145,9 @@ def _assumptions(processes: list[dict], card: Card, assumes: bool, saved: list[s
             f"torch.compile ran {names} uncompiled: compiled code, flex attention above all, may take far less memory"
         )
     if saved:
-        found.append(f"{len(saved)} files of weights have no values and were removed, e.g. {saved[0]}")
+        how = "file of weights has no values and was" if len(saved) == 1 else "files of weights have no values and were"
+        found.append(f"{len(saved)} {how} removed, e.g. {saved[0]}")
     if kept:
-        found.append(f"{len(kept)} existing files of weights were not overwritten, e.g. {kept[0]}")
+        how = "existing file of weights was" if len(kept) == 1 else "existing files of weights were"
+        found.append(f"{len(kept)} {how} not overwritten, e.g. {kept[0]}")
     return found
