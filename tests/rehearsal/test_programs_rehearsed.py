@@ -244,6 +244,44 @@ def test_ranks_exchange_objects(program, ranks):
     assert run.status == "finished", printed.err
 
 
+PROFILED = """
+import torch
+from torch.profiler import ProfilerActivity, profile
+with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], profile_memory=True) as profiler:
+    torch.nn.Linear(64, 64).cuda()(torch.randn(8, 64, device="cuda")).sum().backward()
+assert "aten::addmm" in profiler.key_averages().table()
+"""
+
+
+@pytest.mark.nightly
+def test_a_program_with_a_profiler_ends(program):
+    run, printed = program(PROFILED)
+    assert run.status == "finished", printed.err
+
+
+DISTRIBUTIONS = """
+import torch
+from torch import distributions
+logits = torch.nn.Linear(8, 4).cuda()(torch.randn(3, 8, device="cuda"))
+policy = distributions.Categorical(probs=logits.softmax(-1))
+policy.log_prob(policy.sample()).mean().backward()
+normal = distributions.Normal(logits.detach(), logits.detach().exp(), validate_args=True)
+normal.log_prob(normal.rsample())
+try:
+    distributions.Categorical(probs=torch.tensor([-1.0, 2.0]))
+    raise SystemExit("a known value that is wrong was accepted")
+except ValueError:
+    pass
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("assumes", [False, True])
+def test_unknown_parameters_of_a_distribution_are_taken_as_valid(program, assumes):
+    run, printed = program(DISTRIBUTIONS, assumes=assumes)
+    assert run.status == "finished", printed.err
+
+
 LIBRARIES = {
     "cuDNN": ["torch.nn.LSTM(8, 8).cuda()", "torch.nn.GRU(8, 8).cuda()(x.float())"],
     "cuFFT": ["torch.fft.rfft(x)", "torch.stft(x.flatten(), 8, return_complex=True)"],

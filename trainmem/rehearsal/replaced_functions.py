@@ -106,6 +106,24 @@ def install() -> None:
             mode.fill(found, False)
         return found
 
+    all_true = torch._is_all_true
+
+    def is_valid(*args, **kwargs):
+        """Replace `torch._is_all_true`: return the same result, except True if `torch.distributions` checks unknown
+        values, e.g. whether probabilities are not negative.
+
+        The values are the variable `value` of its methods; an assumed mask would say that they are wrong.
+        """
+        found, frame = all_true(*args, **kwargs), sys._getframe(1)
+        while frame and frame.f_globals.get("__name__") == "torch.distributions.distribution":
+            if isinstance(value := frame.f_locals.get("value"), torch.Tensor):
+                if not mode.is_known(value):
+                    mode.fill(found, True)
+                break
+            frame = frame.f_back
+        return found
+
+    torch._is_all_true = is_valid
     if mode.assumes:
         torch.isin = is_in_tokens
     for name, answer in (("isfinite", True), ("isnan", False), ("isinf", False)):
