@@ -337,6 +337,22 @@ def test_the_command_line_reports_a_program_and_refuses_options_that_do_not_appl
         assert done.returncode == 2 and words[0] in done.stderr
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["python", "mine.py"], "needs -- before it: -- python mine.py"),
+        (["--", "mine.py", "--lr", "1"], "put python before mine.py: -- python mine.py --lr 1"),
+        (["--", "./"], "cannot be run"),
+        (["--asume", "--", "python", "mine.py"], "Did you mean --assume?"),
+        (["--model", "gpt2", "--", "python", "mine.py"], "--model and a command after -- cannot both be rehearsed"),
+    ],
+)
+def test_a_command_that_is_typed_wrongly_is_refused_with_what_to_type(words, hint):
+    done = command(*words)
+    assert done.returncode == 2 and hint in done.stderr
+
+
 def test_values_are_assumed_only_on_request():
     def read():
         import torch

@@ -22,10 +22,9 @@ _ENDS = {
     "failed": "the program failed",
 }
 _REMEDIES = {
-    "needs values": "to go on: add --assume, which assumes unknown values by fixed rules, or leave this line out",
-    "needs a library": "to go on: use another operation or run it on the CPU; for recurrent networks, "
+    "needs a library": "use another operation or run it on the CPU; for recurrent networks, "
     "torch.backends.cudnn.enabled = False rehearses torch's own kernels",
-    "out of memory": "to go on: take a larger card, a smaller batch, or `perf-helpers advise`",
+    "out of memory": "take a larger card, a smaller batch, or `perf-helpers advise`",
 }
 
 
@@ -40,6 +39,7 @@ class ProgramRun:
         processes: one dict for each process that used a device or failed, e.g. with its "phases" and "error". The
             docstring of the module `process_recorder` lists all fields.
         assumptions: what the rehearsal assumed, one sentence each.
+        assumes: whether unknown values were assumed (`--assume`).
     """
 
     status: str
@@ -47,6 +47,7 @@ class ProgramRun:
     card: str
     processes: tuple[dict[str, Any], ...]
     assumptions: tuple[str, ...]
+    assumes: bool = False
 
     @property
     def exit_code(self) -> int:
@@ -62,11 +63,20 @@ class ProgramRun:
         lines = [f"Rehearsed on {self.card}, not measured: {_ENDS[self.status]} ({how})"]
         for each in self.processes:
             lines += _lines(each)
-        if self.status in _REMEDIES:
-            lines.append(_REMEDIES[self.status])
+        if remedy := self._remedy():
+            lines.append(f"to go on: {remedy}")
         if not any(each["phases"] for each in self.processes):
             lines.append("No process allocated memory on a card.")
         return "\n".join([*lines, *(f"- {each}" for each in self.assumptions)])
+
+    def _remedy(self) -> str:
+        """Return how to go on after this end; "" if there is nothing to advise."""
+        if self.status == "needs values":
+            other = "" if self.assumes else "add --assume, which assumes unknown values by fixed rules, or "
+            return f"{other}leave this line out{', no rule answers it' if self.assumes else ''}"
+        if self.status == "failed" and any(sum(each["answers"].values()) for each in self.processes):
+            return "an assumed answer may be the cause, see below; leave out the lines that need values"
+        return _REMEDIES.get(self.status, "")
 
 
 def _lines(process: dict[str, Any]) -> list[str]:
@@ -124,7 +134,7 @@ def read(folder: str | os.PathLike, code: int, card: Card, assumes: bool) -> Pro
         with contextlib.suppress(OSError):
             os.unlink(name)
     assumptions = tuple(_assumptions(processes, card, assumes, saved, kept))
-    return ProgramRun(status, code, card.name, tuple(processes), assumptions)
+    return ProgramRun(status, code, card.name, tuple(processes), assumptions, assumes)
 
 
 def assumed(card: Card) -> str:

@@ -1,6 +1,7 @@
 """Run rehearsals in a process of their own, with torch's CUDA build and the stub CUDA runtime."""
 
 import contextlib
+import difflib
 import functools
 import os
 import pickle
@@ -94,10 +95,16 @@ def own_command(typed: list[str]) -> list[str] | None:
             raise ValueError("--assume needs a command of yours: put it after --, e.g. -- python train.py")
         return None
     place = typed.index("--")
-    if ignored := [word for word in typed[:place] if word.startswith("--") and not word.startswith(_FOR_A_COMMAND)]:
+    names = [word.partition("=")[0] for word in typed[:place] if word.startswith("--")]
+    if ignored := [name for name in names if name not in _FOR_A_COMMAND]:
+        name = ignored[0]
+        if name in ("--model", "--function"):
+            raise ValueError(f"{name} and a command after -- cannot both be rehearsed: leave one out")
+        if near := difflib.get_close_matches(name, _FOR_A_COMMAND, 1, 0.8):
+            raise ValueError(f"unknown option {name}. Did you mean {near[0]}?")
         inside = "in a command of yours call torch.cuda.memory._dump_snapshot"
-        remedy = inside if ignored[0].startswith("--snapshot") else "leave it out, or put it after --"
-        raise ValueError(f"{ignored[0]} needs --model or --function: {remedy}")
+        remedy = inside if name == "--snapshot" else "leave it out, or put it after --"
+        raise ValueError(f"{name} needs --model or --function: {remedy}")
     return typed[place + 1 :]
 
 
@@ -111,7 +118,7 @@ def run(words: list[str], on: Card, *, assumes: bool = False, output: int | None
         output: file descriptor that gets what the program prints; None: standard output.
 
     Raises:
-        ValueError: the command is empty or not found.
+        ValueError: the command is empty, not found or not executable.
         RuntimeError: this machine cannot rehearse.
     """
     if not words:
@@ -124,7 +131,11 @@ def run(words: list[str], on: Card, *, assumes: bool = False, output: int | None
         about |= {name: "disabled" for name in ("WANDB_MODE", "COMET_MODE") if name not in os.environ}
         try:
             code = subprocess.run(words, env=environment | about, stdout=output).returncode
-        except FileNotFoundError as error:
+        except OSError as error:  # not found, or not executable
+            if words[0].endswith(".py"):
+                raise ValueError(f"put python before {words[0]}: -- python {' '.join(words)}") from error
+            if not isinstance(error, FileNotFoundError):
+                raise ValueError(f"command {words[0]!r} cannot be run: {error.strerror}") from error
             raise ValueError(f"command {words[0]!r} was not found: give one that is on PATH, or its path") from error
         return program_report.read(folder, code, on, assumes)
 
