@@ -66,6 +66,12 @@ def test_a_program_that_fails_after_assumed_answers_says_that_they_may_be_the_ca
     assert "may be the cause" not in repr(read(tmp_path, 1, {"error": error("failed")}, assumes=True))
 
 
+def test_an_interrupted_program_is_not_one_that_failed(tmp_path):
+    (tmp_path / "0.json").write_text(json.dumps(PROCESS))
+    run = program_report.read(tmp_path, -2, CARDS["a100"], False, interrupted=True)
+    assert (run.status, run.exit_code) == ("interrupted", 130) and "stack is above" not in repr(run)
+
+
 def test_the_rank_that_ran_out_of_memory_decides_over_those_that_followed(tmp_path):
     run = read(tmp_path, 1, {"error": error("failed")}, {"error": error("out of memory")}, {"ended": False})
     assert run.status == "out of memory" and "killed" in repr(run)

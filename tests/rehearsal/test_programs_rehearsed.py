@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -351,6 +352,28 @@ def test_the_command_line_reports_a_program_and_refuses_options_that_do_not_appl
 def test_a_command_that_is_typed_wrongly_is_refused_with_what_to_type(words, hint):
     done = command(*words)
     assert done.returncode == 2 and hint in done.stderr
+
+
+ENDLESS = """
+import sys, time, torch
+torch.save({"weight": torch.ones(300, device="cuda")}, "weights.pt")
+print("ready", flush=True)
+while True:
+    time.sleep(0.1)
+"""
+
+
+@pytest.mark.nightly
+def test_an_interrupted_program_is_reported_with_its_peaks_and_leaves_no_weights(tmp_path):
+    (tmp_path / "mine.py").write_text(ENDLESS)
+    words = [sys.executable, "-m", "perf_helpers.cli", "rehearse", "--card", "t4", "--", "python", "mine.py"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(words, cwd=tmp_path, start_new_session=True, **pipes) as process:
+        assert process.stdout.readline() == "ready\n"
+        os.killpg(process.pid, signal.SIGINT)
+        printed = process.communicate(timeout=60)[1]
+    assert process.returncode == 130 and "you interrupted it" in printed and "2.0 KiB allocated" in printed
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.py"]
 
 
 def test_values_are_assumed_only_on_request():

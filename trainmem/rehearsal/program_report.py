@@ -13,12 +13,13 @@ from trainmem.rehearsal.marked_files import settle
 from trainmem.texts import bytes_text
 
 # How a program ended, and the exit code of its rehearsal; a program that failed otherwise keeps its own code.
-CODES = {"finished": 0, "needs values": 3, "needs a library": 3, "out of memory": 4}
+CODES = {"finished": 0, "interrupted": 130, "needs values": 3, "needs a library": 3, "out of memory": 4}
 _ENDS = {
     "finished": "it finished",
     "needs values": "it needed a value, and a rehearsal computes none",
     "needs a library": "it needed a CUDA library whose memory a rehearsal does not know",
     "out of memory": "it ran out of memory",
+    "interrupted": "you interrupted it",
     "failed": "the program failed",
 }
 _REMEDIES = {
@@ -33,7 +34,7 @@ class ProgramRun:
     """Hold the result of a rehearsed program: how it ended, the peaks of its processes, and what was assumed.
 
     Args:
-        status: "finished", "needs values", "needs a library", "out of memory" or "failed".
+        status: "finished", "needs values", "needs a library", "out of memory", "interrupted" or "failed".
         code: the program's own exit code; negative for a signal.
         card: the card on which the program was rehearsed, as text.
         processes: one dict for each process that used a device or failed, e.g. with its "phases" and "error". The
@@ -59,7 +60,8 @@ class ProgramRun:
         return {"rehearsed": True, **asdict(self)}
 
     def __repr__(self) -> str:
-        how = f"signal {-self.code}; its stack is above" if self.code < 0 else f"exit code {self.code}"
+        stack = "" if self.status == "interrupted" else "; its stack is above"
+        how = f"signal {-self.code}{stack}" if self.code < 0 else f"exit code {self.code}"
         lines = [f"Rehearsed on {self.card}, not measured: {_ENDS[self.status]} ({how})"]
         for each in self.processes:
             lines += _lines(each)
@@ -91,7 +93,10 @@ def _lines(process: dict[str, Any]) -> list[str]:
     if process["devices"] > 1:
         lines.append(f"  on the fullest of {process['devices']} devices")
     if error := process["error"]:
-        lines += [f"  ended by {error['message']}", *([f"  in {error['line']}"] if error["line"] else [])]
+        lines += [
+            f"  ended by {error['message'].removesuffix(': ')}",
+            *([f"  in {error['line']}"] if error["line"] else []),
+        ]
     elif not process["ended"]:
         lines.append("  killed, or ended without an error message: figures of its last phase are missing")
     return lines
@@ -111,7 +116,7 @@ def peaks_text(peaks: list[int]) -> str:
     return f"peak {allocated} allocated, {reserved} reserved"
 
 
-def read(folder: str | os.PathLike, code: int, card: Card, assumes: bool) -> ProgramRun:
+def read(folder: str | os.PathLike, code: int, card: Card, assumes: bool, interrupted: bool = False) -> ProgramRun:
     """Return how a rehearsed program ended and what memory its processes took, from the files in `folder`.
 
     Also delete the weight files that the program saved in the rehearsal, if they have no values.
@@ -125,6 +130,7 @@ def read(folder: str | os.PathLike, code: int, card: Card, assumes: bool) -> Pro
     kinds = {error["kind"] for each in processes if (error := each["error"])}
     ends = ("out of memory", "needs values", "needs a library")
     status = "finished" if code == 0 else next((end for end in ends if end in kinds), "failed")
+    status = "interrupted" if interrupted else status
     saved = sorted({name for each in processes for name in each["saved"]})
     kept = sorted({name for each in processes for name in each["kept"]})
     for each in processes:

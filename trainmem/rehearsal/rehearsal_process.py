@@ -32,6 +32,9 @@ from trainmem.rehearsal.program_report import ProgramRun
 from trainmem.texts import arguments_of_kind, positive, whole_number
 
 
+SECONDS_TO_END = 30  # for a command that the user interrupted, e.g. to save its state
+
+
 def rehearse(
     what: Task | Callable[[Task], Any],
     *,
@@ -130,14 +133,30 @@ def run(words: list[str], on: Card, *, assumes: bool = False, output: int | None
         about |= {"REHEARSAL_ASSUMES": "1"} if assumes else {}
         about |= {name: "disabled" for name in ("WANDB_MODE", "COMET_MODE") if name not in os.environ}
         try:
-            code = subprocess.run(words, env=environment | about, stdout=output).returncode
+            code, interrupted = _ended(subprocess.Popen(words, env=environment | about, stdout=output))
         except OSError as error:  # not found, or not executable
             if words[0].endswith(".py"):
                 raise ValueError(f"put python before {words[0]}: -- python {' '.join(words)}") from error
             if not isinstance(error, FileNotFoundError):
                 raise ValueError(f"command {words[0]!r} cannot be run: {error.strerror}") from error
             raise ValueError(f"command {words[0]!r} was not found: give one that is on PATH, or its path") from error
-        return program_report.read(folder, code, on, assumes)
+        return program_report.read(folder, code, on, assumes, interrupted)
+
+
+def _ended(process: subprocess.Popen) -> tuple[int, bool]:
+    """Wait until a command ends; return its exit code and whether the user interrupted it (Ctrl-C).
+
+    The terminal interrupts the command, too. If it does not end then, it is killed after `SECONDS_TO_END`, or at once
+    if the user interrupts again.
+    """
+    try:
+        return process.wait(), False
+    except KeyboardInterrupt:
+        try:
+            return process.wait(SECONDS_TO_END), True
+        except (KeyboardInterrupt, subprocess.TimeoutExpired):
+            process.kill()
+            return process.wait(), True
 
 
 @contextlib.contextmanager
