@@ -196,6 +196,27 @@ def test_what_does_not_fit_ends_with_its_peaks_and_names_uncompiled_code(program
     assert "torch.compile ran" in repr(run) and max(run.processes[0]["phases"]["set-up"]) >= 12 << 30
 
 
+COMPILED = """
+import torch
+@torch.compile
+def unused(x):
+    return x
+@torch.compile(dynamic=True)
+def used(x):
+    return x * 2
+model = torch.nn.Linear(4, 4).cuda()
+model.compile()
+torch.compile(torch.nn.Tanh())(model(used(torch.randn(3, 4, device="cuda"))))
+"""
+
+
+@pytest.mark.nightly
+def test_only_what_a_program_would_have_compiled_is_named(program):
+    run, printed = program(COMPILED)
+    assert run.status == "finished", printed.err
+    assert {*run.processes[0]["compiled"]} == {"used", "Linear", "Tanh"}
+
+
 @pytest.mark.nightly
 def test_ranks_that_a_program_starts_are_reported_each(program):
     text = """
@@ -356,7 +377,7 @@ def test_a_command_that_is_typed_wrongly_is_refused_with_what_to_type(words, hin
 
 ENDLESS = """
 import sys, time, torch
-torch.save({"weight": torch.ones(300, device="cuda")}, "weights.pt")
+torch.save({"weight": torch.randn(300, device="cuda")}, "weights.pt")
 print("ready", flush=True)
 while True:
     time.sleep(0.1)
@@ -372,7 +393,7 @@ def test_an_interrupted_program_is_reported_with_its_peaks_and_leaves_no_weights
         assert process.stdout.readline() == "ready\n"
         os.killpg(process.pid, signal.SIGINT)
         printed = process.communicate(timeout=60)[1]
-    assert process.returncode == 130 and "you interrupted it" in printed and "2.0 KiB allocated" in printed
+    assert process.returncode == 130 and "you interrupted it" in printed and "1.5 KiB allocated" in printed
     assert [path.name for path in tmp_path.iterdir()] == ["mine.py"]
 
 

@@ -7,7 +7,7 @@ which has these fields:
     devices, steps           number of devices that it uses; optimizer updates so far
     phases                   {phase: [allocated, reserved]}, the peaks in bytes on the fullest device
     ended, error             whether it came to its end; the error that ended it: {kind, message, line}
-    answers, compiled        {kind: how often an unknown value was assumed}; functions passed to torch.compile
+    answers, compiled        {kind: how often an unknown value was assumed}; modules passed to torch.compile, and functions that it would have compiled
     saved                    files of weights that the program wrote, and that have no values
     kept                     files from before the rehearsal that the program wanted to overwrite; they are unchanged
     opened, aside            files that the program opened for writing; {file: where the one that was there is now}
@@ -122,6 +122,22 @@ class Recorder:
         self.steps += 1
         self.turn(BETWEEN)
 
+    def noting(self, function: Callable) -> Callable:
+        """Return a function that a program wants to compile. Its name is noted when it is called: libraries compile
+        functions at import that few programs call.
+        """
+
+        owner, name = getattr(function, "__self__", None), getattr(function, "__qualname__", type(function).__name__)
+        name = type(owner).__name__ if isinstance(owner, torch.nn.Module) else name
+
+        @functools.wraps(function)
+        def called(*args, **kwargs):
+            if name not in self.compiled:
+                self.compiled.append(name)
+            return function(*args, **kwargs)
+
+        return called
+
     def end(self) -> None:
         if not self.ended:
             self.ended = True
@@ -228,8 +244,10 @@ def install(values, folder: str) -> None:
     torch.autograd._engine_run_backward = torch.autograd.graph._engine_run_backward
 
     def compile_nothing(plain, model=None, *args, **kwargs):
-        if model is not None:
-            recorder.compiled.append(getattr(model, "__qualname__", type(model).__name__))
+        if isinstance(model, torch.nn.Module):
+            recorder.compiled.append(type(model).__name__)
+        elif callable(model):
+            model = recorder.noting(model)
         return plain(model, *args, **kwargs)
 
     _replace(torch, "compile", compile_nothing)

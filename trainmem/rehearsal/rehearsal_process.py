@@ -31,7 +31,6 @@ from trainmem.rehearsal import build, program_report
 from trainmem.rehearsal.program_report import ProgramRun
 from trainmem.texts import arguments_of_kind, positive, whole_number
 
-
 SECONDS_TO_END = 30  # for a command that the user interrupted, e.g. to save its state
 
 
