@@ -266,6 +266,26 @@ def test_ranks_exchange_objects(program, ranks):
     assert run.status == "finished", printed.err
 
 
+KERNEL = """
+import torch, triton
+import triton.language as tl
+@triton.jit
+def add_up(values, total, count, block: tl.constexpr):
+    places = tl.arange(0, block)
+    tl.atomic_add(total, tl.sum(tl.load(values + places, mask=places < count, other=0.0)))
+total, counted = torch.zeros(1, device="cuda"), torch.zeros(1, dtype=torch.long, device="cuda")
+add_up[(1,)](torch.randn(100, device="cuda"), total, 100, block=128)
+print(total.item(), counted.item())
+"""
+
+
+@pytest.mark.nightly
+def test_what_a_kernel_of_triton_may_have_written_is_unknown(program):
+    pytest.importorskip("triton")
+    run, printed = program(KERNEL, card="a100")
+    assert run.status == "finished" and printed.out == "unknown 0\n", printed.err
+
+
 PROFILED = """
 import torch
 from torch.profiler import ProfilerActivity, profile

@@ -7,7 +7,7 @@ which has these fields:
     devices, steps           number of devices that it uses; optimizer updates so far
     phases                   {phase: [allocated, reserved]}, the peaks in bytes on the fullest device
     ended, error             whether it came to its end; the error that ended it: {kind, message, line}
-    answers, compiled        {kind: how often an unknown value was assumed}; modules passed to torch.compile, and functions that it would have compiled
+    answers, compiled        {kind: how often an unknown value was assumed}; what torch.compile would have compiled
     saved                    files of weights that the program wrote, and that have no values
     kept                     files from before the rehearsal that the program wanted to overwrite; they are unchanged
     opened, aside            files that the program opened for writing; {file: where the one that was there is now}

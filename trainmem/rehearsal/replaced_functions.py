@@ -5,6 +5,8 @@ Some replacements answer reads of unknown values that `known_values.Values`, a f
 
 import contextlib
 import functools
+import importlib
+import importlib.util
 import math
 import os
 import sys
@@ -143,6 +145,8 @@ def install() -> None:
     torch._utils._rebuild_tensor = rebuilt
     if torch.distributed.is_available():
         _exchange_values(mode)
+    if importlib.util.find_spec("triton"):
+        _note_kernels(mode)
     with warnings.catch_warnings(action="ignore"):  # a warning that a kernel is replaced
         mode.library = torch.library.Library("aten", "IMPL")  # kept alive: the kernel goes with it
         mode.library.impl("nonzero", mode.positions, "CUDA")
@@ -202,3 +206,21 @@ def _exchange_values(mode: Values) -> None:
     for name, replacement in replaced.items():
         for owner in (module, torch.distributed):
             setattr(owner, name, replacement)
+
+
+def _note_kernels(mode: Values) -> None:
+    """Note that the floating-point tensors given to a kernel of Triton are unknown: the kernel may write into them, and
+    a rehearsal does not run it. A loss that a kernel adds to `torch.zeros(1)` would otherwise be known to be 0.
+    """
+    kernels = importlib.import_module("triton.runtime.jit").JITFunction
+    launch = kernels.run
+
+    @functools.wraps(launch)
+    def launched(self, *args, **kwargs):
+        made = launch(self, *args, **kwargs)
+        given = (getattr(each, "base", each) for each in (*args, *kwargs.values()))  # a tensor or its descriptor
+        tensors = [each for each in given if isinstance(each, torch.Tensor) and each.is_cuda]
+        mode.mark(False, *(each for each in tensors if each.dtype not in EXACT))
+        return made
+
+    kernels.run = launched
