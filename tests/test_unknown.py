@@ -20,6 +20,14 @@ def test_an_unknown_number_can_be_written_as_json(indent):
         bool(Unknown() != Unknown())
 
 
+def test_an_assumed_number_is_finite_so_that_a_first_loss_is_the_best_so_far():
+    best, worst = float("inf"), -math.inf
+    loss = Assumed()
+    assert loss < best and loss <= best and loss > worst and loss != best and best > loss
+    assert not (loss > best or loss == best or loss < worst)
+    assert min(best, loss) is loss and max(worst, loss) is loss
+
+
 def test_an_assumed_number_is_ordinary_and_each_comparison_with_it_is_false():
     answers = collections.Counter()
     loss = Assumed(answers)

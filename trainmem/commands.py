@@ -266,6 +266,8 @@ def rehearse(
             program = rehearsal.run(words, on, assumes=assume, output=2 if json_output else None)
         answer(program.to_dict()) if json_output else typer.echo(repr(program), err=True)
         return program.exit_code
+    if function is None and model is None and context.args and not context.args[0].startswith("-"):
+        raise ValueError(f"a command of yours needs -- before it: -- {' '.join(context.args)}")
     given = training_arguments(context, context.args)
     if function is None and model is None:
         raise ValueError("nothing to rehearse: give --model, --function, or a command after --")

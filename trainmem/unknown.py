@@ -4,7 +4,7 @@ a failed run lacks.
 Both have the reason as `why`. Neither can decide a verdict: code that needs the value gets an error with the reason.
 
 A third placeholder, `Assumed`, is an unknown number in a rehearsed program that has to reach its end. It raises no
-error: code that needs its value gets 1, and comparisons are false.
+error: code that needs its value gets 1, and comparisons with other than infinity are false.
 
 |                                        | `Unknown`                  | `Missing`         |
 |----------------------------------------|----------------------------|-------------------|
@@ -20,6 +20,8 @@ error: code that needs its value gets 1, and comparisons are false.
 """
 
 import collections
+import math
+from collections.abc import Callable
 from numbers import Number
 from typing import NoReturn
 
@@ -111,7 +113,8 @@ class Assumed(float):
     """Stand for a number whose value a rehearsal does not know. Libraries and files get the number 1; a print shows
     "assumed".
 
-    Arithmetic gives an assumed number again, and every comparison with a number is false.
+    Arithmetic gives an assumed number again. A comparison with a number is false, except that with infinity: an assumed
+    number is finite, so it is smaller than `float("inf")`, from which many programs start to look for the best loss.
 
     Args:
         answers: the program's Counter {what was assumed: how often}; each comparison of this number increases its
@@ -134,11 +137,18 @@ class Assumed(float):
     def __format__(self, spec: str) -> str:
         return str(self)
 
-    def _is_false(self, other) -> bool:
-        if not isinstance(other, Number):
-            return NotImplemented
-        self.answers["comparisons of an assumed number, false"] += 1
-        return False
+    def _compared(name: str) -> Callable:
+        """Return the method `name`, e.g. "__lt__"."""
+
+        def compare(self, other) -> bool:
+            if isinstance(other, float) and math.isinf(other):
+                return getattr(float, name)(1.0, other)
+            if not isinstance(other, Number):
+                return NotImplemented
+            self.answers["comparisons of an assumed number, false"] += 1
+            return False
+
+        return compare
 
     def _assumed_again(self, *_) -> "Assumed":
         return self
@@ -147,7 +157,9 @@ class Assumed(float):
         return 1 if digits is None else self
 
     __str__, __hash__ = __repr__, object.__hash__
-    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _is_false
+    __lt__, __le__, __gt__, __ge__, __eq__, __ne__ = map(
+        _compared, ("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__")
+    )
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _assumed_again
     __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = _assumed_again
     __neg__ = __pos__ = __abs__ = _assumed_again

@@ -63,7 +63,12 @@ def test_a_library_whose_source_is_written_otherwise_is_imported(monkeypatch):
 
 @pytest.mark.parametrize(
     ("words", "problem"),
-    [(["--no-such", "3"], "'no-such'"), (["--bf16", "True", "3"], r"\b3\b.*--bf16 True")],
+    [
+        (["--no-such", "3"], "'no-such'"),
+        (["--bf16", "True", "3"], r"\b3\b.*--bf16 True"),
+        (["--output_dir", "out"], "output_dir cannot be set"),
+        (["--output-dir=out"], "output_dir cannot be set"),
+    ],
 )
 def test_words_that_are_no_arguments_are_refused(words, problem):
     with pytest.raises(ValueError, match=problem):

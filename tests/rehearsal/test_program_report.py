@@ -54,6 +54,24 @@ def test_each_end_has_its_exit_code_and_the_peaks_are_there_whatever_the_end(tmp
     assert ("--assume" in text) == (status == "needs values")
 
 
+@pytest.mark.parametrize(("assumes", "advised"), [(False, True), (True, False)])
+def test_assuming_values_is_advised_only_if_they_were_not_assumed(tmp_path, assumes, advised):
+    run = read(tmp_path, 1, {"error": error("needs values")}, assumes=assumes)
+    assert ("add --assume" in repr(run)) == advised and "leave this line out" in repr(run)
+
+
+def test_a_program_that_fails_after_assumed_answers_says_that_they_may_be_the_cause(tmp_path):
+    failed = {"error": error("failed"), "answers": {"comparisons of an assumed number, false": 3}}
+    assert "an assumed answer may be the cause" in repr(read(tmp_path, 1, failed, assumes=True))
+    assert "may be the cause" not in repr(read(tmp_path, 1, {"error": error("failed")}, assumes=True))
+
+
+def test_an_interrupted_program_is_not_one_that_failed(tmp_path):
+    (tmp_path / "0.json").write_text(json.dumps(PROCESS))
+    run = program_report.read(tmp_path, -2, CARDS["a100"], False, interrupted=True)
+    assert (run.status, run.exit_code) == ("interrupted", 130) and "stack is above" not in repr(run)
+
+
 def test_the_rank_that_ran_out_of_memory_decides_over_those_that_followed(tmp_path):
     run = read(tmp_path, 1, {"error": error("failed")}, {"error": error("out of memory")}, {"ended": False})
     assert run.status == "out of memory" and "killed" in repr(run)

@@ -1,10 +1,14 @@
 """Whole programs under `rehearsal.run`. These tests need torch's CUDA build (make wheel) and a compiler."""
 
+import dataclasses
 import json
+import os
+import signal
 import subprocess
 import sys
 
 import pytest
+import torch
 
 from trainmem import rehearsal
 from trainmem.rehearsal import CARDS, Rehearsal, build
@@ -22,7 +26,8 @@ def program(tmp_path, monkeypatch, capfd):
 
     def rehearsed(text, *words, card="t4", **options):
         (tmp_path / "program.py").write_text(text)
-        run = rehearsal.run(["python", "program.py", *words], CARDS[card], **options)
+        chosen = CARDS[card] if isinstance(card, str) else card
+        run = rehearsal.run(["python", "program.py", *words], chosen, **options)
         return run, capfd.readouterr()
 
     return rehearsed
@@ -81,6 +86,8 @@ assert len(scores.tolist()) == 4 and scores.cpu().numpy().shape == (4, 50)
 assert float(f"{float(loss):.4f}") == 1 and json.loads(json.dumps({"loss": loss.item()}, indent=2)) == {"loss": 1.0}
 assert torch.multinomial(scores.softmax(-1), 1).flatten().tolist() == [0] * 4
 best = float("inf")
+assert loss.item() < best and loss < best and not (scores > best).any(), "an assumed number is finite"
+best = loss.item()
 if loss.item() < best:
     raise AssertionError("a comparison with an assumed number is false")
 print("to its end")
@@ -138,6 +145,40 @@ def test_saving_writes_no_weights_and_keeps_the_files_that_were_there(program, t
     assert "not overwritten" in repr(run)
 
 
+BUFFERED = """
+import io, os, shutil, torch
+state = {"weight": torch.randn(300, 300, device="cuda"), "step": 3}
+def save(path):
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    with open(path, "wb") as file:
+        file.write(buffer.getvalue())
+save("older.ckpt")
+save("draft")
+shutil.move("draft", "moved.ckpt")
+save("draft")
+shutil.move("draft", "older-moved.ckpt")
+with open("file.pt", "wb") as file:
+    file.write(b"header")
+    torch.save(state, file)
+with open("notes.pt", "wb") as file:
+    torch.save({"step": 3}, file)
+assert torch.load("older.ckpt")["weight"].shape == (300, 300)
+"""
+
+
+@pytest.mark.nightly
+def test_weights_that_are_saved_through_a_buffer_are_not_left_and_spoil_no_file(program, tmp_path):
+    for name in ("older.ckpt", "older-moved.ckpt"):
+        torch.save({"weight": torch.ones(3)}, tmp_path / name)
+        os.utime(tmp_path / name, (0, 0))
+    run, printed = program(BUFFERED)
+    assert run.status == "finished", printed.err
+    assert {path.name for path in tmp_path.iterdir()} == {"older.ckpt", "older-moved.ckpt", "notes.pt", "program.py"}
+    assert all(torch.load(tmp_path / f"{name}.ckpt")["weight"].tolist() == [1] * 3 for name in ("older", "older-moved"))
+    assert "2 existing files of weights were not overwritten" in repr(run)
+
+
 @pytest.mark.nightly
 def test_uploads_are_refused_and_the_exit_code_is_the_programs_own(program):
     text = "import httpx, torch\ntorch.ones(1).cuda()\nhttpx.post('https://hub.invalid/api/repos/create')"
@@ -155,6 +196,27 @@ def test_what_does_not_fit_ends_with_its_peaks_and_names_uncompiled_code(program
     assert "torch.compile ran" in repr(run) and max(run.processes[0]["phases"]["set-up"]) >= 12 << 30
 
 
+COMPILED = """
+import torch
+@torch.compile
+def unused(x):
+    return x
+@torch.compile(dynamic=True)
+def used(x):
+    return x * 2
+model = torch.nn.Linear(4, 4).cuda()
+model.compile()
+torch.compile(torch.nn.Tanh())(model(used(torch.randn(3, 4, device="cuda"))))
+"""
+
+
+@pytest.mark.nightly
+def test_only_what_a_program_would_have_compiled_is_named(program):
+    run, printed = program(COMPILED)
+    assert run.status == "finished", printed.err
+    assert {*run.processes[0]["compiled"]} == {"used", "Linear", "Tanh"}
+
+
 @pytest.mark.nightly
 def test_ranks_that_a_program_starts_are_reported_each(program):
     text = """
@@ -170,6 +232,96 @@ if __name__ == "__main__":
     run, _ = program(text)
     assert run.status == "needs values" and len([each for each in run.processes if each["phases"]]) == 2
     assert "print" in next(each["error"]["line"] for each in run.processes if each["error"])
+
+
+OBJECTS = """
+import os, torch, torch.distributed as dist, torch.multiprocessing as mp
+def main(rank, ranks):
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29517")
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", rank=rank, world_size=ranks)
+    mine, wanted = {"rank": rank, "text": "x" * (rank + 1) * 5000}, [*range(ranks)]
+    found, gathered, sent = [None] * ranks, [None] * ranks if rank == 0 else None, [mine]
+    dist.all_gather_object(found, mine)
+    dist.gather_object(mine, gathered)
+    dist.broadcast_object_list(sent, 0)
+    own = [None]
+    dist.scatter_object_list(own, [{"for": each} for each in wanted] if rank == 0 else None, src=0)
+    assert own == [{"for": rank}]
+    counts = torch.zeros(ranks, dtype=torch.long, device="cuda")
+    dist.all_gather_into_tensor(counts, torch.tensor([rank], device="cuda"))
+    assert [each["rank"] for each in found] == counts.tolist() == wanted and sent[0]["rank"] == 0
+    assert gathered is None or [each["rank"] for each in gathered] == wanted
+    dist.destroy_process_group()
+if __name__ == "__main__":
+    count = torch.cuda.device_count()
+    mp.spawn(main, (count,), nprocs=count)
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_exchange_objects(program, ranks):
+    run, printed = program(OBJECTS, card=dataclasses.replace(CARDS["t4"], devices=ranks))
+    assert run.status == "finished", printed.err
+
+
+KERNEL = """
+import torch, triton
+import triton.language as tl
+@triton.jit
+def add_up(values, total, count, block: tl.constexpr):
+    places = tl.arange(0, block)
+    tl.atomic_add(total, tl.sum(tl.load(values + places, mask=places < count, other=0.0)))
+total, counted = torch.zeros(1, device="cuda"), torch.zeros(1, dtype=torch.long, device="cuda")
+add_up[(1,)](torch.randn(100, device="cuda"), total, 100, block=128)
+print(total.item(), counted.item())
+"""
+
+
+@pytest.mark.nightly
+def test_what_a_kernel_of_triton_may_have_written_is_unknown(program):
+    pytest.importorskip("triton")
+    run, printed = program(KERNEL, card="a100")
+    assert run.status == "finished" and printed.out == "unknown 0\n", printed.err
+
+
+PROFILED = """
+import torch
+from torch.profiler import ProfilerActivity, profile
+with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], profile_memory=True) as profiler:
+    torch.nn.Linear(64, 64).cuda()(torch.randn(8, 64, device="cuda")).sum().backward()
+assert "aten::addmm" in profiler.key_averages().table()
+"""
+
+
+@pytest.mark.nightly
+def test_a_program_with_a_profiler_ends(program):
+    run, printed = program(PROFILED)
+    assert run.status == "finished", printed.err
+
+
+DISTRIBUTIONS = """
+import torch
+from torch import distributions
+logits = torch.nn.Linear(8, 4).cuda()(torch.randn(3, 8, device="cuda"))
+policy = distributions.Categorical(probs=logits.softmax(-1))
+policy.log_prob(policy.sample()).mean().backward()
+normal = distributions.Normal(logits.detach(), logits.detach().exp(), validate_args=True)
+normal.log_prob(normal.rsample())
+try:
+    distributions.Categorical(probs=torch.tensor([-1.0, 2.0]))
+    raise SystemExit("a known value that is wrong was accepted")
+except ValueError:
+    pass
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("assumes", [False, True])
+def test_unknown_parameters_of_a_distribution_are_taken_as_valid(program, assumes):
+    run, printed = program(DISTRIBUTIONS, assumes=assumes)
+    assert run.status == "finished", printed.err
 
 
 LIBRARIES = {
@@ -225,6 +377,44 @@ def test_the_command_line_reports_a_program_and_refuses_options_that_do_not_appl
     for words in (["--seq-len", "9", "--", "python"], ["--bf16", "--", "python"], ["--assume", "--model", "bert-tiny"]):
         done = command(*words)
         assert done.returncode == 2 and words[0] in done.stderr
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["python", "mine.py"], "needs -- before it: -- python mine.py"),
+        (["--", "mine.py", "--lr", "1"], "put python before mine.py: -- python mine.py --lr 1"),
+        (["--", "./"], "cannot be run"),
+        (["--asume", "--", "python", "mine.py"], "Did you mean --assume?"),
+        (["--model", "gpt2", "--", "python", "mine.py"], "--model and a command after -- cannot both be rehearsed"),
+    ],
+)
+def test_a_command_that_is_typed_wrongly_is_refused_with_what_to_type(words, hint):
+    done = command(*words)
+    assert done.returncode == 2 and hint in done.stderr
+
+
+ENDLESS = """
+import sys, time, torch
+torch.save({"weight": torch.randn(300, device="cuda")}, "weights.pt")
+print("ready", flush=True)
+while True:
+    time.sleep(0.1)
+"""
+
+
+@pytest.mark.nightly
+def test_an_interrupted_program_is_reported_with_its_peaks_and_leaves_no_weights(tmp_path):
+    (tmp_path / "mine.py").write_text(ENDLESS)
+    words = [sys.executable, "-m", "perf_helpers.cli", "rehearse", "--card", "t4", "--", "python", "mine.py"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(words, cwd=tmp_path, start_new_session=True, **pipes) as process:
+        assert process.stdout.readline() == "ready\n"
+        os.killpg(process.pid, signal.SIGINT)
+        printed = process.communicate(timeout=60)[1]
+    assert process.returncode == 130 and "you interrupted it" in printed and "1.5 KiB allocated" in printed
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.py"]
 
 
 @pytest.mark.nightly

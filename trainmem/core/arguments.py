@@ -348,6 +348,8 @@ def check_names(names: Iterable[str], *, also: Iterable[str] = ()) -> None:
     """
     valid = known() | {old for pair in _SYNONYMS for old in pair if set(pair) & known()} | set(also)
     for name in names:
+        if name == "output_dir":
+            raise ValueError("output_dir cannot be set: leave it out, each experiment has a folder of its own")
         if name in valid:
             continue
         if name in _REMOVED:
@@ -376,7 +378,7 @@ def parse(words: list[str], also: Iterable[str] = ()) -> Arguments:
         given, rest = parser.parse_known_args(words)
     except argparse.ArgumentError as error:
         raise ValueError(_refused(parser, words, error)) from None
-    check_names((word.lstrip("-").split("=")[0] for word in rest if word.startswith("--")), also=also)
+    check_names([*vars(given), *(word.lstrip("-").split("=")[0] for word in rest if word.startswith("--"))], also=also)
     if rest:
         raise ValueError(f"unexpected words: {' '.join(rest)}. Start each argument with --, e.g. --bf16 True")
     return Arguments.of(vars(given))

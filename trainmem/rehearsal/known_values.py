@@ -18,7 +18,7 @@ operations.
 import collections
 import contextlib
 import ctypes
-import json
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -34,7 +34,8 @@ WHY = "a rehearsal computes no floating-point values"
 MASKS = {torch.bool, torch.uint8}
 EXACT = MASKS | {torch.int8, torch.int16, torch.int32, torch.int64}
 LARGEST, LARGEST_FLOAT = 1 << 22, 256  # elements of a tensor that is computed: of a type in EXACT, of another type
-LARGEST_SENT = 1 << 12  # elements of a tensor whose values other ranks receive, or whose sign is tracked
+LARGEST_SENT = 1 << 20  # bytes that the ranks exchange in one collective
+LARGEST_SIGNED = 1 << 12  # elements of a tensor whose sign is tracked
 LARGE_WEIGHT = 1 << 20  # elements of a host tensor that is not filled with random numbers
 
 # Names of torch's functions: those that read values, those whose result's size depends on values, those that create
@@ -50,6 +51,7 @@ _FACTORIES |= {"new_zeros", "new_ones", "new_full", "new_tensor"}
 _OF_ONE_VALUE = {"zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}
 _IN_ORDER = {"topk": 2, "sort": 1, "argsort": 1, "multinomial": None}  # with the index of the argument `dim`
 _CHOICES = {torch.bool, torch.int16, torch.int32, torch.int64}  # types of masks and positions, not of packed weights
+_COMPARISONS = {"lt", "le", "gt", "ge", "eq", "ne", "less", "less_equal", "greater", "greater_equal", "not_equal"}
 _FINITE = {"isnan": False, "isinf": False, "isneginf": False, "isposinf": False, "isfinite": True}
 _RANDOM_FILLS = {"normal_", "uniform_", "trunc_normal_", "kaiming_uniform_", "kaiming_normal_", "xavier_uniform_"}
 _RANDOM_FILLS |= {"xavier_normal_", "orthogonal_", "bernoulli_"}
@@ -78,7 +80,7 @@ class Values(TorchFunctionMode):
         # device's are not) and `is_norm`. Other storages are not kept: each Python object is a second reference, and
         # autograd adds to a gradient in place only if it holds the only one.
         self._storages: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
-        self._sent: dict[str, int] = {}  # group -> broadcasts so far
+        self._sent: dict[str, int] = {}  # group and kind of collective -> how many so far
 
     def is_known(self, tensor: torch.Tensor) -> bool:
         """Return whether all values of a tensor are known."""
@@ -144,11 +146,14 @@ class Values(TorchFunctionMode):
             return self._sized_by_values(function, args, kwargs, given)
         if name == "histc" and kwargs.get("min", 0) == kwargs.get("max", 0):  # it would take the bounds from the values
             kwargs = {**kwargs, "max": kwargs.get("min", 0) + 1}
+        resized_known = name == "resize_" and self.is_known(given[0])
         try:
             made = function(*args, **kwargs)
         except RuntimeError as error:
             raise explained(error) from error
-        if name == "broadcast" and function.__module__.startswith("torch.distributed"):
+        if name == "resize_":  # it keeps the values, maybe in another storage
+            self.mark(resized_known, made)
+        elif name == "broadcast" and function.__module__.startswith("torch.distributed"):
             self._broadcast(given[0], **{option: kwargs.get(option) for option in ("src", "group", "group_src")})
         else:
             self._note_results(function, name, args, kwargs, given, made)
@@ -196,7 +201,7 @@ class Values(TorchFunctionMode):
         takes_other = name == "where" and len(args) == 3 and self._is_all_false(args[0])
         chosen = args[2] if takes_other else (args, kwargs)
         if name in _NORMS or (name in _KEEP_SIGN and given and self._has_no_sign(chosen)):
-            for tensor in (each for each in fresh if each.numel() <= LARGEST_SENT):
+            for tensor in (each for each in fresh if each.numel() <= LARGEST_SIGNED):
                 self._remember(tensor).is_norm = True
         elif in_place and given and getattr(self._noted(given[0]), "is_norm", False):
             self._noted(given[0]).is_norm = name == "masked_fill_" and self._is_all_false(args[1])
@@ -225,16 +230,72 @@ class Values(TorchFunctionMode):
         have the same values would fail. `tensor`, `src`, `group`, `group_src`: as in `torch.distributed.broadcast`.
         """
         group = group or torch.distributed.group.WORLD
-        if tensor.dtype not in EXACT or tensor.numel() > LARGEST_SENT or group.rank() < 0:
+        if tensor.dtype not in EXACT or tensor.nbytes > LARGEST_SENT or group.rank() < 0:
             return
-        number = self._sent[group.group_name] = self._sent.get(group.group_name, 0) + 1
-        store, key = torch.distributed.distributed_c10d._get_default_store(), f"{group.group_name}, broadcast {number}"
-        if group.rank() == (torch.distributed.get_group_rank(group, src) if group_src is None else group_src):
-            with _out_of_sight():
-                numbers = memory_of(tensor).flatten().tolist() if self.is_known(tensor) else None
-            store.set(key, json.dumps(numbers))
-        elif (numbers := json.loads(store.get(key))) is not None:
-            self.fill(tensor, torch.tensor(numbers, dtype=tensor.dtype).view(tensor.shape))
+        store, key = self._next_key(group, "broadcast")
+        source = torch.distributed.get_group_rank(group, src) if group_src is None else group_src
+        if group.rank() == source:
+            store.set(key, self._packed(tensor))
+        else:
+            self._unpack(store.get(key), tensor)
+        _wait_for_readers(store, key, group)
+
+    def exchange(self, given: torch.Tensor, received: list[torch.Tensor], size: int, group) -> None:
+        """Send a tensor of whole numbers or booleans to all ranks of a group, and write what each rank sent into this
+        rank's `received`. Call it after the stub's collective, on all ranks of the group.
+
+        Collectives of objects need it: each rank's object has other bytes.
+
+        Args:
+            given: what this rank sends.
+            received: where the values of the ranks go, in the order of the ranks; empty: this rank receives nothing.
+            size: bytes that all ranks send together. It must be the same on all ranks.
+            group: the group; None: all ranks.
+        """
+        group = group or torch.distributed.group.WORLD
+        if given.dtype not in EXACT or size > LARGEST_SENT or group.rank() < 0:
+            return
+        store, key = self._next_key(group, "exchange")
+        store.set(f"{key} {group.rank()}", self._packed(given))
+        packed = [
+            store.get(f"{key} {rank}") for rank in range(group.size())
+        ]  # waits for all, whether it receives or not
+        for content, tensor in zip(packed, received, strict=False):
+            self._unpack(content if all(packed) else b"", tensor)
+        _wait_for_readers(store, key, group)
+
+    def scatter(self, received: torch.Tensor, given: list[torch.Tensor], group) -> None:
+        """Send small tensors of whole numbers or booleans, one to each rank of a group. Call it after the stub's
+        `scatter`, on all ranks of the group.
+
+        `received`: where this rank's values go; `given`: what this rank sends, empty if it is not the one that sends.
+        """
+        group = group or torch.distributed.group.WORLD
+        if received.dtype not in EXACT or received.nbytes * group.size() > LARGEST_SENT or group.rank() < 0:
+            return
+        store, key = self._next_key(group, "scatter")
+        for rank, tensor in enumerate(given):
+            store.set(f"{key} {rank}", self._packed(tensor))
+        self._unpack(store.get(f"{key} {group.rank()}"), received)
+        _wait_for_readers(store, key, group)
+
+    def _next_key(self, group, kind: str) -> tuple[Any, str]:
+        """Return the ranks' key-value store, and a key for the group's next collective of this kind."""
+        name = f"{group.group_name}, {kind}"
+        self._sent[name] = self._sent.get(name, 0) + 1
+        return torch.distributed.distributed_c10d._get_default_store(), f"{name} {self._sent[name]}"
+
+    def _packed(self, tensor: torch.Tensor) -> bytes:
+        """Return a tensor's values as bytes, after a first byte; b"" if they are unknown."""
+        with _out_of_sight():
+            return b"=" + memory_of(tensor).numpy().tobytes() if self.is_known(tensor) else b""
+
+    def _unpack(self, content: bytes, tensor: torch.Tensor) -> None:
+        """Write the values that `_packed` returned into a tensor."""
+        if len(content) == 1 + tensor.nbytes > 1:
+            self.fill(tensor, torch.frombuffer(bytearray(content[1:]), dtype=tensor.dtype).view(tensor.shape))
+        elif tensor.numel():
+            self.mark(False, tensor)
 
     def _has_no_sign(self, given: Any) -> bool:
         """Return whether no tensor and no number among the arguments `given` is negative."""
@@ -244,7 +305,7 @@ class Values(TorchFunctionMode):
         return all(map(self._is_not_negative, _tensors(given)))
 
     def _is_not_negative(self, tensor: torch.Tensor) -> bool:
-        if tensor.numel() > LARGEST_SENT or tensor.is_complex():
+        if tensor.numel() > LARGEST_SIGNED or tensor.is_complex():
             return False
         if getattr(self._noted(tensor), "is_norm", False):
             return True
@@ -315,6 +376,10 @@ class Values(TorchFunctionMode):
         if made.dtype not in _CHOICES or not 0 < made.numel() <= LARGEST:
             return False
         chosen: torch.Tensor | int = 0
+        bound = args[1] if len(args) == 2 and name.strip("_") in _COMPARISONS else None
+        if isinstance(bound, float) and math.isinf(bound):  # unknown numbers are finite
+            self.fill(made, getattr(torch.tensor(1.0), name)(bound))
+            return True
         if name in _IN_ORDER and made.dim():
             place = _IN_ORDER[name]
             dim = kwargs.get("dim", args[place] if place and len(args) > place else -1)
@@ -383,6 +448,17 @@ class Values(TorchFunctionMode):
         with _out_of_sight():
             memory_of(tensor).copy_(torch.as_tensor(value))
         self.mark(True, tensor)
+
+
+def _wait_for_readers(store, key: str, group) -> None:
+    """Let rank 0, whose process holds the key-value store, wait until all ranks of a group have read what `key` names.
+
+    The store ends with rank 0, maybe right after its last collective.
+    """
+    if torch.distributed.get_rank() == 0:
+        store.wait([f"{key} read {rank}" for rank in range(group.size()) if rank != group.rank()])
+    else:
+        store.set(f"{key} read {group.rank()}", b"1")
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

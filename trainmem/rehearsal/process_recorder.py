@@ -7,9 +7,10 @@ which has these fields:
     devices, steps           number of devices that it uses; optimizer updates so far
     phases                   {phase: [allocated, reserved]}, the peaks in bytes on the fullest device
     ended, error             whether it came to its end; the error that ended it: {kind, message, line}
-    answers, compiled        {kind: how often an unknown value was assumed}; functions passed to torch.compile
+    answers, compiled        {kind: how often an unknown value was assumed}; what torch.compile would have compiled
     saved                    files of weights that the program wrote, and that have no values
     kept                     files from before the rehearsal that the program wanted to overwrite; they are unchanged
+    opened, aside            files that the program opened for writing; {file: where the one that was there is now}
 
 These peaks count from the first use of the device, even if the program resets its statistics. The program itself reads
 the statistics that it would read on a card.
@@ -61,7 +62,7 @@ class Recorder:
         self.folder, self.values = folder, values
         self.read, self.reset = torch._C._cuda_memoryStats, torch._C._cuda_resetPeakMemoryStats
         self.compiled: list[str] = []
-        self.files = unwritten_files.Files()
+        self.files = unwritten_files.Files(self.write)
         self.begin()
 
     def begin(self) -> None:
@@ -121,6 +122,22 @@ class Recorder:
         self.steps += 1
         self.turn(BETWEEN)
 
+    def noting(self, function: Callable) -> Callable:
+        """Return a function that a program wants to compile. Its name is noted when it is called: libraries compile
+        functions at import that few programs call.
+        """
+
+        owner, name = getattr(function, "__self__", None), getattr(function, "__qualname__", type(function).__name__)
+        name = type(owner).__name__ if isinstance(owner, torch.nn.Module) else name
+
+        @functools.wraps(function)
+        def called(*args, **kwargs):
+            if name not in self.compiled:
+                self.compiled.append(name)
+            return function(*args, **kwargs)
+
+        return called
+
     def end(self) -> None:
         if not self.ended:
             self.ended = True
@@ -130,7 +147,7 @@ class Recorder:
     def write(self) -> None:
         """Write this process's JSON file, unless the process has used no device and ended without an error."""
         error = getattr(sys, "last_value", None) if self.ended else None
-        if not self.phases and error is None:
+        if not self.phases and error is None and not self.files.aside:
             return
         found = {
             "pid": os.getpid(),
@@ -145,6 +162,8 @@ class Recorder:
             "compiled": self.compiled,
             "saved": [*self.files.saved],
             "kept": [*self.files.kept],
+            "opened": [*self.files.opened],
+            "aside": self.files.aside,
         }
         with contextlib.suppress(OSError):  # the folder disappears with the rehearsal
             draft = self.path.with_suffix(".draft")
@@ -225,8 +244,10 @@ def install(values, folder: str) -> None:
     torch.autograd._engine_run_backward = torch.autograd.graph._engine_run_backward
 
     def compile_nothing(plain, model=None, *args, **kwargs):
-        if model is not None:
-            recorder.compiled.append(getattr(model, "__qualname__", type(model).__name__))
+        if isinstance(model, torch.nn.Module):
+            recorder.compiled.append(type(model).__name__)
+        elif callable(model):
+            model = recorder.noting(model)
         return plain(model, *args, **kwargs)
 
     _replace(torch, "compile", compile_nothing)

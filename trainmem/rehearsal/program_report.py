@@ -9,22 +9,23 @@ from pathlib import Path
 from typing import Any
 
 from trainmem.cards import Card
+from trainmem.rehearsal.marked_files import settle
 from trainmem.texts import bytes_text
 
 # How a program ended, and the exit code of its rehearsal; a program that failed otherwise keeps its own code.
-CODES = {"finished": 0, "needs values": 3, "needs a library": 3, "out of memory": 4}
+CODES = {"finished": 0, "interrupted": 130, "needs values": 3, "needs a library": 3, "out of memory": 4}
 _ENDS = {
     "finished": "it finished",
     "needs values": "it needed a value, and a rehearsal computes none",
     "needs a library": "it needed a CUDA library whose memory a rehearsal does not know",
     "out of memory": "it ran out of memory",
+    "interrupted": "you interrupted it",
     "failed": "the program failed",
 }
 _REMEDIES = {
-    "needs values": "to go on: add --assume, which assumes unknown values by fixed rules, or leave this line out",
-    "needs a library": "to go on: use another operation or run it on the CPU; for recurrent networks, "
+    "needs a library": "use another operation or run it on the CPU; for recurrent networks, "
     "torch.backends.cudnn.enabled = False rehearses torch's own kernels",
-    "out of memory": "to go on: take a larger card, a smaller batch, or `perf-helpers advise`",
+    "out of memory": "take a larger card, a smaller batch, or `perf-helpers advise`",
 }
 
 
@@ -33,12 +34,13 @@ class ProgramRun:
     """Hold the result of a rehearsed program: how it ended, the peaks of its processes, and what was assumed.
 
     Args:
-        status: "finished", "needs values", "needs a library", "out of memory" or "failed".
+        status: "finished", "needs values", "needs a library", "out of memory", "interrupted" or "failed".
         code: the program's own exit code; negative for a signal.
         card: the card on which the program was rehearsed, as text.
         processes: one dict for each process that used a device or failed, e.g. with its "phases" and "error". The
             docstring of the module `process_recorder` lists all fields.
         assumptions: what the rehearsal assumed, one sentence each.
+        assumes: whether unknown values were assumed (`--assume`).
     """
 
     status: str
@@ -46,6 +48,7 @@ class ProgramRun:
     card: str
     processes: tuple[dict[str, Any], ...]
     assumptions: tuple[str, ...]
+    assumes: bool = False
 
     @property
     def exit_code(self) -> int:
@@ -57,15 +60,25 @@ class ProgramRun:
         return {"rehearsed": True, **asdict(self)}
 
     def __repr__(self) -> str:
-        how = f"signal {-self.code}; its stack is above" if self.code < 0 else f"exit code {self.code}"
+        stack = "" if self.status == "interrupted" else "; its stack is above"
+        how = f"signal {-self.code}{stack}" if self.code < 0 else f"exit code {self.code}"
         lines = [f"Rehearsed on {self.card}, not measured: {_ENDS[self.status]} ({how})"]
         for each in self.processes:
             lines += _lines(each)
-        if self.status in _REMEDIES:
-            lines.append(_REMEDIES[self.status])
+        if remedy := self._remedy():
+            lines.append(f"to go on: {remedy}")
         if not any(each["phases"] for each in self.processes):
             lines.append("No process allocated memory on a card.")
         return "\n".join([*lines, *(f"- {each}" for each in self.assumptions)])
+
+    def _remedy(self) -> str:
+        """Return how to go on after this end; "" if there is nothing to advise."""
+        if self.status == "needs values":
+            other = "" if self.assumes else "add --assume, which assumes unknown values by fixed rules, or "
+            return f"{other}leave this line out{', no rule answers it' if self.assumes else ''}"
+        if self.status == "failed" and any(sum(each["answers"].values()) for each in self.processes):
+            return "an assumed answer may be the cause, see below; leave out the lines that need values"
+        return _REMEDIES.get(self.status, "")
 
 
 def _lines(process: dict[str, Any]) -> list[str]:
@@ -80,7 +93,10 @@ def _lines(process: dict[str, Any]) -> list[str]:
     if process["devices"] > 1:
         lines.append(f"  on the fullest of {process['devices']} devices")
     if error := process["error"]:
-        lines += [f"  ended by {error['message']}", *([f"  in {error['line']}"] if error["line"] else [])]
+        lines += [
+            f"  ended by {error['message'].removesuffix(': ')}",
+            *([f"  in {error['line']}"] if error["line"] else []),
+        ]
     elif not process["ended"]:
         lines.append("  killed, or ended without an error message: figures of its last phase are missing")
     return lines
@@ -100,7 +116,7 @@ def peaks_text(peaks: list[int]) -> str:
     return f"peak {allocated} allocated, {reserved} reserved"
 
 
-def read(folder: str | os.PathLike, code: int, card: Card, assumes: bool) -> ProgramRun:
+def read(folder: str | os.PathLike, code: int, card: Card, assumes: bool, interrupted: bool = False) -> ProgramRun:
     """Return how a rehearsed program ended and what memory its processes took, from the files in `folder`.
 
     Also delete the weight files that the program saved in the rehearsal, if they have no values.
@@ -114,13 +130,17 @@ def read(folder: str | os.PathLike, code: int, card: Card, assumes: bool) -> Pro
     kinds = {error["kind"] for each in processes if (error := each["error"])}
     ends = ("out of memory", "needs values", "needs a library")
     status = "finished" if code == 0 else next((end for end in ends if end in kinds), "failed")
+    status = "interrupted" if interrupted else status
     saved = sorted({name for each in processes for name in each["saved"]})
     kept = sorted({name for each in processes for name in each["kept"]})
+    for each in processes:
+        removed, put_back = settle(each.pop("opened", []), each.pop("aside", {}))
+        saved, kept = sorted({*saved, *removed}), sorted({*kept, *put_back})
     for name in saved:
         with contextlib.suppress(OSError):
             os.unlink(name)
     assumptions = tuple(_assumptions(processes, card, assumes, saved, kept))
-    return ProgramRun(status, code, card.name, tuple(processes), assumptions)
+    return ProgramRun(status, code, card.name, tuple(processes), assumptions, assumes)
 
 
 def assumed(card: Card) -> str:
@@ -141,7 +161,9 @@ def _assumptions(processes: list[dict], card: Card, assumes: bool, saved: list[s
             f"torch.compile ran {names} uncompiled: compiled code, flex attention above all, may take far less memory"
         )
     if saved:
-        found.append(f"{len(saved)} files of weights have no values and were removed, e.g. {saved[0]}")
+        how = "file of weights has no values and was" if len(saved) == 1 else "files of weights have no values and were"
+        found.append(f"{len(saved)} {how} removed, e.g. {saved[0]}")
     if kept:
-        found.append(f"{len(kept)} existing files of weights were not overwritten, e.g. {kept[0]}")
+        how = "existing file of weights was" if len(kept) == 1 else "existing files of weights were"
+        found.append(f"{len(kept)} {how} not overwritten, e.g. {kept[0]}")
     return found

@@ -1,6 +1,7 @@
 """Run rehearsals in a process of their own, with torch's CUDA build and the stub CUDA runtime."""
 
 import contextlib
+import difflib
 import functools
 import os
 import pickle
@@ -29,6 +30,8 @@ from trainmem.records import Run
 from trainmem.rehearsal import build, program_report
 from trainmem.rehearsal.program_report import ProgramRun
 from trainmem.texts import arguments_of_kind, positive, whole_number
+
+SECONDS_TO_END = 30  # for a command that the user interrupted, e.g. to save its state
 
 
 def rehearse(
@@ -94,10 +97,16 @@ def own_command(typed: list[str]) -> list[str] | None:
             raise ValueError("--assume needs a command of yours: put it after --, e.g. -- python train.py")
         return None
     place = typed.index("--")
-    if ignored := [word for word in typed[:place] if word.startswith("--") and not word.startswith(_FOR_A_COMMAND)]:
+    names = [word.partition("=")[0] for word in typed[:place] if word.startswith("--")]
+    if ignored := [name for name in names if name not in _FOR_A_COMMAND]:
+        name = ignored[0]
+        if name in ("--model", "--function"):
+            raise ValueError(f"{name} and a command after -- cannot both be rehearsed: leave one out")
+        if near := difflib.get_close_matches(name, _FOR_A_COMMAND, 1, 0.8):
+            raise ValueError(f"unknown option {name}. Did you mean {near[0]}?")
         inside = "in a command of yours call torch.cuda.memory._dump_snapshot"
-        remedy = inside if ignored[0].startswith("--snapshot") else "leave it out, or put it after --"
-        raise ValueError(f"{ignored[0]} needs --model or --function: {remedy}")
+        remedy = inside if name == "--snapshot" else "leave it out, or put it after --"
+        raise ValueError(f"{name} needs --model or --function: {remedy}")
     return typed[place + 1 :]
 
 
@@ -111,7 +120,7 @@ def run(words: list[str], on: Card, *, assumes: bool = False, output: int | None
         output: file descriptor that gets what the program prints; None: standard output.
 
     Raises:
-        ValueError: the command is empty or not found.
+        ValueError: the command is empty, not found or not executable.
         RuntimeError: this machine cannot rehearse.
     """
     if not words:
@@ -123,10 +132,30 @@ def run(words: list[str], on: Card, *, assumes: bool = False, output: int | None
         about |= {"REHEARSAL_ASSUMES": "1"} if assumes else {}
         about |= {name: "disabled" for name in ("WANDB_MODE", "COMET_MODE") if name not in os.environ}
         try:
-            code = subprocess.run(words, env=environment | about, stdout=output).returncode
-        except FileNotFoundError as error:
+            code, interrupted = _ended(subprocess.Popen(words, env=environment | about, stdout=output))
+        except OSError as error:  # not found, or not executable
+            if words[0].endswith(".py"):
+                raise ValueError(f"put python before {words[0]}: -- python {' '.join(words)}") from error
+            if not isinstance(error, FileNotFoundError):
+                raise ValueError(f"command {words[0]!r} cannot be run: {error.strerror}") from error
             raise ValueError(f"command {words[0]!r} was not found: give one that is on PATH, or its path") from error
-        return program_report.read(folder, code, on, assumes)
+        return program_report.read(folder, code, on, assumes, interrupted)
+
+
+def _ended(process: subprocess.Popen) -> tuple[int, bool]:
+    """Wait until a command ends; return its exit code and whether the user interrupted it (Ctrl-C).
+
+    The terminal interrupts the command, too. If it does not end then, it is killed after `SECONDS_TO_END`, or at once
+    if the user interrupts again.
+    """
+    try:
+        return process.wait(), False
+    except KeyboardInterrupt:
+        try:
+            return process.wait(SECONDS_TO_END), True
+        except (KeyboardInterrupt, subprocess.TimeoutExpired):
+            process.kill()
+            return process.wait(), True
 
 
 @contextlib.contextmanager

@@ -5,6 +5,8 @@ Some replacements answer reads of unknown values that `known_values.Values`, a f
 
 import contextlib
 import functools
+import importlib
+import importlib.util
 import math
 import os
 import sys
@@ -106,6 +108,24 @@ def install() -> None:
             mode.fill(found, False)
         return found
 
+    all_true = torch._is_all_true
+
+    def is_valid(*args, **kwargs):
+        """Replace `torch._is_all_true`: return the same result, except True if `torch.distributions` checks unknown
+        values, e.g. whether probabilities are not negative.
+
+        The values are the variable `value` of its methods; an assumed mask would say that they are wrong.
+        """
+        found, frame = all_true(*args, **kwargs), sys._getframe(1)
+        while frame and frame.f_globals.get("__name__") == "torch.distributions.distribution":
+            if isinstance(value := frame.f_locals.get("value"), torch.Tensor):
+                if not mode.is_known(value):
+                    mode.fill(found, True)
+                break
+            frame = frame.f_back
+        return found
+
+    torch._is_all_true = is_valid
     if mode.assumes:
         torch.isin = is_in_tokens
     for name, answer in (("isfinite", True), ("isnan", False), ("isinf", False)):
@@ -123,6 +143,10 @@ def install() -> None:
         return tensor
 
     torch._utils._rebuild_tensor = rebuilt
+    if torch.distributed.is_available():
+        _exchange_values(mode)
+    if importlib.util.find_spec("triton"):
+        _note_kernels(mode)
     with warnings.catch_warnings(action="ignore"):  # a warning that a kernel is replaced
         mode.library = torch.library.Library("aten", "IMPL")  # kept alive: the kernel goes with it
         mode.library.impl("nonzero", mode.positions, "CUDA")
@@ -137,3 +161,66 @@ def install() -> None:
     if folder := os.environ.get("REHEARSAL_REPORT"):  # a user's program, see `process_recorder`
         process_recorder.install(mode, folder)
     mode.__enter__()
+
+
+def _exchange_values(mode: Values) -> None:
+    """Let the ranks exchange known values in `all_gather`, `gather` and `scatter` of `torch.distributed`, and so also
+    in the functions for objects that call them, such as `all_gather_object`. The stub of NCCL returns each rank's own
+    values.
+    """
+    module = torch.distributed.distributed_c10d
+    in_one = (
+        "all_gather_single" if hasattr(module, "all_gather_single") else "all_gather_into_tensor"
+    )  # since torch 2.15
+    all_gather, single = module.all_gather, getattr(module, in_one)
+    gather, scatter = module.gather, module.scatter
+
+    @functools.wraps(all_gather)
+    def gathered(tensor_list, tensor, group=None, async_op=False):
+        work = all_gather(tensor_list, tensor, group, async_op)
+        mode.exchange(tensor, tensor_list, sum(each.nbytes for each in tensor_list), group)
+        return work
+
+    @functools.wraps(single)
+    def gathered_in_one(output_tensor, input_tensor, group=None, async_op=False):
+        work = single(output_tensor, input_tensor, group, async_op)
+        if input_tensor.numel():
+            parts = output_tensor.flatten().split(input_tensor.numel())
+            mode.exchange(input_tensor, [*parts], output_tensor.nbytes, group)
+        return work
+
+    @functools.wraps(gather)
+    def gathered_by_one(tensor, gather_list=None, dst=None, group=None, async_op=False, group_dst=None):
+        work = gather(tensor, gather_list, dst, group, async_op, group_dst)
+        size = tensor.nbytes * torch.distributed.get_world_size(group)
+        mode.exchange(tensor, gather_list or [], size, group)
+        return work
+
+    @functools.wraps(scatter)
+    def scattered(tensor, scatter_list=None, src=None, group=None, async_op=False, group_src=None):
+        work = scatter(tensor, scatter_list, src, group, async_op, group_src)
+        mode.scatter(tensor, scatter_list or [], group)
+        return work
+
+    replaced = {"all_gather": gathered, in_one: gathered_in_one, "gather": gathered_by_one, "scatter": scattered}
+    for name, replacement in replaced.items():
+        for owner in (module, torch.distributed):
+            setattr(owner, name, replacement)
+
+
+def _note_kernels(mode: Values) -> None:
+    """Note that the floating-point tensors given to a kernel of Triton are unknown: the kernel may write into them, and
+    a rehearsal does not run it. A loss that a kernel adds to `torch.zeros(1)` would otherwise be known to be 0.
+    """
+    kernels = importlib.import_module("triton.runtime.jit").JITFunction
+    launch = kernels.run
+
+    @functools.wraps(launch)
+    def launched(self, *args, **kwargs):
+        made = launch(self, *args, **kwargs)
+        given = (getattr(each, "base", each) for each in (*args, *kwargs.values()))  # a tensor or its descriptor
+        tensors = [each for each in given if isinstance(each, torch.Tensor) and each.is_cuda]
+        mode.mark(False, *(each for each in tensors if each.dtype not in EXACT))
+        return made
+
+    kernels.run = launched

@@ -3,44 +3,79 @@
 A rehearsal has no values to write. Such a file is a hole on the disk that reads as zeros, so that the program can load
 it again; `program_report` removes it at the end. A file that existed before the rehearsal is left unchanged. A file
 with known values only, such as a scheduler's state, is written as usual.
+
+A program may also save into a buffer and write the buffer to a file, as Lightning does. Such a save leaves a mark
+in what it saves. A file that is opened for writing is therefore noted, and moved aside first if it is a file of weights
+from before the rehearsal. `program_report` looks for the mark, removes the new file and puts the old one back.
 """
 
+import builtins
 import functools
 import importlib
 import importlib.util
+import io
 import json
 import os
 import shutil
 import struct
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from trainmem.rehearsal.marked_files import MARK, has_mark
+
 
 class Files:
     """Track the files of weights that this process saves.
 
     `saved` has the paths of the files that the process wrote without values. `kept` has the paths of files that are
-    older than the rehearsal: the process wanted to overwrite them, but they were left unchanged.
+    older than the rehearsal: the process wanted to overwrite them, but they were left unchanged. `opened` has the paths
+    of files that the process opened for writing, and `aside` {path: where the file that was there is now}.
+
+    Args:
+        changed: called when a file was moved aside.
     """
 
-    def __init__(self):
+    def __init__(self, changed: Callable[[], None]):
+        self.changed = changed
+        self.opened: set[str] = set()
+        self.aside: dict[str, str] = {}
         self.start = float(os.environ.get("REHEARSAL_BEGAN", "inf"))
         self.saved: set[str] = set()  # written without values
         self.kept: set[str] = set()  # left as they were
         self.has_holes = False  # whether the file that is being saved has any
+        self.has_file = True  # whether it is saved by its path
+        self.rename = os.rename
 
     def keeps(self, path: Any) -> bool:
         """Return whether a file existed before the rehearsal, so that it must not be overwritten; if so, remember its
         name in `kept`.
         """
         name = os.path.abspath(os.fspath(path))
-        if name in self.saved or not os.path.isfile(name) or os.path.getmtime(name) >= self.start:
+        if name in self.saved or not self._is_older(name):
             return False
         self.kept.add(name)
         return True
+
+    def _is_older(self, name: str) -> bool:
+        return os.path.isfile(name) and os.path.getmtime(name) < self.start
+
+    def open(self, plain: Callable, file: Any, mode: str = "r", *args, **kwargs) -> Any:
+        """Call `plain`, Python's `open`, and return its result. Note a file that is opened for writing bytes.
+
+        If it is a zip file from before the rehearsal, as torch.save writes, move it aside first.
+        """
+        if isinstance(file, str | os.PathLike) and isinstance(mode, str) and {*"wb"} <= {*mode}:
+            name = os.path.abspath(os.fspath(file))
+            if self._is_older(name) and os.access(name, os.W_OK) and zipfile.is_zipfile(name):
+                self.aside[name] = f"{name}.before-rehearsal"
+                self.rename(name, self.aside[name])
+                self.changed()
+            self.opened.add(name)
+        return plain(file, mode, *args, **kwargs)
 
     def note(self, path: Any) -> None:
         self.saved.add(os.path.abspath(os.fspath(path)))
@@ -55,6 +90,8 @@ class Files:
         if not isinstance(source, str | os.PathLike) or not isinstance(target, str | os.PathLike):
             return plain(source, target, *args, **kwargs)
         old, new = (os.path.abspath(os.fspath(path)) for path in (source, target))
+        if old in self.opened and has_mark(old):
+            self.saved.add(old)
         if old in self.saved and self.keeps(new):
             return target
         self.saved |= {new + name[len(old) :] for name in self.saved if name == old or name.startswith(old + os.sep)}
@@ -67,10 +104,12 @@ class _Records:
     Args:
         writer: torch's own writer, which writes everything else.
         values: the `Values` that this process tracks.
+        has_file: whether the writer writes a file by its path. Another target, e.g. a buffer, may not be able to skip
+            bytes: the records are written, and a mark is added.
     """
 
-    def __init__(self, writer, values):
-        self.writer, self.values, self.holes = writer, values, 0
+    def __init__(self, writer, values, has_file: bool):
+        self.writer, self.values, self.has_file, self.holes = writer, values, has_file, 0
 
     def __getattr__(self, name: str):
         return getattr(self.writer, name)
@@ -81,7 +120,8 @@ class _Records:
         """
         if isinstance(data, torch.UntypedStorage) and self.values.is_unknown_block(data.data_ptr()):
             self.holes += 1
-            return self.writer.write_record_metadata(name, size)
+            if self.has_file:
+                return self.writer.write_record_metadata(name, size)
         return self.writer.write_record(name, data, size)
 
 
@@ -91,16 +131,18 @@ def install(files: Files, values) -> None:
 
     @functools.wraps(write)
     def write_known(obj, zip_file, *args, **kwargs):
-        records = _Records(zip_file, values)
+        records = _Records(zip_file, values, files.has_file)
         write(obj, records, *args, **kwargs)
         files.has_holes = records.holes > 0
+        if files.has_holes and not files.has_file:
+            zip_file.write_record(MARK, b"1", 1)
 
     @functools.wraps(save)
     def save_known(obj, f, *args, **kwargs):
         path = f if isinstance(f, str | os.PathLike) else getattr(f, "name", None)
         if path is f and files.keeps(path):
             return
-        files.has_holes = False
+        files.has_holes, files.has_file = False, path is f
         save(obj, f, *args, **kwargs)
         if files.has_holes and isinstance(path, str | os.PathLike):
             files.note(path)
@@ -113,6 +155,7 @@ def install(files: Files, values) -> None:
 
     torch.serialization._save, torch.save, torch.UntypedStorage.cpu = write_known, save_known, copied
     torch.serialization.save = save_known
+    builtins.open = io.open = functools.wraps(open)(functools.partial(files.open, open))
     for owner, name in ((os, "rename"), (os, "replace"), (os, "link"), (shutil, "copyfile")):
         plain_move = getattr(owner, name)
         setattr(owner, name, functools.wraps(plain_move)(functools.partial(files.move, plain_move)))
