@@ -226,3 +226,55 @@ def test_the_memory_that_a_loss_keeps_is_that_of_its_kernel():
         rehearsed = rehearse(of_a_loop(name), on="a100", task=TINY)
         estimated = estimate(TINY, device="cuda", compute_capability=(8, 0), function=of_a_loop(name))
         assert rehearsed.ok and estimated.peak_bytes == rehearsed.peak_bytes, name
+
+
+def of_a_model(make):
+    """Return a loop of three steps that trains the model that `make(torch.nn)` returns: (model, shape of a batch)."""
+
+    def loop(task):
+        import torch
+
+        model, shape = make(torch.nn)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        model, batch = model.to(device), torch.rand(shape).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(3):
+            made = model(batch)
+            torch.nn.functional.binary_cross_entropy_with_logits(made, torch.ones_like(made)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return loop
+
+
+def of_cells(nn):
+    class Cells(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.LSTMCell(64, 96), nn.GRUCell(96, 300)
+
+        def forward(self, rows):
+            state = output = None
+            for row in rows:
+                state = self.first(row, state)
+                output = self.second(state[0], output)
+            return output
+
+    return Cells(), (5, 200, 64)
+
+
+MODELS = {
+    "batch norm": lambda nn: (nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()), (4, 3, 34, 34)),
+    "RMS norm": lambda nn: (nn.Sequential(nn.Linear(64, 200), nn.RMSNorm(200), nn.Linear(200, 300)), (500, 64)),
+    "depthwise, of volumes": lambda nn: (nn.Conv3d(8, 8, 3, groups=8), (2, 8, 9, 10, 11)),
+    "patches": lambda nn: (nn.Sequential(nn.Conv2d(3, 8, 3), nn.Unfold(4, stride=4)), (4, 3, 66, 66)),
+    "cells": of_cells,
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_memory_of_a_loop_is_that_of_cudas_kernels(name):
+    loop = of_a_model(MODELS[name])
+    rehearsed = rehearse(loop, on="a100", task=TINY)
+    estimated = estimate(TINY, card="a100", function=loop)
+    assert rehearsed.ok and estimated.peak_bytes == rehearsed.peak_bytes

@@ -256,10 +256,16 @@ class DeviceTracker(FakeTracker):
     def as_kernels_do(self, function, args, kwargs):
         if function.namespace == "bitsandbytes" and function._opname in quantized_kernels.OUTLIER_OPERATIONS:
             return quantized_kernels.without_outliers(function._opname, *args, **kwargs)
+        if function is aten._fused_rms_norm_backward.default:  # torch has no fake kernel for it
+            like = zip(args[1:5:3], args[5], strict=True)  # the input and the weight
+            return tuple(each.new_empty(each.shape) if wanted else None for each, wanted in like)
         result = super().as_kernels_do(function, args, kwargs)
         is_4bit = self.cache.within and function.namespace == "bitsandbytes"
         if is_4bit and self._kernels.multiplies(function, args, kwargs):  # torch's matmul inside runs under autocast
             return result.to(self.cache.within)
+        if function is aten.col2im.default and args[0].numel() > result.numel():
+            # The kernel shrinks the result from the size of its input, and so keeps that memory (cuda/Col2Im.cu).
+            return args[0].new_empty(args[0].numel())[: result.numel()].view(result.shape)
         if function is aten.log_sigmoid_forward.default:  # CUDA's backward needs only the input
             return result[0], result[1].new_empty(0)
         if function is aten._scaled_dot_product_efficient_attention.default and self._rules.seeds_on_device:
