@@ -278,3 +278,55 @@ def test_the_memory_of_a_loop_is_that_of_cudas_kernels(name):
     rehearsed = rehearse(loop, on="a100", task=TINY)
     estimated = estimate(TINY, card="a100", function=loop)
     assert rehearsed.ok and estimated.peak_bytes == rehearsed.peak_bytes
+
+
+def that_casts(torch, device):
+    """Train weights that were cast to 16 bits by the module's own method."""
+    model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.ReLU()).bfloat16().to(device)
+    for _ in range(2):
+        model(torch.rand(32, 300).bfloat16().to(device)).mean().backward()
+
+
+def that_copies_to_the_host(torch, device):
+    """Keep a copy of the weights on the host after each step, then send the model there and use the freed memory."""
+    model = torch.nn.Linear(500, 500).to(device)
+    for _ in range(3):
+        model(torch.rand(8, 500).to(device)).mean().backward()
+        best = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
+    model.cpu()
+    return best, torch.rand(500, 700).to(device)
+
+
+def that_evaluates(torch, device):
+    """Train, then evaluate in inference mode under autocast; read the loss as a number."""
+    layer = torch.nn.TransformerEncoderLayer(64, 4, 2048)
+    model = torch.nn.Sequential(layer, torch.nn.Linear(64, 3000)).to(device)
+    model(torch.rand(4, 17, 64).to(device)).mean().backward()
+    with torch.inference_mode(), torch.autocast(device.type, torch.bfloat16):
+        return model(torch.rand(60, 17, 64).to(device)).logsumexp(-1).mean().item()
+
+
+def that_aligns(torch, device):
+    """Train by CTC's loss on padded transcripts."""
+    model = torch.nn.Linear(64, 200).to(device)
+    for _ in range(2):
+        scores = model(torch.rand(300, 4, 64).to(device)).log_softmax(-1)
+        targets = torch.ones(4, 30, dtype=torch.long).to(device)
+        torch.nn.functional.ctc_loss(scores, targets, torch.full((4,), 300), torch.full((4,), 30)).backward()
+
+
+EVERYDAY = {each.__name__: each for each in (that_casts, that_copies_to_the_host, that_evaluates, that_aligns)}
+
+
+@pytest.mark.parametrize("name", EVERYDAY)
+def test_a_loop_that_does_everyday_things_is_estimated(name):
+    run = EVERYDAY[name]
+
+    def loop(task):
+        import torch
+
+        run(torch, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+    rehearsed = rehearse(loop, on="a100", task=TINY)
+    estimated = estimate(TINY, card="a100", function=loop)
+    assert rehearsed.ok and estimated.peak_bytes == rehearsed.peak_bytes

@@ -6,8 +6,10 @@ device.
 """
 
 import contextlib
+import functools
 import itertools
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from enum import Enum, auto
 from typing import Any
@@ -19,13 +21,14 @@ from torch import _meta_registrations
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_iter
 
 from trainmem.core import adapters
 from trainmem.estimate import gpu_optimizers, kernels, quantized_kernels, trl_kernels
 from trainmem.estimate.allocator_settings import Release, release
 from trainmem.estimate.one_rank import DeviceName
 from trainmem.estimate.operation_cache import OperationCache
-from trainmem.estimate.replacements import fake_module_to
+from trainmem.estimate.replacements import fake_casts
 from trainmem.estimate.trace import FakeTracker
 from trainmem.measure.tracker import calling, name_of
 from trainmem.measure.watcher import Block
@@ -88,6 +91,7 @@ class DeviceTracker(FakeTracker):
         self._forced: Placement | None = None  # overrides all other rules for new tensors
         self._adapter_base: Placement | None = None  # where the base model is to which peft adds adapters now
         self._results = Placement.HOST  # of the present operation
+        self._hosted: dict[int, weakref.ref] = {}  # fake storages that were copied to the host, by address
         self._has_inputs = False  # whether the present operation has tensors among its arguments
         self._overwritten: set[int] = set()  # numbers of elements of the views that an activation overwrote
         self._streams = {torch.cpu.current_stream(): 0}  # {stream that allocated: its number}
@@ -112,8 +116,9 @@ class DeviceTracker(FakeTracker):
 
         `optim`: the name of the Trainer's optimizer.
         """
-        yield torch.nn.Module, "to", fake_module_to(self)
+        yield from fake_casts(self)
         yield torch.nn.Module, "cuda", lambda module, *_, **__: self.send_module(module)
+        yield torch.nn.Module, "cpu", lambda module, *_, **__: self.take_module_back(module)
         yield torch.cuda, "empty_cache", self.cache_emptied
         yield memory, "is_cuda_available", lambda *_, **__: True
         yield memory, "is_mps_available", lambda *_, **__: False
@@ -187,6 +192,15 @@ class DeviceTracker(FakeTracker):
                 self.send(tensor, Category.WEIGHTS)
         return module
 
+    def take_module_back(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Send a module's parameters, their gradients and its buffers to the host, and return the module."""
+        for tensor in itertools.chain(module.parameters(), module.buffers()):
+            for each in (tensor, tensor.grad):
+                storage = None if each is None else self._storage(each)
+                if storage is not None and storage._cdata in self._blocks:
+                    self.log.append((self._blocks.pop(storage._cdata)[0], -1))
+        return module
+
     def send(self, tensor: torch.Tensor, category: str = Category.INPUTS) -> None:
         """Send a tensor to the device, unless it is there already.
 
@@ -219,12 +233,18 @@ class DeviceTracker(FakeTracker):
         if self.weights is Placement.HOST or self.collates:
             return Placement.HOST
         if inputs:
-            on_device = any_fake or any(map(self.is_on_device, inputs))
+            on_device = any(map(self.is_on_device, inputs)) or (any_fake and not self._is_hosted(inputs))
         elif self._requested and not self._from_the_start:
             return self._requested
         else:
             on_device = self._from_the_start or self.moment in _DEVICE_PHASES
         return Placement.DEVICE if on_device else Placement.HOST
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if torch.is_inference_mode_enabled() and _composite_key(function):
+            with self:  # elsewhere torch has replaced the operation by its parts before the tracker sees it
+                return function._op_dk(_composite_key(function), *args, **kwargs or {})
+        return super().__torch_dispatch__(function, types, args, kwargs)
 
     def execute(self, function, args, kwargs):
         if function.overloadpacket.__name__ in _ACTIVATIONS and args[0]._is_view():
@@ -232,11 +252,28 @@ class DeviceTracker(FakeTracker):
         elif function is aten.new_empty_strided.default and args[0].numel() in self._overwritten:
             self._copy_into_base(args[0])
         result = super().execute(function, args, kwargs)
+        if self._hosted and self._results is Placement.HOST:
+            self._keep_on_host(result)
         if self._results is Placement.DEVICE:
             if function.overloadpacket is aten.set_:
                 self.send(result)  # it has another storage now
             self._run_kernel(function, args, kwargs, result)
         return result
+
+    def _is_hosted(self, tensors: list[torch.Tensor]) -> bool:
+        """Return whether all fake tensors among `tensors` are copies on the host, or results of such copies."""
+        if not self._hosted:
+            return False
+        storages = [self._storage(each) for each in tensors if isinstance(each, FakeTensor)]
+        return all(each is not None and each._cdata in self._hosted for each in storages)
+
+    def _keep_on_host(self, results: Any) -> None:
+        """Remember that the fake tensors among the `results` of an operation are on the host."""
+        for tensor in tree_iter(results):
+            storage = self._storage(tensor) if isinstance(tensor, FakeTensor) else None
+            if storage is not None and storage._cdata not in self._blocks:
+                forget = functools.partial(lambda key, _: self._hosted.pop(key, None), storage._cdata)
+                self._hosted[storage._cdata] = weakref.ref(storage, forget)
 
     def _copy_into_base(self, gradient: torch.Tensor) -> None:
         """Log that autograd copies `gradient` into a new gradient, and then frees `gradient`.
@@ -333,6 +370,17 @@ class DeviceTracker(FakeTracker):
         return block
 
 
+@functools.cache
+def _composite_key(function) -> torch._C.DispatchKey | None:
+    """Return the key of the kernel by which an operation calls others, e.g. a linear layer a matmul: that of `cuda.py`
+    if it has one, otherwise torch's. None: the operation has a kernel of its own."""
+    has_kernel = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, function.name())
+    keys = torch._C.DispatchKey
+    if function.namespace != "aten" or has_kernel("CPU") or not has_kernel("CompositeImplicitAutograd"):
+        return None
+    return keys.AutogradCPU if has_kernel("AutogradCPU") else keys.CompositeImplicitAutograd
+
+
 def _send_8bit(plain, weight, *args, **kwargs):
     """Return a quantized `Int8Params` unchanged; for any other weight, call `plain`, the original method `to`.
 
@@ -361,6 +409,8 @@ class _DeviceArguments(TorchFunctionMode):
         kwargs, name = kwargs or {}, getattr(function, "__name__", "")
         if name == "to":
             return self._to(function, args, kwargs)
+        if name == "cpu":
+            return self._to(torch.Tensor.to, (args[0], "cpu"), {})
         if name == "cuda":
             return self._to(torch.Tensor.to, (args[0], torch.device("cpu")), {})
         if name.endswith("_like") and kwargs.get("device") == "cpu":
@@ -371,7 +421,9 @@ class _DeviceArguments(TorchFunctionMode):
 
     def _on_host(self, function, args, kwargs):
         with patch.object(self._tracker, "_forced", Placement.HOST):
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+        self._tracker._keep_on_host(result)
+        return result
 
     def _to(self, function, args, kwargs):
         tracker = self._tracker

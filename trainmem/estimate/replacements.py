@@ -13,7 +13,7 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import numpy as np
@@ -165,6 +165,16 @@ def fake_module_to(tracker: "FakeTracker") -> Callable:
         return module if device is None else tracker.send_module(module)
 
     return to
+
+
+def fake_casts(tracker: "FakeTracker") -> Iterator[tuple[Any, str, Callable]]:
+    """Yield (owner, name, replacement) for each method of a module that moves or casts its weights, see
+    `fake_module_to`."""
+    to = fake_module_to(tracker)
+    yield torch.nn.Module, "to", to
+    for name in ("half", "bfloat16", "float", "double"):
+        yield torch.nn.Module, name, functools.partialmethod(to, getattr(torch, name))
+    yield torch.nn.Module, "type", to
 
 
 def few_micro_batches(tracker: "FakeTracker", alike: bool) -> contextlib.AbstractContextManager:
