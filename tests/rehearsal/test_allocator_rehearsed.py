@@ -315,7 +315,24 @@ def that_aligns(torch, device):
         torch.nn.functional.ctc_loss(scores, targets, torch.full((4,), 300), torch.full((4,), 30)).backward()
 
 
-EVERYDAY = {each.__name__: each for each in (that_casts, that_copies_to_the_host, that_evaluates, that_aligns)}
+def that_saves(torch, device):
+    """Save a checkpoint of the model and the optimizer's states, and load it again."""
+    import io
+
+    model, file = torch.nn.Linear(500, 500).to(device), io.BytesIO()
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(3):
+        model(torch.rand(8, 500).to(device)).mean().backward()
+        optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    loaded = torch.load(file, map_location=device)
+    model.load_state_dict(loaded["model"])
+    optimizer.load_state_dict(loaded["optimizer"])
+
+
+EVERYDAY = (that_casts, that_copies_to_the_host, that_evaluates, that_aligns, that_saves)
+EVERYDAY = {each.__name__: each for each in EVERYDAY}
 
 
 @pytest.mark.parametrize("name", EVERYDAY)

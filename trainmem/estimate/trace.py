@@ -116,7 +116,8 @@ def follow(experiment: Experiment, tracker: "FakeTracker") -> Trace:
                 stack.enter_context(deepspeed_on_a_card(deepspeed, tracker.cache_emptied))
         with watched(tracker) as parameters, scaler_failures():
             if experiment.function:
-                cloudpickle.loads(experiment.function)(experiment.task)
+                with beside_steps.checkpoints(tracker):
+                    cloudpickle.loads(experiment.function)(experiment.task)
             elif experiment.training:
                 steps = experiment.steps_on_a_gpu if tracker.places_modules else experiment.metered_steps
                 with evaluation.unknown_values(on_cpu=not tracker.places_modules), beside_steps.checkpoints(tracker):
@@ -222,6 +223,9 @@ class FakeTracker(Tracker):
     def send_module(self, module: torch.nn.Module) -> torch.nn.Module:
         """Send a module to the device, and return it."""
         return module
+
+    def send(self, tensor: torch.Tensor, category: str = Category.INPUTS) -> None:
+        """Send a tensor to the device: nothing happens where the host is the device."""
 
     def repeated(self, span: tuple) -> list[FakeTensor] | None:
         """Log a batch once more without running it; return new fake tensors like those that were live after the batch.
