@@ -38,6 +38,7 @@ aten = torch.ops.aten
 # Functions of torch that make a tensor from no other one: on the host, unless `device=` is given.
 _FACTORIES = {"zeros", "ones", "full", "arange", "tensor", "as_tensor", "eye", "linspace", "empty", "randint"}
 _FACTORIES |= {"randperm", "rand", "randn", "scalar_tensor", "tril_indices", "triu_indices", "from_numpy", "stack"}
+_RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}  # layers, which take many steps; a GPU's cells are torch's own
 # Phases that run on the device.
 _DEVICE_PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.STEP, Phase.GATHER, Phase.REDUCER)
 
@@ -407,6 +408,7 @@ class _DeviceArguments(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, getattr(function, "__name__", "")
+        self._tracker.recurs |= name in _RECURRENT
         if name == "to":
             return self._to(function, args, kwargs)
         if name == "cpu":

@@ -143,6 +143,7 @@ class FakeTracker(Tracker):
         # Whether checks of all elements, e.g. of boxes, count as true, and whether unknown masks select all elements.
         self.checks_hold = False
         self.assumes_masks = False  # whether that was assumed of any mask
+        self.recurs = False  # whether a recurrent layer ran
         self.selected: Callable[[torch.Tensor], int] | None = None  # counts what a mask drawn at random selects
         self.routing: Routing | None = None  # of tokens to experts; None: unknown, because values decide it
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -459,6 +460,7 @@ def _traced(tracker: FakeTracker, parameters: int, trainable: int) -> Trace:
         apart=apart,
         log=recorded(tracker) if tracker.places_modules else None,
         assumes_masks=tracker.assumes_masks,
+        recurs=tracker.recurs,
     )
 
 
