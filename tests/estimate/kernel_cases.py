@@ -234,6 +234,83 @@ def ctc_loss(is_backward=False, batch=4):
     return lambda: aten._ctc_loss_backward(*arguments)
 
 
+def cell(function, gates):
+    """Return a function without arguments that runs the kernel of an LSTM's or a GRU's cell of 96 units, with as many
+    `gates`."""
+    biases = [zeros(96 * gates) for _ in range(2)]
+    parts = [zeros(20, 96 * gates), zeros(20, 96 * gates), zeros(20, 96)]
+    return lambda: function(*parts, *biases)
+
+
+def rms_norm_backward(gradient):
+    tensor, factors, weight = zeros(40, 50, 64), zeros(40, 50, 1), zeros(64)
+    return lambda: aten._fused_rms_norm_backward(gradient, tensor, [64], factors, weight, [True, True])
+
+
+def bags_backward(mode, count=20, rows=500):
+    """Return a function without arguments that computes the gradient of a table of embeddings, of which `count` were
+    added up in each of 50 bags.
+
+    Args:
+        mode: 0: sums, 1: means, 2: maxima.
+        rows: embeddings in the table.
+    """
+    table, indices, starts = zeros(rows, 64), zeros(50 * count, dtype=I64), zeros(50, dtype=I64)
+    kept = aten._embedding_bag(table, indices, starts, False, mode)[1:]
+    rest, gradient = (indices, starts, *kept, rows, False, mode, False, None), zeros(50, 64)
+    return lambda: aten._embedding_bag_backward(gradient, *rest)
+
+
+def depthwise_3d_backward():
+    gradient, tensor, weight = zeros(2, 8, 9, 10, 11), zeros(2, 8, 9, 10, 11), zeros(8, 1, 3, 3, 3)
+    rest = ([8], [1] * 3, [1] * 3, [1] * 3, False, [0] * 3, 8, [True, True, True])
+    return lambda: aten.convolution_backward(gradient, tensor, weight, *rest)
+
+
+PATCHES = {"kernel_size": [3, 3], "dilation": [1, 1], "padding": [0, 0], "stride": [1, 1]}
+BOTH = (500, 300), (500, 300)  # a model's output and a target
+LOSSES = ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss")
+LOSSES += ("binary_cross_entropy_with_logits",)
+LATER = {  # rehearsed with torch 2.15 only
+    "CTC loss": ctc_loss,
+    "CTC loss, many": lambda: ctc_loss(batch=200),
+    "CTC loss's backward": lambda: ctc_loss(True),
+    "a number, added in place": lambda: of_one(aten.add_, 8, other=1),
+    **{name: functools.partial(matmul, getattr(aten, name), *BOTH) for name in LOSSES},
+    "mse_loss, unreduced": lambda: matmul(aten.mse_loss, *BOTH, reduction=0),
+    "huber_loss, unreduced": lambda: matmul(aten.huber_loss, *BOTH, reduction=0),
+    "mse_loss of few": lambda: matmul(aten.mse_loss, (2, 3), (2, 3)),
+    "mse_loss in bf16": lambda: matmul(aten.mse_loss, *BOTH, dtype=BF16),
+    "logits' loss, unreduced": lambda: matmul(aten.binary_cross_entropy_with_logits, *BOTH, reduction=0),
+    "logits' loss, weighted": lambda: matmul(aten.binary_cross_entropy_with_logits, *BOTH, (300,)),
+    "logits' loss, weighted by class": lambda: matmul(
+        lambda tensor, target, weight: aten.binary_cross_entropy_with_logits(tensor, target, None, weight),
+        *(*BOTH, (300,)),
+    ),
+    "RMS norm's backward": lambda: rms_norm_backward(zeros(40, 50, 64)),
+    "RMS norm's backward, turned": lambda: rms_norm_backward(zeros(50, 40, 64).transpose(0, 1)),
+    "LSTM's cell": lambda: cell(aten._thnn_fused_lstm_cell, 4),
+    "GRU's cell": lambda: cell(aten._thnn_fused_gru_cell, 3),
+    **{f"bags of mode {mode}, backward": functools.partial(bags_backward, mode) for mode in range(3)},
+    "large bags, backward": lambda: bags_backward(1, 200),
+    "large bags of few rows, backward": lambda: bags_backward(1, 200, 5),
+    "logsumexp": lambda: of_one(torch.logsumexp, 200, 3000, dim=1),
+    "logsumexp of columns, bf16": lambda: of_one(torch.logsumexp, 200, 3000, dim=0, dtype=BF16),
+    "logsumexp of long rows": lambda: of_one(torch.logsumexp, 3, 1_000_000, dim=-1),
+    "logsumexp of all, bf16": lambda: of_one(torch.logsumexp, 200, 3000, dim=(0, 1), dtype=BF16),
+    "maximum of all, bf16": lambda: of_one(torch.amax, 500, 300, dtype=BF16, dim=(0, 1)),
+    "deviation": lambda: of_one(torch.std, 500, 300),
+    "variance of long rows": lambda: of_one(torch.var, 2, 300_000, dim=-1),
+    "variance and mean": lambda: of_one(torch.var_mean, 500, 300, dtype=BF16),
+    "product": lambda: of_one(torch.prod, 500, 300, dtype=BF16),
+    "sort of rows": lambda: of_one(torch.sort, 30, 40, 50),
+    "sort of columns": lambda: of_one(torch.sort, 30, 40, 50, dim=0),
+    "patches": lambda: of_one(aten.im2col, 4, 8, 32, 34, **PATCHES),
+    "patches of what is turned": lambda: turned(aten.im2col, 8, 4, 32, 34, **PATCHES),
+    "patches, added": lambda: of_one(aten.col2im, 4, 72, 64, output_size=[10, 10], **PATCHES),
+    "distances": lambda: matmul(aten._euclidean_dist, (3, 40, 64), (3, 50, 64)),
+    "each channel's convolution of volumes, backward": depthwise_3d_backward,
+}
 RUNS = {
     "sparse, added": lambda: sparse(aten.add_),
     "sparse, added, coalesced": lambda: sparse(aten.add_, is_coalesced=True),
@@ -334,15 +411,10 @@ RUNS = {
     "softmax of what is turned": lambda: turned(aten._softmax, 40, 60, dim=-1, half_to_float=False),
     "roll": lambda: of_one(torch.roll, 4, 28, 28, shifts=(3,), dims=(1,)),
     "roll of two dimensions, turned": lambda: turned(torch.roll, 4, 28, 28, shifts=(3, 3), dims=(1, 2)),
-    "CTC loss": ctc_loss,
-    "CTC loss, many": lambda: ctc_loss(batch=200),
-    "CTC loss's backward": lambda: ctc_loss(True),
     "max pool of what is turned": lambda: turned(aten.max_pool2d_with_indices, 32, 4, 28, 28, kernel_size=[2, 2]),
-}
+} | LATER
 
 
-# Cases that were rehearsed with torch 2.15 only.
-OF_2_15 = {"CTC loss", "CTC loss, many", "CTC loss's backward"}
 # What a release before torch 2.14 refuses.
 SINCE_2_14 = {
     f"efficient, grouped, {name}": functools.partial(attention, "efficient", dtype, groups)

@@ -131,6 +131,27 @@ def test_a_loop_of_ones_own_is_traced_too():
     assert estimate(TINY, device="cpu", function=loop).memory.breakdown == run.memory.breakdown
 
 
+LIBRARIES = {
+    "cuDNN": lambda torch, rows: torch.nn.LSTM(8, 8)(rows)[0],
+    "cuFFT": lambda torch, rows: torch.fft.rfft(torch.nn.Linear(8, 8)(rows)).abs(),
+    "cuSOLVER": lambda torch, rows: torch.linalg.inv(torch.nn.Linear(8, 8)(rows)),
+    "": lambda torch, rows: torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU())(rows).norm(),
+}
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_memory_of_a_library_that_is_not_known_is_an_assumption(name):
+    compute = LIBRARIES[name]
+
+    def loop(task):
+        import torch
+
+        compute(torch, torch.ones(8, 8)).sum().backward()
+
+    found = [text.partition(":")[0] for text in estimate(TINY, card="a100", function=loop).assumptions]
+    assert [each for each in found if each in LIBRARIES] == [name] * bool(name)
+
+
 def test_sums_that_python_writes_in_a_backward_are_tensors_of_their_own():
     """Autograd adds gradients in place. If Python code adds them in the backward of a `Function` or in a hook, each sum
     is a new tensor, and the estimate must count it.

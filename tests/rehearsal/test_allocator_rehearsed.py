@@ -227,3 +227,124 @@ def test_the_memory_that_a_loss_keeps_is_that_of_its_kernel():
         rehearsed = rehearse(of_a_loop(name), on="a100", task=TINY)
         estimated = estimate(TINY, device="cuda", compute_capability=(8, 0), function=of_a_loop(name))
         assert rehearsed.ok and estimated.peak_bytes == rehearsed.peak_bytes, name
+
+
+def of_a_model(make):
+    """Return a loop of three steps that trains the model that `make(torch.nn)` returns: (model, shape of a batch)."""
+
+    def loop(task):
+        import torch
+
+        model, shape = make(torch.nn)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        model, batch = model.to(device), torch.rand(shape).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(3):
+            made = model(batch)
+            torch.nn.functional.binary_cross_entropy_with_logits(made, torch.ones_like(made)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return loop
+
+
+def of_cells(nn):
+    class Cells(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.LSTMCell(64, 96), nn.GRUCell(96, 300)
+
+        def forward(self, rows):
+            state = output = None
+            for row in rows:
+                state = self.first(row, state)
+                output = self.second(state[0], output)
+            return output
+
+    return Cells(), (5, 200, 64)
+
+
+MODELS = {
+    "batch norm": lambda nn: (nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()), (4, 3, 34, 34)),
+    "RMS norm": lambda nn: (nn.Sequential(nn.Linear(64, 200), nn.RMSNorm(200), nn.Linear(200, 300)), (500, 64)),
+    "depthwise, of volumes": lambda nn: (nn.Conv3d(8, 8, 3, groups=8), (2, 8, 9, 10, 11)),
+    "patches": lambda nn: (nn.Sequential(nn.Conv2d(3, 8, 3), nn.Unfold(4, stride=4)), (4, 3, 66, 66)),
+    "cells": of_cells,
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_memory_of_a_loop_is_that_of_cudas_kernels(name):
+    loop = of_a_model(MODELS[name])
+    rehearsed = rehearse(loop, on="a100", task=TINY)
+    estimated = estimate(TINY, card="a100", function=loop)
+    assert rehearsed.ok and estimated.peak_bytes == rehearsed.peak_bytes
+
+
+def that_casts(torch, device):
+    """Train weights that were cast to 16 bits by the module's own method."""
+    model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.ReLU()).bfloat16().to(device)
+    for _ in range(2):
+        model(torch.rand(32, 300).bfloat16().to(device)).mean().backward()
+
+
+def that_copies_to_the_host(torch, device):
+    """Keep a copy of the weights on the host after each step, then send the model there and use the freed memory."""
+    model = torch.nn.Linear(500, 500).to(device)
+    for _ in range(3):
+        model(torch.rand(8, 500).to(device)).mean().backward()
+        best = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
+    model.cpu()
+    return best, torch.rand(500, 700).to(device)
+
+
+def that_evaluates(torch, device):
+    """Train, then evaluate in inference mode under autocast; read the loss as a number."""
+    layer = torch.nn.TransformerEncoderLayer(64, 4, 2048)
+    model = torch.nn.Sequential(layer, torch.nn.Linear(64, 3000)).to(device)
+    model(torch.rand(4, 17, 64).to(device)).mean().backward()
+    with torch.inference_mode(), torch.autocast(device.type, torch.bfloat16):
+        return model(torch.rand(60, 17, 64).to(device)).logsumexp(-1).mean().item()
+
+
+def that_aligns(torch, device):
+    """Train by CTC's loss on padded transcripts."""
+    model = torch.nn.Linear(64, 200).to(device)
+    for _ in range(2):
+        scores = model(torch.rand(300, 4, 64).to(device)).log_softmax(-1)
+        targets = torch.ones(4, 30, dtype=torch.long).to(device)
+        torch.nn.functional.ctc_loss(scores, targets, torch.full((4,), 300), torch.full((4,), 30)).backward()
+
+
+def that_saves(torch, device):
+    """Save a checkpoint of the model and the optimizer's states, and load it again."""
+    import io
+
+    model, file = torch.nn.Linear(500, 500).to(device), io.BytesIO()
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(3):
+        model(torch.rand(8, 500).to(device)).mean().backward()
+        optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    loaded = torch.load(file, map_location=device)
+    model.load_state_dict(loaded["model"])
+    optimizer.load_state_dict(loaded["optimizer"])
+
+
+EVERYDAY = (that_casts, that_copies_to_the_host, that_evaluates, that_aligns, that_saves)
+EVERYDAY = {each.__name__: each for each in EVERYDAY}
+
+
+@pytest.mark.parametrize("name", EVERYDAY)
+def test_a_loop_that_does_everyday_things_is_estimated(name):
+    run = EVERYDAY[name]
+
+    def loop(task):
+        import torch
+
+        run(torch, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+    rehearsed = rehearse(loop, on="a100", task=TINY)
+    estimated = estimate(TINY, card="a100", function=loop)
+    assert rehearsed.ok and estimated.peak_bytes == rehearsed.peak_bytes

@@ -99,7 +99,8 @@ class _Casts:
         if tensor.dtype is dtype:
             return tensor
         is_weight = tensor.dtype is torch.float32 and tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
-        if not is_weight or dtype is not torch.get_autocast_dtype("cpu") or not torch.is_autocast_cache_enabled():
+        is_kept = torch.is_autocast_cache_enabled() and not torch.is_inference_mode_enabled()
+        if not is_weight or dtype is not torch.get_autocast_dtype("cpu") or not is_kept:
             return tensor.to(dtype)
         if id(tensor) not in self.kept:
             self.kept[id(tensor)] = (tensor, tensor.to(dtype))

@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from trainmem.estimate.operation_cache import fake, spec_of
 from trainmem.estimate.trace_records import Spec
@@ -76,7 +76,12 @@ def checkpoints(tracker: "FakeTracker") -> Iterator[None]:
         files[str(file)] = {name: spec_of(t) for name, t in tensors.items()}
         Path(file).write_bytes(_header(tensors, metadata))
 
-    def load(file: str | os.PathLike, **_: Any) -> dict[str, torch.Tensor]:
+    plain, load_plain = torch.load, getattr(sys.modules.get("safetensors.torch"), "load_file", None)
+    pickled: dict[Any, Any] = {}  # {file: the object, with the `Spec` of each tensor in place of the tensor}
+
+    def load(file: str | os.PathLike, *args: Any, **options: Any) -> dict[str, torch.Tensor]:
+        if str(file) not in files:
+            return load_plain(file, *args, **options)
         made = {name: fake(spec, tracker.fake) for name, spec in files[str(file)].items()}
         if not tracker.places_modules:  # all tensors are in the memory of the file
             size = os.path.getsize(file) + sum(spec.bytes for spec in files[str(file)].values())
@@ -95,13 +100,30 @@ def checkpoints(tracker: "FakeTracker") -> Iterator[None]:
     def identity(tensor: torch.Tensor) -> tuple:
         return tensor.device, tensor.untyped_storage()._cdata, tensor.untyped_storage().nbytes()
 
-    def pickle(_: Any, file: str | os.PathLike, *args: Any, **__: Any) -> None:
-        Path(file).touch()
+    def pickle(saved: Any, file: Any, *args: Any, **__: Any) -> None:
+        is_path = isinstance(file, str | os.PathLike)
+        pickled[str(file) if is_path else file] = tree_map_only(torch.Tensor, spec_of, saved)
+        if is_path:
+            Path(file).touch()
+
+    def unpickle(file: Any, map_location: Any = None, *args: Any, **options: Any) -> Any:
+        key = str(file) if isinstance(file, str | os.PathLike) else file
+        if key not in pickled:
+            return plain(file, map_location, *args, **options)
+
+        def made(spec: Spec) -> torch.Tensor:
+            tensor = fake(spec, tracker.fake)
+            tracker.track_unlisted(tensor, "torch.load")
+            if type(map_location) is not str or map_location != "cpu":
+                tracker.send(tensor)
+            return tensor
+
+        return tree_map_only(Spec, made, pickled[key], is_leaf=lambda each: isinstance(each, Spec))
 
     replaced = [
         ("transformers.modeling_utils", {"safe_save_file": save, "id_tensor_storage": identity}),
         ("safetensors.torch", {"load_file": load}),
-        ("torch", {"save": pickle}),
+        ("torch", {"save": pickle, "load": unpickle}),
         ("peft.peft_model", {"safe_save_file": save, "id_tensor_storage": identity}),
         ("peft.utils.save_and_load", {"safe_load_file": load_adapters}),
     ]

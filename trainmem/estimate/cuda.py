@@ -52,8 +52,10 @@ def emulated(compute_capability: tuple[int, int] = DEFAULT_CAPABILITY, rules: Re
             "linear": _linear,
             **{f"{name}.int": functools.partial(_softmax, name) for name in ("softmax", "log_softmax")},
         }
-        for name, replacement in replacements.items():
+        for name, replacement in (replacements | {"lstm_cell": _lstm_cell, "gru_cell": _gru_cell}).items():
             library.impl(name, replacement, "AutogradCPU")
+        # With a kernel for the CPU, torch no longer replaces the fused norm by several operations.
+        library.impl("_fused_rms_norm", _rms_norm, "CPU")
         stack.enter_context(autocast.emulated(library))
         stack.enter_context(_foreach_allowed())
         # Without these patches TrainingArguments refuses bf16 and tf32.
@@ -101,6 +103,32 @@ def _linear(tensor, weight, bias=None):
         rows = torch.addmm(bias, tensor.reshape(-1, tensor.shape[-1]), weight.t())
         return rows.view(*tensor.shape[:-1], weight.shape[0])
     return torch.matmul(tensor, weight.t()).add_(bias)
+
+
+def _lstm_cell(tensor, state, weight, hidden_weight, bias=None, hidden_bias=None):
+    """Return (output, cell state) of an LSTM's cell, computed by one kernel after two matmuls, as on CUDA.
+
+    `state`: the (output, cell state) of the step before.
+    """
+    gates = torch.matmul(tensor, weight.t()), torch.matmul(state[0], hidden_weight.t())
+    return torch.ops.aten._thnn_fused_lstm_cell(*gates, state[1], bias, hidden_bias)[:2]
+
+
+def _gru_cell(tensor, output, weight, hidden_weight, bias=None, hidden_bias=None):
+    """Return the output of a GRU's cell, computed by one kernel after two matmuls, as on CUDA.
+
+    `output`: the output of the step before.
+    """
+    gates = torch.matmul(tensor, weight.t()), torch.matmul(output, hidden_weight.t())
+    return torch.ops.aten._thnn_fused_gru_cell(*gates, output, bias, hidden_bias)[0]
+
+
+def _rms_norm(tensor, shape, weight=None, eps=None):
+    """Return a tensor normalized over its last dimensions, of this `shape`, and the factors by which it was scaled."""
+    wide = tensor.double() if tensor.dtype is torch.float64 else tensor.float()
+    small = torch.finfo(wide.dtype).eps if eps is None else eps
+    factors = wide.square().mean([*range(-len(shape), 0)], keepdim=True).add(small).rsqrt()
+    return (wide * factors * (1 if weight is None else weight)).to(tensor.dtype).contiguous(), factors
 
 
 @contextlib.contextmanager

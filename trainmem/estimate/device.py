@@ -6,8 +6,10 @@ device.
 """
 
 import contextlib
+import functools
 import itertools
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from enum import Enum, auto
 from typing import Any
@@ -19,13 +21,14 @@ from torch import _meta_registrations
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_iter
 
 from trainmem.core import adapters
 from trainmem.estimate import gpu_optimizers, kernels, quantized_kernels, trl_kernels, user_cuda
 from trainmem.estimate.allocator_settings import Release, release
 from trainmem.estimate.one_rank import DeviceName
 from trainmem.estimate.operation_cache import OperationCache
-from trainmem.estimate.replacements import fake_module_to
+from trainmem.estimate.replacements import fake_casts
 from trainmem.estimate.trace import FakeTracker
 from trainmem.measure.tracker import calling, name_of
 from trainmem.measure.watcher import Block
@@ -35,6 +38,7 @@ aten = torch.ops.aten
 # Functions of torch that make a tensor from no other one: on the host, unless `device=` is given.
 _FACTORIES = {"zeros", "ones", "full", "arange", "tensor", "as_tensor", "eye", "linspace", "empty", "randint"}
 _FACTORIES |= {"randperm", "rand", "randn", "scalar_tensor", "tril_indices", "triu_indices", "from_numpy", "stack"}
+_RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}  # layers, which take many steps; a GPU's cells are torch's own
 # Phases that run on the device.
 _DEVICE_PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.STEP, Phase.GATHER, Phase.REDUCER)
 
@@ -88,6 +92,7 @@ class DeviceTracker(FakeTracker):
         self._forced: Placement | None = None  # overrides all other rules for new tensors
         self._adapter_base: Placement | None = None  # where the base model is to which peft adds adapters now
         self._results = Placement.HOST  # of the present operation
+        self._hosted: dict[int, weakref.ref] = {}  # fake storages that were copied to the host, by address
         self._has_inputs = False  # whether the present operation has tensors among its arguments
         self._overwritten: set[int] = set()  # numbers of elements of the views that an activation overwrote
         self._streams = {torch.cpu.current_stream(): 0}  # {stream that allocated: its number}
@@ -112,8 +117,9 @@ class DeviceTracker(FakeTracker):
 
         `optim`: the name of the Trainer's optimizer.
         """
-        yield torch.nn.Module, "to", fake_module_to(self)
+        yield from fake_casts(self)
         yield torch.nn.Module, "cuda", lambda module, *_, **__: self.send_module(module)
+        yield torch.nn.Module, "cpu", lambda module, *_, **__: self.take_module_back(module)
         yield torch.cuda, "empty_cache", self.cache_emptied
         if self._is_function:
             yield from user_cuda.replacements(self._capability)
@@ -189,6 +195,15 @@ class DeviceTracker(FakeTracker):
                 self.send(tensor, Category.WEIGHTS)
         return module
 
+    def take_module_back(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Send a module's parameters, their gradients and its buffers to the host, and return the module."""
+        for tensor in itertools.chain(module.parameters(), module.buffers()):
+            for each in (tensor, tensor.grad):
+                storage = None if each is None else self._storage(each)
+                if storage is not None and storage._cdata in self._blocks:
+                    self.log.append((self._blocks.pop(storage._cdata)[0], -1))
+        return module
+
     def send(self, tensor: torch.Tensor, category: str = Category.INPUTS) -> None:
         """Send a tensor to the device, unless it is there already.
 
@@ -221,12 +236,18 @@ class DeviceTracker(FakeTracker):
         if self.weights is Placement.HOST or self.collates:
             return Placement.HOST
         if inputs:
-            on_device = any_fake or any(map(self.is_on_device, inputs))
+            on_device = any(map(self.is_on_device, inputs)) or (any_fake and not self._is_hosted(inputs))
         elif self._requested and not self._from_the_start:
             return self._requested
         else:
             on_device = self._from_the_start or self.moment in _DEVICE_PHASES
         return Placement.DEVICE if on_device else Placement.HOST
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if torch.is_inference_mode_enabled() and _composite_key(function):
+            with self:  # elsewhere torch has replaced the operation by its parts before the tracker sees it
+                return function._op_dk(_composite_key(function), *args, **kwargs or {})
+        return super().__torch_dispatch__(function, types, args, kwargs)
 
     def execute(self, function, args, kwargs):
         if function.overloadpacket.__name__ in _ACTIVATIONS and args[0]._is_view():
@@ -234,11 +255,28 @@ class DeviceTracker(FakeTracker):
         elif function is aten.new_empty_strided.default and args[0].numel() in self._overwritten:
             self._copy_into_base(args[0])
         result = super().execute(function, args, kwargs)
+        if self._hosted and self._results is Placement.HOST:
+            self._keep_on_host(result)
         if self._results is Placement.DEVICE:
             if function.overloadpacket is aten.set_:
                 self.send(result)  # it has another storage now
             self._run_kernel(function, args, kwargs, result)
         return result
+
+    def _is_hosted(self, tensors: list[torch.Tensor]) -> bool:
+        """Return whether all fake tensors among `tensors` are copies on the host, or results of such copies."""
+        if not self._hosted:
+            return False
+        storages = [self._storage(each) for each in tensors if isinstance(each, FakeTensor)]
+        return all(each is not None and each._cdata in self._hosted for each in storages)
+
+    def _keep_on_host(self, results: Any) -> None:
+        """Remember that the fake tensors among the `results` of an operation are on the host."""
+        for tensor in tree_iter(results):
+            storage = self._storage(tensor) if isinstance(tensor, FakeTensor) else None
+            if storage is not None and storage._cdata not in self._blocks:
+                forget = functools.partial(lambda key, _: self._hosted.pop(key, None), storage._cdata)
+                self._hosted[storage._cdata] = weakref.ref(storage, forget)
 
     def _copy_into_base(self, gradient: torch.Tensor) -> None:
         """Log that autograd copies `gradient` into a new gradient, and then frees `gradient`.
@@ -258,10 +296,16 @@ class DeviceTracker(FakeTracker):
     def as_kernels_do(self, function, args, kwargs):
         if function.namespace == "bitsandbytes" and function._opname in quantized_kernels.OUTLIER_OPERATIONS:
             return quantized_kernels.without_outliers(function._opname, *args, **kwargs)
+        if function is aten._fused_rms_norm_backward.default:  # torch has no fake kernel for it
+            like = zip(args[1:5:3], args[5], strict=True)  # the input and the weight
+            return tuple(each.new_empty(each.shape) if wanted else None for each, wanted in like)
         result = super().as_kernels_do(function, args, kwargs)
         is_4bit = self.cache.within and function.namespace == "bitsandbytes"
         if is_4bit and self._kernels.multiplies(function, args, kwargs):  # torch's matmul inside runs under autocast
             return result.to(self.cache.within)
+        if function is aten.col2im.default and args[0].numel() > result.numel():
+            # The kernel shrinks the result from the size of its input, and so keeps that memory (cuda/Col2Im.cu).
+            return args[0].new_empty(args[0].numel())[: result.numel()].view(result.shape)
         if function is aten.log_sigmoid_forward.default:  # CUDA's backward needs only the input
             return result[0], result[1].new_empty(0)
         if function is aten._scaled_dot_product_efficient_attention.default and self._rules.seeds_on_device:
@@ -328,6 +372,17 @@ class DeviceTracker(FakeTracker):
         return block
 
 
+@functools.cache
+def _composite_key(function) -> torch._C.DispatchKey | None:
+    """Return the key of the kernel by which an operation calls others, e.g. a linear layer a matmul: that of `cuda.py`
+    if it has one, otherwise torch's. None: the operation has a kernel of its own."""
+    has_kernel = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, function.name())
+    keys = torch._C.DispatchKey
+    if function.namespace != "aten" or has_kernel("CPU") or not has_kernel("CompositeImplicitAutograd"):
+        return None
+    return keys.AutogradCPU if has_kernel("AutogradCPU") else keys.CompositeImplicitAutograd
+
+
 def _send_8bit(plain, weight, *args, **kwargs):
     """Return a quantized `Int8Params` unchanged; for any other weight, call `plain`, the original method `to`.
 
@@ -354,10 +409,13 @@ class _DeviceArguments(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, getattr(function, "__name__", "")
+        self._tracker.recurs |= name in _RECURRENT
         if "device" in kwargs:
             kwargs = kwargs | {"device": user_cuda.device_argument(kwargs["device"])}
         if name == "to":
             return self._to(function, (*args[:1], *map(user_cuda.device_argument, args[1:2]), *args[2:]), kwargs)
+        if name == "cpu":
+            return self._to(torch.Tensor.to, (args[0], "cpu"), {})
         if name == "cuda":
             return self._to(torch.Tensor.to, (args[0], user_cuda.THE_DEVICE), {})
         if name.endswith("_like") and kwargs.get("device") == "cpu":
@@ -368,7 +426,9 @@ class _DeviceArguments(TorchFunctionMode):
 
     def _on_host(self, function, args, kwargs):
         with patch.object(self._tracker, "_forced", Placement.HOST):
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+        self._tracker._keep_on_host(result)
+        return result
 
     def _to(self, function, args, kwargs):
         tracker = self._tracker

@@ -153,13 +153,16 @@ class Kernels:
 
     # ---- sorts, and operations that sort
 
-    def _embedding_backward(self, made, gradient, indices, weights, padding, scale_by_frequency, *_, **__):
+    def _embedding_backward(
+        self, made, gradient, indices, weights, padding, scale_by_frequency, *_, in_parts=False, **__
+    ):
         """Return the memory requests of `embedding_dense_backward`, in order: results (`made`), and bytes of buffers.
 
         Up to 3072 indices are not sorted, unless `scale_by_frequency` is True. More indices are sorted, in buffers. The
         gradients of up to 10 equal indices are then added to one partial sum in fp32; a buffer holds all partial sums,
         which are finally added for each index. If the indices name few rows, and each row often, the gradients are
-        added to the rows in fp32 at once, without partial sums. Source: cuda/Embedding.cu, EmbeddingBackwardKernel.cu.
+        added to the rows in fp32 at once, without partial sums, but never if `in_parts` is True. Source:
+        cuda/Embedding.cu, EmbeddingBackwardKernel.cu.
         """
         count, width = indices.numel(), gradient.shape[-1]
         copies = [*contiguous_copy(gradient), *contiguous_copy(indices)]
@@ -168,11 +171,15 @@ class Kernels:
         rows = min(count, weights)
         sums = count // 10 + rows
         first = len(copies)
-        ordered = [count * WORD] * 3 + [self._sort_bytes(count, weights), Free(first + 3), Free(first + 2)]
+        ordered = [count * WORD] * 3 + [
+            self._sort_bytes(count, weights) if count > 2304 else 1,
+            Free(first + 3),
+            Free(first + 2),
+        ]
         differ = scan_bytes(count, self._unique_at_once)
         unique = [count * WORD, WORD, count * WORD, differ, Free(first + 5), Free(first + 4)]
         parts = [rows * WORD, rows * WORD, scan_bytes(rows), Free(first + 6), WORD, sums * WORD]
-        if rows < 4 * self._gpu.processors.count and count // 10 > 3 * rows:
+        if not in_parts and rows < 4 * self._gpu.processors.count and count // 10 > 3 * rows:
             parts += [sums * WORD, *([weights * width * 4] if gradient.dtype in HALF else [])]
         else:
             parts += [sums * width * 4]
@@ -220,9 +227,15 @@ class Kernels:
         )
         return [WORD, WORD, *shared, *[Free(2)] * len(shared), 1, Free(2), 1, Free(2), Free(1), Free(0)]
 
-    def _sort(self, made, tensor, *_, **__):
+    def _sort(self, made, tensor, dim=-1, *_, **options):
+        """Return the memory requests of `sort`, in order: the results (`made`), and bytes of buffers.
+
+        A buffer holds the positions 0, 1, ... of a row. Rows of more than 4096 numbers are sorted in another way, which
+        is modelled only if there is one row.
+        """
         if tensor.dim() != 1:
-            return made
+            size = tensor.shape[options.get("dim", dim)] if tensor.dim() else 1
+            return [*made, size * WORD] if tensor.numel() and 1 < size <= 4096 else made
         count, key = tensor.numel(), tensor.element_size()
         if count <= 4096 or key not in self._sorted_at_once:
             return [*made, count * WORD]
@@ -241,6 +254,49 @@ class Kernels:
         is_one = tensor.dim() and tensor.numel() == tensor.shape[dim]  # otherwise each row is a scan of its own
         tile = (1920, 8) if dtype.itemsize == 4 else (7680, 16) if dtype in HALF else ()
         return [*made, *cast, *copy, *([scan_bytes(tensor.numel(), *tile)] if is_one else [])]
+
+    def _logsumexp(self, made, tensor, dim, *_, **__):
+        """Return the memory requests of `logsumexp`, in order: bytes of buffers, then the result (`made`).
+
+        The buffers hold the maxima, which of them are infinite, and the exponentials (native/ReduceOps.cpp).
+        """
+        (result,) = made
+        small, each = result.nbytes, result.itemsize
+        maxima = self._reduction(each, result, tensor, dim)
+        if not result.numel() or tensor.dtype is not result.dtype:
+            return made
+        infinite = [small, result.numel(), Free(1), Free(1)]
+        return [
+            small,
+            *maxima,
+            *[Free(1)] * len(maxima),
+            *infinite,
+            tensor.nbytes,
+            result,
+            *self._reduction(0, result, tensor, dim),
+        ]
+
+    def _extreme(self, made, tensor, dim=None, *_, **__):
+        """Return the memory requests of `amax` and the like, whose partial results have the tensor's own type."""
+        return [*made, *self._reduction(made[0].element_size(), made[0], tensor, dim)] if len(made) == 1 else made
+
+    def _variance(self, made, tensor, dim=None, *_, **__):
+        """Return the memory requests of `var`, `std` and `var_mean`: a partial result is four numbers (Welford's)."""
+        return [*made, *self._reduction(16, made[0], tensor, dim)]
+
+    def _distances(self, made, first, second):
+        """Return the memory requests of the distances between rows, in order: bytes of buffers, then the result.
+
+        To each row its squared length and a 1 are appended; the result (`made`) is a matmul of the two
+        (native/Distance.cpp: _euclidean_dist).
+        """
+        one, other = (each.nbytes // each.shape[-1] for each in (first, second))
+        lengths = [first.nbytes, one, Free(0), one, second.nbytes, other, Free(2), other]
+        rows = [first.nbytes, first.nbytes + 2 * one, Free(0), Free(0), Free(2), second.nbytes + 2 * other]
+        return [*lengths, *rows, Free(0), Free(0), *made]
+
+    def _unfold(self, made, tensor, *_, **__):
+        return [*contiguous_copy(tensor), tensor.nbytes, *made]
 
     def _safe_softmax(self, made, tensor, dim, *_, **__):
         """Return the memory requests of `_safe_softmax`, which gives 0 in rows that are masked completely.
@@ -266,6 +322,69 @@ class Kernels:
         shares = -(-count // self._sorted_at_once[key])
         again = next_multiple(count * key, CUB_BYTES) + next_multiple(count * WORD, CUB_BYTES) if passes > 1 else 0
         return again + 1024 * shares + 2048 * passes + 511
+
+    def _embedding_bag_backward(self, made, gradient, indices, *rest, **__):
+        """Return the memory requests of `_embedding_bag_backward`: those of an embedding whose indices are always
+        sorted. The maxima of bags (mode 2) need no sort (cuda/EmbeddingBag.cu)."""
+        weights, mode = rest[4], rest[6]
+        return (
+            made if mode == 2 else self._embedding_backward(made, gradient, indices, weights, -1, True, in_parts=True)
+        )
+
+    def _embedding_bag(self, made, *_, **__):
+        """Return the results of `_embedding_bag` in the order in which the kernel makes them: the sizes of the bags,
+        the bag of each index, the sums, and the positions of the maxima (cuda/EmbeddingBag.cu)."""
+        sums, bags, sizes, maxima = made
+        return [sizes, bags, sums, maxima]
+
+    def _cell(self, made, *_, **__):
+        """Return the results of an LSTM's or a GRU's cell in the order in which the kernel makes them: what it keeps
+        for backward comes first (cuda/RNN.cu)."""
+        return [made[-1], *made[:-1]]
+
+    def _fold(self, made, tensor, *_, **__):
+        return [*made, *contiguous_copy(tensor)]
+
+    # ---- losses
+
+    def _shares(self, tensor, target) -> list[int]:
+        """Return the bytes of each buffer for the sum of all elements of a loss of two tensors."""
+        each = torch.empty(torch.broadcast_shapes(tensor.shape, target.shape), device="meta")
+        return reduction_scratch.scratch_bytes(each.shape, each.stride(), range(each.dim()), self._gpu.processors)
+
+    def _loss(self, made, tensor, target, *_, **__):
+        """Return the memory requests of a loss whose result (`made`) keeps a number per element.
+
+        If the result is a mean or a sum, a buffer holds the losses of all elements, and further ones serve to add them
+        (native/Loss.cpp).
+        """
+        (result,) = made
+        return made if result.dim() else [result, result.untyped_storage().nbytes(), *self._shares(tensor, target)]
+
+    def _summed_loss(self, made, tensor, target, *_, **__):
+        """Return the memory requests of a loss like that of `_loss`, but with a buffer for the sum alone (cuda/Loss.cu,
+        native/Loss.cpp: soft_margin_loss)."""
+        (result,) = made
+        return made if result.dim() else [result, result.itemsize, *self._shares(tensor, target)]
+
+    def _huber_loss(self, made, tensor, target, *_, **__):
+        """Return the memory requests of `huber_loss`: if its result (`made`) is a mean or a sum, a buffer comes before
+        it, with a number per element (native/BinaryOps.cpp)."""
+        (result,) = made
+        count = torch.broadcast_shapes(tensor.shape, target.shape).numel()
+        return made if result.dim() else [count * result.itemsize, result, *self._shares(tensor, target)]
+
+    def _loss_of_logits(self, made, tensor, target, weight=None, positive=None, *_, **__):
+        """Return the memory requests of `binary_cross_entropy_with_logits`, in order: buffers, then the result.
+
+        A buffer holds the log-sigmoid, and another one the loss of each element; for weights of the positive class
+        (`positive`) there are two more in between (native/Loss.cpp). `made`: the result on fake tensors.
+        """
+        (result,) = made
+        weighted = [positive.nbytes, tensor.nbytes, Free(1), Free(1)] if positive is not None else []
+        if result.dim():
+            return [tensor.nbytes, *weighted, result]
+        return [tensor.nbytes, *weighted, tensor.nbytes, result, *self._shares(tensor, target)]
 
     # ---- others
 
@@ -442,6 +561,8 @@ def _is_torchs_own_depthwise(
         return False
     if _layout_of_convolution(tensor, weight) is torch.channels_last:
         return False
+    if tensor.dim() == 5:  # torch's own kernel for volumes makes the images' gradient first
+        return False
     height, width = (1, tensor.shape[2]) if tensor.dim() == 3 else tensor.shape[2:]
     step, side = stride[-1], weight.shape[-1]
     fits = tensor.dtype is torch.float16 and set(dilation) == {1} and groups >= 32
@@ -472,7 +593,24 @@ _RULES: dict[torch._ops.OpOverloadPacket, Callable[..., Iterable[Step]]] = {
     aten.index_put_: Kernels._put,
     aten.index_put: Kernels._put,
     aten._unsafe_index_put: Kernels._put,
+    aten._thnn_fused_lstm_cell: Kernels._cell,
+    aten._thnn_fused_gru_cell: Kernels._cell,
+    aten.col2im: Kernels._fold,
+    aten._embedding_bag: Kernels._embedding_bag,
+    aten._embedding_bag_forward_only: Kernels._embedding_bag,
+    aten._embedding_bag_backward: Kernels._embedding_bag_backward,
     aten.linalg_vector_norm: Kernels._norm,
+    aten.logsumexp: Kernels._logsumexp,
+    aten.im2col: Kernels._unfold,
+    aten._euclidean_dist: Kernels._distances,
+    aten.huber_loss: Kernels._huber_loss,
+    aten.binary_cross_entropy_with_logits: Kernels._loss_of_logits,
+    aten.mse_loss: Kernels._loss,
+    aten.smooth_l1_loss: Kernels._loss,
+    aten.binary_cross_entropy: Kernels._summed_loss,
+    aten.soft_margin_loss: Kernels._summed_loss,
+    **dict.fromkeys((aten.amax, aten.amin, aten.max, aten.min), Kernels._extreme),
+    **dict.fromkeys((aten.var, aten.std, aten.var_mean, aten.std_mean), Kernels._variance),
     aten.sort: Kernels._sort,
     aten._safe_softmax: Kernels._safe_softmax,
     aten.where: Kernels._where,
@@ -495,6 +633,8 @@ _COPIED = {
     aten.embedding: ((1,), ()),
     aten.native_layer_norm: ((0,), ()),
     aten.native_layer_norm_backward: ((1,), (0,)),
+    aten._fused_rms_norm: ((0,), ()),
+    aten._fused_rms_norm_backward: ((1,), (0,)),
     aten._softmax: ((), (0,)),
     aten._log_softmax: ((), (0,)),
     aten._log_softmax_backward_data: ((), (0, 1)),
@@ -505,16 +645,15 @@ _COPIED = {
     aten._adaptive_avg_pool2d: ((0,), ()),
     aten.upsample_nearest2d: ((), (0,)),
     aten.reflection_pad1d: ((), (0,)),
-    aten.im2col: ((0,), ()),
 }
 _ON_IMAGES = {aten.max_pool2d_with_indices, aten.max_pool2d_with_indices_backward, aten._adaptive_avg_pool2d}
 _ON_IMAGES |= {aten.avg_pool2d, aten.avg_pool2d_backward, aten.upsample_nearest2d}
 # Bytes of one accumulated number of a reduction; 0: those of the result's type, but fp32 for 16 bits, and integers are
 # widened first.
-_REDUCTIONS = {aten.sum: 0, aten.mean: 0, aten.nansum: 0, aten.any: 1, aten.all: 1, aten.amax: 4, aten.amin: 4}
-_REDUCTIONS |= {aten.max: 4, aten.min: 4}
+_REDUCTIONS = {aten.sum: 0, aten.mean: 0, aten.nansum: 0, aten.any: 1, aten.all: 1, aten.prod: 0}
 _PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.linear, aten._addmm_activation, aten.dot, aten.mv}
 _PRODUCTS |= {
+    aten._euclidean_dist,
     aten.addmv,
     aten.addbmm,
     aten._scaled_mm,

@@ -159,15 +159,24 @@ def grouped_product(first, second, offsets=None, bias=None, out_dtype=None) -> t
     return first.new_empty_strided(shape, [rows * step, step, 1][-len(shape) :], dtype=out_dtype or first.dtype)
 
 
-def alignments(log_probabilities, _, __, lengths) -> tuple:
+def states_of_ctc(targets: torch.Tensor, _, lengths) -> int | None:
+    """Return how many states CTC's loss aligns: 2 x (length of the longest transcript) + 1.
+
+    None: the length is not known. Transcripts of unknown lengths that are padded (`targets` has two dimensions) are
+    taken to be padded to the longest one. `lengths`: the transcripts' lengths, a tensor or a list of numbers.
+    """
+    if isinstance(lengths, FakeTensor):
+        return 2 * targets.shape[1] + 1 if targets.dim() == 2 else None
+    with _disable_current_modes():
+        return 2 * int(max(lengths)) + 1
+
+
+def alignments(log_probabilities: torch.Tensor, states: int) -> tuple:
     """Return fake results of CTC's loss function: (losses, log-probabilities of alignments).
 
-    The shapes are (batch,) and (batch, time steps, states), with 2 x (length of the longest transcript) + 1 states.
-    `log_probabilities`: (time steps, batch, classes). `lengths`: the transcripts' lengths, a tensor with known values.
+    The shapes are (batch,) and (batch, time steps, states). `log_probabilities`: (time steps, batch, classes).
     """
     steps, batch, _ = log_probabilities.shape
-    with _disable_current_modes():
-        states = 2 * int(lengths.max()) + 1
     return log_probabilities.new_empty(batch), log_probabilities.new_empty(batch, steps, states)
 
 

@@ -249,6 +249,15 @@ def _traced(
                 return found
 
 
+def _library_assumptions(trace: Trace) -> list[str]:
+    """Return the assumptions about operations of a trace that NVIDIA's libraries run on a GPU."""
+    names = {each.name.partition(".")[2].partition(".")[0] for each in trace.operations}
+    solved = {name for name in names if name.startswith(("linalg_", "_linalg_", "cholesky"))} - _NOT_SOLVED
+    transforms = any(name.startswith("_fft_") for name in names)
+    used = {_CUDNN_NOTE: trace.recurs, _CUFFT_NOTE: transforms, _CUSOLVER_NOTE: bool(solved)}
+    return [note for note, is_used in used.items() if is_used]
+
+
 def _with_totals(experiment: Experiment, trace: Trace, device: Device, probe: "Probe") -> TracedExperiment:
     """Return the trace with its assumptions and the total bytes during each operation.
 
@@ -265,7 +274,10 @@ def _with_totals(experiment: Experiment, trace: Trace, device: Device, probe: "P
         from trainmem.estimate import cuda, gpu_optimizers
 
         assumptions += [*cuda.assumptions(), _rules_assumption(device.rules or release())]
-        assumptions += gpu_optimizers.assumptions(experiment.arguments)
+        of_optimizer = gpu_optimizers.assumptions(experiment.arguments)
+        known = " ".join(of_optimizer)  # GaLore's names cuSOLVER
+        assumptions += of_optimizer
+        assumptions += [each for each in _library_assumptions(trace) if each.partition(":")[0] not in known]
         if experiment.weights and adapters.method_of(experiment.weights.quantization or {}) == "quanto":
             assumptions.append(_QUANTO_NOTE)
         if trace.one_sided:
@@ -285,6 +297,13 @@ _ROUTING_NOTE = (
     "all tokens choose the same experts"
 )
 _LAYERDROP_NOTE = "layerdrop: no layer is left out; the training leaves out each with the configured probability"
+_CUDNN_NOTE = (
+    "cuDNN: what it allocates for recurrent layers (LSTM, GRU, RNN) is not known; the layers are traced step by step, "
+    "as on a CPU"
+)
+_CUFFT_NOTE = "cuFFT: the workspace of Fourier transforms is not known, and not counted"
+_CUSOLVER_NOTE = "cuSOLVER: the workspace of decompositions and solvers is not known, and not counted"
+_NOT_SOLVED = {"linalg_vector_norm", "linalg_cross", "linalg_vecdot"}  # torch's own kernels
 _MASKS_NOTE = "masks: values decide which elements some masks select; all are assumed to be selected"
 _LOSS_NOTE = "evaluation computes the loss only: add prediction_loss_only=False if the training computes metrics"
 _QUANTO_NOTE = (

@@ -13,7 +13,7 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import numpy as np
@@ -162,9 +162,22 @@ def fake_module_to(tracker: "FakeTracker") -> Callable:
         for tensor in itertools.chain(module.parameters(), module.buffers()) if dtype else ():
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(dtype)
-        return module if device is None else tracker.send_module(module)
+        if device is None:
+            return module
+        is_host = "cpu" in (each for each in (*args[:1], options.get("device")) if type(each) is str)
+        return tracker.take_module_back(module) if is_host else tracker.send_module(module)
 
     return to
+
+
+def fake_casts(tracker: "FakeTracker") -> Iterator[tuple[Any, str, Callable]]:
+    """Yield (owner, name, replacement) for each method of a module that moves or casts its weights, see
+    `fake_module_to`."""
+    to = fake_module_to(tracker)
+    yield torch.nn.Module, "to", to
+    for name in ("half", "bfloat16", "float", "double"):
+        yield torch.nn.Module, name, functools.partialmethod(to, getattr(torch, name))
+    yield torch.nn.Module, "type", to
 
 
 def few_micro_batches(tracker: "FakeTracker", alike: bool) -> contextlib.AbstractContextManager:

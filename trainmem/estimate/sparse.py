@@ -43,7 +43,7 @@ def _add(made, dense, other, *_, **__) -> list[Step]:
     Two buffers hold casts of the tensors, if their common type is not the dense tensor's. If the sparse tensor is not
     coalesced, one buffer holds an index per stored element (cuda/SparseCUDATensorMath.cu: add_out_dense_sparse_cuda).
     """
-    if not isinstance(other, torch.Tensor) or not other.is_sparse:  # a batch norm adds the number 1 to its counter
+    if not (isinstance(other, torch.Tensor) and other.is_sparse):  # a batch norm adds the number 1 to its counter
         return made
     kind = torch.promote_types(dense.dtype, other.dtype)
     wide = [kind.itemsize * dense.numel()] * 2 if kind is not dense.dtype else []

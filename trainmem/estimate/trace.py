@@ -46,10 +46,11 @@ from trainmem.estimate.operation_cache import (
     fake,
     grouped_product,
     operation_of,
+    states_of_ctc,
     uniform_value,
     viewed,
 )
-from trainmem.estimate.replacements import fake_module_to, fake_parameters, few_micro_batches, matched, random_masks
+from trainmem.estimate.replacements import fake_casts, fake_parameters, few_micro_batches, matched, random_masks
 from trainmem.estimate.sparse import filled
 from trainmem.estimate.trace_records import Label, Log, Operation, Trace, flat, highest
 from trainmem.measure import forked
@@ -89,7 +90,8 @@ def follow(experiment: Experiment, tracker: "FakeTracker") -> Trace:
         stack.enter_context(fake_parameters())
         stack.enter_context(tracker.collating())
         if not tracker.places_modules:
-            stack.enter_context(patch.object(torch.nn.Module, "to", fake_module_to(tracker)))
+            for owner, name, replacement in fake_casts(tracker):
+                stack.enter_context(patch.object(owner, name, replacement))
         # Make torch handle lists of fake tensors like lists of tensors.
         kinds = [*_foreach_utils._foreach_supported_types, FakeTensor]
         stack.enter_context(patch.object(_foreach_utils, "_foreach_supported_types", kinds))
@@ -114,7 +116,8 @@ def follow(experiment: Experiment, tracker: "FakeTracker") -> Trace:
                 stack.enter_context(deepspeed_on_a_card(deepspeed, tracker.cache_emptied))
         with watched(tracker) as parameters, scaler_failures():
             if experiment.function:
-                cloudpickle.loads(experiment.function)(experiment.task)
+                with beside_steps.checkpoints(tracker):
+                    cloudpickle.loads(experiment.function)(experiment.task)
             elif experiment.training:
                 steps = experiment.steps_on_a_gpu if tracker.places_modules else experiment.metered_steps
                 with evaluation.unknown_values(on_cpu=not tracker.places_modules), beside_steps.checkpoints(tracker):
@@ -140,6 +143,7 @@ class FakeTracker(Tracker):
         # Whether checks of all elements, e.g. of boxes, count as true, and whether unknown masks select all elements.
         self.checks_hold = False
         self.assumes_masks = False  # whether that was assumed of any mask
+        self.recurs = False  # whether a recurrent layer ran
         self.selected: Callable[[torch.Tensor], int] | None = None  # counts what a mask drawn at random selects
         self.routing: Routing | None = None  # of tokens to experts; None: unknown, because values decide it
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -180,7 +184,8 @@ class FakeTracker(Tracker):
         if any_fake and function is aten.equal.default and self.checks_hold:
             places = [(each.untyped_storage()._cdata, each.storage_offset(), each.shape) for each in tensors]
             return places[0] == places[1]
-        if any_fake and function is aten._local_scalar_dense.default:  # not computed: the number is a loss or a norm
+        # Not computed: the number is a loss or a norm. In inference mode `item` is an operation of its own.
+        if any_fake and function in (aten._local_scalar_dense.default, aten.item.default):
             kind = tensors[0].dtype
             return getattr(tensors[0], "uniform", False if kind is torch.bool else 1.0 if kind.is_floating_point else 1)
         if not any_fake and self._is_computed(function, args, kwargs, tensors):
@@ -206,7 +211,9 @@ class FakeTracker(Tracker):
                 tensor.__dict__.pop("uniform", None)  # it may have been overwritten
         elif any_fake and isinstance(result, FakeTensor):
             value = uniform_value(operation, leaves, self._any_uniform)
-            if value is None and self.checks_hold and function in (aten.all.default, aten.any.default):
+            is_check = self.checks_hold and function in (aten.all.default, aten.any.default)
+            # `_is_all_true` checks arguments, e.g. those of a distribution.
+            if value is None and (is_check or function is aten._is_all_true.default):
                 value = True
             if value is not None:
                 result.uniform, self._any_uniform = value, True
@@ -219,6 +226,13 @@ class FakeTracker(Tracker):
     def send_module(self, module: torch.nn.Module) -> torch.nn.Module:
         """Send a module to the device, and return it."""
         return module
+
+    def take_module_back(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Send a module to the host, and return it."""
+        return module
+
+    def send(self, tensor: torch.Tensor, category: str = Category.INPUTS) -> None:
+        """Send a tensor to the device: nothing happens where the host is the device."""
 
     def repeated(self, span: tuple) -> list[FakeTensor] | None:
         """Log a batch once more without running it; return new fake tensors like those that were live after the batch.
@@ -354,8 +368,8 @@ class FakeTracker(Tracker):
         """
         if function is aten.nonzero.default and self.selected:
             return args[0].new_empty((self.selected(args[0]), args[0].dim()), dtype=torch.int64)
-        if function is aten._ctc_loss.Tensor and not isinstance(args[3], FakeTensor):
-            return alignments(*args[:4])
+        if function.overloadpacket is aten._ctc_loss and (states := states_of_ctc(*args[1:4])):
+            return alignments(args[0], states)
         if function is aten._grouped_mm.default:
             return grouped_product(*args, **kwargs)
         if function is aten.add_.Tensor and isinstance(args[1], torch.Tensor) and args[1].is_sparse:
@@ -452,6 +466,7 @@ def _traced(tracker: FakeTracker, parameters: int, trainable: int) -> Trace:
         apart=apart,
         log=recorded(tracker) if tracker.places_modules else None,
         assumes_masks=tracker.assumes_masks,
+        recurs=tracker.recurs,
     )
 
 

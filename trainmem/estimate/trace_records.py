@@ -183,4 +183,5 @@ class Trace:
     log: Log | None = None  # of allocations and frees, on CUDA only
     one_sided: "Trace | None" = None  # the same with one-sided routing of tokens to experts, if values decide it
     assumes_masks: bool = False  # whether masks of unknown values were assumed to select all elements
+    recurs: bool = False  # whether recurrent layers ran, which cuDNN runs on a GPU
     witnessed: Any = None  # added by `explanation.Witness`

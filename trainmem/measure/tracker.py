@@ -41,6 +41,17 @@ _IN_PLACE = {
     torch.ops.aten.scatter.value: torch.ops.aten.scatter_.value,
     torch.ops.aten.scatter_add.default: torch.ops.aten.scatter_add_.default,
 }
+# Further ones that only these formulas of autograd do in place.
+_IN_PLACE_IN = {
+    torch.ops.aten.sub.Tensor: {"BinaryCrossEntropyWithLogitsBackward0"},
+    torch.ops.aten.mul.Tensor: {"BinaryCrossEntropyWithLogitsBackward0"},
+    torch.ops.aten.masked_fill.Scalar: {"MaximumBackward0", "MinimumBackward0", "FmaxBackward0", "FminBackward0"},
+}
+_ONLY_THERE = {
+    torch.ops.aten.sub.Tensor: torch.ops.aten.sub_.Tensor,
+    torch.ops.aten.mul.Tensor: torch.ops.aten.mul_.Tensor,
+    torch.ops.aten.masked_fill.Scalar: torch.ops.aten.masked_fill_.Scalar,
+}
 RESIZE = "storage.resize_"  # name of the operation that allocates a resized storage
 WEIGHTS = (Category.WEIGHTS, Category.FROZEN_WEIGHTS, Category.QUANTIZED_WEIGHTS)
 _SCALING = tuple(getattr(torch.ops.aten, name).Tensor for name in ("mul", "mul_", "div", "div_"))
@@ -90,6 +101,8 @@ class Tracker(Watcher, TorchDispatchMode):
         self._track_scaling_number()
         if function in _IN_PLACE and self.phase == Phase.BACKWARD and _in_place(function, *args[:2]):
             function = _IN_PLACE[function]
+        elif function in _ONLY_THERE and self.phase == Phase.BACKWARD and self._is_in_place_there(function, *args[:2]):
+            function = _ONLY_THERE[function]
         self._input_storages = None
         result = self.execute(function, args, kwargs or {})
         for tensor in (result,) if isinstance(result, torch.Tensor) else tree_iter(result):
@@ -116,6 +129,18 @@ class Tracker(Watcher, TorchDispatchMode):
 
     def execute(self, function, args, kwargs):
         return function(*args, **kwargs)
+
+    def _is_in_place_there(self, function, target: Any, other: Any) -> bool:
+        """Return whether the formula of autograd that runs now would do this operation in place, see `_IN_PLACE_IN`.
+
+        `function`: an operation of these formulas; `target`, `other`: its first two arguments. A formula overwrites
+        only what it has made itself.
+        """
+        node = torch._C._current_autograd_node()
+        if node is None or node.name() not in _IN_PLACE_IN[function] or not _in_place(function, target, other):
+            return False
+        made = self.block(target)
+        return made is not None and made.category == Category.TEMPORARIES
 
     def block(self, tensor: torch.Tensor) -> Block | None:
         """Return the `Block` of the tensor's storage (bytes, category, operation); None if it is not tracked."""
@@ -287,8 +312,10 @@ def _is_autograds() -> bool:
     """
     # The engine called it if no Python frame did (in a thread of the engine), or if the frame is the function that
     # starts the engine (in the thread that called `backward`).
-    frame = sys._getframe(3)  # above `watch`
-    while frame and (frame.f_code.co_name == "__torch_dispatch__" or frame.f_globals["__name__"].startswith(_WRAPPERS)):
+    frame = sys._getframe(3)  # above `watch`, or `watch`
+    while frame and (
+        frame.f_code.co_name in ("__torch_dispatch__", "watch") or frame.f_globals["__name__"].startswith(_WRAPPERS)
+    ):
         frame = frame.f_back
     return frame is None or frame.f_code.co_name == "_engine_run_backward"
 
