@@ -28,30 +28,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_iter
 
 from trainmem.core import adapters
+from trainmem.measure import in_place
 from trainmem.measure.watcher import Block, Watcher
 from trainmem.records import APART, BEGIN, TENSOR_CATEGORIES, Category, Phase
 
-# Operations that autograd does in place unless a dispatch mode is on: sums of two gradients, writes into fresh zeros.
-_IN_PLACE = {
-    torch.ops.aten.add.Tensor: torch.ops.aten.add_.Tensor,
-    torch.ops.aten.index_add.default: torch.ops.aten.index_add_.default,
-    torch.ops.aten.index_put.default: torch.ops.aten.index_put_.default,
-    torch.ops.aten.logical_and.default: torch.ops.aten.logical_and_.default,  # combines clamp's two bounds
-    torch.ops.aten.scatter.src: torch.ops.aten.scatter_.src,
-    torch.ops.aten.scatter.value: torch.ops.aten.scatter_.value,
-    torch.ops.aten.scatter_add.default: torch.ops.aten.scatter_add_.default,
-}
-# Further ones that only these formulas of autograd do in place.
-_IN_PLACE_IN = {
-    torch.ops.aten.sub.Tensor: {"BinaryCrossEntropyWithLogitsBackward0"},
-    torch.ops.aten.mul.Tensor: {"BinaryCrossEntropyWithLogitsBackward0"},
-    torch.ops.aten.masked_fill.Scalar: {"MaximumBackward0", "MinimumBackward0", "FmaxBackward0", "FminBackward0"},
-}
-_ONLY_THERE = {
-    torch.ops.aten.sub.Tensor: torch.ops.aten.sub_.Tensor,
-    torch.ops.aten.mul.Tensor: torch.ops.aten.mul_.Tensor,
-    torch.ops.aten.masked_fill.Scalar: torch.ops.aten.masked_fill_.Scalar,
-}
 RESIZE = "storage.resize_"  # name of the operation that allocates a resized storage
 WEIGHTS = (Category.WEIGHTS, Category.FROZEN_WEIGHTS, Category.QUANTIZED_WEIGHTS)
 _SCALING = tuple(getattr(torch.ops.aten, name).Tensor for name in ("mul", "mul_", "div", "div_"))
@@ -94,15 +74,13 @@ class Tracker(Watcher, TorchDispatchMode):
         """Run an operation, track the storages of its results, and return the results.
 
         Without a tracker, autograd does some operations of the backward pass in place, e.g. sums of gradients. This
-        method does them in place, too (see `_in_place`). The arguments are those of `__torch_dispatch__`.
+        method does them in place, too (see `in_place`). The arguments are those of `__torch_dispatch__`.
         """
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a tensor made of tensors: it runs operations on those, which are tracked
         self._track_scaling_number()
-        if function in _IN_PLACE and self.phase == Phase.BACKWARD and _in_place(function, *args[:2]):
-            function = _IN_PLACE[function]
-        elif function in _ONLY_THERE and self.phase == Phase.BACKWARD and self._is_in_place_there(function, *args[:2]):
-            function = _ONLY_THERE[function]
+        if self.phase == Phase.BACKWARD and function in in_place.FORMS:
+            function = in_place.form(function, args, self._is_temporary)
         self._input_storages = None
         result = self.execute(function, args, kwargs or {})
         for tensor in (result,) if isinstance(result, torch.Tensor) else tree_iter(result):
@@ -130,16 +108,8 @@ class Tracker(Watcher, TorchDispatchMode):
     def execute(self, function, args, kwargs):
         return function(*args, **kwargs)
 
-    def _is_in_place_there(self, function, target: Any, other: Any) -> bool:
-        """Return whether the formula of autograd that runs now would do this operation in place, see `_IN_PLACE_IN`.
-
-        `function`: an operation of these formulas; `target`, `other`: its first two arguments. A formula overwrites
-        only what it has made itself.
-        """
-        node = torch._C._current_autograd_node()
-        if node is None or node.name() not in _IN_PLACE_IN[function] or not _in_place(function, target, other):
-            return False
-        made = self.block(target)
+    def _is_temporary(self, tensor: torch.Tensor) -> bool:
+        made = self.block(tensor)
         return made is not None and made.category == Category.TEMPORARIES
 
     def block(self, tensor: torch.Tensor) -> Block | None:
@@ -300,47 +270,6 @@ def parts(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a tensor that is sharded across ranks, or the tensor itself."""
     return getattr(tensor, "_local_tensor", tensor)
-
-
-_WRAPPERS = ("torch._compile", "torch._dynamo")  # they wrap `__torch_dispatch__`
-
-
-def _is_autograds() -> bool:
-    """Return whether autograd's engine itself called the operation that is running now.
-
-    Return False if Python code inside the backward pass called it, e.g. the backward of a `torch.autograd.Function`.
-    """
-    # The engine called it if no Python frame did (in a thread of the engine), or if the frame is the function that
-    # starts the engine (in the thread that called `backward`).
-    frame = sys._getframe(3)  # above `watch`, or `watch`
-    while frame and (
-        frame.f_code.co_name in ("__torch_dispatch__", "watch") or frame.f_globals["__name__"].startswith(_WRAPPERS)
-    ):
-        frame = frame.f_back
-    return frame is None or frame.f_code.co_name == "_engine_run_backward"
-
-
-def _in_place(function, target: Any, other: Any) -> bool:
-    """Return whether autograd would do this operation in place if the training were not tracked.
-
-    Autograd writes the result into `target` if it holds the only reference to `target`, but never while a dispatch mode
-    is on. A tracker is a dispatch mode: under a tracker autograd would allocate a tensor that the untracked training
-    does not need. Return False for an operation that Python code calls during backward, because it is not autograd's.
-
-    `function`: a key of `_IN_PLACE`; `target`, `other`: its first two arguments.
-    """
-    # In torch's csrc/autograd: `InputBuffer::accumulate`, and the formulas that check `areAnyTensorSubclassLike`.
-    if torch.is_grad_enabled() or not isinstance(target, torch.Tensor) or not _is_autograds():
-        return False
-    if function is torch.ops.aten.add.Tensor:
-        if not isinstance(other, torch.Tensor) or other.shape != target.shape:
-            return False
-        # Four: autograd's own reference, and three of this call. A checkpoint holds one more to its segment's result.
-        if target._use_count() > 4:
-            return False
-    last = sum((length - 1) * step for length, step in zip(target.shape, target.stride(), strict=True))
-    # Two: the target's own reference, and the one just created by `untyped_storage()`.
-    return last + 1 == target.numel() and torch._C._storage_Use_Count(target.untyped_storage()._cdata) == 2
 
 
 # ---- hooks

@@ -1,0 +1,83 @@
+"""Find the operations of a backward that autograd does in place, unless a dispatch mode is on.
+
+Autograd writes a result into a tensor if it holds the only reference to the tensor. It never does so while a dispatch
+mode is on, and a `Tracker` is one: autograd would allocate a tensor that the untracked training does not need.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+FORMS = {  # {operation: its form in place}
+    aten.add.Tensor: aten.add_.Tensor,
+    aten.index_add.default: aten.index_add_.default,
+    aten.index_put.default: aten.index_put_.default,
+    aten.logical_and.default: aten.logical_and_.default,  # combines clamp's two bounds
+    aten.masked_fill.Scalar: aten.masked_fill_.Scalar,
+    aten.mul.Tensor: aten.mul_.Tensor,
+    aten.scatter.src: aten.scatter_.src,
+    aten.scatter.value: aten.scatter_.value,
+    aten.scatter_add.default: aten.scatter_add_.default,
+    aten.sub.Tensor: aten.sub_.Tensor,
+}
+# {operation: nodes of autograd that do it in place}; any node may do the other operations of `FORMS` in place.
+_NODES = {
+    aten.sub.Tensor: {"BinaryCrossEntropyWithLogitsBackward0"},
+    aten.mul.Tensor: {"BinaryCrossEntropyWithLogitsBackward0"},
+    aten.masked_fill.Scalar: {"MaximumBackward0", "MinimumBackward0", "FmaxBackward0", "FminBackward0"},
+}
+_WRAPPERS = ("torch._compile", "torch._dynamo")  # they wrap `__torch_dispatch__`
+
+
+def form(function, args: Sequence[Any], is_temporary: Callable[[torch.Tensor], bool]):
+    """Return the form in which autograd would do an operation if the training were not tracked: in place or as it is.
+
+    Args:
+        function, args: an operation of `FORMS`, and its positional arguments.
+        is_temporary: returns whether a tensor was made in this backward. A node of `_NODES` overwrites no other one.
+    """
+    target, other = args[:2]
+    if function in _NODES:
+        node = torch._C._current_autograd_node()
+        if node is None or node.name() not in _NODES[function] or not is_temporary(target):
+            return function
+    return FORMS[function] if _is_in_place(function, target, other) else function
+
+
+def _is_in_place(function, target: Any, other: Any) -> bool:
+    """Return whether autograd holds the only reference to `target`, and would write the operation's result into it.
+
+    Return False for an operation that Python code calls during backward, because it is not autograd's.
+
+    `function`: a key of `FORMS`; `target`, `other`: its first two arguments.
+    """
+    # In torch's csrc/autograd: `InputBuffer::accumulate`, and the formulas that check `areAnyTensorSubclassLike`.
+    if torch.is_grad_enabled() or not isinstance(target, torch.Tensor) or not _is_autograds():
+        return False
+    if function is aten.add.Tensor:
+        if not isinstance(other, torch.Tensor) or other.shape != target.shape:
+            return False
+        # Four: autograd's own reference, and three of this call. A checkpoint holds one more to its segment's result.
+        if target._use_count() > 4:
+            return False
+    last = sum((length - 1) * step for length, step in zip(target.shape, target.stride(), strict=True))
+    # Two: the target's own reference, and the one just created by `untyped_storage()`.
+    return last + 1 == target.numel() and torch._C._storage_Use_Count(target.untyped_storage()._cdata) == 2
+
+
+def _is_autograds() -> bool:
+    """Return whether autograd's engine itself called the operation that is running now.
+
+    Return False if Python code inside the backward pass called it, e.g. the backward of a `torch.autograd.Function`.
+    """
+    # The engine called it if no Python frame did (in a thread of the engine), or if the frame is the function that
+    # starts the engine (in the thread that called `backward`).
+    frame = sys._getframe(4)  # above `watch`, or `watch`
+    while frame and (
+        frame.f_code.co_name in ("__torch_dispatch__", "watch") or frame.f_globals["__name__"].startswith(_WRAPPERS)
+    ):
+        frame = frame.f_back
+    return frame is None or frame.f_code.co_name == "_engine_run_backward"
