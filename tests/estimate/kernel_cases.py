@@ -243,7 +243,7 @@ def cell(function, gates):
 
 
 def rms_norm_backward(gradient):
-    tensor, factors, weight = zeros(40, 50, 64), zeros(40, 50, 1), zeros(64)
+    tensor, factors, weight = zeros(*gradient.shape), zeros(*gradient.shape[:-1], 1), zeros(64)
     return lambda: aten._fused_rms_norm_backward(gradient, tensor, [64], factors, weight, [True, True])
 
 
@@ -289,6 +289,11 @@ LATER = {  # rehearsed with torch 2.15 only
     ),
     "RMS norm's backward": lambda: rms_norm_backward(zeros(40, 50, 64)),
     "RMS norm's backward, turned": lambda: rms_norm_backward(zeros(50, 40, 64).transpose(0, 1)),
+    "RMS norm's backward, many rows": lambda: rms_norm_backward(zeros(70_000, 64)),
+    "layer norm's backward, many rows": lambda: layer_norm(zeros(70_000, 64), zeros(70_000, 64)),
+    "layer norm's backward, many rows, turned": lambda: layer_norm(
+        zeros(700, 100, 96).transpose(0, 1), zeros(700, 100, 96).transpose(0, 1)
+    ),
     "LSTM's cell": lambda: cell(aten._thnn_fused_lstm_cell, 4),
     "GRU's cell": lambda: cell(aten._thnn_fused_gru_cell, 3),
     **{f"bags of mode {mode}, backward": functools.partial(bags_backward, mode) for mode in range(3)},

@@ -332,7 +332,17 @@ def that_saves(torch, device):
     optimizer.load_state_dict(loaded["optimizer"])
 
 
-EVERYDAY = (that_casts, that_copies_to_the_host, that_evaluates, that_aligns, that_saves)
+def that_changes_some_rows(torch, device):
+    """Train an embedding whose gradient is sparse."""
+    model = torch.nn.Embedding(1000, 64, sparse=True).to(device)
+    optimizer = torch.optim.SGD(model.parameters())
+    for _ in range(3):
+        model(torch.zeros(16, 20, dtype=torch.long).to(device)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+EVERYDAY = (that_changes_some_rows, that_casts, that_copies_to_the_host, that_evaluates, that_aligns, that_saves)
 EVERYDAY = {each.__name__: each for each in EVERYDAY}
 
 

@@ -415,6 +415,28 @@ class Kernels:
         """Return the memory requests of `isinf`: a buffer for the absolute values, the result (`made`), and a free."""
         return [tensor.numel() * tensor.element_size(), *made, Free(0)]
 
+    def _norm_backward(self, made, gradient, tensor, shape, *rest, **__):
+        """Return the memory requests of the backward of a layer norm or an RMS norm, in order.
+
+        They are copies of what is not contiguous, and the results (`made`). If the rows are many and narrow, the
+        gradients of weight and bias are first added for every 32 rows, in buffers, and then once more: each is made
+        again as the sum of its parts (cuda/layer_norm_kernel.cu: LaunchGammaBetaBackwardCUDAKernel).
+        """
+        before, after, is_wanted = contiguous_copy(tensor), contiguous_copy(gradient), rest[-1]
+        width = math.prod(shape)
+        rows, columns = tensor.numel() // width, -(-width // 32)
+        if rows <= 2**16 or width // 32 >= self._gpu.processors.count // 2:
+            return [*before, *made, *after]
+        of_input, of_weights = made[: is_wanted[0]], made[is_wanted[0] :]
+        parts = min(-(-rows // 32), 2**15 // columns)
+        shared = reduction_scratch.scratch_bytes((parts, width), (width, 1), [0], self._gpu.processors)
+        steps = [*before, *of_input, *(each.nbytes for each in of_weights), *after]
+        steps += [parts * each.nbytes for each in of_weights]
+        for number, each in enumerate(of_weights):
+            held = len(before) + len(after) + 2 * len(of_weights) - number
+            steps += [each, *shared, *[Free(held)] * len(shared), Free(len(before))]
+        return steps
+
     def _group_norm(self, made, tensor, weight, bias, size, channels, *_, **__):
         """Return the memory requests of `native_group_norm`, in order: the results (`made`), and bytes of buffers.
 
@@ -619,6 +641,8 @@ _RULES: dict[torch._ops.OpOverloadPacket, Callable[..., Iterable[Step]]] = {
     aten._softmax_backward_data: Kernels._softmax_backward,
     aten.convolution: Kernels._convolution,
     aten.convolution_backward: Kernels._convolution_backward,
+    aten.native_layer_norm_backward: Kernels._norm_backward,
+    aten._fused_rms_norm_backward: Kernels._norm_backward,
     aten.native_group_norm: Kernels._group_norm,
     aten.roll: Kernels._roll,
     aten.native_group_norm_backward: Kernels._group_norm_backward,
@@ -632,9 +656,7 @@ _RULES: dict[torch._ops.OpOverloadPacket, Callable[..., Iterable[Step]]] = {
 _COPIED = {
     aten.embedding: ((1,), ()),
     aten.native_layer_norm: ((0,), ()),
-    aten.native_layer_norm_backward: ((1,), (0,)),
     aten._fused_rms_norm: ((0,), ()),
-    aten._fused_rms_norm_backward: ((1,), (0,)),
     aten._softmax: ((), (0,)),
     aten._log_softmax: ((), (0,)),
     aten._log_softmax_backward_data: ((), (0, 1)),

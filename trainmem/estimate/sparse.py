@@ -32,7 +32,8 @@ def filled(function, args: tuple, result: FakeTensor) -> FakeTensor:
     """
     source = next((each for each in reversed(args) if isinstance(each, torch.Tensor) and each.is_sparse), result)
     in_order = function is aten._coalesce.default or (source.is_coalesced() and function is not aten.t.default)
-    values = source._values().new_empty(source._nnz(), dtype=result.dtype)
+    # A stored element may be a row, as in an embedding's gradient.
+    values = source._values().new_empty(source._values().shape, dtype=result.dtype)
     options = {"size": tuple(result.shape), "is_coalesced": in_order, "check_invariants": False}
     return torch.sparse_coo_tensor(source._indices().clone(), values, **options)
 
