@@ -14,7 +14,14 @@ import torch
 from torch._prims_common import suggest_memory_format
 from torch.utils._pytree import tree_leaves
 
-from trainmem.estimate import attention_kernels, quantized_kernels, reduction_scratch, sparse
+from trainmem.estimate import (
+    attention_kernels,
+    convolution_kernels,
+    loss_kernels,
+    quantized_kernels,
+    reduction_scratch,
+    sparse,
+)
 from trainmem.estimate.allocator import next_multiple, workspace_bytes
 from trainmem.estimate.allocator_settings import LT_WORKSPACE_BYTES, WORKSPACES, Release, release
 from trainmem.estimate.attention_kernels import CUB_BYTES, HALF, WORD, Free, Gpu, Step, contiguous_copy, scan_bytes
@@ -59,7 +66,7 @@ class Kernels:
         """
         made = [result] if isinstance(result, torch.Tensor) else [*filter(torch.is_tensor, tree_leaves(result))]
         packet = function.overloadpacket
-        if rule := attention_kernels.RULES.get(packet):
+        if rule := _RULES_OF_GPU.get(packet):
             return rule(self._gpu, made, *args, **kwargs)
         if rule := _RULES.get(packet):
             return rule(self, made, *args, **kwargs)
@@ -345,47 +352,6 @@ class Kernels:
     def _fold(self, made, tensor, *_, **__):
         return [*made, *contiguous_copy(tensor)]
 
-    # ---- losses
-
-    def _shares(self, tensor, target) -> list[int]:
-        """Return the bytes of each buffer for the sum of all elements of a loss of two tensors."""
-        each = torch.empty(torch.broadcast_shapes(tensor.shape, target.shape), device="meta")
-        return reduction_scratch.scratch_bytes(each.shape, each.stride(), range(each.dim()), self._gpu.processors)
-
-    def _loss(self, made, tensor, target, *_, **__):
-        """Return the memory requests of a loss whose result (`made`) keeps a number per element.
-
-        If the result is a mean or a sum, a buffer holds the losses of all elements, and further ones serve to add them
-        (native/Loss.cpp).
-        """
-        (result,) = made
-        return made if result.dim() else [result, result.untyped_storage().nbytes(), *self._shares(tensor, target)]
-
-    def _summed_loss(self, made, tensor, target, *_, **__):
-        """Return the memory requests of a loss like that of `_loss`, but with a buffer for the sum alone (cuda/Loss.cu,
-        native/Loss.cpp: soft_margin_loss)."""
-        (result,) = made
-        return made if result.dim() else [result, result.itemsize, *self._shares(tensor, target)]
-
-    def _huber_loss(self, made, tensor, target, *_, **__):
-        """Return the memory requests of `huber_loss`: if its result (`made`) is a mean or a sum, a buffer comes before
-        it, with a number per element (native/BinaryOps.cpp)."""
-        (result,) = made
-        count = torch.broadcast_shapes(tensor.shape, target.shape).numel()
-        return made if result.dim() else [count * result.itemsize, result, *self._shares(tensor, target)]
-
-    def _loss_of_logits(self, made, tensor, target, weight=None, positive=None, *_, **__):
-        """Return the memory requests of `binary_cross_entropy_with_logits`, in order: buffers, then the result.
-
-        A buffer holds the log-sigmoid, and another one the loss of each element; for weights of the positive class
-        (`positive`) there are two more in between (native/Loss.cpp). `made`: the result on fake tensors.
-        """
-        (result,) = made
-        weighted = [positive.nbytes, tensor.nbytes, Free(1), Free(1)] if positive is not None else []
-        if result.dim():
-            return [tensor.nbytes, *weighted, result]
-        return [tensor.nbytes, *weighted, tensor.nbytes, result, *self._shares(tensor, target)]
-
     # ---- others
 
     def _where(self, made, condition, *values, **__):
@@ -464,38 +430,6 @@ class Kernels:
             steps += [tensor.nbytes, Free(0)] if steps else [tensor.nbytes]
         return [*steps, *made]
 
-    def _convolution(self, made, tensor, weight, bias, stride, padding, dilation, transposed, *rest, **__):
-        layout = _layout_of_convolution(tensor, weight)
-        return [*contiguous_copy(tensor, layout), *made, *contiguous_copy(weight, layout)]
-
-    def _convolution_backward(
-        self, made, gradient, tensor, weight, biases, stride, padding, dilation, transposed, extra, groups, wanted, **__
-    ):
-        """Return the memory requests of `convolution_backward`, in order: results (`made`), and buffers.
-
-        The results are the gradients of images, weights and bias. torch's own depthwise kernel makes the weights'
-        gradient first (native/Convolution.cpp: convolution_backward).
-        """
-        layout = _layout_of_convolution(tensor, weight)
-        rest = iter(made)
-        images, weights, bias = (next(rest) if each else None for each in wanted)
-        copies = contiguous_copy(gradient, layout)
-        whole = contiguous_copy(tensor) if tensor.dim() == 3 else []  # held to the end
-        if wanted[1] and not whole:
-            copies += contiguous_copy(tensor, layout)
-        of_images, of_weights = ([] if each is None else [each] for each in (images, weights))
-        if not transposed and _is_torchs_own_depthwise(tensor, weight, stride, dilation, groups):
-            steps = [*whole, *copies, *of_weights, *[Free(len(whole))] * len(copies), *of_images]
-        else:
-            turned = contiguous_copy(weight, layout) if wanted[0] else []
-            steps = [*whole, *copies, *of_images, *turned, *[Free(len(whole + copies))] * len(turned), *of_weights]
-            steps += [Free(len(whole))] * len(copies)
-        if bias is None:
-            return steps
-        dims = [0, *range(2, gradient.dim())]
-        shared = reduction_scratch.scratch_bytes(gradient.shape, gradient.stride(), dims, self._gpu.processors)
-        return [*steps, bias, *shared]
-
     def _norms(self, made, tensors, *_, **__):
         """Return the memory requests of `_foreach_norm`, in order: bytes of buffers, then the results (`made`).
 
@@ -510,22 +444,6 @@ class Kernels:
 
     def _dropout(self, made, *_, **__):
         return made[::-1]
-
-    def _ctc_loss(self, made, scores, *_, **__):
-        """Return the memory requests of `_ctc_loss`, in order: bytes of buffers, then the results (`made`).
-
-        The buffers hold the inputs' and targets' lengths and the targets' offsets, copied from the host
-        (cuda/LossCTC.cu).
-        """
-        return [*[WORD * scores.shape[1]] * 3, *made[::-1]]
-
-    def _ctc_loss_backward(self, made, gradient, scores, targets, inputs, lengths, loss, alignments, *_, **__):
-        """Return the memory requests of `_ctc_loss_backward`, in order: bytes of buffers, then the result (`made`).
-
-        Three buffers hold the lengths and offsets, as in `_ctc_loss`. One more buffer holds probabilities of the
-        alignments, which the kernel computes backwards, from the last time step to the first.
-        """
-        return [*[WORD * scores.shape[1]] * 3, alignments.nbytes, *made]
 
 
 def _product_of_quanto(made, tensor, codes, scales) -> list[Step]:
@@ -560,55 +478,11 @@ def _is_lt(function, args, kwargs) -> bool:
     return takes_matrix and bias.shape == shape and bool(beta) and bias.stride(1) == 1 and bias.stride(0) >= shape[1]
 
 
-# ---- memory formats that kernels need: other tensors are copied first
-
-
-def _layout_of_convolution(tensor: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
-    """Return the memory format in which cuDNN runs a convolution: channels last if the images or the weights are in
-    channels last, otherwise contiguous (ATen/native/ConvUtils.h: cudnn_conv_suggest_memory_format)."""
-    if tensor.dim() != 4 or torch.float64 in (tensor.dtype, weight.dtype):
-        return torch.contiguous_format
-    suggested = suggest_memory_format(tensor), suggest_memory_format(weight)
-    return torch.channels_last if torch.channels_last in suggested else torch.contiguous_format
-
-
-def _is_torchs_own_depthwise(
-    tensor: torch.Tensor, weight: torch.Tensor, stride: Sequence[int], dilation: Sequence[int], groups: int
-) -> bool:
-    """Return whether torch's own kernel, not cuDNN's, runs a depthwise convolution (each channel has its own filters).
-
-    Source: ATen/native/Convolution.cpp: use_cudnn_depthwise, check_cudnn_depthwise_workload_with_filter.
-    """
-    if groups == 1 or tensor.shape[1] != groups or weight.shape[0] % groups:
-        return False
-    if _layout_of_convolution(tensor, weight) is torch.channels_last:
-        return False
-    if tensor.dim() == 5:  # torch's own kernel for volumes makes the images' gradient first
-        return False
-    height, width = (1, tensor.shape[2]) if tensor.dim() == 3 else tensor.shape[2:]
-    step, side = stride[-1], weight.shape[-1]
-    fits = tensor.dtype is torch.float16 and set(dilation) == {1} and groups >= 32
-    if not fits or not (stride[0] == step or height == 1):
-        return True
-    if height == 1 and step == 1:
-        return False
-    if tensor.dim() == 3 or weight.shape[2] != side or side not in (1, 3, 5) or width < 7 or step > 2:
-        return True
-    if step == 1:
-        return False
-    if tensor.shape[0] == 1:
-        return side == 1 and width > 28
-    if side == 1:
-        return not (tensor.shape[0] <= 16 and groups >= 128 and width <= 7)
-    return not (groups >= 512 or (groups >= 256 and width >= 28))
-
-
 # ---- the rules by operation
 
+_RULES_OF_GPU = attention_kernels.RULES | convolution_kernels.RULES | loss_kernels.RULES
 _RULES: dict[torch._ops.OpOverloadPacket, Callable[..., Iterable[Step]]] = {
     aten.native_dropout: Kernels._dropout,
-    aten._ctc_loss: Kernels._ctc_loss,
-    aten._ctc_loss_backward: Kernels._ctc_loss_backward,
     aten.embedding_dense_backward: Kernels._embedding_backward,
     aten.index: Kernels._index,
     aten._index_put_impl_: Kernels._put,
@@ -625,12 +499,6 @@ _RULES: dict[torch._ops.OpOverloadPacket, Callable[..., Iterable[Step]]] = {
     aten.logsumexp: Kernels._logsumexp,
     aten.im2col: Kernels._unfold,
     aten._euclidean_dist: Kernels._distances,
-    aten.huber_loss: Kernels._huber_loss,
-    aten.binary_cross_entropy_with_logits: Kernels._loss_of_logits,
-    aten.mse_loss: Kernels._loss,
-    aten.smooth_l1_loss: Kernels._loss,
-    aten.binary_cross_entropy: Kernels._summed_loss,
-    aten.soft_margin_loss: Kernels._summed_loss,
     **dict.fromkeys((aten.amax, aten.amin, aten.max, aten.min), Kernels._extreme),
     **dict.fromkeys((aten.var, aten.std, aten.var_mean, aten.std_mean), Kernels._variance),
     aten.sort: Kernels._sort,
@@ -639,8 +507,6 @@ _RULES: dict[torch._ops.OpOverloadPacket, Callable[..., Iterable[Step]]] = {
     aten.masked_scatter: Kernels._masked_scatter,
     aten.masked_scatter_: Kernels._masked_scatter,
     aten._softmax_backward_data: Kernels._softmax_backward,
-    aten.convolution: Kernels._convolution,
-    aten.convolution_backward: Kernels._convolution_backward,
     aten.native_layer_norm_backward: Kernels._norm_backward,
     aten._fused_rms_norm_backward: Kernels._norm_backward,
     aten.native_group_norm: Kernels._group_norm,

@@ -34,7 +34,7 @@ from trainmem.texts import bytes_text
 
 if TYPE_CHECKING:
     from trainmem.estimate.operator_workspaces import Probe
-    from trainmem.estimate.trace import Routing
+    from trainmem.estimate.routing import Routing
 
 
 def estimate_experiment(
@@ -198,7 +198,8 @@ def trace_of(experiment: Experiment, device: Device, known: dict[tuple, Any] | N
     Raises:
         Invalid: the experiment cannot be built, or an operation's result depends on tensor values, which are unknown.
     """
-    from trainmem.estimate.trace import DependsOnValues, Routing
+    from trainmem.estimate.routing import Routing
+    from trainmem.estimate.trace import DependsOnValues
 
     try:
         return _traced(experiment, device, known)

@@ -1,0 +1,97 @@
+"""List the memory requests of CUDA's kernels for convolutions, see `kernels`: results, and bytes of buffers.
+
+Tensors in another memory format than the kernel's are copied first.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._prims_common import suggest_memory_format
+
+from trainmem.estimate import reduction_scratch
+from trainmem.estimate.attention_kernels import Free, Gpu, Step, contiguous_copy
+
+aten = torch.ops.aten
+
+
+def _convolution(
+    gpu: Gpu, made, tensor, weight, bias, stride, padding, dilation, transposed, *rest, **__
+) -> list[Step]:
+    layout = _layout_of_convolution(tensor, weight)
+    return [*contiguous_copy(tensor, layout), *made, *contiguous_copy(weight, layout)]
+
+
+def _convolution_backward(
+    gpu: Gpu, made, gradient, tensor, weight, biases, stride, padding, dilation, transposed, extra, groups, wanted, **__
+) -> list[Step]:
+    """Return the memory requests of `convolution_backward`, in order: results (`made`), and buffers.
+
+    The results are the gradients of images, weights and bias. torch's own depthwise kernel makes the weights'
+    gradient first (native/Convolution.cpp: convolution_backward).
+    """
+    layout = _layout_of_convolution(tensor, weight)
+    rest = iter(made)
+    images, weights, bias = (next(rest) if each else None for each in wanted)
+    copies = contiguous_copy(gradient, layout)
+    whole = contiguous_copy(tensor) if tensor.dim() == 3 else []  # held to the end
+    if wanted[1] and not whole:
+        copies += contiguous_copy(tensor, layout)
+    of_images, of_weights = ([] if each is None else [each] for each in (images, weights))
+    if not transposed and _is_torchs_own_depthwise(tensor, weight, stride, dilation, groups):
+        steps = [*whole, *copies, *of_weights, *[Free(len(whole))] * len(copies), *of_images]
+    else:
+        turned = contiguous_copy(weight, layout) if wanted[0] else []
+        steps = [*whole, *copies, *of_images, *turned, *[Free(len(whole + copies))] * len(turned), *of_weights]
+        steps += [Free(len(whole))] * len(copies)
+    if bias is None:
+        return steps
+    dims = [0, *range(2, gradient.dim())]
+    shared = reduction_scratch.scratch_bytes(gradient.shape, gradient.stride(), dims, gpu.processors)
+    return [*steps, bias, *shared]
+
+
+def _layout_of_convolution(tensor: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
+    """Return the memory format in which cuDNN runs a convolution: channels last if the images or the weights are in
+    channels last, otherwise contiguous (ATen/native/ConvUtils.h: cudnn_conv_suggest_memory_format)."""
+    if tensor.dim() != 4 or torch.float64 in (tensor.dtype, weight.dtype):
+        return torch.contiguous_format
+    suggested = suggest_memory_format(tensor), suggest_memory_format(weight)
+    return torch.channels_last if torch.channels_last in suggested else torch.contiguous_format
+
+
+def _is_torchs_own_depthwise(
+    tensor: torch.Tensor, weight: torch.Tensor, stride: Sequence[int], dilation: Sequence[int], groups: int
+) -> bool:
+    """Return whether torch's own kernel, not cuDNN's, runs a depthwise convolution (each channel has its own filters).
+
+    Source: ATen/native/Convolution.cpp: use_cudnn_depthwise, check_cudnn_depthwise_workload_with_filter.
+    """
+    if groups == 1 or tensor.shape[1] != groups or weight.shape[0] % groups:
+        return False
+    if _layout_of_convolution(tensor, weight) is torch.channels_last:
+        return False
+    if tensor.dim() == 5:  # torch's own kernel for volumes makes the images' gradient first
+        return False
+    height, width = (1, tensor.shape[2]) if tensor.dim() == 3 else tensor.shape[2:]
+    step, side = stride[-1], weight.shape[-1]
+    fits = tensor.dtype is torch.float16 and set(dilation) == {1} and groups >= 32
+    if not fits or not (stride[0] == step or height == 1):
+        return True
+    if height == 1 and step == 1:
+        return False
+    if tensor.dim() == 3 or weight.shape[2] != side or side not in (1, 3, 5) or width < 7 or step > 2:
+        return True
+    if step == 1:
+        return False
+    if tensor.shape[0] == 1:
+        return side == 1 and width > 28
+    if side == 1:
+        return not (tensor.shape[0] <= 16 and groups >= 128 and width <= 7)
+    return not (groups >= 512 or (groups >= 256 and width >= 28))
+
+
+RULES: dict[Any, Callable[..., list[Step]]] = {  # {operator packet: its rule}
+    aten.convolution: _convolution,
+    aten.convolution_backward: _convolution_backward,
+}

@@ -1,0 +1,92 @@
+"""List the memory requests of CUDA's kernels for losses, see `kernels`.
+
+Each rule gets the GPU, `made` (the results on fake tensors) and the operation's arguments. It returns the requests in
+order: results, and bytes of buffers. The forms without a reduction, whose results have dimensions, take fewer buffers.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from trainmem.estimate import reduction_scratch
+from trainmem.estimate.attention_kernels import WORD, Free, Gpu, Step
+
+aten = torch.ops.aten
+
+
+def _shares(gpu: Gpu, tensor, target) -> list[int]:
+    """Return the bytes of each buffer for the sum of all elements of a loss of two tensors."""
+    each = torch.empty(torch.broadcast_shapes(tensor.shape, target.shape), device="meta")
+    return reduction_scratch.scratch_bytes(each.shape, each.stride(), range(each.dim()), gpu.processors)
+
+
+def _loss(gpu: Gpu, made, tensor, target, *_, **__) -> list[Step]:
+    """Return the memory requests of a loss whose result (`made`) keeps a number per element.
+
+    If the result is a mean or a sum, a buffer holds the losses of all elements, and further ones serve to add them
+    (native/Loss.cpp).
+    """
+    (result,) = made
+    return made if result.dim() else [result, result.untyped_storage().nbytes(), *_shares(gpu, tensor, target)]
+
+
+def _summed_loss(gpu: Gpu, made, tensor, target, *_, **__) -> list[Step]:
+    """Return the memory requests of a loss like that of `_loss`, but with a buffer for the sum alone (cuda/Loss.cu,
+    native/Loss.cpp: soft_margin_loss).
+    """
+    (result,) = made
+    return made if result.dim() else [result, result.itemsize, *_shares(gpu, tensor, target)]
+
+
+def _huber_loss(gpu: Gpu, made, tensor, target, *_, **__) -> list[Step]:
+    """Return the memory requests of `huber_loss`: if its result (`made`) is a mean or a sum, a buffer comes before it,
+    with a number per element (native/BinaryOps.cpp).
+    """
+    (result,) = made
+    count = torch.broadcast_shapes(tensor.shape, target.shape).numel()
+    return made if result.dim() else [count * result.itemsize, result, *_shares(gpu, tensor, target)]
+
+
+def _loss_of_logits(gpu: Gpu, made, tensor, target, weight=None, positive=None, *_, **__) -> list[Step]:
+    """Return the memory requests of `binary_cross_entropy_with_logits`, in order: buffers, then the result (`made`).
+
+    A buffer holds the log-sigmoid, and another one the loss of each element; for weights of the positive class
+    (`positive`) there are two more in between (native/Loss.cpp).
+    """
+    (result,) = made
+    weighted = [positive.nbytes, tensor.nbytes, Free(1), Free(1)] if positive is not None else []
+    if result.dim():
+        return [tensor.nbytes, *weighted, result]
+    return [tensor.nbytes, *weighted, tensor.nbytes, result, *_shares(gpu, tensor, target)]
+
+
+def _ctc_loss(gpu: Gpu, made, scores, *_, **__) -> list[Step]:
+    """Return the memory requests of `_ctc_loss`, in order: bytes of buffers, then the results (`made`).
+
+    The buffers hold the inputs' and targets' lengths and the targets' offsets, copied from the host (cuda/LossCTC.cu).
+    """
+    return [*[WORD * scores.shape[1]] * 3, *made[::-1]]
+
+
+def _ctc_loss_backward(
+    gpu: Gpu, made, gradient, scores, targets, inputs, lengths, loss, alignments, *_, **__
+) -> list[Step]:
+    """Return the memory requests of `_ctc_loss_backward`, in order: bytes of buffers, then the result (`made`).
+
+    Three buffers hold the lengths and offsets, as in `_ctc_loss`. One more buffer holds probabilities of the
+    alignments, which the kernel computes backwards, from the last time step to the first.
+    """
+    return [*[WORD * scores.shape[1]] * 3, alignments.nbytes, *made]
+
+
+RULES: dict[Any, Callable[..., list[Step]]] = {  # {operator packet: its rule}
+    aten._ctc_loss: _ctc_loss,
+    aten._ctc_loss_backward: _ctc_loss_backward,
+    aten.binary_cross_entropy: _summed_loss,
+    aten.binary_cross_entropy_with_logits: _loss_of_logits,
+    aten.huber_loss: _huber_loss,
+    aten.mse_loss: _loss,
+    aten.smooth_l1_loss: _loss,
+    aten.soft_margin_loss: _summed_loss,
+}
