@@ -232,65 +232,26 @@ class Values(TorchFunctionMode):
         group = group or torch.distributed.group.WORLD
         if tensor.dtype not in EXACT or tensor.nbytes > LARGEST_SENT or group.rank() < 0:
             return
-        store, key = self._next_key(group, "broadcast")
+        store, key = self.next_key(group, "broadcast")
         source = torch.distributed.get_group_rank(group, src) if group_src is None else group_src
         if group.rank() == source:
-            store.set(key, self._packed(tensor))
+            store.set(key, self.packed(tensor))
         else:
-            self._unpack(store.get(key), tensor)
-        _wait_for_readers(store, key, group)
+            self.unpack(store.get(key), tensor)
+        wait_for_readers(store, key, group)
 
-    def exchange(self, given: torch.Tensor, received: list[torch.Tensor], size: int, group) -> None:
-        """Send a tensor of whole numbers or booleans to all ranks of a group, and write what each rank sent into this
-        rank's `received`. Call it after the stub's collective, on all ranks of the group.
-
-        Collectives of objects need it: each rank's object has other bytes.
-
-        Args:
-            given: what this rank sends.
-            received: where the values of the ranks go, in the order of the ranks; empty: this rank receives nothing.
-            size: bytes that all ranks send together. It must be the same on all ranks.
-            group: the group; None: all ranks.
-        """
-        group = group or torch.distributed.group.WORLD
-        if given.dtype not in EXACT or size > LARGEST_SENT or group.rank() < 0:
-            return
-        store, key = self._next_key(group, "exchange")
-        store.set(f"{key} {group.rank()}", self._packed(given))
-        packed = [
-            store.get(f"{key} {rank}") for rank in range(group.size())
-        ]  # waits for all, whether it receives or not
-        for content, tensor in zip(packed, received, strict=False):
-            self._unpack(content if all(packed) else b"", tensor)
-        _wait_for_readers(store, key, group)
-
-    def scatter(self, received: torch.Tensor, given: list[torch.Tensor], group) -> None:
-        """Send small tensors of whole numbers or booleans, one to each rank of a group. Call it after the stub's
-        `scatter`, on all ranks of the group.
-
-        `received`: where this rank's values go; `given`: what this rank sends, empty if it is not the one that sends.
-        """
-        group = group or torch.distributed.group.WORLD
-        if received.dtype not in EXACT or received.nbytes * group.size() > LARGEST_SENT or group.rank() < 0:
-            return
-        store, key = self._next_key(group, "scatter")
-        for rank, tensor in enumerate(given):
-            store.set(f"{key} {rank}", self._packed(tensor))
-        self._unpack(store.get(f"{key} {group.rank()}"), received)
-        _wait_for_readers(store, key, group)
-
-    def _next_key(self, group, kind: str) -> tuple[Any, str]:
+    def next_key(self, group, kind: str) -> tuple[Any, str]:
         """Return the ranks' key-value store, and a key for the group's next collective of this kind."""
         name = f"{group.group_name}, {kind}"
         self._sent[name] = self._sent.get(name, 0) + 1
         return torch.distributed.distributed_c10d._get_default_store(), f"{name} {self._sent[name]}"
 
-    def _packed(self, tensor: torch.Tensor) -> bytes:
+    def packed(self, tensor: torch.Tensor) -> bytes:
         """Return a tensor's values as bytes, after a first byte; b"" if they are unknown."""
         with _out_of_sight():
             return b"=" + memory_of(tensor).numpy().tobytes() if self.is_known(tensor) else b""
 
-    def _unpack(self, content: bytes, tensor: torch.Tensor) -> None:
+    def unpack(self, content: bytes, tensor: torch.Tensor) -> None:
         """Write the values that `_packed` returned into a tensor."""
         if len(content) == 1 + tensor.nbytes > 1:
             self.fill(tensor, torch.frombuffer(bytearray(content[1:]), dtype=tensor.dtype).view(tensor.shape))
@@ -450,7 +411,7 @@ class Values(TorchFunctionMode):
         self.mark(True, tensor)
 
 
-def _wait_for_readers(store, key: str, group) -> None:
+def wait_for_readers(store, key: str, group) -> None:
     """Let rank 0, whose process holds the key-value store, wait until all ranks of a group have read what `key` names.
 
     The store ends with rank 0, maybe right after its last collective.

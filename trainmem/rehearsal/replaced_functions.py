@@ -18,7 +18,7 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
 
-from trainmem.rehearsal import process_recorder
+from trainmem.rehearsal import exchanged_values, process_recorder
 from trainmem.rehearsal.known_values import EXACT, LARGE_WEIGHT, LARGEST, Values, explained, memory_of
 from trainmem.unknown import NeedsValues, Unknown
 
@@ -144,7 +144,7 @@ def install() -> None:
 
     torch._utils._rebuild_tensor = rebuilt
     if torch.distributed.is_available():
-        _exchange_values(mode)
+        exchanged_values.install(mode)
     if importlib.util.find_spec("triton"):
         _note_kernels(mode)
     with warnings.catch_warnings(action="ignore"):  # a warning that a kernel is replaced
@@ -161,51 +161,6 @@ def install() -> None:
     if folder := os.environ.get("REHEARSAL_REPORT"):  # a user's program, see `process_recorder`
         process_recorder.install(mode, folder)
     mode.__enter__()
-
-
-def _exchange_values(mode: Values) -> None:
-    """Let the ranks exchange known values in `all_gather`, `gather` and `scatter` of `torch.distributed`, and so also
-    in the functions for objects that call them, such as `all_gather_object`. The stub of NCCL returns each rank's own
-    values.
-    """
-    module = torch.distributed.distributed_c10d
-    in_one = (
-        "all_gather_single" if hasattr(module, "all_gather_single") else "all_gather_into_tensor"
-    )  # since torch 2.15
-    all_gather, single = module.all_gather, getattr(module, in_one)
-    gather, scatter = module.gather, module.scatter
-
-    @functools.wraps(all_gather)
-    def gathered(tensor_list, tensor, group=None, async_op=False):
-        work = all_gather(tensor_list, tensor, group, async_op)
-        mode.exchange(tensor, tensor_list, sum(each.nbytes for each in tensor_list), group)
-        return work
-
-    @functools.wraps(single)
-    def gathered_in_one(output_tensor, input_tensor, group=None, async_op=False):
-        work = single(output_tensor, input_tensor, group, async_op)
-        if input_tensor.numel():
-            parts = output_tensor.flatten().split(input_tensor.numel())
-            mode.exchange(input_tensor, [*parts], output_tensor.nbytes, group)
-        return work
-
-    @functools.wraps(gather)
-    def gathered_by_one(tensor, gather_list=None, dst=None, group=None, async_op=False, group_dst=None):
-        work = gather(tensor, gather_list, dst, group, async_op, group_dst)
-        size = tensor.nbytes * torch.distributed.get_world_size(group)
-        mode.exchange(tensor, gather_list or [], size, group)
-        return work
-
-    @functools.wraps(scatter)
-    def scattered(tensor, scatter_list=None, src=None, group=None, async_op=False, group_src=None):
-        work = scatter(tensor, scatter_list, src, group, async_op, group_src)
-        mode.scatter(tensor, scatter_list or [], group)
-        return work
-
-    replaced = {"all_gather": gathered, in_one: gathered_in_one, "gather": gathered_by_one, "scatter": scattered}
-    for name, replacement in replaced.items():
-        for owner in (module, torch.distributed):
-            setattr(owner, name, replacement)
 
 
 def _note_kernels(mode: Values) -> None:
