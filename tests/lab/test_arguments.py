@@ -91,6 +91,11 @@ def test_an_argument_is_found_and_changed_by_any_of_its_names(typed):
     assert list(reported.replace(bf16=False).given) == ["bf16", typed], "a value is changed where it stands"
 
 
+def test_a_deepspeed_file_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match=r"deepspeed=.*no such file"):
+        Arguments.of({"deepspeed": "zero3.json"})
+
+
 def test_one_argument_under_two_names_is_refused():
     with pytest.raises(ValueError, match=r"checkpointing.*keep one"):
         Arguments.of(dict.fromkeys(CHECKPOINTING, True))

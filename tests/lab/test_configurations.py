@@ -472,3 +472,10 @@ def test_a_configuration_that_the_library_saved_is_read(tmp_path, kind):
     assert config.model_type == kind
     if kind == "mamba2":
         assert [*config.time_step_limit] == [0.0, float("inf")]
+
+
+def test_a_model_with_code_of_its_own_is_refused_with_what_to_do(tmp_path):
+    fields = {"model_type": "my_model", "auto_map": {"AutoModelForCausalLM": "modeling_mine.MyModel"}}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match=r"my_model.*code of its own.*perf-helpers rehearse"):
+        Task(str(tmp_path)).build_config()

@@ -405,13 +405,14 @@ while True:
 
 
 @pytest.mark.nightly
-def test_an_interrupted_program_is_reported_with_its_peaks_and_leaves_no_weights(tmp_path):
+@pytest.mark.parametrize(("stop", "number"), [(os.killpg, signal.SIGINT), (os.kill, signal.SIGTERM)])
+def test_an_interrupted_program_is_reported_with_its_peaks_and_leaves_no_weights(tmp_path, stop, number):
     (tmp_path / "mine.py").write_text(ENDLESS)
     words = [sys.executable, "-m", "perf_helpers.cli", "rehearse", "--card", "t4", "--", "python", "mine.py"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(words, cwd=tmp_path, start_new_session=True, **pipes) as process:
         assert process.stdout.readline() == "ready\n"
-        os.killpg(process.pid, signal.SIGINT)
+        stop(process.pid, number)
         printed = process.communicate(timeout=60)[1]
     assert process.returncode == 130 and "you interrupted it" in printed and "1.5 KiB allocated" in printed
     assert [path.name for path in tmp_path.iterdir()] == ["mine.py"]

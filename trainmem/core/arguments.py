@@ -130,6 +130,9 @@ class Arguments:
             raise ValueError("load_in_8bit and load_in_4bit are both given: keep one of the two")
         if self.generation and "max_new_tokens" not in self.generation:
             raise ValueError(f"{next(iter(self.generation))} needs max_new_tokens: add it, e.g. max_new_tokens=20")
+        engine = self.get("deepspeed")
+        if isinstance(engine, str) and engine.endswith(".json") and not Path(engine).is_file():
+            raise ValueError(f"deepspeed={shown(engine)}: there is no such file. Give the path of one, or a dictionary")
         kernel = self.get("attn_implementation") or "eager"
         if not {"/", "|"} & set(kernel) and kernel not in _kernels():  # "/": a kernel on the Hub; "|": a variant
             raise ValueError(

@@ -93,6 +93,11 @@ def made(where: str, kind: str, fields: dict[str, Any]):
     from transformers import CONFIG_MAPPING, AutoConfig
 
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        if "auto_map" in fields:
+            raise ValueError(
+                f"{where}: model_type={shown(kind)} has code of its own (auto_map), which is not run here. Write a "
+                "program that loads it with trust_remote_code=True: perf-helpers rehearse --card NAME -- python FILE"
+            )
         raise ValueError(
             f"{where}: model_type={shown(kind)} is not a valid value. {nearest_text(str(kind), CONFIG_MAPPING)}"
         )

@@ -6,6 +6,7 @@ import functools
 import os
 import pickle
 import select
+import signal
 import subprocess
 import tempfile
 import threading
@@ -146,8 +147,15 @@ def _ended(process: subprocess.Popen) -> tuple[int, bool]:
     """Wait until a command ends; return its exit code and whether the user interrupted it (Ctrl-C).
 
     The terminal interrupts the command, too. If it does not end then, it is killed after `SECONDS_TO_END`, or at once
-    if the user interrupts again.
+    if the user interrupts again. SIGTERM, e.g. of `timeout` or a cancelled CI job, interrupts the command likewise.
     """
+
+    def interrupt(*_) -> None:
+        process.send_signal(signal.SIGINT)
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, interrupt)
     try:
         return process.wait(), False
     except KeyboardInterrupt:
