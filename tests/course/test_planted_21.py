@@ -82,7 +82,8 @@ def found(lab, lesson, way):
 @linux
 class TestMemory:
     def peak(self, lab, lesson, way):
-        return lesson.share(found(lab, lesson, way), "peak")
+        # The higher of two: a busy machine may let the peak pass with nobody looking.
+        return max(lesson.share(found(lab, lesson, way), "peak") for _ in range(2))
 
     @pytest.mark.nightly
     def test_weights_that_are_copied_out_of_the_file_are_there_twice(self, lab, lesson):
