@@ -189,6 +189,7 @@ def test_more_cards_divide_all_but_what_is_listed(large):
     assert many.estimate.peak_bytes > many.undivided_bytes
 
 
+@pytest.mark.nightly
 def test_it_shows_itself(small):
     assert "DDP" in repr(small) and small._repr_html_().count("<tr>") == 1 + len(small.layouts)
     assert any("measure" in note for note in small.notes)

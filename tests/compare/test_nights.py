@@ -106,7 +106,7 @@ def test_the_history_of_a_folder(shell, nights):
     assert shell("history", nights / "nothing")[0] == 2
 
 
-@pytest.mark.daily(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize(("fail_on", "code"), [("memory,verdict,speed", 1), ("memory,speed", 0)])
 def test_a_course_that_is_worse_than_its_baseline_fails(shell, tmp_path, monkeypatch, fail_on, code):
     write_lesson(tmp_path / "lessons", "00_a", finish("00_a", decision("a", "refuted", expected=["holds", "refuted"])))

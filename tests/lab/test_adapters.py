@@ -64,6 +64,7 @@ def test_quantized_bytes_are_codes_and_their_constants(lab, given, bits, blocks)
 
 
 @needs_peft
+@pytest.mark.nightly
 def test_double_quantization_saves_what_its_paper_says(lab):
     """The scale of each 64 weights takes one byte instead of four. In addition, each 256 of these scales have a scale
     of four bytes.
