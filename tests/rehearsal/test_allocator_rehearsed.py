@@ -342,10 +342,11 @@ def that_changes_some_rows(torch, device):
         optimizer.zero_grad()
 
 
-EVERYDAY = (that_changes_some_rows, that_casts, that_copies_to_the_host, that_evaluates, that_aligns, that_saves)
+EVERYDAY = (that_evaluates, that_changes_some_rows, that_casts, that_copies_to_the_host, that_aligns, that_saves)
 EVERYDAY = {each.__name__: each for each in EVERYDAY}
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("name", EVERYDAY)
 def test_a_loop_that_does_everyday_things_is_estimated(name):
     run = EVERYDAY[name]

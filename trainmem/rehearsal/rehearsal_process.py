@@ -154,8 +154,8 @@ def _ended(process: subprocess.Popen) -> tuple[int, bool]:
         process.send_signal(signal.SIGINT)
         raise KeyboardInterrupt
 
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, interrupt)
+    is_main = threading.current_thread() is threading.main_thread()  # only it may set what a signal does
+    before = signal.signal(signal.SIGTERM, interrupt) if is_main else None
     try:
         return process.wait(), False
     except KeyboardInterrupt:
@@ -164,6 +164,9 @@ def _ended(process: subprocess.Popen) -> tuple[int, bool]:
         except (KeyboardInterrupt, subprocess.TimeoutExpired):
             process.kill()
             return process.wait(), True
+    finally:
+        if is_main:
+            signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager
