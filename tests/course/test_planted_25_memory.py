@@ -32,7 +32,7 @@ def base_that_learns():
     import peft
 
     adapt = peft.get_peft_model
-    peft.get_peft_model = lambda *given: adapt(*given).requires_grad_(True)
+    peft.get_peft_model = lambda *given, **options: adapt(*given, **options).requires_grad_(True)
 
 
 def base_frozen_after_a_step():
