@@ -15,9 +15,7 @@ from trainmem.estimate.attention_kernels import Free, Gpu, Step, contiguous_copy
 aten = torch.ops.aten
 
 
-def _convolution(
-    gpu: Gpu, made, tensor, weight, bias, stride, padding, dilation, transposed, *rest, **__
-) -> list[Step]:
+def _convolution(gpu: Gpu, made, tensor, weight, *_, **__) -> list[Step]:
     layout = _layout_of_convolution(tensor, weight)
     return [*contiguous_copy(tensor, layout), *made, *contiguous_copy(weight, layout)]
 

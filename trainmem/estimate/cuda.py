@@ -50,9 +50,11 @@ def emulated(compute_capability: tuple[int, int] = DEFAULT_CAPABILITY, rules: Re
             "scaled_dot_product_attention": functools.partial(_attention, rules or release(), compute_capability),
             "dropout": _dropout,
             "linear": _linear,
+            "lstm_cell": _lstm_cell,
+            "gru_cell": _gru_cell,
             **{f"{name}.int": functools.partial(_softmax, name) for name in ("softmax", "log_softmax")},
         }
-        for name, replacement in (replacements | {"lstm_cell": _lstm_cell, "gru_cell": _gru_cell}).items():
+        for name, replacement in replacements.items():
             library.impl(name, replacement, "AutogradCPU")
         # With a kernel for the CPU, torch no longer replaces the fused norm by several operations.
         library.impl("_fused_rms_norm", _rms_norm, "CPU")
