@@ -28,7 +28,8 @@ LENGTH_UNIT = 128  # tokens; lengths are multiples of it, because the attention 
 Point = tuple[int, int]  # (micro-batch, length in units)
 Sum = tuple[int, ...]  # the coefficients of 1, t, t², b, bt, bt²
 
-_EMBEDDING, _REDUCTION, _WORKSPACE = "embedding", "reduction", "workspace"  # the programs of `events.js`
+# The programs of `events.js`.
+_EMBEDDING, _REDUCTION, _NORM_BACKWARD, _WORKSPACE = "embedding", "reduction", "norm backward", "workspace"
 _FLASH = "aten._scaled_dot_product_flash_attention.default"
 _NORM = "aten.linalg_vector_norm.default"
 
@@ -96,7 +97,9 @@ def events_of(trace: Trace, capability: tuple[int, int]) -> Events:
         if is_inside and size > BLOCK_BYTES and operation and operation.name == _FLASH:
             continue  # not a sum of powers; freed with the operation, long before a peak
         program = _program(operation, label)
-        if program and program.rule != _WORKSPACE:
+        if program and program.rule == _NORM_BACKWARD and is_inside == (instance not in made):
+            program = None  # a copy before the first result, or a further result: its bytes are a sum of powers
+        elif program and program.rule != _WORKSPACE:
             if is_inside:
                 scratch[instance].append(size)
                 continue
@@ -156,6 +159,12 @@ def _program(operation: Operation | None, label: Label) -> Program | None:
         count = math.prod(indices.shape)
         constants = weights, gradient.shape[-1], gradient.dtype.itemsize == 2, len(copies)
         return None if by_frequency else Program(_EMBEDDING, constants, (count, *copies))
+    if kind == "aten.native_layer_norm_backward":
+        gradient, tensor, shape, _, _, *weights, is_wanted = args
+        sizes = tuple(each.bytes for each, wanted in zip(weights, is_wanted[1:], strict=True) if wanted)
+        copies = [] if _is_contiguous(gradient) else [gradient.bytes]
+        width = math.prod(shape)
+        return Program(_NORM_BACKWARD, (width, sizes, len(copies)), (math.prod(tensor.shape) // width, *copies))
     if kind not in ("aten.sum", "aten.mean") and operation.name != _NORM:
         return None
     tensor, *rest = args
@@ -190,11 +199,20 @@ def _taken(program: Program | None, capability: tuple[int, int]) -> list[int]:
 
     from trainmem.estimate.kernels import Kernels
 
+    types, aten = {2: torch.bfloat16, 4: torch.float32}, torch.ops.aten
+    if program.rule == _NORM_BACKWARD:
+        (width, sizes, _), rows = program.constants, program.numbers[0]
+        tensor = torch.empty(rows, width, dtype=types[copies[0] // rows // width if copies else 4], device="meta")
+        gradient = tensor.new_empty(width, rows).T if copies else tensor
+        weights = [torch.empty(width, dtype=types[size // width], device="meta") for size in sizes]
+        args = gradient, tensor, [width], None, None, None, None, [True, True, True]
+        steps = Kernels(capability).program(aten.native_layer_norm_backward.default, args, {}, [tensor, *weights])
+        return [step for step in steps if isinstance(step, int)]
     (weights, width, is_half, _), count = program.constants, program.numbers[0]
-    gradient = torch.empty(count, width, dtype=torch.bfloat16 if is_half else torch.float32, device="meta")
+    gradient = torch.empty(count, width, dtype=types[2 if is_half else 4], device="meta")
     indices = torch.empty(count, dtype=torch.int64, device="meta")
-    kernel = torch.ops.aten.embedding_dense_backward.default
-    steps = Kernels(capability).program(kernel, (gradient, indices, weights, -1, False), {}, gradient)
+    args = gradient, indices, weights, -1, False
+    steps = Kernels(capability).program(aten.embedding_dense_backward.default, args, {}, gradient)
     return copies + [step for step in steps if isinstance(step, int)]
 
 

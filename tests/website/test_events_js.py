@@ -77,3 +77,28 @@ def test_the_gradient_of_an_embedding_takes_the_blocks_that_the_package_says():
         questions.append(("embedding", given))
     assert answers(questions) == expected
     assert len({len(steps) for steps in expected}) == 3, "few indices, many, and many of few rows in 16 bits"
+
+
+def test_the_backward_of_a_layer_norm_takes_the_blocks_that_the_package_says():
+    import torch
+
+    from trainmem.estimate.kernels import Free, Kernels
+
+    chance, questions, expected = random.Random(0), [], []
+    kernel = torch.ops.aten.native_layer_norm_backward.default
+    names = {torch.Tensor: lambda _: "made", int: int, Free: lambda step: {"freed": step.index}}
+    for _ in range(2000):
+        rows, width = int(2 ** chance.uniform(12, 19)), chance.choice([64, 128, 312, 768, 1024, 2048, 4096])
+        kind, capability = chance.choice([torch.bfloat16, torch.float32]), chance.choice(CAPABILITIES)
+        tensor = torch.empty(rows, width, dtype=kind, device="meta")
+        gradient = tensor.new_empty(width, rows).T if chance.random() < 0.3 else tensor
+        weights = [torch.empty(width, device="meta") for _ in range(chance.randint(0, 2))]
+        args = gradient, tensor, [width], None, None, None, None, [True, True, True]
+        steps = Kernels(capability).program(kernel, args, {}, [tensor, *weights])
+        expected.append([names[type(step)](step) for step in steps])
+        copies = [] if gradient is tensor else [gradient.nbytes]
+        sizes = [each.nbytes for each in weights]
+        given = {"rows": rows, "width": width, "sizes": sizes, "copies": copies, "capability": capability}
+        questions.append(("norm backward", given))
+    assert answers(questions) == expected
+    assert sum("freed" in str(steps) for steps in expected) > 200, "many rows have buffers"

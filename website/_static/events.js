@@ -1,8 +1,8 @@
 /**
  * The allocations and frees of a training at a micro-batch and a length, from its table (`event_tables.py`).
  *
- * The workspace of sums and of embedding gradients is not a power of the sizes: it is calculated as in
- * `trainmem/estimate/reduction_scratch.py` and `kernels.py`. `tests/website/test_events_js.py` compares both.
+ * The workspace of sums, of embedding gradients and of layer norms' gradients is not a power of the sizes: it is
+ * calculated as in `trainmem/estimate/reduction_scratch.py` and `kernels.py`. `tests/website/test_events_js.py` compares both.
  */
 
 const MIB = 1024 ** 2;
@@ -123,6 +123,28 @@ export function embeddingProgram(count, weights, width, isHalf, gpu) {
   return steps;
 }
 
+/**
+ * Return the allocations of a layer norm's backward in order: `Kernels._norm_backward`. The results are the gradients of
+ * the input and of each weight.
+ * @param {number} rows
+ * @param {number} width elements per row
+ * @param {number[]} sizes bytes of each weight's gradient
+ * @param {number[]} copies bytes of copies that are made after the results
+ * @returns {(number|string|{freed: number})[]} bytes of an allocation, a result, or which allocation is freed
+ */
+export function normBackwardProgram(rows, width, sizes, copies, gpu) {
+  const isPlain = rows <= 65536 || Math.floor(width / 32) >= Math.floor(gpu.count / 2);
+  if (isPlain) return [MADE, ...sizes.map(() => MADE), ...copies];
+  const parts = Math.min(ceil(rows, 32), Math.floor(32768 / ceil(width, 32)));
+  const shared = reductionScratch([parts, width], [width, 1], [0], gpu, 4);
+  const steps = [MADE, ...sizes, ...copies, ...sizes.map((size) => parts * size)];
+  for (const number of sizes.keys()) {
+    const last = copies.length + 2 * sizes.length - number;
+    steps.push(MADE, ...shared, ...shared.map(() => freed(last)), freed(0));
+  }
+  return steps;
+}
+
 /** Return the steps of a table's program at a point. */
 function stepsOf([rule, constants, numbers], valueOf, gpu) {
   const values = numbers.map(valueOf);
@@ -132,6 +154,7 @@ function stepsOf([rule, constants, numbers], valueOf, gpu) {
     const moved = (step) => (step.freed === undefined ? step : freed(step.freed + copies.length));
     return [...copies, ...embeddingProgram(values[0], weights, width, isHalf, gpu).map(moved)];
   }
+  if (rule === "norm backward") return normBackwardProgram(values[0], constants[0], constants[1], copies, gpu);
   const rank = values.length / 2;
   const [dims, bytesEach] = constants;
   const layout = [values.slice(0, rank), values.slice(rank)];
@@ -188,15 +211,18 @@ export function logOf(table, batch, length, capability) {
   const labels = order.classes.map((kind) => table.classes[kind][0]);
   const events = [];
   const lengths = [0]; // of the events after so many of the order
-  for (const event of order.events) {
+  for (let place = 0; place < order.events.length; place++) {
+    const event = order.events[place];
     const program = event < 0 ? null : steps[order.classes[event]];
     if (program === null) {
       events.push(event);
     } else {
       const held = [];
+      let made = 0; // results so far; they are successive events of the order
       for (const step of program) {
         if (step === MADE) {
-          events.push(event);
+          if (made) lengths.push(events.length);
+          events.push(order.events[place + made++]);
         } else if (step.freed === undefined) {
           labels.push(labels[event]);
           held.push(sizes.push(step) - 1);
@@ -206,6 +232,7 @@ export function logOf(table, batch, length, capability) {
         }
       }
       for (const block of held.reverse()) events.push(~block);
+      place += made - 1;
     }
     lengths.push(events.length);
   }
