@@ -25,7 +25,7 @@ import torch
 
 from trainmem.estimate.trace_records import Operation, SparseSpec, Spec, nested
 from trainmem.measure import memory_meter
-from trainmem.measure.watcher import MARK
+from trainmem.measure.watcher import Recorded
 from trainmem.texts import bytes_text
 
 # Operations up to these bytes are run at their own size. The limit is lower for matmuls, whose time grows faster than
@@ -371,7 +371,7 @@ def _run(operations: list[Operation], threads: int) -> list[Seen | None]:
     torch.set_num_threads(threads)
     with memory_meter.profiled() as profile:
         for number, operation in enumerate(operations):
-            _once(operation, f"{MARK} {number}")
+            _once(operation, str(number))
     changes, marked = memory_meter.events(profile)
     times, totals = memory_meter.running(changes)
     found: list[Seen | None] = []
@@ -409,9 +409,9 @@ def _once(operation: Operation, mark: str) -> None:
             for leaf in operation.leaves
         ]
         args, kwargs = nested(leaves, operation.structure)
-        with torch.no_grad(), torch._C._profiler._RecordFunctionFast(f"{mark} begins"):
+        with torch.no_grad(), Recorded(f"{mark} begins"):
             result = operation.function(*args, **kwargs)  # noqa: F841, held until the mark
-            with torch._C._profiler._RecordFunctionFast(f"{mark} ends"):
+            with Recorded(f"{mark} ends"):
                 pass
     except Exception:
         pass

@@ -8,6 +8,7 @@ import bisect
 import collections
 import contextlib
 import dataclasses
+import functools
 import itertools
 import os
 import resource
@@ -17,13 +18,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from trainmem.core import hardware
 from trainmem.measure.tracker import Tracker, counted, name_of, watched
-from trainmem.measure.watcher import MARK, Watcher
+from trainmem.measure.watcher import MARK, Recorded, Watcher
 from trainmem.records import APART, BEGIN, CATEGORIES, Memory, explain, is_end, stretches
 
 COLLECTIVES = "c10d."  # prefix of their operations' names
@@ -198,9 +200,20 @@ def _apart(tracker: Watcher, at_marks: list[int], highest: Callable) -> dict[str
     return found
 
 
-def profiled() -> torch.profiler.profile:
-    """Return torch's profiler, to which the CPU allocator reports each allocation and free."""
-    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+@contextlib.contextmanager
+def profiled() -> Iterator[torch.profiler.profile]:
+    """Run torch's profiler in this context, and yield it. The CPU allocator reports each allocation and free to it.
+
+    It keeps no other events than those of the user's scope, e.g. `Recorded`: records of every operation would more than
+    double the time of a small training.
+    """
+    scopes = {torch._C._profiler.RecordScope.USER_SCOPE}
+    enable = functools.partial(torch.autograd.profiler._enable_profiler, scopes=scopes)
+    with contextlib.ExitStack() as stack:
+        with patch.object(torch.autograd.profiler, "_enable_profiler", enable):
+            profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+            stack.enter_context(profile)
+        yield profile
 
 
 def events(profile: torch.profiler.profile) -> tuple[list[_Change], dict[str, list[_Ran]]]:
@@ -296,7 +309,7 @@ class _CpuTracker(Tracker):
             _wait_for_gloo()
         self.starts.append(len(self.log))
         self._is_collective = function.namespace == "c10d"
-        with torch._C._profiler._RecordFunctionFast(f"{MARK} op"):
+        with Recorded("op"):
             try:
                 return function(*args, **kwargs)
             except BaseException:  # the profiler has seen it, though there is no result to track
@@ -305,7 +318,7 @@ class _CpuTracker(Tracker):
 
     def resized(self, storage):
         self.starts.append(len(self.log))
-        with torch._C._profiler._RecordFunctionFast(f"{MARK} op"):
+        with Recorded("op"):
             super().resized(storage)
 
 
@@ -416,7 +429,7 @@ def _timeline(tracker: Tracker, at_operations: list[int]) -> dict[str, Any] | No
     ends = [operations for label, _, operations in tracker.marks if label == "step"]
     first, last = (ends[-2] if len(ends) > 1 else 0), (ends[-1] if ends else len(tracker.operations))
     indices = highest(at_operations, first, last)
-    lives = [tracker.live(tracker.operations[index][0]) for index in indices]
+    lives = [*tracker.live_at(tracker.operations[index][0] for index in indices)]
     return series([tracker.operations[i][1:] for i in indices], lives, [at_operations[i] for i in indices])
 
 

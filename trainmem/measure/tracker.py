@@ -154,10 +154,16 @@ class Tracker(Watcher, TorchDispatchMode):
 
     def live(self, position: int) -> dict[str, int]:
         """Return {category: live bytes} after the first `position` entries of the log."""
-        total = dict.fromkeys(TENSOR_CATEGORIES, 0)
-        for block, sign in itertools.islice(self.log, position):
-            total[block.category] += sign * block.bytes
-        return total
+        return next(self.live_at([position]))
+
+    def live_at(self, positions: Iterable[int]) -> Iterator[dict[str, int]]:
+        """Yield {category: live bytes} after so many entries of the log, for each of the positions, which ascend."""
+        total, entries, before = dict.fromkeys(TENSOR_CATEGORIES, 0), iter(self.log), 0
+        for position in positions:
+            for block, sign in itertools.islice(entries, position - before):
+                total[block.category] += sign * block.bytes
+            before = position
+            yield dict(total)
 
     def _track_result(self, tensor, function, args, kwargs):
         if tensor.is_sparse:

@@ -11,6 +11,24 @@ from trainmem.records import Phase
 MARK = "perf_helpers"  # prefix of our own events among those of torch's profiler
 
 
+class Recorded:
+    """Record in torch's profiler when the code inside `with Recorded(name)` begins and ends.
+
+    The scope of the record is the user's, so that it is the only kind of event that `memory_meter.profiled` asks for.
+    """
+
+    __slots__ = ("_name", "_record")
+
+    def __init__(self, name: str):
+        self._name = f"{MARK} {name}"
+
+    def __enter__(self):
+        self._record = torch._C._autograd._record_function_with_args_enter(self._name)
+
+    def __exit__(self, *_):
+        torch._C._autograd._record_function_with_args_exit(self._record)
+
+
 @dataclass(slots=True, eq=False)
 class Block:
     """Hold the bytes, category, operation and stream of one storage, from its allocation to its free."""
@@ -92,7 +110,7 @@ class Watcher:
         evaluation", "begin saving" or "begin loading"; if the measurement starts, "start".
         """
         self.marks.append((label, len(self.log), len(self.operations)))
-        with torch._C._profiler._RecordFunctionFast(f"{MARK} mark"):
+        with Recorded("mark"):
             pass  # torch's profiler records the mark too, which puts it in order with the allocations
 
     def tag(self, tensor: Any, category: str, keep: tuple[str, ...] = ()) -> None:
