@@ -6,6 +6,7 @@ A lesson that fails or hangs does not stop the others.
 import itertools
 import json
 import signal
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -24,6 +25,7 @@ from perf_helpers.course.report import lesson_page, report
 from perf_helpers.course.results import SCHEMA
 from trainmem.core import hardware
 from trainmem.core.task import TINY, choose_profile
+from trainmem.estimate import facts
 from trainmem.measure import quiet
 from trainmem.records import now, write_whole
 from trainmem.texts import nearest_text, positive, shown, whole_number
@@ -99,6 +101,8 @@ def run_course(
 
     with ExitStack() as stack:
         small = AT_SMALLEST if profile == TINY.name else {}  # inductor reads its variables when the server imports it
+        folder = stack.enter_context(tempfile.TemporaryDirectory("-facts", ignore_cleanup_errors=True))
+        small = small | {facts.FOLDER: folder}
         server = small | stack.enter_context(course_server.shared(PRELOAD, {"MPLBACKEND": BACKEND} | small))
         address = stack.enter_context(quiet.served(lock)) if at_once > 1 else ""
         threads = max(1, cores // at_once)

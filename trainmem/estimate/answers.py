@@ -121,6 +121,10 @@ def _surroundings() -> str:
     code = sorted(each for each in Path(__file__).parents[1].rglob("*") if each.suffix in (".py", ".toml", ".json"))
     folders = [Path(each) for each in sys.path if each.endswith(("site-packages", "dist-packages"))]
     times = [(str(each), each.stat().st_mtime_ns) for each in (*code, *folders) if each.exists()]
-    variables = sorted(pair for pair in os.environ.items() if pair[0].startswith(_DECIDING))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return repr((sys.version, platform.machine(), hardware.read_cpu(), cores, times, variables))
+    return repr((sys.version, platform.machine(), hardware.read_cpu(), cores, times, deciding_variables()))
+
+
+def deciding_variables() -> list[tuple[str, str]]:
+    """Return (name, value) of each environment variable that changes what libraries do, e.g. OMP_NUM_THREADS."""
+    return sorted(pair for pair in os.environ.items() if pair[0].startswith(_DECIDING))

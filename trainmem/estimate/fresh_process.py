@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from trainmem.estimate import answers
+from trainmem.estimate import answers, facts
 from trainmem.measure import processes
 
 Tell = Callable[[int], Any]  # a function to call with the percentage of the work that is done
@@ -60,4 +60,8 @@ def with_probe(function: Callable, arguments: Sequence, tell: Tell) -> Any:
     from trainmem.estimate.operator_workspaces import Probe
 
     with contextlib.closing(Probe()) as probe:
-        return function(*arguments, probe, tell)
+        shared = facts.load()
+        probe.known |= shared
+        answer = function(*arguments, probe, tell)
+        facts.share({key: fact for key, fact in probe.known.items() if key not in shared})
+        return answer
