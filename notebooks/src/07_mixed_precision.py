@@ -445,7 +445,7 @@ small_shape = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers"
 miniature = Task("bert-tiny", seq_len=24, config=small_shape | {"vocab_size": 850, "max_position_embeddings": 32})
 task, batches = original if on_gpu else miniature, (1, 8, 16, 32, 64)
 small, large = batches[0], batches[-1]
-timed_task, batch = (lab.task if on_gpu else Task("bert-small", seq_len=64)), lab.profile.micro_batch
+timed_task, batch = lab.task if on_gpu else Task(lab.sized("bert-small", "bert-tiny"), 64), lab.profile.micro_batch
 in_step = roofline.products(lab, half, timed_task, batch)
 if not (quick := in_step.usable):  # this machine emulates 16 bits
     timed_task, batch = learnable, 16

@@ -546,7 +546,7 @@ plots.Table(["not here", "the Trainer's message"], [[", ".join(group), reason] f
 # Each optimizer trains the network from above, with the same four learning rates on one seed. With its best rate, it then trains on two other seeds: the last column has these two losses.
 
 # %%
-RATES = [0.0005, 0.002, 0.008, 0.03]
+RATES = lab.sized([0.0005, 0.002, 0.008, 0.03], [0.002, 0.008])
 
 
 def final(losses):

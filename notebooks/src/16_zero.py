@@ -313,7 +313,7 @@ axes = plots.memory([*runs.values()], title="Peak of a rank, two ranks, by hand"
 # %%
 longer, rows = task.replace(seq_len=128, config={"num_hidden_layers": 2}), []
 for stage in (0, 3):
-    each = partial(train, stage=stage, steps=2, samples=32)
+    each = partial(train, stage=stage, steps=2, samples=lab.sized(32, 8))
     run = lab.run(each, f"long, {stage}", task=longer, processes=2, **counting)
     forward = run.memory.phase_breakdowns["forward"]
     rows.append([f"stage {stage}", *(plots.bytes_text(forward[kind]) for kind in (*KINDS, "activations"))])

@@ -566,7 +566,7 @@ def watch(task, turns=6, width=2 * WIDTH):
         around["ways"] = dist.new_group(), dist.new_group()
     ways = {"one device": (whole, {}), "data parallel": (DDP(copy), {})}
     ways["tensor parallel"] = cut_through(parts_of, rank, ranks), {"loss": loss_in_parts}
-    for _, (name, parts) in product(range(lab.sized(turns, 4)), LOOKED_AT):
+    for _, (name, parts) in product(range(turns), LOOKED_AT):
         dist.barrier()
         found.append([])
         layers, given = ways.get(name, (stage, around))
@@ -578,7 +578,8 @@ def watch(task, turns=6, width=2 * WIDTH):
 
 
 # %%
-both, timed, rows = two(watch, "watched", measure="none"), {}, []
+both = two(watch, "watched", measure="none", **lab.sized({}, {"turns": 4, "width": WIDTH}))
+timed, rows = {}, []
 for row, key in enumerate(LOOKED_AT):
     timed[key] = [[rank[turn] for rank in both] for turn in range(row, len(both[0]), len(LOOKED_AT))]
 alone = [seconds_of(turn[:1]) for turn in timed.pop(LOOKED_AT[0])]

@@ -354,7 +354,8 @@ crowded = (False, 2, max(2, CORES), 8)  # as many threads in each process as the
 fewer = (False, 1, CORES - 1, 8)
 grid = [(bf16, *place, micro) for bf16 in (False, True) for place in dict.fromkeys(PLACES) for micro in (8, 2)]
 recipes = list(dict.fromkeys([*grid, crowded, *([fewer] if CORES > 1 else [])]))
-work = Task("bert-small", seq_len=32, data="learnable", config={"num_hidden_layers": 2, "vocab_size": 200})
+few = {"num_hidden_layers": 2, "vocab_size": 200}
+work = Task(lab.sized("bert-small", "bert-tiny"), seq_len=32, data="learnable", config=few)
 run = lab.run(partial(layouts, recipes=recipes), "layouts", task=work, processes=2, measure=("none",), use_cpu=True)
 both = [rank["value"] for rank in run.ranks]
 

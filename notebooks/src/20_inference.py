@@ -376,7 +376,7 @@ plots.Table(["weights", "ms of the matrices", "ms of a token"], rows)
 
 
 # %%
-SAMPLES, LENGTH = 512, 64
+SAMPLES, LENGTH = lab.sized(512, 128), 64
 
 
 def job(kind):
