@@ -55,15 +55,18 @@ lab: $(STAMP)
 lessons: $(STAMP)
 	$(BIN)/python notebooks/build.py
 
-check: $(STAMP)
+style: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python notebooks/build.py --check
 	$(BIN)/python tests/size.py
+
+check: style
 	$(BIN)/python -m pytest -q -m "not nightly" tests/test_repo.py tests/test_notebooks.py tests/course/test_ledger.py
 
 # A test's markers (pyproject.toml) say in which tier and stage it runs. ARGS are arguments for pytest, in place of the stages.
-test: check extras build/ipywidgets7
+# The tests of `check` run beside the others, on two cores.
+test: style extras build/ipywidgets7
 ifeq ($(ARGS),)
 	$(BIN)/python tests/stages.py daily
 else
@@ -176,5 +179,5 @@ $(STAMP): pyproject.toml constraints.txt $(FRESH)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt $(TORCH) -e ".[course,dev]"
 	@echo "$(CURDIR)" > $(STAMP)
 
-.PHONY: setup extras build/deepspeed build/optuna build/peft build/scipy help course record site lab lessons check test nightly test-all levels rehearsed rehearse architectures random matrix wheel gpu fresh
+.PHONY: setup extras build/deepspeed build/optuna build/peft build/scipy help course record site lab lessons style check test nightly test-all levels rehearsed rehearse architectures random matrix wheel gpu fresh
 fresh: ;

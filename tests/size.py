@@ -16,21 +16,21 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 # (part, patterns of its files, lines at most, files at most)
 BUDGETS = (
-    ("trainmem", ["trainmem/**/*.py"], 12_490, 91),
+    ("trainmem", ["trainmem/**/*.py"], 12_545, 92),
     ("  core", ["trainmem/core/*.py"], 2_166, 15),
-    ("  measure", ["trainmem/measure/*.py"], 2_150, 15),
-    ("  estimate", ["trainmem/estimate/*.py"], 4_585, 33),
+    ("  measure", ["trainmem/measure/*.py"], 2_170, 15),
+    ("  estimate", ["trainmem/estimate/*.py"], 4_615, 34),
     ("  rehearsal", ["trainmem/rehearsal/**/*.py"], 1_322, 11),
     ("  advise", ["trainmem/advise/*.py"], 1_129, 8),
     ("  what all share", ["trainmem/*.py"], 1_153, 9),
     ("perf_helpers", ["perf_helpers/**/*.py"], 4_100, 38),
     ("  lab", ["perf_helpers/lab/*.py"], 617, 5),
-    ("  course", ["perf_helpers/course/*.py"], 1_044, 10),
+    ("  course", ["perf_helpers/course/*.py"], 1_050, 10),
     ("  compare", ["perf_helpers/compare/*.py"], 459, 4),
     ("  sweep", ["perf_helpers/sweep/*.py"], 515, 3),
     ("  widgets", ["perf_helpers/widgets/*.py"], 1_011, 11),
     ("benchmarks", ["benchmarks/*.py"], 5_760, 43),
-    ("website", [f"website/{kind}" for kind in ("*.py", "*.md", "*/*.j2", "_static/*.js", "_static/*.css")], 3_200, 25),
+    ("website", [f"website/{kind}" for kind in ("*.py", "*.md", "*/*.j2", "_static/*.js", "_static/*.css")], 3_220, 25),
     ("README.md", ["README.md"], 200, 1),
     ("CONTRIBUTING.md", ["CONTRIBUTING.md"], 455, 1),
 )

@@ -1,6 +1,6 @@
 """Run the tests in stages, the daily tier or the nightly one, and print the seconds of each stage.
 
-    python tests/stages.py daily                       what `make test` runs after `make check`
+    python tests/stages.py daily                       what `make test` runs after `make style`
     python tests/stages.py nightly                     all other stages, however long they take
     python tests/stages.py nightly --minutes 45 --run 7
         as many stages as fit into 45 minutes; run 7 begins two stages later than run 6, so that no stage is left out
@@ -23,12 +23,11 @@ PYTEST = [sys.executable, "-m", "pytest"]
 TWO = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
 # Two workers on two cores: what each starts computes on one thread, which takes a third less of their time.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-CHECKED = [f"--ignore=tests/{name}" for name in ("test_repo.py", "test_notebooks.py", "course/test_ledger.py")]
 LESSONS = "--ignore=tests/test_lessons.py"
 VENV = f"VENV={Path(sys.executable).parents[1]}"
 # {stage: (about the minutes it takes on two cores, its command)}. What is timed has the machine alone.
 DAILY = {
-    "units": (4, [*PYTEST, *TWO, *CHECKED, LESSONS, "-m", "not (browser or site or nightly or timed)"]),
+    "units": (4, [*PYTEST, *TWO, LESSONS, "-m", "not (browser or site or nightly or timed)"]),
     "lessons": (8, [*PYTEST, "tests/test_lessons.py", "-m", "not nightly"]),
 }
 NIGHTLY = {

@@ -159,7 +159,8 @@ def test_quality_that_no_dense_model_has_is_not_looked_up():
         assert equal_width(0) == (width and pytest.approx(width))
 
 
-@pytest.mark.parametrize("divided", [True, False])
+@pytest.mark.daily(1)
+@pytest.mark.parametrize("divided", [False, True])
 def test_experts_gradients_that_are_not_divided_are_noticed(divided):
     planted = [] if divided else [("part.grad /= ranks", "pass")]
     made = cells("18", "route", "Exchange", "in_parallel", "layer_step", planted=planted)

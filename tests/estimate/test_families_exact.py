@@ -194,6 +194,7 @@ def test_a_family_is_exact(name, both):
     assert (estimated.peak_bytes, estimated.memory.breakdown) == (counted.peak_bytes, counted.breakdown)
 
 
+@pytest.mark.nightly
 def test_one_image_at_a_time_is_exact(both):
     """Tokens become images by a view. The stride of its dimension of length 1 decides the layout of convolutions."""
     counted, estimated = both(*CASES["segformer"], per_device_train_batch_size=1)

@@ -273,6 +273,7 @@ def kept_by(model):
     return sum(found.values())
 
 
+@pytest.mark.nightly
 def test_a_folder_saved_in_4_bits_is_loaded_in_4_bits(lab, quantized_folder):
     from transformers import AutoModelForCausalLM
 

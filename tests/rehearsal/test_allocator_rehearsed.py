@@ -273,6 +273,7 @@ MODELS = {
 }
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_memory_of_a_loop_is_that_of_cudas_kernels(name):
     loop = of_a_model(MODELS[name])
