@@ -16,15 +16,15 @@ from typing import Any
 from trainmem.estimate import answers
 from trainmem.records import write_whole
 
-FOLDER = "TRAINMEM_FACTS"  # environment variable: a folder whose files belong to this machine and these libraries
+FOLDER = "PERF_HELPERS_FACTS"  # environment variable: a folder for the facts of this machine and these libraries
 # Operations that the installed libraries define; a user's own operator may change between two estimates.
 _OF_LIBRARIES = ("aten.", "bitsandbytes.")
 
 
 def load() -> dict[tuple, Any]:
-    """Return the shared facts, {key: fact}, of this environment's variables; {} if nothing is shared.
+    """Return the shared facts, {key: fact}; {} if nothing is shared.
 
-    A damaged file is left out.
+    Facts that were found under other `answers.deciding_variables` are left out, and so are damaged files.
     """
     facts: dict[tuple, Any] = {}
     for file in _folder().iterdir() if FOLDER in os.environ and _folder().is_dir() else ():

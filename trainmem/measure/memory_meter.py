@@ -204,8 +204,8 @@ def _apart(tracker: Watcher, at_marks: list[int], highest: Callable) -> dict[str
 def profiled() -> Iterator[torch.profiler.profile]:
     """Run torch's profiler in this context, and yield it. The CPU allocator reports each allocation and free to it.
 
-    It keeps no other events than those of the user's scope, e.g. `Recorded`: records of every operation would more than
-    double the time of a small training.
+    Of the other events it keeps only those with the scope USER_SCOPE, e.g. `Recorded`: records of every operation would
+    more than double the time of a small training.
     """
     scopes = {torch._C._profiler.RecordScope.USER_SCOPE}
     enable = functools.partial(torch.autograd.profiler._enable_profiler, scopes=scopes)

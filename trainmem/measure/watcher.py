@@ -14,7 +14,7 @@ MARK = "perf_helpers"  # prefix of our own events among those of torch's profile
 class Recorded:
     """Record in torch's profiler when the code inside `with Recorded(name)` begins and ends.
 
-    The scope of the record is the user's, so that it is the only kind of event that `memory_meter.profiled` asks for.
+    The record has the scope USER_SCOPE, the only one that `memory_meter.profiled` keeps.
     """
 
     __slots__ = ("_name", "_record")
