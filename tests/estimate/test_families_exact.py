@@ -201,6 +201,7 @@ def test_one_image_at_a_time_is_exact(both):
     assert (estimated.peak_bytes, estimated.memory.breakdown) == (counted.peak_bytes, counted.breakdown)
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize(("kind", "labels"), [("multi_label_classification", 3), ("regression", 3), (None, 1)])
 def test_labels_are_floats_where_the_loss_is_of_several_labels_or_a_regression(kind, labels, both):
     fields = {
@@ -228,6 +229,7 @@ def test_a_training_that_fails_on_a_device_fails_in_the_estimate_in_the_same_lin
     assert re.search(r"\(line \d+ of \w+\.py\)$", run.message)
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize(
     ("objective", "fields"),
     [

@@ -79,12 +79,11 @@ def test_double_quantization_saves_what_its_paper_says(lab):
     assert saved == 3 * scales - of_small_layers - layers * (256 * 4 + 4), "and each layer has a code book of 256"
 
 
-@pytest.mark.daily(3)
+@pytest.mark.daily(2)
 @needs_peft
 @pytest.mark.parametrize(
     "given",
     [
-        {"peft": {"peft_type": "IA3"}},
         {"peft": {"r": 4, "use_dora": True, "target_modules": "all-linear"}, "bf16": True},
         {"peft": {"r": 4, "use_dora": True}, "load_in_4bit": True},
         {"peft": {"r": 4, "modules_to_save": ["lm_head"]}, "load_in_4bit": True, "gradient_checkpointing": True},
@@ -95,6 +94,7 @@ def test_double_quantization_saves_what_its_paper_says(lab):
         {"peft": {"r": 4, "monteclora_config": {}}},
         {"peft": {"peft_type": "FROD", "target_modules": ["q_proj", "v_proj"], "progressbar": False}},
         {"peft": {"r": 4}, "load_in_8bit": True, "optim": "paged_adamw_8bit"},
+        {"peft": {"peft_type": "IA3"}},
         {"freeze": "embed,layers.0.", "optim": "adafactor"},
     ],
     ids=lambda given: str([*given.get("peft", given).values()][:2]),

@@ -112,7 +112,7 @@ RECIPES = {
 }
 
 
-@pytest.mark.daily(3)
+@pytest.mark.daily(2)
 @pytest.mark.filterwarnings("ignore:on a CPU the Trainer ignores fp16")
 @pytest.mark.parametrize("name", RECIPES)
 def test_counted_peak_is_the_allocators_to_the_byte(lab, name):
