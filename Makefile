@@ -22,7 +22,7 @@ help:
 	@echo "make lab       open the lessons in JupyterLab"
 	@echo "make lessons   generate notebooks/*.ipynb from notebooks/src/*.py"
 	@echo "make check     check style, structure, sizes and generated files, in seconds"
-	@echo "make test      run make check, the quick tests, and every lesson at the smallest sizes; 12 minutes on two cores"
+	@echo "make test      run make check, the quick tests, and every lesson at the smallest sizes; 10 minutes on two cores"
 	@echo "make nightly   run all other tests: lessons at their real sizes, browser, web pages, instruction sets, rehearsals"
 	@echo "make test-all  run make test, then make nightly"
 	@echo "make levels    run the tests that depend on CPU instructions with older instruction sets"

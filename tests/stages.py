@@ -28,14 +28,14 @@ VENV = f"VENV={Path(sys.executable).parents[1]}"
 # {stage: (about the minutes it takes on two cores, its command)}. What is timed has the machine alone.
 DAILY = {
     "units": (4, [*PYTEST, *TWO, LESSONS, "-m", "not (browser or site or nightly or timed)"]),
-    "lessons": (8, [*PYTEST, "tests/test_lessons.py", "-m", "not nightly"]),
+    "lessons": (6, [*PYTEST, "tests/test_lessons.py", "-m", "not nightly"]),
 }
 NIGHTLY = {
-    "lessons": (16, [*PYTEST, "-m", "nightly and timed"]),
-    "browser": (9, [*PYTEST, "-n", "2", "--dist", "loadgroup", "-m", "browser or site"]),
-    "units": (34, [*PYTEST, *TWO, "-m", "nightly and not (browser or site or timed)"]),
+    "lessons": (14, [*PYTEST, "-m", "nightly and timed"]),
+    "browser": (8, [*PYTEST, "-n", "2", "--dist", "loadgroup", "-m", "browser or site"]),
+    "units": (28, [*PYTEST, *TWO, "-m", "nightly and not (browser or site or timed)"]),
     "levels": (6, ["make", "levels", VENV, "ARGS=--lowest"]),
-    "rehearse": (15, ["make", "rehearsed", VENV]),
+    "rehearse": (8, ["make", "rehearsed", VENV]),
 }
 
 
