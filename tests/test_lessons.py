@@ -64,7 +64,7 @@ def _changed():
 
 @pytest.fixture(scope="session")
 def smallest():
-    return _offline(OUT.with_name("smallest"), profile=TINY.name, at_once=4)
+    return _offline(OUT.with_name("smallest"), profile=TINY.name, at_once=3)
 
 
 @pytest.fixture(scope="session")
