@@ -100,10 +100,10 @@ def run_course(
         return lesson | {"code": code_of(source)}, record
 
     with ExitStack() as stack:
-        small = AT_SMALLEST if profile == TINY.name else {}  # inductor reads its variables when the server imports it
         folder = stack.enter_context(tempfile.TemporaryDirectory("-facts", ignore_cleanup_errors=True))
-        small = small | {facts.FOLDER: folder}
-        server = small | stack.enter_context(course_server.shared(PRELOAD, {"MPLBACKEND": BACKEND} | small))
+        variables = {facts.FOLDER: folder}
+        variables |= AT_SMALLEST if profile == TINY.name else {}  # inductor reads its own when the server imports it
+        server = variables | stack.enter_context(course_server.shared(PRELOAD, {"MPLBACKEND": BACKEND} | variables))
         address = stack.enter_context(quiet.served(lock)) if at_once > 1 else ""
         threads = max(1, cores // at_once)
         own = [server | (quiet.entry(source.stem, threads, address) if address else {}) for source in sources]
