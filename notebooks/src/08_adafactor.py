@@ -22,13 +22,12 @@ out = ""
 # %% tags=["setup"]
 import math
 import statistics
-import time
 
 import matplotlib.pyplot as plt
 import torch
 from transformers.optimization import Adafactor
 
-from perf_helpers import Claims, Lab, Task, exercises, plots, widgets
+from perf_helpers import Claims, Lab, Task, exercises, interleaving, plots, widgets
 from perf_helpers.lab import Ratio
 from trainmem.estimate import estimate
 
@@ -247,27 +246,18 @@ exercises.question(
 # %%
 def parts(task):
     torch.set_num_threads(1)
-    on_gpu = torch.cuda.is_available()
-    device, clock = ("cuda", time.perf_counter) if on_gpu else ("cpu", time.process_time)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     model, data = task.build_model().to(device), task.batch(4, device)
-    work = [
+    works = [
         lambda: model(**data).loss.backward(),
         torch.optim.AdamW(model.parameters(), lr=1e-9, fused=True).step,
         Adafactor(model.parameters(), lr=1e-9, scale_parameter=False, relative_step=False).step,
     ]
-    seconds = [[] for _ in work]
-    for _ in range(5):
-        for function, taken in zip(work, seconds):
-            start = clock()
-            function()
-            if on_gpu:
-                torch.cuda.synchronize()
-            taken.append(clock() - start)
-    return [taken[1:] for taken in seconds]  # the first turn warms up
+    return [[computed for _, computed in turns] for turns in interleaving.in_turns(works, 4)]
 
 
 sized = lab.task.replace(seq_len=512, config={} if cuda else {"vocab_size": 150, "num_hidden_layers": 2})
-processes = [lab.run(parts, f"parts {number}", task=sized, measure=("none",)).value for number in (1, 2, 3)]
+processes = [lab.run(parts, f"parts {number}", task=sized, measure="value").value for number in (1, 2, 3)]
 measured = [list(map(statistics.median, process)) for process in processes]
 
 # %% [markdown]

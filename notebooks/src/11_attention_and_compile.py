@@ -25,7 +25,6 @@ import itertools
 import math
 import os
 import tempfile
-import time
 import warnings
 
 import matplotlib.pyplot as plt
@@ -170,7 +169,7 @@ def time_by_length(_):
 
 
 def series(job):
-    found = lab.run(job, measure=("none",)).value
+    found = lab.run(job, measure="value").value
     return {name: [found[str(length)][name] for length in lengths] for name in found[str(lengths[0])]}
 
 
@@ -520,7 +519,7 @@ plots.Table(["lengths", "graphs"], list(recompilations.items()))
 # %% [markdown]
 # ## What it costs, what it gains
 #
-# Now take a backend that does compile: `inductor`, the default, writes C++ for a CPU, and for a GPU Triton, a language for GPU kernels. Three processes train the same model. The first one finds an empty cache on disk: a **cold start**. The other two find the files that the first one left: a **warm start**. (Some headers are compiled once per machine and cached elsewhere, so the very first start on your machine may have taken longer.)
+# Now take a backend that does compile: `inductor`, the default, writes C++ for a CPU, and for a GPU Triton, a language for GPU kernels. Three processes train the same model. The first one finds an empty cache on disk: a **cold start**. The other two find the files that the first one left: a **warm start**. (Some headers are compiled once per machine and cached elsewhere, so the very first start on your machine may have taken longer.) On a CPU both the training and the compiler use one thread.
 #
 # Each process runs five steps in turn: one for each of three backends, and the step without a compiler twice. (Besides `inductor` there are two backends for debugging, `aot_eager` and `eager`; the text after the table says what they do.) `Ratio.of_turns` compares a backend with the step without a compiler. It also compares the two times of the step without a compiler: it is the same code both times, so their difference is noise, and the interval is never narrower than this noise. The column *operations* counts torch's operations in a step; kernels that the compiler wrote do not count.
 
@@ -546,12 +545,6 @@ def operations_of(step):
     return sum(event.name.startswith("aten::") for event in seen.events())
 
 
-def started(step):
-    start = time.perf_counter()
-    loss = step()
-    return [time.perf_counter() - start, loss]
-
-
 # %%
 ORDER = ["none", "inductor", "none", "aot_eager", "eager"]
 
@@ -561,12 +554,14 @@ def trained(task):
     device, batch_size = ("cuda", 8) if torch.cuda.is_available() else ("cpu", 4)
     if device == "cpu":
         torch.set_num_threads(1)
+        importlib.import_module("torch._inductor.config").compile_threads = 1
     batch, steps, first, missing = task.batch(batch_size, device), {}, {}, None
     for name in dict.fromkeys(ORDER):
         model = task.build_model().to(device)
         steps[name] = step_of(model if name == "none" else torch.compile(model, backend=name), batch)
         try:
-            first[name] = started(steps[name])
+            (seconds, _), loss = interleaving.first_call(steps[name])
+            first[name] = seconds, loss
         except (torch._inductor.exc.InductorError, torch._dynamo.exc.BackendCompilerFailed) as error:
             missing = f"needs a C++ compiler, on a GPU Triton ({str(error).splitlines()[0][:90]})"
             steps[name], first[name] = steps["none"], first["none"]
@@ -583,13 +578,13 @@ if not on_cpu:
     compiled_task = lab.task.replace(config=no_dropout | preset.config | {"num_hidden_layers": 6})
 cache = tempfile.TemporaryDirectory(prefix="inductor-")  # new at each run of this cell, so that a cold start is cold
 folder = cache.name
-processes = [lab.run(trained, task=compiled_task, measure=("none",)).value]
+processes = [lab.run(trained, task=compiled_task, measure="value").value]
 if lab.sized(False, True):  # a quick test compiles once
     processes *= 3
 elif on_cpu:  # two at once, on one core each
     processes += [rank["value"] for rank in lab.run(trained, task=compiled_task, measure=("none",), processes=2).ranks]
 else:
-    processes += [lab.run(trained, task=compiled_task, measure=("none",)).value for _ in range(2)]
+    processes += [lab.run(trained, task=compiled_task, measure="value").value for _ in range(2)]
 missing = processes[0]["missing"]
 if missing:
     print(f"inductor compiles nothing here: it {missing}. The lesson goes on without it.")

@@ -706,7 +706,7 @@ _ = widgets.explore(draw, loading=loadings, workers=[2, 0, 1, 3, 4, 8], prefetch
 # %% [markdown]
 # ## Exercise: the challenge
 #
-# Synthetic data would be ready at once, without a reader. Reach **95 %** of the speed that a training on such data would have, with *at most 3 workers*. The reader takes the time of one step for a batch, and of eight steps for every fifth batch. The check measures; it does not simulate. Only the input should decide, so the device is replaced by a wait of 150 ms per step.
+# Synthetic data would be ready at once, without a reader. Reach **95 %** of the speed that a training on such data would have, with *at most 3 workers*. The reader takes the time of one step for a batch, and of eight steps for every fifth batch. The check measures; it does not simulate. Only the input should decide, so the device is replaced by a wait of 100 ms per step.
 
 # %% jupyter={"source_hidden": true}
 exercises.hint(
@@ -722,9 +722,9 @@ answer = None  # dict(num_workers=..., prefetch_factor=...): arguments of DataLo
 # %% tags=["check"]
 def speed(arguments):
     def job(_):
-        reader = Reader({}, lambda index: 0.075 * (8 if index // 2 % 5 == 4 else 1))
+        reader = Reader({}, lambda index: 0.05 * (8 if index // 2 % 5 == 4 else 1))
         batches = DataLoader(reader, batch_size=2, **forked(**arguments))
-        return 1 - waiting_share(follow(batches, lambda batch: time.sleep(0.15) or 1.0, steps=10, skip=10))
+        return 1 - waiting_share(follow(batches, lambda batch: time.sleep(0.1) or 1.0, steps=10, skip=10))
 
     return lab.run(job, "challenge", measure=("none",))
 

@@ -80,6 +80,18 @@ def test_the_first_turn_is_not_reported(clock):
     assert taken == [[(1.0, 1.0)] * 3]
 
 
+def test_a_first_call_is_timed_without_a_warm_up(clock):
+    calls = []
+
+    def compiled():
+        calls.append(1)
+        clock.work(20.0 if len(calls) == 1 else 1.0)()
+        return "loss"
+
+    assert interleaving.first_call(compiled) == ((20.0, 20.0), "loss")
+    assert len(calls) == 1
+
+
 @pytest.mark.parametrize(("works", "turns"), [([], 3), ([int], 0)])
 def test_nothing_to_time_is_refused(works, turns):
     with pytest.raises(ValueError, match="at least one of each"):

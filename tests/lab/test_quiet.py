@@ -110,6 +110,20 @@ def test_who_waits_for_the_machine_is_passed_for_a_while_by_those_that_keep_the_
     assert {*lock._held} == {"b"}, "one lesson alone leaves a core idle, so it passes nobody"
 
 
+@pytest.mark.parametrize("seconds", [60, 0])
+def test_lessons_that_wait_for_the_whole_machine_are_timed_one_after_the_other(monkeypatch, seconds):
+    monkeypatch.setattr(quiet, "PASSED_SECONDS", seconds)
+    lock = quiet.QuietLock()
+    lock.take("a", MACHINE)
+    waiting(lock, "b", SHARE)
+    waiting(lock, "c", MACHINE)
+    waiting(lock, "a", SHARE)  # the end of a's timing
+    first = "c" if seconds else "b"
+    until(lambda: {*lock._held} == {first})
+    lock.leave(first)
+    until(lambda: {*lock._held} == ({"a", "b"} if seconds else {"c"}))
+
+
 ROLE = """
 import sys, time
 from trainmem.measure import quiet
@@ -199,12 +213,17 @@ def test_what_takes_turns_has_a_quiet_machine_and_may_read_clocks(lab):
 ON_TWO = "(__import__('torch').set_num_threads(2), in_turns([int], 2))"
 LOCK_CALLS = {  # what a lesson asks of the lock, in order
     "lab.run(lambda task: 1, measure='value')": [SHARE],
-    "lab.run(lambda task: 1, measure='none')": [MACHINE, SHARE],
+    "lab.run(lambda task: 1, measure='none')": [SHARE],
+    "lab.run(lambda task: [time.perf_counter() for _ in 'ab'], measure='none')": [SHARE, MACHINE, SHARE],
+    f"lab.run(lambda task: len({ON_TWO.replace('2', '1')}), measure='none')": [SHARE, CORE, SHARE],
+    "lab.run(lambda task: 1, measure='none', processes=2)": [MACHINE, SHARE],
     "lab.run(lambda task: len(in_turns([int], 2)), measure='value')": [SHARE, CORE, SHARE],
     f"lab.run(lambda task: len({ON_TWO}), measure='value')": [SHARE, MACHINE, SHARE],
     "lab.run(lambda task: len(in_turns([lambda: __import__('os').system('true')], 2)), measure='value')": [
         *[SHARE, MACHINE, SHARE],  # processes of its own
     ],
+    "lab.run(lambda task: first_call(lambda: 1)[1], measure='value')": [SHARE, CORE, SHARE],
+    "lab.run(lambda task: [*tqdm([])] + [len(in_turns([int], 2))], measure='value')": [SHARE, CORE, SHARE],
     "lab.train('a', measure='time', steps=2, per_device_train_batch_size=1)": [SHARE, MACHINE, SHARE],
     "lab.compare(*[lab.train(n, measure='value', per_device_train_batch_size=1) for n in 'ab'], turns=4)": [
         *[SHARE, SHARE, SHARE],
@@ -216,7 +235,8 @@ LOCK_CALLS = {  # what a lesson asks of the lock, in order
 @pytest.mark.daily(1)
 @pytest.mark.parametrize("variables", [{}, {quiet.UNTIMED: "1"}], ids=["timed", "smallest sizes"])
 def test_only_what_is_timed_has_the_machine_for_itself(variables):
-    code = "from perf_helpers import Lab; from trainmem.measure.interleaving import in_turns; lab = Lab('tiny')\n"
+    code = "import time; from tqdm import tqdm; from perf_helpers import Lab\n"
+    code += "from trainmem.measure.interleaving import first_call, in_turns; lab = Lab('tiny')\n"
     code += "\n".join(f"{line}; print('next', flush=True); input()" for line in LOCK_CALLS)
     requested = []
 

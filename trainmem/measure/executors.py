@@ -79,7 +79,8 @@ def measured(
     """
     known = Outcome()
     for meter in meters:
-        alone = meter == "none" or (meter == "time" and experiment.function)
+        # One process that times itself reserves the machine when it first calls a clock (`quiet.reserving`).
+        alone = (meter == "none" and experiment.processes > 1) or (meter == "time" and experiment.function)
         with quiet.experiment(quiet.Need.MACHINE if alone else quiet.Need.SHARE, experiment.processes):
             if meter == "memory":
                 outcome = processes.account(experiment, timeout, on_step)

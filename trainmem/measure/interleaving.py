@@ -66,7 +66,7 @@ def in_turns(works: Sequence[Callable[[], object]], turns: int = 8) -> list[list
         work()
     if is_rehearsal():
         raise NeedsValues(NO_TIME)
-    is_on_one_core = _threads() == 1 and _ended_children() == ended and not psutil.Process().children()
+    is_on_one_core = quiet.computing_threads() == 1 and _ended_children() == ended and not psutil.Process().children()
     counted = 1 if quiet.is_untimed() else turns  # if times mean nothing, one turn shows that the functions run
     taken: list[list[Seconds]] = [[] for _ in works]
     with quiet.timing(quiet.Need.CORE if is_on_one_core else quiet.Need.MACHINE):
@@ -75,11 +75,16 @@ def in_turns(works: Sequence[Callable[[], object]], turns: int = 8) -> list[list
     return [each * (turns // counted) for each in taken]
 
 
-def _threads() -> int:
-    """Return the number of threads of this process that may compute: torch's, and other threads of Python."""
-    import torch
+def first_call(work: Callable[[], Any]) -> tuple[Seconds, Any]:
+    """Call a function once, without a warm-up; return its seconds, as in `in_turns`, and its result.
 
-    return torch.get_num_threads() + threading.active_count() - 1
+    What the function does only in its first call counts, e.g. compiling. In a course it has one core for itself if this
+    process computes with one thread, otherwise the machine.
+    """
+    results = []
+    with quiet.timing(quiet.Need.CORE if quiet.computing_threads() == 1 else quiet.Need.MACHINE):
+        seconds = _seconds(lambda: results.append(work()))
+    return seconds, results[0]
 
 
 def _ended_children() -> object:

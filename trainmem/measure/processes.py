@@ -53,7 +53,8 @@ def execute(
     if measure == "time":
         # In a course a training has the machine alone after its warm-up; a function, which may time anything, always.
         warm = quiet.is_in_course() and not experiment.function
-        options = {"turn": _once(max(1, experiment.warmup_steps)) if warm else None, "shares_cores": False}
+        options = {"turn": _once(max(1, experiment.warmup_steps)) if warm else None}
+    options["shares_cores"] = measure not in ("time", "none")  # what is timed has the machine, with all its threads
     with within(timeout), CleanProcess(job, measured=measure in ("memory", "time", "categories"), **options) as process:
         return _ended(process, on_step)
 

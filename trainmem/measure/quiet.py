@@ -2,8 +2,8 @@
 
 A lesson shares the machine with other lessons until it times something. Then it requests the part of the machine that
 it needs (`Need`): `Lab.compare`, `interleaving.in_turns` and the time meter send this request after their warm-up. A
-function with measure="none" starts only after the request is granted. Between two of its experiments, a lesson lets
-lessons go first that wait for a quiet machine.
+function with measure="none" sends it when it first calls a clock (`reserving`), or, if it has several ranks, before it
+starts. Between two of its experiments, a lesson lets lessons go first that wait for a quiet machine.
 
 Each experiment runs in the context `experiment`, which does nothing outside a course. Experiments that run at the same
 time each use only a part of the cores, because threads that wait for a core would slow down all of them. A `QuietLock`
@@ -86,25 +86,65 @@ def no_clocks() -> Iterator[None]:
         outcomes.Invalid: a notebook's function called a clock.
     """
 
-    def refusing(name: str, clock: Callable[[], float]) -> Callable[[], float]:
+    def refuse(name: str) -> None:
+        raise outcomes.Invalid(f"it calls time.{name}, but other lessons may be running: use measure='none'")
+
+    with _on_reading(refuse):
+        yield
+
+
+@contextlib.contextmanager
+def reserving() -> Iterator[None]:
+    """Reserve a part of the machine, from when a notebook's function first calls a clock to the end of the context.
+
+    What the function does before that, e.g. building a model, runs beside other lessons. The part is one core if the
+    clock counts computing time and one thread computes, otherwise the machine. Outside a fresh subprocess, nothing is
+    reserved.
+    """
+    process = os.getpid()
+
+    def reserve(name: str) -> None:
+        if os.getpid() == process:  # its forks, e.g. a DataLoader's workers, share its connection to the caller
+            is_on_one_core = not name.startswith("perf_counter") and computing_threads() == 1
+            reserved.enter_context(timing(Need.CORE if is_on_one_core else Need.MACHINE))
+
+    with contextlib.ExitStack() as reserved, _on_reading(reserve) if ASKING.ask else contextlib.nullcontext():
+        yield
+
+
+def computing_threads() -> int:
+    """Return the number of threads of this process that may compute: torch's, and other threads of Python."""
+    import torch
+    from tqdm import TMonitor  # the thread that redraws progress bars
+
+    threads = [thread for thread in threading.enumerate() if not isinstance(thread, TMonitor)]
+    return torch.get_num_threads() + len(threads) - 1
+
+
+@contextlib.contextmanager
+def _on_reading(react: Callable[[str], object]) -> Iterator[None]:
+    """Call `react(name)` in this context before a notebook's function calls `time.name` outside `timing`."""
+
+    def watched(name: str, clock: Callable[[], float]) -> Callable[[], float]:
         def read() -> float:
             if not ASKING.is_granted and sys._getframe(1).f_globals.get("__name__") in _READERS:
-                raise outcomes.Invalid(f"it calls time.{name}, but other lessons may be running: use measure='none'")
+                react(name)
             return clock()
 
         return read
 
     with contextlib.ExitStack() as stack:
         for name in _CLOCKS:
-            stack.enter_context(patch.object(time, name, refusing(name, getattr(time, name))))
+            stack.enter_context(patch.object(time, name, watched(name, getattr(time, name))))
         yield
 
 
 class QuietLock:
     """Divide the machine's cores among lessons: `take` waits for cores and takes them, `leave` releases them.
 
-    Lessons get cores in the order in which they began to wait, with one exception. A later lesson may start before the
-    first in the queue if all cores are then in use, but only until the first has waited for `PASSED_SECONDS`.
+    Lessons get cores in the order in which they began to wait, with two exceptions. A later lesson may start before the
+    first in the queue if all cores are then in use. And if no core is in use, a lesson that needs the whole machine
+    starts first. Both end when the first in the queue has waited for `PASSED_SECONDS`.
 
     Args:
         cores: number of cores.
@@ -150,15 +190,29 @@ class QuietLock:
     def _may_go(self, number: int) -> bool:
         """Return whether the waiting lesson with this `number` in the queue may start.
 
-        There must be room for the lesson (`_has_room`). If other lessons have waited longer, two more conditions apply:
+        There must be room for the lesson (`_has_room`). If others go first (`_order`), two more conditions apply:
         all cores are in use after the start, and the first in the queue has waited less than `PASSED_SECONDS`.
         """
         _, need, cores, _ = self._queue[number]
-        earlier = [since for other, (*_, since) in self._queue.items() if other < number]
+        order = self._order()
         others = sum(cores for _, cores in self._held.values())
         keeps_busy = self._held and others + cores >= self._cores
-        may_pass = not earlier or (keeps_busy and time.monotonic() - earlier[0] < PASSED_SECONDS)
+        may_pass = order[0] == number or (keeps_busy and not self._has_waited(order[0]))
         return may_pass and self._has_room(need, others + cores)
+
+    def _order(self) -> list[int]:
+        """Return the numbers of the waiting lessons in the order in which they may start.
+
+        This is the order in which they began to wait. But if no core is in use, those that need the whole machine go
+        first, because later they would have to wait until other lessons' experiments end.
+        """
+        order = sorted(self._queue)
+        if not self._held and not self._has_waited(order[0]):
+            order.sort(key=lambda number: self._queue[number][1] is not Need.MACHINE)
+        return order
+
+    def _has_waited(self, number: int) -> bool:
+        return time.monotonic() - self._queue[number][3] >= PASSED_SECONDS
 
     def _has_room(self, need: Need, used: int) -> bool:
         """Return whether a lesson may start beside the lessons that hold cores now.

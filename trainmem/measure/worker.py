@@ -81,7 +81,7 @@ def _perform(experiment: Experiment, measure: str, on_step) -> Outcome:
                 steps = experiment.steps + experiment.warmup_steps
                 outcome = _execute(experiment, folder, steps, keep_losses=True, on_pass=meter.stepped)
             return outcome.replace(timing=meter.result(experiment.samples_per_step))
-        with quiet.no_clocks() if measure == "value" else contextlib.nullcontext():
+        with quiet.no_clocks() if measure == "value" else quiet.reserving():
             return _execute(experiment, folder, experiment.steps, keep_losses=True)
 
 
