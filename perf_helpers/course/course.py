@@ -36,9 +36,6 @@ BACKEND = "module://matplotlib_inline.backend_inline"
 # The smallest sizes only test that lessons run. A pool of compilers would compile headers twice, and for six seconds
 # inductor would test which instructions this CPU has.
 AT_SMALLEST = {quiet.UNTIMED: "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "1"}
-# It times something more often than any other lesson, and waits for a quiet machine each time. If it started in its
-# place among lessons that run in parallel, it would end long after them.
-LONGEST, STARTS_BEFORE = "15_dp_and_ddp", "07"
 LESSONS = Path(__file__).resolve().parents[2] / "notebooks"
 
 
@@ -68,8 +65,6 @@ def run_course(
     positive("timeout", timeout_per_lesson)
     choose_profile(profile)
     at_once = _at_once() if at_once is None else whole_number("at_once", at_once)
-    if at_once > 1:
-        sources.sort(key=lambda source: STARTS_BEFORE if source.stem == LONGEST else source.stem)
     out = Path(out).resolve()
     if any(source.parent == out for source in sources):
         raise ValueError(f"--out {out} is the folder of the lessons themselves: name another folder")
@@ -121,7 +116,7 @@ def run_course(
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     data["seconds"] = round(time.monotonic() - start, 1)
-    for lesson, record in sorted(done, key=lambda entry: entry[0]["name"]):
+    for lesson, record in done:
         data["lessons"].append(lesson)
         data["claims"] += record.get("claims", [])
         data["runs"] += [{"lesson": lesson["name"], **run} for run in record.get("runs", [])]

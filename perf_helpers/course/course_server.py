@@ -131,7 +131,6 @@ def serve(descriptor: int, preload: Iterable[str]) -> NoReturn:
     """
     forked.die_with_parent()
     has_gpus = server_process.import_libraries(preload)
-    server_process.use_huge_pages()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for these forks, so they must not become zombies
     listener = socket.socket(fileno=descriptor)
     while True:

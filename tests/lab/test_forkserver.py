@@ -18,11 +18,6 @@ from trainmem.core.training import Experiment
 from trainmem.measure import forked, forkserver
 from trainmem.unknown import is_measured
 
-HUGE_PAGES = pytest.mark.skipif(
-    not sys.platform.startswith("linux") or tuple(map(int, os.uname().release.split(".")[:2])) < (6, 1),
-    reason="needs Linux 6.1",
-)
-
 
 def test_each_experiment_has_a_process_of_its_own(lab):
     def look(_):
@@ -235,40 +230,6 @@ def test_an_interrupted_experiment_is_kept_and_nothing_of_it_survives(lab, tmp_p
         lab.run(hang, "interrupted", measure=("none",))
     assert (lab["interrupted"].status, lab["interrupted"].message) == ("killed", "interrupted by the user")
     assert _gone(int((tmp_path / "pid").read_text()))
-
-
-@HUGE_PAGES
-def test_the_heap_moves_into_huge_pages_and_keeps_its_content():
-    code = """
-import re
-from pathlib import Path
-from trainmem.measure.server_process import use_huge_pages
-in_huge_pages = lambda: int(re.search(r"AnonHugePages: +([0-9]+) kB", Path("/proc/self/smaps_rollup").read_text())[1])
-parts = [str(number) * 100 for number in range(100_000)]
-before = in_huge_pages()
-use_huge_pages()
-print(in_huge_pages() - before, parts == [str(number) * 100 for number in range(100_000)])
-"""
-    gained, is_same = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split()
-    assert int(gained) > 30_000 and is_same == "True", "100,000 strings of 100 to 500 bytes"
-
-
-@pytest.mark.nightly
-@HUGE_PAGES
-def test_a_server_with_many_forks_moves_its_heap_into_huge_pages_once():
-    code = """
-import os
-from trainmem.measure import processes
-def server(tell):
-    return os.getppid()
-def in_huge_pages():
-    rows = open(f"/proc/{processes.call(server, timeout=60)}/smaps_rollup").read().splitlines()
-    return next(int(row.split()[1]) >> 10 for row in rows if row.startswith("AnonHugePages"))
-print(*[in_huge_pages() for _ in range(25)])
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    megabytes = [*map(int, done.stdout.split())]
-    assert max(megabytes[:19]) < 50 < min(megabytes[19:]), done.stderr
 
 
 @pytest.mark.nightly

@@ -5,14 +5,12 @@ its forks could not use it afterwards.
 """
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import os
 import signal
 from collections.abc import Container, Iterable
 from multiprocessing import connection, reduction
-from pathlib import Path
 from typing import NoReturn
 from unittest.mock import patch
 
@@ -20,8 +18,6 @@ import psutil
 
 from trainmem.core import arguments, hardware, optional_packages
 from trainmem.measure import forked
-
-_HUGE_PAGE, _MADV_COLLAPSE = 2**21, 25
 
 
 def serve(descriptor: int, preload: Iterable[str], with_bitsandbytes: bool) -> NoReturn:
@@ -33,7 +29,7 @@ def serve(descriptor: int, preload: Iterable[str], with_bitsandbytes: bool) -> N
         with_bitsandbytes: import bitsandbytes after the first fork, so that only later forks have it.
     """
     has_gpus = import_libraries(preload)
-    serve_caller(connection.Connection(descriptor), has_gpus, with_bitsandbytes, huge_pages_at=20)
+    serve_caller(connection.Connection(descriptor), has_gpus, with_bitsandbytes)
 
 
 def import_libraries(preload: Iterable[str]) -> bool:
@@ -52,9 +48,7 @@ def import_libraries(preload: Iterable[str]) -> bool:
     return has_gpus
 
 
-def serve_caller(
-    control: connection.Connection, has_gpus: bool, with_bitsandbytes: bool = False, huge_pages_at: int = 0
-) -> NoReturn:
+def serve_caller(control: connection.Connection, has_gpus: bool, with_bitsandbytes: bool = False) -> NoReturn:
     """Fork and collect fresh subprocesses until the caller ends or sends "end"; then end them and remove their folders.
 
     Requests are ("fork", folder, whether the job needs bitsandbytes), followed by three descriptors (channel, output,
@@ -64,10 +58,9 @@ def serve_caller(
         control: connection to the caller, from which the requests come.
         has_gpus: whether this machine has GPUs; then bitsandbytes, which queries them, is never imported here.
         with_bitsandbytes: import bitsandbytes after the first fork, so that only later forks have it.
-        huge_pages_at: number of the fork before which to call `use_huge_pages`, which pays only for many; 0: never.
     """
     bitsandbytes = () if has_gpus else ("bitsandbytes",)
-    parent, folders, forks = os.getppid(), {}, 0  # the folder of each living fork; the number of all forks
+    parent, folders = os.getppid(), {}  # the folder of each living fork
     forked.adopt_orphans()
     with contextlib.suppress(OSError, EOFError):
         while os.getppid() == parent:
@@ -77,9 +70,6 @@ def serve_caller(
                 case "fork", folder, needs_bitsandbytes:
                     if needs_bitsandbytes:
                         _import(bitsandbytes)
-                    forks += 1
-                    if forks == huge_pages_at:
-                        use_huge_pages()
                     pid = _fork_clean_process(control)
                     folders[pid] = folder
                     control.send(pid)
@@ -146,20 +136,3 @@ def _import_torchao() -> None:
     with patch.object(torch.cuda, "is_available", lambda *_, **__: False), contextlib.suppress(ImportError):
         importlib.import_module("torchao.quantization")
         importlib.import_module("torchao.prototype.safetensors.safetensors_support")
-
-
-def use_huge_pages() -> None:
-    """Move this process's heap into huge pages (2 MiB), where the system can (Linux 6.1 and later).
-
-    This takes half a second or more. A fork then takes half the time (20 ms less), because it has fewer pages to enter.
-    Source: madvise(2), MADV_COLLAPSE.
-    """
-    with contextlib.suppress(OSError, AttributeError):  # not Linux
-        collapse = ctypes.CDLL(None).madvise
-        for line in Path("/proc/self/maps").read_text().splitlines():
-            addresses, access, _, device, *_ = line.split()
-            if access == "rw-p" and device == "00:00":  # private memory, of no file
-                begin, end = (int(address, 16) for address in addresses.split("-"))
-                begin, end = -(-begin // _HUGE_PAGE) * _HUGE_PAGE, end // _HUGE_PAGE * _HUGE_PAGE
-                if begin < end:
-                    collapse(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_COLLAPSE)
