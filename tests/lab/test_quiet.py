@@ -110,20 +110,6 @@ def test_who_waits_for_the_machine_is_passed_for_a_while_by_those_that_keep_the_
     assert {*lock._held} == {"b"}, "one lesson alone leaves a core idle, so it passes nobody"
 
 
-@pytest.mark.parametrize("seconds", [60, 0])
-def test_lessons_that_wait_for_the_whole_machine_are_timed_one_after_the_other(monkeypatch, seconds):
-    monkeypatch.setattr(quiet, "PASSED_SECONDS", seconds)
-    lock = quiet.QuietLock()
-    lock.take("a", MACHINE)
-    waiting(lock, "b", SHARE)
-    waiting(lock, "c", MACHINE)
-    waiting(lock, "a", SHARE)  # the end of a's timing
-    first = "c" if seconds else "b"
-    until(lambda: {*lock._held} == {first})
-    lock.leave(first)
-    until(lambda: {*lock._held} == ({"a", "b"} if seconds else {"c"}))
-
-
 ROLE = """
 import sys, time
 from trainmem.measure import quiet

@@ -80,8 +80,14 @@ def first_call(work: Callable[[], Any]) -> tuple[Seconds, Any]:
 
     What the function does only in its first call counts, e.g. compiling. In a course it has one core for itself if this
     process computes with one thread, otherwise the machine.
+
+    Raises:
+        NeedsValues: in a rehearsal, after the call.
     """
     results = []
+    if is_rehearsal():
+        work()
+        raise NeedsValues(NO_TIME)
     with quiet.timing(quiet.Need.CORE if quiet.computing_threads() == 1 else quiet.Need.MACHINE):
         seconds = _seconds(lambda: results.append(work()))
     return seconds, results[0]

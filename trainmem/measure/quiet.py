@@ -142,9 +142,8 @@ def _on_reading(react: Callable[[str], object]) -> Iterator[None]:
 class QuietLock:
     """Divide the machine's cores among lessons: `take` waits for cores and takes them, `leave` releases them.
 
-    Lessons get cores in the order in which they began to wait, with two exceptions. A later lesson may start before the
-    first in the queue if all cores are then in use. And if no core is in use, a lesson that needs the whole machine
-    starts first. Both end when the first in the queue has waited for `PASSED_SECONDS`.
+    Lessons get cores in the order in which they began to wait, with one exception. A later lesson may start before the
+    first in the queue if all cores are then in use, but only until the first has waited for `PASSED_SECONDS`.
 
     Args:
         cores: number of cores.
@@ -190,29 +189,15 @@ class QuietLock:
     def _may_go(self, number: int) -> bool:
         """Return whether the waiting lesson with this `number` in the queue may start.
 
-        There must be room for the lesson (`_has_room`). If others go first (`_order`), two more conditions apply:
+        There must be room for the lesson (`_has_room`). If other lessons have waited longer, two more conditions apply:
         all cores are in use after the start, and the first in the queue has waited less than `PASSED_SECONDS`.
         """
         _, need, cores, _ = self._queue[number]
-        order = self._order()
+        earlier = [since for other, (*_, since) in self._queue.items() if other < number]
         others = sum(cores for _, cores in self._held.values())
         keeps_busy = self._held and others + cores >= self._cores
-        may_pass = order[0] == number or (keeps_busy and not self._has_waited(order[0]))
+        may_pass = not earlier or (keeps_busy and time.monotonic() - earlier[0] < PASSED_SECONDS)
         return may_pass and self._has_room(need, others + cores)
-
-    def _order(self) -> list[int]:
-        """Return the numbers of the waiting lessons in the order in which they may start.
-
-        This is the order in which they began to wait. But if no core is in use, those that need the whole machine go
-        first, because later they would have to wait until other lessons' experiments end.
-        """
-        order = sorted(self._queue)
-        if not self._held and not self._has_waited(order[0]):
-            order.sort(key=lambda number: self._queue[number][1] is not Need.MACHINE)
-        return order
-
-    def _has_waited(self, number: int) -> bool:
-        return time.monotonic() - self._queue[number][3] >= PASSED_SECONDS
 
     def _has_room(self, need: Need, used: int) -> bool:
         """Return whether a lesson may start beside the lessons that hold cores now.
