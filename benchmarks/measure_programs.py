@@ -31,6 +31,7 @@ from runner import HERE, RESULTS, Measurement, Named, read_record
 from tables import MIB, table, versions
 
 from trainmem import rehearsal
+from trainmem.rehearsal import program_report
 from trainmem.rehearsal.program_report import peaks_of
 
 FOLDER = HERE.parent / "build" / "programs"
@@ -225,7 +226,7 @@ def inputs(folder: Path) -> None:
 
 def conclude(rows: list[dict], _) -> dict:
     ends = [row["status"] for row in rows]
-    return {"programs": len(ends)} | {f"{end}": ends.count(end) for end in sorted({*ends})}
+    return {"programs": len(ends)} | {end: ends.count(end) for end in sorted({*program_report.CODES, *ends})}
 
 
 def line(row: dict) -> str:

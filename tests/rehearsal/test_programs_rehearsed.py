@@ -341,9 +341,45 @@ LIBRARIES = {
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_library_that_the_stub_does_not_have_is_named_and_no_process_dies(program, library):
     for line in LIBRARIES[library]:
-        run, printed = program(f"import torch\nx = torch.randn(8, 8, device='cuda')\n{line}\n", assumes=True)
+        text = f"import torch\nx = torch.randn(8, 8, device='cuda')\n{line}\n"
+        run, printed = program(text, assumes=library != "cuDNN")
         assert (run.status, run.exit_code) == ("needs a library", 3), (line, run, printed.err)
         assert library in repr(run) and line in repr(run)
+
+
+RECURRENT = """
+import torch
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+{cudnn}
+layer = torch.nn.{kind}(256, 256, 2, bidirectional=True, batch_first=True, dropout=0.1).cuda()
+weights = [*layer.parameters()]
+blocks = len({{weight.untyped_storage().data_ptr() for weight in weights}})
+assert blocks == (len(weights) if "{cudnn}" else 1), "cuDNN has the weights in one block"
+optimizer = torch.optim.SGD(weights, lr=0.1)
+for lengths in ([3, 64, 17], [64, 64, 64]):
+    samples = torch.randn(3, 64, 256, device="cuda")
+    packed = pack_padded_sequence(samples, torch.tensor(lengths), batch_first=True, enforce_sorted=False)
+    assert packed.data.shape[0] == sum(lengths) and packed.batch_sizes.sum() == sum(lengths)
+    output, found = pad_packed_sequence(layer(packed)[0], batch_first=True)
+    assert output.shape == (3, max(lengths), 512) and found.tolist() == lengths
+    output.mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_with_assumed_values_recurrent_layers_run_torchs_own_kernels(program, kind):
+    run, printed = program(RECURRENT.format(kind=kind, cudnn=""), assumes=True)
+    assert run.status == "finished", printed.err
+    (process,) = run.processes
+    assert process["answers"]["recurrent layers computed by torch's own kernels, not cuDNN's"] == 2
+    other, printed = program(RECURRENT.format(kind=kind, cudnn="torch.backends.cudnn.enabled = False"), assumes=True)
+    assert other.status == "finished", printed.err
+    for phase in ("forward pass", "backward pass"):
+        peaks = [each.processes[0]["phases"][phase][0] for each in (run, other)]
+        assert peaks[0] == pytest.approx(peaks[1], abs=20_000), "the same kernels; one block of weights instead of many"
 
 
 GENERATION = """

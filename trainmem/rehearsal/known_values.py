@@ -20,7 +20,7 @@ import contextlib
 import ctypes
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -61,6 +61,7 @@ _NORMS = {"norm", "vector_norm", "linalg_vector_norm", "abs", "square", "sqrt"}
 _KEEP_SIGN = {"to", "float", "double", "half", "bfloat16", "cuda", "detach", "clone", "stack", "cat", "sum", "mean"}
 _KEEP_SIGN |= {"max", "amax", "pow", "__pow__", "div", "true_divide", "__truediv__", "mul", "__mul__", "add", "__add__"}
 _KEEP_SIGN |= {"where"}
+_RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu", "_cudnn_rnn_flatten_weight"}
 
 
 class Values(TorchFunctionMode):
@@ -146,6 +147,8 @@ class Values(TorchFunctionMode):
             return self._sized_by_values(function, args, kwargs, given)
         if name == "histc" and kwargs.get("min", 0) == kwargs.get("max", 0):  # it would take the bounds from the values
             kwargs = {**kwargs, "max": kwargs.get("min", 0) + 1}
+        if self.assumes and name in _RECURRENT:
+            function = self._without_cudnn(function)
         resized_known = name == "resize_" and self.is_known(given[0])
         try:
             made = function(*args, **kwargs)
@@ -192,6 +195,8 @@ class Values(TorchFunctionMode):
             return
         old = {*map(_address, given)}
         fresh = [tensor for tensor in results if _address(tensor) not in old]
+        if name in ("_pack_padded_sequence", "_pad_packed_sequence") and self.is_known(given[1]):
+            fresh = [tensor for tensor in fresh if tensor.is_cuda]  # lengths on the host are made from lengths alone
         in_place = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or "out" in kwargs
         in_place = (in_place or name == "__setitem__") and name not in ("__invert__", "__index__")
         if name in _FINITE and len(fresh) == 1 and fresh[0].is_cuda and fresh[0].numel() <= LARGEST:
@@ -315,6 +320,21 @@ class Values(TorchFunctionMode):
             whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
             self.fill(whole, self._assumed(whole))
         return function(*args, **kwargs)
+
+    def _without_cudnn(self, function: Callable) -> Callable:
+        """Return a recurrent layer's function that runs torch's own kernels, and counts this as an assumed answer.
+
+        `_cudnn_rnn_flatten_weight`, which moves the weights into one block, does it without cuDNN.
+        """
+        if function is torch._cudnn_rnn_flatten_weight:
+            return _flattened
+        self.answers["recurrent layers computed by torch's own kernels, not cuDNN's"] += 1
+
+        def run(*args, **kwargs):
+            with torch.backends.cudnn.flags(enabled=False):
+                return function(*args, **kwargs)
+
+        return run
 
     def _assumed(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor's values on the CPU; if the values are unknown, 1 for floats and 0 for other types."""
@@ -511,6 +531,15 @@ def _out_of_sight() -> Iterator[None]:
     """Hide computations on the CPU from dispatch modes and autograd in this context."""
     with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
         yield
+
+
+def _flattened(weights: Iterable[torch.Tensor], *_) -> torch.Tensor:
+    """Move weights into one new block of memory, as cuDNN does for a recurrent layer, and return the block."""
+    weights = [*weights]
+    block = torch.cat([weight.flatten() for weight in weights])
+    for weight, part in zip(weights, block.split([weight.numel() for weight in weights]), strict=True):
+        weight.set_(part.view_as(weight))
+    return block
 
 
 def _nested(shape: tuple[int, ...]) -> Any:

@@ -23,8 +23,8 @@ _ENDS = {
     "failed": "the program failed",
 }
 _REMEDIES = {
-    "needs a library": "use another operation or run it on the CPU; for recurrent networks, "
-    "torch.backends.cudnn.enabled = False rehearses torch's own kernels",
+    "needs a library": "use another operation or run it on the CPU; for recurrent networks add --assume, which runs "
+    "torch's own kernels",
     "out of memory": "take a larger card, a smaller batch, or `perf-helpers advise`",
 }
 
