@@ -241,6 +241,22 @@ def membership():
     return found, torch.cuda.memory_stats()["allocation.all.allocated"] - before
 
 
+def arrivals():
+    import torch
+
+    numbers, other = torch.arange(500), torch.empty(1, dtype=torch.int64, device="cuda")
+    ways = [numbers.cuda(), numbers.cuda(0), numbers.cuda("cuda:0"), numbers.cuda(torch.device("cuda"))]
+    ways += [numbers.cuda(device="cuda", non_blocking=True), numbers.pin_memory().to("cuda", non_blocking=True)]
+    ways += [numbers.to(0), numbers.to(other), numbers.type_as(other), numbers.to("cuda", torch.int32)]
+    ways += [torch.asarray(numbers.numpy(), device="cuda"), torch.as_tensor(numbers.numpy(), device="cuda")]
+    ways += [torch.empty_like(numbers, device="cuda").copy_(numbers), other.new_tensor(numbers.tolist())]
+    return [int(way.max()) for way in ways]
+
+
+def test_whole_numbers_that_were_sent_to_the_device_are_known_however_they_were_sent(here):
+    assert here(arrivals) == [499] * 14
+
+
 @pytest.mark.nightly
 def test_a_question_about_known_values_asks_the_allocator_as_on_a_device(here):
     # Which are equal, and whether any is: transformers asks so whether a batch is padded.

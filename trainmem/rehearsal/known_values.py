@@ -47,7 +47,7 @@ _SIZED_BY_VALUES = {"nonzero", "argwhere", "unique", "unique_consecutive", "uniq
 _SIZED_BY_VALUES |= {"repeat_interleave", "where", "one_hot", "_unique2"}
 _FACTORIES = {"zeros", "ones", "full", "arange", "tensor", "as_tensor", "eye", "linspace", "randint", "randperm"}
 _FACTORIES |= {"zeros_like", "ones_like", "full_like", "randint_like", "scalar_tensor", "tril_indices", "triu_indices"}
-_FACTORIES |= {"new_zeros", "new_ones", "new_full", "new_tensor"}
+_FACTORIES |= {"new_zeros", "new_ones", "new_full", "new_tensor", "asarray"}
 _OF_ONE_VALUE = {"zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}
 _IN_ORDER = {"topk": 2, "sort": 1, "argsort": 1, "multinomial": None}  # with the index of the argument `dim`
 _CHOICES = {torch.bool, torch.int16, torch.int32, torch.int64}  # types of masks and positions, not of packed weights
@@ -61,6 +61,7 @@ _NORMS = {"norm", "vector_norm", "linalg_vector_norm", "abs", "square", "sqrt"}
 _KEEP_SIGN = {"to", "float", "double", "half", "bfloat16", "cuda", "detach", "clone", "stack", "cat", "sum", "mean"}
 _KEEP_SIGN |= {"max", "amax", "pow", "__pow__", "div", "true_divide", "__truediv__", "mul", "__mul__", "add", "__add__"}
 _KEEP_SIGN |= {"where"}
+_TAKES_TYPE = {"to", "type_as"}  # they may take device and type, but no values, from a second tensor
 _RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu", "_cudnn_rnn_flatten_weight"}
 
 
@@ -214,7 +215,7 @@ class Values(TorchFunctionMode):
             return  # views
         small = all(tensor.numel() <= LARGEST for tensor in given) and all(_is_small(tensor, name) for tensor in fresh)
         whole = small and name in _OVERWRITES and len(given[0].untyped_storage()) == given[0].nbytes
-        sources = [] if name in _FACTORIES else given[1:] if whole else given
+        sources = [] if name in _FACTORIES else given[1:] if whole else given[:1] if name in _TAKES_TYPE else given
         computable = small and all(map(self.is_known, sources))
         if computable and _compute(function, args, kwargs, fresh):
             return self.mark(True, *fresh, *given[:whole])
@@ -504,6 +505,8 @@ def _on_cpu(function: Callable, args: tuple, kwargs: dict, values_of: Callable =
             return torch.device("cpu")
         return values_of(value) if isinstance(value, torch.Tensor) and _is_plain(value) else value
 
+    if getattr(function, "__name__", "") == "cuda":  # it takes no device but a GPU
+        return values_of(args[0])
     options = {key: value for key, value in kwargs.items() if key != "pin_memory"}
     if "device" in options or getattr(function, "__name__", "") in _FACTORIES:
         options["device"] = "cpu"
