@@ -20,7 +20,7 @@ import contextlib
 import ctypes
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from trainmem.rehearsal import recurrent_layers
 from trainmem.unknown import Assumed, NeedsLibrary, NeedsValues, Unknown
 
 WHY = "a rehearsal computes no floating-point values"
@@ -62,7 +63,6 @@ _KEEP_SIGN = {"to", "float", "double", "half", "bfloat16", "cuda", "detach", "cl
 _KEEP_SIGN |= {"max", "amax", "pow", "__pow__", "div", "true_divide", "__truediv__", "mul", "__mul__", "add", "__add__"}
 _KEEP_SIGN |= {"where"}
 _TAKES_TYPE = {"to", "type_as"}  # they may take device and type, but no values, from a second tensor
-_RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu", "_cudnn_rnn_flatten_weight"}
 
 
 class Values(TorchFunctionMode):
@@ -148,8 +148,8 @@ class Values(TorchFunctionMode):
             return self._sized_by_values(function, args, kwargs, given)
         if name == "histc" and kwargs.get("min", 0) == kwargs.get("max", 0):  # it would take the bounds from the values
             kwargs = {**kwargs, "max": kwargs.get("min", 0) + 1}
-        if self.assumes and name in _RECURRENT:
-            function = self._without_cudnn(function)
+        if self.assumes and name in recurrent_layers.FUNCTIONS:
+            function = recurrent_layers.without_cudnn(function, self.answers)
         resized_known = name == "resize_" and self.is_known(given[0])
         try:
             made = function(*args, **kwargs)
@@ -321,21 +321,6 @@ class Values(TorchFunctionMode):
             whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
             self.fill(whole, self._assumed(whole))
         return function(*args, **kwargs)
-
-    def _without_cudnn(self, function: Callable) -> Callable:
-        """Return a recurrent layer's function that runs torch's own kernels, and counts this as an assumed answer.
-
-        `_cudnn_rnn_flatten_weight`, which moves the weights into one block, does it without cuDNN.
-        """
-        if function is torch._cudnn_rnn_flatten_weight:
-            return _flattened
-        self.answers["recurrent layers computed by torch's own kernels, not cuDNN's"] += 1
-
-        def run(*args, **kwargs):
-            with torch.backends.cudnn.flags(enabled=False):
-                return function(*args, **kwargs)
-
-        return run
 
     def _assumed(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor's values on the CPU; if the values are unknown, 1 for floats and 0 for other types."""
@@ -534,15 +519,6 @@ def _out_of_sight() -> Iterator[None]:
     """Hide computations on the CPU from dispatch modes and autograd in this context."""
     with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
         yield
-
-
-def _flattened(weights: Iterable[torch.Tensor], *_) -> torch.Tensor:
-    """Move weights into one new block of memory, as cuDNN does for a recurrent layer, and return the block."""
-    weights = [*weights]
-    block = torch.cat([weight.flatten() for weight in weights])
-    for weight, part in zip(weights, block.split([weight.numel() for weight in weights]), strict=True):
-        weight.set_(part.view_as(weight))
-    return block
 
 
 def _nested(shape: tuple[int, ...]) -> Any:
