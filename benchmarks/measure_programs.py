@@ -31,8 +31,7 @@ from runner import HERE, RESULTS, Measurement, Named, read_record
 from tables import MIB, table, versions
 
 from trainmem import rehearsal
-from trainmem.rehearsal import program_report
-from trainmem.rehearsal.program_report import peaks_of
+from trainmem.rehearsal.program_report import CODES, peaks_of
 
 FOLDER = HERE.parent / "build" / "programs"
 INPUTS, PACKAGES = FOLDER / "inputs", FOLDER / "packages"
@@ -226,7 +225,7 @@ def inputs(folder: Path) -> None:
 
 def conclude(rows: list[dict], _) -> dict:
     ends = [row["status"] for row in rows]
-    return {"programs": len(ends)} | {end: ends.count(end) for end in sorted({*program_report.CODES, *ends})}
+    return {"programs": len(ends)} | {end: ends.count(end) for end in sorted({*CODES, *ends})}
 
 
 def line(row: dict) -> str:

@@ -377,6 +377,7 @@ def test_with_assumed_values_recurrent_layers_run_torchs_own_kernels(program, ki
     assert process["answers"]["recurrent layers computed by torch's own kernels, not cuDNN's"] == 2
     other, printed = program(RECURRENT.format(kind=kind, cudnn="torch.backends.cudnn.enabled = False"), assumes=True)
     assert other.status == "finished", printed.err
+    assert not any("recurrent" in kind for kind in other.processes[0]["answers"]), "the program chose these kernels"
     for phase in ("forward pass", "backward pass"):
         peaks = [each.processes[0]["phases"][phase][0] for each in (run, other)]
         assert peaks[0] == pytest.approx(peaks[1], abs=20_000), "the same kernels; one block of weights instead of many"

@@ -148,7 +148,7 @@ class Values(TorchFunctionMode):
             return self._sized_by_values(function, args, kwargs, given)
         if name == "histc" and kwargs.get("min", 0) == kwargs.get("max", 0):  # it would take the bounds from the values
             kwargs = {**kwargs, "max": kwargs.get("min", 0) + 1}
-        if self.assumes and name in recurrent_layers.FUNCTIONS:
+        if self.assumes and on_device and name in recurrent_layers.FUNCTIONS and torch.backends.cudnn.enabled:
             function = recurrent_layers.without_cudnn(function, self.answers)
         resized_known = name == "resize_" and self.is_known(given[0])
         try:
