@@ -23,8 +23,7 @@ _ENDS = {
     "failed": "the program failed",
 }
 _REMEDIES = {
-    "needs a library": "use another operation or run it on the CPU; for recurrent networks add --assume, which runs "
-    "torch's own kernels",
+    "needs a library": "use another operation or run it on the CPU",
     "out of memory": "take a larger card, a smaller batch, or `perf-helpers advise`",
 }
 
@@ -76,6 +75,8 @@ class ProgramRun:
         if self.status == "needs values":
             other = "" if self.assumes else "add --assume, which assumes unknown values by fixed rules, or "
             return f"{other}leave this line out{', no rule answers it' if self.assumes else ''}"
+        if self.status == "needs a library" and not self.assumes:
+            return f"{_REMEDIES[self.status]}; for recurrent layers add --assume, which runs torch's own kernels"
         if self.status == "failed" and any(sum(each["answers"].values()) for each in self.processes):
             return "an assumed answer may be the cause, see below; leave out the lines that need values"
         return _REMEDIES.get(self.status, "")
