@@ -23,8 +23,13 @@ _ENDS = {
     "failed": "the program failed",
 }
 _REMEDIES = {
+    "needs values": "leave this line out",
     "needs a library": "use another operation or run it on the CPU",
     "out of memory": "take a larger card, a smaller batch, or `perf-helpers advise`",
+}
+_ASSUMING = {  # comes before the remedy if values were not assumed
+    "needs values": "add --assume, which assumes unknown values by fixed rules, or ",
+    "needs a library": "for recurrent layers add --assume, which runs torch's own kernels; otherwise ",
 }
 
 
@@ -52,8 +57,7 @@ class ProgramRun:
     @property
     def exit_code(self) -> int:
         """The exit code of `perf-helpers rehearse`, see `CODES`; a signal gives 128 plus its number, as in a shell."""
-        own = 128 - self.code if self.code < 0 else self.code
-        return CODES.get(self.status, own or 1)
+        return CODES.get(self.status, (128 - self.code if self.code < 0 else self.code) or 1)
 
     def to_dict(self) -> dict[str, Any]:
         return {"rehearsed": True, **asdict(self)}
@@ -72,14 +76,9 @@ class ProgramRun:
 
     def _remedy(self) -> str:
         """Return how to go on after this end; "" if there is nothing to advise."""
-        if self.status == "needs values":
-            other = "" if self.assumes else "add --assume, which assumes unknown values by fixed rules, or "
-            return f"{other}leave this line out{', no rule answers it' if self.assumes else ''}"
-        if self.status == "needs a library" and not self.assumes:
-            return f"{_REMEDIES[self.status]}; for recurrent layers add --assume, which runs torch's own kernels"
         if self.status == "failed" and any(sum(each["answers"].values()) for each in self.processes):
             return "an assumed answer may be the cause, see below; leave out the lines that need values"
-        return _REMEDIES.get(self.status, "")
+        return ("" if self.assumes else _ASSUMING.get(self.status, "")) + _REMEDIES.get(self.status, "")
 
 
 def _lines(process: dict[str, Any]) -> list[str]:
