@@ -2,8 +2,8 @@
 
 Memory is counted (on a CPU) or reported by torch's allocator (on CUDA). It has no noise: the same code takes the same
 bytes, so every change counts. Memory that the system reports is not compared. A value with an interval has changed if
-the two runs differ by more than the noise of both (`is_beyond_noise`). A step time has changed if |log(new / old)| is
-above the logarithm of a least factor (`LEAST`) plus a multiple of the noise (results/README.md, "Nights").
+the two runs differ by more than the noise of both (`is_beyond_noise`). A step time has changed if it grew or fell by
+more than a factor: `LEAST`, raised further by the noise of the two runs (results/README.md, "Nights").
 """
 
 import json
@@ -22,7 +22,6 @@ from perf_helpers.course.course import run_course
 from perf_helpers.course.ledger import Verdict, load
 from perf_helpers.course.results import AXES, load_results, measured_text
 from perf_helpers.templates import template
-from trainmem.measure.forkserver import SERVER
 from trainmem.records import Memory, Run, write_whole
 from trainmem.texts import bytes_text, name_text, seconds_text
 from trainmem.unknown import is_measured
@@ -86,7 +85,7 @@ class Changes:
     def to_junit(self, fail_on: Iterable[str]) -> str:
         """Return the comparison as JUnit XML for CI: one test for each axis of change and one for each change.
 
-        `fail_on`: the axes ("memory", "verdict", "speed") on which a worse change fails its own and its axis's test.
+        `fail_on`: on these axes ("memory", "verdict", "speed") a change for the worse fails its test and the axis's.
         """
         return report.junit(self.new, report.change_cases(self.changes, fail_on))
 
@@ -110,10 +109,7 @@ def run_nightly(
         ValueError: the baseline is damaged, or `run_course` refuses an option.
     """
     old = load_results(baseline) if baseline else None
-    if speeds:
-        SERVER.start()  # its imports take seconds: they overlap those of the course's own server
-    data = run_course(out=out, **options)
-    data["paces"] = step_times.measure_here(data["profile"]) if speeds else None
+    data = run_course(out=out, at_the_end=step_times.measure_here if speeds else None, **options)
     changes = compare(old, data) if old else None
     data.update(baseline=changes and changes.to_dict(), fail_on=list(fail_on))
     write_whole(Path(out) / "results.json", json.dumps(data, indent=1, ensure_ascii=False))
@@ -171,7 +167,7 @@ def is_beyond_noise(old: float, old_interval: Sequence, new: float, new_interval
     """Return whether a value has changed by more than the noise of both measurements.
 
     Among many values some differ by chance. The limit, in standard deviations, therefore grows with their number
-    (Bonferroni). Two course runs of equal code have a reported change with a probability of at most FALSE_ALARMS.
+    (Bonferroni). If the code is equal, the probability that any change is reported is at most FALSE_ALARMS.
 
     Args:
         old, new: the value in each run.
@@ -225,9 +221,7 @@ def _verdict_is_worse(old: dict, new: dict) -> bool | None:
 
     If one verdict is "not testable here": True if the new verdict is unexpected, otherwise None. `_RANK` orders all
     other verdicts, from "refuted" to "holds". But the result is None for a claim about time if both verdicts are
-    expected, because noise may be the cause.
-
-    `old`, `new`: the claim's entry in the results.json of each run.
+    expected, because noise may be the cause. `old`, `new`: the claim's entry in the results.json of each run.
     """
     if Verdict.NOT_TESTABLE in (old["verdict"], new["verdict"]):
         return (not new["as_expected"]) or None
@@ -388,7 +382,7 @@ def compare_steps(old: dict[str, Any] | None, new: dict[str, Any] | None) -> tup
 def _noise_of_steps(night: Iterable[Sequence[float]]) -> float:
     """Return the noise of one course run: the mean over its recipes of log(second smallest / smallest step time).
 
-    `night`: for each recipe, a list with the seconds of the fastest step of each process that ran the recipe.
+    `night`: the times of this course run: for each recipe, the seconds of each process's fastest step.
     """
     pairs = (sorted(seconds)[:2] for seconds in night)
     return statistics.fmean(math.log(pair[-1] / pair[0]) for pair in pairs)

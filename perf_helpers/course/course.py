@@ -3,18 +3,19 @@
 A lesson that fails or hangs does not stop the others.
 """
 
-import itertools
 import json
+import os
 import signal
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 
@@ -36,6 +37,7 @@ BACKEND = "module://matplotlib_inline.backend_inline"
 # The smallest sizes only test that lessons run. A pool of compilers would compile headers twice, and for six seconds
 # inductor would test which instructions this CPU has.
 AT_SMALLEST = {quiet.UNTIMED: "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "1"}
+FIRST = ("15", "16")  # of lessons in parallel these begin first: they wait most, because they time several processes
 LESSONS = Path(__file__).resolve().parents[2] / "notebooks"
 
 
@@ -46,6 +48,7 @@ def run_course(
     out: str | Path = "build/course",
     timeout_per_lesson: float = 900,
     at_once: int | None = None,
+    at_the_end: Callable[[str], Any] | None = None,
 ) -> dict[str, Any]:
     """Execute lessons, write the report into `out`, and return the content of results.json.
 
@@ -57,6 +60,8 @@ def run_course(
         strict: fail a lesson if the verdict on a claim is not one that the ledger of claims (claims.toml) expects.
         timeout_per_lesson: seconds after which a lesson is ended; set it to several times the time of the slowest one.
         at_once: lessons that run in parallel; None: up to four on a CPU with enough cores and memory, otherwise one.
+        at_the_end: called with the profile's name after the report is written, while experiments can still be forked
+            from the course's server; its result is the "paces" of the returned content.
 
     Raises:
         ValueError: a lesson or the profile does not exist, or `out` is the folder of the lessons themselves.
@@ -109,19 +114,23 @@ def run_course(
         own = [server | (quiet.entry(source.stem, threads, address) if address else {}) for source in sources]
         stack.enter_context(_terminated_as_interrupted())
         pool = stack.enter_context(ThreadPoolExecutor(at_once))
+        order = sorted(zip(sources, own, strict=True), key=lambda one: at_once == 1 or one[0].stem[:2] not in FIRST)
         try:
-            done = [*pool.map(run_one, itertools.count(1), sources, own)]
+            running = {one: pool.submit(run_one, number, one, each) for number, (one, each) in enumerate(order, 1)}
+            done = [running[source].result() for source in sources]
         except BaseException:
             stopped.set()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    data["seconds"] = round(time.monotonic() - start, 1)
-    for lesson, record in done:
-        data["lessons"].append(lesson)
-        data["claims"] += record.get("claims", [])
-        data["runs"] += [{"lesson": lesson["name"], **run} for run in record.get("runs", [])]
-    write_whole(out / "results.json", json.dumps(data, indent=1, ensure_ascii=False))
-    report(out, pages)
+        data["seconds"] = round(time.monotonic() - start, 1)
+        for lesson, record in done:
+            data["lessons"].append(lesson)
+            data["claims"] += record.get("claims", [])
+            data["runs"] += [{"lesson": lesson["name"], **run} for run in record.get("runs", [])]
+        write_whole(out / "results.json", json.dumps(data, indent=1, ensure_ascii=False))
+        report(out, pages)
+        with patch.dict(os.environ, server):  # experiments are forked from the course's server
+            data["paces"] = at_the_end and at_the_end(profile)
     return data
 
 
@@ -139,9 +148,9 @@ def _terminated_as_interrupted() -> Iterator[None]:
 
 
 def _at_once() -> int:
-    """Return how many lessons this machine runs in parallel: one, unless it is a CPU with two cores or more.
+    """Return how many lessons to run in parallel here: one, or up to four on a CPU with two cores or more.
 
-    Such a CPU runs four, because lessons often wait while another is timed; fewer if memory is short (4 GiB for each).
+    Up to four, because lessons often wait while another is timed; fewer if memory is short (4 GiB for each lesson).
     """
     machine = hardware.describe()
     if machine.kind != "cpu" or (machine.cpu_cores or 1) < 2:
