@@ -16,17 +16,17 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 # (part, patterns of its files, lines at most, files at most)
 BUDGETS = (
-    ("trainmem", ["trainmem/**/*.py"], 12_592, 93),
+    ("trainmem", ["trainmem/**/*.py"], 12_597, 93),
     ("  core", ["trainmem/core/*.py"], 2_166, 15),
     ("  measure", ["trainmem/measure/*.py"], 2_194, 15),
     ("  estimate", ["trainmem/estimate/*.py"], 4_615, 34),
-    ("  rehearsal", ["trainmem/rehearsal/**/*.py"], 1_347, 12),
+    ("  rehearsal", ["trainmem/rehearsal/**/*.py"], 1_353, 12),
     ("  advise", ["trainmem/advise/*.py"], 1_129, 8),
-    ("  what all share", ["trainmem/*.py"], 1_153, 9),
+    ("  what all share", ["trainmem/*.py"], 1_148, 9),
     ("perf_helpers", ["perf_helpers/**/*.py"], 4_100, 38),
     ("  lab", ["perf_helpers/lab/*.py"], 617, 5),
-    ("  course", ["perf_helpers/course/*.py"], 1_050, 10),
-    ("  compare", ["perf_helpers/compare/*.py"], 459, 4),
+    ("  course", ["perf_helpers/course/*.py"], 1_058, 10),
+    ("  compare", ["perf_helpers/compare/*.py"], 455, 4),
     ("  sweep", ["perf_helpers/sweep/*.py"], 515, 3),
     ("  widgets", ["perf_helpers/widgets/*.py"], 1_011, 11),
     ("benchmarks", ["benchmarks/*.py"], 5_760, 43),

@@ -1,10 +1,12 @@
 """The report of a rehearsed program, made from the files of its processes; torch is not needed."""
 
 import json
+import zipfile
 
 import pytest
 
 from trainmem.rehearsal import CARDS, program_report
+from trainmem.rehearsal.marked_files import MARK
 
 GIB = 1 << 30
 PROCESS = {
@@ -65,6 +67,17 @@ def test_a_program_that_fails_after_assumed_answers_says_that_they_may_be_the_ca
     failed = {"error": error("failed"), "answers": {"comparisons of an assumed number, false": 3}}
     assert "an assumed answer may be the cause" in repr(read(tmp_path, 1, failed, assumes=True))
     assert "may be the cause" not in repr(read(tmp_path, 1, {"error": error("failed")}, assumes=True))
+
+
+def test_two_ranks_that_wrote_one_file_without_values_have_it_removed_once(tmp_path):
+    """The report of ranks that saved to the same path removes the file, and puts back the one that it replaced."""
+    name, old = tmp_path / "model.pt", tmp_path / "model.pt.before-rehearsal"
+    old.write_text("of the user")
+    with zipfile.ZipFile(name, "w") as file:
+        file.writestr(f"model/{MARK}", "1")
+    of_each = {"opened": [str(name)], "aside": {str(name): str(old)}}
+    read(tmp_path, 0, of_each, of_each)
+    assert name.read_text() == "of the user" and not old.exists()
 
 
 def test_an_interrupted_program_is_not_one_that_failed(tmp_path):

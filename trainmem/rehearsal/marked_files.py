@@ -1,7 +1,8 @@
-"""Find files of weights without values that a rehearsed program first saved into a buffer; torch is not needed."""
+"""Find the files without values that a rehearsed program wrote from a buffer of saved weights; import no torch."""
 
 import os
 import zipfile
+from collections.abc import Iterable
 
 MARK = "rehearsed-without-values"  # a record that `unwritten_files` adds to what torch.save writes into a buffer
 
@@ -15,11 +16,18 @@ def has_mark(path: str) -> bool:
         return False
 
 
-def settle(opened: list[str], aside: dict[str, str]) -> tuple[list[str], list[str]]:
-    """Remove the files of weights without values among the files that a process opened for writing, and put those that
-    were moved aside for them back; return the paths of the files removed, and of those put back.
+def settle(opened: Iterable[str], aside: dict[str, str]) -> tuple[list[str], list[str]]:
+    """Remove the marked files (weights without values) that a process wrote, and put back the files they replaced.
 
-    `opened`, `aside`: as in `Files`.
+    A file that was moved aside is put back if the new file at its path is marked or does not exist. Otherwise the
+    program has really replaced it, and it is deleted.
+
+    Args:
+        opened: paths of the files that the process opened for writing.
+        aside: {path: where the earlier file with this path was moved}.
+
+    Returns:
+        The paths of the removed files that had replaced no file, and the paths of the files that were put back.
     """
     unwritten = [name for name in opened if has_mark(name)]
     removed, kept = [name for name in unwritten if name not in aside], []

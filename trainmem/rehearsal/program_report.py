@@ -119,12 +119,15 @@ def peaks_text(peaks: list[int]) -> str:
 def read(folder: str | os.PathLike, code: int, card: Card, assumes: bool, interrupted: bool = False) -> ProgramRun:
     """Return how a rehearsed program ended and what memory its processes took, from the files in `folder`.
 
-    Also delete the weight files that the program saved in the rehearsal, if they have no values.
+    Also delete the weight files that the program saved, unless all values in them were known, and put back the files
+    that these weight files replaced.
 
     Args:
+        folder: folder with one JSON file per process, written by `process_recorder`.
         code: the program's exit code; negative for a signal.
         card: the card on which the program was rehearsed.
         assumes: whether the rehearsal ran with `--assume`, so that code that read an unknown value got an assumed one.
+        interrupted: whether the program was interrupted, by Ctrl-C or SIGTERM.
     """
     processes = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
     kinds = {error["kind"] for each in processes if (error := each["error"])}
@@ -133,9 +136,11 @@ def read(folder: str | os.PathLike, code: int, card: Card, assumes: bool, interr
     status = "interrupted" if interrupted else status
     saved = sorted({name for each in processes for name in each["saved"]})
     kept = sorted({name for each in processes for name in each["kept"]})
-    for each in processes:
-        removed, put_back = settle(each.pop("opened", []), each.pop("aside", {}))
-        saved, kept = sorted({*saved, *removed}), sorted({*kept, *put_back})
+    # Once for all processes: ranks may write the same file, and a fork has the entries of its parent.
+    opened = {name for each in processes for name in each.pop("opened", [])}
+    aside = {name: old for each in processes for name, old in each.pop("aside", {}).items()}
+    removed, put_back = settle(opened, aside)
+    saved, kept = sorted({*saved, *removed}), sorted({*kept, *put_back})
     for name in saved:
         with contextlib.suppress(OSError):
             os.unlink(name)

@@ -52,15 +52,15 @@ def rehearse(
 
     Args:
         what: the task to train with transformers' Trainer, or a function that takes `task`.
-        on: a card or its name; None: the card that `compute_capability` and `device_memory` describe.
-        compute_capability, device_memory: compute capability, e.g. (9, 0), and memory in bytes or as "16GB"; None: the
-            values of `on`.
+        on: a card or its name, e.g. "a100"; None: a GPU that the next two arguments describe, both of them required.
+        compute_capability, device_memory: compute capability, e.g. (9, 0), and memory in bytes or as "16GB"; None: as
+            of the card named by `on`.
         task: the task for the function; None: the default task of the "gpu" profile.
-        processes: ranks, each on a separate device.
-        inference: run forward passes without gradients instead.
+        processes: number of ranks, each on a separate device; 1 for `inference`.
+        inference: if `what` is a task: run forward passes without gradients instead of a training.
         snapshot: a file for torch's own memory snapshot, see `Rehearsal`; None: no snapshot.
         timeout: seconds that the rehearsal may take.
-        arguments: training arguments, as in `Runner.train`.
+        arguments: training arguments, as in `Runner.train`; only if `what` is a task.
 
     Returns:
         A run with the allocated and reserved bytes and the breakdown, but without times. If the training does not fit,
@@ -72,6 +72,10 @@ def rehearse(
     """
     arguments_of_kind(rehearse, locals())
     whole_number("processes", processes, most=16)
+    if inference and processes > 1:
+        raise ValueError(f"processes={processes}: an inference runs in one process")
+    if not isinstance(what, Task) and (inference or arguments):
+        raise ValueError(f"{', '.join([*arguments]) or 'inference'}: only for a task; set it in the function instead")
     positive("timeout", timeout)
     chosen = on if isinstance(on, Card) else card(on, compute_capability, device_memory)
     with Rehearsal(replace(chosen, devices=max(chosen.devices, processes)), snapshot) as stage:
