@@ -46,7 +46,10 @@ Tensor = tuple[str, str, str, str]
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Hold the difference of recipes A and B by argument, category and tensor; pairs of bytes are (in A, in B)."""
+    """Hold the difference of recipes A and B by argument, category and tensor.
+
+    For a category and for a tensor, a pair of numbers is (bytes in A, bytes in B); see `switches` for an argument.
+    """
 
     a: MemoryEstimate
     b: MemoryEstimate
@@ -123,8 +126,8 @@ def explain(
 
     Args:
         task: the model and its data.
-        a, b: all training arguments of each recipe, as in `estimate`. The arguments are changed from A to B one by one,
-            in the order of `b`, then the arguments that only A has.
+        a, b: all training arguments of each recipe, as in `estimate`. The arguments that differ are changed from A's
+            value to B's one by one: first the arguments in `b`, in their order, then those that only `a` has.
         processes: ranks of a data-parallel training.
         timeout: time limit of each estimate in seconds. There is one estimate for A, one after each change, and, if
             there are few changes, one for A with each change alone.
@@ -171,8 +174,8 @@ def _priced(names: list[str], peak: Any, ends: tuple[int, int]) -> dict[str, tup
     """Return by how many bytes each argument raises the peak when it changes from recipe A's value to B's.
 
     The result is {argument: (bytes if all earlier arguments have changed already, bytes if no other argument changes)}.
-    The second number is None if it is unknown. If an argument is not valid without the next argument, the two share an
-    entry: "argument, next".
+    The second number is None if it is unknown. If the recipe is not valid after a change until the next argument has
+    changed, too, both arguments get one entry, with the key "argument, next".
 
     Args:
         names: the arguments in which A and B differ, in order.
@@ -212,7 +215,7 @@ def _explained(experiment: Experiment, device: Device, probe: Any, tell: Tell):
     made, (blocks, ends, warnings) = peak_memory.estimate_of(experiment, traced, device), traced.trace.witnessed
     log, on_cuda, live = traced.trace.log, device.kind == "cuda", Counter()
     if on_cuda:
-        peak = allocator_replay.replayed(log, device.settings, device.memory_bytes).peak
+        peak = allocator_replay.replayed(log, device.settings, device.memory_bytes, device.rules).peak
     else:
         peak = ends[traced.totals.argmax()]
     sizes: Counter = Counter()  # {bytes: number of live activations and temporaries of that size}
@@ -270,7 +273,7 @@ def _witnessed(follow: Callable, experiment: Experiment, tracker: Any):
     """Trace the experiment with `follow` (`trace.follow`) and return the trace, with its field `witnessed` filled in.
 
     `witnessed` is a tuple of three parts: a list of (module or parameter, line of code), one for each allocated memory
-    block; a list of the lengths of the tracker's log after each operation; and the warnings about the model.
+    block; a list with, for each operation, the length of the tracker's log after it; and the warnings about the model.
 
     Raises:
         Invalid: the experiment cannot be built or traced, or no parameter gets a gradient.
