@@ -40,19 +40,19 @@ NIGHTLY = {
 
 
 def chosen(stages: dict, minutes: float, run: int) -> Iterator[str]:
-    """Yield the names of the stages of a run, in the order in which they start, while they fit into `minutes`.
+    """Yield the names of a run's stages in the order in which they start, without those that no longer fit.
 
     Args:
         stages: {name: (its minutes, ...)}.
-        minutes: the time limit; 0: none, all stages run.
-        run: number of the run; each run begins two stages further on.
+        minutes: the time limit; 0: none, all stages run in the order of `stages`.
+        run: number of the run; with a time limit, run n + 1 begins two stages later in the list than run n.
     """
     names = [*stages]
     first = 2 * run % len(names) if minutes else 0
     start = time.monotonic()
-    for name in names[first:] + names[:first]:
+    for place, name in enumerate(names[first:] + names[:first]):
         passed = (time.monotonic() - start) / 60
-        if minutes and passed and passed + stages[name][0] > minutes:
+        if minutes and place and passed + stages[name][0] > minutes:
             print(f"make test: {name} is left out: {passed:.0f} of {minutes:g} minutes have passed", flush=True)
         else:
             yield name

@@ -114,7 +114,7 @@ class Planted:
     Args:
         fault: called in the fresh subprocess, before it trains.
         change: function of the training arguments that returns them as a faulty library would use them.
-        optimizer: as `Lab.train` takes it.
+        optimizer: function (model, training arguments) that returns an optimizer; None: the Trainer's.
         names: names of the trainings with the fault; (): all.
     """
 
@@ -222,7 +222,7 @@ def test_a_library_with_a_fault_turns_the_verdict(id, lab, cells, expected):
     assert verdict(id, found(lab, cells)[id]) is expected
 
 
-@pytest.mark.daily(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("id", "call", "planted", "expected"),
     [

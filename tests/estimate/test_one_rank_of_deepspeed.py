@@ -86,6 +86,7 @@ def test_on_a_gpu_a_stage_keeps_its_share_and_a_copy_of_it(offered):
 
 
 @needs_deepspeed
+@pytest.mark.nightly
 def test_in_bf16_a_gpu_keeps_its_share_of_master_weights_and_states_in_float32(offered):
     recipe = zero(2)
     recipe["deepspeed"] |= {"bf16": {"enabled": "auto"}}

@@ -1,5 +1,5 @@
-"""The type of a model's weights: as `from_pretrained` loads them, as presets were published, and its name in
-messages.
+"""The type of a model's weights: as `from_pretrained` loads a folder, and as a preset was published; and the name of
+this type in messages.
 """
 
 import dataclasses
@@ -138,8 +138,8 @@ def test_of_a_composite_configuration_the_part_that_the_class_takes_decides(tmp_
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_parts_that_the_library_keeps_in_float32_are_kept(tmp_path, dtype):
-    """transformers keeps the second matrix of each feed-forward block of T5 in float32, because it
-    overflows in fp16.
+    """If T5 is loaded in float16, transformers keeps the second matrix of each feed-forward block in float32, because
+    the block's output may overflow; in bfloat16 it does not.
     """
     from transformers import AutoModelForSeq2SeqLM
 
@@ -306,8 +306,8 @@ def test_a_folder_saved_in_4_bits_is_loaded_in_4_bits(lab, quantized_folder):
     ids=str,
 )
 def test_lora_on_a_folder_saved_quantized_is_exact(lab, quantized_folder, bits, given):
-    """The estimate for a model in a folder saved quantized equals the measured memory. It also equals the estimate for
-    the same model without quantization in its configuration, if the argument quantization_config quantizes it.
+    """The estimate for a folder that was saved quantized equals the measured memory. It is the same if the field
+    `quantization_config` is removed from config.json and passed as the training argument of this name.
     """
     folder = quantized_folder(bits)
     task, given = Task(str(folder), seq_len=16), LORA | given
@@ -325,6 +325,7 @@ def test_lora_on_a_folder_saved_quantized_is_exact(lab, quantized_folder, bits, 
 
 
 @needs_peft
+@pytest.mark.nightly
 def test_the_advisor_gives_adapters_to_a_folder_saved_quantized(quantized_folder):
     advice = advise.advise(
         Task(str(quantized_folder(4)), seq_len=16), effective_batch=2, memory="2GB", device="cpu", most=1
@@ -462,8 +463,8 @@ def test_the_worst_batch_names_the_type_of_the_weights(tmp_path, printed):
 
 @pytest.mark.parametrize("kind", ["mamba2", "phi4_multimodal"])
 def test_a_configuration_that_the_library_saved_is_read(tmp_path, kind):
-    """The config.json files have infinite numbers, a chunk size of -1 for none, and a field "depth..." that is a number
-    of channels, not of layers.
+    """Unusual values in config.json must be accepted: infinite numbers, a chunk size of -1, and a field "depth..."
+    that is a number of channels, not of layers.
     """
     from transformers import CONFIG_MAPPING
 
