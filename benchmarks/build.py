@@ -1,7 +1,7 @@
 """Keep recorded course runs, and make their pictures, results/README.md and the tables of the pages in docs/.
 
 python benchmarks/build.py --record build/course    keep a course run as results/<machine>/<date>.json, then build
-python benchmarks/build.py --suite FILE             keep a report of measure_gpu.py (GPU suite); then as --estimates
+python benchmarks/build.py --suite FILE             keep rows of measure_gpu.py (GPU suite), then do as --estimates does
 python benchmarks/build.py --estimates              compare the estimate with the recorded GPU runs, then build
 python benchmarks/build.py                          build from the newest run of each machine
 python benchmarks/build.py --check                  write nothing; exit code 1 if a page is not up to date
@@ -11,7 +11,7 @@ between markers: README has the claims and the lessons, docs/rehearsal.md the gu
 comparison of the estimate with other tools. PLACES lists the page of each block.
 
 Measured and rehearsed results (results/rehearsed/, by rehearse.py) are never mixed: their files are read separately,
-and no column has both.
+and no column of a table mixes both.
 """
 
 import argparse
@@ -106,10 +106,9 @@ def rehearsals() -> dict[str, dict]:
 
 
 def caption(data: dict, short: bool = False) -> str:
-    """Return the machine, versions and date of a record, and its profile; `short`: only torch's and transformers'
-    versions, and no profile.
+    """Return a text with the machine, versions, profile and date of a record.
 
-    `data`: the record, e.g. a course run.
+    `data`: the record, e.g. a course run; `short`: only torch's and transformers' versions, and no profile.
     """
     about = versions(data, "torch", "transformers") if short else f"{versions(data)}, profile {data['profile']}"
     return f"{data['machine']['name']}, {about}, {data['date'][:10]}"
@@ -139,10 +138,9 @@ def newest(measured: dict[str, dict]) -> dict:
 
 
 def verdicts(data: dict) -> tuple[int, int, str]:
-    """Return (number of refuted claims, number of testable claims, text with the number of each other verdict) of a
-    course run.
+    """Return (number of refuted claims, number of testable claims, text with the numbers of the other verdicts).
 
-    `data`: the content of the run's results.json.
+    `data`: the content of a course run's results.json.
     """
     number = Counter(claim["verdict"] for claim in decided_again(data["claims"]))
     apart = number.pop(Verdict.NOT_TESTABLE, 0)
@@ -347,10 +345,10 @@ def _ten(data: dict) -> dict[str, Run]:
 
 
 def _sizes(runs: dict[str, Run], rehearsed: dict) -> str:
-    """Describe a table's column of measured recipes in words, as its heading.
+    """Describe a table's column of measured recipes in words, for the list above the table.
 
     The text names the task, its precision, and the kind of memory: counted by the lab, or allocated and reserved by
-    torch. If the measured task is not that of the rehearsed columns, the text warns that the model is another one.
+    torch. If the measured and the rehearsed task differ, the text warns that the column is about another model.
 
     Args:
         runs: {name of a recipe: its run}.
@@ -366,8 +364,9 @@ def _sizes(runs: dict[str, Run], rehearsed: dict) -> str:
 
 
 def of_suite(data: dict) -> dict:
-    """Return {"machine", "runs"}, like a course run, of those trainings of a GPU suite that estimates are compared
-    with.
+    """Return {"machine", "runs"} of a GPU suite, as a course run has them.
+
+    The runs are the successful trainings of the part "estimate", which the estimate is compared with.
 
     `data`: the suite's report, a file of results/<machine>/gpu.
     """
@@ -402,9 +401,12 @@ def held_against(measured: dict[str, dict]) -> list[dict]:
 
 
 def error_table(rows: list[dict]) -> str:
-    """Return a table of the estimate's errors on GPUs: median, 95th percentile and worst, as fractions.
+    """Return a table of the estimate's errors on GPUs, in per cent: median, 95th percentile and worst.
 
-    `rows`: one per training, with [estimated, measured] bytes of each kind; `held_against` makes them.
+    It has a line for allocated, reserved and device-used bytes, and one for each category of memory. The error of a
+    category is a share of the measured peak. If there are no rows, return a sentence instead.
+
+    `rows`: one per training, as `held_against` returns them.
     """
     if not rows:
         return "On a GPU: not yet checked. Memory rehearsed by torch's own allocator; speed not measured."
@@ -484,7 +486,8 @@ def _false_alarms_of_claims() -> tuple[int, int]:
     """Return (number of pairs of recorded speed comparisons, number of those pairs that would be reported as a change).
 
     Each comparison is of a recipe with itself, so every reported change is a false alarm. A change is reported if two
-    speed ratios differ by more than `is_beyond_noise` admits when all claims about time are compared at once.
+    speed ratios differ by more than noise. `is_beyond_noise` sets this limit for as many values as there are claims
+    about time.
     """
     report = read_record(RESULTS / "speed.json")
     number = sum(claim.decided_by == "time" for claim in load().values())

@@ -36,7 +36,7 @@ def nearness() -> str:
 def _equal_or_off(found: dict) -> str:
     """Describe the estimate's errors in allocated and in reserved bytes.
 
-    `found`: a summary of results/cuda.json, as `measure_cuda.summary` returns it.
+    `found`: the entry "estimated" of a summary, see `measure_cuda.summary`.
     """
     if not found["allocated_worst"] + found["reserved_worst"]:
         return "allocated and reserved **equal to the byte in all**"

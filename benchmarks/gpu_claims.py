@@ -1,4 +1,4 @@
-"""Decide claims of the ledger from the rows of the GPU suite: the value of each quantity, and the verdict."""
+"""Decide claims of the ledger from the GPU suite's rows: calculate each claim's value, and give the verdict."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -78,10 +78,11 @@ def _training_dwarfs(rows: Rows) -> float:
 def _batches(rows: Rows, number: int, baseline: int) -> Ratio:
     """Return the speed at one batch size divided by the speed at another, from the part "batch".
 
-    Both are given by their position in the list of the sizes that fit, smallest first. Raises Absent if fewer than
-    three sizes fit.
+    Raises Absent if fewer than three batch sizes were measured.
 
-    `number`: position of the one size; `baseline`: position of the other.
+    Args:
+        number, baseline: the two batch sizes, as positions in the list of all that fit, smallest first (-1: the
+            largest). The speed at `number` is divided by the speed at `baseline`.
     """
     sizes = [name for name in rows.names("batch", "batch ") if "against" not in name]
     if len(sizes) < 3:
@@ -97,7 +98,7 @@ def _twice_by_batch(rows: Rows) -> Ratio:
 def _more(rows: Rows, size: str) -> float:
     """Return by how much the fp16 peak is larger than the fp32 peak, as a share of the fp32 peak.
 
-    `size`: the sizes with which the names of the fp16 row and of the fp32 row begin, e.g. "64 x 2".
+    `size`: the beginning of both rows' names: the micro-batch, e.g. "1", or with two accumulation steps "64 x 2".
     """
     return rows.shrunk("fp16", f"{size}, fp16", f"{size}, fp32") - 1
 
@@ -108,9 +109,11 @@ def _saves_with_batch(rows: Rows) -> float:
 
 
 def _at_ends(rows: Rows, kind: str, phase: str) -> float:
-    """Return the bytes of the category `kind` at the end of a phase under fp16, divided by the bytes in fp32.
+    """Return the bytes of a category at the end of a phase of the fp16 training, divided by those of the fp32 training.
 
-    Both trainings have the largest micro-batch. `rows`: the suite's rows.
+    Both trainings have the micro-batch 64 and two accumulation steps.
+
+    `rows`: the suite's rows; `kind`: the category.
     """
     half, full = (rows.memory("fp16", f"64 x 2, {name}")["phase_breakdowns"][phase] for name in ("fp16", "fp32"))
     return half[kind] / full[kind]
@@ -147,7 +150,7 @@ def _fused_kernels(rows: Rows) -> float:
 
 
 def _before(rows: Rows, name: str) -> str:
-    """Return the name of the recipe that precedes the recipe `name` in lesson 14's ladder of speed.
+    """Return the name of the recipe before the recipe `name` in lesson 14, where each recipe adds a technique.
 
     Raises Absent if the two recipes were not compared.
     """

@@ -70,7 +70,7 @@ def kernels(task: Task) -> dict[str, bool]:
 def forced(kernel: str, arguments: dict[str, Any], profile: Profile) -> Callable[[Task], None]:
     """Return a function that trains a task with the Trainer, while SDPA may only use `kernel`, a key of `KERNELS`.
 
-    `arguments`: the training arguments; `profile`: gives the number of steps, as many as a comparison in turns takes.
+    `arguments`: the training arguments; `profile`: sets the number of steps, `warmup_steps` + `turns` + 1.
     """
     steps = profile.warmup_steps + profile.turns + 1
 

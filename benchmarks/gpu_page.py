@@ -27,7 +27,9 @@ Rows = dict[tuple[str, str], dict[str, Any]]
 
 
 def content(rows: list[StoredRow]) -> dict[str, Any]:
-    """Return the suite's report of the machine that measured the last row. If a row was tried several times, the last
+    """Return the suite's report for the machine, versions and profile of the last row.
+
+    Rows of other machines, versions or profiles are left out. If a row was measured several times, its last result
     counts.
 
     `rows`: all rows of the suite's file, in order. Raises ValueError if there are none.
@@ -98,7 +100,9 @@ def suites(results: Path) -> dict[str, dict[str, Any]]:
 
 
 def beside_a_card(suites: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return tables that compare an H100's measurements with rehearsals: the suite's runs, and generated trainings.
+    """Return a table of how exactly rehearsals and estimates predicted the memory that an H100 then used.
+
+    Its rows are the suite's runs (rehearsed only) and each kind of generated training (rehearsed, and estimated).
 
     `suites`: {machine: its newest report of the GPU suite}.
     """
@@ -177,8 +181,8 @@ def section(name: str, data: Mapping[str, Any], cards: Mapping[str, dict]) -> st
 def _part(part: str, rows: Rows, alike: Mapping[str, Mapping[str, dict]]) -> str:
     """Return a table of one part (group of rows) of the GPU suite, with memory, speed and comparisons of each run.
 
-    In the part "ten", each recipe also has the guide's megabytes, and its memory in rehearsals of similar cards. The
-    text is empty if the part has no run.
+    In the part "ten", the guide's ten recipes, the table also has each recipe's megabytes according to the guide, and
+    its memory in rehearsals of similar cards. The result is empty if the part has no run.
 
     `alike`: {card: {recipe: rehearsed row}}, see `_alike`.
     """
@@ -193,7 +197,7 @@ def _part(part: str, rows: Rows, alike: Mapping[str, Mapping[str, dict]]) -> str
             lines.append([*cells, *guide, *(mebibytes(column.get(name)) for column in alike.values())])
     head = ["run", "MiB allocated / reserved", "MiB device-used", "samples/s", "against"]
     head += ["MB, V100 (guide)"] if part == "ten" else []
-    return lines and table([*head, *(f"{card}, rehearsed" for card in alike)], lines)
+    return table([*head, *(f"{card}, rehearsed" for card in alike)], lines) if lines else ""
 
 
 def _against(pair: str, row: Mapping[str, Any]) -> str:
@@ -229,7 +233,7 @@ def _alike(rows: Rows, data: Mapping[str, Any], cards: Mapping[str, dict]) -> di
 
 
 def _facts(rows: Rows) -> Iterator[str]:
-    """Yield a line of text for each row of a function, not of a training: matmuls, attention kernels, cold starts."""
+    """Yield a line of text for each measured function (not training): matmuls, attention kernels, cold starts."""
     answers = {key: row["value"] for key, row in rows.items() if row["status"] == "ok" and row["value"] is not None}
     if found := answers.get(("tf32", "products")):
         fastest = {name: min(seconds) for name, seconds in found.items()}

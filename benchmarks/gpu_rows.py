@@ -216,7 +216,7 @@ def tf32(here: Here, known: Known) -> Iterator[Row]:
 
 
 def bf16(here: Here, known: Known) -> Iterator[Row]:
-    """bf16 on and off.
+    """Compare a training in fp32 with one in bf16.
 
     Yield this part's rows for the machine `here`; `known`: {name: row} of the measured rows.
     """
@@ -321,9 +321,9 @@ FIRST = "guides' vanilla"
 def best(here: Here, known: Known) -> Iterator[Row]:
     """Lesson 14's ladder of speed: from "guides' vanilla" on, each step adds a technique; and each technique alone.
 
-    Yield this part's rows for the machine `here`; `known`: {name: row} of the measured rows. The batch becomes as large
-    as possible in the memory that the first recipe needs. Model FLOPs utilisation is measured for the first recipe and
-    for the fastest one. The runs of each technique alone are for the guide's own table.
+    Yield this part's rows for the machine `here`; `known`: {name: row} of the measured rows. The batch grows as long as
+    a run needs no more memory than the first recipe. Model FLOPs utilisation is measured for the first recipe and for
+    the fastest one. The runs of each technique alone are for the guide's own table.
     """
     climb = [here.row(FIRST, here.profile.task, GUIDES, optimizer=gpu_functions.looped)]
     yield climb[0]
@@ -354,10 +354,11 @@ GUIDES = recipes.FOUR | {"attn_implementation": "eager"}
 
 
 def _rungs(here: Here) -> Iterator[tuple[str, list[dict[str, Any]], str]]:
-    """Yield each rung of lesson 14's ladder of speed: (name, alternatives of training arguments that it adds, text).
+    """Yield each rung (added technique) of lesson 14's ladder of speed: (name, list of training arguments, text).
 
-    The text names the packages or hardware that the machine `here` lacks for the rung; it is empty if it lacks none. If
-    there are several alternatives, the last that fits in memory is taken.
+    Each entry of the list is one way to add the technique. They are tried in order, until one fails; if there are
+    several, also until one needs more memory than the first recipe. The last one before that is kept. The text names
+    the packages or hardware that the machine `here` lacks for the rung; it is empty if it lacks none.
     """
     native = "" if here.machine.kind == "cuda" or here.machine.native_bf16 else "needs a CPU with bf16 instructions"
     yield "+ tf32", [{"tf32": True}], here.lacking({"tf32": True})

@@ -63,7 +63,7 @@ class LibrarySet:
 
     @property
     def is_open(self) -> bool:
-        """Return whether the set's versions are not pinned, so that they depend on the day."""
+        """Return whether the set pins no versions, so that pip may install other versions on another day."""
         return not self.packages and not self.constraints
 
     def wanted(self) -> list[str]:
@@ -164,8 +164,8 @@ class Environments:
     def _variables(self, one: LibrarySet) -> dict[str, str]:
         """Return {name: value} of the environment variables for a library set's processes.
 
-        Without PYTHONPATH they import only packages of the set's environment; PERF_HELPERS_HOME is the set's own cache
-        of runs and operations.
+        PYTHONPATH is removed, so that the processes import only packages of the set's environment. PERF_HELPERS_HOME is
+        the set's own cache of runs and operations.
         """
         environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
         return environment | {"PERF_HELPERS_HOME": str(self.folder / one.name / "home")}
@@ -192,8 +192,8 @@ def plain(text: str) -> str:
 def run(one: LibrarySet, lessons: list[str], environments: Environments, again: bool = False) -> dict:
     """Run lessons and the rehearsal with a library set, unless an earlier call did; return the set's results.
 
-    `became` lists the keys of these results. The set's `done.json` keeps what ran, so that an interrupted call can
-    continue: {"key": from `state`, "packages", "date", "ran": {lesson or REHEARSAL: results}}.
+    The results have the keys that `became` describes. The set's `done.json` keeps what ran, so that an interrupted call
+    can continue: {"key": from `state`, "packages", "date", "ran": {lesson or REHEARSAL: results}}.
 
     `again`: repeat lessons and rehearsal even if an earlier call ran them.
     """
@@ -276,8 +276,8 @@ def say(text: str) -> None:
 def record(rows: list[dict], lessons: list[str], note: str = "") -> dict:
     """Return the content of results/matrix.json from the entries of all library sets.
 
-    It has the versions, lessons and claims of each set, the memory of runs that differs between sets, the memory of the
-    rehearsed trainings, and the differences between each set and the next set whose lessons ran.
+    It has the versions, lessons and claims of each set, the memory of those runs whose memory differs between sets, the
+    memory of the rehearsed trainings, and the differences between each set and the next set whose lessons ran.
 
     Args:
         rows: the entry of each library set, see `became`.
@@ -324,9 +324,11 @@ def _set(row: dict) -> dict:
 
 
 def _sizes(runs: dict[str, list[dict]]) -> dict[str, dict[str, dict]]:
-    """Return {run: {library set: memory}} of all runs whose memory was measured; run names are the same in all sets.
+    """Return {run: {library set: memory}} of all runs whose memory was measured or that failed.
 
-    A failed run has its status and message instead. `runs`: {library set: its runs, as in results.json}.
+    If a run failed with a library set, {"status", "message"} replaces the memory. A run has the same name in all sets.
+
+    `runs`: {library set: its runs, as in results.json}.
     """
     found: dict[str, dict[str, dict]] = {}
     for name, rows in runs.items():

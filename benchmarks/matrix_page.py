@@ -108,7 +108,7 @@ def _trouble(record: dict) -> list[str]:
 def _claims(record: dict) -> str:
     """Return the number of claims that are the same in all library sets, and a table of the other claims.
 
-    A claim is the same if all sets give the same verdict, and values that differ no more than repeated runs do.
+    A claim is the same if its verdict never changes from one set to the next, and its value only by rounding and noise.
     `record`: the content of results/matrix.json.
     """
     moved = changed(record) & record["claims"].keys()

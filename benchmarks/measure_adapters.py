@@ -1,12 +1,13 @@
 """Compare the estimate for adapters and quantized bases with measurements, over generated trainings.
 
-Quantized bases have 8 or 4 bits. The reference is the lab's count by category on a CPU, torch's allocator in rehearsals
-for CUDA.
+Quantized bases have 8 or 4 bits. On a CPU, the reference is the lab's count by category. For CUDA, it is torch's
+allocator in rehearsals.
 
     python benchmarks/measure_adapters.py [--count 112] [--seed 1]
 
-Another seed gives another set. Trainings that cannot run are left out: a model that refuses a method, or one that needs
-values, which a rehearsal does not compute. In a rehearsal no activation exceeds LLM.int8's threshold.
+Another seed gives other trainings. A training that cannot run is left out: its model refuses the method, or needs the
+values of tensors, which a rehearsal does not compute. Rehearsals therefore also assume that no activation exceeds
+LLM.int8's threshold.
 """
 
 import random
@@ -72,7 +73,8 @@ def training(number: int, seed: int, on_cpu: bool) -> Training:
 def counted(lab: Lab, one: Training, folder: Path) -> dict:
     """Run a training on the CPU; return its record, with the lab's count in "counted" and the estimate in "estimated".
 
-    Both are {"peak" or category: bytes}. A training that cannot run has the reason in "left_out".
+    Both are {"peak": bytes, category: bytes, ...}. If the training cannot run, "left_out" has the reason; if the
+    estimate refuses the training, "estimated" is {"refused": reason}.
 
     `folder`: folder for the file with the model's configuration.
     """

@@ -3,8 +3,9 @@
     .venv-cuda/bin/python benchmarks/measure_advice.py [--count 58] [--seed 1]
 
 Another seed gives another set: small models on made-up cards, and larger ones on real cards. A made-up card's memory
-and the effective batch are chosen so that only a part of the batch fits. A pair of model and card is recorded with the
-reason, but does not count, if the whole batch fits, if not even one sample fits, or if the model cannot be trained.
+and the effective batch are chosen so that only a part of the batch fits. A pair of model and card is left out of the
+counts, and recorded with the reason, if the whole batch fits, if not even one sample fits, or if the model cannot be
+trained.
 Advice and rehearsal assume the same CUDA context; its size on a real card cannot be rehearsed.
 """
 

@@ -7,7 +7,8 @@ event, the script compares the allocated, reserved and requested bytes, the numb
 address of the new block, and whether there was no room. After every trace it compares the peaks, the retries and each
 block of each segment.
 
-An address is compared as (segment, offset). Only torch up to 2.11 chooses blocks by the driver's addresses of segments.
+An address is compared as (segment, offset), because the driver chooses the addresses of segments. These addresses
+affect which free block torch takes only up to torch 2.11.
 """
 
 import bisect
@@ -89,8 +90,8 @@ def of_a_training(chance: random.Random, live_bytes: float) -> list[Event]:
 
     Args:
         chance: the random generator.
-        live_bytes: bytes of memory for all of these. Weights, gradients and states take their part; the activations of
-            the largest batch take 0.3 to 1.5 times the rest, so the memory may run out.
+        live_bytes: bytes of memory for all of these. The activations of the largest batch take 0.3 to 1.5 times the
+            bytes that weights, gradients and optimizer states leave, so the memory may run out.
     """
     hidden, layers, words = (
         chance.choice([128, 256, 384, 768]),
@@ -152,10 +153,10 @@ def trace(seed: str, room: int) -> list[Event]:
 
 
 def compare(text: str, seeds: list[str], torch_version: str | None = None) -> dict:
-    """Run traces on torch's allocator and on our model of it, in a process whose torch has the given settings.
+    """Run traces on torch's allocator and on our model of it, and return where they differ.
 
     Args:
-        text: the settings, as in PYTORCH_CUDA_ALLOC_CONF, for the model.
+        text: the model's settings, as in PYTORCH_CUDA_ALLOC_CONF. This process's torch must have the same settings.
         seeds: one per trace.
         torch_version: selects the rules of the model; None: the running torch's rules.
 

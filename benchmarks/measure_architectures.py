@@ -176,7 +176,7 @@ def _in_widths(size, width: int):
 
 
 def _filled(fields: dict, width: int) -> dict:
-    """Return the fields of a model's configuration, with a size for each field that is None and that `MISSING` lists.
+    """Return the fields of a model's configuration, with a size for each field that is None and is in `MISSING`.
 
     `MISSING` gives the size as a number, or as a function of `width`, the hidden size. Nested configurations, e.g. of a
     vision tower, are filled in the same way.
@@ -225,9 +225,10 @@ def configurations(name: str, kind: str, folder: Path):
 
 @functools.cache
 def classes() -> dict[str, tuple[str, str]]:
-    """Return {class: (its model type, its family)} of all classes whose data are known; the families alternate.
+    """Return {class: (its model type, its family)} of all classes for which a task can generate training data.
 
-    An entry is e.g. "BertForMaskedLM": ("bert", "masked"). `families.FAMILIES` lists the families.
+    Successive entries alternate between the families, which `families.FAMILIES` lists. An entry is e.g.
+    "BertForMaskedLM": ("bert", "masked").
     """
     from transformers.models.auto import modeling_auto
 

@@ -24,8 +24,9 @@ STAGE = re.compile(r"make test: (\w+) took (\d+) (second|minute)s")
 
 
 def make(build: str, *targets: str) -> subprocess.CompletedProcess:
-    """Run targets of a checkout's Makefile in the checkout's environment, without this environment's variables; return
-    the ended process.
+    """Run targets of a checkout's Makefile in the checkout's environment; return the ended process, with its output.
+
+    PYTHONPATH is the checkout; VIRTUAL_ENV and MAKEFLAGS of this process are removed.
 
     `build`: folder of the checkout, or FOLDER=VENV.
     """

@@ -1,4 +1,4 @@
-"""Time commands from the shell to their last line, imports included, and the second estimate of a Python process.
+"""Time commands from the shell to their last line, imports included, and estimates while the fork server runs already.
 
     python benchmarks/measure_commands.py [--rounds 3] [--builds . ../old] [--commands "estimate*" "advise*"]
 

@@ -3,9 +3,9 @@
     python benchmarks/measure_cuda.py [--count 190] [--seed 2]
     python benchmarks/measure_cuda.py --difference NUMBER   # the first different allocation or free of a training
 
-Allocated and reserved bytes, and bytes by category, are compared. Another seed gives another set. Only trainings that
-cannot run are left out: a model that refuses a recipe, or one whose forward pass needs values, which a rehearsal does
-not compute.
+Allocated and reserved bytes, and bytes by category, are compared. Another seed gives other trainings. Only a training
+that cannot run is left out: its model refuses the recipe, or needs the values of tensors, which a rehearsal does not
+compute.
 """
 
 import difflib
@@ -106,7 +106,7 @@ def training(number: int, seed: int) -> Training:
 
 
 def rehearsed(experiment: Experiment, events: Path | None = None):
-    """Return a function for a fresh process of a rehearsal: it trains an experiment as a user would, without any meter.
+    """Return a function that trains an experiment as a user would, without any meter, in a rehearsal's fresh process.
 
     The function returns torch's peaks since the first forward pass, {"allocated", "reserved", "requested": bytes}.
 
@@ -201,16 +201,16 @@ def summary(rows: list[dict]) -> dict:
 
 
 def lives(changes: Iterable[tuple[object, int, str]]) -> list[tuple[int, str]]:
-    """Return (bytes as the allocator rounds them, code that allocated them) per allocation and free, in order.
+    """Return (bytes as the allocator rounds them, code that allocated the block) for each allocation and each free.
 
-    The bytes of a free are negative. Frees between two allocations have no order and are sorted by size. Frees after
-    the last allocation, at the end of the process, are left out, and so are frees of blocks without an allocation in
-    `changes`.
+    The result is in the order of the events. The bytes of a free are negative. Frees between two allocations have no
+    order and are sorted by size. Frees after the last allocation, at the end of the process, are left out, and so are
+    frees of blocks without an allocation in `changes`.
 
     Args:
-        changes: (block, bytes, code) of each event. The block is its address or another key. The bytes are positive for
-            an allocation; for a free they are negative, and only the sign is used. The code is e.g. "trainer.py:12";
-            that of a free is not used.
+        changes: (block, bytes, code) of each event. The block is its address or another key. The code is e.g.
+            "trainer.py:12". The bytes of a free are negative; only their sign is used, and the code is not: the result
+            has the bytes and the code of the block's allocation.
     """
     found, dead, living = [], [], {}
     for which, size, where in changes:

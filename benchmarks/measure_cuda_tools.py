@@ -5,8 +5,8 @@
 The trainings are those of results/cuda.json. PYTHON: interpreters with tools from PyPI (listed in CONTRIBUTING.md);
 tools that no interpreter has are skipped. The note is a remark for readers of the record. Each tool answers in its own
 process, with the libraries imported. Two figures are compared with the reference: a tool's bytes of tensors with the
-peak of allocated bytes; and its total, with its additions for context, fragmentation and safety, with the peak of
-reserved bytes.
+peak of allocated bytes, and its total with the peak of reserved bytes. The total includes the tool's additions for
+context, fragmentation and safety.
 """
 
 import dataclasses

@@ -3,8 +3,8 @@
     python benchmarks/measure_estimate.py
 
 Each tool predicts in its own process, with the libraries imported. DeepSpeed takes part if it is installed (see
-CONTRIBUTING.md). The measured memory is counted bytes on a CPU. It is compared with the comparable parts of a tool's
-GPU figure: weights, gradients, optimizer states and activations.
+CONTRIBUTING.md). The measured memory is the lab's count of bytes on a CPU. It is compared with those parts of a tool's
+GPU figure that a CPU has too: weights, gradients, optimizer states and activations.
 """
 
 import importlib.util

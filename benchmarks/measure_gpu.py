@@ -80,7 +80,7 @@ class Suite:
         return known
 
     def left(self, part: str) -> list[Row]:
-        """Return the rows of a part that are still to be measured, except rows that depend on results still missing."""
+        """Return the rows of a part that can be measured now: not yet measured, and not waiting for another result."""
         known = self.known(part)
         return [row for row in PARTS[part](self.here, known) if row.name not in known]
 
@@ -200,7 +200,7 @@ def line(stored: StoredRow) -> str:
 
 
 def _what(row: Row) -> str:
-    """Describe a run as text that is equal for two rows that differ only in name, measured figures, or steps."""
+    """Return the settings of a row as JSON, without the number of steps and the list of things to measure."""
     listing = {name: value for name, value in row.settings().items() if name not in ("measure", "steps")}
     return json.dumps(listing, sort_keys=True)
 
@@ -253,10 +253,9 @@ def _check_packages() -> None:
 
 @contextlib.contextmanager
 def _lab(options: argparse.Namespace, folder: str) -> Iterator[Lab]:
-    """Yield the lab for the script's options; a rehearsal ends with the context. Raises ValueError if this machine
-    cannot run what the options request.
+    """Yield the lab for the script's options; if the lab rehearses, the rehearsal ends when the context ends.
 
-    `folder`: folder for the lab's runs.
+    Raises ValueError if this machine cannot run the requested suite. `folder`: folder for the lab's runs.
     """
     with contextlib.ExitStack() as stack:
         more: dict[str, Any] = {"out": folder, "timeout": ROW_SECONDS}

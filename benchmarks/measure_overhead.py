@@ -1,4 +1,4 @@
-"""Measure the cost of the time meter and of keeping losses: interleave trainings with both and trainings with neither.
+"""Measure the cost of the time meter and of keeping losses: compare interleaved trainings with both and with neither.
 
     python benchmarks/measure_overhead.py [--rounds 9] [--steps 20]
 

@@ -69,10 +69,12 @@ SETUPS = [  # (name, task, training arguments)
 
 
 def formula(arguments: dict, ranks: int) -> list[float]:
-    """Return the bytes per parameter of weights, gradients and AdamW's (SGD's: no) states on a rank after backward, in
-    fp32.
+    """Return [bytes per parameter of the weights, of the gradients, of the optimizer states] on a rank after backward.
 
-    DDP's buckets are a second set of gradients. `arguments`: the training arguments.
+    All are in fp32. DDP's buckets are a second set of gradients. The states are AdamW's, as in ZeRO's formula, even
+    with another optimizer; only DDP with SGD has none.
+
+    `arguments`: the training arguments.
     """
     if "deepspeed" in arguments:
         stage = arguments["deepspeed"]["zero_optimization"]["stage"]

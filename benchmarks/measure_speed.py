@@ -6,8 +6,8 @@ If a recipe is compared with itself, how often is an effect reported (how often 
 exclude 1)? How often if a forward and backward pass is interleaved with itself inside a function (`in_turns`)? Also,
 some claims about speed (see `CLAIMS`) are decided 20 times, with the recipes and sizes of their lessons: which verdicts
 do they get? Half of the comparisons run under other load: a process that multiplies matrices on all cores but one.
-A fork server is started for every ten comparisons, and for each time that the claims are decided, because a lesson has
-its own, too. All takes about two hours on 2 cores.
+Every ten comparisons, and each decision of all claims, run in a new Python process with its own fork server, as each
+lesson does. The whole measurement takes about two hours on 2 cores.
 """
 
 import contextlib
@@ -89,7 +89,7 @@ def by_parts() -> dict:
 def passes_in_turns(task) -> list:
     """Time three interleaved copies of the same forward and backward pass of a task, on one thread.
 
-    Return, for each copy, a list of (wall-clock seconds, CPU seconds) of its eight turns.
+    Return, for each copy, a list of (wall-clock seconds, CPU seconds) of its eight runs.
     """
     import torch
 
@@ -119,8 +119,8 @@ def compared(pairs: list) -> list[dict]:
     """Compare the speed of pairs of recipes in this process; return a row of the report for each pair.
 
     A row has "name", "floor" (the factor within which speeds count as equal), "load" (the system's load average), and
-    "cpu" and "wall": [speed ratio, low, high] by CPU time and by wall-clock time. If the pairs are those of the claims,
-    a row "adafactor-cost" follows, which `by_parts` measures.
+    "cpu" and "wall": [speed ratio, low, high] by CPU time and by wall-clock time. If the pairs belong to `CLAIMS`, a
+    row "adafactor-cost" follows, which `by_parts` measures.
 
     `pairs`: each [name, changes of the task, training arguments of the baseline, training arguments of the other
     recipe, options of `Lab.compare`].

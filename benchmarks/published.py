@@ -9,8 +9,8 @@ published.toml has facts only: source, date, GPU, versions, set-up, quantity, fi
 that predicts the row. The code of each source's loops or changes is in one file, published_*.py. Rows are kept even if
 the estimate is far off.
 
-If the rehearsal gives the published figure and the estimate does not, the estimate is wrong. If the rehearsal agrees
-with the estimate, versions or set-up differ. If a row's figure
+If the rehearsal gives the published figure and the estimate does not, the estimate is wrong. If rehearsal and estimate
+agree on another figure than the published one, the source used other versions or another set-up. If a row's figure
 cannot fairly be compared with the estimate, the row is not `like_for_like` and gives the reason.
 """
 
@@ -75,7 +75,7 @@ def changed(names: Sequence[str], model, arguments):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One published figure in MiB with its source, and the custom loop or training that is estimated to predict it."""
+    """One published figure in MiB with its source, and the training or custom loop whose estimate should equal it."""
 
     name: str  # the set's name and the row's sizes
     facts: dict[str, Any]  # the set's source, date, gpu, versions, setup, quantity, like_for_like, reason
@@ -95,8 +95,8 @@ class Row:
     def question(self) -> dict[str, Any]:
         """Return {name: value} of the arguments that describe the row's training, for `estimate` and for a lab.
 
-        They are either "function", a custom loop, or the training arguments. If the row changes the model, the training
-        arguments include "optimizer", a function that makes the changes when the Trainer calls it.
+        For a custom loop, the only argument is "function", the loop. Otherwise they are the training arguments; if the
+        row changes the model, they include "optimizer", a function that makes the changes when the Trainer calls it.
         """
         if loop := self.facts.get("loop"):
             return {"function": functools.partial(run_loop, LOOPS[loop], **self.given)}
@@ -168,8 +168,8 @@ def rehearse(found: list[Row], folder: Path) -> dict[str, float | None]:
 def row_of(row: Row, predictions: tuple[int, int | None]) -> dict[str, Any]:
     """Return a row for published.json: the source's facts, "published" and "predicted" in MiB, and "error".
 
-    "error" is predicted / published - 1. "older_rules_add" is the MiB by which the prediction for the source's library
-    versions exceeds that for today's versions; None if both follow the same rules.
+    "error" is predicted / published - 1. "older_rules_add" is, in MiB, the prediction for the source's library versions
+    minus the prediction for today's versions; None if both follow the same rules.
 
     `predictions`: (predicted bytes for the source's library versions, predicted bytes for today's versions or None).
     """

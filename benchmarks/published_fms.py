@@ -1,4 +1,4 @@
-"""foundation-model-stack/fms-acceleration: how its trainings differed from today's libraries, for published.py.
+"""foundation-model-stack/fms-acceleration: how its trainings differ from trainings of today, for published.py.
 
 A row of published.toml names the changes that its set-up needs. Each function changes the model before the Trainer's
 first step; a function that makes an optimizer returns the optimizer. If a function restores the behaviour of older
@@ -14,7 +14,7 @@ from torch.nn import functional
 def lora(model, arguments) -> None:
     """Add PEFT's LoRA of rank 16 with dropout 0.1 to the model's projections of attention; adapters are always in fp32.
 
-    As in peft 0.13 (`autocast_adapter_dtype`): weights are frozen, the adapter's input is cast to fp32, and the
+    As in peft 0.13 (`autocast_adapter_dtype`): the model is frozen, the adapter's input is cast to fp32, and the
     adapter's result is added to the result of the layer. The embedding's result is made to require a gradient, because
     gradient checkpointing needs an input that requires a gradient. `arguments` are not used.
     """
@@ -88,7 +88,7 @@ def early_cast_logits(model, arguments) -> None:
 def half_logits(model, arguments) -> None:
     """Let a model use the loss of models that never cast their logits, like GPT-BigCode up to transformers 4.48.
 
-    It is a 16-bit cross-entropy of a copy without the last position. `arguments` are not used.
+    It is the cross-entropy of a 16-bit copy of the logits without the last position. `arguments` are not used.
     """
     model.loss_function = lambda logits, labels, vocab_size, **_: _shifted(logits, labels, vocab_size)
 

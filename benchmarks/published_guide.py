@@ -110,7 +110,7 @@ def attention_of_2022(model, arguments) -> None:
 
 
 def no_workspace(model, arguments) -> None:
-    """Leave out cuBLAS's workspace, which torch up to 1.9 did not allocate, in an estimate. A rehearsal cannot do this.
+    """Let an estimate leave out cuBLAS's workspace, which torch up to 1.9 did not allocate; no effect on a rehearsal.
 
     The arguments are not used.
     """

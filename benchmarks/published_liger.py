@@ -3,8 +3,8 @@
 Each loop takes the sizes of a row of published.toml, and makes its tensors on the device that published.py chose, so
 that the loop can be measured, rehearsed or traced. The loops rebuild all that determines memory: when each tensor is
 allocated and freed. A layer runs forward and backward several times; B, T, H, V are batch, tokens, hidden size and
-vocabulary. Modules that are allocated but not run belong to Liger's own implementation, which the scripts hold at the
-same time.
+vocabulary. Some loops allocate modules that they do not run, because Liger's scripts also allocate the modules of
+Liger's own implementation.
 """
 
 import contextlib
@@ -90,8 +90,7 @@ def linear_cross_entropy(BT: int, H: int, V: int) -> None:
 
 
 def _divergence(V: int, B: int, T: int, found_as: Callable, target_as: Callable, loss: Callable) -> None:
-    """Run a loss of two fp32 distributions of shape (B T, V), each made from random numbers by a softmax or its
-    logarithm.
+    """Run a loss of two fp32 distributions of shape (B T, V): the softmax or log-softmax of random numbers.
 
     Args:
         V, B, T: words, samples, tokens per sample.
@@ -131,7 +130,7 @@ def tvd(V: int, B: int, T: int) -> None:
 
 
 def linear_jsd(BT: int, H: int, V: int) -> None:
-    """Run two bf16 heads, of a student and a teacher, both trained, and the divergence of their softmax.
+    """Run two bf16 heads, a student's and a teacher's, and the Jensen-Shannon divergence of their softmax; train both.
 
     `BT`, `H`, `V`: tokens of the whole batch, hidden size, words.
     """
@@ -208,7 +207,7 @@ def gated_mlp(B: int, T: int, H: int, inner: int, activation: str, mode: str = "
 
 
 class Tiled(torch.autograd.Function):
-    """DeepSpeed's TiledMLP: the forward pass keeps only its input, and backward runs the layer again, tile by tile."""
+    """DeepSpeed's TiledMLP: forward keeps only the layer's input, and backward runs the layer again, tile by tile."""
 
     @staticmethod
     def forward(context, rows, layer, tiles):
@@ -288,7 +287,7 @@ def add_rms_norm(M: int, H: int) -> None:
 
 
 def rope(T: int, H: int, heads: int, key_heads: int) -> None:
-    """Run transformers' rotary positions of bf16 queries and keys, with gradients by torch.autograd.grad.
+    """Run transformers' rotary position embedding on bf16 queries and keys; torch.autograd.grad returns the gradients.
 
     Args:
         T, H: tokens, and the width of all query heads together.
@@ -338,8 +337,7 @@ def neighborhood_attention(B: int, T: int, H: int, heads: int) -> None:
 
 
 def swiglu(T: int, B: int, inner: int) -> None:
-    """Run SiLU of one half of a bf16 tensor (T, B, 2 x inner) times the other half, the sum of the result, and
-    backward.
+    """Multiply SiLU of one half of a bf16 tensor (T, B, 2 x inner) by the other half, sum the product, run backward.
 
     Gradients are dropped before each run.
     """

@@ -1,11 +1,11 @@
 """Compare the estimate for CUDA with other tools, on trainings that others measured on real cards.
 
-    .venv/bin/python benchmarks/published_tools.py --pythons PYTHON ...   # as measure_cuda_tools.py; needs peft
+    .venv/bin/python benchmarks/published_tools.py --pythons PYTHON ...   # PYTHON: see measure_cuda_tools.py
 
-The trainings are those of published.toml, published_lora.toml and published_preflight.toml. A prediction of tensors'
-bytes is compared with allocated bytes, a prediction of total bytes with reserved bytes; if the tool reports the size of
-the CUDA context, this size is subtracted from the total. The estimates of published.toml are in published.json; for the
-other two files the estimate traces the loop that the source describes.
+It needs peft. The trainings are those of published.toml, published_lora.toml and published_preflight.toml. A prediction
+of tensors' bytes is compared with allocated bytes, a prediction of total bytes with reserved bytes; if the tool reports
+the size of the CUDA context, this size is subtracted from the total. The estimates of published.toml are in
+published.json; for the other two files the estimate traces the loop that the source describes.
 """
 
 import functools
@@ -136,8 +136,8 @@ def preflight_loop(kind: str, size: int, length: int, task) -> None:
 def own_answers(tool: str, row: Row) -> dict:
     """Return this project's answer for a training: the recorded one, otherwise the estimate for the training's loop.
 
-    A recorded answer has bytes only, by the names in `FIGURES`; an estimate has the fields of `tools.estimated`. If a
-    rehearsal is requested and none is recorded, return {"refused": "not rehearsed"}.
+    A recorded answer has only bytes, in the fields that `FIGURES` names; an estimate has the fields of
+    `tools.estimated`. A rehearsal is never run here: if none is recorded, return {"refused": "not rehearsed"}.
 
     Args:
         tool: "rehearsal", or the name of the estimate, "this estimate".

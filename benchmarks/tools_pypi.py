@@ -85,9 +85,9 @@ class Question:
         return 4 if self.mixed or self.precision == "fp32" else 2
 
     def words(self, **names: str) -> dict:
-        """Return the settings of the training under a tool's names: {the tool's name: value}.
+        """Return {a tool's name of a setting: the setting's value in this training}.
 
-        `names`: {the tool's name of a setting: the name of the field of `Question`}.
+        `names`: {the tool's name of a setting: the field of `Question` that has its value}.
         """
         return {option: getattr(self, attribute) for option, attribute in names.items()}
 

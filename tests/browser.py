@@ -48,7 +48,7 @@ def violations(page, within: str = "html", apart: tuple[tuple[str, str], ...] = 
     Args:
         page: the browser page.
         within: CSS selector of the part.
-        apart: pairs (rule, words) of findings to ignore: the words occur in the markup of another project's elements.
+        apart: findings to ignore, as (id of an axe rule, text in the HTML of the element); for other projects' markup.
     """
     if not os.environ.get("CI"):
         pytest.importorskip("axe_playwright_python", reason="no axe-core: pip install axe-playwright-python")

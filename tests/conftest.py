@@ -64,8 +64,8 @@ def copied():
 def disk(tmp_path):
     """Yield a function (size, mount options) that mounts a small disk, e.g. of "64k", and returns its folder.
 
-    A later call can mount it again with other options, e.g. "remount", "ro". The test is skipped if it cannot be
-    mounted.
+    A later call can mount it again with other options, e.g. "remount", "ro". The test is skipped if the disk
+    cannot be mounted.
     """
     folder = tmp_path / "a disk"
 

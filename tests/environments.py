@@ -1,4 +1,4 @@
-"""Make Python environments for tests whose installed packages differ from this environment's."""
+"""Make Python environments for tests, with other installed packages than this environment has."""
 
 import importlib.metadata
 import shutil

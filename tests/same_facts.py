@@ -3,9 +3,10 @@
     python tests/same_facts.py HEAD:docs/trust.md docs/trust.md
     python tests/same_facts.py v1:README.md README.md --allow 140 docs/words.md
 
-OLD and NEW are paths, or REVISION:PATH as `git show` takes them. Each fact that only one of the two has is printed with
-the version that has it. Exit code 1 if there is one that `--allow` does not name: run it after an edit that should
-change the words alone. Order and repetition are not compared, so an exchanged pair of numbers is not found.
+OLD and NEW are paths, or REVISION:PATH as `git show` takes them. A fact that only one of the two has is printed with
+the version that has it, unless `--allow` names the fact. Exit code 1 if a fact is printed. Run it after an edit that
+should change the words alone. Order and repetition are not compared, so an exchanged pair of numbers is not
+found.
 """
 
 import argparse

@@ -169,7 +169,7 @@ def typed_values():
 
 
 def placed(words, *more):
-    """Return the words of a command with the words `more` added: at its end, or before the --then of `explain`."""
+    """Return the words of a command with the words `more` added: before --then if the command has it, or at the end."""
     place = words.index("--then") if "--then" in words else len(words)
     return [*words[:place], *more, *words[place:]]
 

@@ -1,8 +1,8 @@
 """The bibliography has a dated source for each fact that lessons and ledger cite, and no source that is not cited.
 
-A row quotes a few words that occur at the cited place (names, values, parts of links) instead of sentences, so that a
-lesson can be rewritten. The check is a pure function that returns the problems it found; the test on bad input plants
-one problem of each kind.
+Each row of the bibliography quotes a few words from the place that cites the source: names, values or parts of links.
+It quotes no sentences, so that a lesson can be rewritten. The check is a pure function that returns the problems it
+found; the test on bad input plants one problem of each kind.
 """
 
 import json

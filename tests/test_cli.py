@@ -263,7 +263,10 @@ exec "$@"
 
 @pytest.mark.nightly
 def test_without_network_or_home_and_from_a_folder_with_any_name_it_trains(tmp_path):
-    """The training has two ranks, and CUDA_VISIBLE_DEVICES names GPUs that do not exist."""
+    """`measure` must train without a network, with a read-only home, in a folder whose name has a space and an accent.
+
+    The training has two ranks, and CUDA_VISIBLE_DEVICES names GPUs that do not exist.
+    """
     if os.geteuid() or subprocess.run(["unshare", "--mount", "--net", "ip", "link"], capture_output=True).returncode:
         pytest.skip("namespaces of one's own are root's")
     here, home, temporary = (tmp_path / name for name in ("où suis-je", "mein Zuhause", "für kurze Zeit"))

@@ -1,7 +1,7 @@
-"""docs/coverage.md lists every statement of four documents: two guides (2022, 2023) and an index page (2022, 2024).
+"""docs/coverage.md lists every statement of four documents: the guides of 2022 and 2023, the index of 2022 and 2024.
 
-The page names only claims that exist, and every claim about these documents. A pure function returns the problems of a
-page; the test on bad input plants one problem of each kind.
+Each claim that the page names must exist, and the page must name each claim about these documents. A pure function
+returns the problems of a page; the test on bad input plants one problem of each kind.
 """
 
 import re

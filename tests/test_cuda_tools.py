@@ -1,5 +1,5 @@
-"""The comparison in results/cuda_tools.json follows from the other tools' answers; and how benchmarks/tools_pypi.py
-calls a tool, and reports a tool that cannot answer.
+"""The table in results/cuda_tools.json agrees with the tools' answers, which are recorded beside it; and how
+benchmarks/tools_pypi.py calls a tool, and reports a tool that cannot answer.
 """
 
 import dataclasses

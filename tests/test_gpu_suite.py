@@ -38,8 +38,8 @@ def card(kind="cuda", name="NVIDIA H100 80GB HBM3", **more):
 class RecordingLab:
     """A lab that trains nothing. It calculates memory and speed from the arguments, so that every ratio is known.
 
-    `requests` lists the names of requested runs. A run with a peak above `limit` bytes is out of memory; in `ends`, a
-    test may set the status of other runs, by name.
+    `requests` lists the names of the requested runs and comparisons. A run whose peak is not below `limit` bytes is out
+    of memory. `ends` is {name of a run: its status}; a test fills it for runs that should end otherwise.
     """
 
     def __init__(self, machine=None, profile="gpu", versions=VERSIONS, limit=40 * GIB):
@@ -113,8 +113,8 @@ class FakeEstimate:
 def suite(tmp_path, monkeypatch):
     """Return a function that makes a `Suite` with a simulated clock; all of its suites continue the same file of rows.
 
-    Its arguments: the lab (None: a new `RecordingLab`), the seconds after which no row begins, and the seconds by which
-    each measured row advances the clock; nothing else advances it.
+    The function's arguments: the lab (None: a new `RecordingLab`), the seconds after which no row begins, and the
+    seconds by which each measured row advances the clock; nothing else advances it.
     """
     now = [0.0]
     monkeypatch.setattr(measure_gpu, "monotonic", lambda: now[0])

@@ -53,7 +53,7 @@ ELSE = {
 
 @pytest.fixture(scope="module")
 def lesson():
-    """Return {name: value} of the lesson's cells up to the table "What the guides' code does today"."""
+    """Run the lesson's cells that make the table "What the guides' code does today"; return {variable: value}."""
     cells = [cell.source for cell in jupytext.read(ROOT / "notebooks/src/03_vanilla_training.py").cells]
     imports = next(cell for cell in cells if cell.startswith("import os\n")).partition("\nlab = ")[0]
     table = [cell for cell in cells if re.search(r"^(def outcomes?\(|BACKENDS =|PROGRAM =)", cell, re.MULTILINE)]

@@ -28,7 +28,7 @@ def would_install(folder, where, *words, **versions):
         folder: folder in which to make an environment like this one, but without this project.
         where: the folder in which pip is called.
         words: what to install, as for pip.
-        versions: {package: version that the environment records for it in place of its real one}.
+        versions: {package: the version that pip finds recorded in the environment, instead of the real one}.
     """
     python = environments.make(folder / "venv", ("perf-helpers",), **versions)
     command = [python, "-m", "pip", "install", "--dry-run", "--quiet", "--report", folder / "report.json", *words]

@@ -53,10 +53,10 @@ def within(scope):
 
 
 def own_parameters(function):
-    """Return the parameters of a called function that are not training arguments; None if it takes no training
-    arguments.
+    """Return those parameters of a function that are not training arguments, e.g. `steps` of `lab.train`.
 
-    `function`: the syntax tree of the called expression, e.g. `lab.train`.
+    Return None for a function that takes no training arguments at all. `function`: the syntax tree of the expression
+    that is called, e.g. `lab.train`.
     """
     name = getattr(function, "attr", getattr(function, "id", None))
     if name == "TrainingArguments":
@@ -91,10 +91,11 @@ def written_out(scope):
 
 
 def keys(value, names, line):
-    """Return the keys of a dict expression: a literal, dict(...), a dict's name, `a | b`, or an `if` or `or` (the keys
-    of both sides).
+    """Return the keys that an expression for a dict may have, as far as the source shows them.
 
-    A name stands for the value last assigned to it before `line`, in the innermost scope that assigns it.
+    The expression is a literal, dict(...), a dict's name, or two sides joined by `|`, `or` or `if ... else`, whose keys
+    are all returned. A name stands for the value last assigned to it before `line`, in the innermost scope that assigns
+    it.
 
     `value`: the expression's syntax tree; `names`: what `written_out` returned for each scope, the innermost last.
     """

@@ -55,7 +55,10 @@ def _offline(out, **options):
 
 
 def _changed():
-    """Return the names of lessons that differ from the git revision in $SINCE (default: HEAD^); [] if it is missing."""
+    """Return the names of lessons that differ from the git revision in $SINCE (default: HEAD^).
+
+    Return [] if git does not find this revision.
+    """
     command = ["git", "diff", "--name-only", SINCE, "--", "notebooks/*.ipynb"]
     done = subprocess.run(command, cwd=HERE.parent, capture_output=True, text=True)
     names = {Path(line).stem for line in done.stdout.splitlines()}

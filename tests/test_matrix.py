@@ -1,4 +1,4 @@
-"""The library matrix, benchmarks/matrix.py: its sets, and how they are run, recorded and shown.
+"""The library matrix, benchmarks/matrix.py: its sets of library versions, and how they are run, recorded and shown.
 
 The environments are stubs, except one in which pip fails.
 """
@@ -361,8 +361,9 @@ def test_an_environment_is_made_again_when_its_list_changes_and_brought_up_to_da
 
 @pytest.mark.nightly
 def test_pip_in_an_environment_of_its_own_says_why_it_cannot(matrix, tmp_path, monkeypatch):
-    """Only this test makes a real environment. Without an index, pip has nothing to install, and the error gives pip's
-    reason.
+    """If pip cannot install a set, the error must give pip's reason, and the set must not count as installed.
+
+    This is the only test that makes a real environment. pip fails in it because it may not use a package index.
     """
     for name, value in {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": "/dev/null"}.items():
         monkeypatch.setenv(name, value)

@@ -1,4 +1,4 @@
-"""The benchmark of the commands runs the code in the folder of the build that it is given."""
+"""The benchmark of the commands gets the folders of several builds, and must run each build's own code."""
 
 from scripts import script
 

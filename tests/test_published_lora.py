@@ -29,9 +29,11 @@ def test_the_peak_of_a_step_is_that_of_one_of_its_phases(lora):
 
 
 def test_by_the_torch_that_the_source_names_rows_are_off(lora):
-    """By the rules of torch 2.14, the release that the source names, some estimates differ from the published figures.
-    In this release a thread that runs matmuls with a bias has one cuBLASLt workspace less, and the blocks of eager
-    attention lie in other segments, so that reserved memory differs.
+    """Predictions by the rules of torch 2.14, which the source names, must differ from the published figures.
+
+    torch 2.11, whose rules fit, has a cuBLASLt workspace for each thread that runs matmuls with a bias. torch 2.14 has
+    none, so that Qwen2.5 allocates 2 MiB less. It also puts the blocks of eager attention into other segments, which
+    changes the reserved memory.
     """
     off = {row["name"]: row for row in lora.compared(lora.predictions()["2.14.0"])}
     assert off["Qwen2.5-1.5B, eager, 2 x 1024"]["allocated"] == -(2**21)

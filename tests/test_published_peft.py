@@ -1,4 +1,4 @@
-"""The record of benchmarks/published_peft.py follows from the published figures; rows with large errors say why."""
+"""The record of benchmarks/published_peft.py follows from the published figures; each large error has a reason."""
 
 import json
 

@@ -1,5 +1,5 @@
-"""Tools compared with published measurements, results/published_tools.json: each figure is its source's, each number
-follows from the tools' answers, and the pages show them.
+"""Tools compared with published measurements, results/published_tools.json: each measured figure equals that in its
+source, each error follows from the tools' recorded answers, and the pages show both.
 """
 
 import json

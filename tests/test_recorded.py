@@ -1,4 +1,5 @@
-"""The comparison of the estimate with recorded GPU runs (benchmarks/build.py), on runs made up with known errors.
+"""The comparison of the estimate with recorded GPU runs (benchmarks/build.py), tested on invented runs with known
+errors.
 
 Also, what benchmarks/rehearse.py records of a rehearsed course: no rehearsed number is shown as measured.
 """
@@ -48,10 +49,11 @@ def rehearse():
 
 
 def recorded(kind="cuda", **changes):
-    """Return {machine: its course run} of one machine with a GPU. The run has one training, which allocated 1 % more
-    and reserved 2 % more than estimated.
+    """Return {name of a machine: its course run} for one invented machine.
 
-    `kind`: "cuda" or "cpu", for the machine; `changes`: fields of the run to change.
+    The course run has one training, which allocated 1 % more and reserved 2 % more than estimated for a GPU.
+
+    `kind`: the machine's kind, "cuda" or "cpu"; `changes`: fields of the training's run to change.
     """
     gpu = Gpu(0, name="NVIDIA A100", memory_bytes=80 * 2**30, capability=(8, 0))
     machine = Machine("NVIDIA A100", kind, gpus=(gpu,))
@@ -222,8 +224,8 @@ def test_claims_about_speed_are_decided_the_same_way_again_and_again(id):
 
 
 def test_they_were_tried_with_the_recipes_of_their_lessons(monkeypatch):
-    """benchmarks/measure_speed.py decides claims with the recipes in its `CLAIMS`. The lesson of each claim must use
-    these recipes: a recorded course has a run of the lesson with each of them.
+    """benchmarks/measure_speed.py decides claims with the recipes in its `CLAIMS`. These must be the recipes that the
+    claims' lessons use: for each of them, a recorded course must have a run of the lesson with this recipe.
     """
     runs = [run for data in results.recorded(RESULTS).values() for run in data["runs"] if data["date"] > "2026-11-22"]
     for id, (changes, *recipes, _) in script("measure_speed", monkeypatch).CLAIMS.items():

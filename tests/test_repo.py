@@ -651,7 +651,7 @@ def link_problems(pages, files, heads=None):
     Args:
         pages: {path: text} of the pages with the links.
         files: all paths of the repository.
-        heads: {path: text} of pages whose headings links may name; None: `pages`.
+        heads: {path: text} of the pages to whose headings a link may lead; None: `pages`.
     """
     heads, problems = heads or pages, []
     existing = {str(path) for path in files} | {str(parent) for path in files for parent in Path(path).parents}
@@ -741,7 +741,7 @@ def page_problems(readme, pages):
 
 
 def addresses(text):
-    """Return the repositories (owner/name) that badges, launch links, issues and git's commands in a text lead to."""
+    """Return the repositories (owner/name) to which a text's links to GitHub, Colab and Binder lead."""
     own = r"github\.com/([\w.-]+/[\w-]+)(?:\.git|/actions/|/issues\)|(?=[`\"]|\n|$))"
     forms = rf"{own}|(?:colab\.research\.google\.com/github|mybinder\.org/v2/gh)/([\w.-]+/[\w-]+)"
     return {one or other for one, other in re.findall(forms, text)}
@@ -917,7 +917,10 @@ def test_docstrings_comments_and_blank_lines_count_in_no_budget(tmp_path, monkey
 
 
 def named_tests(text):
-    """Return the test files, and patterns of test files, that a text names, e.g. tests/test_cli.py and %_exact.py."""
+    """Return the test files that a text names, e.g. tests/test_cli.py, and patterns of names, e.g. %_exact.py.
+
+    In a pattern, % stands for any path in tests/ and the beginning of the name.
+    """
     return re.findall(r"tests/[\w/]*test_\w+\.py|(?<=[ (])%\w*\.py", text)
 
 

@@ -17,10 +17,10 @@ def runner(tmp_path, monkeypatch):
 
 @pytest.fixture
 def squares(runner):
-    """Return a function that makes a `Measurement` whose rows are the squares of the first numbers.
+    """Return a function that makes a `Measurement` whose rows are the squares of 0, 1, 2, ...
 
-    The function has two attributes: `requests` lists the numbers measured so far; measuring a number in `stops`, to
-    which a test adds numbers, is interrupted as by Ctrl-C.
+    The function has two attributes: the list `requests` has the numbers measured so far. A test adds a number to the
+    set `stops` to interrupt the measurement at this number, as Ctrl-C would.
     """
     requested, stops = [], set()
 

@@ -40,7 +40,10 @@ def required(distribution: str, found: set[str] | None = None) -> set[str]:
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory):
-    """Return the Python of an environment with links to the requirements of pyproject.toml and nothing else."""
+    """Return the path of the Python of a new environment that has only this project and what it requires, as links.
+
+    The requirements are those in pyproject.toml without the extras.
+    """
     folder = tmp_path_factory.mktemp("environment")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     python = folder / "bin" / "python"

@@ -31,8 +31,10 @@ class Card:
 
     @property
     def limit_bytes(self) -> int:
-        """The bytes that a training may use: 95% of the card's memory (`MARGIN` is kept free). If `memory_bytes` is the
-        memory of the whole board (`is_board`), they are 95% of the part that torch can use (`OF_BOARD`).
+        """The bytes that a training may use: 95% of the card's memory, because `MARGIN` is kept free.
+
+        If `memory_bytes` is the memory of the whole board (`is_board`), torch can use only a part of it (`OF_BOARD`),
+        and a training may use 95% of this part.
         """
         return int((1 - MARGIN) * self.memory_bytes * (OF_BOARD if self.is_board else 1))
 
@@ -62,8 +64,8 @@ SIZES = {f"{size} GiB": size * 2**30 for size in (8, 16, 24, 40, 80, 141)}  # so
 def context_bytes(compute_capability: tuple[int, int]) -> int | None:
     """Return the bytes of the CUDA context, which is outside of torch's allocator; None if they are not known.
 
-    The bytes depend on driver, CUDA and the loaded kernels. V100: "Model training anatomy" of transformers'
-    documentation has 1343 MiB, but 2 MiB of them are a segment of torch's allocator. H100: 767 MiB in 16 bits, and
+    The bytes depend on driver, CUDA and the loaded kernels. V100: 1341 MiB. "Model training anatomy" of transformers'
+    documentation has 1343 MiB, which include a segment of 2 MiB of torch's allocator. H100: 767 MiB in 16 bits, and
     751 MiB in fp32, measured by the GPU suite (driver 580, CUDA 13.0).
     """
     return {(7, 0): 1341 << 20, (9, 0): 767 << 20}.get(compute_capability)

@@ -250,12 +250,14 @@ def rehearse(
 
     A rehearsal runs torch's CUDA build on a stub CUDA runtime: nothing is computed or timed.
     The command takes the same training arguments as `measure`.
-    Exit code 1: the training does not fit, or failed.
+    Exit code 0: the training fits and ran to its end. 1: it does not fit, or failed.
+    Exit code 2: an argument is wrong, or the training needs a tensor's value.
 
     To rehearse a command of yours, put it after `--`: perf-helpers rehearse --card t4 -- python train.py
-    When it ends, even by an error, the peaks of each process are printed to standard error.
-    Exit code 0: the program finished. 3: it needed a tensor's value, or a library that the stub lacks; see --assume.
-    4: it ran out of memory. Otherwise: the program's own exit code.
+    When your command ends, even by an error, the peaks of each of its processes are printed to standard error.
+    The exit code is then 0 if your command finished, and 4 if it ran out of memory.
+    It is 3 if your command needed a tensor's value, or a library that the stub lacks; see --assume.
+    In all other cases it is the exit code of your command.
     """
     from trainmem import rehearsal
 
@@ -332,7 +334,7 @@ def advise(
     """List the training arguments that fit a memory, the fastest first.
 
     Also prints why other recipes were left out.
-    If nothing fits, it prints how much memory is missing, and which changes would help; the exit code is 0, too.
+    If nothing fits, it prints how much memory is missing, and which changes would help; the exit code is still 0.
     """
     from trainmem import advise as advise_package
     from trainmem.estimate import answers

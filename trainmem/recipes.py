@@ -103,5 +103,5 @@ ACCUMULATION = ("accumulation", "gradient_accumulation_steps")
 
 
 def techniques() -> list[Technique]:
-    """Return all techniques that a recipe can choose; the library's defaults are no techniques, and are left out."""
+    """Return all techniques that a recipe can choose: the options in `QUESTIONS` other than None."""
     return [option for options in QUESTIONS.values() for option in options if option]

@@ -202,7 +202,7 @@ def explain(live: dict[str, int], total: int) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Timing(Record):
-    """Hold seconds per optimizer step, without warm-up: median, spread, and each step's."""
+    """Hold the seconds of each timed optimizer step, with their median and spread; warm-up steps are not timed."""
 
     step_seconds: float  # median
     spread_seconds: float  # interquartile range
@@ -372,7 +372,7 @@ class Ratio(Record):
 
     @classmethod
     def of_turns(cls, taken: Sequence, clock: int, least_floor: float, per_sample: float = 1.0) -> "Ratio":
-        """Return how much faster the second of two recipes is, from runs inside several processes.
+        """Return the speed of the second of two recipes / the speed of the first, from runs in several processes.
 
         In each process the recipes ran alternately, a few steps at a time (a turn). The first recipe took part twice:
         how much it differs from itself is the noise floor.

@@ -85,7 +85,7 @@ def seconds_text(seconds: float | None) -> str:
 def name_text(category: str) -> str:
     """Return a category as in a legend: "optimizer states" for "optimizer_states".
 
-    "inside_operations", the older name that records use, gives "operator workspace".
+    "inside_operations", the name of that category in records, gives "operator workspace".
     """
     return "operator workspace" if category == "inside_operations" else category.replace("_", " ")
 
@@ -99,10 +99,11 @@ def parts_text(parts: Mapping[str, int], binary: bool = False) -> str:
 
 
 def nearest_text(given: str, allowed: Iterable[str]) -> str:
-    """Return a hint for a word that is not allowed: the two nearest allowed words, by the whole word or its beginning.
+    """Return a hint for the word `given`, which is not allowed: the two allowed words that are most like it.
 
-    If no word is near, or few words are allowed, list all, in at most 500 characters. If a hundred or more are allowed
-    and no word is near, return an empty text.
+    An allowed word is like `given` if the whole word or its beginning is. If no word is, or fewer than nine words are
+    allowed, list all allowed words, in at most 500 characters. If a hundred or more are allowed and none is like
+    `given`, return an empty text.
     """
 
     def alike(word: str) -> float:

@@ -4,7 +4,8 @@ a failed run lacks.
 Both have the reason as `why`. Neither can decide a verdict: code that needs the value gets an error with the reason.
 
 A third placeholder, `Assumed`, is an unknown number in a rehearsed program that has to reach its end. It raises no
-error: code that needs its value gets 1, and comparisons with other than infinity are false.
+error: code that needs its value gets 1. If it is compared with infinity, it counts as 1; its comparisons with all other
+numbers are false.
 
 |                                        | `Unknown`                  | `Missing`         |
 |----------------------------------------|----------------------------|-------------------|
@@ -14,7 +15,7 @@ error: code that needs its value gets 1, and comparisons with other than infinit
 | arithmetic, `round(value, digits)`     | is unknown again           | raises            |
 | `if value`                             | raises                     | is false          |
 | `<`, `==`, `int(value)`                | raises                     | raises            |
-| `value != value`                       | is true, as of NaN         | is false          |
+| `value != value`                       | is true, as for NaN        | is false          |
 
 `is_measured` tests for a value without raising an error.
 """
@@ -39,7 +40,7 @@ class RunFailed(RuntimeError):
 
 
 def is_measured(value: "float | Missing | None") -> bool:
-    """Return whether a value is a number: not None, unknown, assumed, or missing because a run failed."""
+    """Return whether a value is a measured number: neither None nor `Unknown`, `Assumed` or `Missing`."""
     return value is not None and not isinstance(value, _WithoutValue | Assumed)
 
 
@@ -110,15 +111,14 @@ class Unknown(_WithoutValue, float):
 
 
 class Assumed(float):
-    """Stand for a number whose value a rehearsal does not know. Libraries and files get the number 1; a print shows
-    "assumed".
+    """Stand for a number whose value a rehearsal does not know: libraries and files get 1, a print shows "assumed".
 
-    Arithmetic gives an assumed number again. A comparison with a number is false, except that with infinity: an assumed
-    number is finite, so it is smaller than `float("inf")`, from which many programs start to look for the best loss.
+    Arithmetic gives an assumed number again. A comparison with a finite number or NaN is false. In a comparison with
+    infinity, this number counts as 1: many programs start their search for the best loss at `float("inf")`.
 
     Args:
-        answers: the program's Counter {what was assumed: how often}; each comparison of this number increases its
-            entry for comparisons by 1. None: a new Counter.
+        answers: the program's Counter {what was assumed: how often}. Each comparison of this number with a finite
+            number or NaN adds 1 to the entry for comparisons. None: a new Counter.
     """
 
     __slots__ = ("answers",)
@@ -138,7 +138,11 @@ class Assumed(float):
         return str(self)
 
     def _compared(name: str) -> Callable:
-        """Return the method `name`, e.g. "__lt__"."""
+        """Make the comparison method `name`, e.g. "__lt__".
+
+        If the other number is infinite, the method compares 1 with it. For any other number the method returns False,
+        and counts this in `answers`. For an object that is no number it returns NotImplemented.
+        """
 
         def compare(self, other) -> bool:
             if isinstance(other, float) and math.isinf(other):

@@ -3,7 +3,8 @@
     python website/calculator_tables.py [--out website/_static/tables] [MODEL ...]
 
 `calculator.toml` lists models and recipes. A table is kept as long as the code that it depends on and the libraries are
-unchanged, so an interrupted run continues. Tables are committed; one takes up to a minute to make, and 10 kB.
+unchanged, so an interrupted run continues. Tables are committed; making one takes up to a minute.
+The file of a table has about 10 kB.
 """
 
 import argparse
@@ -73,8 +74,8 @@ _OF_TABLES = ("torch", "transformers", "accelerate", "bitsandbytes", "peft")
 
 
 class Recipe(NamedTuple):
-    """The recipe of a calculator's table: one choice for each of `QUESTIONS`, e.g. the precision, and the attention
-    kernels that the GPU selects, named by a key of `KERNELS`.
+    """The recipe of a calculator's table: one choice for each of `QUESTIONS` (e.g. the precision), and `kernels`, a key
+    of `KERNELS` that names the attention kernels which the GPU selects.
     """
 
     method: str
@@ -123,7 +124,8 @@ def recipes_of(given: dict[str, list[str]]) -> Iterator[Recipe]:
 def room_of(task: Task) -> tuple[int, int]:
     """Return (the largest micro-batch of a task's tables, the largest length in units of 128 tokens).
 
-    The length stays below a sliding window, because longer sequences get another mask.
+    A micro-batch of the largest length has at most `_MOST_TOKENS` tokens. The length stays below the model's sliding
+    window, because longer sequences get another attention mask.
     """
     config = task.build_config()
     longest = min(positions(config) or _LONGEST, (getattr(config, "sliding_window", None) or 10**6) - 1, _LONGEST)
@@ -131,9 +133,10 @@ def room_of(task: Task) -> tuple[int, int]:
 
 
 def table_of(task: Task, recipe: Recipe, before: dict[Recipe, tuple]) -> dict[str, Any]:
-    """Return the table of one recipe: one part per range of micro-batches with the same events.
+    """Return the table of one recipe: {"parts": [a table of events, or two]}.
 
-    A micro-batch of 1 may need a part of its own, because some tensors of one sample need no copy.
+    A part is valid from the micro-batch "least" on, up to the next part. There are two parts if one
+    table cannot reproduce all traces: a micro-batch of 1 may differ, because some tensors of one sample need no copy.
 
     Args:
         before: {recipe: (its events, its table)}, at most one entry: the last recipe for which a table was made. If the

@@ -1,10 +1,10 @@
 """Make a table of one recipe from a few traces: all allocations and frees, at every micro-batch and length.
 
-The order of a recipe's allocations and frees is the same at each size, except inside the kernels of embedding gradients
-and sums. The table therefore stores one order of events and, for each kind of block, its bytes as a sum of powers of
-micro-batch and length with integer coefficients. For the kernels named above it stores their arguments, from which
-`_static/events.js` calculates their workspace. A recipe is refused unless the table is right to the byte at every
-traced point.
+The order of a recipe's allocations and frees is the same at each size, except inside a few kernels: the gradients of
+embeddings and of layer norms, and reductions such as sums. The table therefore stores one order of events and, for each
+kind of block, its bytes as a sum of powers of micro-batch and length with integer coefficients. For these few kernels
+it stores their arguments, from which `_static/events.js` calculates their workspace. A recipe is refused unless the
+table is right to the byte at every traced point.
 """
 
 import bisect
@@ -39,7 +39,10 @@ class Unfit(ValueError):
 
 
 class Program(NamedTuple):
-    """A rule for the bytes of a kernel's workspace: its name in `events.js`, its constants, and further numbers."""
+    """A rule for the bytes of a kernel's workspace: its name in `events.js`, and its arguments.
+
+    `constants` are the arguments that are the same at every micro-batch and length; `numbers` are the others.
+    """
 
     rule: str
     constants: tuple[Any, ...]
@@ -75,7 +78,8 @@ def events_of(trace: Trace, capability: tuple[int, int]) -> Events:
     `capability`: compute capability of the traced GPU.
 
     Raises:
-        Unfit: the blocks that a rule calculates are not those of the trace, or the trace has a second stream.
+        Unfit: a rule calculates other workspaces than the trace has, a kernel with a rule returns several blocks, or
+            the trace has a second stream.
     """
     log, found = trace.log, Events()
     if any(label.stream for _, label in log.blocks):
@@ -122,7 +126,7 @@ def _operations(trace: Trace) -> dict[int, tuple[Hashable, Operation]]:
     """Return {number of a block: (key, the operation that allocated the block)}.
 
     Blocks that one execution of an operation allocates have the same key. A trace records no operations before its
-    first forward pass; a block of that time gets the operation that allocates the equal block for a later batch.
+    first forward pass. A block of that time gets the operation of the same name that prepares a later batch, if any.
     """
     log, begins = trace.log, trace.begins.tolist()
     born = {event: position for position, event in enumerate(log.events) if event >= 0}
@@ -263,12 +267,12 @@ def fitted(values: tuple[int, ...], points: tuple[Point, ...]) -> Sum:
 
 
 def _solved(rows: list[list[int]], values: Sequence[int]) -> list[int] | None:
-    """Return integers, one per column, such that the sum of integer times column equals the values at every point.
+    """Solve x a = value (or x a + y b = value) at all points at once, and return the integers [x] or [x, y].
 
-    Return None if there are no such integers.
+    Return None if there are no such integers, or if two columns a and b are proportional.
 
     Args:
-        rows: per traced point (micro-batch, length), the numbers of the one or two columns.
+        rows: [a] or [a, b] of each traced point (micro-batch, length).
         values: the value at each point.
     """
     if len(rows[0]) == 1:
@@ -293,7 +297,7 @@ def table(traced: dict[Point, Events]) -> dict[str, Any]:
     `traced`: {(micro-batch, length in units of 128 tokens): the events of the trace there}.
 
     Raises:
-        Unfit: the traces differ in more than the sizes of blocks, or a size is no `Sum` of micro-batch and length.
+        Unfit: the traces differ in more than the sizes of blocks, or no `Sum` gives the sizes of a block at all points.
     """
     points, every = (*traced,), [*traced.values()]
     for point, other in traced.items():
@@ -342,8 +346,9 @@ def _difference(one: Events, other: Events) -> str:
 def _tokens(events: list[int], kinds: list[int]) -> tuple[list[int], list[int]]:
     """Return (tokens, ranks) of the events.
 
-    A token is n for the allocation of a block of class n, and ~n for a free. The rank of a free says which live block
-    of the class is freed: 0 the youngest, 1 the next; or -1 the oldest, -2 the next.
+    A token is n for the allocation of a block of class n, and ~n for a free. There is one rank per free. It says which
+    live block of the class is freed, counted from the nearer end: 0, 1, ... from the youngest or -1, -2, ... from the
+    oldest.
 
     Args:
         events: n for the allocation of block n, ~n for its free.

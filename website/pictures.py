@@ -2,7 +2,7 @@
 
 python website/site_pages.py --pictures     the site, and then notebooks/pictures/{lesson,calculator,report}.png
 
-Each is a screenshot of headless Chromium, in at most 256 colours, which keep text sharp.
+Each is a screenshot of headless Chromium, reduced to 256 colours if that makes the file smaller; text stays sharp.
 """
 
 import base64
@@ -46,7 +46,10 @@ def lesson(page: Page) -> bytes:
 
 
 def calculator(page: Page) -> bytes:
-    """Return a PNG of the calculator with the answer to `CHOICE`; `page`: a browser page for the site."""
+    """Return a PNG of the calculator with its answer for the settings in `CHOICE`.
+
+    `page`: a browser page for the site.
+    """
     page.goto(f"{HOST}calculator.html#{CHOICE}")
     page.add_style_tag(content=PLAIN)
     page.locator("#calculator-answer[data-done=all]").wait_for()

@@ -61,7 +61,7 @@ def kept(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
 
 
 def _is_page(data: dict) -> bool:
-    """Return whether an output is more than a widget, which shows nothing without a kernel.
+    """Return whether an output is visible on a page without a kernel; an output that is only a widget is not.
 
     `data`: {MIME type: content} of the output.
     """

@@ -65,7 +65,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """Hold all course runs of one machine and profile as `Line`s: the values of a claim, peak memory or step time."""
+    """Hold the course runs of one machine and profile: a `Line` per claim, per peak of a run and per timed recipe."""
 
     machine: str
     profile: str

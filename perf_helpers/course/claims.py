@@ -67,9 +67,9 @@ class Decision:
 
     @property
     def as_expected(self) -> bool:
-        """Return whether the interval of the measured value overlaps with the predicted one.
+        """Return whether value and prediction overlap (as intervals); if one is missing, if the verdict is expected.
 
-        Without a prediction or a value, return whether the ledger expects the verdict, or the decision is `excused`.
+        A verdict is expected if the ledger lists it, or if this machine cannot decide the claim (`excused`).
         """
         if self.predicted and self.verdict is not Verdict.NOT_TESTABLE:
             (low, high), (least, most) = self.predicted, self.interval or (self.value, self.value)
@@ -78,7 +78,7 @@ class Decision:
 
     @property
     def reason(self) -> str:
-        """Return the ledger's note why and since when the claim is expected not to hold, with a link; "" if no note."""
+        """Return why, and since which version, the ledger expects the claim not to hold, with a link; "" if no note."""
         claim = self.claim
         return " · ".join(filter(None, (claim.reason, claim.since and f"since: {claim.since}", claim.thread)))
 

@@ -1,9 +1,9 @@
 """The server of a course run: it imports the libraries once, and the processes of lessons are forked from it.
 
-The course process starts the server (`shared`). Each process that runs experiments connects to the server and gets one
-fork of it, its own fork server (module `forkserver`), from which each of its experiments is forked. On Linux, papermill
-and the kernel of a lesson are forked too (`python_module`): the server forks a process called keeper for each of them.
-The keeper forks papermill or the kernel, waits for the end of this fork, and sends the exit code to its requester.
+The course process starts the server (`shared`). For each process that connects to it to run experiments, the server
+forks a fork server (module `forkserver`), which forks the experiments of that process. On Linux, papermill and the
+kernel of a lesson are forked too (`python_module`): the server forks a process called keeper for each of them. The
+keeper forks papermill or the kernel, waits until this fork ends, and sends the fork's exit code to its requester.
 """
 
 import atexit
@@ -57,9 +57,9 @@ def python_module(
     libraries imported already, and ends with the caller's process.
 
     Args:
-        name, arguments: the module and its command-line arguments.
+        name, arguments, folder: the module, its command-line arguments and its working directory.
         environment: all environment variables of the started process.
-        output, folder: descriptor of the file for standard output and standard error; the working directory.
+        output: descriptor of the file for standard output and standard error.
     """
     # Linux only: on other systems system libraries may not work after a fork, and there is no pidfd.
     if hasattr(os, "pidfd_open") and (control := forkserver.connected_course(environment)):
@@ -120,7 +120,7 @@ class ForkedModule:
 
 
 def serve(descriptor: int, preload: Iterable[str]) -> NoReturn:
-    """Run the server of a course, as the first function of this process: fork once per connection to the socket.
+    """Run the server of a course in this process, which `shared` has started: fork once per connection to the socket.
 
     A caller sends "serve" to get a fork server of its own. Or it sends ("module", name, arguments, environment, folder)
     and then a descriptor for the output; it receives the process id and, at the end, the exit code of `python -m name`.

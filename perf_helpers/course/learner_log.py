@@ -118,7 +118,7 @@ def off(guess: float, measured: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Hold a learner's last guess before the measured value was revealed, this value, the estimate and the error."""
+    """Hold the last guess before a measured value was revealed, this value, the lesson's estimate and the error."""
 
     lesson: str
     key: str
@@ -131,7 +131,7 @@ class Scored:
 
 
 def history(entries: Sequence[Entry]) -> list[Scored]:
-    """Return, per question whose measured value was revealed, the last guess before that, in the order of revealing."""
+    """Return a `Scored` for each question that was guessed before its value was revealed, in the order of revealing."""
     first: dict[tuple, Entry] = {}
     for entry in entries:
         if entry.kind == "revealed":

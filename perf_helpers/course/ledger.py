@@ -75,15 +75,15 @@ class Claim:
                 return self.threshold, math.inf
 
     def expected_on(self, kind: str, profile: str) -> tuple[Verdict, ...]:
-        """Return the expected verdicts on a kind of machine ("cpu" or "cuda") at the sizes of a profile.
+        """Return the verdicts that the ledger expects on a kind of machine ("cpu" or "cuda") at the sizes of a profile.
 
-        If the ledger lists none: () for a claim whose quantity is predicted, otherwise (NOT_TESTABLE,).
+        Without a listed verdict, return () if other measurements predict the quantity, otherwise (NOT_TESTABLE,).
         """
         expected = self.expected.get(kind, () if self.predicted else (Verdict.NOT_TESTABLE,))
         return self.expected.get(profile, expected) if kind == "cuda" and profile in GPU_PROFILES else expected
 
     def threshold_text(self) -> str:
-        """Return the rule that decides the claim, in words: "below 0.9; 1 is no effect"; empty for a text claim."""
+        """Return the claim's rule in words, e.g. "below 0.9; 1 is no effect"; "" for a claim without a rule."""
         if not self.direction:
             return ""
         if self.direction == "between":
@@ -103,7 +103,7 @@ def load() -> Mapping[str, Claim]:
 
 
 def read(text: str) -> dict[str, Claim]:
-    """Return {id: claim} of the text of a ledger. It is not validated here: tests/course/ledger_rules.py does that."""
+    """Return {id: claim} of a ledger's text, in TOML. The claims are validated only in tests/course/ledger_rules.py."""
     return {table["id"]: _claim(table) for table in tomllib.loads(text)["claim"]}
 
 
@@ -113,13 +113,13 @@ def _claim(table: dict) -> Claim:
 
 
 def decide(claim: Claim, value: float | tuple[float, float] | None, machine_supports: bool) -> Verdict:
-    """Return the verdict on one measured value: the claim holds in the range that its rule allows, `claim.window()`.
+    """Return the verdict on a claim. It "holds" if the measured value is in the range of its rule, `claim.window()`.
 
-    A value between this range and `claim.no_effect` is "smaller than promised", any other is "refuted". An interval is
-    "too small to tell" if its ends get different verdicts, or if it extends beyond both ends of the range.
+    A value outside is "smaller than promised" if it is between the range and `claim.no_effect`, otherwise "refuted". An
+    interval is "too small to tell" if its ends get different verdicts, or if it extends beyond both ends of the range.
 
     Args:
-        value: a number or an interval (low, high) in the unit of `claim.quantity`; None only if it cannot be tested.
+        value: number or interval (low, high), in the unit of `claim.quantity`; None only if the claim is not testable.
         machine_supports: whether the machine has the hardware that the claim needs; if not, the claim is not testable.
     """
     if not machine_supports or claim.where == "text":

@@ -7,7 +7,7 @@ papermill's exit code is not enough: after a killed kernel, cells that never ran
 in a widget's callback is not reported. Each executed notebook is therefore read, and a lesson is ok only if every cell
 ran, nothing raised, and the lesson wrote complete results of its own.
 
-Run as a module, this file is papermill's command line, with a client that polls for replies (`polling`).
+Run as a module, this file is papermill's command line with two changes to Jupyter: see `polling` and `forking`.
 """
 
 import ast
@@ -157,9 +157,9 @@ def _parameters(notebook) -> set[str]:
 
 
 class _Watch:
-    """Report a cell of a lesson that has been running for long, and again whenever its running time has doubled.
+    """Print a line when a lesson's cell has run for `LONG_SECONDS`, and another each time its running time has doubled.
 
-    Call the object every few seconds. It reads the notebook, which papermill writes when a cell begins.
+    Call the object every few seconds. It finds the running cell in the notebook that papermill writes as a cell begins.
     """
 
     def __init__(self, target: Path):
@@ -241,9 +241,9 @@ def _end(marker: str, grace_seconds: float) -> None:
 
 
 def _record(name: str, path: Path) -> tuple[dict[str, Any], str]:
-    """Return the JSON that a lesson wrote, and a problem with it; "" if there is none.
+    """Return (the JSON that a lesson wrote, a text that says what is wrong with this JSON or "").
 
-    The JSON is {} if it cannot be used. `name`: the lesson's; `path`: the JSON file.
+    The JSON is {} if it cannot be used. `name`: the lesson's name; `path`: the JSON file.
     """
     try:
         # A NaN stays the text "NaN": it is a diverged loss, not an unknown value.

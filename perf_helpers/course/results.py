@@ -2,8 +2,8 @@
 
 Its keys are "schema", "date", "machine", "versions", "profile", "strict", "lessons", "claims" and "runs". A claim is a
 result of `claims.Decision.to_dict`. A run is a result of `Run.to_dict` with "lesson" added; `Run.from_dict` reads it.
-`NEEDED` lists the fields that each lesson and claim must have. A nightly run (`perf_helpers.compare`) adds "paces" (by
-`step_times.measure_here`), "fail_on" (axes on which a worse run fails), "baseline" (changes since an earlier run).
+`NEEDED` lists the fields that each lesson and claim must have. A nightly run (`perf_helpers.compare`) adds "paces"
+(recipes' step times), "baseline" (changes since an earlier run), "fail_on" (axes where a change for the worse fails).
 """
 
 import json
@@ -54,7 +54,7 @@ def recorded(folder: str | Path) -> dict[str, dict[str, Any]]:
 def course_runs(folder: str | Path) -> list[dict[str, Any]]:
     """Return every measured course run in a folder, by machine and then by date; rehearsed runs are left out.
 
-    Files are <machine>/<date>.json; each run gets its path as "file". Raises ValueError for a file of another kind.
+    Files are <machine>/<date>.json; each run gets its path as "file". Raises ValueError if a file is not a course run.
     """
     found = (load_results(path) | {"file": path} for path in sorted(Path(folder).glob("*/*.json")))
     return [data for data in found if not data["machine"].get("rehearsed")]

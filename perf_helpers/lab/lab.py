@@ -1,4 +1,4 @@
-"""The lab of a lesson: a runner that also compares its runs, and whose failed estimates do not stop the lesson."""
+"""The lab of a lesson (`Lab`): it runs and compares experiments. If an estimate fails, the lesson goes on."""
 
 import contextlib
 import os
@@ -39,7 +39,7 @@ class Lab(Runner):
         out: folder for results; empty: runs are kept in the user's cache folder and nothing else is written.
         lesson: name of the lesson, e.g. "05_gradient_accumulation".
         executor: a `concurrent.futures.Executor` that performs experiments elsewhere, e.g. `sweep.Workers`; each still
-            gets a fresh subprocess there, and its run names that machine. None: experiments run here.
+            gets a fresh subprocess there, and the run records that machine. None: experiments run here.
         timeout: seconds that one experiment, or one comparison, may take; None: the profile's.
 
     Raises:
@@ -74,20 +74,20 @@ class Lab(Runner):
     ) -> Comparison | list[Comparison]:
         """Compare runs of this lab with a baseline: peak memory exactly, speed by interleaved (A/B) runs.
 
-        On a CPU all runs, and the baseline a second time, alternate step by step inside one subprocess, on one thread;
-        this is repeated in several subprocesses. In each round the baseline has two turns, and each of `others` has
-        one, which is compared with the mean of the baseline's two. The speed ratio is the median over all rounds, by
-        CPU time. Its bootstrap interval reaches at least from ratio / f to ratio * f; f is the median factor by which
-        the baseline's two turns differ, at least 1.05. `wall_ratio` uses the wall clock. On GPUs, and with several
-        ranks, each run has its own process, the ratio uses the wall clock, and f is `noise_floor`. If a comparison
-        fails, its ratios are unknown and hold the reason; branching on them raises `trainmem.unknown.RunFailed`.
+        On a CPU, several subprocesses each interleave all runs, on one thread. In every round each of `others` has one
+        turn of `steps_per_turn` steps, and the baseline has two. A round's ratio is the mean time of the baseline's two
+        turns / the time of the other's turn, in CPU time; the speed ratio is the median over all rounds. Its bootstrap
+        interval reaches at least from ratio / f to ratio * f, where f is the median factor between the baseline's two
+        turns, at least 1.05. `wall_ratio` uses the wall clock. On a GPU, and with several ranks, each run has its own
+        process, the ratio uses the wall clock, and f is `noise_floor`. If a comparison fails, its ratios are unknown
+        and hold the reason; branching on them raises `trainmem.unknown.RunFailed`.
 
         Args:
             baseline: the run that the others are compared with.
             others: one run gives a comparison, several give a list of comparisons.
             turns: turns per run (default: the profile's); on a CPU they are divided among the subprocesses.
             steps_per_turn: optimizer steps per turn; the fastest of them counts.
-            timeout: seconds for all interleaved runs together (default: the lab's, times the number of other runs).
+            timeout: seconds for all runs together; on a GPU, for each pair of runs (default: the lab's, per other run).
 
         Raises:
             ValueError: a run belongs to another lab, no other run is given, or a number is out of range.
@@ -119,14 +119,14 @@ class Lab(Runner):
         return found if len(others) > 1 else found[0]
 
     def noise_floor(self, *runs: Run) -> float:
-        """Return the factor within which two of `runs`, or any two runs on this machine, count as equally fast."""
+        """Return the factor within which speeds count as equal; larger if a run used the CPU or there is no GPU."""
         return NOISE_FLOOR["cpu" if self._on_cpu(*runs) else "cuda"]
 
     def ratio(self, pairs: Sequence[float], *runs: Run) -> Ratio:
-        """Return the median of `pairs` with a bootstrap interval that is at least as wide as `noise_floor(*runs)`.
+        """Return the median of `pairs`, with a bootstrap interval from at most median / f to at least median * f.
 
-        `pairs`: speed ratios, each of two interleaved measurements; `runs`: the compared runs. If one of the ratios is
-        unknown, the result is unknown too. Raises ValueError for fewer than 3 ratios.
+        f is `noise_floor(*runs)`; `pairs`: a speed ratio per pair of interleaved measurements; `runs`: the compared
+        runs. If one ratio is unknown, the result is unknown too. Raises ValueError for fewer than 3 ratios.
         """
         return Ratio.of_pairs(pairs, self.noise_floor(*runs))
 
@@ -202,11 +202,10 @@ class Lab(Runner):
     def _interleaved(self, name: str, runs: list[Run], turns: int, steps_per_turn: int, timeout: float) -> Outcome:
         """Time runs in turns; return an `Outcome` whose `value[process][run][turn]` is a `Seconds` (wall, CPU).
 
-        On a CPU there are several processes, and each of them has one thread per run. The first run (the baseline) then
-        takes part twice, also as the last one: the difference between both shows the noise. On a GPU, and with several
-        ranks, each run has a process of its own, and `value` has one entry, value[0], with all runs.
-
-        Each run has `turns` turns over all processes together. A turn has `steps_per_turn` optimizer steps, of which
+        On a CPU there are several processes. Each of them times all runs, with one thread per run, and the first run
+        (the baseline) once more as the last: its two times differ only by noise. On a GPU, and with several ranks,
+        each run has a process of its own, and `value` has one entry, value[0], with all runs.
+        Each run has at least `turns` turns over all processes. A turn has `steps_per_turn` optimizer steps, of which
         the fastest counts. `timeout` limits all turns together, in seconds. The progress bar is called `name`.
         """
         players, inside_one = self._players(runs), self._is_inside_one(*runs)
@@ -249,7 +248,7 @@ class Lab(Runner):
         return _Speed(*ratios, (_fastest(first, CPU), _fastest(second, CPU)))
 
     def _speed_apart(self, baseline: Run, run: Run, of_run: list[Seconds], of_baseline: list[Seconds]) -> "_Speed":
-        """Return the speed of `run` relative to `baseline`, given each turn's `Seconds`; each had its own process."""
+        """Return `run`'s speed relative to `baseline` from the `Seconds` of each turn; each run had its own process."""
         samples = self._samples_ratio(baseline, run)
         pairs = [a[WALL] / b[WALL] * samples for a, b in zip(of_baseline, of_run, strict=True)]
         fastest = _fastest([of_baseline], WALL), _fastest([of_run], WALL)
@@ -276,7 +275,7 @@ class Lab(Runner):
         """Return whether one of these runs computed on the CPU.
 
         With a GPU, a run computes on the CPU in two cases: `use_cpu` is set, or the run has more ranks than there are
-        GPUs (the ranks then use gloo). A function that leaves its GPU idle is not recognized.
+        GPUs (the ranks then use gloo). A function that does not use its GPU counts as a run on the GPU.
         """
         gpus = max(1, len(self.machine.gpus)) if self.machine.kind == "cuda" else 0
         return not gpus or any(run.arguments.get("use_cpu") or run.processes > gpus for run in runs)
@@ -284,7 +283,7 @@ class Lab(Runner):
 
 @dataclass(frozen=True, slots=True)
 class _Speed:
-    """Hold the speed of a run relative to the baseline, and the seconds of their fastest steps, (baseline, run)."""
+    """Hold a run's speed relative to the baseline, and the seconds of the fastest step of each, as (baseline, run)."""
 
     ratio: Ratio  # speed of the run / speed of the baseline; on a CPU by CPU time, otherwise by the wall clock
     wall_ratio: Ratio | None = None  # the same by the wall clock, if `ratio` is by CPU time
@@ -292,7 +291,7 @@ class _Speed:
 
 
 def _fastest(processes: Sequence[list[Seconds]], clock: int) -> float:
-    """Return the seconds of a run's fastest turn in any of its processes; an `Unknown` number in a rehearsal.
+    """Return the seconds of a run's fastest turn over all processes; in a rehearsal, an `Unknown` number.
 
     `processes`: the `Seconds` of each turn, per process; `clock`: the time to compare, WALL or CPU.
     """

@@ -133,7 +133,7 @@ def products(lab, dtype: str, task: Task, batch_size: int, use_cpu: bool = False
     """Measure the matmul rates in `dtype` and fp32, and the fp32 training step of a task, in three fresh subprocesses.
 
     On a CPU one thread computes. All three matmuls of a feed-forward layer in training (one forward, two backward) are
-    timed, because emulated 16-bit matmuls differ in speed up to fivefold, by which of their matrices is transposed.
+    timed, because an emulated 16-bit matmul's speed depends, up to fivefold, on which of its matrices is transposed.
 
     Args:
         lab: runs the subprocesses.
@@ -184,7 +184,7 @@ def products(lab, dtype: str, task: Task, batch_size: int, use_cpu: bool = False
 def _copied_bytes(device: str) -> int:
     """Return how many bytes to copy to measure a device's copy rate: the size of its largest cache.
 
-    Source and target then take twice the cache. The result is at most 1/8 of the free memory, at least `COPIED_BYTES`.
+    The cache cannot hold source and target together. It is at most 1/8 of the free memory, at least `COPIED_BYTES`.
     """
     least = COPIED_BYTES[device]
     if device == "cuda":

@@ -1,8 +1,8 @@
 """Use Dask's workers as an executor for any lab; connect to a cluster, or start workers on this machine.
 
-One experiment runs per device at a time. If its worker is killed, it runs once more on another worker. The client sends
-a call to Dask only when a device is free. If Dask had all calls at once, a worker's death would count as a failure of
-every call that waits there, and Dask would silently rerun the running one (`distributed.scheduler.allowed-failures`).
+One experiment runs per device at a time. If a worker is killed, its experiment runs once more on another worker. The
+client sends a call to Dask only when a device is free. If Dask had all calls at once, a worker's death would count as a
+failure of all calls waiting for it; the running one would be rerun silently (`distributed.scheduler.allowed-failures`).
 """
 
 import asyncio
@@ -41,7 +41,7 @@ _ROUND_SECONDS = 0.3  # between two queries of the list of workers
 
 
 class Killed(BrokenExecutor):
-    """Two workers in a row were killed during the same call; `attempts`: a dict per killed worker, with its message."""
+    """Two workers in a row were killed during the same call; `attempts` has a dict for each: worker, times, message."""
 
     def __init__(self, message: str, attempts: tuple[dict[str, Any], ...]):
         super().__init__(message)
@@ -239,7 +239,7 @@ class Workers(Executor):
     async def _free(self, lost_by: set[str]) -> _Worker:
         """Wait for a worker with a free device, and return it; if an error stopped all calls, raise this error.
 
-        `lost_by`: names of workers that died while running this call; once restarted, they are the last choice.
+        `lost_by`: names of workers that died while running this call. They are used again only if there are no others.
         """
         while not self._failure:
             others = [worker for worker in self._workers.values() if worker.name not in lost_by]
@@ -356,7 +356,7 @@ def dask_setup(worker) -> None:
 
 
 def introduce(dask_worker) -> _Worker:
-    """Start a fork server on the worker that runs this function; describe that worker (`dask_worker`, set by Dask)."""
+    """Start a fork server in `dask_worker`, the worker where Dask runs this function, and return its description."""
     without_dasks_settings()
     SERVER.start()
     return _Worker(
@@ -370,7 +370,7 @@ def introduce(dask_worker) -> _Worker:
 
 
 def _versions() -> dict[str, str | None]:
-    """Return {package: version in this process, or None} of `DECISIVE_PACKAGES` and of this package."""
+    """Return {package: installed version; None: not installed} of `DECISIVE_PACKAGES` and of perf_helpers."""
     found = hardware.versions()
     return {name: found[name] for name in DECISIVE_PACKAGES} | {"perf_helpers": perf_helpers.__version__}
 

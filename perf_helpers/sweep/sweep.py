@@ -194,8 +194,8 @@ def _outcomes(lab: Lab, plan: Plan, experiments: dict[int, Experiment]) -> Itera
 def _known(lab: Lab, plan: Plan, experiments: list[Experiment]) -> dict[int, Run]:
     """Return {number of a row of the plan: its stored run} for the rows that need not run again.
 
-    The stored run is the latest run in the lab's store with the row's training, preferably one with the row's name. It
-    must have the measurements that the plan requests, and its machine must be available now, with the same versions.
+    The stored run is the latest successful run of the same training, on a machine that is available now, with the same
+    versions; one with the row's name comes first. If it lacks a requested measurement, the row must run again.
     `experiments`: the experiment of each row.
     """
     places_here = getattr(lab.executor, "seen", lambda: [(lab.machine, lab.versions)])()

@@ -76,7 +76,7 @@ def not_measured(reason: str) -> Feedback:
 
 
 def run_failed(run: Run) -> Feedback:
-    """Return the feedback on an answer whose run failed: "wrong" with the failure.
+    """Return the feedback on an answer whose run failed: status "wrong", and the failure as the text.
 
     The feedback is "not measured" if the run timed out or was killed, because a busy or full machine may be the cause.
     """
@@ -150,8 +150,8 @@ def question(lab: Lab, key: str, text: str, options: Mapping[str, str], right: s
 def prove(check: Callable[[Any], Feedback], *, solution: Any, mistake: Any) -> Feedback:
     """Prove that a lesson's check accepts its solution and rejects a plausible mistake; return the feedback to show.
 
-    The proof runs with the lesson, but the learner's journal keeps nothing of it, and the feedback on the solution is
-    folded. If the check needs a value that is unknown on this machine, it says "not measured", and nothing is proved.
+    The proof runs with the lesson, but the learner's journal keeps nothing of it, and the learner must unfold the
+    feedback. This is "not measured", and nothing is proved, if a value is needed that is unknown on this machine.
 
     Args:
         check: takes an answer (None: not attempted) and returns its feedback.

@@ -2,7 +2,7 @@
 
 A lesson turns its own function that draws a picture into an explorer with `explore`.
 
-The contract of an explorer, in addition to that of `frame`:
+An explorer keeps these rules, in addition to those in the docstring of `frame`:
 
 - It is one public function, which takes a lab or runs, shows itself with `frame.place` and returns None. If there is
   nothing to explore, it raises ValueError before it shows anything.

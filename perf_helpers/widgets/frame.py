@@ -1,13 +1,13 @@
 """The contract of everything in a lesson that can be moved or clicked.
 
 - An interactive element has a *place*, a key such as `("predict", lesson, key)`. A new element at the same place closes
-  the old one with its callbacks and threads, so that running a cell again leaves no second copy: `take`.
-- An element is shown in three forms at once: widgets for a front end, HTML for a static page, and text for a terminal:
-  `place`.
+  the old one with its callbacks and threads, so that running a cell again leaves no second copy (see `take`).
+- An element is shown in three forms at once: widgets for a front end, HTML for a static page, and text for a terminal
+  (see `place`).
 - No error of a callback is lost: an Output widget, which is part of the element, captures everything that a callback
   displays, prints or raises (`observe`, `Output.capture`). The notebook stores the Output widget's state, in which the
   course run finds the error. Outside IPython the error is raised in the code that changed the widget.
-- An element is never wider than its cell: `WHOLE_WIDTH`, `html_box`.
+- An element is never wider than its cell (see `WHOLE_WIDTH`, `html_box`).
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -24,7 +24,7 @@ OPEN: dict[Hashable, Callable[[], None]] = {}  # {place: the function that close
 
 
 def take(key: Hashable, close: Callable[[], None]) -> None:
-    """Close the old element at the place `key`; the next call with this `key` closes the new one by calling `close`."""
+    """Close the old element at the place `key`; keep `close`, with which the next call closes the new element."""
     close_before = OPEN.pop(key, None)
     OPEN[key] = close
     if close_before:

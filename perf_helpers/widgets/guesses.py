@@ -64,7 +64,7 @@ def predict(lab: Lab, key: str, question: str, unit: str, low: float, high: floa
 def revealed(lab: Lab, key: str, measured: float | None, estimate: float | None = None) -> Feedback:
     """Return the feedback on a guess: its error, and a picture of guess, estimate and measured value.
 
-    Only a guess that was committed before the first call counts. If there is none, the feedback says so.
+    Only a guess that was committed before the measured value was first shown counts. The feedback says if none does.
 
     Args:
         key: the key that was given to `predict`.
@@ -108,7 +108,7 @@ def _guesses(lab: Lab, key: str) -> tuple[float | None, float | None]:
 
 
 def _state_html(lab: Lab, key: str, unit: str) -> str:
-    """Return as HTML the learner's guess in `unit`, and whether it came too late to count; or that none exists."""
+    """Return HTML with the guess in `unit`, and whether it came too late to count; or HTML that says there is none."""
     kept, counted = _guesses(lab, key)
     if kept is None:
         return "<div>No guess yet. Commit one before you run on.</div>"

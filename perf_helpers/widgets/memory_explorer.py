@@ -55,8 +55,8 @@ def memory(
     """Show the peak of any model and recipe by category, next to the memory of common cards and of this machine.
 
     The controls offer training and inference; inference that generates tokens includes the key value cache. `estimate`
-    calculates the peak for each position of the controls. The picture is grey while a new position is traced, and a
-    position that was visited before is shown at once.
+    calculates the peak for each position of the controls. The picture is grey until the peak for a new position is
+    ready; a position that was visited before is shown at once.
 
     Args:
         task: the model to start with (default: the lab's).
@@ -65,7 +65,7 @@ def memory(
         device: "cpu" or "cuda", to start with (default: the card's device, otherwise this machine's).
 
     Raises:
-        ValueError: the card is unknown, or the model cannot be traced on fake tensors.
+        ValueError: `of` or the card is unknown, or the model cannot be traced on fake tensors.
     """
     if of not in _OWN:
         raise ValueError(f"of={shown(of)}: choose 'training' or 'inference'")
@@ -119,10 +119,10 @@ def estimate_at(
 
 
 class _MemoryExplorer:
-    """The controls, the picture, and an estimate for each position (one value of every control) that was visited.
+    """Hold the controls, the picture, and the estimates made so far, by position (a value of each visible control).
 
-    The front end's thread moves the controls and draws. If a position has no estimate yet, one other thread makes the
-    estimate and draws it. The thread reads the position when it starts, so positions only passed over get no estimate.
+    The front end's thread redraws after each move of a control. One other thread makes a missing estimate and draws it,
+    once no control has moved for `_REST_SECONDS`. A position that is only passed over therefore gets no estimate.
 
     `task`: the model to start with; `start`: {control's name: its first value}; `first`: the estimate for `start`;
     `compute_capability`: the GPU's (None: the estimate's default).

@@ -33,8 +33,8 @@ Figures = dict[str, float | None]  # of one sample, by name
 class Monitor:
     """Watch this machine while a block runs: `with monitor.live() as m: ...`, then `m.summary()`.
 
-    A background thread samples CUDA's first GPU if experiments run on a GPU, otherwise the host. In a notebook each
-    sample is drawn, and the last picture stays; in a terminal nothing is drawn. The block's end raises thread errors.
+    A background thread samples CUDA's first GPU if NVML reports it, else the host. A notebook draws each sample and
+    keeps the last picture; a terminal draws nothing. An error in the thread is raised when the block ends.
 
     Args:
         interval_seconds: pause before each sample; if the block takes less time than this, there is no sample.
@@ -137,7 +137,7 @@ def _text(value: float | None, unit: str) -> str:
 
 @contextmanager
 def reader(gpu: hardware.Gpu | None) -> Iterator[Callable[[], Figures]]:
-    """Yield a function that takes a sample, {name: figure; None: unknown}, from a GPU; gpu=None: from the host."""
+    """Yield a function that samples the GPU (None: the host) and returns {name: figure}; unknown figures are None."""
     if gpu is None:
         yield _host_reader()
         return

@@ -60,9 +60,9 @@ def native(machine):
 
 @pytest.fixture
 def followed(monkeypatch):
-    """Replace the estimate by `synthetic`, leave out recorded runs, and return a list of the requested estimates.
+    """Replace the estimate by `synthetic`, and return a list to which each estimate adds its arguments.
 
-    Each estimate adds its arguments to the list.
+    The advisor finds no recorded runs.
     """
     requests = []
 

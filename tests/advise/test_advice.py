@@ -32,7 +32,7 @@ def lab(tmp_path_factory):
 
 @pytest.fixture
 def home(monkeypatch, tmp_path):
-    """Make an empty folder the user's cache folder, and return it."""
+    """Let the user's cache folder be an empty folder, and return this folder."""
     monkeypatch.setenv("PERF_HELPERS_HOME", str(tmp_path))
     return tmp_path
 

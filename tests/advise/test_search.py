@@ -89,7 +89,7 @@ def test_what_fitted_in_a_similar_case_is_looked_at_before_its_neighbours():
 
 
 def test_a_training_is_too_large_for_a_card_just_where_it_would_reserve_more():
-    """The replay of a training's allocations on a card gives `is_too_large` if and only if they exceed the card."""
+    """A replay of allocations gives `is_too_large` if and only if they reserve more bytes than the card has."""
     rng, label, outcomes = random.Random(3), Label("op", "activations", "forward", ""), set()
     for _ in range(300):
         alive, events, blocks = [], [], []

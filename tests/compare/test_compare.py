@@ -32,7 +32,8 @@ def a_run(memory=MEMORY, name="vanilla", **fields):
 def compared(old, new, **fields):
     """Return the changes that `compare` reports between two course runs.
 
-    `old`, `new`: the runs in the older and in the newer course run; `fields`: replace fields of the newer course run.
+    `old`, `new`: experiments of the older and of the newer course run, as dicts; `fields`: {name: value} to replace in
+    the results of the newer course run.
     """
     return compare(results(runs=old), results(runs=new) | fields)
 

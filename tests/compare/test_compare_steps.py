@@ -57,8 +57,8 @@ def test_one_recipe_stays_behind_when_all_others_are_faster():
 def test_the_clock_counts_that_both_runs_have():
     """Compare "passed" (wall-clock time minus waiting for a core) if both runs have it, or else "computed" (CPU time).
 
-    A newer run has only one of the two: "computed" if its system does not report how long a thread waits for a core,
-    otherwise "passed". Older records have both.
+    A course run records one of the two times: "passed" if the system reports how long a thread waits for a core,
+    otherwise "computed". Results of earlier versions have both.
     """
     both, computed = times(paces(), 1.0), times(paces(), 1.0)
     for row in both["recipes"].values():

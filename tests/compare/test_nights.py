@@ -32,8 +32,10 @@ def shell(monkeypatch, capsys):
 
 @pytest.fixture
 def nights(tmp_path):
-    """Return a folder with results of course runs: usual.json; larger.json and smaller.json (by a byte); broken.json (a
-    lost verdict); slower.json; damaged.json.
+    """Return a folder with results of course runs: usual.json, and files that differ from it.
+
+    larger.json, smaller.json: one byte more, or less; broken.json: a claim is refuted that should hold; slower.json:
+    steps take 1.5 times as long; damaged.json: not JSON.
     """
     usual = results(decision("a"), runs=[a_run()], paces=paces())
     kept = {

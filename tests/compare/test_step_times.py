@@ -28,8 +28,8 @@ def test_the_fastest_step_counts_and_a_thread_that_had_no_core_did_not_take_that
 
 
 def test_a_step_takes_no_less_than_half_of_what_it_computes():
-    """The time of a step, less its waiting for a core, is at least half of the step's CPU time: next to two dozen other
-    programs on two cores, the system once reported more waiting than the whole step took.
+    """The time of a step without its waiting for a core is never below half of the step's CPU time. The bound is
+    needed: with two dozen other programs on two cores, the system once reported more waiting than the step's time.
     """
     assert kept(an_outcome(waited=(0.35, 0.45))) == ([0.05], [], "")
 

@@ -79,7 +79,7 @@ def _check_rule(table: dict, need: Need) -> None:
     """Check that a claim has the threshold fields that its direction ("above", "below", "between" or "equal") needs and
     no others, and expected verdicts for each kind of machine that can decide the claim.
 
-    `table`: the claim's TOML table; `need`: raises unless a condition is met, see `_check_claim`.
+    `table`: the claim's TOML table; `need`: need(condition, field, message) raises if the condition is false.
     """
     direction, threshold = table["direction"], table.get("threshold")
     need(table.get("decided_by") in DECIDED_BY, "decided_by", f"{', '.join(DECIDED_BY)}: one of these is needed")

@@ -29,7 +29,9 @@ def functions(lab=None):
 
 
 def measured(lab, chosen=MEASURES, replaced=()):
-    """Run the lesson's cells without their pictures, and return {claim id: the memory that the cells measured}.
+    """Run the lesson's cells without their pictures, and return {claim id: measured value}.
+
+    A value is a ratio of bytes; for the claim "full-16-bits" it is bytes per parameter.
 
     Args:
         lab: the lab that trains.

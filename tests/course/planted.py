@@ -5,7 +5,7 @@ from trainmem.records import Ratio
 
 
 def verdict(id: str, value: float | tuple[float, float] | Ratio) -> Verdict:
-    """Return the verdict on a measurement, by the ledger's rule for the claim, if the machine lacks nothing.
+    """Return the ledger's verdict on a measurement, on a machine that has all the hardware that the claim needs.
 
     `id`: the claim's id; `value`: the measured value, or its interval (low, high).
     """

@@ -69,7 +69,7 @@ def _moved(cpu: Cpu, size: float, of_a_tensor: float) -> float:
 
 
 def forward(cpu: Cpu, samples: int, tokens: int, layers: int = 4, hidden: int = HIDDEN, *, half=False, eager=False):
-    """Return the seconds of a BERT's forward pass on a simulated CPU: (matmuls, other operations, calls).
+    """Return the seconds that (matmuls, other operations, calls of operations) take in a BERT's forward pass.
 
     Args:
         samples, tokens: the batch, and the tokens per sample.
@@ -122,7 +122,7 @@ def step(
 
 
 def products_of(cpu: Cpu, samples: int, tokens: int, layers: int = 4, vocabulary: int = 8000) -> Products:
-    """Return `Products` as `roofline.products` would measure them for a BERT in bf16 on a simulated CPU.
+    """Return the `Products` that `roofline.products` would measure for a BERT in bf16 on a simulated CPU.
 
     `Products` has the speed of bf16 matmuls relative to fp32, the fp32 rate in FLOP/s, and (least, greatest) share of a
     training step that matmuls take.
@@ -284,8 +284,10 @@ def _moe_faster(cpu):
 
 
 def _half_types(cpu):
-    """Return (ratio, (low, high)) of lesson 19, for a Llama on a simulated CPU: the speed of fp16 relative to bf16, and
-    the range that the lesson predicts from the times of a step's parts. No simulated CPU has instructions for fp16.
+    """Return (speed of fp16 relative to bf16, (low, high)) of a Llama's training step on a simulated CPU.
+
+    (low, high) is the range that lesson 19 predicts from the times of a step's parts. Matmuls in fp16 are slow, because
+    no simulated CPU has instructions for fp16.
     """
     of_products = {"bf16": 0.055 * 97e9 / cpu.half, "fp16": 0.055 * 97e9 / (0.06 * cpu.fp32)}
     rest = 0.06 * AMD.cache / cpu.cache
@@ -324,7 +326,7 @@ def _many_cpus(cpu):
 def _detector(cpu, modules=32, tensors=2.7, looks=11):
     """Return the factor by which lesson 23's detector slows down a step on a simulated CPU.
 
-    The detector checks `tensors` tensors in each of `modules` modules, each with `looks` operations. Each operation
+    The detector checks `tensors` tensors in each of `modules` modules. Each check is `looks` operations, each of which
     takes the time of one call; an operation on a weight also takes the time to read the weight.
     """
     watching = modules * tensors * looks * cpu.call + looks * 4 * parameters(2, 64) / cpu.cache
@@ -334,7 +336,7 @@ def _detector(cpu, modules=32, tensors=2.7, looks=11):
 def _adapters(cpu):
     """Return the speed of training with adapters, relative to training all weights, on a simulated CPU.
 
-    Adapters save the gradients of weights and almost all of the update; four adapters add about ten calls each.
+    Adapters save the gradients of weights and almost all of the update; each of four adapters adds ten calls.
     """
     products, other, calls = forward(cpu, 8, 64, 2)
     frozen = 2 * products + 2.7 * other + 2.2 * calls + 4 * 10 * cpu.call
@@ -357,7 +359,7 @@ def _batching(cpu):
 def _fewer_bits(cpu, matrices):
     """Return (the speed of one answer with quantized weights relative to bf16, the predicted range) on a simulated CPU.
 
-    `matrices`: function (CPU, seconds with bf16) that returns the seconds with quantized weights.
+    `matrices`: function (CPU, seconds of a token's matmuls in bf16) that returns their seconds with quantized weights.
     """
     half = max(2 * WEIGHTS / cpu.memory, 2 * WEIGHTS / cpu.half)
     ratio = (half + 80 * cpu.call) / (matrices(cpu, half) + 80 * cpu.call)

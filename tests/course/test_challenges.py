@@ -207,7 +207,7 @@ def test_22_who_chooses_better_is_right_and_who_trains_longer_is_not(choosing):
 
 @pytest.fixture
 def clinic():
-    """Yield lesson 23's functions, which here examine a single training without a fault, on one thread of torch."""
+    """Yield lesson 23's functions on one thread of torch; they have one example training, which has no fault."""
     kinds = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
     body = ast.parse(next(SOURCES.glob("23_*.py")).read_text("utf-8")).body
     wanted = {"SIZES", "CONFIG"}

@@ -185,7 +185,7 @@ class TestCheck:
 
 @pytest.fixture
 def rehearsal(claims):
-    """Let `claims` find that their machine is a rehearsed GPU."""
+    """Let the machine of `claims` be a rehearsed GPU, i.e. a stub CUDA runtime that computes nothing."""
     claims.lab.machine.features |= {"cuda", "sm80"}
     claims.lab.machine.rehearsed = True
 

@@ -1,7 +1,7 @@
 """Lessons 10 to 12 measure correctly: their checks reject mistakes that a learner's or a library's code could have.
 
-The functions are taken from the lessons' sources. The correct function must hold, and each wrong one must change the
-verdict.
+The functions are taken from the lessons' sources. The correct function must give the expected verdict, and each wrong
+one another verdict.
 """
 
 import ast

@@ -90,8 +90,8 @@ def test_a_check_gives_the_verdict_that_its_measurement_deserves(claims, machine
 
 @pytest.mark.parametrize("id", LEDGER)
 def test_a_wrong_measurement_fails_a_strict_run(id):
-    """A strict run fails at an unexpected verdict; for each kind of machine, at least one wrong measurement gets
-    one.
+    """A strict run fails at an unexpected verdict; so, on each kind of machine, at least one wrong measurement of the
+    claim must get an unexpected verdict.
     """
     given = {verdict for _, _, verdict in mutants(LEDGER[id])}
     for kind, expected in LEDGER[id].expected.items():

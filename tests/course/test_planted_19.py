@@ -139,9 +139,9 @@ def test_ranks_share_an_update_s_samples_and_take_each_once():
 
 
 def both(**seconds):
-    """Return the reports of two ranks, which are equal: {"turns": {name: seven times (wall-clock, CPU seconds)}}.
+    """Return two equal reports of ranks, with seven repetitions: {"turns": {name: [(wall-clock, CPU seconds)]}}.
 
-    `seconds`: {name of a timed function: (wall-clock, CPU seconds) of each repetition}.
+    `seconds`: {name of a timed function: (wall-clock, CPU seconds)}; all repetitions get these times.
     """
     return [{"turns": {name: [clocks] * 7 for name, clocks in seconds.items()}}] * 2
 

@@ -1,5 +1,6 @@
-"""Run the functions of lessons 02 and 04 on devices, libraries and measurements that are wrong in plausible ways: a
-verdict must change. A formula gives the times of a device.
+"""Run the functions of lessons 02 and 04 on simulated devices, with faulty libraries and with disturbed measurements.
+
+A formula gives the times of a device. The verdicts must be those that the device deserves.
 """
 
 import ast

@@ -25,8 +25,8 @@ def checked(claims, id, value, predicted=None):
     Args:
         claims: the `Claims` of a lesson.
         id, value: the claim's id, and the measured value.
-        predicted: the value predicted from other measurements, for claims whose ledger entry is `predicted`; None: no
-            prediction.
+        predicted: the range of the value that other measurements predict, used if the claim has the field `predicted`
+            in the ledger; None: there is no prediction.
     """
     if LEDGER[id].predicted:
         predicted = predicted or Ratio.unknown("nobody measured the parts")

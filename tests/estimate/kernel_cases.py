@@ -19,7 +19,9 @@ F16, BF16, F32, I64, I32 = torch.float16, torch.bfloat16, torch.float32, torch.i
 def ordered(events):
     """Return events with consecutive frees sorted by the numbers of the freed blocks.
 
-    Their order makes no difference to an allocator. `events`: in the form that the function `events` returns.
+    Their order makes no difference to an allocator.
+
+    `events`: bytes for each allocation, ~n for each free of the n-th allocated block.
     """
     found, freed = [], []
     for event in [*events, 0]:
@@ -235,8 +237,10 @@ def ctc_loss(is_backward=False, batch=4):
 
 
 def cell(function, gates):
-    """Return a function without arguments that runs the kernel of an LSTM's or a GRU's cell of 96 units, with as many
-    `gates`."""
+    """Return a function without arguments that runs the kernel of a recurrent cell with 96 units.
+
+    `function`: the kernel of an LSTM's or a GRU's cell; `gates`: 4 for an LSTM, 3 for a GRU.
+    """
     biases = [zeros(96 * gates) for _ in range(2)]
     parts = [zeros(20, 96 * gates), zeros(20, 96 * gates), zeros(20, 96)]
     return lambda: function(*parts, *biases)
@@ -248,11 +252,11 @@ def rms_norm_backward(gradient):
 
 
 def bags_backward(mode, count=20, rows=500):
-    """Return a function without arguments that computes the gradient of a table of embeddings, of which `count` were
-    added up in each of 50 bags.
+    """Return a function without arguments that computes the gradient of the table of an embedding bag, for 50 bags.
 
     Args:
-        mode: 0: sums, 1: means, 2: maxima.
+        mode: how the embeddings of a bag are combined: 0: sum, 1: mean, 2: maximum.
+        count: embeddings per bag on average; all of them are in the last bag.
         rows: embeddings in the table.
     """
     table, indices, starts = zeros(rows, 64), zeros(50 * count, dtype=I64), zeros(50, dtype=I64)

@@ -163,9 +163,10 @@ TIES = {"2.10": "a", "2.11": "a", "2.12": "b", "2.13": "c", "2.14": "c", "2.15":
 
 @pytest.mark.parametrize("torch_version", allocator_settings.RELEASES)
 def test_of_equal_blocks_each_release_takes_its_own(torch_version):
-    """Three free blocks of 4 MiB are equal except for address and age; `TIES` says which of them each torch release
-    takes: `a`, the lowest address, in the youngest segment; `b`, the oldest Block object; `c`, in the oldest segment.
-    That segment was split again, so the Block object of `c` is young.
+    """Of three free blocks of 4 MiB, the allocator must take the one that each torch release takes, see `TIES`.
+
+    Block "a" has the lowest address, and is in the youngest segment. Block "b" has the oldest Block object. Block "c"
+    is in the oldest segment; this segment was merged and split again, so the Block object of "c" is the youngest.
     """
     memory = filled("", 4, 16, 4, 16, 4, 16, rules=release(torch_version))
     addresses = {"c": address(memory, 0), "b": address(memory, 2), "a": address(memory, 4)}

@@ -32,8 +32,8 @@ def training(task=TINY, **given):
 
 
 def traces(monkeypatch, *questions):
-    """Ask each question in a new command; return for how many questions the training was traced, because no stored
-    answer was found.
+    """Ask each question in a new command; return how many questions had no stored answer, so that a training was
+    traced.
 
     `questions`: the arguments of each question, as a tuple.
     """

@@ -1,4 +1,4 @@
-"""The estimate for classes of transformers' registries, and its record, results/architectures.json."""
+"""The estimate for the classes in transformers' registries, and its recorded results, results/architectures.json."""
 
 import argparse
 import sys

@@ -223,8 +223,8 @@ def changes(follows_each, options, tell):
 
     Returns:
         blocks: (whether it is an allocation, bytes, label) of each event of the trace.
-        marks: {moment: number of events before it}; a moment is "start", the start of the first forward pass, or the
-            name of a phase, which means the last end of this phase.
+        marks: {moment: number of events before it}; a moment is "start" (the first forward pass begins) or the
+            name of a phase (this phase ends for the last time).
         emptied: for each time that the cache is emptied, the number of events before it.
     """
     from trainmem.estimate import trace

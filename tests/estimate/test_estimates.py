@@ -197,7 +197,10 @@ def test_a_model_that_a_loop_sends_to_the_device_was_made_on_the_host(is_sent, s
 
 
 def test_a_write_into_zeros_that_a_model_makes_allocates_nothing():
-    """BigBird writes its attention's parts into zeros. Small zeros of a forward are computed, the parts only traced."""
+    """A write of a fake tensor into a real one must allocate nothing.
+
+    BigBird writes parts of its attention, which are fake, into a new tensor of zeros, which is real unless it is large.
+    """
 
     def loop(task):
         import torch
@@ -379,7 +382,7 @@ def test_where_no_gpu_is_named_and_none_is_there_the_default_one_is_meant(monkey
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Replace `processes.call`: it calls no function, and raises the function's first argument, an exception."""
+    """Let `processes.call` not call its function, but raise the first of the function's arguments, an exception."""
 
     def call(with_probe, function, arguments, timeout, on_percent):
         raise arguments[0]

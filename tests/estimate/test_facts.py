@@ -1,4 +1,7 @@
-"""Show that an estimate uses what earlier ones found out about operations, says the same, and shares no assumption."""
+"""Show that estimates share facts about operations through a folder.
+
+An estimate that finds facts of an earlier one returns the same result; values that were only assumed are not shared.
+"""
 
 import pytest
 

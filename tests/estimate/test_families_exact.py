@@ -196,7 +196,9 @@ def test_a_family_is_exact(name, both):
 
 @pytest.mark.nightly
 def test_one_image_at_a_time_is_exact(both):
-    """Tokens become images by a view. The stride of its dimension of length 1 decides the layout of convolutions."""
+    """The estimate of a batch of one image is exact, although the strides of a dimension of length 1 decide in which
+    memory layout the convolutions of Segformer compute.
+    """
     counted, estimated = both(*CASES["segformer"], per_device_train_batch_size=1)
     assert (estimated.peak_bytes, estimated.memory.breakdown) == (counted.peak_bytes, counted.breakdown)
 

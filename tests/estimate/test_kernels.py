@@ -1,4 +1,7 @@
-"""Memory requests of CUDA's kernels by rules; `tests/rehearsal/test_kernels_rehearsed.py` has torch's own requests."""
+"""The rules for the memory requests of CUDA's kernels, compared with recorded requests of torch's CUDA builds.
+
+`tests/rehearsal/test_kernels_rehearsed.py` compares the rules with the CUDA build that is installed for rehearsals.
+"""
 
 import json
 from pathlib import Path

@@ -115,8 +115,10 @@ LAZY = pytest.param({"lazy_bucket_allocation": True}, 2, marks=pytest.mark.skipi
 @pytest.mark.parametrize(("options", "sets"), [({}, 3), ({"gradient_as_bucket_view": True}, 2), LAZY], ids=str)
 @pytest.mark.nightly
 def test_buckets_of_ddp_are_a_set_of_gradients_unless_they_are_views_or_freed(lab, options, sets):
-    """`sets` is the memory after backward divided by 4 bytes per parameter: 1 for the weights, 1 for the gradients, 1
-    for the buckets. The options of DistributedDataParallel are off by default.
+    """The buckets of DistributedDataParallel take as many bytes as the gradients, unless one of two options is on.
+
+    `sets` is the memory after backward divided by 4 bytes per parameter: 1 for the weights, 1 for the gradients, 1 for
+    the buckets. Each option, off by default, saves the bytes of the buckets.
     """
     task = Task("bert-tiny", seq_len=8)
     run = lab.run(partial(in_buckets, **options), task=task, processes=2, measure=("memory",), use_cpu=True)

@@ -76,8 +76,8 @@ def test_buffers_stay_where_they_are_on_request():
 
 
 def test_at_most_two_flat_copies_exist_while_a_large_model_is_broadcast(monkeypatch):
-    """torch ends the older of two broadcasts before it copies another bucket: a third copy would move the blocks that
-    the allocator reuses later.
+    """torch ends the older of two broadcasts before it copies another bucket. A third copy in the estimate would leave
+    other free blocks to the allocator.
     """
     made, living, real = [], [], torch.empty
 

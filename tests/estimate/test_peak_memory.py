@@ -1,5 +1,6 @@
-"""The estimated peak of one rank of several, with replicas or shards, and on a GPU; and stored results of operations,
-which the traces of several experiments use.
+"""The estimated peak: of one of several ranks, with DistributedDataParallel or FSDP2, and on a GPU.
+
+Also, a trace uses the results of operations that the probe kept from an earlier trace.
 """
 
 import contextlib

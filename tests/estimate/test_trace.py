@@ -73,7 +73,7 @@ class Forgetful(OperationCache):
 
 
 def test_deep_copies_have_memory_of_their_own_and_views_of_them_do_not():
-    """The estimate of copied modules, buffers and state dicts is what is counted, also while old copies are freed."""
+    """Copied modules, buffers and state dicts take the bytes that are counted, also while old copies are freed."""
 
     def copies(task):
         layer = torch.nn.Sequential(torch.nn.Linear(300, 200), torch.nn.BatchNorm1d(200))

@@ -66,8 +66,8 @@ def test_quantized_bytes_are_codes_and_their_constants(lab, given, bits, blocks)
 @needs_peft
 @pytest.mark.nightly
 def test_double_quantization_saves_what_its_paper_says(lab):
-    """The scale of each 64 weights takes one byte instead of four. In addition, each 256 of these scales have a scale
-    of four bytes.
+    """The scale of each group of 64 weights takes one byte instead of four. In addition, each group of 256 scales has
+    a scale of four bytes, and each layer a code book of 256 numbers and an offset.
     """
     once, twice = (
         trained(lab, quantization_config=NF4 | {"bnb_4bit_use_double_quant": double}, peft={"r": 4}).breakdown
@@ -110,7 +110,9 @@ def test_the_estimate_is_what_is_counted(lab, given):
 @pytest.mark.parametrize("kind", ["AdamW", "Adam8bit"])
 @pytest.mark.nightly
 def test_lora_plus_is_an_optimizer_with_a_second_rate(lab, kind):
-    """Parameter groups change order and number of the optimizer's states; the estimate must have the same states."""
+    """LoRA+ has parameter groups with two learning rates. Parameter groups change the order and number of the
+    optimizer's states; the estimate must have the same states as the optimizer in a run.
+    """
 
     def plus(model, args):
         import bitsandbytes
@@ -378,7 +380,10 @@ def test_a_configuration_is_python_to_paste():
 
 
 def test_a_parametrized_weight_is_not_computed_in_the_search_for_quantized_ones():
-    """wav2vec 2.0 has a parametrized weight: each read of the attribute computes its norm."""
+    """The search must not read the attribute of a parametrized weight, because each read computes the weight.
+
+    wav2vec 2.0 has such a weight.
+    """
     import torch
 
     layer, computed = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(3, 2)), []

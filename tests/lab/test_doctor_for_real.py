@@ -56,7 +56,9 @@ def doctor(*python, shell="", folder=None, **environment):
 
 
 def one(answer, level, subject, text):
-    """Return the remedy of the only finding with this level, subject and text; check the exit code.
+    """Return the remedy of the only finding with this level, subject and text.
+
+    The exit code is checked: it must be 1 if there is an error among the findings, otherwise 0.
 
     `answer`: what `doctor` returned; `level`: e.g. "error"; `text`: a part of the finding's text.
     """
@@ -137,7 +139,7 @@ def test_an_installation_that_was_interrupted(installed):
 
 
 def test_a_kernel_that_was_not_restarted_after_an_installation(installed):
-    """The order is that of a notebook: a library is imported, pip installs another version, and the doctor runs."""
+    """As in a notebook, a library is imported, then another version of it is installed, and then the doctor runs."""
     python = installed(numpy=importlib.metadata.version("numpy"))
     code = f"import sys, numpy; sys.path.append({str(ROOT / 'tests')!r}); import environments; "
     code += "environments.record(sys.executable, 'numpy', '2.0.0'); sys.argv = ['perf-helpers', 'doctor']; "

@@ -1,4 +1,4 @@
-"""Families of models: which class has which data, and sizes that follow from images and audio."""
+"""Families of models: the data that each model class is trained on, and sizes that follow from images and audio."""
 
 import importlib.util
 import json

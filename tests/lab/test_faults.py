@@ -1,5 +1,5 @@
-"""Real faults and their traces: the status and the message are right, no process or file is left, and the next
-experiment gives the numbers of an undisturbed one.
+"""Real faults, e.g. a killed process or a full disk: the status and the message are right, no process or file is left,
+and the next experiment gives the numbers of an undisturbed one.
 """
 
 import gc
@@ -210,7 +210,7 @@ def test_workers_under_a_folder_whose_name_is_too_long_for_sockets_do_not_hang(l
 
 @pytest.fixture
 def cgroup():
-    """Make a memory cgroup with a limit of 100 MB, below that of this process."""
+    """Yield the folder of a new memory cgroup with a limit of 100 MB; its parent is the cgroup of this process."""
     own = dict(line.split(":")[1:] for line in Path("/proc/self/cgroup").read_text().splitlines())
     root = Path("/sys/fs/cgroup")
     parent = root / "memory" / own["memory"].strip("/") if "memory" in own else root / own.get("", "/").strip("/")

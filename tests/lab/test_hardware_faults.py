@@ -25,9 +25,9 @@ print(json.dumps([machine.kind, machine.cuda_reason, machine.nvml_reason, texts]
 
 
 def described(**environment):
-    """Return (kind of device, why no CUDA, why no NVML, the doctor's findings on both), from a new process.
+    """Describe this machine in a new process; return [kind of device, why no CUDA, why no NVML, the doctor's findings].
 
-    `environment`: variables to set in that process.
+    The findings are texts about the GPU and NVML, with remedies. `environment`: variables to set in that process.
     """
     kept = {name: os.environ[name] for name in os.environ.keys() - {"CUDA_VISIBLE_DEVICES"}}
     words = [sys.executable, "-c", CODE, json.dumps(sys.path)]
@@ -87,8 +87,10 @@ def test_a_driver_that_shows_nothing_is_reported_with_what_cuda_visible_devices_
 @pytest.mark.daily(1)
 @pytest.mark.parametrize("code", [3, 9, 18, 999])
 def test_an_nvml_that_answers_every_query_with_an_error_costs_nothing_but_its_answers(libraries, code):
-    """NVML returns `code` for every query, and once also for its initialization. The codes mean: not supported, driver
-    not loaded, driver and library do not match, unknown.
+    """If NVML refuses every query, the machine must still be described: as a CPU, with the CUDA driver's reason.
+
+    In a second run NVML's initialization fails, too; then one line must say why. `code`: NVML's error: 3 not supported,
+    9 driver not loaded, 18 driver and library do not match, 999 unknown.
     """
     for made in (libraries(code, nvmlInit_v2=0, nvmlInitWithFlags=0), libraries(code)):
         kind, reason, nvml_reason, texts = described(**made)

@@ -1,5 +1,5 @@
-"""A malicious configuration is refused at once with one message; nothing of it is built, and no code of its folder
-runs.
+"""A malicious configuration is refused at once with one message, before a model is built; code in a configuration's
+folder never runs.
 """
 
 import json
@@ -114,7 +114,7 @@ def test_a_name_that_is_no_path_is_refused_in_words(model):
 
 
 def test_a_file_or_a_path_is_not_taken_for_a_name_on_the_hub(tmp_path, monkeypatch):
-    """The Hub is not queried for a text that cannot be a name there, and an existing file is read."""
+    """A path must not cause a request to the Hub, whether it is a folder, a file or missing; a file must be read."""
     monkeypatch.setattr("trainmem.core.configurations.hub_answers", lambda: pytest.fail("the Hub was asked"))
     folder = tmp_path / "mein Modell"
     folder.mkdir()

@@ -1,5 +1,5 @@
-"""Interleaved runs: functions with planted clocks; experiments in threads of one process, and in processes of their
-own.
+"""Interleaved runs: functions that are timed by simulated clocks; experiments in threads of one process; experiments in
+separate processes.
 """
 
 import platform
@@ -19,7 +19,7 @@ from trainmem.unknown import NeedsValues, Unknown
 
 
 class Clock:
-    """A wall clock and a CPU clock that show the same time until a function of the test advances them."""
+    """Hold a simulated wall clock and CPU clock, in seconds; only the functions that `work` returns advance them."""
 
     def __init__(self):
         self.wall = self.cpu = 100.0
@@ -155,10 +155,7 @@ def training(name, **arguments):
 
 
 def function(name, work, steps):
-    """Return an experiment called `name`; each step calls `work` with its number, and then an optimizer's step.
-
-    `steps`: how many steps it has.
-    """
+    """Return an experiment called `name` with `steps` steps; each calls `work(number of the step)` and an optimizer."""
 
     def loop(task):
         import torch
@@ -296,8 +293,9 @@ def test_experiments_in_processes_of_their_own_take_turns_too():
 
 @pytest.mark.parametrize("together", [True, False])
 def test_what_does_not_fit_beside_the_other_has_a_process_for_each_turn(tmp_path, together):
-    """Two experiments take turns. Unless `together` is True, one fails while the other's process exists, even if that
-    process sleeps; then every turn must run in a new process.
+    """Two experiments take turns. If they do not fit on the device together, every turn must run in a new process.
+
+    `together`: whether they fit. If not, a step of one fails while the other's process exists, even a sleeping one.
     """
 
     def work(name):

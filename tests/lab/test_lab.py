@@ -188,7 +188,7 @@ def with_gpus(tmp_path):
     """Return a function that takes a number of GPUs and returns (lab on a machine with that many pretended GPUs, list
     of its requests).
 
-    A request is what the lab would have sent to subprocesses, which are not started.
+    Each request is (name of the function that the lab would run in subprocesses, its arguments). No subprocess starts.
     """
 
     def make(count=1):
@@ -210,10 +210,10 @@ def with_gpus(tmp_path):
 
 
 def turns_taken(lab, requests, *runs):
-    """Compare runs, and return (name of the function that interleaves them, number of threads of each run, ...) for
-    each interleaving that the lab requests.
+    """Compare runs; return a list with one tuple for each time that the lab requests to interleave experiments.
 
-    `requests`: the second result of the function `with_gpus`; `runs`: the baseline, then the other runs.
+    A tuple has the name of the interleaving function ("side_by_side" or "alternate") and the number of threads of each
+    experiment. `requests`: the list of requests from `with_gpus`; `runs`: the baseline, then the other runs.
     """
     requests.clear()
     lab.compare(*runs, turns=3)
@@ -322,7 +322,10 @@ def test_a_function_that_cannot_travel_says_what_to_do(lab):
 
 
 def test_a_function_that_uses_its_lab_is_sent_without_the_functions_before_it(lab):
-    """With them the bytes sent would double with each experiment."""
+    """A function that uses its lab is sent together with the lab; earlier experiments' functions must stay out.
+
+    If they were sent, too, the bytes would double with each experiment. They must grow by about equal amounts instead.
+    """
 
     def uses_lab(_):
         return lab.profile.name

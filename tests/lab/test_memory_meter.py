@@ -1,5 +1,5 @@
-"""Counted memory equals an independent count: a bare Trainer under torch.profiler, summed by hand, in a fresh
-subprocess.
+"""The memory that the meter counts equals an independent count: the sum of torch.profiler's events of a bare Trainer,
+in a fresh subprocess.
 """
 
 import contextlib
@@ -178,8 +178,10 @@ def test_a_function_of_the_users_is_counted_to_the_byte(lab):
 
 
 def test_memory_that_no_operation_made_is_counted_inside_operations(lab):
-    """While a memory tracker is active, autograd computes fewer results in place, and needs more memory than without a
-    tracker. The peak must therefore be measured in a pass without a tracker.
+    """Memory that the loop allocates without an operation must add to the peak and to the category "inside_operations".
+
+    While a memory tracker is active, autograd computes fewer results in place, and needs more memory. The peak must
+    therefore be measured in a pass without a tracker.
     """
 
     def train(held):

@@ -1,5 +1,5 @@
-"""`offer` lets this process import a package that lies in a folder of its own; if there is no such folder, a message
-says how to install the package.
+"""`offer` lets this process and later subprocesses import a package from the package's separate folder. If the package
+is missing, `offer` returns a message that says how to install it.
 """
 
 import sys

@@ -74,7 +74,9 @@ def test_who_fits_beside_others_only_by_giving_back_is_out_of_memory(monkeypatch
 
 
 def test_each_rank_has_the_breakdown_of_the_second_pass(monkeypatch):
-    """Measurements on GPUs need two passes: one pass counts the total, a second pass tracks the tensors."""
+    """Measurements on GPUs need two passes: one counts the total, a second tracks the tensors. Each rank's memory must
+    combine its own total with the second pass' bytes by category.
+    """
 
     def outcome(breakdown):
         memories = [

@@ -1,5 +1,5 @@
-"""The measured ceilings, from planted seconds; and a model's FLOPs, compared with counts that share no code with
-`model_flops`.
+"""The matmul rate and the copy rate, calculated from simulated seconds; the gain that 16-bit matmuls promise; and a
+model's FLOPs, compared with counts that share no code with `model_flops`.
 """
 
 from dataclasses import replace
@@ -180,8 +180,9 @@ class TestProducts:
         return Lab("cpu", out=tmp_path)
 
     def test_rates_and_shares_come_from_the_turns(self, lab, monkeypatch):
-        """In each of three processes, the clock gives planted times: 2 s for the fp32 matmuls, 1 s for the bf16
-        matmuls, 8 s for a training step. The rates and shares must follow from these.
+        """The matmul rate, the ratio of bf16 to fp32 and the matmuls' share of a step must follow from the CPU seconds.
+
+        A stub of `Lab.run` gives the seconds: 2 for the fp32 matmuls, 1 for the bf16 matmuls, 8 for a training step.
         """
         turns = [[(9.0, seconds)] * 4 for seconds in (2.0, 1.0, 2.0, 8.0)]
         monkeypatch.setattr(Lab, "run", lambda *_, **__: replace(RUN, value=turns))

@@ -109,7 +109,7 @@ def test_what_is_missing_is_reported_in_words(monkeypatch):
 
 
 def test_a_namespace_that_is_forbidden_is_reported_in_words(monkeypatch, tmp_path):
-    """A container may not have the permission to make a namespace."""
+    """Some containers forbid new namespaces. `link` must then raise `Unavailable` with the message of `unshare`."""
     fake = tmp_path / "unshare"
     fake.write_text("#!/bin/sh\necho 'unshare: unshare failed: Operation not permitted' >&2\nexit 1\n")
     fake.chmod(0o755)

@@ -22,8 +22,8 @@ def test_an_experiment_without_steps_has_no_time(lab):
 
 @pytest.mark.parametrize(("kind", "options"), [("Adafactor", {}), ("AdamW", {}), ("AdamW", {"fused": True})])
 def test_a_step_that_the_scaler_skips_is_a_step(kind, options):
-    """The meter counts a step that the gradient scaler skips. When it did not, a timed training in fp16 with Adafactor
-    or 8-bit Adam ended on an H100 before enough steps were counted.
+    """The meter counts a step that the gradient scaler skips. Before it counted such steps, a timed training in fp16
+    with Adafactor or 8-bit Adam ended on an H100 before enough steps were counted.
     """
     weight = torch.nn.Parameter(torch.ones(4))
     optimizer = getattr(torch.optim, kind)([weight], lr=0.1, **options)

@@ -85,8 +85,8 @@ def given_back_by_another_thread(tell, ranks):
     """Run three steps in which another thread frees 4 MB; return the memory that the meter reports: (bytes at the end
     of a step, peak in bytes).
 
-    `ranks`: number of ranks; with more than one, the meter adds up the sizes of tensors. `tell`: not used;
-    `processes.call` passes it.
+    `ranks`: number of ranks; for more than one, the meter counts tensors (`by_tensors`) instead of the allocator's
+    events. `tell`: not used; `processes.call` passes it.
     """
     import threading
 
@@ -134,10 +134,10 @@ def test_a_storage_that_is_resized_counts_with_its_size():
 
 def test_a_storage_gets_its_category_from_the_phase_and_then_from_what_it_is_for():
     def categories(tell):
-        """Train a layer for one step under a `Tracker`; return (categories at allocation, last categories).
+        """Train a layer for one step under a `Tracker`; return (categories at allocation, categories after the step).
 
-        The first is {number of elements of a storage: its category when it was allocated}. The second is the list of
-        the last categories of the weights, gradients, optimizer states, inputs and output. `tell`: not used;
+        The first is {number of elements of a storage: its category when it was allocated}. The second is a list: the
+        categories of the weights, gradients, optimizer states, inputs and output after the step. `tell`: not used;
         `processes.call` passes it.
         """
         import torch

@@ -89,8 +89,9 @@ def test_each_rank_keeps_its_memory_and_its_value(lab):
 
 @pytest.mark.nightly
 def test_one_process_and_two_take_turns(lab):
-    """Compare a training in one process with a custom loop in two processes. The loop has nine steps, more than the
-    comparison in three turns measures.
+    """A training in one process can be compared with a custom loop in two processes: three turns give three pairs.
+
+    The loop has nine steps, more than the three turns time. The steps that are left over must not disturb the result.
     """
     one = lab.train("one", task=TINY, measure=("time",), per_device_train_batch_size=2)
 

@@ -72,8 +72,8 @@ def test_a_name_that_is_gone_is_found_out():
 
 
 def test_every_operator_that_the_package_names_exists():
-    """If torch lacked an operator, importing the module that names the operator would fail. Operators are written
-    `aten.name` or `torch.ops.aten.name`, and include private ones.
+    """The installed torch must have each operator that the package's sources name as `aten.name` or
+    `torch.ops.aten.name`, also the private ones. Code that names a missing operator would fail.
     """
     chains = {
         ast.unparse(node) for tree in SOURCES.values() for node in ast.walk(tree) if isinstance(node, ast.Attribute)

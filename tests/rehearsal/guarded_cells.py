@@ -53,9 +53,9 @@ def _guarded(node: ast.stmt) -> list[ast.stmt]:
 
 
 def _changed(statement: ast.stmt) -> list[str]:
-    """Return the names of variables that a statement assigns, or whose elements or attributes it assigns.
+    """Return the names of variables that a statement assigns or changes, e.g. by `x[0] = 1`, `x.y = 1`, `x.append(1)`.
 
-    Some of them may have new values although the statement was skipped, because it was skipped halfway.
+    If the statement fails halfway, some of them have new values already. All of them then become `Unassigned`.
     """
     names = set()
     for node in ast.walk(statement):

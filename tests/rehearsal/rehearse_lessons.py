@@ -4,8 +4,8 @@
     python tests/rehearsal/rehearse_lessons.py core         what CI runs: each machine's `core`
     python tests/rehearsal/rehearse_lessons.py 05,06        these lessons
 
-In a lesson, a statement that needs values is skipped and reported (`guarded_cells`). Exit code 1 after any other
-exception, after a verdict that the ledger does not expect, and if nothing ran on a machine; each is printed.
+In a lesson, a statement that needs values is skipped and reported (`guarded_cells`). Each other exception, each verdict
+that the ledger does not expect, and each machine on which nothing ran is printed as a problem; the exit code is then 1.
 """
 
 import argparse
@@ -48,8 +48,9 @@ MACHINES = (
 
 @contextlib.contextmanager
 def guarded(on: Card) -> Iterator[tuple[Path, dict[str, str]]]:
-    """Yield (path of the Python, {environment variable: value}) for a rehearsal on a card; kernels started with these
-    skip statements that need values.
+    """Yield (path of the Python interpreter, {environment variable: value}) for a rehearsal on a card.
+
+    Kernels that are started with this interpreter and these variables skip statements that need values.
     """
     with command(on) as (python, environment), tempfile.TemporaryDirectory() as folder:
         startup = Path(folder, "profile_default", "startup", "guard.py")  # IPython runs it in each kernel

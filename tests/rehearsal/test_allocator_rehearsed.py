@@ -204,7 +204,10 @@ def test_a_record_names_the_versions_that_rehearsed(measure):
 
 
 def of_a_loop(name):
-    """Return a loop that keeps each step's loss, of half a million elements, by the function of this `name`."""
+    """Return a loop that runs forward and backward three times, and keeps the three losses.
+
+    `name`: a loss function of torch.nn.functional, called here for the mean over half a million elements.
+    """
 
     def loop(task):
         import torch
@@ -222,7 +225,10 @@ def of_a_loop(name):
 
 @pytest.mark.nightly
 def test_the_memory_that_a_loss_keeps_is_that_of_its_kernel():
-    """The mean of `mse_loss` keeps a number per element, that of `l1_loss` one number."""
+    """Estimate and rehearsal must have the same peak if a loop keeps losses, whatever memory the loss' kernel keeps.
+
+    The mean from `mse_loss` keeps memory for one number per element; the mean from `l1_loss` for a single number.
+    """
     for name in ("mse_loss", "l1_loss"):
         rehearsed = rehearse(of_a_loop(name), on="a100", task=TINY)
         estimated = estimate(TINY, device="cuda", compute_capability=(8, 0), function=of_a_loop(name))
@@ -230,7 +236,7 @@ def test_the_memory_that_a_loss_keeps_is_that_of_its_kernel():
 
 
 def of_a_model(make):
-    """Return a loop of three steps that trains the model that `make(torch.nn)` returns: (model, shape of a batch)."""
+    """Return a loop that trains a model for three steps; `make(torch.nn)` must return (the model, shape of a batch)."""
 
     def loop(task):
         import torch
@@ -290,7 +296,7 @@ def that_casts(torch, device):
 
 
 def that_copies_to_the_host(torch, device):
-    """Keep a copy of the weights on the host after each step, then send the model there and use the freed memory."""
+    """Copy the weights to the host after each step; at the end move the model there and use the freed device memory."""
     model = torch.nn.Linear(500, 500).to(device)
     for _ in range(3):
         model(torch.rand(8, 500).to(device)).mean().backward()

@@ -22,10 +22,10 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def chosen_by_torch(count: int, seed: int):
-    """Return a function that runs in a rehearsal's process and returns one letter per random attention call: the kernel
-    that torch selects, see `attention_cases`.
+    """Return a function that makes random attention calls in a rehearsal's process, and returns one letter per call.
 
-    `count`: number of calls; `seed`: the seed from which the calls are drawn.
+    The letter names the kernel that torch selects, e.g. "f" for flash; "-" if torch refuses the call. The module
+    `attention_cases` lists the letters. `count`: number of calls; `seed`: the seed from which the calls are drawn.
     """
 
     def work(_):

@@ -52,8 +52,10 @@ QWEN3 |= {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 8000
 @pytest.mark.nightly
 @pytest.mark.parametrize("capability", [(7, 5), (9, 0)], ids=str)
 def test_a_training_has_one_peak_however_it_is_requested(capability, tmp_path):
-    """The peak must be equal with and without a memory meter. Plain attention of fp32 grouped queries adds the mask to
-    the scores in place; with a meter it must do the same.
+    """A training's peak must be equal without a memory meter, with a memory meter, and in the estimate.
+
+    Plain attention with grouped queries in fp32 adds the mask to the scores in place. While a meter tracks tensors,
+    torch would make a new tensor instead; the reported peak must not contain it.
     """
     arguments = {"per_device_train_batch_size": 4, "optim": "adafactor"}
     one = measure_cuda.Training(0, "Qwen3", QWEN3, 192, arguments, capability, 1)
@@ -95,7 +97,7 @@ MODERN |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_i
 
 @pytest.mark.nightly
 def test_a_third_step_may_be_handed_more_than_the_second(tmp_path):
-    """In the third step, one request finds no free block of its size and gets a block that is 512 KiB larger. So the
+    """In the third step, one allocation finds no free block of its size and gets a block that is 512 KiB larger. So the
     peak is higher than in the second step; the estimate must find this peak.
     """
     config = MODERN | {"intermediate_size": 1152, "vocab_size": 50368}
@@ -148,7 +150,9 @@ def test_cublaslts_workspace_is_its_own_or_shared_as_the_variable_says(shared, m
 @pytest.mark.nightly
 @pytest.mark.parametrize("more", [{}, {"pad_to_multiple_of": 64}, {"packed": True}], ids=str)
 def test_unequal_lengths_take_what_torchs_allocator_says(more):
-    """Compare sequences of steps in which a batch reuses free blocks that an earlier batch of another shape left."""
+    """If batches have different shapes, a batch reuses free blocks that an earlier batch left. The estimate must then
+    have the same peak and reserved bytes as torch's own allocator.
+    """
     task = Task(
         "llama-2-7b", config=LLAMA | {"vocab_size": 5000}, lengths=(170, 30, 90, 12, 250, 41, 8, 260, 77), **more
     )

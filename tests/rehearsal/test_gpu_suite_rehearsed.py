@@ -1,4 +1,4 @@
-"""Rehearse the GPU suite at tiny sizes; torch's own CUDA allocator gives the memory."""
+"""Rehearse the GPU suite at tiny sizes; its memory figures come from torch's own CUDA allocator."""
 
 import sys
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""The rules of `kernels` compared with torch's own CUDA build: if a torch release changes a request, a test
-fails here.
+"""The rules of `kernels` compared with torch's own CUDA build: if a torch release changes the memory that a kernel
+requests from the allocator, a test fails here.
 """
 
 import json

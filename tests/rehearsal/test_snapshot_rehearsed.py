@@ -46,8 +46,9 @@ def sizes(trace):
 
 
 def with_frees_sorted(events):
-    """Return the events, as (action, bytes), with the frees between two allocations sorted by size, because autocast
-    empties its cache in the order of a hash table.
+    """Return events, each (action, bytes), with the frees between two allocations sorted by size.
+
+    The order of these frees may differ from run to run: autocast empties its cache in the order of a hash table.
     """
     runs = itertools.groupby(events, key=lambda event: event[0])
     return [event for action, run in runs for event in (run if action == "alloc" else sorted(run))]

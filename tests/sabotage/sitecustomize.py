@@ -1,15 +1,15 @@
-"""On PYTHONPATH, this module plants the fault that the variable SABOTAGE names in every Python process.
+"""On PYTHONPATH, this module plants a fault in every Python process; the environment variable SABOTAGE names the fault.
 
 "failed_comparison": no two runs can be interleaved, as if a comparison took longer than its time limit.
 "refused_estimate": no training can be traced on fake tensors, as with an untested library.
 "ignored_checkpointing": a transformers that accepts gradient checkpointing and silently does nothing about it.
 "fp32_states": a bitsandbytes whose 8-bit optimizers keep their states in fp32.
-"summed_gradients": a Trainer that takes the labels of one micro-batch for all labels of the accumulation.
+"summed_gradients": a Trainer that divides losses by one micro-batch's number of labels, not by the effective batch's.
 "slow_step": after each optimizer step, code computes for SLOWER (an environment variable) times a training step's time.
 "sleeping_step": after each optimizer step, the process sleeps for the same time.
 "leaked_activation": a BERT whose forward passes each leave an activation behind.
 "plain_attention": a torch whose fused attention is plain arithmetic.
-"copied_batches": a DataLoader that keeps a copy of each batch, as long as the batch lives.
+"copied_batches": a DataLoader that keeps a copy of each batch until it fetches the next one.
 """
 
 import importlib.machinery

@@ -72,7 +72,10 @@ def site(tmp_path_factory):
 
 
 def write_page(folder):
-    """Write the calculator page's own HTML as a plain document into a folder, beside its scripts and styles."""
+    """Write the calculator page as index.html into a folder, without the site's layout around it.
+
+    The page loads its scripts and styles from the folder's _static, which must be there already.
+    """
     source = site_pages.Sources(folder / "source", None).app("calculator.md")
     body = re.search(r"```\{raw\} html\n(.*?)```", source, re.DOTALL)[1]
     head = '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Does it fit?</title>'

@@ -103,7 +103,7 @@ def files(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory):
-    """Yield the address of the class page's own HTML as a plain document, served beside its script and style."""
+    """Serve the class page with its script and style, but without the site's layout around it; yield its address."""
     text = (WEBSITE / "class.md").read_text()
     content = f"<h1>A class</h1>{text[text.index('<link') :]}"
     style = "body{margin:1rem;font-family:sans-serif} [data-theme=dark] body{background:#14181e;color:#ced6dd}"
@@ -281,8 +281,8 @@ def test_one_lesson_is_shown_all_is_removed_and_a_saved_class_comes_back(page, f
 
 
 def test_a_folder_is_searched_and_the_newest_file_of_a_learner_counts(page, files, tmp_path):
-    """The newest file of a learner counts, except a journal without answers, which a command in a shell also writes: it
-    does not replace the learner's journal.
+    """The newest file of a learner counts. But a journal without answers must not replace one with answers, even if it
+    is newer: a command in a shell may have written it.
     """
     ann = tmp_path / "class" / "ann"
     ann.mkdir(parents=True)

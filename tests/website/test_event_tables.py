@@ -1,4 +1,4 @@
-"""Tables of events: sizes become sums of products of micro-batch and length; traces for which there is no table are
+"""Tables of events: a block's bytes become a polynomial in micro-batch and length; traces that cannot be written so are
 refused.
 """
 

@@ -39,10 +39,10 @@ def test_the_best_of_both_are_beaten_by_nothing_and_not_by_the_unknown():
 
 
 def strips(picture):
-    """Return (texts and titles of the points in the strips beside the plot, texts and titles of the points in all other
-    boxes). The strips have the recipes without a measured speed or memory.
+    """Return (strips, other boxes) of a picture. A box is a list: its whole text, then the titles of its points.
 
-    `picture`: the HTML of `svg.scatter`.
+    The strips are beside the plot and show the recipes without a measured speed or memory. `picture`: the HTML of
+    `svg.scatter`.
     """
     boxes = [each for each in ElementTree.fromstring(picture).iter() if "grid-row" in each.get("style", "")]
     apart = [each for each in boxes if "background" in each.get("style")]

@@ -63,7 +63,7 @@ class Recipe:
 
 
 class Shown:
-    """Base of results that a notebook shows as HTML and a terminal as text; a subclass gives the content (`_parts`)."""
+    """Show a result as HTML in a notebook and as text in a terminal; a subclass returns the content from `_parts`."""
 
     __slots__ = ()
 
@@ -213,9 +213,9 @@ def advise(
     attention kernel is the library's choice, unless `must` sets it. The advice's `notes` report the kernel, compiled
     code, and sizes that should be padded.
 
-    A technique may cost time, precision or convergence. A recipe is left out if it only adds costly techniques to a
-    better-ranked recipe that fits. But it is kept if it has a larger micro-batch than the better-ranked recipe, or if
-    it has another precision and an unknown speed.
+    A technique may cost time, precision or convergence. A recipe is left out if it has all costly techniques of a
+    better-ranked recipe that fits, plus others, and its micro-batch is not larger. A recipe with another precision is
+    kept if its speed was never measured.
 
     On a CPU a recipe fits if the peak of its tensors is at most `memory` minus the margin; the interpreter and its
     libraries are not counted. On CUDA the training's allocations and frees are replayed on the caching allocator of a
@@ -404,8 +404,8 @@ def _recipe(candidate: Candidate, search: RecipeSearch, memory: int, best: float
     Args:
         search: the search that found the candidate.
         memory: bytes of the device, for the headroom.
-        best: the highest known `Ranking.speed` of the recipes that fit, by which this recipe's speed is divided. None:
-            no speed is known.
+        best: the highest known speed (`Ranking.speed`) of the recipes that fit; the recipe's own speed is given as a
+            fraction of it. None: no speed is known.
     """
     choices, ranking, size = search.choices, search.ranking, candidate.micro_batch
     needed, passes = search.needed(candidate), choices.samples // size

@@ -23,10 +23,10 @@ _SILENT = {"max_steps", "num_train_epochs", "seed", "learning_rate", "lr_schedul
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """Hold a technique's or micro-batch's speed ratio (speed with it / speed with the plain choice), and its source.
+    """Hold by how much a technique or a micro-batch changes the speed of a training, and the source of this ratio.
 
-    The plain choice is the same recipe without the technique; for a micro-batch, it is the same recipe with a larger
-    micro-batch and the same effective batch.
+    The ratio of a technique is the speed with the technique / the speed of the same recipe without it. The ratio of a
+    micro-batch is the speed with it / the speed with a larger micro-batch and the same effective batch.
     """
 
     name: str  # of the technique or other choice
@@ -92,10 +92,11 @@ class Evidence:
         return measured or self._published(technique.name, technique.claims.get(self._kind))
 
     def of_micro_batch(self, size: int, largest: int) -> Factor:
-        """Return the factor: speed with a micro-batch of `size` samples / speed with a larger micro-batch.
+        """Return the factor: speed with a micro-batch of `size` samples / speed with any larger micro-batch.
 
-        The effective batch is equal in both. The factor comes from runs on this machine. Without such runs, it is the
-        published factor if `size` is 1 and `largest` is at least 4; otherwise its ratio is None.
+        The effective batch is equal in both. The factor comes from runs on this machine. If there are too few, it is
+        the published factor of micro-batch 1 against 4 if `size` is 1 and `largest` is at least 4; otherwise its ratio
+        is None.
 
         `largest`: samples of the largest micro-batch of any recipe.
         """
@@ -148,10 +149,12 @@ class Evidence:
     ) -> list[tuple[Run, Run]]:
         """Return pairs (run with a choice, e.g. a technique, run without it) that differ only in `arguments`.
 
-        The partner of a run with the choice is the run without it that is nearest in time. If some pairs are runs of
-        the model to advise for, only these pairs are returned.
+        The partner of a run with the choice is the run without it that is nearest in time, if less than an hour is
+        between them. If some pairs are runs of the model to advise for, only these pairs are returned.
 
-        `has_it`: takes a run's arguments; returns True (the run has the choice), False (not) or None (leave it out).
+        Args:
+            arguments: names of the training arguments that may differ between the two runs.
+            has_it: takes a run's arguments; returns whether the run has the choice, or None to leave the run out.
         """
         groups: dict[tuple, tuple[list[Run], list[Run]]] = {}  # runs that agree in all else: (without it, with it)
         for run, given in self._runs:
@@ -178,7 +181,11 @@ class Evidence:
 
 
 def respelt(arguments: Arguments) -> dict[str, Any]:
-    """Return {name: value} of the arguments, under the names that techniques use, not the installed library's."""
+    """Return {name: value} of the arguments, with the names of `recipes.QUESTIONS` for the arguments that it lists.
+
+    For example, the newer name "activation_checkpointing" becomes "gradient_checkpointing", as in `QUESTIONS`. All
+    other arguments have their names in the installed transformers.
+    """
     canonical = {next(iter(Arguments({name: None}).current)): name for name in itertools.chain(*QUESTIONS)}
     return {canonical.get(name, name): value for name, value in arguments.current.items()}
 
@@ -197,8 +204,8 @@ def _apart(run: Run, other: Run) -> float:
 def _relevant(run: Run) -> dict[str, Any]:
     """Return {name: value} of the arguments of a run that affect its speed, and its "effective batch" in samples.
 
-    Arguments with their default are left out. The type of the weights is included if it has 16 bits, even if it is the
-    model's own type and was not requested.
+    Arguments with their default are left out. A 16-bit type of the weights is included as "dtype", whether it was
+    requested or is the model's own.
     """
     given = respelt(Arguments(run.arguments))
     if (dtype := given.pop("dtype", None)) != "float32":

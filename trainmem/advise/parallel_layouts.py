@@ -114,8 +114,8 @@ def parallelism(
         arguments: names of `transformers.TrainingArguments`; `per_device_train_batch_size` is per card.
 
     Raises:
-        ValueError: an argument that is unknown, out of range, or decides what is sharded, e.g. `fsdp`; a model that
-            cannot be traced.
+        ValueError: an argument that is unknown or out of range; an argument that would choose the layout itself, e.g.
+            `fsdp`; a model that cannot be traced.
     """
     arguments_of_kind(parallelism, locals())
     for name, value in (("cards", cards), ("hosts", hosts)):
@@ -179,7 +179,9 @@ class _Cluster:
     def layouts(self, arguments: dict[str, Any], suffix: str = "") -> Iterator[Layout]:
         """Yield every layout, traced with these training arguments, the simplest first.
 
-        A layout that cannot be traced is noted in `left_out`. `suffix` is added to the names of the layouts.
+        A layout that cannot be traced is skipped, and the reason is added to `left_out`.
+
+        `suffix`: added to the names of the layouts.
 
         Raises:
             ValueError: the first layout, with a replica on each card, cannot be traced.

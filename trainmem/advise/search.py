@@ -54,7 +54,7 @@ class Candidate(NamedTuple):
 
     @property
     def without_optimizer(self) -> frozenset[Technique]:
-        """The candidate's techniques except the optimizer. Candidates that agree in these have equal activations."""
+        """The candidate's techniques except the optimizer, which does not change the activations."""
         return frozenset(self.techniques) - _OPTIMIZERS
 
 
@@ -142,8 +142,9 @@ def _named(argument: str, given: Iterable[str], spelt: Iterable[Iterable[str]]) 
 def _answers(
     fixed: Mapping[str, Any], avoided: set[str], native: set[Technique], offered: set[str]
 ) -> list[list[Technique | None]]:
-    """Return, per choice that a recipe makes (e.g. the optimizer), the list of allowed techniques; None: no technique.
+    """Return, for each choice that a recipe makes (e.g. the optimizer), the list of allowed options.
 
+    An option is a technique or None. None is the library's default, or a value in `must` that is no technique's.
     Techniques in `ON_DEMAND` are allowed only by `must` or `may`.
 
     Args:
@@ -234,9 +235,10 @@ class Ranking:
         return sum(self._factors[each].ratio is None for each in candidate.techniques if each in self._factors)
 
     def speed(self, candidate: Candidate) -> float:
-        """Return a recipe's expected speed / the speed without techniques and with the largest micro-batch.
+        """Return a recipe's expected speed as a multiple of the plain recipe's speed.
 
-        The result is the product of the recipe's `factors`. A factor that is unknown or within the noise counts as 1.
+        The plain recipe has the largest micro-batch, and only techniques that cost nothing or that all recipes have.
+        The multiple is the product of the recipe's `factors`. A factor that is unknown or within the noise counts as 1.
         """
         return math.prod(factor.significant for factor in self.factors(candidate))
 
@@ -366,14 +368,14 @@ class RecipeSearch:
     def _copy_for_thread(self) -> "RecipeSearch":
         """Return a copy of the search for another thread, with empty notes, assumptions and estimates.
 
-        Nothing is estimated twice: the copy and the original make their estimates through one `ask`, which stores them.
+        Nothing is estimated twice: the copy and the original share the `Once` in `ask`, which stores all results.
         """
         return dataclasses.replace(self, estimates={}, too_large={}, notes=[], assumptions={}, _states={**self._states})
 
     def line_of(self, task: Task, candidate: Candidate) -> Line | None:
         """Return a recipe's memory as a function of the number of layers, from traces of two shallow models.
 
-        Return None if the task's model is not deep (more than 24 layers): such a model is traced itself.
+        Return None if the task's model has at most 24 layers, or an encoder and a decoder: it is then traced itself.
         """
         return self.ask(self.line, task, self.choices.arguments(candidate)) if layers_of(task) else None
 

@@ -269,13 +269,13 @@ def as_python(settings: Mapping[str, Any]) -> str:
 
 
 def is_prepared(given: Mapping[str, Any], quantization: Mapping[str, Any]) -> bool:
-    """Return whether peft's function `prepare_model_for_kbit_training` is to prepare a quantized model for training.
+    """Return whether to prepare a quantized model for training by peft's function `prepare_model_for_kbit_training`.
 
-    The training's argument of that name decides. If it is not given, the function is used when adapters are added, but
-    not for quanto, whose weights the function cannot cast.
+    The training argument with the function's name decides. Without this argument, the model is prepared if adapters are
+    added to it. A model quantized by quanto is then not prepared, because the function cannot cast quanto's weights.
 
     Args:
-        given: the training's arguments "peft" and "prepare_model_for_kbit_training", if any.
+        given: training arguments; only "peft" and "prepare_model_for_kbit_training" are read.
         quantization: fields of the quantization_config.
     """
     by_default = given.get("peft") is not None and method_of(quantization) != "quanto"
@@ -303,7 +303,7 @@ def adapted(model, settings: Mapping[str, Any], family: str, generates: bool = F
 
     Raises:
         ValueError: a kind or a field that peft does not know, a configuration that peft rejects for this model, a peft
-            too old for this kind with the installed transformers, or a missing package that this kind needs.
+            that is too old to run this kind with the installed transformers, or a missing package.
     """
     peft, settings = importlib.import_module("peft"), dict(settings)
     known = {kind.value: config for kind, config in peft.PEFT_TYPE_TO_CONFIG_MAPPING.items()}
@@ -340,9 +340,10 @@ def _missing_package(error: ImportError) -> str:
 def _check_cache_is_known(peft, model, name: str, family: str, generates: bool) -> None:
     """Refuse adapters that learn a prefix or a prompt, if the installed peft is too old to run them with this model.
 
-    transformers 5.24 renamed `past_key_values` to `cache`, but peft 0.21 looks for the old name. So peft rejects a
-    prefix for a classifier, and `generate` ignores a prefix and puts a prompt before every token. A training of a
-    generative model is not refused, because transformers still accepts the old name there.
+    transformers 5.24 renamed `past_key_values` to `cache`, but peft 0.21 still uses the old name. Three uses are
+    refused: a prefix for a classifier, because peft rejects it; a prefix in `generate`, which ignores it; and a prompt
+    in `generate` of a decoder, which puts it before every token. The training of a generative model is allowed,
+    because transformers still accepts the old name in a training.
 
     Args:
         peft: the imported package.

@@ -96,8 +96,9 @@ QUIET = {
 
 @dataclass(frozen=True)
 class Arguments:
-    """Hold the arguments of one training, checked by `of` and immutable; properties select the arguments of the
-    Trainer, of the model and of the adapters.
+    """Hold the arguments of one training; properties select those of the Trainer, of the model and of the adapters.
+
+    `of` checks arguments and returns them as such an object, which cannot be changed.
 
     Attributes:
         given: {name as the user typed it: value}. The names are fields of `TrainingArguments`, or this engine's own
@@ -159,17 +160,17 @@ class Arguments:
 
     @functools.cached_property
     def model(self) -> dict[str, Any]:
-        """The given arguments of `MODEL_ARGUMENTS`, for building the model."""
+        """{name: value} of the given arguments in `MODEL_ARGUMENTS`, for building the model."""
         return {name: value for name, value in self.current.items() if name in MODEL_ARGUMENTS}
 
     @functools.cached_property
     def generation(self) -> dict[str, Any]:
-        """The given arguments of `GENERATION_ARGUMENTS`, for `generate`."""
+        """{name: value} of the given arguments in `GENERATION_ARGUMENTS`, for `generate`."""
         return {name: value for name, value in self.current.items() if name in GENERATION_ARGUMENTS}
 
     @functools.cached_property
     def adapters(self) -> dict[str, Any]:
-        """The given arguments of `ADAPTER_ARGUMENTS`: adapters, quantization and frozen parameters."""
+        """{name: value} of the given arguments in `ADAPTER_ARGUMENTS`: adapters, quantization and frozen parameters."""
         return {name: value for name, value in self.current.items() if name in ADAPTER_ARGUMENTS}
 
     @functools.cached_property
@@ -190,7 +191,9 @@ class Arguments:
 
     @property
     def compiles(self) -> bool:
-        """Whether torch.compile is on. As in transformers, its mode or its backend alone switches it on, too."""
+        """Whether torch.compile is on. As in transformers, `torch_compile_mode` or `torch_compile_backend` alone
+        switches it on, too.
+        """
         return any(map(self.training.get, COMPILING))
 
     @property
@@ -252,7 +255,7 @@ class Arguments:
 def _declared() -> type:
     """Return a dataclass with the fields of the installed `TrainingArguments`, read from its source code.
 
-    If the source code cannot be read in this way, import `TrainingArguments` and return the class itself.
+    If the source code cannot be parsed, import `TrainingArguments` and return the class itself.
     """
     try:
         return _read()
@@ -263,8 +266,11 @@ def _declared() -> type:
 
 
 def _read() -> type:
-    """Return a dataclass with the fields of `TrainingArguments` in its source: names, types, defaults, and metadata for
-    a parser. Defaults and metadata that are not literals are left out."""
+    """Parse the source of `TrainingArguments`, and return a dataclass with the same fields.
+
+    Each field has its name, type, default and metadata, which transformers' `HfArgumentParser` uses. A default
+    that is not a literal becomes None, and metadata that are not literals are left out.
+    """
     sources = [_source(name).body for name in ("debug_utils", "trainer_utils", "training_args")]
     classes = {node.name: node for source in sources for node in source if isinstance(node, ast.ClassDef)}
     names, fields = _Names(), []
@@ -286,8 +292,8 @@ def _read() -> type:
 class _Names(dict):
     """Map each name in the type annotations of `TrainingArguments` to a type, so that the annotations can be evaluated.
 
-    A name stands for the enum that the caller stored under it. If there is none, it stands for the type of this name in
-    `builtins` or `typing`, or for `Any`.
+    The keys of the dictionary are names of enums, which `_read` adds. Any other name means the type of that name in
+    `builtins` or `typing`, or `Any` if neither has it.
     """
 
     def __missing__(self, name: str) -> Any:
@@ -337,9 +343,9 @@ def _kernels() -> list[str]:
 
 @functools.cache
 def _current_names() -> dict[str, str]:
-    """Return {another name of an argument: the argument's name in the installed transformers}.
+    """Return {old name of an argument: its new name}, e.g. {"no_cuda": "use_cpu"}, from the pairs in `_SYNONYMS`.
 
-    An example is {"no_cuda": "use_cpu"}. The pairs of names are in `_SYNONYMS`.
+    If the installed transformers does not have the new name yet, the entry is {new name: old name} instead.
     """
     return dict((old, new) if new in known() else (new, old) for old, new in _SYNONYMS)
 

@@ -126,8 +126,8 @@ def dtype_of(
         named: the text to return if the configuration decides.
         where: the configuration's name, e.g. "config.json", for texts such as "config.json names none".
         of_weights: function that returns the type of the saved weights, or None if no weights are saved.
-        is_preset: whether the configuration is a preset. A preset without a type means float32, its published type; the
-            text is then `where` alone.
+        is_preset: whether the configuration is a preset. If a preset names no type, its model was published in float32,
+            and the text is `where` alone, not "... names none".
 
     Raises:
         ValueError: the type is not a floating-point type of at least 16 bits.
@@ -164,8 +164,9 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def _with_floats(content: Any) -> Any:
-    """Return JSON content with floats in place of {"__float__": "Infinity"}, the form in which transformers saves
-    infinite floats.
+    """Return JSON content in which each {"__float__": "Infinity"} is replaced by the float.
+
+    transformers saves infinite floats in this form.
     """
     if isinstance(content, list):
         return [_with_floats(each) for each in content]

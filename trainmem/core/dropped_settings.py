@@ -1,6 +1,6 @@
 """Training settings that transformers accepts but ignores because of the optimizer, so that a run can warn of them.
 
-The table follows how transformers builds each optimizer (`trainer_optimizer.py`; 5.23 and 5.24 are the same).
+The table `DROPPED` follows how transformers builds each optimizer (`trainer_optimizer.py`; 5.23 and 5.24 are the same).
 `tests/lab/test_dropped_settings.py` fails when a release starts to use an ignored setting.
 """
 

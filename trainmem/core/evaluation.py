@@ -1,7 +1,7 @@
 """Run one evaluation, and save once, after the last step of a training that is measured or estimated.
 
-The Trainer's own methods evaluate, save and load. In an estimate or a rehearsal, predictions have no values;
-`unknown_values` then gives the Trainer placeholders for the arrays to which it would convert the predictions.
+The Trainer's own methods evaluate, save and load. In an estimate or a rehearsal, predictions have no values. There,
+`unknown_values` lets the Trainer convert predictions to placeholder arrays.
 """
 
 import contextlib

@@ -306,8 +306,11 @@ class Data:
         raise ValueError(f"no data can be generated for {self.family}")
 
     def _classes(self, draw, classes: int):
-        """Return random labels of whole examples: the number of a class each or, if the model scores several labels or
-        is a regression, one float per label: (examples, `classes`). `draw`: the random generator.
+        """Return random labels of whole examples: one class number per example, shape (examples,).
+
+        If the model scores several labels or is a regression, return floats (0 or 1), shape (examples, `classes`).
+
+        `draw`: the random generator.
         """
         kind = getattr(self.config, "problem_type", None) or ("regression" if classes == 1 else None)
         if kind not in ("multi_label_classification", "regression"):

@@ -309,7 +309,7 @@ def hidden(value: str | None, shown: int) -> str | None:
 
 @contextmanager
 def nvml():
-    """Yield (function that queries NVML, why NVML is not available) for use in this context.
+    """Yield (function that queries NVML, why NVML is not available); NVML is shut down at the end of this context.
 
     The function takes the name of one of pynvml's functions and its arguments, and returns the answer, or None if the
     query fails. Without NVML the function always returns None; with NVML the reason is None.
@@ -403,8 +403,8 @@ def cgroup_limits() -> tuple[int | None, int | None, float | None]:
     """Return (this process's memory limit in bytes, the free bytes under this limit, the process's CPU quota in cores),
     from cgroup v1 or v2.
 
-    The tightest limit of all levels up to the mount applies. Page cache that the kernel can drop ("inactive_file")
-    counts as free. None: no limit.
+    Each is the smallest value of the process's cgroup and of all cgroups above it; None: no limit. Page cache that the
+    kernel can drop ("inactive_file") counts as free.
     """
     limit = left = quota = None
     for line in read(ROOT / "proc/self/cgroup").splitlines():

@@ -27,8 +27,8 @@ def offer(package: str) -> str | None:
     """Let this process, and fresh subprocesses that it starts later, import a package from its separate folder.
 
     The project's Makefile installs such packages into folders of their own, outside of the usual packages. A package
-    that is installed as usual is left alone. Later the lab replaces a fork server that is older than this call, because
-    the libraries in that server have already looked for optional packages.
+    that is installed as usual is left alone. If a fork server (`trainmem.measure.forkserver`) is already running, the
+    next measurement starts a new one, because the libraries in the old one have already looked for the package.
 
     Args:
         package: the import name, e.g. "deepspeed".

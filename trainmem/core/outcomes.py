@@ -19,7 +19,7 @@ class Invalid(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Hold the result of one experiment under one meter: its status and message, memory, timing, losses and output.
+    """Hold the result of one experiment, as one meter measured it: status, message, memory, timing, losses and output.
 
     A figure that was not requested is None.
     """
@@ -81,10 +81,11 @@ def failed(error: BaseException) -> Outcome:
 
 
 def _where(error: BaseException) -> str:
-    """Return the place of an exception as text in brackets, e.g. " (line 3 of train)"; "" if it has no traceback.
+    """Return where an exception was raised as text in brackets, e.g. " (line 3 of train)"; "" if it has no traceback.
 
-    The place is the user's innermost line if there is one. This line is named by its function, not by its file, because
-    the file name of a notebook's cell is only a number.
+    The text names the innermost line of the user's code and its function. It does not name the file, because the file
+    of a notebook's cell has only a number as its name. If no line is the user's, the text names the innermost line of
+    all and its file.
     """
     frames = _frames(error)
     if not frames:
@@ -96,9 +97,11 @@ def _where(error: BaseException) -> str:
 
 
 def _frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """Return the frames of an exception's traceback, outermost first, without those of the tracker of operations.
+    """Return the frames of an exception's traceback, outermost first.
 
-    An exception from a subprocess of an executor has only its text in that subprocess: the frames are read from it.
+    Frames from the first `__torch_dispatch__` inwards are left out: they belong to the tracker of operations. If the
+    exception comes from a subprocess of a `concurrent.futures` executor, its frames in that subprocess are returned,
+    parsed from the text of the traceback that the executor sends.
     """
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(text := getattr(error.__cause__, "tb", None), str):  # by `concurrent.futures`
@@ -118,7 +121,8 @@ def died(code: int | None, kills_before: float = float("inf")) -> Outcome:
     """Return the outcome of a process that ended without a result.
 
     Args:
-        code: the process's exit code, negative for a signal; None: the process ended with its parent.
+        code: the process's exit code, negative for a signal; None: the process ended because its parent
+            process ended.
         kills_before: the number that `oom_kills` returned when the process began. If the number has grown since then, a
             SIGKILL is reported as "out of memory", otherwise as "killed". Default: always as "killed".
     """
@@ -138,9 +142,11 @@ _TOO_LONG = re.compile(r"preamble\.length <= \S*nbytes\.? (\d+) vs (\d+)")
 
 
 def explained(outcome: Outcome, errors: str) -> Outcome:
-    """Return the outcome; if `errors`, the processes' standard error, shows a known cause, add it to the message.
+    """Return the outcome; if a known cause is found, return a copy whose message also names this cause and a remedy.
 
     Known causes are a full /dev/shm, and ranks that send tensors of different sizes through gloo.
+
+    `errors`: the standard error of the experiment's processes.
     """
     if "unable to allocate shared memory" in errors + outcome.traceback:  # torch may wait for that batch for ever
         return outcome.replace(

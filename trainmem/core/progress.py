@@ -14,7 +14,7 @@ _open = threading.Lock()  # held while a bar is shown: a terminal has room for o
 def hidden(wanted: bool = True) -> Iterator[None]:
     """Hide all progress bars inside this context: in a notebook that a program executes, bars would stay at 0 %.
 
-    `wanted`: False: change nothing.
+    `wanted`: whether to hide the bars; False: change nothing.
     """
     token = _hidden.set(wanted or _hidden.get())
     try:

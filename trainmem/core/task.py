@@ -1,4 +1,4 @@
-"""Tasks: a model with its data and sizes; and profiles, the sizes that a machine can hold. Presets need no network."""
+"""Tasks: a model with its data and sizes; and profiles: default sizes per kind of machine. Presets need no network."""
 
 import contextlib
 import dataclasses
@@ -36,16 +36,16 @@ class Task(Record):
         seq_len: tokens per sequence, including the tokens of an image; ignored by models that take only images. None:
             512, or the model's limit if that is less.
         dataset_size: sequences in the generated data set.
-        architecture: name of the model's class in transformers, if the configuration names no class, or to use another
-            head. None: the class that the configuration names.
+        architecture: name of the model's class in transformers, e.g. to train the model with another head. None: the
+            class that the configuration names; if it names none, the usual class of the model type.
         config: fields of the configuration to replace, e.g. {"num_hidden_layers": 2}.
         data: "random": random tokens. "learnable": tokens with a rule that a small model learns in about a hundred
             steps (classification: does a marker token occur; language models: the second half repeats the first).
         seed: seed of the random weights and of the generated data.
         lengths: tokens of each sequence, in place of `seq_len` and `dataset_size`. A batch is padded to its longest
             sequence, or to the next multiple of `pad_to_multiple_of`; if `packed`, its sequences are joined into one
-            row without padding, as by `DataCollatorWithFlattening`. With `lengths`, the meter and the estimate cover
-            every batch of the data, otherwise two steps.
+            row without padding, as by `DataCollatorWithFlattening`. If `lengths` are given, the memory of a
+            training is measured or estimated over all batches of the data, and not only over two or three steps.
         image_size: height and width of images in pixels, after the processor has resized them. None: the size in the
             configuration, or a common size; 0: no images, for an image-text model that is trained on text only.
         audio_seconds: seconds of speech per sample; None: 10. Whisper always takes 30.
@@ -100,7 +100,10 @@ class Task(Record):
         return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return {field: value} for a record. Fields that older records lack are left out unless they are set."""
+        """Return {field: value} in JSON types, to store with the results of a run.
+
+        Fields that older stored tasks lack, e.g. `image_size` and `lengths`, are left out unless this task sets them.
+        """
         content = super().to_dict()
         left_out = {name for name in _OPTIONAL if not content[name] and content[name] != 0}
         left_out |= set() if self.lengths else {*_OF_LENGTHS}
@@ -185,9 +188,10 @@ class Task(Record):
         return self.objective or (preset.get("objective", "") if not self.architecture else "")
 
     def _own_fields(self) -> dict[str, Any]:
-        """Return `config` with the weights' type under its current name, `dtype`.
+        """Return `config` with its `torch_dtype` renamed to `dtype`, and one label if the objective is "preference".
 
-        In a file that has both names, `dtype` wins over `torch_dtype`.
+        `torch_dtype` is the older name of the weights' type. Under this name, the type in `config` would not replace
+        the `dtype` of a configuration file. If `config` sets `dtype` or `num_labels`, that value is kept.
         """
         own = dict(self.config)
         if self.loss_objective == "preference":

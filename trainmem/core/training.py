@@ -93,21 +93,22 @@ class Experiment:
 
     @property
     def steps_on_a_gpu(self) -> int:
-        """Number of optimizer steps to run on a GPU: up to three for a training by the Trainer on examples of equal
-        length, otherwise `metered_steps`.
+        """Number of optimizer steps to run on a GPU.
 
-        Three suffice, because the allocator's free blocks differ between the second and the third step, but not later.
+        A training by the Trainer on examples of equal length runs three steps, or `max_steps` if that is smaller. Three
+        suffice, because the allocator's free blocks differ between the second and the third step, but not later. Any
+        other experiment runs `metered_steps`.
         """
         alike = self.training and not self.function and not self.task.lengths
         return min(self.arguments.get("max_steps", 3), 3) if alike else self.metered_steps
 
     @property
     def is_counted_by_tensors(self) -> bool:
-        """Whether memory is counted as the bytes of live tensors plus each operation's workspace.
+        """Whether, on a CPU, memory is counted as the bytes of live tensors plus each operation's workspace.
 
-        Otherwise the allocator's events are counted. With several ranks, DataLoader workers or DeepSpeed, these events
-        are unreliable: other threads or processes pass memory to this process at irregular times (see
-        `memory_meter.MemoryMeter`).
+        True with several ranks, DataLoader workers or DeepSpeed: with them the allocator's events are unreliable,
+        because other threads or processes pass memory to this process at irregular times (see
+        `memory_meter.MemoryMeter`). In all other experiments these events are counted.
         """
         # DeepSpeed communicates even with one rank.
         return self.processes > 1 or any(map(self.arguments.get, ("dataloader_num_workers", "deepspeed")))
@@ -121,7 +122,9 @@ def train(experiment: Experiment, folder: str, steps: int, keep_losses: bool = T
 
     Args:
         folder: output folder of the Trainer.
-        steps: number of optimizer steps; if losses are kept, `max_steps` or `num_train_epochs` replaces it.
+        steps: number of optimizer steps. If `keep_losses` is True, this number is used only if the experiment's
+            arguments set neither `max_steps` nor `num_train_epochs`. If `keep_losses` is False, `max_steps` may
+            reduce this number, but nothing raises it.
         keep_losses: True: return the losses, and never evaluate. False: evaluate and save after the last step if the
             arguments request it, and return [].
 
@@ -180,7 +183,7 @@ def train(experiment: Experiment, folder: str, steps: int, keep_losses: bool = T
                 raise Invalid(f"{by} cannot build optim={arguments.optimizer!r}: {error}") from error
 
     class LossKeeper(NamingTrainer):
-        """Keep each micro-batch's loss on the device: reading it would wait for the device."""
+        """Keep each micro-batch's loss as a tensor, because reading its value would wait for the device."""
 
         def training_step(self, *inputs, **options):
             loss = super().training_step(*inputs, **options)

@@ -1,8 +1,9 @@
 """Model torch's CUDA caching allocator: how allocations and frees become segments of a GPU's memory.
 
 Covers the segments, cuBLAS' workspaces, and every option of PYTORCH_CUDA_ALLOC_CONF that affects the device's memory.
-Nothing here needs torch or a GPU. Each figure names its source; see also `cuda.PARTS`. Not covered: private pools (CUDA
-graphs), the effects of `per_process_memory_fraction`, the allocator `backend:cudaMallocAsync`.
+Nothing here needs torch or a GPU. Comments and docstrings name the sources of numbers and rules; see also
+`cuda.PARTS`. Not covered: private pools (CUDA graphs), the effects of `per_process_memory_fraction`, the allocator
+`backend:cudaMallocAsync`.
 """
 
 import bisect
@@ -67,7 +68,7 @@ class Part:
         return self.previous is None and self.next is None
 
     def reach(self) -> int:
-        """Return the bytes to which this part can grow: its own plus the unmapped bytes directly behind it."""
+        """Return the bytes to which this part can grow: its own bytes plus the unmapped bytes directly behind it."""
         return self.size + (self.next.size if self.next is not None and not self.next.is_mapped else 0)
 
     def cut(self, size: int) -> "Part":
@@ -143,8 +144,7 @@ class Pool:
 
 
 class Addresses:
-    """Give ranges of addresses to segments: each range is put at the highest free place, as under Linux, where
-    rehearsals run.
+    """Give ranges of addresses to segments: each range is put at the highest free place, as Linux does.
 
     `top`: the address below which all ranges are.
     """
@@ -180,9 +180,9 @@ class Segment(NamedTuple):
 
 
 def segment_runs(head: Part, is_expandable: bool) -> list[Segment]:
-    """Return a list with one `Segment`: the segment whose first block is `head`, with all its blocks.
+    """Return the contiguously mapped ranges, with their blocks, of the segment whose first block is `head`.
 
-    `is_expandable`: return one `Segment` for each contiguously mapped range of an expandable segment instead.
+    A segment that is not expandable is one such range. `is_expandable`: whether the segment is expandable.
     """
     found, run, part = [], [], head
     while part is not None:
@@ -421,8 +421,8 @@ class CachingAllocator:
         """Return a free block of `pool`, grown to `size` bytes; None if there is no room (torch:
         try_allocate_expandable_block).
 
-        If `size` exceeds the address range of one segment, torch 2.15 and newer return None at once; older releases
-        first take a new segment.
+        If `size` exceeds the address range of one segment, the result is None. Releases older than torch 2.15 first
+        take a new segment, and map all of it if there is room; 2.15 and newer releases do not.
         """
         if self._refuses_early and size > self._space[pool.page]:
             return None

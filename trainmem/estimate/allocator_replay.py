@@ -1,10 +1,10 @@
 """Replay a training's allocations and frees on the model of CUDA's caching allocator.
 
 The result is the allocated and reserved memory, or a memory snapshot for torch's viewer (docs.pytorch.org/memory_viz).
-A snapshot has the form of `torch.cuda.memory._snapshot()` of torch 2.13: an entry of the trace has the requested bytes,
-and a segment's blocks have the sizes that the allocator cut. It differs from torch's snapshots in three points: a block
-has an operation, module, phase and category instead of a stack; a block has its category's colour; the time of an entry
-is its number instead of microseconds, because an estimate has no time.
+A snapshot has the form of `torch.cuda.memory._snapshot()` of torch 2.13. Its history has the requested bytes of
+each allocation; its segments have the bytes of each block, which the allocator rounded up. A snapshot differs from
+torch's snapshots in three points: a block has an operation, module, phase and category instead of a stack; a block has
+its category's colour; an entry of the history has its number as its time, because an estimate has no time.
 """
 
 import contextlib

@@ -95,8 +95,8 @@ def _question(arguments: Sequence) -> list[str] | None:
     """Return texts that identify an estimate's arguments: their repr, and further texts for files and tasks.
 
     The further texts are the time of change of each file that the arguments name, and the identity of each task.
-    Return None, so that nothing is stored, if no text identifies an argument in later processes: a function or an
-    optimizer of the user, or a model on the Hub.
+    Return None, so that nothing is stored, if an argument is a function or an optimizer of the user, or a model on the
+    Hub, because no text identifies such an argument in later processes.
     """
     parts = [repr(arguments)]
     for each in (part for argument in arguments for part in (argument if isinstance(argument, list) else [argument])):

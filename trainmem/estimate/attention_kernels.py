@@ -2,8 +2,8 @@
 
 Each rule returns one operation's requests in order: a tensor is a result, a number the bytes of a buffer that is held
 until the operation ends, and `Free` frees a buffer earlier. The kernels are torch's flash, memory-efficient and cuDNN
-attention, forward and backward. `made` are the results on fake tensors; queries, keys and values have the shape
-(batch, heads, length, head dimension).
+attention, forward and backward. A rule gets the GPU, `made` (a list of the operation's results on fake tensors) and
+the operation's arguments. Queries, keys and values have the shape (batch, heads, length, head dimension).
 """
 
 from dataclasses import dataclass
@@ -72,10 +72,12 @@ def efficient_forward(gpu: Gpu, made, query, key, value, *_, **__):
 def efficient_backward(gpu: Gpu, made, gradient, query, key, value, bias, *rest, **__):
     """Return the memory requests of memory-efficient attention's backward, in order.
 
-    A tensor is a result, a number is the bytes of a buffer, and a `Free` releases a buffer. The first buffer holds the
-    row sums of gradient times output. For inputs in fp32, a buffer with the product itself comes before it. The last
-    buffer holds dQ in fp32 in tiles, each with a header of 16 bytes; for wide heads in 16 bits it also holds dK and dV
-    in fp32. The size of a tile depends on the GPU's shared memory (mem_eff_attention/kernel_backward.h).
+    A tensor is a result, a number is the bytes of a buffer, and a `Free` releases a buffer. The first buffers,
+    if they are needed, are a contiguous copy of the gradient, and for grouped queries dK and dV per query head. For
+    inputs in fp32, a buffer then holds the product of gradient and output. The next buffer holds the sum of this
+    product for each query row. The last buffer holds dQ in fp32 in tiles, each with a header of 16 bytes; for wide
+    heads in 16 bits it also holds dK and dV in fp32. The size of a tile depends on the GPU's shared memory
+    (mem_eff_attention/kernel_backward.h).
     `made`: the results on fake tensors.
     """
     batch, heads, length, head = query.shape
@@ -158,8 +160,9 @@ def cudnn_backward(gpu: Gpu, made, gradient, query, key, value, out, *_, **__):
 def _parts(blocks: int, places: int, most: int) -> int:
     """Return the number of parts into which flash attention splits the keys; 1 if no split is needed.
 
-    Blocks run in waves of `places` blocks, and the last wave may be partly empty. For each number of parts, a share of
-    all places in all waves is in use. Return the smallest number whose share is at least 85% of the largest share.
+    A split into n parts makes n times as many blocks. Blocks run in waves of `places` blocks, and the last wave may be
+    partly empty. The usage of a split is the number of its blocks divided by the number of places in all its waves.
+    Return the smallest number of parts whose usage is at least 85% of the best usage.
 
     Args:
         blocks: number of blocks without a split.

@@ -159,7 +159,8 @@ def _banned(name, *_):
 def _no_rule(name, *_):
     """Raise RuntimeError for an operator that is on none of CUDA's autocast lists.
 
-    In a CUDA build of torch, the operator `_cudnn_rnn` has this rule, too, but it is never called with CPU tensors.
+    In a CUDA build of torch, `emulated` registers this rule for `_cudnn_rnn`, too. torch never calls `_cudnn_rnn` with
+    CPU tensors.
     """
     remedy = f"use torch {newest()} or older"
     raise RuntimeError(f"the rule by which torch {torch.__version__} autocasts {name} on CUDA is unknown: {remedy}")
@@ -188,7 +189,8 @@ def _fp16_trainings_autocast() -> contextlib.AbstractContextManager:
 def _cuda_is_meant() -> Iterator[None]:
     """Make `torch.autocast("cuda")` and `torch.amp.GradScaler` work in a user's loop as on a GPU.
 
-    Without a GPU torch ignores both. Functions that report autocast's state report it for "cuda" too.
+    Without a GPU torch ignores both. In this context they use "cpu" in place of "cuda", and
+    `torch.is_autocast_enabled` and `torch.get_autocast_dtype` report for "cuda" the state of "cpu".
     """
     autocast, scaler = torch.amp.autocast, torch.amp.GradScaler
     plain, plain_scaler = autocast.__init__, scaler.__init__

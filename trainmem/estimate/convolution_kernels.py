@@ -61,8 +61,10 @@ def _layout_of_convolution(tensor: torch.Tensor, weight: torch.Tensor) -> torch.
 def _is_torchs_own_depthwise(
     tensor: torch.Tensor, weight: torch.Tensor, stride: Sequence[int], dilation: Sequence[int], groups: int
 ) -> bool:
-    """Return whether torch's own kernel, not cuDNN's, runs a depthwise convolution (each channel has its own filters).
+    """Return whether a convolution is depthwise, and torch's own kernel for 1 or 2 dimensions, not cuDNN's, runs it.
 
+    In a depthwise convolution each channel has its own filters. Return False for volumes (3 dimensions), although torch
+    has a kernel for them, too: that kernel makes the images' gradient before the weights', as cuDNN does.
     Source: ATen/native/Convolution.cpp: use_cudnn_depthwise, check_cudnn_depthwise_workload_with_filter.
     """
     if groups == 1 or tensor.shape[1] != groups or weight.shape[0] % groups:

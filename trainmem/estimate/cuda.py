@@ -93,7 +93,7 @@ def _softmax(name, tensor, dim, dtype=None):
 
 
 def _linear(tensor, weight, bias=None):
-    """Return the result of `linear`, computed as torch does for plain tensors.
+    """Return the result of `linear`, computed as torch does for real tensors, not as for fake ones.
 
     If possible, the matmul itself adds the bias; otherwise the bias is added in place to the matmul's result.
     """
@@ -218,9 +218,10 @@ def _additive(mask, dtype):
 
 
 def _plain_attention(query, key, value, mask, dropout, causal, scale, enable_gqa):
-    """Compute `_scaled_dot_product_attention_math` with the mask added in place, as torch does for plain tensors.
+    """Compute attention without a fused kernel, and return its output.
 
-    Arguments and result are those of scaled_dot_product_attention.
+    The mask is added in place, as `_scaled_dot_product_attention_math` does for real tensors, but not for fake ones.
+    The arguments are those of scaled_dot_product_attention.
     """
     dtype = query.dtype
     mask = _additive(mask, dtype)

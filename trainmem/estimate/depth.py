@@ -134,8 +134,8 @@ def _places(trace: Trace, totals: "np.ndarray", layers: int) -> Places:
     """Return the highest live bytes at each place of a training: {(phase, operation, module): bytes}.
 
     In the module's name, the layer's number is replaced by "first", "last" or, for all other layers, "between", so that
-    models of different depths have the same places. An operation outside all modules is left out if it is not in the
-    optimizer step or an evaluation, because the moment at which it runs may depend on the number of layers.
+    models of different depths have the same places. Operations outside all modules count only in the optimizer step and
+    in evaluations: elsewhere, the moment at which they run may depend on the number of layers.
 
     Args:
         totals: (operations,): live bytes during each operation.

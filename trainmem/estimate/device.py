@@ -264,7 +264,7 @@ class DeviceTracker(FakeTracker):
         return result
 
     def _is_hosted(self, tensors: list[torch.Tensor]) -> bool:
-        """Return whether all fake tensors among `tensors` are copies on the host, or results of such copies."""
+        """Return whether each fake tensor among `tensors` was copied to the host or computed from such copies."""
         if not self._hosted:
             return False
         storages = [self._storage(each) for each in tensors if isinstance(each, FakeTensor)]
@@ -282,8 +282,8 @@ class DeviceTracker(FakeTracker):
         """Log that autograd copies `gradient` into a new gradient, and then frees `gradient`.
 
         `gradient` belongs to a view that was overwritten in place; the new gradient belongs to the view's base.
-        In a real training AsStridedBackward0 makes this copy. In a trace a dispatch mode is active; autograd then
-        replays the view and copies nothing, so the copy must be logged here.
+        In a real training AsStridedBackward0 makes this copy. In a trace a dispatch mode is active. Autograd then
+        replays the view's operation on the base, which copies nothing, so the copy must be logged here.
         """
         storage = self._storage(gradient)
         if storage is None or storage._cdata not in self._blocks or torch.is_grad_enabled():
@@ -374,8 +374,11 @@ class DeviceTracker(FakeTracker):
 
 @functools.cache
 def _composite_key(function) -> torch._C.DispatchKey | None:
-    """Return the key of the kernel by which an operation calls others, e.g. a linear layer a matmul: that of `cuda.py`
-    if it has one, otherwise torch's. None: the operation has a kernel of its own."""
+    """Return the dispatch key of the kernel that computes an operation by calling others, e.g. `linear` by a matmul.
+
+    The key is AutogradCPU for an operation that `cuda.py` replaces, otherwise CompositeImplicitAutograd. None: the
+    operation has a CPU kernel of its own, is not in aten, or calls no other operations.
+    """
     has_kernel = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, function.name())
     keys = torch._C.DispatchKey
     if function.namespace != "aten" or has_kernel("CPU") or not has_kernel("CompositeImplicitAutograd"):
@@ -386,8 +389,9 @@ def _composite_key(function) -> torch._C.DispatchKey | None:
 def _send_8bit(plain, weight, *args, **kwargs):
     """Return a quantized `Int8Params` unchanged; for any other weight, call `plain`, the original method `to`.
 
-    peft calls `to` for each quantized weight on the CPU. A fake weight always seems to be on the CPU, even if it
-    represents a weight on a GPU. For an 8-bit layer, `to` would lose the layer's scales.
+    peft calls `to` for each quantized weight that is on the CPU. A fake weight always reports "cpu" as its device, even
+    if it represents a weight on a GPU, so peft calls `to` for it, too. The original `to` would lose the scales of an
+    8-bit layer.
     """
     return weight if weight.data.dtype is torch.int8 else plain(weight, *args, **kwargs)
 

@@ -1,8 +1,8 @@
 """Share what estimates found out about operations with later estimates, through files in a folder.
 
-A course run sets the folder, so that its lessons do not ask torch, or measure a workspace, twice. A fact is the result
-of an operation on fake tensors (`OperationCache`), or its measured workspace on this CPU (`Probe`). Without the
-environment variable `FOLDER`, nothing is shared.
+A fact is the result of an operation on fake tensors (`OperationCache`), or an operation's workspace on this CPU, as
+measured by `Probe`. The environment variable PERF_HELPERS_FACTS names the folder; if it is not set, nothing is shared.
+A run of the course sets it, so that one lesson can use the facts that another lesson has found.
 """
 
 import contextlib
@@ -24,7 +24,8 @@ _OF_LIBRARIES = ("aten.", "bitsandbytes.")
 def load() -> dict[tuple, Any]:
     """Return the shared facts, {key: fact}; {} if nothing is shared.
 
-    Facts that were found under other `answers.deciding_variables` are left out, and so are damaged files.
+    A fact is left out if one of the environment variables in `answers.deciding_variables` had another value when the
+    fact was found. Damaged files are skipped.
     """
     facts: dict[tuple, Any] = {}
     for file in _folder().iterdir() if FOLDER in os.environ and _folder().is_dir() else ():
@@ -34,9 +35,10 @@ def load() -> dict[tuple, Any]:
 
 
 def share(facts: dict[tuple, Any]) -> None:
-    """Write those facts that other estimates can use into a new file of the folder, if there is a folder.
+    """Write the facts about operations of torch and bitsandbytes into a new file, if a folder for facts is set.
 
-    A workspace is left out if it was assumed: a later estimate may have the time to measure it.
+    A workspace that is unknown or was assumed is left out, because a later estimate may have the time to measure it. A
+    failure to write the file is ignored.
     """
     lasting = {
         key: fact
@@ -49,6 +51,6 @@ def share(facts: dict[tuple, Any]) -> None:
 
 
 def _folder() -> Path:
-    """Return the folder of the present values of the variables that change what libraries do."""
+    """Return the folder for facts that are found under the present values of `answers.deciding_variables`."""
     variables = repr(answers.deciding_variables()).encode()
     return Path(os.environ[FOLDER], hashlib.blake2b(variables, digest_size=8).hexdigest())

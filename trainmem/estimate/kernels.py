@@ -1,10 +1,10 @@
 """List the memory requests of CUDA's kernels in their order: results, and buffers used during the operation.
 
 Some kernels make several results in another order than they return them, and some take memory that no tensor shows.
-Each rule lists the requests that torch 2.13's CUDA build makes in a rehearsal; its docstring says what the kernel does.
-An operation without a rule requests only its results, in order. A rule gets `made`, the results on fake tensors, and
-the operation's arguments. It returns a list of tensors (results), numbers (bytes of buffers) and `Free`s. A buffer is
-held until a `Free` releases it, otherwise until the operation ends.
+Each rule lists the requests that torch 2.13's CUDA build makes in a rehearsal (a dry run on a stub CUDA runtime); the
+rule's docstring says what the kernel does. An operation without a rule requests only its results, in order. A rule
+gets `made`, the results on fake tensors, and the operation's arguments. It returns a list of tensors (results), numbers
+(bytes of buffers) and `Free`s. A buffer is held until a `Free` releases it, otherwise until the operation ends.
 """
 
 import math
@@ -163,13 +163,15 @@ class Kernels:
     def _embedding_backward(
         self, made, gradient, indices, weights, padding, scale_by_frequency, *_, in_parts=False, **__
     ):
-        """Return the memory requests of `embedding_dense_backward`, in order: results (`made`), and bytes of buffers.
+        """Return the memory requests of `embedding_dense_backward`, in order.
 
-        Up to 3072 indices are not sorted, unless `scale_by_frequency` is True. More indices are sorted, in buffers. The
-        gradients of up to 10 equal indices are then added to one partial sum in fp32; a buffer holds all partial sums,
-        which are finally added for each index. If the indices name few rows, and each row often, the gradients are
-        added to the rows in fp32 at once, without partial sums, but never if `in_parts` is True. Source:
-        cuda/Embedding.cu, EmbeddingBackwardKernel.cu.
+        A tensor is a result (`made`), a number is the bytes of a buffer, and a `Free` releases a buffer. Up to 3072
+        indices are not sorted, unless `scale_by_frequency` is True. More indices are sorted in buffers before the
+        result is allocated. Then up to 10 gradients of equal indices are added to one partial sum in fp32, and the
+        partial sums of equal indices are added to the row of the index. One buffer holds all partial sums. If the
+        indices name few rows, and each row often, there are no partial sums: the gradients are added to the rows
+        directly, in an fp32 buffer if the result has 16 bits. `in_parts`: always use partial sums.
+        Source: cuda/Embedding.cu, EmbeddingBackwardKernel.cu.
         """
         count, width = indices.numel(), gradient.shape[-1]
         copies = [*contiguous_copy(gradient), *contiguous_copy(indices)]
@@ -284,7 +286,11 @@ class Kernels:
         ]
 
     def _extreme(self, made, tensor, dim=None, *_, **__):
-        """Return the memory requests of `amax` and the like, whose partial results have the tensor's own type."""
+        """Return the memory requests of `amax`, `amin`, `max` and `min`, in order: results (`made`), bytes of buffers.
+
+        The buffers hold partial results in the type of the tensor. With two results (`max` and `min` along a
+        dimension) there are no buffers.
+        """
         return [*made, *self._reduction(made[0].element_size(), made[0], tensor, dim)] if len(made) == 1 else made
 
     def _variance(self, made, tensor, dim=None, *_, **__):
@@ -294,8 +300,8 @@ class Kernels:
     def _distances(self, made, first, second):
         """Return the memory requests of the distances between rows, in order: bytes of buffers, then the result.
 
-        To each row its squared length and a 1 are appended; the result (`made`) is a matmul of the two
-        (native/Distance.cpp: _euclidean_dist).
+        Each row of both inputs is extended by its squared length and a 1. The result (`made`) is a matmul of the two
+        extended inputs (native/Distance.cpp: _euclidean_dist).
         """
         one, other = (each.nbytes // each.shape[-1] for each in (first, second))
         lengths = [first.nbytes, one, Free(0), one, second.nbytes, other, Free(2), other]
@@ -322,7 +328,7 @@ class Kernels:
 
         Args:
             count: number of keys.
-            largest: a limit of the keys: all keys are smaller than this number.
+            largest: a number that is larger than all keys.
             key: bytes of a key.
         """
         passes = -(-max(largest - 1, 1).bit_length() // 8)
@@ -331,8 +337,12 @@ class Kernels:
         return again + 1024 * shares + 2048 * passes + 511
 
     def _embedding_bag_backward(self, made, gradient, indices, *rest, **__):
-        """Return the memory requests of `_embedding_bag_backward`: those of an embedding whose indices are always
-        sorted. The maxima of bags (mode 2) need no sort (cuda/EmbeddingBag.cu)."""
+        """Return the memory requests of `_embedding_bag_backward`, in order.
+
+        If the bags were summed or averaged (mode 0 or 1), the requests are those of `_embedding_backward`, with indices
+        that are always sorted, and with partial sums. If each bag gave its maximum (mode 2), only the result (`made`)
+        is requested (cuda/EmbeddingBag.cu).
+        """
         weights, mode = rest[4], rest[6]
         return (
             made if mode == 2 else self._embedding_backward(made, gradient, indices, weights, -1, True, in_parts=True)
@@ -384,9 +394,10 @@ class Kernels:
     def _norm_backward(self, made, gradient, tensor, shape, *rest, **__):
         """Return the memory requests of the backward of a layer norm or an RMS norm, in order.
 
-        They are copies of what is not contiguous, and the results (`made`). If the rows are many and narrow, the
-        gradients of weight and bias are first added for every 32 rows, in buffers, and then once more: each is made
-        again as the sum of its parts (cuda/layer_norm_kernel.cu: LaunchGammaBetaBackwardCUDAKernel).
+        The requests are copies of inputs that are not contiguous, and the results (`made`). If the rows are many and
+        narrow, the gradients of weight and bias are computed in two steps. First, buffers get partial sums, each over
+        32 rows or more. Then each gradient is allocated a second time, as the sum of its partial sums, and its first
+        allocation is freed (cuda/layer_norm_kernel.cu: LaunchGammaBetaBackwardCUDAKernel).
         """
         before, after, is_wanted = contiguous_copy(tensor), contiguous_copy(gradient), rest[-1]
         width = math.prod(shape)
@@ -460,8 +471,8 @@ def _product_of_quanto(made, tensor, codes, scales) -> list[Step]:
 def _is_lt(function, args, kwargs) -> bool:
     """Return whether cuBLASLt, not cuBLAS, runs the matmul.
 
-    cuBLASLt runs matmuls that add a bias. The bias is one number per column; in 16-bit types or with an activation it
-    may also be a whole matrix (native/cuda/Blas.cpp: isInputCompliesAddmmCudaLt).
+    cuBLASLt runs matmuls that add a bias with one number per column. In 16-bit types, or if an activation follows, it
+    also runs those that add a whole matrix (native/cuda/Blas.cpp: isInputCompliesAddmmCudaLt).
     """
     if function.namespace == "bitsandbytes":  # weights of 4 bits are dequantized for `linear`
         bias = kwargs.get("bias", args[6] if len(args) > 6 else None)

@@ -215,17 +215,19 @@ def worst_batch(
     unit = pad_to_multiple_of if pad_to_multiple_of > 1 else 8  # of the largest length, in tokens
 
     def largest(most: int, rows: int = 0, width: int = 0) -> tuple[int, Fits]:
-        """Return (the largest batch size or sample length that fits the card, `Fits` for it).
+        """Return (the largest batch size or sample length that fits the card, `Fits` for this size).
 
-        If `width` is given, the number of samples in a batch is searched. If `rows` is given, the length of the samples
-        is searched, in units of `pad_to_multiple_of` tokens (in units of 8 tokens if `pad_to_multiple_of` is 1). If not
-        even 1 fits, return (0, `Fits` for 1). For each size three equal steps are traced, in which all samples but the
-        first of a batch are one token shorter, so that there is padding.
+        Give `width` to find the largest number of samples in a batch. Give `rows` to find the largest length of the
+        samples; it is searched and returned in units of `pad_to_multiple_of` tokens (of 8 tokens if that is 1). If not
+        even size 1 fits, return (0, `Fits` for 1).
+
+        To try a size, three equal steps are traced. All samples but the first of a batch are one token shorter, so that
+        there is padding.
 
         Args:
             most: the largest size to try.
-            rows: samples in a batch, if their length is searched; otherwise 0.
-            width: tokens per sample, if the number of samples is searched; otherwise 0.
+            rows: samples in a batch; 0 if their number is searched.
+            width: tokens per sample; 0 if the length is searched.
         """
 
         def ask(number: int) -> Fits:
@@ -244,8 +246,8 @@ def _around(steps: Steps, number: int, lengths: tuple[int, ...]) -> list[int]:
     """Return the lengths of all samples of step `number`, and of the steps before and after it, as one list in order.
 
     If `number` is the first step, and there are at least three steps, the second step is put before it, too. The
-    optimizer creates its states in the first traced step, so step `number` is traced with these states, as it runs in
-    later epochs.
+    optimizer creates its states in the first traced step. With a step before it, step `number` is traced while these
+    states exist, as they do from the second epoch on.
 
     Args:
         steps: for each step, for each of its micro-batches, the numbers of its samples in the data set.

@@ -1,7 +1,8 @@
 """List the memory requests of CUDA's kernels for losses, see `kernels`.
 
 Each rule gets the GPU, `made` (the results on fake tensors) and the operation's arguments. It returns the requests in
-order: results, and bytes of buffers. The forms without a reduction, whose results have dimensions, take fewer buffers.
+order: results, and bytes of buffers. With reduction="none" the result of a loss has dimensions, and fewer buffers are
+needed than for a mean or a sum.
 """
 
 from collections.abc import Callable
@@ -16,24 +17,30 @@ aten = torch.ops.aten
 
 
 def _shares(gpu: Gpu, tensor, target) -> list[int]:
-    """Return the bytes of each buffer for the sum of all elements of a loss of two tensors."""
+    """Return the bytes of each buffer for partial sums that a GPU needs to add the losses of all elements.
+
+    `tensor`, `target`: the two tensors that the loss compares. Broadcast to one shape, they give the elements.
+    """
     each = torch.empty(torch.broadcast_shapes(tensor.shape, target.shape), device="meta")
     return reduction_scratch.scratch_bytes(each.shape, each.stride(), range(each.dim()), gpu.processors)
 
 
 def _loss(gpu: Gpu, made, tensor, target, *_, **__) -> list[Step]:
-    """Return the memory requests of a loss whose result (`made`) keeps a number per element.
+    """Return the memory requests of a loss such as `mse_loss`, in order: the result (`made`), and bytes of buffers.
 
-    If the result is a mean or a sum, a buffer holds the losses of all elements, and further ones serve to add them
-    (native/Loss.cpp).
+    If the result is a mean or a sum, it still takes the memory of one number per element. One buffer of the same size
+    then holds the losses of all elements, and further buffers hold partial sums (native/Loss.cpp).
     """
     (result,) = made
     return made if result.dim() else [result, result.untyped_storage().nbytes(), *_shares(gpu, tensor, target)]
 
 
 def _summed_loss(gpu: Gpu, made, tensor, target, *_, **__) -> list[Step]:
-    """Return the memory requests of a loss like that of `_loss`, but with a buffer for the sum alone (cuda/Loss.cu,
-    native/Loss.cpp: soft_margin_loss).
+    """Return the memory requests of a loss such as `soft_margin_loss`: the result (`made`), then bytes of buffers.
+
+    The kernel writes the loss of each element into the result. If a mean or a sum is requested, a buffer of one number
+    holds it, further buffers hold partial sums, and the number is copied into the result, which keeps the memory of all
+    elements (cuda/Loss.cu, native/Loss.cpp: soft_margin_loss).
     """
     (result,) = made
     return made if result.dim() else [result, result.itemsize, *_shares(gpu, tensor, target)]

@@ -41,12 +41,12 @@ def one_rank_of(ranks: int) -> Iterator[None]:
 
 
 class Replica(torch.nn.parallel.DistributedDataParallel):
-    """Allocate what DistributedDataParallel allocates on rank 0, without other processes
-    (torch/nn/parallel/distributed.py).
+    """Allocate what DistributedDataParallel allocates on rank 0, without other processes.
 
-    At the start it allocates flat copies of the module's parameters and buffers, to broadcast them, and before each
-    forward pass flat copies of the module's buffers. It holds the reducer's buckets, which are a second set of
-    gradients, and with `find_unused_parameters` the reducer's map of used parameters.
+    At the start, the module's parameters and buffers are copied into flat tensors, to be broadcast. Before a forward
+    pass the buffers are copied in the same way, unless the previous forward pass ran without gradients or in `no_sync`.
+    A replica holds the reducer's buckets, which are a second set of gradients, and with `find_unused_parameters` the
+    reducer's map of used parameters. Source: torch/nn/parallel/distributed.py.
     """
 
     def __init__(self, module, *_, find_unused_parameters=False, broadcast_buffers=True, **__):
@@ -110,7 +110,7 @@ def _bucketed(
     Args:
         limits: bytes of [the first bucket, each later bucket].
         backwards: whether to yield the buckets in reverse order, the last one first.
-        shares_one: yield None for a bucket of one tensor, which needs no copy.
+        shares_one: whether to yield None for a bucket of one tensor, which needs no copy.
     """
     buckets, _ = torch.distributed._compute_bucket_assignment_by_size(tensors, limits)
     for bucket in reversed(buckets) if backwards else buckets:
@@ -168,7 +168,9 @@ def fsdp_enabled(send: Callable[[torch.Tensor], None]) -> Iterator[None]:
 
 
 class DeviceName(str):
-    """Name the modelled GPU for DeepSpeed: torch reads "cpu", but `DeviceTracker` takes this class for the GPU."""
+    """Name the modelled GPU for DeepSpeed: a text that torch reads as "cpu", and that `DeviceTracker` takes for the GPU
+    because of its class.
+    """
 
 
 @contextlib.contextmanager

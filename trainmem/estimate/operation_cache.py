@@ -183,8 +183,8 @@ def alignments(log_probabilities: torch.Tensor, states: int) -> tuple:
 def viewed(tensor: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
     """Return a fake tensor's view with the strides that torch gives a real tensor's view.
 
-    torch's fake kernel chooses other strides for dimensions of length 1. By them a convolution of one sample would take
-    its input for channels-last.
+    torch's fake kernel chooses other strides for dimensions of length 1. With those strides, torch would treat a batch
+    of one sample as channels last in a convolution.
     """
     with _disable_current_modes():
         real = torch.empty_strided(tensor.shape, tensor.stride(), device="meta").view(view.shape)
@@ -203,9 +203,14 @@ WEIGHT_OF_NORM = {
 
 
 def as_norms_do(function, args: tuple, result: Any) -> Any:
-    """Return the result of a norm or its backward on fake tensors, corrected where torch differs from the kernels.
+    """Return an operation's fake result; for a norm or its backward, with the real kernel's types and layouts.
 
-    `function`, `args`: any operator and its arguments; `result`: its result, unchanged if the operator is no norm.
+    torch's fake kernels return other types for a norm's statistics and for the input gradient of group norm, and
+    another layout for the gradients of layer norm.
+
+    Args:
+        function, args: the operator, which need not be a norm, and its positional arguments.
+        result: the result of torch's fake kernel; it is returned unchanged if nothing has to be corrected.
     """
     weight = args[WEIGHT_OF_NORM[function]] if function in WEIGHT_OF_NORM else None
     if weight is not None:
@@ -251,7 +256,8 @@ def by_position(function, args: tuple, selected: Callable[[torch.Tensor], int] |
     Args:
         function: `aten.masked_select`, or an operation whose second argument is a list of indices, e.g. `aten.index`.
         args: the operation's positional arguments.
-        selected: returns how many elements a mask of unknown values selects; None: such a mask stays as it is.
+        selected: function of a mask, called for masks whose values are unknown (fake tensors); it returns how many
+            elements the mask selects. None: such masks are not replaced.
     """
     if function is torch.ops.aten.masked_select.default:
         function, args = torch.ops.aten.index.Tensor, (args[0], [args[1].expand(args[0].shape)])

@@ -82,7 +82,10 @@ class Probe:
         self._runner = Runner()
 
     def under(self, threads: int | None) -> "Probe":
-        """Return a probe that shares this probe's results, for `threads` threads (None: torch's default number)."""
+        """Return a probe for another number of threads that shares this probe's results and its subprocess.
+
+        Each result is stored with its number of threads. `threads`: the number; None: torch's default.
+        """
         other = copy.copy(self)
         other.threads = threads or torch.get_num_threads()
         return other
@@ -101,8 +104,10 @@ class Probe:
         return self.threads, *operation.signature
 
     def run(self, operations: Sequence[Operation]) -> None:
-        """Determine the workspaces of these operations unless they are known. Put the important operations first: the
-        time for runs of large operations at full size is limited.
+        """Determine the workspaces of these operations, except those that are known already.
+
+        Put the important operations first: large operations whose workspace cannot be extrapolated are run at full size
+        only until `OWN_SIZE_SECONDS` are used up. The workspaces of later ones are assumed.
         """
         run = functools.partial(self._runner, threads=self.threads)
         tried: dict[tuple, _Tried] = {}
@@ -224,8 +229,8 @@ def smaller(operation: Operation, limit: int) -> list[Operation]:
 def resized(operation: Operation, factors: dict[int, int]) -> Operation:
     """Return a smaller form of an operation, so that running it takes less memory and time.
 
-    The bytes of the results (`made_bytes`) are not traced again: they are scaled like the bytes of all tensor arguments
-    together. If no tensor argument shrinks, the bytes of the results are divided by all factors.
+    The bytes of the results (`made_bytes`) are not traced again: they shrink by the same ratio as the sum of the bytes
+    of all tensor arguments. If no tensor argument shrinks, they are divided by the product of all factors.
 
     Args:
         operation: the operation; it is not changed.
@@ -242,8 +247,9 @@ def _resized(leaf: Any, factors: dict[int, int]) -> Any:
     """Return an operation's argument `leaf` with smaller lengths: each length in `factors`, {length: factor}, is
     divided by its factor.
 
-    A tensor's `Spec` keeps the order of its dimensions in memory; a sparse tensor keeps the fraction of its elements
-    that are stored. A whole number counts as a length. Other arguments are returned unchanged.
+    In a tensor's `Spec` all lengths of its shape are divided, and the order of its dimensions in memory stays; a sparse
+    tensor keeps the fraction of its elements that are stored. A whole number is divided as a length. Other arguments
+    are returned unchanged.
     """
     if type(leaf) is SparseSpec:
         shape = tuple(length // factors.get(length, 1) for length in leaf.shape)
@@ -300,7 +306,11 @@ class _Tried:
         return Hidden(round(max(shares) * self.operation.bytes), "assumed") if shares else _UNKNOWN
 
     def expected_seconds(self) -> float:
-        """Return the seconds that the operation should take at full size, from the run `warm` or an assumed speed."""
+        """Return the seconds that the operation should take at full size.
+
+        They follow from the second run at the largest of the smaller sizes (`warm`): its seconds grow with the power
+        `_GROWTH` of the bytes. Without that run, the operation is assumed to process `_SLOW_BYTES_A_SECOND`.
+        """
         if not self.warm:
             return self.operation.bytes / _SLOW_BYTES_A_SECOND
         return self.warm.seconds * (self.operation.bytes / max(self.group[0].bytes, 1)) ** _GROWTH
@@ -340,8 +350,9 @@ class Runner:
         """Run operations on zeros in a fork of this process; return the workspace bytes and seconds of each operation.
 
         The results have the order of `operations`. A result is None if the operation raises on zeros or crashes the
-        fork. A crash is possible because `resized` may reduce a length to 0, by which a kernel then divides. After a
-        crash the other operations run again in new forks.
+        fork. A crash is possible because `resized` shortens lengths independently of each other: e.g. a kernel divides
+        by zero if an attention has fewer query heads than key heads. After a crash the other operations run again in
+        new forks.
 
         `threads`: number of threads that torch uses.
         """

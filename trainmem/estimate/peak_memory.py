@@ -105,7 +105,8 @@ def trace_all(experiments: Sequence[Experiment], device: Device, probe: "Probe",
 
     Args:
         device: the device whose memory is estimated.
-        probe: measures operator workspaces on a CPU; `probe.known` collects results of operations for all experiments.
+        probe: measures operator workspaces on a CPU. Its dictionary `probe.known` is also the cache of operations'
+            results on fake tensors (`OperationCache`): the traces use it, and their new results are added.
         tell: called with the percentage of the work that is done: at most 80, because workspaces are measured last.
 
     Raises:
@@ -135,8 +136,8 @@ def _as_traced(experiment: Experiment, device: Device) -> Experiment:
     """Return the experiment in the form that is traced.
 
     The traced form has no data loader workers and, if nothing is sharded, no `fsdp`. A training without evaluation has
-    only as many samples as the traced steps use. On CUDA another optimizer with the same states may replace a missing
-    one (`gpu_optimizers.traced`).
+    only as many samples as the traced steps use. On CUDA, if the optimizer's package is not installed, another
+    optimizer with the same states may replace it (`gpu_optimizers.traced`).
 
     Raises:
         Invalid: the model does not exist, or its optimizer needs a GPU.
@@ -175,7 +176,10 @@ def enough_samples(arguments: Arguments, processes: int = 1) -> int:
 
 
 def _trace_one(experiment: Experiment) -> tuple[Trace, dict[tuple, Any]]:
-    """Return (the trace of an experiment, {key: result} of operations that were not in the cache before)."""
+    """Return (the trace of an experiment, the entries that the trace added to the cache of operations' results).
+
+    The cache is `known` in `_with`, see `OperationCache`; the entries are {key: how to rebuild the result}.
+    """
     import torch
 
     torch.set_num_threads(1)
@@ -419,9 +423,10 @@ def _by_category(live: np.ndarray) -> dict[str, int]:
 
 
 def _timeline(trace: Trace, totals: np.ndarray) -> dict[str, Any] | None:
-    """Return the last step as a timeline, see `records.Memory.timeline`; None if it has fewer than two operations.
+    """Return the timeline of the last step; None if the step has fewer than two operations.
 
-    `totals`: all live bytes during each operation of the trace, an array of shape (operations,).
+    The timeline is a dict of lists, as in `memory_meter.series`, with at most 200 entries in each list. `totals`: all
+    live bytes during each operation of the trace, an array of shape (operations,).
     """
     from trainmem.measure import memory_meter
 

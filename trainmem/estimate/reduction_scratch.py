@@ -22,8 +22,10 @@ class Processors:
 
 
 def processors(capability: tuple[int, int]) -> Processors:
-    """Return the multiprocessors of the GPU that represents a compute capability: T4, A100, A10, H100, B200, RTX 5090
-    (CUDA Programming Guide, "Technical Specifications per Compute Capability").
+    """Return the multiprocessors that are assumed for a compute capability, those of one GPU for each group.
+
+    Below 8.0: T4; 8.0: A100; other 8.x: A10G; 9.x: H100; 10.x and 11.x: B200; from 12.0 on: RTX 5090. Threads per
+    multiprocessor: CUDA Programming Guide, "Technical Specifications per Compute Capability".
     """
     if capability >= (12, 0):
         return Processors(170, 1536)
@@ -41,14 +43,14 @@ def scratch_bytes(
     gpu: Processors,
     accumulated_bytes: int = 4,
 ) -> list[int]:
-    """Return the bytes of each buffer for reducing the dimensions `reduced` of a tensor, apart from the result.
+    """Return the bytes of each buffer that reducing some dimensions of a tensor takes in addition to the result.
 
     The buffers hold partial results and counters; [] if no two blocks of threads share a result.
 
     Args:
         shape: the tensor's shape.
         stride: the tensor's strides, in elements.
-        reduced: numbers of the dimensions, from 0.
+        reduced: numbers of the dimensions that are reduced, from 0.
         gpu: the GPU's multiprocessors.
         accumulated_bytes: bytes of one accumulated number: 4 for floating point.
     """

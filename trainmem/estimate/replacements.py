@@ -124,7 +124,8 @@ def _deep_copy(tensor: FakeTensor, memo: dict) -> torch.Tensor:
     """Return a deep copy of a fake tensor, in place of torch's `__deepcopy__`; allocate what torch allocates for a real
     tensor. `memo` is that of `copy.deepcopy`.
 
-    torch's `__deepcopy__` would copy the fake tensor's mode, too: then each view of the copy would have other memory.
+    torch's `__deepcopy__` would also copy the tensor's `FakeTensorMode`. A view of the copy would then get its own
+    memory instead of sharing the copy's.
     """
     if id(tensor) in memo or not tensor.is_leaf:
         return torch.Tensor.__deepcopy__(tensor, memo)  # the known copy, or an error
@@ -183,13 +184,16 @@ def fake_casts(tracker: "FakeTracker") -> Iterator[tuple[Any, str, Callable]]:
 def few_micro_batches(tracker: "FakeTracker", alike: bool) -> contextlib.AbstractContextManager:
     """Return a context in which only the first two and the last of a step's micro-batches are traced.
 
-    The other micro-batches do not run. For a GPU, the log entries of the second micro-batch are repeated for the first
-    few that do not run, because the allocator's free blocks may still change during a few repetitions.
+    The micro-batches between them do not run. On a CPU they have no entries in the log. For a GPU, the second
+    micro-batch's entries are repeated for those among the step's first `_REPEATED` micro-batches, because the
+    allocator's free blocks may still change during a few repetitions. Later ones have no entries.
 
     Args:
+        tracker: the tracker of the trace; its log gets the repeated entries.
         alike: whether the micro-batches of a step are equal, except that the first one makes the gradients. If so, the
-            last micro-batch does not run either: the log entries of the second one are repeated for it. Later steps
-            repeat the log entries of the first step.
+            last micro-batch does not run either: the log entries of the second one are repeated for it. In later steps
+            no micro-batch runs: the log entries of the first step are repeated. If the allocator's cache is emptied
+            every n steps (`torch_empty_cache_steps`), the first n steps are traced, and repeated later.
     """
     from transformers import Trainer
 

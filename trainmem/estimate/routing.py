@@ -1,4 +1,4 @@
-"""Assume to which experts a mixture's router sends tokens, which depends on values that no trace computes."""
+"""Assume to which experts a mixture's router sends tokens. The real choice depends on values that no trace computes."""
 
 from enum import Enum
 

@@ -232,7 +232,7 @@ class FakeTracker(Tracker):
         return module
 
     def send(self, tensor: torch.Tensor, category: str = Category.INPUTS) -> None:
-        """Send a tensor to the device: nothing happens where the host is the device."""
+        """Do nothing, because on a CPU the host is the device; a subclass for GPUs logs the copy to the device."""
 
     def repeated(self, span: tuple) -> list[FakeTensor] | None:
         """Log a batch once more without running it; return new fake tensors like those that were live after the batch.

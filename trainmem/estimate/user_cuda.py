@@ -1,7 +1,8 @@
 """Let a user's own training loop find the GPU that an estimate for CUDA assumes.
 
 Such a loop chooses its device with `torch.cuda.is_available()` or by the name "cuda". In an estimate all tensors report
-the device "cpu", so that libraries must not see a GPU: only calls from the user's own files are answered for one.
+the device "cpu". Libraries must therefore not see a GPU: only calls from the user's own files get the answers of a
+machine with a GPU.
 """
 
 import sys
@@ -16,7 +17,10 @@ THE_DEVICE = torch.device("cpu")  # what an estimate takes for the GPU; the text
 
 
 def device_argument(value: Any) -> Any:
-    """Return `THE_DEVICE` for a value that names a GPU ("cuda:0", a `torch.device` or a number), else the value."""
+    """Return `THE_DEVICE`, which represents the modelled GPU, for a value that names a GPU; else the value.
+
+    A GPU's names are e.g. "cuda:0", `torch.device("cuda")`, or a whole number.
+    """
     is_gpu = type(value) in (str, torch.device) and str(value).partition(":")[0] == "cuda"
     return THE_DEVICE if is_gpu or type(value) is int else value
 

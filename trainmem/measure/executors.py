@@ -1,4 +1,4 @@
-"""Perform experiments, for `Runner`: in this process's fresh subprocesses, or wherever an executor performs them."""
+"""Perform experiments, for `Runner`: in fresh subprocesses of this process, or of the workers of an executor."""
 
 import sys
 import uuid
@@ -72,8 +72,8 @@ def measured(
 
     Args:
         meters: names of meters, e.g. ["memory", "time"]; each runs the experiment in a fresh subprocess ("memory" may
-            need two). "none" and "value" run it without a meter: with "none" the experiment's code may time itself,
-            with "value" it may not. In a course, other lessons wait while something is timed.
+            need two). Two names stand for no meter: with "none" the experiment's code may time itself, with "value" it
+            may not. In a course, other lessons wait while something is timed.
         timeout: seconds per meter.
         on_step: called with the number of a finished step, at most a few times a second; None: not called.
     """

@@ -265,7 +265,8 @@ class CleanProcess(contextlib.AbstractContextManager):
         job: the function to run; sent by cloudpickle.
         turn: (warm-up steps, steps per turn): stop after the warm-up and after every `steps per turn` more steps, each
             time until `go` is called; None: never stop.
-        measured: whether a meter is active. `SERVER.measuring` shows this, so that other work can wait.
+        measured: whether a meter is active. If so, the process's id is in `SERVER.measuring` until the process ends, so
+            that other work can wait for the end.
         shares_cores: in a course, limit the process's threads to its lesson's share of the cores, unless the lesson has
             the machine for itself.
     """

@@ -1,7 +1,7 @@
-"""Find the operations of a backward that autograd does in place, unless a dispatch mode is on.
+"""Find the operations of a backward that autograd would do in place in an untracked training.
 
-Autograd writes a result into a tensor if it holds the only reference to the tensor. It never does so while a dispatch
-mode is on, and a `Tracker` is one: autograd would allocate a tensor that the untracked training does not need.
+Autograd writes a result into a tensor if it holds the only reference to the tensor, but never while a dispatch mode is
+on. A `Tracker` is such a mode, so in a tracked training autograd allocates tensors that an untracked one does not need.
 """
 
 import sys
@@ -37,7 +37,8 @@ def form(function, args: Sequence[Any], is_temporary: Callable[[torch.Tensor], b
 
     Args:
         function, args: an operation of `FORMS`, and its positional arguments.
-        is_temporary: returns whether a tensor was made in this backward. A node of `_NODES` overwrites no other one.
+        is_temporary: function that returns whether a tensor was made in this backward. The operations in `_NODES` are
+            done in place only by the autograd nodes listed there, and only in a tensor that was made in this backward.
     """
     target, other = args[:2]
     if function in _NODES:

@@ -78,8 +78,8 @@ def in_turns(works: Sequence[Callable[[], object]], turns: int = 8) -> list[list
 def first_call(work: Callable[[], Any]) -> tuple[Seconds, Any]:
     """Call a function once, without a warm-up; return its seconds, as in `in_turns`, and its result.
 
-    What the function does only in its first call counts, e.g. compiling. In a course it has one core for itself if this
-    process computes with one thread, otherwise the machine.
+    The seconds include work that the function does only in its first call, e.g. compiling. In a course the call gets
+    one core for itself if this process computes with one thread; otherwise it gets the whole machine.
 
     Raises:
         NeedsValues: in a rehearsal, after the call.

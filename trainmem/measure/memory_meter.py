@@ -39,7 +39,8 @@ class MemoryMeter:
 
     Args:
         categories: track every tensor, for the breakdown. On a CPU the total of such a run is too high. Therefore take
-            the total from a run without categories; `Memory.explained` adds the breakdown of this run to it.
+            the total from a run without categories, and add the breakdown of a run with categories to it by
+            `Memory.explained`.
         on_cpu: whether the experiment uses the CPU although there is a GPU.
         by_tensors: on a CPU, take tensors plus each operation's workspace as the total, so that one run gives the total
             and the breakdown, whatever `categories` is. Use it for several ranks and for a data loader with workers,
@@ -419,10 +420,11 @@ def _recorded(file: str):
 
 
 def _timeline(tracker: Tracker, at_operations: list[int]) -> dict[str, Any] | None:
-    """Return the timeline of the last recorded step: lists with one entry per stretch of operations, in a dict.
+    """Return the timeline of the last recorded step: a dict of lists, which have at most 200 entries each.
 
-    The keys are "phase", "operation", "module", and each category, whose entries are bytes. An entry describes the
-    operation with the highest total in its stretch. Return None if there would be fewer than two entries.
+    The keys are "phase", "operation", "module", and each category, whose entries are bytes. The step's operations are
+    divided into stretches of equal length (see `highest`). Each list has one entry per stretch, for the operation with
+    the highest total in the stretch. Return None if there would be fewer than two entries.
 
     `at_operations`: the highest total in bytes during each operation that the tracker saw.
     """
@@ -453,7 +455,8 @@ def series(where: list[tuple[str, str, str]], lives: list[dict[str, int]], total
     Args:
         where: (phase, operation, module) of each entry.
         lives: {category: bytes of live tensors} of each entry.
-        totals: all live bytes of each entry.
+        totals: all live bytes of each entry. The part of a total that exceeds the sum of the tensors' bytes in `lives`
+            is operator workspace.
     """
     if len(where) < 2:
         return None

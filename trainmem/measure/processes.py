@@ -45,7 +45,7 @@ def execute(
     """Perform an experiment in a fresh subprocess; return its outcome, even if it fails, with what it printed.
 
     Args:
-        measure: the meter: "memory", "time", "none" or another meter of `worker.perform`.
+        measure: the meter: "memory", "categories", "time", "none" or "value", see `worker.perform`.
         timeout: seconds after which the process and all that it started are ended, with status "timed out".
         on_step: called with the number of a finished step, at most a few times a second; None: not called.
     """
@@ -150,7 +150,7 @@ def _ended(process: CleanProcess, on_step: Callable[[int], Any] | None = None) -
 
     A process that requests a part of the machine gets this part; a process that stops after its warm-up gets the whole
     machine. If an experiment on several ranks runs out of time, the outcome's message says in which line each rank was.
-    After Ctrl-C, a note on the KeyboardInterrupt says this.
+    After Ctrl-C, a note on the KeyboardInterrupt says in which line each rank was.
 
     `on_step`: called with the number of a finished step; None: not called.
     """

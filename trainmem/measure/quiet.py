@@ -3,7 +3,8 @@
 A lesson shares the machine with other lessons until it times something. Then it requests the part of the machine that
 it needs (`Need`): `Lab.compare`, `interleaving.in_turns` and the time meter send this request after their warm-up. A
 function with measure="none" sends it when it first calls a clock (`reserving`), or, if it has several ranks, before it
-starts. Between two of its experiments, a lesson lets lessons go first that wait for a quiet machine.
+starts. Between two of its experiments, a lesson releases its cores and waits in the queue again, so that lessons that
+already wait for a quiet machine can go first.
 
 Each experiment runs in the context `experiment`, which does nothing outside a course. Experiments that run at the same
 time each use only a part of the cores, because threads that wait for a core would slow down all of them. A `QuietLock`
@@ -95,11 +96,11 @@ def no_clocks() -> Iterator[None]:
 
 @contextlib.contextmanager
 def reserving() -> Iterator[None]:
-    """Reserve a part of the machine, from when a notebook's function first calls a clock to the end of the context.
+    """Reserve the machine, or one of its cores, from the first time that the code in this context calls a clock until
+    the context ends.
 
-    What the function does before that, e.g. building a model, runs beside other lessons. The part is one core if the
-    clock counts computing time and one thread computes, otherwise the machine. Outside a fresh subprocess, nothing is
-    reserved.
+    What the code does before that, e.g. building a model, runs beside other lessons. One core is reserved if the clock
+    counts computing time and one thread computes; otherwise all are. Outside a fresh subprocess, nothing is reserved.
     """
     process = os.getpid()
 
@@ -142,8 +143,9 @@ def _on_reading(react: Callable[[str], object]) -> Iterator[None]:
 class QuietLock:
     """Divide the machine's cores among lessons: `take` waits for cores and takes them, `leave` releases them.
 
-    Lessons get cores in the order in which they began to wait, with one exception. A later lesson may start before the
-    first in the queue if all cores are then in use, but only until the first has waited for `PASSED_SECONDS`.
+    Lessons get cores in the order in which they began to wait, with one exception: a later lesson may start first if
+    other lessons are running, and if its own cores and theirs together use the whole machine. It may do so only until
+    the first in the queue has waited for `PASSED_SECONDS`.
 
     Args:
         cores: number of cores.
@@ -189,8 +191,9 @@ class QuietLock:
     def _may_go(self, number: int) -> bool:
         """Return whether the waiting lesson with this `number` in the queue may start.
 
-        There must be room for the lesson (`_has_room`). If other lessons have waited longer, two more conditions apply:
-        all cores are in use after the start, and the first in the queue has waited less than `PASSED_SECONDS`.
+        There must be room for the lesson (`_has_room`). If other lessons have waited longer, three more conditions
+        apply: some lesson holds cores now; no core would be idle after the start; and the first in the queue has waited
+        less than `PASSED_SECONDS`.
         """
         _, need, cores, _ = self._queue[number]
         earlier = [since for other, (*_, since) in self._queue.items() if other < number]

@@ -159,8 +159,8 @@ class Runner:
             name: the run's name; None: the function's.
             measure: "memory", "time", or both; or, to run the function without a meter, "value" or "none". "value" is
                 for a function of which you only want the result, e.g. the times from `interleaving.in_turns`. "none" is
-                for a function that measures time itself, also in its ranks; in a course, other lessons wait after its
-                first call of a clock.
+                for a function that, itself or in its ranks, measures time with a clock: in a course, other lessons wait
+                from its first call of a clock to its end.
             samples_per_step: samples per optimizer step, over all processes; needed for samples per second.
             use_cpu: whether the function uses the CPU although there is a GPU; then the CPU's memory is counted.
             task, processes, timeout: as in `train`.

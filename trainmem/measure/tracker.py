@@ -157,7 +157,10 @@ class Tracker(Watcher, TorchDispatchMode):
         return next(self.live_at([position]))
 
     def live_at(self, positions: Iterable[int]) -> Iterator[dict[str, int]]:
-        """Yield {category: live bytes} after so many entries of the log, for each of the positions, which ascend."""
+        """Yield, for each number n in `positions`, {category: live bytes} after the first n entries of the log.
+
+        `positions`: in ascending order.
+        """
         total, entries, before = dict.fromkeys(TENSOR_CATEGORIES, 0), iter(self.log), 0
         for position in positions:
             for block, sign in itertools.islice(entries, position - before):
@@ -467,9 +470,10 @@ class TrainingHooks:
         return resized
 
     def clone(self, plain, storage, *args, **kwargs):
-        """Call `plain`, which copies a storage, and track the copy if the storage is tracked.
+        """Call `plain`, a storage's method `clone`, and track the copy if the storage is tracked.
 
-        `copy.deepcopy` copies the storages of buffers and state dicts like this, and no operation returns the copy.
+        `copy.deepcopy` calls it for buffers and state dicts. The copy is the result of no operation, so a dispatch mode
+        does not see it.
         """
         return self.tracker.cloned(storage, plain(storage, *args, **kwargs))
 
@@ -496,8 +500,9 @@ class TrainingHooks:
         return self.run_in(Phase.REDUCER, plain, group, *args, **kwargs)
 
     def run_untracked(self, plain, *args, **kwargs):
-        """Call `plain` without tracking its operations. It is a function of DTensor that only finds the shapes of
-        results, by operations on tensors without memory.
+        """Call `plain`, a function of DTensor, without tracking its operations.
+
+        `plain` only finds the shapes of results, by operations on tensors without memory.
         """
         with _disable_current_modes():
             return plain(*args, **kwargs)

@@ -86,10 +86,11 @@ def _perform(experiment: Experiment, measure: str, on_step) -> Outcome:
 
 
 def _rehearse(experiment: Experiment, folder: str, measure: str, on_step) -> Outcome:
-    """Perform an experiment in a rehearsal, without a memory meter; return its outcome. All its losses and times are
-    `Unknown`, because no kernel computes. It has times only if `measure` is "time".
+    """Perform an experiment in a rehearsal, without a memory meter; return its outcome.
 
-    A training by the Trainer runs at most two steps.
+    No kernel computes, so the losses in the outcome are `Unknown`. The outcome has times only if `measure` is "time";
+    they are `Unknown`, too. A training by the Trainer runs at most two steps, unless its arguments set
+    `num_train_epochs`.
 
     Args:
         folder: the Trainer's output folder.
@@ -110,7 +111,7 @@ def _rehearse(experiment: Experiment, folder: str, measure: str, on_step) -> Out
 def untimed(experiment: Experiment, measure: str = "time") -> Outcome:
     """Return an outcome whose times and losses are `Unknown`; the experiment does not run.
 
-    The outcome has a loss for each step of the training and, if `measure` is "time", for each warm-up step.
+    It has one unknown loss for each step of the training and, if `measure` is "time", for each warm-up step.
     """
     unknown, arguments, losses = Unknown(NO_TIME), experiment.arguments, None
     if not experiment.function and experiment.training and arguments.get("num_train_epochs") is None:
@@ -227,7 +228,7 @@ def _launch(experiment: Experiment, measure: str, on_step: Callable[[int], None]
 def _launch_once(experiment: Experiment, measure: str, on_step: Callable[[int], None] | None) -> Outcome:
     """Perform an experiment on its ranks once, under torch's elastic launcher; return rank 0's outcome.
 
-    If a rank failed, return the outcome of the first rank that did. `measure`: name of the meter, e.g. "time";
+    If ranks failed, return the outcome of the rank that failed first. `measure`: name of the meter, e.g. "time";
     `on_step`: called after each optimizer step with its number; None: not called.
     """
     import multiprocessing
@@ -292,7 +293,8 @@ def _failed_rank(rank: int, code: int, ends: dict[int, Outcome | None], oom_kill
         rank: the first rank that failed.
         code: that rank's exit code.
         ends: {rank: the outcome with which it failed, or None if it ended normally}.
-        oom_kills: what `outcomes.oom_kills` returned when the ranks began.
+        oom_kills: the number of processes that the kernel had killed for lack of memory when the ranks began, see
+            `outcomes.oom_kills`. If it has grown, a SIGKILL of the rank is reported as "out of memory".
     """
     outcome = ends.get(rank) or outcomes.died(code, oom_kills)
     if outcome.status == "invalid":
@@ -318,11 +320,11 @@ def _rank(experiment: Experiment, measure: str, on_step, folder: str, barrier, e
 
     Args:
         measure: name of the meter, e.g. "time".
-        on_step: called by rank 0 after each step with its number; None: not called. If it has the attribute
-            `takes_turns`, it may block, to let an interleaved experiment run.
+        on_step: called by rank 0 after each step with the step's number; None: not called. A function with the
+            attribute `takes_turns` may block while an interleaved experiment runs.
         folder: folder for the rank's files; the launcher removes it.
-        barrier: barrier of all ranks. If `on_step` may block, each rank waits at it before and after rank 0 calls
-            `on_step`, so that all ranks stop and continue together.
+        barrier: barrier of all ranks. If `on_step` may block, each rank waits at the barrier before and after rank 0
+            calls `on_step`, so that all ranks stop and continue together.
         ends: queue that gets {rank: the outcome with which it failed, or None if it ended normally}.
     """
     import torch
@@ -364,7 +366,7 @@ def _rank(experiment: Experiment, measure: str, on_step, folder: str, barrier, e
 
 
 def _meet_or_fail() -> None:
-    """Make a new gloo group raise RuntimeError if its ranks have not connected after a minute.
+    """Make each gloo group created from now on raise RuntimeError if its ranks have not connected after a minute.
 
     gloo connects each rank with each other rank. In rare cases a connection fails, and all ranks would wait silently
     until torch's timeout, half an hour.

@@ -184,13 +184,15 @@ def _linked(site: Path) -> set[str]:
 
 
 def _rest(linked: set[str], site: Path, header: Path) -> str:
-    """Return C++ source with those functions of the stub CUDA runtime that only return a status.
+    """Return C++ source that defines those functions of the stub CUDA runtime that only return a status.
 
-    The functions are those named in native/answers.toml, and those found by the three arguments, except functions that
-    the stub's C++ files define. native/answers.toml also says which status each function returns.
+    These are the functions of CUDA's libraries, of NVML and of the driver that the three arguments give, and those
+    that native/answers.toml names. Functions that the stub's C++ files define are left out. native/answers.toml says
+    which status each function returns.
 
     Args:
-        linked: names of the CUDA functions that torch and bitsandbytes link, see `_linked`.
+        linked: names of the CUDA functions that torch and bitsandbytes link, see `_linked`. A name counts if
+            native/answers.toml lists its beginning.
         site: folder of the installed packages; torch's libc10_cuda.so in it contains the names of the NVML functions.
         header: path of cuda.h, which declares the functions of the driver.
     """

@@ -56,12 +56,15 @@ def exchange_all(mode: Values, given: torch.Tensor, received: list[torch.Tensor]
     """Send a tensor of whole numbers or booleans to all ranks of a group, and write what each rank sent into this
     rank's `received`. Call it after the stub's collective, on all ranks of the group.
 
-    Collectives of objects need it: each rank's object has other bytes.
+    Collectives of objects, e.g. `all_gather_object`, need this exchange: they send objects as bytes, and these bytes
+    differ between ranks. If the values of one rank are unknown, all of `received` are noted as unknown. Tensors of
+    other types, and more than `LARGEST_SENT` bytes, are not exchanged.
 
     Args:
         mode: this process's `Values`.
-        given: what this rank sends.
-        received: where the values of the ranks go, in the order of the ranks; empty: this rank receives nothing.
+        given: the tensor that this rank sends.
+        received: one tensor per rank of the group, into which that rank's values are written; empty: this rank
+            receives nothing.
         size: bytes that all ranks send together. It must be the same on all ranks.
         group: the group; None: all ranks.
     """
@@ -82,8 +85,9 @@ def send_each(mode: Values, received: torch.Tensor, given: list[torch.Tensor], g
 
     Args:
         mode: this process's `Values`.
-        received: where this rank's values go.
-        given: what this rank sends; empty if another rank sends.
+        received: the tensor into which the values for this rank are written.
+        given: on the sending rank: one tensor per rank of the group, in the order of the ranks. On other ranks: empty.
+        group: the group; None: all ranks.
     """
     group = group or torch.distributed.group.WORLD
     if received.dtype not in EXACT or received.nbytes * group.size() > LARGEST_SENT or group.rank() < 0:

@@ -253,12 +253,15 @@ class Values(TorchFunctionMode):
         return torch.distributed.distributed_c10d._get_default_store(), f"{name} {self._sent[name]}"
 
     def packed(self, tensor: torch.Tensor) -> bytes:
-        """Return a tensor's values as bytes, after a first byte; b"" if they are unknown."""
+        """Return b"=" and a tensor's values as bytes; b"" if the values are unknown."""
         with _out_of_sight():
             return b"=" + memory_of(tensor).numpy().tobytes() if self.is_known(tensor) else b""
 
     def unpack(self, content: bytes, tensor: torch.Tensor) -> None:
-        """Write the values that `_packed` returned into a tensor."""
+        """Write the values in `content`, a result of `packed`, into `tensor`.
+
+        If `content` is b"" or has another size than `tensor`, note instead that the values of `tensor` are unknown.
+        """
         if len(content) == 1 + tensor.nbytes > 1:
             self.fill(tensor, torch.frombuffer(bytearray(content[1:]), dtype=tensor.dtype).view(tensor.shape))
         elif tensor.numel():
@@ -418,9 +421,10 @@ class Values(TorchFunctionMode):
 
 
 def wait_for_readers(store, key: str, group) -> None:
-    """Let rank 0, whose process holds the key-value store, wait until all ranks of a group have read what `key` names.
+    """Let rank 0 wait until all ranks of a group have read what `key` names in the key-value store.
 
-    The store ends with rank 0, maybe right after its last collective.
+    Call it on all ranks of the group, after they have read. Rank 0's process holds the store: if it ended right after
+    its last collective, the other ranks could no longer read.
     """
     if torch.distributed.get_rank() == 0:
         store.wait([f"{key} read {rank}" for rank in range(group.size()) if rank != group.rank()])

@@ -1,16 +1,19 @@
 """Record a rehearsed program from inside its processes: its memory by phase, and how it ends. Make its uploads fail.
 
-Each process with a device writes a JSON file, at each change of phase and at its end. `program_report` reads the file,
-which has these fields:
+Each process that used a device, failed, or moved a file aside writes a JSON file, at each change of phase and at its
+end. `program_report` reads the file, which has these fields:
 
     pid, rank, arguments     of the process
     devices, steps           number of devices that it uses; optimizer updates so far
     phases                   {phase: [allocated, reserved]}, the peaks in bytes on the fullest device
     ended, error             whether it came to its end; the error that ended it: {kind, message, line}
-    answers, compiled        {kind: how often an unknown value was assumed}; what torch.compile would have compiled
+    answers                  {kind: how often an unknown value was assumed}
+    compiled                 names of the functions and modules that torch.compile would have compiled
     saved                    files of weights that the program wrote, and that have no values
     kept                     files from before the rehearsal that the program wanted to overwrite; they are unchanged
-    opened, aside            files that the program opened for writing; {file: where the one that was there is now}
+    opened                   files that the program opened for writing
+    aside                    {path of a file from before the rehearsal: where it was moved, because the program opened
+                             this path for writing}
 
 These peaks count from the first use of the device, even if the program resets its statistics. The program itself reads
 the statistics that it would read on a card.
@@ -123,8 +126,9 @@ class Recorder:
         self.turn(BETWEEN)
 
     def noting(self, function: Callable) -> Callable:
-        """Return a function that a program wants to compile. Its name is noted when it is called: libraries compile
-        functions at import that few programs call.
+        """Wrap `function`, which a program wants to compile; the wrapper notes the function's name when it is called.
+
+        The name is not noted at once, because libraries compile functions at import that few programs call.
         """
 
         owner, name = getattr(function, "__self__", None), getattr(function, "__qualname__", type(function).__name__)
@@ -175,8 +179,8 @@ def described(error: BaseException) -> dict[str, str]:
     """Return {"kind": e.g. "out of memory", "message": text of the error, "line": the program's line that failed}.
 
     If the class of `error`, or of an error that caused it, is in `KINDS`, describe that error; otherwise describe
-    `error`, with the kind "failed". "line" is a text made by `_line`. If `torch.multiprocessing.spawn` raised it,
-    its message is the traceback of another process; kind and line are then read from the traceback.
+    `error`, with the kind "failed". "line" is a text made by `_line`. An error of `torch.multiprocessing.spawn` has the
+    traceback of another process as its message; kind and line are then read from this traceback.
     """
     chain, cause = [], error
     while cause is not None and cause not in chain:
@@ -216,7 +220,10 @@ def _is_below(file: str) -> bool:
 
 
 def _largest(seen: Any, new: Any) -> Any:
-    """Return the allocator's statistics `new`, with each peak raised to that in `seen` (earlier statistics or None)."""
+    """Return the allocator's statistics `new`, with each peak replaced by the one in `seen` if that is higher.
+
+    `seen`: earlier statistics; None: there are none.
+    """
     if not isinstance(new, dict) or not seen:
         return new
     return {

@@ -9,9 +9,10 @@ FUNCTIONS = {"lstm", "gru", "rnn_tanh", "rnn_relu", "_cudnn_rnn_flatten_weight"}
 
 
 def without_cudnn(function: Callable, answers: Counter[str]) -> Callable:
-    """Return one of `FUNCTIONS` in a form that does not use cuDNN, and count a layer's call in `answers`.
+    """Return a function that does the same as `function`, one of `FUNCTIONS`, but without cuDNN.
 
-    `_cudnn_rnn_flatten_weight`, which moves the weights into one block, does it without cuDNN.
+    If `function` is a recurrent layer, also add 1 to the entry for such layers in `answers`, which counts what a
+    rehearsal assumed. `_cudnn_rnn_flatten_weight` is no layer: it moves a layer's weights into one block of memory.
     """
     if function is torch._cudnn_rnn_flatten_weight:
         return _flattened

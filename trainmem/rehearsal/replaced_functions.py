@@ -54,7 +54,7 @@ def install() -> None:
     def finite(name: str, answer: bool) -> Callable:
         """Return a replacement of `math.<name>`, e.g. `math.isnan`, that returns `answer` for an unknown number.
 
-        Unknown numbers are assumed to be finite, as the values of unknown tensors are.
+        A rehearsal assumes that unknown numbers are finite. It assumes the same of unknown values in tensors.
         """
         plain = getattr(math, name)
         return functools.wraps(plain)(lambda number: answer if isinstance(number, Unknown) else plain(number))
@@ -114,7 +114,8 @@ def install() -> None:
         """Replace `torch._is_all_true`: return the same result, except True if `torch.distributions` checks unknown
         values, e.g. whether probabilities are not negative.
 
-        The values are the variable `value` of its methods; an assumed mask would say that they are wrong.
+        The checked values are in the local variable `value` of the method of `torch.distributions` that checks them.
+        Without this exception, the unknown result of the check would raise an error or be assumed to be False.
         """
         found, frame = all_true(*args, **kwargs), sys._getframe(1)
         while frame and frame.f_globals.get("__name__") == "torch.distributions.distribution":

@@ -33,10 +33,10 @@ class Files:
 
     `saved` has the paths of the files that the process wrote without values. `kept` has the paths of files that are
     older than the rehearsal: the process wanted to overwrite them, but they were left unchanged. `opened` has the paths
-    of files that the process opened for writing, and `aside` {path: where the file that was there is now}.
+    of files that the process opened to write bytes. `aside` is {path: where the earlier file with this path was moved}.
 
     Args:
-        changed: called when a file was moved aside.
+        changed: called after each file that was moved aside.
     """
 
     def __init__(self, changed: Callable[[], None]):
@@ -64,9 +64,10 @@ class Files:
         return os.path.isfile(name) and os.path.getmtime(name) < self.start
 
     def open(self, plain: Callable, file: Any, mode: str = "r", *args, **kwargs) -> Any:
-        """Call `plain`, Python's `open`, and return its result. Note a file that is opened for writing bytes.
+        """Call `plain`, Python's `open`, and return its result. Note the path in `opened` if the mode has "w" and "b".
 
-        If it is a zip file from before the rehearsal, as torch.save writes, move it aside first.
+        If the call would overwrite a zip file (torch.save's format) from before the rehearsal, move this file aside
+        first.
         """
         if isinstance(file, str | os.PathLike) and isinstance(mode, str) and {*"wb"} <= {*mode}:
             name = os.path.abspath(os.fspath(file))
@@ -99,13 +100,13 @@ class Files:
 
 
 class _Records:
-    """Write torch's zip files, but with holes in place of storages whose values are unknown; `holes` counts them.
+    """Write torch's zip files, but with holes in place of storages with unknown values; `holes` counts such storages.
 
     Args:
         writer: torch's own writer, which writes everything else.
         values: the `Values` that this process tracks.
-        has_file: whether the writer writes a file by its path. Another target, e.g. a buffer, may not be able to skip
-            bytes: the records are written, and a mark is added.
+        has_file: whether the writer was given a file's path. If not, e.g. for a buffer, which may not be able to skip
+            bytes, storages with unknown values are written in full, and the caller adds a record that marks the file.
     """
 
     def __init__(self, writer, values, has_file: bool):
@@ -115,8 +116,9 @@ class _Records:
         return getattr(self.writer, name)
 
     def write_record(self, name: str, data: Any, size: int) -> None:
-        """Write the record `name` of torch's zip file: `data`, or only the name and `size` (bytes) if the values of
-        `data` are unknown.
+        """Write the record `name` of torch's zip file: the `size` bytes of `data`, or a hole of `size` bytes.
+
+        A hole is written if the values of `data` are unknown and the writer was given a file's path.
         """
         if isinstance(data, torch.UntypedStorage) and self.values.is_unknown_block(data.data_ptr()):
             self.holes += 1
