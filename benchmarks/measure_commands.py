@@ -50,7 +50,7 @@ def seconds_of(build: str, words: list[str], home: str, code: int = 0) -> tuple[
     """Run a process and return its seconds and its output.
 
     Args:
-        build: folder of the checkout, or FOLDER=PYTHON.
+        build: folder of the checkout; or "FOLDER=PYTHON", the folder and the Python interpreter to run it with.
         words: the command, as arguments of Python.
         home: the cache folder.
         code: the expected exit code.

@@ -85,9 +85,9 @@ class Question:
         return 4 if self.mixed or self.precision == "fp32" else 2
 
     def words(self, **names: str) -> dict:
-        """Return {a tool's name of a setting: the setting's value in this training}.
+        """Return settings of this training under the names that a tool uses for them: {name: value}.
 
-        `names`: {the tool's name of a setting: the field of `Question` that has its value}.
+        `names`: for each of the tool's names, the field of `Question` that has the value.
         """
         return {option: getattr(self, attribute) for option, attribute in names.items()}
 

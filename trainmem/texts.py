@@ -73,7 +73,7 @@ def bytes_unit(largest: float, binary: bool = False) -> tuple[float, str]:
 
 
 def seconds_text(seconds: float | None) -> str:
-    """Return seconds as text in s, ms or µs; None and unknown give "not measured"."""
+    """Return seconds as text in s, ms or µs; "not measured" if there is no measured number, see `is_measured`."""
     if not is_measured(seconds):
         return "not measured"
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):

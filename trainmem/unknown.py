@@ -138,10 +138,10 @@ class Assumed(float):
         return str(self)
 
     def _compared(name: str) -> Callable:
-        """Make the comparison method `name`, e.g. "__lt__".
+        """Make the comparison method `name`, e.g. "__lt__", of an assumed number.
 
-        If the other number is infinite, the method compares 1 with it. For any other number the method returns False,
-        and counts this in `answers`. For an object that is no number it returns NotImplemented.
+        With an infinity the assumed number is compared as 1. With any other number the result is False, and is counted
+        in `answers`. With an object that is no number it is NotImplemented.
         """
 
         def compare(self, other) -> bool:

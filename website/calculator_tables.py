@@ -124,8 +124,8 @@ def recipes_of(given: dict[str, list[str]]) -> Iterator[Recipe]:
 def room_of(task: Task) -> tuple[int, int]:
     """Return (the largest micro-batch of a task's tables, the largest length in units of 128 tokens).
 
-    A micro-batch of the largest length has at most `_MOST_TOKENS` tokens. The length stays below the model's sliding
-    window, because longer sequences get another attention mask.
+    Both together have at most `_MOST_TOKENS` tokens. The length stays below the model's sliding window, because longer
+    sequences get another attention mask.
     """
     config = task.build_config()
     longest = min(positions(config) or _LONGEST, (getattr(config, "sliding_window", None) or 10**6) - 1, _LONGEST)

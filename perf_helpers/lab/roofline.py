@@ -184,7 +184,7 @@ def products(lab, dtype: str, task: Task, batch_size: int, use_cpu: bool = False
 def _copied_bytes(device: str) -> int:
     """Return how many bytes to copy to measure a device's copy rate: the size of its largest cache.
 
-    The cache cannot hold source and target together. It is at most 1/8 of the free memory, at least `COPIED_BYTES`.
+    Source and target together then exceed the cache. At most 1/8 of the free memory, but at least `COPIED_BYTES`.
     """
     least = COPIED_BYTES[device]
     if device == "cuda":

@@ -213,9 +213,9 @@ def advise(
     attention kernel is the library's choice, unless `must` sets it. The advice's `notes` report the kernel, compiled
     code, and sizes that should be padded.
 
-    A technique may cost time, precision or convergence. A recipe is left out if it has all costly techniques of a
-    better-ranked recipe that fits, plus others, and its micro-batch is not larger. A recipe with another precision is
-    kept if its speed was never measured.
+    A technique may cost time, precision or convergence. A recipe is left out if a better-ranked recipe that fits needs
+    only some of its costly techniques, and no smaller micro-batch. But it is kept if the two differ in precision, and
+    its own speed was never measured.
 
     On a CPU a recipe fits if the peak of its tensors is at most `memory` minus the margin; the interpreter and its
     libraries are not counted. On CUDA the training's allocations and frees are replayed on the caching allocator of a

@@ -271,8 +271,8 @@ def as_python(settings: Mapping[str, Any]) -> str:
 def is_prepared(given: Mapping[str, Any], quantization: Mapping[str, Any]) -> bool:
     """Return whether to prepare a quantized model for training by peft's function `prepare_model_for_kbit_training`.
 
-    The training argument with the function's name decides. Without this argument, the model is prepared if adapters are
-    added to it. A model quantized by quanto is then not prepared, because the function cannot cast quanto's weights.
+    If the training argument with the function's name is given, it decides. Otherwise a model is prepared if adapters
+    are added to it, unless quanto has quantized it, because the function cannot cast quanto's weights.
 
     Args:
         given: training arguments; only "peft" and "prepare_model_for_kbit_training" are read.

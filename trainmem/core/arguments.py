@@ -292,8 +292,8 @@ def _read() -> type:
 class _Names(dict):
     """Map each name in the type annotations of `TrainingArguments` to a type, so that the annotations can be evaluated.
 
-    The keys of the dictionary are names of enums, which `_read` adds. Any other name means the type of that name in
-    `builtins` or `typing`, or `Any` if neither has it.
+    This is a dictionary in which `_read` stores only enums. Looking up any other name returns the type with that name
+    in `builtins` or `typing`, or `Any` if neither has it.
     """
 
     def __missing__(self, name: str) -> Any:

@@ -220,7 +220,7 @@ def _additive(mask, dtype):
 def _plain_attention(query, key, value, mask, dropout, causal, scale, enable_gqa):
     """Compute attention without a fused kernel, and return its output.
 
-    The mask is added in place, as `_scaled_dot_product_attention_math` does for real tensors, but not for fake ones.
+    The mask is added in place. torch's `_scaled_dot_product_attention_math` does so for real tensors only.
     The arguments are those of scaled_dot_product_attention.
     """
     dtype = query.dtype

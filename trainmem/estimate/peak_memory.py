@@ -178,7 +178,7 @@ def enough_samples(arguments: Arguments, processes: int = 1) -> int:
 def _trace_one(experiment: Experiment) -> tuple[Trace, dict[tuple, Any]]:
     """Return (the trace of an experiment, the entries that the trace added to the cache of operations' results).
 
-    The cache is `known` in `_with`, see `OperationCache`; the entries are {key: how to rebuild the result}.
+    The cache is an `OperationCache`'s, the argument "known" in `_with`: {key: how to rebuild the result}.
     """
     import torch
 

@@ -101,7 +101,7 @@ def fake_parameters() -> Iterator[None]:
         return made
 
     def copied(weight, memo):
-        """Return a copy of a bitsandbytes weight, in place of its `__deepcopy__`, which DoRA calls to read the weight.
+        """Return a copy of a bitsandbytes weight. This function replaces the weight's `__deepcopy__`, which DoRA uses.
 
         The original `__deepcopy__` would begin with an empty tensor that is not fake. `memo` is not used.
         """

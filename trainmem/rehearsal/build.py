@@ -186,13 +186,12 @@ def _linked(site: Path) -> set[str]:
 def _rest(linked: set[str], site: Path, header: Path) -> str:
     """Return C++ source that defines those functions of the stub CUDA runtime that only return a status.
 
-    These are the functions of CUDA's libraries, of NVML and of the driver that the three arguments give, and those
-    that native/answers.toml names. Functions that the stub's C++ files define are left out. native/answers.toml says
-    which status each function returns.
+    They are functions of CUDA's libraries (those in `linked` whose names begin with a prefix in native/answers.toml),
+    functions of NVML, functions of the driver, and functions that native/answers.toml names in full. Functions that the
+    stub's own C++ files define are left out. native/answers.toml also has the status that each function returns.
 
     Args:
-        linked: names of the CUDA functions that torch and bitsandbytes link, see `_linked`. A name counts if
-            native/answers.toml lists its beginning.
+        linked: names of the CUDA functions that torch and bitsandbytes link, see `_linked`.
         site: folder of the installed packages; torch's libc10_cuda.so in it contains the names of the NVML functions.
         header: path of cuda.h, which declares the functions of the driver.
     """

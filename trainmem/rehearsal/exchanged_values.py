@@ -80,8 +80,9 @@ def exchange_all(mode: Values, given: torch.Tensor, received: list[torch.Tensor]
 
 
 def send_each(mode: Values, received: torch.Tensor, given: list[torch.Tensor], group) -> None:
-    """Send small tensors of whole numbers or booleans, one to each rank of a group. Call it after the stub's
-    `scatter`, on all ranks of the group.
+    """Send small tensors of whole numbers or booleans, one to each rank of a group.
+
+    In a rehearsal NCCL is a stub whose `scatter` sends nothing. Call this function after it, on all ranks of `group`.
 
     Args:
         mode: this process's `Values`.

@@ -295,8 +295,8 @@ def serve(descriptor: int) -> None:
 
 
 def _end_with(descriptor: int) -> None:
-    """Wait until the other end of the channel `descriptor` closes, then end this process at once and remove the
-    rehearsal's files.
+    """Wait until the other end of the channel `descriptor` closes; then remove the rehearsal's files, and end this
+    process at once.
     """
     poll = select.poll()
     poll.register(descriptor, 0)  # with no events requested, poll still reports the hang-up

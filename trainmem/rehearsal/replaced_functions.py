@@ -115,7 +115,7 @@ def install() -> None:
         values, e.g. whether probabilities are not negative.
 
         The checked values are in the local variable `value` of the method of `torch.distributions` that checks them.
-        Without this exception, the unknown result of the check would raise an error or be assumed to be False.
+        Otherwise the unknown result of the check would raise an error or be assumed to be False.
         """
         found, frame = all_true(*args, **kwargs), sys._getframe(1)
         while frame and frame.f_globals.get("__name__") == "torch.distributions.distribution":

@@ -4,9 +4,10 @@ A rehearsal has no values to write. Such a file is a hole on the disk that reads
 it again; `program_report` removes it at the end. A file that existed before the rehearsal is left unchanged. A file
 with known values only, such as a scheduler's state, is written as usual.
 
-A program may also save into a buffer and write the buffer to a file, as Lightning does. Such a save leaves a mark
-in what it saves. A file that is opened for writing is therefore noted, and moved aside first if it is a file of weights
-from before the rehearsal. `program_report` looks for the mark, removes the new file and puts the old one back.
+A program may also save into a buffer and write the buffer to a file, as Lightning does. Only its content can show
+that this file has no values, so the save puts a mark into the buffer. Each file that is opened for writing is noted; if
+it is a file of weights from before the rehearsal, it is moved aside first. At the end `program_report` looks for the
+mark, removes the files that have it, and puts the older ones back.
 """
 
 import builtins
