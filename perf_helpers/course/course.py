@@ -60,8 +60,7 @@ def run_course(
         strict: fail a lesson if the verdict on a claim is not one that the ledger of claims (claims.toml) expects.
         timeout_per_lesson: seconds after which a lesson is ended; set it to several times the time of the slowest one.
         at_once: lessons that run in parallel; None: up to four on a CPU with enough cores and memory, otherwise one.
-        at_the_end: called with the profile's name after the report is written, while experiments can still be forked
-            from the course's server; its result is the "paces" of the returned content.
+        at_the_end: called with the profile's name after the report, while the course's server can fork; gives "paces".
 
     Raises:
         ValueError: a lesson or the profile does not exist, or `out` is the folder of the lessons themselves.
@@ -129,8 +128,9 @@ def run_course(
             data["runs"] += [{"lesson": lesson["name"], **run} for run in record.get("runs", [])]
         write_whole(out / "results.json", json.dumps(data, indent=1, ensure_ascii=False))
         report(out, pages)
-        with patch.dict(os.environ, server):  # experiments are forked from the course's server
-            data["paces"] = at_the_end and at_the_end(profile)
+        if at_the_end:
+            with patch.dict(os.environ, server):  # experiments are forked from the course's server
+                data["paces"] = at_the_end(profile)
     return data
 
 
