@@ -514,7 +514,7 @@ def serve(plan, side="left", dtype=torch.float32):
     form, answers = copy.deepcopy(model).to(dtype), {}
     for numbers in plan(lengths):
         ids, mask = padded([requests[number] for number in numbers], side)
-        made = form.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
+        made = form.generate(ids, attention_mask=mask, max_new_tokens=lab.sized(8, 3), do_sample=False)
         answers |= dict(zip(numbers, made[:, ids.shape[1] :].tolist()))
     return [answers.get(number) for number in range(64)]
 
