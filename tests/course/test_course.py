@@ -4,6 +4,7 @@ import contextlib
 import html
 import json
 import os
+import re
 
 import psutil
 import pytest
@@ -11,6 +12,7 @@ from toys import STATUS, decision, results, write_lesson
 
 from perf_helpers.course import course, lesson_process
 from perf_helpers.course.results import problems
+from trainmem.measure.forked import COURSE_SERVER
 
 
 def test_a_profile_that_does_not_exist_starts_no_kernel(tmp_path, monkeypatch):
@@ -58,6 +60,23 @@ def test_results_hold_the_machine_the_claims_and_the_runs(ran):
     assert claims["small-peak"]["lesson"] == "08_ok" and claims["small-peak"]["reference"]["hardware"] == "V100"
     assert claims["fast-link"]["reason"] == "needs two GPUs"
     assert {"lesson": "08_ok", "name": "cpu True", "status": "ok", "losses": ["NaN"]} in data["runs"]
+
+
+@pytest.mark.parametrize(("at_once", "begun"), [(1, ["03", "15", "16"]), (2, ["15", "16", "03"])])
+def test_in_parallel_the_lessons_that_wait_most_begin_first(at_once, begun, tmp_path, monkeypatch, capsys):
+    """Results keep the lessons' order. What runs at the end finds the course's server in its environment."""
+    for number in ("03", "15", "16"):
+        write_lesson(tmp_path / "lessons", f"{number}_toy", "")
+    monkeypatch.setattr(course, "LESSONS", tmp_path / "lessons")
+    monkeypatch.setattr(course, "run_lesson", lambda *_: ("ok", "", {}))
+    monkeypatch.setattr(course.course_server, "shared", lambda *_: contextlib.nullcontext({COURSE_SERVER: "here"}))
+    done = course.run_course(
+        profile="cpu", out=tmp_path / "out", at_once=at_once, at_the_end=lambda name: [name, os.environ[COURSE_SERVER]]
+    )
+    numbered = sorted(re.findall(r"\[ (\d)/3\] (\d\d)_toy \.\.\.", capsys.readouterr().err))
+    assert [number for _, number in numbered] == begun
+    assert [lesson["name"][:2] for lesson in done["lessons"]] == sorted(begun)
+    assert done["paces"] == ["cpu", "here"] and COURSE_SERVER not in os.environ
 
 
 # The kernel forks: such a process carries no mark.

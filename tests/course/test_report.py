@@ -7,6 +7,7 @@ from collections import Counter
 from xml.etree import ElementTree
 
 import nbformat
+from bs4 import BeautifulSoup
 from matplotlib.figure import Figure
 from toys import PNG, STATUS
 
@@ -69,6 +70,8 @@ def test_the_numbers_at_its_head_are_those_of_its_rows(ran):
 def test_executed_lessons_are_pages_that_load_no_library_they_need(ran):
     page = (ran[1] / "08_ok.html").read_text(encoding="utf-8")
     assert PNG in page and "prefers-color-scheme: dark" in page
+    may_scroll = BeautifulSoup(page, "html.parser").select(".jp-Cell-inputWrapper, .jp-OutputArea-output")
+    assert len(may_scroll) > 5 and all(each["tabindex"] == "0" for each in may_scroll), "a keyboard must reach them"
     assert not [
         tag for tag in page.split("<script")[1:] if "src=" in tag.split(">")[0] and "async" not in tag.split(">")[0]
     ]
