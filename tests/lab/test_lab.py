@@ -238,6 +238,16 @@ def test_the_noise_floor_and_the_threads_follow_where_a_run_ran_and_not_what_the
     assert several == [("side_by_side", 1, 1, 1, 1), ("alternate", 1, 1), ("alternate", 1, 1)]
 
 
+def test_the_peak_alone_is_that_of_the_memory_and_takes_one_pass(lab, monkeypatch):
+    """`measure="peak"` leaves out the second pass, which gives the breakdown."""
+    passes, execute = [], processes.execute
+    monkeypatch.setattr(processes, "_may_be_paired", lambda _: False)
+    monkeypatch.setattr(processes, "execute", lambda *given: passes.append(given[1]) or execute(*given))
+    whole, peak = (lab.train(each, task=TINY, measure=each) for each in ("memory", "peak"))
+    assert passes == ["memory", "categories", "memory"] and peak.peak_bytes == whole.peak_bytes
+    assert whole.memory.breakdown and peak.memory.breakdown is None and peak.memory.phases == whole.memory.phases
+
+
 @pytest.mark.nightly
 def test_two_passes_beside_each_other_count_what_they_count_one_after_the_other(lab, monkeypatch):
     found = []

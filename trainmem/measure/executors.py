@@ -71,9 +71,10 @@ def measured(
     Stop after the first meter that fails.
 
     Args:
-        meters: names of meters, e.g. ["memory", "time"]; each runs the experiment in a fresh subprocess ("memory" may
-            need two). Two names stand for no meter: with "none" the experiment's code may time itself, with "value" it
-            may not. In a course, other lessons wait while something is timed.
+        meters: names of meters, e.g. ["memory", "time"]; each runs the experiment in a fresh subprocess. "memory" may
+            need two; "peak", which is "memory" without the breakdown by category, never does. Two names stand for no
+            meter: with "none" the experiment's code may time itself, with "value" it may not. In a course, other
+            lessons wait while something is timed.
         timeout: seconds per meter.
         on_step: called with the number of a finished step, at most a few times a second; None: not called.
     """
@@ -84,6 +85,8 @@ def measured(
         with quiet.experiment(quiet.Need.MACHINE if alone else quiet.Need.SHARE, experiment.processes):
             if meter == "memory":
                 outcome = processes.account(experiment, timeout, on_step)
+            elif meter == "peak":
+                outcome = processes.execute(experiment, "memory", timeout, on_step)
             elif meter == "time" and known.memory and hardware.is_rehearsal():
                 outcome = worker.untimed(experiment)  # the memory pass ran it, and a rehearsal has no times
             else:

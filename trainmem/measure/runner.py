@@ -21,6 +21,7 @@ from trainmem.records import Run, Store, now
 from trainmem.texts import arguments_of_kind, positive, shown, whole_number
 from trainmem.unknown import NeedsValues
 
+METERS = ("memory", "peak", "time", "none", "value")
 MOST_RANKS = 256  # ranks of a training on one machine, each a process
 
 
@@ -86,7 +87,8 @@ class Runner:
             optimizer: function (model, training arguments) -> torch optimizer, for an optimizer that `optim` cannot
                 name; None: the optimizer that `optim` names.
             measure: "memory" (two steps under the memory meter), "time" (warm-up and `steps` steps under the time
-                meter, losses kept), or both; each has its own fresh subprocess, and "memory" usually has two.
+                meter, losses kept), or both; each has its own fresh subprocess, and "memory" usually has two: for the
+                peak, then for the breakdown by category. "peak" is "memory" without the breakdown, in half the time.
             processes: ranks, started by torch's elastic launcher (gloo on CPU, nccl on CUDA).
             steps: optimizer steps to time; None: the profile's.
             timeout: seconds per experiment; None: the runner's.
@@ -126,7 +128,7 @@ class Runner:
             name: the run's name in tables and pictures.
             task: the model and its data; None: the runner's task.
             timeout: seconds per experiment; None: the runner's timeout.
-            measure: "memory", "time", or both; each has its own fresh subprocess, and "memory" usually has two.
+            measure: as in `train`.
             arguments: names of `transformers.TrainingArguments`, plus `attn_implementation`, `dtype`, and
                 `max_new_tokens`, with which a pass generates text.
 
@@ -157,7 +159,7 @@ class Runner:
                 notebook and needs no measuring code. It is called once for each entry of `measure`, but for "memory"
                 usually twice: for the peak, then for the breakdown. Each call has its own fresh subprocess.
             name: the run's name; None: the function's.
-            measure: "memory", "time", or both; or, to run the function without a meter, "value" or "none". "value" is
+            measure: as in `train`; or, to run the function without a meter, "value" or "none". "value" is
                 for a function of which you only want the result, e.g. the times from `interleaving.in_turns`. "none" is
                 for a function that, itself or in its ranks, measures time with a clock: in a course, other lessons wait
                 from its first call of a clock to its end.
@@ -178,8 +180,8 @@ class Runner:
         usual = {"steps": self.profile.steps, "warmup_steps": self.profile.warmup_steps}
         experiment = Experiment(name=name, task=task or self.task, **(usual | more))
         measure = (measure,) if isinstance(measure, str) else tuple(measure)
-        if not measure or any(each not in ("memory", "time", "none", "value") for each in measure):
-            raise ValueError(f"measure={shown(measure)}: choose from 'memory', 'time', 'none', 'value'")
+        if not measure or any(each not in METERS for each in measure):
+            raise ValueError(f"measure={shown(measure)}: choose from {', '.join(map(repr, METERS))}")
         whole_number("processes", experiment.processes, most=MOST_RANKS)
         outcome = Outcome()
         try:
@@ -207,7 +209,7 @@ class Runner:
         if self.executor:  # all meters run in one place
             yield self._perform(executors.measure, experiment, measure, timeout)
             return
-        has_steps = {"memory", "time"} & {*measure}  # without a meter nothing counts them
+        has_steps = {"memory", "peak", "time"} & {*measure}  # without a meter nothing counts them
         steps = experiment.steps + experiment.warmup_steps
         with progress.bar(experiment.name, steps, quiet=self._is_unwatched or not has_steps) as bar:
             text = progress.BarText(bar, experiment.samples_per_step)
